@@ -26,7 +26,6 @@ from phase3.judge_ddp import *
 # parameter_server
 from phase3.judge_shards import *
 from phase3.judge_servers import *
-from phase3.judge_survivors import *
 
 # zero
 from phase3.judge_zero import *

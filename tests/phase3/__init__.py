@@ -1,1 +1,1 @@
-"""What tests/test_phase3.py runs on the ranks. No body asserts: it returns what is to be judged."""
+"""Judges of tests/test_phase3.py, and the bodies that they run on ranks and that return facts."""

@@ -1,4 +1,4 @@
-"""All-reduces of the grader's own, made of messages: what learners' functions are given or meet."""
+"""The grader's own all-reduces, made of messages; they are passed to learners' functions."""
 
 import torch
 import torch.distributed as dist

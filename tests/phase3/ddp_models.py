@@ -25,7 +25,7 @@ def loss_of(outputs: Tensor) -> Tensor:
 
 
 class Branches(nn.Module):
-    """Weights of 24 bytes, which the ranks use in different orders."""
+    """Weights of 24 bytes each; every rank uses them in its own order."""
 
     def __init__(self, num_branches: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Layer(NamedTuple):
 
 
 class Slow(nn.Module):
-    """Layers whose backward passes take known times, used in another order than registered.
+    """Layers with known backward times, used in a different order from their registration.
 
     Before the first one comes something that has no parameters, but a backward pass too.
     """
@@ -120,7 +120,7 @@ class _Waitable:
 
 
 def names_in(call: Call, module: nn.Module) -> list[str]:
-    """Return the parameters whose gradients lie in what was reduced, in their order there."""
+    """Return the names of the parameters in a reduced tensor, ordered by their addresses."""
     addresses = {
         name: parameter.grad.data_ptr()
         for name, parameter in module.named_parameters()

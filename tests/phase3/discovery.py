@@ -67,7 +67,7 @@ def discover_in_groups(
 
 @contextmanager
 def _patched(patches: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Patch for all ranks, which are threads of one process, until the last one is done."""
+    """Patch until the last rank is done: all ranks are threads of one process."""
     with ExitStack() as stack:
         if dist.get_rank() == 0:
             for (owner, name), value in patches.items():
@@ -102,14 +102,14 @@ def discover_with_delays(
 
 
 def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Discover with pretended GPUs, which take ``WORK_S`` more for each message that has come.
+    """Discover on pretended GPUs that work for ``WORK_S`` after each message has arrived.
 
     Returns:
         The topology, and the devices of the messages that were sent.
     """
     sent: list[str] = []
     work_s: defaultdict[int, float] = defaultdict(float)  # rank -> work left to its GPU
-    send, recv, recv_any = SimGroup.send, SimGroup.recv, SimGroup.recv_anysource
+    send, recv = SimGroup.send, SimGroup.recv
 
     def noting_send(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
         sent.append(str(device_of(tensors[0])))
@@ -119,14 +119,9 @@ def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any
         work_s[dist.get_rank()] += WORK_S
         return recv(group, tensors, src, tag)
 
-    def working_recv_any(group: SimGroup, tensors: list[Tensor], tag: int = 0) -> Any:
-        work_s[dist.get_rank()] += WORK_S
-        return recv_any(group, tensors, tag)
-
     patches = {
         (SimGroup, "send"): noting_send,
         (SimGroup, "recv"): working_recv,
-        (SimGroup, "recv_anysource"): working_recv_any,
         (dist, "get_backend"): lambda group=None: "nccl",
         (torch.cuda, "current_device"): lambda: 0,
         (torch.cuda, "synchronize"): lambda device=None: time.sleep(work_s.pop(dist.get_rank(), 0)),

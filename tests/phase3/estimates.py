@@ -113,5 +113,5 @@ def _plan(value: Any) -> list[Any]:
 
 
 def refusal_of_plan(lesson: Any, model: Any, machine: Any, batch_size: int) -> dict[str, str]:
-    """Return type and text of what plan raises."""
+    """Return the type and the text of the error that plan raises."""
     return refusal_of(lambda: lesson.plan(Transformer(*model), Machine(*machine), batch_size))

@@ -30,7 +30,7 @@ class Drawing(NamedTuple):
     Attributes:
         uses: Units that compute, in that order.
         frozen: Units that are not trained.
-        has_own: True if the model multiplies by parameters of its own, first and last: by
+        has_own: True if the model itself multiplies by parameters first and last: by
             ``scale``, and by ``level``, which is frozen.
         needs_input: True if the gradient of the input is wanted.
         is_second: True if a forward pass without a backward pass came before.
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 class Drawn(nn.Module):
-    """Units of different sizes: the bytes of a message tell whose parameters it brings."""
+    """Units of different sizes, so that the bytes of a message identify its unit."""
 
     def __init__(self, drawing: Drawing, marks: list[Mark]) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Drawn(nn.Module):
 
 
 def words_by_bytes(n: int) -> dict[int, str]:
-    """Return what is gathered, by the bytes of a rank's shard in float32."""
+    """Return the name of each gather, by the bytes of a rank's shard in float32."""
     sizes = {f"gather {i}": 2 * FEATURES * (9 + i) for i in range(4)}
     sizes |= {"gather scale": FEATURES, "gather level": 1}
     return {-(-size // n) * 4: word for word, size in sizes.items()}
@@ -186,7 +186,7 @@ class Everyday(nn.Module):
 
 
 def use_every_day(lesson: Any) -> dict[str, Any]:
-    """Go through a model forward and back; return what it saw, what came out, and its buffers."""
+    """Run a model forward and backward; return the dtypes it saw, its results and its buffers."""
     plain, calls = Everyday(dist.get_rank()), []
     plain.register_forward_hook(lambda *_: calls.append(1))
     model = lesson.FullyShardedDataParallel(plain)
@@ -197,10 +197,13 @@ def use_every_day(lesson: Any) -> dict[str, Any]:
     result["y"].float().sum().backward()
     return {
         "seen": plain.seen,
-        "result": {name: str(getattr(one, "dtype", one)) for name, one in result.items()},
-        "calls of the hook": len(calls),
-        "has gradient": [before.grad is not None, beside.grad is not None],
-        "buffers": {name: [str(one.dtype), one.tolist()] for name, one in plain.named_buffers()},
+        "returned": {name: str(getattr(x, "dtype", x)) for name, x in result.items()},
+        "used": {
+            "calls of a forward hook": len(calls),
+            "input of args has a gradient": before.grad is not None,
+            "input of kwargs has a gradient": beside.grad is not None,
+        },
+        "buffers": {name: [str(x.dtype), x.tolist()] for name, x in plain.named_buffers()},
         "refusal": refusal_of(lambda: lesson.FullyShardedDataParallel(_without_values())),
     }
 
@@ -214,7 +217,7 @@ def _without_values() -> nn.Module:
 
 
 def buffers_on(rank: int) -> dict[str, list[Any]]:
-    """Return the buffers of a rank, which the others have with other numbers."""
+    """Return the buffers of a rank; each rank has its own numbers in them."""
     return {"average": ["torch.float64", [rank + 0.1] * 2], "count": [WHOLE_NUMBER, rank]}
 
 
@@ -239,7 +242,7 @@ def dtypes_of(kind: str) -> dict[str, str]:
 
 
 def restore(lesson: Any, kind: str) -> dict[str, Any]:
-    """Load a full state in float16, then save and load the shards; last, load what lacks a name.
+    """Load a full state in float16, save and load the shards, then load an incomplete state.
 
     A barrier stands before and after the full state is saved.
     """
@@ -261,8 +264,8 @@ def restore(lesson: Any, kind: str) -> dict[str, Any]:
     net(kind, 0).load_state_dict(full)  # the plain model can load it
     shards = [*model.parameters()]
     return {
-        "full": listed(full),
-        "from shards": listed(other.full_state_dict()),
+        "full_state_dict": listed(full),
+        "load_state_dict of the shards": listed(other.full_state_dict()),
         "loss": loss,
         "dtypes": {name: str(value.dtype) for name, value in full.items()},
         "bytes": sum(shard.nbytes for shard in shards),
@@ -288,28 +291,7 @@ def loss_with(kind: str, state: Numbers, rank: int) -> float:
     return loss_of(model, rank, 0).item()
 
 
-# Several passes
-
-
-def use_twice(lesson: Any) -> dict[str, list[float]]:
-    """Take a step on the loss of two forward passes; return the full state and the units' uses."""
-    rank = dist.get_rank()
-    model = lesson.FullyShardedDataParallel(net("plain", rank), compute_dtype=torch.float64)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
-    plain.step()
-    uses = [unit.number for unit in model.order.units]
-    return listed(model.full_state_dict()) | {"uses": uses}
-
-
-def used_twice_plain(n: int) -> Numbers:
-    """Return the parameters after the step of ``use_twice``, without any sharding."""
-    model = net("plain", 0)
-    for rank in range(n):
-        for number in range(2):
-            (loss_of(model, rank, number) / n).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return listed(dict(model.named_parameters()))
+# Bytes
 
 
 SENT_LAYERS = 4

@@ -1,4 +1,4 @@
-"""Judges task 3.12: training in buckets is that of one process; what buckets hold, and when."""
+"""Judges task 3.12: training equals that of one process; contents, times and memory of buckets."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -229,7 +229,7 @@ def test_no_sync_accumulates_without_a_message(grade: Grade) -> None:
 
 
 def _expected(limits: Limits, step: int, by_rank: Sequence[Any]) -> list[list[str]]:
-    """Return the buckets of a step, by the order in which rank 0's first gradients came."""
+    """Return the buckets of a step, ordered by the arrival of rank 0's first gradients."""
     came = by_rank[0]["arrived"]
     order = [*came, *(name for name in reversed(TRAINABLE) if name not in came)]
     names = order[::-1] if step else TRAINABLE
@@ -273,7 +273,7 @@ def _check_buckets(here: str, step: int, result: dict[str, Any], expected: list[
 
 
 def _collectives(run: Run, name: str) -> list[list[Any]]:
-    """Return the collectives of each rank whose name begins so, as they started."""
+    """Return the collectives of each rank with a given prefix, in the order of their start."""
     events = sorted(run.trace.events, key=lambda event: event.start_s) if run.trace else []
     calls = [e for e in events if e.kind == "collective" and e.name.startswith(name)]
     return [[call for call in calls if call.rank == rank] for rank in range(len(run.results))]

@@ -6,26 +6,23 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from distlab.util.text import joined
-from judging.checks import MEASURED, UNIFORM, check_refused, is_close, of_members, short
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.checks import MEASURED, UNIFORM, check_refused
+from judging.comparing import check_equal
 from phase3 import fully_sharded as b
 from phase3 import zero
 from phase3.judge_zero import (
-    BUFFERS,
     NUM_PARAMS,
     SLOW,
     STUCK,
+    check_each,
     check_overlap,
     check_small_updates,
-    check_trained,
     check_trains_as_plain,
-    check_values,
+    check_trains_in_group,
 )
 from phase3.zero import FULLY
 
 UNIT_BYTES = 2 * zero.WIDTH**2
-CASES = zero.CASES_IN_SHARDS
 PASSES = (  # number of frozen layers, is_evaluated, is_mixed
     (0, False, False),
     (b.SENT_LAYERS // 2, False, False),
@@ -43,42 +40,23 @@ IN_A_PASS = {  # how many units' bytes may be held, and what they are
 
 @task("3.20", real=True)
 def test_a_fully_sharded_model_trains_as_plain(grade: Grade) -> None:
-    check_trains_as_plain(grade, FULLY, CASES)
+    check_trains_as_plain(grade, FULLY, zero.CASES_IN_SHARDS)
 
 
 @task("3.20")
 def test_a_fully_sharded_model_inside_a_group(grade: Grade) -> None:
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, zero.train, FULLY, CASES[:3]), if_stuck=STUCK_IN_GROUP
-    )
-    check_trained(f"{FULLY} inside a group", FULLY, of_members(run), CASES[:3])
-
-
-@task("3.20")
-def test_two_forward_passes_before_a_backward_pass(grade: Grade) -> None:
-    n = 2
-    expected = b.used_twice_plain(n) | BUFFERS
-    for rank, result in enumerate(grade.run(b.use_twice, n, if_stuck=STUCK).results):
-        here = f"{FULLY}, rank {rank} of {n}, after a step on the loss of two forward passes"
-        uses = result.pop("uses")
-        check(
-            {*uses} == {2},
-            f"{here}: the number of each unit should be 2, one more for each time that it has "
-            f"computed; they are {', '.join(map(str, uses))}.",
-        )
-        check_values(here, expected, result, "Are the gradients of both added up?")
+    check_trains_in_group(grade, FULLY)
 
 
 @task("3.20")
 def test_shards_are_kept_in_32_bits(grade: Grade) -> None:
-    dtypes = ["torch.bfloat16", "torch.float32"]
     for n in (1, 3):
         by_rank = check_small_updates(grade, FULLY, n, "only what is gathered may be rounded.")
         for rank, result in enumerate(by_rank):
-            check(
-                result["dtypes"] == dtypes,
-                f"rank {rank} of {n}, compute_dtype=bfloat16: the output and the shards should be "
-                f"in {' and '.join(dtypes)}; they are in {' and '.join(result['dtypes'])}.",
+            check_equal(
+                f"rank {rank} of {n}, compute_dtype=bfloat16",
+                "the dtypes of the output and of the shards",
+                *(["torch.bfloat16", "torch.float32"], result["dtypes"]),
             )
 
 
@@ -122,7 +100,7 @@ def test_units_travel_three_times(grade: Grade, n: int) -> None:
     layers, layer = b.SENT_LAYERS, zero.WIDTH**2
     unit = -(-layer // n) * n * 2 * (n - 1) / n
     for num_frozen, is_evaluated, is_mixed in PASSES if n == 2 else PASSES[:1]:
-        one, two = (
+        once, twice = (
             grade.run(
                 *(b.pass_through, n, num_frozen, passes, is_evaluated, is_mixed), cluster=UNIFORM
             )
@@ -131,7 +109,7 @@ def test_units_travel_three_times(grade: Grade, n: int) -> None:
         units = 2 * layers if is_evaluated else 3 * layers + layers - num_frozen
         what = "two evaluations" if is_evaluated else "two forward and a backward pass"
         for rank in range(n):
-            got = round(two.bytes_sent[rank] - one.bytes_sent[rank])
+            got = round(twice.bytes_sent[rank] - once.bytes_sent[rank])
             check(
                 got <= round(units * unit),
                 f"rank {rank} of {n}, {layers} layers of {layer:,} parameters, {num_frozen} "
@@ -175,7 +153,7 @@ def _collectives_of(run: Run, rank: int) -> list[Any]:
 
 
 def _drawn(gathers: Sequence[b.Mark], marks: Sequence[b.Mark]) -> list[str]:
-    """Write down what came after what; messages that set out together share an entry."""
+    """Write down what happened in order; messages that set out together share an entry."""
     by_time: dict[tuple[float, bool], list[str]] = {}
     for at_s, word in sorted([*gathers, *marks]):
         by_time.setdefault((at_s, word.startswith("gather")), []).append(word)
@@ -213,6 +191,21 @@ def test_units_come_in_the_order_of_the_figure(grade: Grade) -> None:
 
 # Everyday use
 
+IN_USE = {  # what is judged -> right values, and the likely cause of others
+    "seen": (
+        b.SEEN,
+        "Cast floating-point tensors, in args and kwargs, in tuples and dicts too, and no "
+        "others: labels and token ids would be rounded.",
+    ),
+    "returned": (b.RETURNED, "Pass it on as it is."),
+    "used": (
+        {"calls of a forward hook": 1, "input of args has a gradient": True}
+        | {"input of kwargs has a gradient": True},
+        "Call the module, not its forward, which skips hooks. Casting belongs to the graph: "
+        "detach nothing.",
+    ),
+}
+
 
 @task("3.20")
 def test_a_model_is_used_as_ever(grade: Grade) -> None:
@@ -220,71 +213,33 @@ def test_a_model_is_used_as_ever(grade: Grade) -> None:
     by_rank = grade.run(b.use_every_day, n, if_stuck=STUCK).results
     for rank, result in enumerate(by_rank):
         here = f"rank {rank} of {n}, a model that computes in bfloat16"
-        _check_dict(
-            f"{here}, the dtypes that its forward sees",
-            *(b.SEEN, result["seen"]),
-            "Cast floating-point tensors, in args and kwargs, in tuples and dicts too, and no "
-            "others: labels and token ids would be rounded.",
-        )
-        _check_dict(
-            f"{here}, what it returns", b.RETURNED, result["result"], "Pass it on as it is."
-        )
-        check(
-            result["calls of the hook"] == 1,
-            f"{here}: a forward hook of the module should be called once in a pass; it was called "
-            f"{result['calls of the hook']} times. Call the module, not its forward, which skips "
-            "hooks.",
-        )
-        check(
-            all(result["has gradient"]),
-            f"{here}: what was computed before the model, and went into it by args and in kwargs, "
-            "should get gradients; has it got them? "
-            f"{joined([*map(str, result['has gradient'])])}. Casting belongs to the graph: detach "
-            "nothing.",
-        )
-        _check_dict(
-            f"{here}, its buffers",
-            *(b.buffers_on(rank), result["buffers"]),
-            "Buffers stay as they are on each rank: they are neither sent nor cast.",
-        )
+        for what, (expected, cause) in IN_USE.items():
+            check_each(here, f", {what} in a pass,", expected, result[what], cause)
+        cause = "Buffers stay as they are on each rank: they are neither sent nor cast."
+        check_each(here, ", a buffer,", b.buffers_on(rank), result["buffers"], cause)
     refusals = [result["refusal"] for result in by_rank]
     check_refused(refusals, f"a module whose {b.UNBORN} is on the device meta", b.UNBORN)
-
-
-def _check_dict(here: str, expected: dict[str, Any], got: dict[str, Any], cause: str) -> None:
-    """Check values by name, and name those that differ."""
-    names = [name for name in {**expected, **got} if expected.get(name) != got.get(name)]
-    check(
-        not names,
-        f"{here}: {joined(names)} should be {joined([short(expected.get(n)) for n in names])}; "
-        f"found {joined([short(got.get(n)) for n in names])}. {cause}",
-    )
 
 
 # States
 
 
 @task("3.20")
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", b.TWO])
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", zero.TWO])
 def test_states_fit_any_number_of_ranks(grade: Grade, kind: str) -> None:
     state, dtypes = b.whole_numbers(kind), b.dtypes_of(kind)
     for n in (1, 3):
         run = grade.run(b.restore, n, kind, if_stuck=STUCK)
         for rank, result in enumerate(run.results):
             here = f"rank {rank} of {n}, a {kind} model after load_full_state_dict of float16"
-            for way in ("full", "from shards"):
+            for way in ("full_state_dict", "load_state_dict of the shards"):
                 cause = "Is each parameter's part in its place, and are the buffers there?"
-                check_values(f"{here}, {way}", state, result[way], cause)
-            loss = 0.0 if kind == b.TWO else b.loss_with(kind, state, rank)
-            check(
-                is_close(loss, result["loss"], 1e-7),
-                f"{here}: its loss should be {loss:.6f}, and is {result['loss']:.6f}.",
-            )
+                check_each(f"{here}, {way}", "", state, result[way], cause)
+            loss = 0.0 if kind == zero.TWO else b.loss_with(kind, state, rank)
+            check_equal(here, "its loss", loss, result["loss"], tolerance=1e-7)
             _check_stored(here, kind, result, _bytes_of_state(run, rank))
-            _check_dict(
-                *(f"{here}, full_state_dict, dtypes", dtypes, result["dtypes"]),
-                "Gather the shards in their own dtype: a checkpoint in bfloat16 has lost digits.",
-            )
+            cause = "Gather the shards in their own dtype: a checkpoint in bfloat16 loses digits."
+            check_each(f"{here}, full_state_dict", ", its dtype,", dtypes, result["dtypes"], cause)
 
 
 def _check_stored(here: str, kind: str, result: dict[str, Any], sent: int) -> None:
@@ -295,12 +250,11 @@ def _check_stored(here: str, kind: str, result: dict[str, Any], sent: int) -> No
         f"all-gather each; it brings {sent} bytes into collectives. An all-gather of a flat "
         "returns all of its parameters.",
     )
-    dtypes = ["torch.float32", "torch.float64"][kind != b.TWO :]
-    check(
-        (result["shards"], result["held"]) == (dtypes, result["bytes"]),
-        f"{here}: the shards should be in {joined(dtypes)} and hold {result['bytes']} bytes; they "
-        f"are in {joined(result['shards'])} and hold {result['held']}. Copy into the shard's own "
-        "memory: a view keeps the whole parameters, and their dtype.",
+    dtypes = ["torch.float32", "torch.float64"][kind != zero.TWO :]
+    check_equal(
+        *(here, "the dtypes of the shards, and the bytes of their memory,"),
+        *([dtypes, result["bytes"]], [result["shards"], result["held"]]),
+        "Copy into the shard's own memory: a view keeps the whole parameters, and their dtype.",
     )
     check(
         b.MISSING in result["error"],

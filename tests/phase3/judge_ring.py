@@ -1,4 +1,4 @@
-"""Judges tasks 3.1 to 3.4: chunks, sums, who sends what to whom, rounds and memory."""
+"""Judges tasks 3.1 to 3.4: chunks, sums, senders and receivers, rounds and memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -255,9 +255,9 @@ globals().update(REDUCE.tests())
 
 FEW_BYTES = 20  # a segment of 2 numbers of float64, 5 of float32 or 20 of uint8
 SEGMENT = 4096  # elements
-SEGMENTS = 16  # of a chunk, where time is measured
+SEGMENTS = 16  # segments of a chunk in tests of time
 LINK_BYTES_PER_S = 10e9
-ADDING_SHARE = 0.9  # of a message's time: adding reads two numbers and writes one
+ADDING_SHARE = 0.9  # share of a message's time; adding reads two numbers and writes one
 SLOW_GPU = GPU(
     "slow at adding",
     1e15,
@@ -268,7 +268,7 @@ SLOW_GPU = GPU(
 SLOW_TO_ADD = Cluster(
     1, 4, latency_s=0.0, nvlink_bytes_per_s=LINK_BYTES_PER_S, gpu=SLOW_GPU, name="slow to add"
 )
-TOLERANCE = 0.1  # for the first and the last segment, of 16, of each step
+TOLERANCE = 0.1  # room for the first and the last of 16 segments in each step
 
 
 def _check_segmented(call: Call) -> None:

@@ -1,27 +1,20 @@
-"""Judges tasks 3.14 to 3.16: steps and replies of servers, who waits for whom, and messages."""
+"""Judges tasks 3.14 to 3.17: steps and replies of servers, waiting, and deaths."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from distlab.grade import Grade, check, task
-from judging.checks import (
-    BYTE_S,
-    LATENCY_S,
-    UNIFORM,
-    check_no_collective,
-    check_waited,
-    of_members,
-    rounds_of,
-    short,
-    uneven,
-)
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.checks import UNIFORM, check_no_collective, check_waited, rounds_of, short, uneven
+from judging.comparing import check_equal
+from judging.expect import results_in_group
+from judging.groups import MEMBERS
 from phase3 import servers as b
 from phase3.server_checks import (
     OF_MESSAGES,
+    check_served,
     judge,
     judge_in_group,
     judge_memory,
@@ -29,7 +22,16 @@ from phase3.server_checks import (
     own_pulls,
     schedule,
 )
-from phase3.servers import ASYNCHRONOUS, BOUNDED, SYNCHRONOUS, Plan
+from phase3.servers import (
+    ASYNCHRONOUS,
+    BEFORE_PULL,
+    BEFORE_PUSH,
+    BOUNDED,
+    CLOSED,
+    SURVIVORS,
+    SYNCHRONOUS,
+    Plan,
+)
 
 STUCK_WORKERS = (
     "push_pull should start all sends and receives before it waits for any, each with the server "
@@ -45,6 +47,7 @@ _EACH = (
     "Each worker pushes num_steps gradients, and waits for a reply to each before it sends the "
     "next: a server receives that many from each worker, and answers every one."
 )
+IN_PAIRS = "Messages to and from a worker travel in its pair, group=pairs[worker]."
 STUCK = {
     SYNCHRONOUS: _EACH,
     ASYNCHRONOUS: _EACH,
@@ -52,89 +55,106 @@ STUCK = {
     "look at all of them after every gradient, also at that of the worker whose gradient came, and "
     "at the last step too. Clocks count gradients that were applied, so that the slowest worker "
     "never waits.",
+    SURVIVORS: "Nobody dies here. Whoever waits for the clocks has to be woken after every "
+    "gradient (notify_all), a thread that ends by an error is taken for a dead worker, and there "
+    f"are as many threads as workers. {IN_PAIRS}",
 }
+STUCK_BY_DEATH = (
+    "Workers die in this test, and nothing more comes from them. Give every receive and every send "
+    "of the server a limit, work.wait(timedelta(seconds=timeout_s)); when it raises a "
+    "RuntimeError, take the worker's clock out of the count and wake those that wait for it "
+    f"(notify_all). {IN_PAIRS}"
+)
+NOT_IN_TURN = (
+    "No worker should wait for a slower one: receive from whoever sends first (receive_from_any), "
+    "and answer that one at once."
+)
 NOT_HELD = (
     "A reply may leave as soon as clocks[worker] <= min(clocks.values()) + staleness, with the "
     "gradients counted that have just been applied; so the slowest worker is answered at once."
 )
-NOT_IN_TURN = (
-    "One worker is four times slower, and no other should wait for it: receive from whoever sends "
-    "first (receive_from_any), and answer that one at once."
+LATE = (
+    "A worker that is dead or slow should hold up no other, but for the bound: give each worker a "
+    "thread of its own, hold the lock only to step and to copy, never while you receive or send, "
+    "and let a dead worker's clock count no more as soon as it is known to be dead. A receive from "
+    "a worker whose connection closes raises a RuntimeError at once."
 )
+INTO_THE_SAME = "Receive every gradient into the same memory, and copy nothing for later."
 PACES_S = 10e-3, 13.1e-3, 41.3e-3, 17.9e-3, 23.3e-3  # no two gradients arrive at the same time
 LARGE = 300_000  # elements, of more than 2^20 bytes in 32 bits
-DTYPES = "float32", "float64", "bfloat16"
 
 
 # 3.14 push_pull
 
+NUM_STEPS, NUM_ELEMENTS = 3, 10
+
 
 @task("3.14", real=True)
-@pytest.mark.parametrize(("num_servers", "num_workers"), [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("num_servers", "num_workers"), [(1, 1), (4, 1), (3, 5), (2, 2)])
 def test_a_worker_pushes_to_all_servers_and_pulls(
     grade: Grade, num_servers: int, num_workers: int
 ) -> None:
-    _check_push_and_pull(grade, num_servers, num_workers)
-
-
-@task("3.14")
-def test_five_workers_push_to_three_servers_and_pull(grade: Grade) -> None:
-    _check_push_and_pull(grade, 3, 5)
-
-
-def _check_push_and_pull(grade: Grade, num_servers: int, num_workers: int) -> None:
     n = num_servers + num_workers
     servers = grade.random.sample(range(n), num_servers)
     for dtype in ("float32", "bfloat16"):
         run = grade.run(
-            *(b.push_and_pull, n, servers, 10, dtype, 3), cluster=UNIFORM, if_stuck=STUCK_WORKERS
+            *(b.push_and_pull, n, servers, NUM_ELEMENTS, dtype, NUM_STEPS),
+            cluster=UNIFORM,
+            if_stuck=STUCK_WORKERS,
         )
         _check_pulled(run.results, servers)
         if grade.is_simulated:
             check_no_collective(run, OF_MESSAGES)
             check_waited(run)
             _check_pushed(run.messages, servers)
+            rounds = rounds_of(run, 4 * NUM_ELEMENTS) / NUM_STEPS
+            check(
+                num_workers > 1 or rounds <= 2.5,
+                f"with {num_servers} servers, a worker and short messages, a step should take the "
+                f"latency of 2 messages, to the servers and back; it takes that of {rounds:.1f}. "
+                "Start to send to all servers and to receive from all of them before you wait for "
+                "any.",
+            )
 
 
 def _check_pulled(
     by_rank: Sequence[Any], servers: Sequence[int], where: str = "", *, in_turn: bool = False
 ) -> None:
     workers = [rank for rank in range(len(by_rank)) if rank not in servers]
+    here = f"servers {[*servers]}, workers {workers}{where}"
     for rank in workers:
-        here = f"servers {[*servers]}, workers {workers}, worker {rank}{where}"
         check(
             not by_rank[rank]["is_changed"],
-            f"{here}: gradients has changed. Receive into shards, and only send gradients.",
+            f"{here}, worker {rank}: gradients has changed. Receive into shards, and only send "
+            "gradients.",
         )
         for step, pull in enumerate(by_rank[rank]["pulls"]):
             total = sum(worker + step for worker in workers)
             answer = float(2 * (rank + step) if in_turn else total)
             for server, span in pull.items():
-                check(
-                    span == [answer, answer],
-                    f"{here}, step {step}: shards[{server}] should hold what server {server} sent, "
-                    f"{answer:g} everywhere; it holds {span} (least and greatest). Receive from "
-                    "each server into its own tensor of shards, and wait for all of them.",
+                check_equal(
+                    f"{here}, worker {rank}, step {step}",
+                    f"the least and the greatest number in shards[{server}], as sent,",
+                    *([answer, answer], span),
+                    "Receive from each server into its own tensor of shards, and wait for all of "
+                    "them.",
                 )
     for server in servers:
         for step, spans in enumerate(by_rank[server]):
-            wanted = [[float(worker + step)] * 2 for worker in workers]
-            check(
-                spans == wanted,
-                f"server {server}, step {step}: gradients of {wanted} should arrive from the "
-                f"workers (least and greatest), not {spans}. Send each server its own gradient.",
+            check_equal(
+                *(f"{here}, server {server}, step {step}", "least and greatest of each gradient"),
+                *([[float(worker + step)] * 2 for worker in workers], spans),
+                "Send each server its own gradient.",
             )
 
 
 def _check_pushed(messages: Sequence[int], servers: Sequence[int]) -> None:
-    num_workers = len(messages) - len(servers)
-    wanted = [
-        3 * (num_workers if rank in servers else len(servers)) for rank in range(len(messages))
-    ]
-    check(
-        [*messages] == wanted,
-        f"in 3 steps, each worker should send one message per step to each of the servers "
-        f"{[*servers]}: messages sent per rank should be {wanted}, not {[*messages]}.",
+    ranks = range(len(messages))
+    counts = [len(messages) - len(servers) if rank in servers else len(servers) for rank in ranks]
+    check_equal(
+        *(f"servers {[*servers]}, {NUM_STEPS} steps", "the number of messages sent per rank"),
+        *([NUM_STEPS * count for count in counts], [*messages]),
+        "Each worker sends one message per step to each of the servers.",
     )
 
 
@@ -149,37 +169,16 @@ def test_servers_may_answer_one_worker_after_the_other(
 
 
 @task("3.14")
-def test_all_servers_work_at_the_same_time(grade: Grade) -> None:
-    num_steps, servers = 4, [4, 0, 1, 3]
-    run = grade.run(
-        *(b.push_and_pull, 5, servers, 10, "float32", num_steps),
-        cluster=UNIFORM,
-        if_stuck=STUCK_WORKERS,
-    )
-    _check_pulled(run.results, servers)
-    rounds = rounds_of(run, 4 * 10) / num_steps
-    check(
-        rounds <= 2.5,
-        "with 4 servers and short messages, a step should take the latency of 2 messages, to the "
-        f"servers and back; it takes that of {rounds:.1f}. Start to send to all servers and to "
-        "receive from all of them before you wait for any.",
-    )
-
-
-@task("3.14")
 def test_a_worker_inside_a_group(grade: Grade) -> None:
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.push_and_pull, [1], 10, "float64", 2),
-        if_stuck=STUCK_IN_GROUP,
-    )
-    _check_pulled(of_members(run), [1], f", inside the group {list(MEMBERS)}")
+    by_rank = results_in_group(grade, b.push_and_pull, [1], 10, "float64", 2)
+    _check_pulled(by_rank, [1], f", inside the group {list(MEMBERS)}")
 
 
 # What all servers promise
 
 
 def _plan(grade: Grade, function: str, num_workers: int, **settings: Any) -> Plan:
-    """Draw who serves, and how large the shard is."""
+    """Draw the server among the ranks, and the size of its shard."""
     ranks = [*range(num_workers + 1)]
     server = grade.random.choice(ranks)
     ranks.remove(server)
@@ -190,7 +189,7 @@ def _plan(grade: Grade, function: str, num_workers: int, **settings: Any) -> Pla
 
 def _judge_kinds(grade: Grade, function: str, *arguments: Any) -> None:
     """Judge two servers and two workers, with shards of every dtype."""
-    for dtype in DTYPES:
+    for dtype in ("float32", "float64", "bfloat16"):
         plan = Plan(function, (2, 0), (3, 1), 4, 11, dtype=dtype, arguments=arguments)
         judge(grade, plan, STUCK[function])
 
@@ -208,14 +207,11 @@ def _judge_memory(grade: Grade, function: str, num_extra: int, cause: str, *args
     judge_memory(grade, plan, num_extra, cause)
 
 
-INTO_THE_SAME = "Receive every gradient into the same memory, and copy nothing for later."
-
-
 # 3.14 serve_synchronously
 
 
 @task("3.14")
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
 def test_a_synchronous_server_steps_with_the_mean(grade: Grade, num_workers: int) -> None:
     judge(grade, _plan(grade, SYNCHRONOUS, num_workers, pauses_s=()), STUCK[SYNCHRONOUS])
 
@@ -237,9 +233,9 @@ def test_a_synchronous_server_with_late_links(grade: Grade) -> None:
 
 @task("3.14")
 def test_a_synchronous_step_takes_a_message_in_and_one_out_per_worker(grade: Grade) -> None:
-    plan = Plan(SYNCHRONOUS, (0,), (1, 2, 3, 4), 3, 400_000)
+    plan = Plan(SYNCHRONOUS, (0,), (1, 2, 3, 4), 3, LARGE)
     run = grade.run(b.serve_and_count, 5, plan, cluster=UNIFORM, if_stuck=STUCK[SYNCHRONOUS])
-    rounds = run.seconds / plan.num_steps / (LATENCY_S + plan.num_bytes * BYTE_S)
+    rounds = rounds_of(run, plan.num_bytes) / plan.num_steps
     check(
         rounds <= 8.1,
         f"with 4 workers, a step should take the time of 8 messages, 4 in and 4 out; yours takes "
@@ -256,10 +252,10 @@ def test_a_synchronous_server_needs_three_tensors(grade: Grade) -> None:
 
 
 @task("3.15")
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
 def test_each_gradient_is_a_step_and_is_answered(grade: Grade, num_workers: int) -> None:
-    plan = _plan(grade, ASYNCHRONOUS, num_workers)
-    by_rank = judge(grade, plan, STUCK[ASYNCHRONOUS])
+    plan = _plan(grade, ASYNCHRONOUS, num_workers, num_steps=6)
+    by_rank = judge(grade, plan, STUCK[ASYNCHRONOUS], if_late=NOT_IN_TURN)
     right = schedule(plan)
     for worker, step, server, counts in own_pulls(plan, by_rank):
         at_s = right.pulls_s[worker][step]
@@ -271,18 +267,6 @@ def test_each_gradient_is_a_step_and_is_answered(grade: Grade, num_workers: int)
             f"{short(counts)} are in it. Take gradients as they come, and answer each of them at "
             "once.",
         )
-
-
-@task("3.15")
-def test_a_straggler_does_not_delay_the_others(grade: Grade) -> None:
-    judge(grade, _straggling(grade, ASYNCHRONOUS), STUCK[ASYNCHRONOUS], if_late=NOT_IN_TURN)
-
-
-def _straggling(grade: Grade, function: str, *arguments: Any) -> Plan:
-    """Draw a plan for four workers; one is four times slower."""
-    place = grade.random.randrange(4)
-    pauses_s = tuple(40e-3 if i == place else 10e-3 for i in range(4))
-    return _plan(grade, function, 4, pauses_s=pauses_s, num_steps=8, arguments=arguments)
 
 
 @task("3.15", real=True)
@@ -308,41 +292,27 @@ def test_an_asynchronous_server_needs_two_tensors(grade: Grade) -> None:
 # 3.16 serve_with_bounded_staleness
 
 
-def _judge_bounded(grade: Grade, plan: Plan) -> list[Any]:
-    return judge(grade, plan, STUCK[BOUNDED], if_late=NOT_HELD)
-
-
 @task("3.16")
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("staleness", [0, 1, 3, 20])
+@pytest.mark.parametrize(
+    ("staleness", "pauses_ms"),
+    [
+        (0, (10, 13, 17, 40)),
+        (1, (10, 13, 11)),
+        (2, (10, 40, 10, 10)),
+        (3, (10, 11, 13, 17, 40)),
+        (20, (10, 40)),
+        (0, (10,)),
+        (7, (300, 10, 13)),  # the slowest comes when the others have ended
+        (8, (300, 10, 13)),
+    ],
+)
 def test_replies_are_held_back_by_the_bound_alone(
-    grade: Grade, num_workers: int, staleness: int
+    grade: Grade, staleness: int, pauses_ms: tuple[int, ...]
 ) -> None:
-    pauses_s = tuple(grade.random.sample([10e-3, 11e-3, 13e-3, 17e-3, 40e-3], num_workers))
-    plan = _plan(grade, BOUNDED, num_workers, pauses_s=pauses_s, num_steps=8)
-    _judge_bounded(grade, replace(plan, arguments=(staleness,)))
-
-
-@task("3.16")
-@pytest.mark.parametrize("staleness", [0, 2, 8])
-def test_how_far_a_straggler_holds_up_the_others(grade: Grade, staleness: int) -> None:
-    plan = _straggling(grade, BOUNDED, staleness)
-    by_rank = _judge_bounded(grade, plan)
-    ends_s = [by_rank[worker]["pulls"][-1]["pulled_s"] for worker in plan.workers]
-    most_s = max(0, 8 - staleness) * 40e-3
-    check(
-        min(ends_s) >= min(most_s, max(ends_s)) - 1e-3 or staleness == 8,
-        f"staleness {staleness}, and one worker is four times slower: none should end before "
-        f"{1e3 * most_s:g} ms; one did after {1e3 * min(ends_s):.1f} ms. The last reply obeys the "
-        "bound, too.",
-    )
-
-
-@task("3.16")
-@pytest.mark.parametrize("above", [-1, 0])
-def test_a_worker_that_comes_when_the_others_have_ended(grade: Grade, above: int) -> None:
-    plan = _plan(grade, BOUNDED, 3, pauses_s=(300e-3, 10e-3, 13e-3), num_steps=8)
-    _judge_bounded(grade, replace(plan, arguments=(plan.num_steps + above,)))
+    pauses_s = tuple(pause_ms / 1e3 for pause_ms in pauses_ms)
+    settings = {"pauses_s": pauses_s, "num_steps": 8, "arguments": (staleness,)}
+    plan = _plan(grade, BOUNDED, len(pauses_ms), **settings)
+    judge(grade, plan, STUCK[BOUNDED], if_late=NOT_HELD)
 
 
 @task("3.16", real=True)
@@ -368,3 +338,116 @@ def test_replies_that_are_held_back_take_no_memory(grade: Grade) -> None:
         "Note whose reply is held back, and not the parameters: it gets the newest.",
         0,
     )
+
+
+# 3.17 serve_survivors
+
+TIMEOUT_S = 60e-3
+LONG_S = 10.0
+Deaths = Mapping[int, tuple[int, str]]  # place among the workers -> step, moment in it
+DEATHS: dict[str, Deaths] = {
+    "nobody dies": {},
+    "before its first push": {1: (0, BEFORE_PUSH)},
+    "between its first push and pull": {3: (0, BEFORE_PULL)},
+    "the slowest in the middle": {3: (2, BEFORE_PUSH)},
+    "the slowest in the middle, after its push": {3: (3, BEFORE_PULL)},
+    "the fastest while its reply is held back": {0: (2, BEFORE_PULL)},
+    "at its last step": {1: (5, BEFORE_PUSH)},
+    "after its last push": {2: (5, BEFORE_PULL)},
+    "two die": {0: (1, BEFORE_PUSH), 3: (1, BEFORE_PULL)},
+    "one is left": {0: (4, BEFORE_PULL), 1: (2, BEFORE_PUSH), 3: (0, BEFORE_PUSH)},
+    "all die": {i: (i, BEFORE_PUSH) for i in range(4)},
+    "all die at once": dict.fromkeys(range(4), (0, BEFORE_PUSH)),
+    "one closes its connection": {3: (2, CLOSED)},
+    "two close their connections": {0: (0, CLOSED), 2: (5, CLOSED)},
+}
+
+
+def _survivors(deaths: Deaths, staleness: int, **settings: Any) -> Plan:
+    plan = Plan(
+        *(SURVIVORS, (2,), (4, 0, 3, 1), 6, 13, (10e-3, 13e-3, 17e-3, 29e-3)),
+        arguments=(staleness, TIMEOUT_S),
+        deaths={(4, 0, 3, 1)[place]: death for place, death in deaths.items()},
+    )
+    return replace(plan, **settings)
+
+
+def _judge_survivors(grade: Grade, plan: Plan, **settings: Any) -> None:
+    judge(grade, plan, STUCK_BY_DEATH if plan.deaths else STUCK[SURVIVORS], **settings)
+
+
+@task("3.17")
+@pytest.mark.parametrize("deaths", DEATHS)
+def test_the_others_go_on_without_the_dead(grade: Grade, deaths: str) -> None:
+    plan = _survivors(DEATHS[deaths], grade.random.randrange(2))
+    if "close" in deaths:  # noticed at once, not when the limit has passed
+        plan = replace(plan, arguments=(1, LONG_S))
+    _judge_survivors(grade, plan, if_late=LATE)
+
+
+@task("3.17")
+def test_parameters_do_not_change_while_they_are_sent(grade: Grade) -> None:
+    plan = _survivors({}, 6, pauses_s=(0.0, 1e-3, 2e-3, 3e-3))
+    for options in (uneven(grade.random, 5), late_replies(plan)):
+        _judge_survivors(grade, plan, options=options)
+
+
+@task("3.17")
+def test_parameters_do_not_change_while_they_are_copied(grade: Grade) -> None:
+    _judge_survivors(grade, _survivors({}, 6, pauses_s=(3e-3,) * 4, step_s=1e-3, copy_s=2.5e-3))
+
+
+@task("3.17")
+@pytest.mark.parametrize("num_workers", [1, 15])
+def test_every_worker_is_served_from_the_start(grade: Grade, num_workers: int) -> None:
+    plan = Plan(
+        *(SURVIVORS, (0,), tuple(range(1, num_workers + 1)), 2, num_workers + 5),
+        *((5e-3,) * num_workers, (0, TIMEOUT_S)),
+    )
+    _judge_survivors(grade, plan)
+
+
+@task("3.17")
+@pytest.mark.parametrize("staleness", [0, 6])
+def test_a_slow_worker_is_not_dead(grade: Grade, staleness: int) -> None:
+    plan = _survivors({}, staleness, pauses_s=(5e-3, 5e-3, 5e-3, 50e-3))
+    _judge_survivors(grade, plan, if_late=LATE)
+
+
+@task("3.17", real=True)
+def test_a_connection_closes(grade: Grade) -> None:
+    for step, when in ((0, BEFORE_PUSH), (2, BEFORE_PUSH), (2, BEFORE_PULL)):
+        plan = Plan(
+            *(SURVIVORS, (1,), (3, 0, 2), 5, 11),
+            arguments=(1, _long_s(grade)),
+            deaths={0: (step, when)},
+        )
+        run = grade.run(b.serve_some_who_leave, 4, plan, if_stuck=STUCK_BY_DEATH)
+        check_served(plan, run.results)
+
+
+def _long_s(grade: Grade) -> float:
+    """Return more than any worker is silent for; on processes, on a busy machine."""
+    return 1.0 if grade.is_simulated else 60.0
+
+
+@task("3.17", real=True)
+def test_nobody_dies(grade: Grade) -> None:
+    _judge_kinds(grade, SURVIVORS, 1, _long_s(grade))
+
+
+@task("3.17")
+def test_every_server_survives_by_itself(grade: Grade) -> None:
+    """Workers are named by their ranks in the world; rank 2 is neither server nor worker."""
+    plan = Plan(
+        *(SURVIVORS, (0, 3), (1, 5, 4), 5, 11, (10e-3, 17e-3, 13e-3)),
+        arguments=(1, TIMEOUT_S),
+        deaths={5: (2, BEFORE_PUSH)},
+    )
+    _judge_survivors(grade, plan, if_late=LATE, world_size=6)
+
+
+@task("3.17")
+def test_survivors_need_three_tensors_each(grade: Grade) -> None:
+    plan = Plan(*(SURVIVORS, (0,), (1, 2, 3), 4, LARGE), (1e-3, 2e-3, 3e-3), (1, TIMEOUT_S))
+    judge_memory(grade, plan, 3 * 3, "Those are 3 for each worker: use the memory again.")

@@ -14,7 +14,7 @@ def _sizes(random: Random, num_tensors: int, largest: int) -> dict[str, int]:
 
 
 def _named(random: Random, sizes: Sequence[int]) -> dict[str, int]:
-    """Give the tensors names, which come in any order."""
+    """Name the tensors in any order."""
     names = random.sample(range(100), len(sizes))
     return {f"layers.{name}": size for name, size in zip(names, sizes, strict=True)}
 
@@ -76,7 +76,7 @@ def _least_maximum(case: Case) -> int:
 
 
 def _assigned(grade: Grade, cases: Sequence[Case]) -> list[Assigned]:
-    """Assign, and check what holds for every case."""
+    """Assign, and check the promises that hold in every case."""
     run = grade.run(b.assign_all, 1, cases)
     check_silent(run, "assign_shards")
     for case, result in zip(cases, run.results[0], strict=True):

@@ -1,4 +1,4 @@
-"""Judges task 3.7: who shares a host, and what messages cost."""
+"""Judges task 3.7: hosts of the ranks, and costs of messages."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ import pytest
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster, Options
 from distlab.sim.engine.trace import departure_s
-from distlab.util.text import counted
-from judging.checks import Edge, of_members, short
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.comparing import check_equal
+from judging.groups import STUCK_IN_GROUP
 from phase3 import discovery as d
 
 KINDS = {"inside": "inside a host", "between": "between hosts"}
@@ -43,17 +42,18 @@ def _sizes(grade: Grade) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+# Hosts and costs
+
+
 @task("3.7")
 @pytest.mark.parametrize(
     ("nodes", "gpus", "n", "numbering"),
     [
-        (2, 2, 4, "block"),
         (2, 4, 8, "cyclic"),
         (3, 2, 5, "cyclic"),
         (2, 3, 4, "block"),
         (1, 3, 3, "block"),
         (3, 1, 3, "block"),
-        (2, 1, 2, "block"),
         (1, 1, 1, "block"),
     ],
 )
@@ -71,50 +71,48 @@ def test_hosts_and_links_are_those_of_the_cluster(
     _check_messages(run, sizes, repeats)
 
 
-def _check_hosts(by_rank: list[dict[str, Any]]) -> None:
+def _check_hosts(by_rank: Sequence[dict[str, Any]]) -> None:
     n, expected = len(by_rank), [result["host"] for result in by_rank]
     for rank, result in enumerate(by_rank):
-        check(
-            result["hosts"] == expected,
-            f"rank {rank} of {n}: socket.gethostname() says {expected} on ranks 0 to {n - 1}, so "
-            f"hosts should be that; it is {result['hosts']}. Ask the host for its name, and "
-            "collect the names of all ranks in the order of their ranks in the group: the ranks of "
-            "a host need not be neighbours, nor equally many.",
+        check_equal(
+            *(f"rank {rank} of {n}", "hosts, what socket.gethostname() says on each rank,"),
+            *(expected, result["hosts"]),
+            "Ask the host for its name, and collect the whole names of all ranks in the order of "
+            "their ranks in the group: the ranks of a host need not be neighbours, nor equally "
+            "many, and names may differ only after the first dot.",
         )
-    for rank, result in enumerate(by_rank):
-        for kind, where in KINDS.items():
-            check(
-                result[kind] == by_rank[0][kind],
-                f"rank {rank} of {n}: what a message costs {where} is {_text(result[kind])}, but "
-                f"on rank 0 it is {_text(by_rank[0][kind])}. Only the ranks that measure know what "
-                "they found, and clocks differ: one rank should tell all others.",
+        for kind in KINDS:
+            check_equal(
+                *(f"rank {rank} of {n}", f"α and β of {kind}, as on rank 0,"),
+                *(by_rank[0][kind], result[kind]),
+                "Only the ranks that measure know what they found, and clocks differ: one rank "
+                "should tell all others.",
             )
 
 
-def _text(cost: list[float] | None) -> str:
+def _text(cost: Sequence[float] | None) -> str:
     if cost is None:
         return "None"
     return f"α = {1e6 * cost[0]:.3g} µs and β = {1e12 * cost[1]:.4g} µs per MB"
 
 
-def _check_costs(by_rank: list[dict[str, Any]], cluster: Cluster, cause: str = "") -> None:
+def _check_costs(by_rank: Sequence[dict[str, Any]], cluster: Cluster) -> None:
     hosts, n = by_rank[0]["hosts"], len(by_rank)
-    shares, differs = len(set(hosts)) < n, len(set(hosts)) > 1
-    inside = [cluster.latency_s, 1 / cluster.nvlink_bytes_per_s] if shares else None
-    between = [cluster.net_latency_s, 1 / cluster.nic_bytes_per_s] if differs else None
-    for (kind, where), expected, other in zip(
-        KINDS.items(), (inside, between), (between, inside), strict=True
-    ):
+    inside, between = (
+        [cluster.latency_s, 1 / cluster.nvlink_bytes_per_s],
+        [cluster.net_latency_s, 1 / cluster.nic_bytes_per_s],
+    )
+    exists = {"inside": len({*hosts}) < n, "between": len({*hosts}) > 1}
+    for kind, expected, other in (("inside", inside, between), ("between", between, inside)):
         got = by_rank[0][kind]
-        here = f"{n} ranks on the hosts {hosts}: {kind}, what a message costs {where},"
-        if expected is None or got is None:
-            check(
-                got is expected,
-                f"{here} should be {_text(expected)}; it is {_text(got)}. It is None if, and only "
-                "if, there are no two such ranks.",
-            )
-            continue
-        _check_cost(here, got, expected, cause or _cause(got, expected, other))
+        here = f"{n} ranks on the hosts {hosts}: {kind}, what a message costs {KINDS[kind]},"
+        check(
+            (got is not None) == exists[kind],
+            f"{here} is {_text(got)}. It should be None if, and only if, there are no two such "
+            "ranks.",
+        )
+        if got is not None:
+            _check_cost(here, got, expected, _cause(got, expected, other))
 
 
 def _check_cost(here: str, got: list[float], expected: list[float], cause: str) -> None:
@@ -124,8 +122,8 @@ def _check_cost(here: str, got: list[float], expected: list[float], cause: str) 
     )
 
 
-def _cause(got: list[float], expected: list[float], other: list[float] | None) -> str:
-    if other and _are_close(got, other):
+def _cause(got: list[float], expected: list[float], other: list[float]) -> str:
+    if _are_close(got, other):
         return "That is what messages of the other kind cost."
     if _are_close(got, [2 * value for value in expected]):
         return "That is twice as much: there and back are two messages."
@@ -146,16 +144,57 @@ def _are_close(some: list[float], others: list[float]) -> bool:
     return all(abs(a - b) <= 0.01 * b for a, b in zip(some, others, strict=True))
 
 
+PATTERNS = "abb", "aba", "abcb", "aabc"  # hosts of a group's ranks
+
+
+@task("3.7")
+def test_pairs_are_found_wherever_they_are(grade: Grade) -> None:
+    cluster = _cluster(grade, 3, 4, "cyclic")
+    drawn = ["".join(grade.random.choices("abc", k=grade.random.randint(2, 4))) for _ in range(4)]
+    groups = [_ranks_on(pattern) for pattern in (*PATTERNS, *drawn)]
+    arguments = {"sizes_bytes": _sizes(grade), "repeats": 1}
+    run = grade.run(
+        *(d.discover_in_groups, 12, groups, arguments), cluster=cluster, if_stuck=STUCK_IN_GROUP
+    )
+    for place, ranks in enumerate(groups):
+        members = [run.results[rank][place] for rank in ranks]
+        _check_hosts(members)
+        _check_costs(members, cluster)
+
+
+def _ranks_on(pattern: str) -> list[int]:
+    """Return ascending ranks that are on these hosts; the hosts have ranks in turn."""
+    ranks: list[int] = []
+    for host in pattern:
+        ranks.append(
+            next(r for r in range(ranks[-1] + 1 if ranks else 0, 12) if "abc"[r % 3] == host)
+        )
+    return ranks
+
+
+@task("3.7", real=True)
+def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
+    run = grade.run(d.discover, 3, {"repeats": 2}, if_stuck=STUCK)
+    _check_hosts(run.results)
+    result = run.results[0]
+    check(
+        result["between"] is None and result["inside"] is not None and min(result["inside"]) >= 0,
+        "3 ranks on one host: between should be None, and α and β inside 0 or more; between is "
+        f"{_text(result['between'])}, inside is {_text(result['inside'])}.",
+    )
+
+
+# Who plays
+
+
 def _check_messages(run: Run, sizes: tuple[int, int], repeats: int) -> None:
-    hosts = run.results[0]["hosts"]
-    result: dict[str, Counter[tuple[Edge, int]]] = {kind: Counter() for kind in KINDS}
-    until_s = 0.0
-    for send, recv in sorted(
-        (pair for pair in _pairs(run) if pair[0].num_bytes in sizes),
+    pairs = run.trace.pairs() if run.trace else ()
+    sent = sorted(
+        (pair for pair in pairs if pair[0].num_bytes in sizes),
         key=lambda pair: (departure_s(*pair), pair[1].end_s),
-    ):
-        kind = "inside" if hosts[send.rank] == hosts[recv.rank] else "between"
-        result[kind][(send.rank, recv.rank), send.num_bytes] += 1
+    )
+    until_s = 0.0
+    for send, recv in sent:
         check(
             departure_s(send, recv) >= until_s - 1e-12,
             f"the message of {send.num_bytes:,} bytes from rank {send.rank} to rank {recv.rank} "
@@ -163,80 +202,59 @@ def _check_messages(run: Run, sizes: tuple[int, int], repeats: int) -> None:
             "other down: let one pair play after the other.",
         )
         until_s = recv.end_s
+    hosts = run.results[0]["hosts"]
     for kind, where in KINDS.items():
         if run.results[0][kind] is not None:
-            _check_one_pair(result[kind], where, sizes, repeats, _sizes_sent(run))
+            counts = Counter(
+                ((send.rank, recv.rank), send.num_bytes)
+                for send, recv in sent
+                if (hosts[send.rank] == hosts[recv.rank]) == (kind == "inside")
+            )
+            _check_one_pair(counts, where, sizes, repeats)
 
 
-def _sizes_sent(run: Run) -> list[int]:
-    return sorted({send.num_bytes for send, _ in _pairs(run)})
-
-
-def _pairs(run: Run) -> list[Any]:
-    return [*run.trace.pairs()] if run.trace else []
-
-
-def _check_one_pair(
-    result: Counter[tuple[Edge, int]],
-    where: str,
-    sizes: tuple[int, int],
-    repeats: int,
-    sizes_sent: Sequence[int],
-) -> None:
-    pairs = sorted({tuple(sorted(edge)) for edge, _ in result})
-    check(
-        bool(pairs),
-        f"with sizes_bytes={sizes}, messages of these bytes should travel {where}; what was sent "
-        f"has {short(sizes_sent)} bytes. A tensor of n elements has n bytes if its dtype is uint8.",
-    )
+def _check_one_pair(counts: Counter[Any], where: str, sizes: Sequence[int], repeats: int) -> None:
+    pairs = sorted({tuple(sorted(edge)) for edge, _ in counts})
     check(
         len(pairs) == 1,
         f"one pair of ranks {where} should play; messages of {sizes[0]:,} and {sizes[1]:,} bytes "
-        f"travelled between the pairs {pairs}. To measure all pairs takes N² ping-pongs.",
+        f"travelled between the pairs {pairs}. To measure all pairs takes N² ping-pongs. A tensor "
+        "of n elements has n bytes if its dtype is uint8.",
     )
-    for (edge, num_bytes), number in sorted(result.items()):
-        check(
-            number == repeats + 1,
-            f"{where}, rank {edge[0]} should send {repeats + 1} messages of {num_bytes:,} bytes to "
-            f"rank {edge[1]}, one that is not timed and one for each of {repeats} repeats; it "
-            f"sends {number}.",
-        )
-    check(
-        len(result) == 4,
-        f"{where}, messages of both sizes, {sizes[0]:,} and {sizes[1]:,} bytes, should travel "
-        f"there and back; there were {sorted(result)} as ((from, to), bytes).",
+    edges = pairs[0], pairs[0][::-1]
+    check_equal(
+        *(where, "the number of messages, as ((from, to), bytes): number,"),
+        {(edge, size): repeats + 1 for edge in edges for size in sorted(sizes)},
+        dict(sorted(counts.items())),
+        f"One of each is not timed, then there is one for each of {repeats} repeats.",
     )
 
 
 @task("3.7")
-def test_messages_that_are_late_do_not_count(grade: Grade) -> None:
-    cluster, sizes = _cluster(grade, 2, 2), _sizes(grade)
-    for repeats, late in ((5, [0, 3]), (1, [0])):
-        arguments = {"sizes_bytes": sizes, "repeats": repeats}
-        delays_s = [d.LATE_S if number in late else 0.0 for number in range(repeats + 1)]
-        run = grade.run(
-            *(d.discover_with_delays, 3, arguments, dict.fromkeys(sizes, delays_s)),
-            cluster=cluster,
-            if_stuck=STUCK,
-        )
-        _check_hosts(run.results)
-        _check_costs(
-            *(run.results, cluster),
-            f"With {counted(repeats, 'repeat')}, some messages were late by "
-            f"{1e3 * d.LATE_S:.0f} ms; counted from 0, those with the numbers {late} from each "
-            "rank to the other, of each size. The first ping-pong is not timed, and of the others, "
-            "the median counts.",
-        )
+def test_collectives_only_share_what_was_found(grade: Grade) -> None:
+    cluster = _cluster(grade, 2, 2)
+    few, many = (
+        grade.run(d.discover, 4, {"repeats": repeats}, cluster=cluster, if_stuck=STUCK).collectives
+        for repeats in (1, 6)
+    )
+    check_equal(
+        *("4 ranks, 6 repeats", "the number of collective calls by rank, as with 1,", few, many),
+        "Collectives share what was found; a pair needs none to play, since its messages wait for "
+        "each other. A barrier before each ping-pong makes all other ranks come along.",
+    )
+
+
+# Times that differ
 
 
 @task("3.7")
-@pytest.mark.parametrize("repeats", [4, 5])
+@pytest.mark.parametrize("repeats", [1, 4, 5])
 def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
     cluster, sizes = _cluster(grade, 1, 2), tuple(sorted(_sizes(grade), reverse=repeats % 2 == 0))
     # The longer message is later, so that β is above 0.
     ranges_s = {min(sizes): (1e-3, 2e-3), max(sizes): (2e-3, 9e-3)}
     delays_s = {
-        size: [grade.random.uniform(*limits_s) for _ in range(repeats + 1)]
+        size: [d.LATE_S, *(grade.random.uniform(*limits_s) for _ in range(repeats))]
         for size, limits_s in ranges_s.items()
     }
     arguments = {"sizes_bytes": sizes, "repeats": repeats}
@@ -245,28 +263,27 @@ def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
     )
 
     def line(statistic: Any) -> list[float]:
+        """Return α and β of the line through two times."""
         seconds = [
             cluster.latency_s + size / cluster.nvlink_bytes_per_s + statistic(delays_s[size][1:])
             for size in sizes
         ]
-        return _line(sizes, seconds)
+        beta_s_per_byte = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
+        return [seconds[0] - sizes[0] * beta_s_per_byte, beta_s_per_byte]
 
     got = run.results[0]["inside"] or [0.0, 0.0]
-    others = {"fastest": min, "mean": mean, "slowest": max}
-    used = next((name for name, one in others.items() if _are_close(got, line(one))), "")
+    others = {"fastest": min, "mean": mean, "slowest": max} if repeats > 1 else {}
+    used = next(
+        (name for name, statistic in others.items() if _are_close(got, line(statistic))), ""
+    )
     _check_cost(
         f"2 ranks of a host, sizes_bytes={sizes}, {repeats} repeats of times that differ: inside",
         *(got, line(median)),
         (f"That is what the {used} of the ping-pongs gives. " if used else "")
-        + "The median of each size counts, of an even number of repeats the mean of the two in the "
-        "middle, and the line goes through both medians, whichever size comes first.",
+        + "The first ping-pong is not timed; here it is late. The median of the others counts for "
+        "each size, of an even number of repeats the mean of the two in the middle, and the line "
+        "goes through both medians, whichever size comes first.",
     )
-
-
-def _line(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Return α and β of the line through two times."""
-    beta_s_per_byte = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
-    return [seconds[0] - sizes[0] * beta_s_per_byte, beta_s_per_byte]
 
 
 @task("3.7")
@@ -288,31 +305,12 @@ def test_noise_makes_no_cost_negative(grade: Grade) -> None:
 
 
 @task("3.7")
-def test_collectives_only_share_what_was_found(grade: Grade) -> None:
-    cluster, few, many = _cluster(grade, 2, 2), 1, 6
-    by_repeats = [
-        grade.run(d.discover, 4, {"repeats": repeats}, cluster=cluster, if_stuck=STUCK).collectives
-        for repeats in (few, many)
-    ]
-    for rank, (with_few, with_many) in enumerate(zip(*by_repeats, strict=True)):
-        check(
-            with_few == with_many,
-            f"rank {rank} of 4 makes {counted(with_few, 'collective call')} with "
-            f"{counted(few, 'repeat')}, but {with_many} with {many}. Collectives share what was "
-            "found; a pair needs none to play, since its messages wait for each other. A barrier "
-            "before each ping-pong makes all other ranks come along.",
-        )
-
-
-@task("3.7")
 def test_gpus_are_waited_for(grade: Grade) -> None:
     arguments = {"sizes_bytes": (1000, 2000), "repeats": 2}
-    run = grade.run(d.discover_on_gpus, 2, arguments, if_stuck=STUCK)
-    result = run.results[0]
-    check(
-        {*result["sent"]} == {"cuda:0"},
-        "with a backend that needs tensors on the GPU, group_device(group) is cuda:0; the messages "
-        f"were sent from {sorted({*result['sent']})}.",
+    result = grade.run(d.discover_on_gpus, 2, arguments, if_stuck=STUCK).results[0]
+    check_equal(
+        *("a backend that needs tensors on the GPU", "the devices of the messages sent"),
+        *(["cuda:0"], sorted({*result["sent"]}), "group_device(group) is cuda:0."),
     )
     # Of the way there and back, rank 0 waits for the way back alone.
     least_s = d.WORK_S / 2
@@ -322,70 +320,3 @@ def test_gpus_are_waited_for(grade: Grade) -> None:
         f"message is there, so α should be {1e3 * least_s:g} ms or more; it is "
         f"{1e3 * result['inside'][0]:.3g} ms. Call wait_for before you read the clock again.",
     )
-
-
-@task("3.7", real=True)
-def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
-    run = grade.run(d.discover, 3, {"repeats": 2}, if_stuck=STUCK)
-    _check_hosts(run.results)
-    result = run.results[0]
-    check(
-        result["between"] is None and result["inside"] is not None and min(result["inside"]) >= 0,
-        "3 ranks on one host: between should be None, and α and β inside 0 or more; between is "
-        f"{_text(result['between'])}, inside is {_text(result['inside'])}.",
-    )
-
-
-@task("3.7")
-def test_the_topology_of_a_group(grade: Grade) -> None:
-    cluster = _cluster(grade, 2, 3)
-    arguments = {"sizes_bytes": _sizes(grade), "repeats": 2}
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, d.discover, arguments),
-        cluster=cluster,
-        if_stuck=STUCK_IN_GROUP,
-    )
-    members = of_members(run)
-    _check_hosts(members)
-    _check_costs(members, cluster)
-    played = sorted({send.rank for send, _ in _pairs(run)} - {*MEMBERS})
-    check(not played, f"only ranks {[*MEMBERS]} are in the group, but ranks {played} sent, too.")
-
-
-PATTERNS = "abb", "aba", "abcb", "aabc"  # hosts of a group's ranks
-
-
-@task("3.7")
-def test_pairs_are_found_wherever_they_are(grade: Grade) -> None:
-    cluster = _cluster(grade, 3, 4, "cyclic")
-    drawn = ["".join(grade.random.choices("abc", k=grade.random.randint(2, 4))) for _ in range(4)]
-    patterns = [*PATTERNS, *drawn]
-    groups = [_ranks_on(pattern) for pattern in patterns]
-    arguments = {"sizes_bytes": _sizes(grade), "repeats": 1}
-    run = grade.run(d.discover_in_groups, 12, groups, arguments, cluster=cluster, if_stuck=STUCK)
-    for place, ranks in enumerate(groups):
-        members = [run.results[rank][place] for rank in ranks]
-        names = [result["host"] for result in members]
-        _check_whole_names(members, names)
-        _check_hosts(members)
-        _check_costs(members, cluster)
-
-
-def _ranks_on(pattern: str) -> list[int]:
-    """Return ascending ranks that are on these hosts; the hosts have ranks in turn."""
-    ranks: list[int] = []
-    for host in pattern:
-        ranks.append(
-            next(r for r in range(ranks[-1] + 1 if ranks else 0, 12) if "abc"[r % 3] == host)
-        )
-    return ranks
-
-
-def _check_whole_names(members: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    for rank, result in enumerate(members):
-        check(
-            len(set(result["hosts"])) == len(set(names)),
-            f"rank {rank} of {len(members)}: socket.gethostname() says {short(names)}, which are "
-            f"{counted(len(set(names)), 'host')}; hosts is {short(result['hosts'])}. Compare whole "
-            "names: hosts of two sites may differ only after the first dot.",
-        )

@@ -14,9 +14,9 @@ from phase3 import all_reduces
 from phase3_multi_node.given import Group, node_groups
 
 NOTED_KINDS = [Kind((13,), dtype) for dtype in NUMBERS]
-STEPS = [("reduce_scatter", "inside"), ("all_reduce", "across"), ("all_gather", "inside")]
+STEPS = [["reduce_scatter", "inside"], ["all_reduce", "across"], ["all_gather", "inside"]]
 NotedCall = tuple[str, str, str, int]  # function, group, dtype, number of elements
-OUTER_NODES = (1, 2), (4, 5)  # of a world of OUTER_WORLD_SIZE ranks
+OUTER_NODES = (1, 2), (4, 5)  # ranks of the world
 OUTER_WORLD_SIZE = 6
 FUNCTIONS = TORCH, RINGS = "torch's functions", "rings"  # that the function is made of
 
@@ -35,14 +35,10 @@ def _reduced_kinds(
     for name in functions:
         tensors = [exact(kind, rank) for kind in KINDS]
         for x in tensors:
-            lesson.hierarchical_all_reduce(x, inside, across, **functions_of(name))
+            functions_given = all_reduces.RINGS if name == RINGS else {}
+            lesson.hierarchical_all_reduce(x, inside, across, **functions_given)
         sums[name] = plain(tensors)
     return sums
-
-
-def functions_of(name: str) -> dict[str, Any]:
-    """Return the arguments that make the function use torch's functions, or rings."""
-    return all_reduces.RINGS if name == RINGS else {}
 
 
 def note_calls(lesson: Any, hosts: Sequence[str]) -> list[list[NotedCall]]:
@@ -93,26 +89,21 @@ def reduce_kinds_of_members(lesson: Any) -> dict[str, list[Any]] | None:
     return None
 
 
-def time_one(lesson: Any, hosts: Sequence[str], num_elements: int, functions: str) -> list[float]:
-    """Sum ones; return the seconds, and the least and the greatest number that came out."""
+def time_one(lesson: Any, hosts: Sequence[str], num_elements: int) -> list[float]:
+    """Sum ones by rings; return the seconds, and the least and the greatest result."""
     inside, across = node_groups(hosts)
     x = torch.ones(num_elements)
     dist.barrier()
     start_s = time.perf_counter()
-    lesson.hierarchical_all_reduce(x, inside, across, **functions_of(functions))
+    lesson.hierarchical_all_reduce(x, inside, across, **all_reduces.RINGS)
     return [time.perf_counter() - start_s, x.min().item(), x.max().item()]
 
 
-def reduce_fractions(
-    lesson: Any, hosts: Sequence[str], functions: Sequence[str]
-) -> dict[str, list[float]]:
-    """Sum numbers that round, in every dtype, with each of the functions."""
+def reduce_fractions(lesson: Any, hosts: Sequence[str]) -> list[list[float]]:
+    """Sum numbers that round, in every dtype, by torch's functions."""
     inside, across = node_groups(hosts)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    sums = {}
-    for name in functions:
-        for dtype in FRACTIONS:
-            x = torch.rand(501, generator=generator).to(getattr(torch, dtype))
-            lesson.hierarchical_all_reduce(x, inside, across, **functions_of(name))
-            sums[f"{name}, {dtype}"] = x.tolist()
-    return sums
+    sums = [torch.rand(501, generator=generator).to(getattr(torch, dtype)) for dtype in FRACTIONS]
+    for x in sums:
+        lesson.hierarchical_all_reduce(x, inside, across)
+    return [x.tolist() for x in sums]

@@ -1,23 +1,17 @@
-"""Cases of the estimates: models, layouts and machines, drawn and published."""
+"""Cases of the estimates: models, layouts and machines."""
 
-from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 from phase3_multi_node.given import CHECKPOINTING, Layout, Machine, Transformer
 
 GPT3 = Transformer(96, 12288, 96, 2048, 51200)
-GPT_7B = Transformer(36, 4096, 32, 2048, 51200)
-MEGATRON_22B = Transformer(48, 6144, 64, 2048, 51200)
-MEGATRON_530B = Transformer(105, 20480, 128, 2048, 51200)
-GPT_1T = Transformer(128, 25600, 160, 2048, 51200)
 A100 = Machine(16, 8, 80 * 2**30, 2.039e12, 312e12, 228e9, 5.6e-6, 25e9, 10e-6, 0.81, 190.0)
 
 Case = tuple[Transformer, Layout, int]
 
 
 def drawn_model(random: Random) -> Transformer:
-    """Draw a model whose heads 2, 3, 4 and 8 divide, and whose layers all stages and chunks do.
+    """Draw a model with heads divisible by 2, 3, 4 and 8, and layers by all stages and chunks.
 
     Nothing need divide the vocabulary.
     """
@@ -49,7 +43,7 @@ def fixed_layouts() -> list[tuple[Layout, int]]:
 
 def cases(random: Random, num_drawn: int = 20) -> list[Case]:
     """Return fixed and drawn cases, and the drawn ones with twice the batch."""
-    fixed = [(drawn_model(random), *one) for one in fixed_layouts()]
+    fixed = [(drawn_model(random), *layout) for layout in fixed_layouts()]
     drawn = [(drawn_model(random), *drawn_layout(random)) for _ in range(num_drawn)]
     return fixed + drawn + [(model, layout, 2 * size) for model, layout, size in drawn]
 
@@ -68,33 +62,31 @@ def drawn_machine(random: Random) -> Machine:
     )
 
 
-def case_text(model: Transformer, layout: Layout, batch_size: int | None = None) -> str:
+def case_text(model: Transformer, layout: Layout, batch_size: int = 0) -> str:
     """Write a case in the letters of the docstrings."""
     letters = dict(zip("dtpvb", layout[:5], strict=True))
-    sizes = ", ".join(f"{name} = {size}" for name, size in letters.items() if size > 1)
-    zero = f"ZeRO {layout.zero_stage}" if layout.data > 1 else ""
-    split = "sequence parallelism" if layout.sequence_parallel else ""
-    m = f"m = {layout.micro_batches(batch_size)}" if batch_size else ""
-    words: Sequence[str] = (
-        sizes or "one GPU",
-        m,
-        zero,
+    words = (
+        ", ".join(f"{name} = {size}" for name, size in letters.items() if size > 1) or "one GPU",
+        f"m = {layout.micro_batches(batch_size)}" if batch_size else "",
+        f"ZeRO {layout.zero_stage}" if layout.data > 1 else "",
         f"checkpointing {layout.checkpointing}",
-        split,
+        "sequence parallelism" if layout.sequence_parallel else "",
     )
     of = f"l = {model.layers}, h = {model.width}, a = {model.heads}, s = {model.length}"
     return f"{', '.join(filter(None, words))} ({of}, V = {model.vocabulary})"
 
 
-def factor_text(number: float, expected: float, named: dict[str, Any]) -> str:
-    """Say how a number is related to the one expected, if that is plain."""
+def factor_text(number: float, expected: float, layout: Layout, batch_size: int = 0) -> str:
+    """Say how a number is related to the expected one, if that is one of the case's sizes."""
     if not number or not expected:
         return ""
-    for name, size in named.items():
-        for value, words in (
+    sizes = dict(zip("dtpvb", layout[:5], strict=True))
+    sizes |= {"m": layout.micro_batches(batch_size)} if batch_size else {}
+    for name, size in sizes.items():
+        for factor, words in (
             (size, f"{name} = {size:g} times too much"),
             (1 / size, f"1/{name} of it, with {name} = {size:g}"),
         ):
-            if size not in (0, 1) and abs(number / expected / value - 1) < 1e-6:
+            if size > 1 and abs(number / expected / factor - 1) < 1e-6:
                 return f" That is {words}."
     return f" That is {number / expected:.3g} times as much."

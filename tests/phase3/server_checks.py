@@ -17,17 +17,18 @@ from judging.checks import (
     check_no_collective,
     check_peak,
     check_waited,
-    is_close,
-    of_members,
     short,
     sizes_of,
 )
-from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.comparing import check_equal
+from judging.expect import results_in_group
+from judging.groups import MEMBERS
 from phase3 import servers as b
 from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SILENT, SURVIVORS, SYNCHRONOUS, Plan
 
 OF_MESSAGES = "servers and workers should exchange messages (send, recv)"
 SLACK_BYTES = 4096
+ROUNDING = 1e-5  # tolerance of sums in float32
 CLOCK_S = 1e-5  # reading the clock of the simulated world, and rounding
 POLL_S = 1e-3  # per step: the pause between two looks for replies that may leave
 
@@ -49,7 +50,7 @@ def judge(
         settings: Settings of ``Grade.run``.
 
     Returns:
-        What each rank has seen.
+        The facts of each rank.
     """
     settings = {"cluster": UNIFORM, **settings}
     size = world_size or plan.world_size
@@ -66,30 +67,28 @@ def judge(
 
 
 def judge_in_group(grade: Grade, plan: Plan) -> None:
-    """Check what a function promises inside a group whose ranks have other numbers."""
-    run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, b.serve_and_count, plan), if_stuck=STUCK_IN_GROUP
-    )
-    check_served(plan, of_members(run), f", inside the group {list(MEMBERS)}")
+    """Check the promises inside a group, whose ranks have other numbers in the world."""
+    by_rank = results_in_group(grade, b.serve_and_count, plan)
+    check_served(plan, by_rank, f", inside the group {list(MEMBERS)}")
 
 
 def check_served(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
-    """Check what the optimizer of each server has stepped with, and what the replies hold."""
-    check_steps_alone(plan, by_rank)
-    if plan.function == SYNCHRONOUS:
-        check_means(plan, by_rank, where)
-        return
-    applied = schedule(plan).applied
+    """Check the gradients of each optimizer step, and the parameters in the replies."""
     for server in plan.servers:
+        here = f"server {server}, {counted(len(plan.workers), 'worker')}{where}"
+        _check_steps_alone(here, by_rank[server])
+        if plan.function == SYNCHRONOUS:
+            _check_means(here, plan, by_rank[server])
+        else:
+            _check_each_gradient_steps(here, plan, by_rank[server])
         if plan.function == SURVIVORS:
-            _check_returned(plan, server, by_rank[server])
-        check_each_gradient_steps(plan, server, by_rank[server], applied)
-    check_bound(plan, by_rank)
-    _check_own_gradient_is_in(plan, by_rank)
+            _check_returned(here, plan, by_rank[server])
+    _check_bound(plan, by_rank)
+    _check_replies(plan, by_rank, where)
 
 
 def judge_memory(grade: Grade, plan: Plan, num_extra: int, cause: str) -> None:
-    """Check what a server holds at most, and that a large shard travels as a small one does.
+    """Check the peak memory of a server, and that a large shard travels like a small one.
 
     The shard is in 32 bits, and then in 16.
 
@@ -119,74 +118,51 @@ def late_replies(plan: Plan) -> Options:
 
 def check_messages(plan: Plan, run: Run) -> None:
     """Check that gradients and parameters travel once, in one message each."""
-    num_gradients = len(plan.servers) * len(plan.workers) * plan.num_steps
-    sizes, size = sizes_of(run), plan.num_bytes
-    check(
-        sizes == {size: 2 * num_gradients},
+    check_equal(
         f"{counted(len(plan.workers), 'worker')} and {counted(len(plan.servers), 'server')} in "
-        f"{counted(plan.num_steps, 'step')}: each gradient should be answered by the parameters, "
-        f"once: {2 * num_gradients} messages of {size} bytes in all, not "
-        f"{short(dict(sorted(sizes.items())))} (bytes: messages). Send tensors as they are, and "
-        "nothing besides them.",
+        f"{counted(plan.num_steps, 'step')}",
+        "the number of messages by their bytes",
+        {plan.num_bytes: 2 * len(plan.servers) * len(plan.workers) * plan.num_steps},
+        dict(sorted(sizes_of(run).items())),
+        "Each gradient is answered by the parameters, once: send tensors as they are, and nothing "
+        "besides them.",
     )
 
 
-def check_steps_alone(plan: Plan, by_rank: Sequence[Any]) -> None:
+def _check_steps_alone(here: str, result: Mapping[str, Any]) -> None:
     """Check that no two threads stepped at once, and that the optimizer kept its state."""
-    for server in plan.servers:
-        steps, kept = len(by_rank[server]["weights"]), by_rank[server]["steps in state"]
-        check(
-            steps == kept,
-            f"server {server}: the optimizer has stepped {counted(steps, 'time')}, and its state "
-            f"knows of {kept}. Momentum lives in optimizer.state: leave it alone between steps, "
-            "and step with the optimizer that was given.",
+    check_equal(
+        *(here, "the number of steps that the optimizer's state knows of"),
+        *(len(result["weights"]), result["steps in state"]),
+        "Momentum lives in optimizer.state: leave it alone between steps, and step with the "
+        "optimizer that was given.",
+    )
+    most = result["most_at_once"]
+    check(
+        most <= 1,
+        f"{here}: {most} threads were inside optimizer.step at once. They share the shard, its "
+        "grad and the optimizer's state: set the gradient and step while you hold the lock.",
+    )
+
+
+def _check_means(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
+    """Check that the optimizer stepped with the means."""
+    mean = [1 / len(plan.workers)] * len(plan.workers)
+    check_equal(
+        *(here, "the number of steps of the optimizer, one for all workers together,"),
+        *(plan.num_steps, len(result["weights"])),
+    )
+    for step, weights in enumerate(result["weights"]):
+        check_equal(
+            *(f"{here}, step {step}", "shard.grad, in gradients of the workers,", mean, weights),
+            *(_why_not_the_mean(weights), ROUNDING),
         )
-        most = by_rank[server]["most_at_once"]
-        check(
-            most <= 1,
-            f"server {server}: {most} threads were inside optimizer.step at once. They share the "
-            "shard, its grad and the optimizer's state: set the gradient and step while you hold "
-            "the lock.",
-        )
+    _check_shard(here, result, [weight * plan.num_steps for weight in mean])
 
 
-def check_means(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
-    """Check that the optimizer stepped with the means, and that each reply came after a step."""
-    num_workers = len(plan.workers)
-    mean = [1 / num_workers] * num_workers
-    for server in plan.servers:
-        here = f"server {server} with {counted(num_workers, 'worker')}{where}"
-        steps = by_rank[server]["weights"]
-        check(
-            len(steps) == plan.num_steps,
-            f"{here}: the optimizer should step {plan.num_steps} times, once for all workers "
-            f"together; it stepped {counted(len(steps), 'time')}.",
-        )
-        for step, weights in enumerate(steps):
-            check(
-                weights is not None and is_about(weights, mean),
-                f"{here}, step {step}: shard.grad should be the mean of the workers' gradients, "
-                f"{short(mean)} of each; it is {_share_text(weights)}. {_why_no_mean(weights)}",
-            )
-        _check_shard(here, by_rank[server], [plan.num_steps / num_workers] * num_workers)
-    for worker, step, server, counts in own_pulls(plan, by_rank):
-        wanted = [(step + 1) / num_workers] * num_workers
-        check(
-            counts is not None and is_about(counts, wanted),
-            f"worker {worker}{where}: the reply of server {server} in step {step} should be the "
-            f"parameters after {counted(step + 1, 'step')}, which hold {short(wanted)} of the "
-            f"workers' gradients; they hold {short(counts)}. Step when all gradients are there, "
-            "and then send the parameters.",
-        )
-
-
-def _share_text(weights: Sequence[float] | None) -> str:
-    return "missing, or no sum of gradients" if weights is None else short(weights)
-
-
-def _why_no_mean(weights: Sequence[float] | None) -> str:
+def _why_not_the_mean(weights: Sequence[float] | None) -> str:
     if weights is None:
-        return "Set shard.grad before optimizer.step, to the mean alone: nothing is added to it."
+        return f"{NO_SUM} Set shard.grad before optimizer.step, to the mean alone."
     if min(weights) == max(weights) == 1:
         return "That is the sum: divide it by the number of workers."
     if 0 in weights:
@@ -197,57 +173,44 @@ def _why_no_mean(weights: Sequence[float] | None) -> str:
     )
 
 
-def check_each_gradient_steps(
-    plan: Plan, server: int, result: Mapping[str, Any], applied: Mapping[int, int]
-) -> None:
-    """Check that the optimizer stepped with each worker's gradients, one by one.
-
-    Args:
-        applied: worker -> number of its gradients.
-    """
-    here = f"server {server}, {counted(len(plan.workers), 'worker')}"
+def _check_each_gradient_steps(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
+    """Check that the optimizer stepped with each worker's gradients, one by one."""
+    applied = schedule(plan).applied
     steps: list[list[float] | None] = result["weights"]
     for number, weights in enumerate(steps):
-        check(
-            weights is not None and sorted(weights) == [*[0] * (len(weights) - 1), 1],
-            f"{here}: step {number} of the optimizer should be with the gradient of one worker, as "
-            f"it came; {_text(weights)}. {_why_not_one(weights)}",
+        check_equal(
+            f"{here}, step {number} of the optimizer",
+            "shard.grad, sorted by workers' shares, the gradient of one worker, as it came,",
+            *([*[0] * (len(plan.workers) - 1), 1], weights and sorted(weights)),
+            _why_not_one(weights),
         )
-    for place, worker in enumerate(plan.workers):
-        count = sum(weights[place] for weights in steps if weights)
-        check(
-            count == applied[worker],
-            f"{here}: worker {worker} pushes {counted(applied[worker], 'gradient')}; the optimizer "
-            f"has stepped with {count:g} of them. Is optimizer.step called once for every gradient "
-            "that arrives?",
-        )
-    _check_shard(here, result, [float(applied[worker]) for worker in plan.workers])
+    counts = [sum(weights[i] for weights in steps if weights) for i in range(len(plan.workers))]
+    pushed = [float(applied[worker]) for worker in plan.workers]
+    check_equal(
+        *(here, f"the number of steps with gradients of workers {[*plan.workers]}"),
+        *(pushed, counts),
+        "Is optimizer.step called once for every gradient that arrives?",
+    )
+    _check_shard(here, result, pushed)
 
 
 def _check_shard(here: str, result: Mapping[str, Any], wanted: Sequence[float]) -> None:
-    check(
-        is_about(result["shard"], wanted),
-        f"{here}: afterwards, the parameters should hold {short(wanted)} gradients of the workers; "
-        f"the memory that was given holds {_held(result['shard'])}. Only the optimizer writes into "
-        "shard, and it does so in place.",
+    check_equal(
+        *(here, "the workers' gradients in the parameters, in the memory that was given,"),
+        *(wanted, result["shard"]),
+        "Only the optimizer writes into shard, and it does so in place.",
+        ROUNDING,
     )
 
 
-def _held(counts: Sequence[float] | None) -> str:
-    return "parts of different steps" if counts is None else short(counts)
-
-
-def _text(weights: Sequence[float] | None) -> str:
-    if weights is None:
-        return "shard.grad was None, or is made of parts of several gradients"
-    return f"this one holds the workers' gradients {short([round(w, 4) for w in weights])} times"
+NO_SUM = "None: shard.grad was None, or is made of parts of several gradients."
 
 
 def _why_not_one(weights: Sequence[float] | None) -> str:
     if weights is None:
         return (
-            "Set shard.grad to what has arrived, whatever it held before, and receive nothing into "
-            "it before the step."
+            f"{NO_SUM} Set shard.grad to what has arrived, whatever it held before, and receive "
+            "nothing into it before the step."
         )
     if sum(weight != 0 for weight in weights) > 1:
         return "Do not collect gradients: step as soon as one has arrived."
@@ -267,21 +230,29 @@ def own_pulls(plan: Plan, by_rank: Sequence[Any]) -> list[tuple[int, int, int, A
     ]
 
 
-def _check_own_gradient_is_in(plan: Plan, by_rank: Sequence[Any]) -> None:
+def _check_replies(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
     """Check that each reply holds whole parameters, with all gradients of its worker."""
+    num_workers = len(plan.workers)
     for worker, step, server, counts in own_pulls(plan, by_rank):
-        here = f"worker {worker}, reply of server {server} to its gradient {step}"
+        here = f"worker {worker}{where}, reply of server {server} to its gradient {step}"
         check(
             counts is not None,
             f"{here}: parts of the parameters are of different steps. Did another gradient change "
             "the shard while it was being sent? Then send a copy, made while you hold the lock.",
         )
-        own = counts[plan.workers.index(worker)]
-        check(
-            own == step + 1,
-            f"{here} should be the parameters after {counted(step + 1, 'gradient')} of it; "
-            f"{own:g} of them are in it. Reply after the optimizer's step, with the parameters, to "
-            "the worker whose gradient came.",
+        if plan.function == SYNCHRONOUS:
+            check_equal(
+                *(here, "gradients of each worker in the parameters"),
+                *([(step + 1) / num_workers] * num_workers, counts),
+                "Step when all gradients are there, and then send the parameters.",
+                ROUNDING,
+            )
+            continue
+        check_equal(
+            *(here, "the number of its own gradients in the parameters"),
+            *(step + 1, counts[plan.workers.index(worker)]),
+            "Reply after the optimizer's step, with the parameters, to the worker whose gradient "
+            "came.",
         )
 
 
@@ -365,7 +336,7 @@ def _paces(plan: Plan) -> str:
     return ", ".join(f"{1e3 * plan.pause_s(worker):g}" for worker in plan.workers)
 
 
-def check_bound(plan: Plan, by_rank: Sequence[Any]) -> None:
+def _check_bound(plan: Plan, by_rank: Sequence[Any]) -> None:
     """Check in every reply that its worker is not too far ahead of any that is alive."""
     alive = [i for i, worker in enumerate(plan.workers) if worker in plan.alive]
     for worker, step, server, counts in own_pulls(plan, by_rank):
@@ -382,25 +353,14 @@ def check_bound(plan: Plan, by_rank: Sequence[Any]) -> None:
         )
 
 
-def _check_returned(plan: Plan, server: int, result: Mapping[str, Any]) -> None:
-    here, returned = f"server {server} of workers {[*plan.workers]}", result["returned"]
-    check(
-        returned == plan.alive,
-        f"{here}, {_fates(plan)}: it should return the workers that have ended all steps, in this "
-        f"order: {plan.alive}, not {returned}. A worker is alive unless nothing comes from it for "
+def _check_returned(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
+    fates = [f"{w} dies in step {step} {when}" for w, (step, when) in plan.deaths.items()]
+    here = f"{here} {[*plan.workers]}, {' and '.join(fates) or 'of which none dies'}"
+    check_equal(
+        *(here, "the workers that have ended all steps, as returned,"),
+        *(plan.alive, result["returned"]),
+        "They come in the order of pairs. A worker is alive unless nothing comes from it for "
         f"{plan.timeout_s:g} s, or its connection closes.",
     )
-    check(
-        result["pairs"] == [*plan.workers],
-        f"{here}: only read pairs, the caller's. Afterwards it names {result['pairs']}.",
-    )
-
-
-def _fates(plan: Plan) -> str:
-    fates = [f"{w} dies in step {step} {when}" for w, (step, when) in plan.deaths.items()]
-    return " and ".join(fates) or "of which none dies"
-
-
-def is_about(a: Any, b: Any) -> bool:
-    """Return True if numbers are equal but for rounding in float32."""
-    return is_close(a, b, 1e-5)
+    pairs = [*plan.workers]
+    check_equal(here, "pairs after the call", pairs, result["pairs"], "Only read it.")

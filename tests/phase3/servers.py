@@ -5,9 +5,8 @@ rate of 1, the parameters say how many gradients of each worker have been applie
 """
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -74,7 +73,7 @@ class Plan:
 
     @property
     def staleness(self) -> float:
-        """Steps by which a worker may be ahead of the slowest."""
+        """Most steps that a worker may be ahead of the slowest."""
         return self.arguments[0] if self.arguments else inf
 
     @property
@@ -132,7 +131,7 @@ class CountingSGD(torch.optim.SGD):
 
 
 def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any] | None:
-    """Serve or work; return what this rank has seen."""
+    """Serve or work; return the facts of this rank."""
     if plan.function == SURVIVORS:
         return _count(lesson, plan, pair_groups(plan.servers, plan.workers))
     return _count(lesson, plan, dict.fromkeys([*plan.servers, *plan.workers], group), group)
@@ -269,39 +268,6 @@ def serve_some_who_leave(lesson: Any, plan: Plan) -> dict[str, Any] | None:
         for pair in pairs.values():
             dist.destroy_process_group(pair)
     return seen
-
-
-def serve_some_who_stay(lesson: Any, plan: Plan) -> dict[str, Any]:
-    """Serve; a worker that falls silent keeps its connections until the servers have ended.
-
-    Returns:
-        What this rank has seen, and the longest time for which its process stood still.
-    """
-    pairs = pair_groups(plan.servers, plan.workers)
-    with _stalls_s() as stalls_s:
-        seen = _count(lesson, plan, pairs)
-    dist.barrier()
-    return {**(seen or {}), "stalled_s": max(stalls_s)}
-
-
-@contextlib.contextmanager
-def _stalls_s() -> Iterator[list[float]]:
-    """Note how late a thread wakes that sleeps for 10 ms, again and again."""
-    stalls_s, is_over = [0.0], threading.Event()
-
-    def sleep() -> None:
-        while not is_over.is_set():
-            slept_s = time.perf_counter()
-            is_over.wait(10e-3)
-            stalls_s.append(time.perf_counter() - slept_s - 10e-3)
-
-    thread = threading.Thread(target=sleep)
-    thread.start()
-    try:
-        yield stalls_s
-    finally:
-        is_over.set()
-        thread.join()
 
 
 # 3.14, push_pull

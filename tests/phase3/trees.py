@@ -27,7 +27,7 @@ def _trees(lesson: Any, size: int) -> Trees:
 
 @dataclass(frozen=True)
 class AlongTrees(AllReduce):
-    """An all-reduce along the learner's own trees, which are needed to judge its messages."""
+    """An all-reduce that also returns the learner's trees, to judge its messages by."""
 
     def call(self, lesson: Any, x: Tensor, group: Any) -> Any:
         super().call(lesson, x, group)

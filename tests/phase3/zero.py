@@ -47,13 +47,14 @@ LIFE = (
     ("a step with one backward pass", ("own", "pass")),
     ("a step after module.zero_grad() and zero_grad()", ("module", "own", "pass")),
     ("a step after three backward passes without zero_grad in between", ("own", *["pass"] * 3)),
+    ("a step on the loss of two forward passes", ("own", "twice")),
     ("a step with another learning rate, set in optimizer.param_groups", ("own", "lr", "pass")),
     ("a second step with that learning rate", ("own", "pass")),
     ("a step with zero gradients", ("own",)),
     ("a step after zero_grad(), twice, without a backward pass", ("own", "own")),
     ("a step after a backward pass that uses the parameter scale alone", ("own", "scale")),
 )
-LIFE_IN_SHARDS = LIFE[:3]  # the optimizer is torch's, and skips what has no gradient
+LIFE_IN_SHARDS = LIFE[:4]  # the optimizer is torch's, and skips what has no gradient
 WALKED_TWICE = {
     "empty parameter list": "params is an iterator here, as model.parameters() is, and can be "
     "walked only once: if you need it twice, make a list of it first"
@@ -62,7 +63,7 @@ NOTHING = nn.Parameter(torch.zeros(1))  # placeholder where a model is all froze
 
 
 class Net(nn.Module):
-    """Layers whose sizes few numbers of ranks divide; the scale and the head are in no list."""
+    """Layers of sizes that few numbers of ranks divide; scale and head belong to the model."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class Sharded:
             self.optimizer = optimizer_cls(trained or [NOTHING], **options)
 
     def act(self, action: str, rank: int, number: int) -> None:
-        """Do what comes before a step, as ``LIFE`` names it."""
+        """Take one of the actions of ``LIFE``, which precede a step."""
         if action == "own":
             self.optimizer.zero_grad()
         elif action == "module":
@@ -201,12 +202,12 @@ def _trained(lesson: Any, cls: str, kind: str, optimizer: str, group: Any) -> di
         sharded.optimizer.step()
         numbers.append(sharded.numbers())
     after = dict(model.named_parameters(remove_duplicate=False))
-    is_same = cls == FULLY or all(after[name] is before[name] for name in before)
-    return {"begun": begun, "after": numbers, "is_same": is_same}
+    replaced = [name for name in before if cls != FULLY and after[name] is not before[name]]
+    return {"begun": begun, "after": numbers, "replaced": replaced}
 
 
 def _copy_frozen(source: nn.Module, target: nn.Module) -> None:
-    """Make frozen parameters equal on all ranks, which optimizers do not promise."""
+    """Make frozen parameters equal on all ranks; optimizers leave them as they are."""
     for mine, first in zip(target.parameters(), source.parameters(), strict=True):
         if not mine.requires_grad:
             mine.data.copy_(first)
@@ -221,6 +222,8 @@ def _set_learning_rate(optimizer: Any) -> None:
 def _life_loss(model: nn.Module, action: str, rank: int, number: int) -> Tensor:
     if action == "pass":
         return loss_of(model, rank, number)
+    if action == "twice":
+        return loss_of(model, rank, number) + loss_of(model, rank, number + 10)
     return (rank + 1) * model.get_parameter("scale").sum()
 
 
@@ -236,27 +239,21 @@ def trained_plainly(kind: str, optimizer: str, n: int) -> list[Numbers]:
         for action in actions:
             if action == "lr":
                 _set_learning_rate(plain)
-            for rank in range(n if action in ("pass", "scale") else 0):
+            for rank in range(n if action in ("pass", "twice", "scale") else 0):
                 (_life_loss(model, action, rank, number) / n).backward()
         plain.step()
         after.append(listed(dict(model.named_parameters(remove_duplicate=False))))
     return after
 
 
-def train_in_group(
-    lesson: Any, cls: str, cases: Sequence[Case], keywords: Any, group: Any
-) -> dict[str, Any]:
-    """Train, and take a step beside a frozen parameter, in one world."""
-    return {
-        "trained": train(lesson, cls, cases, group),
-        "frozen": take_mixed_steps(lesson, cls, keywords, 1, group),
-    }
-
-
 def take_small_steps(lesson: Any, cls: str) -> dict[str, Any]:
     """Take 32 steps down from 1.0, each too small for 16 bits, and a large one.
 
     Rank r begins with r + 1, and is given the 1.0 of rank 0.
+
+    Returns:
+        Facts about the parameters; "reduced" are dtypes and numbers of what ``reduce_gradients``
+        returns afterwards, with gradients of r + 1 on rank r.
     """
     layer = nn.Linear(1, 7, bias=False, dtype=torch.bfloat16)
     layer.weight.data.fill_(dist.get_rank() + 1.0)
@@ -264,14 +261,26 @@ def take_small_steps(lesson: Any, cls: str) -> dict[str, Any]:
         *(lesson, cls, nn.Sequential(layer), torch.optim.SGD, {"lr": 2.0**-10}),
         compute_dtype=torch.bfloat16,
     )
-    for factor in (*[1] * 32, 512):
+
+    def go_back(factor: int) -> Tensor:
         sharded.optimizer.zero_grad()
-        y = sharded.model(torch.ones(1, 1, dtype=torch.bfloat16))
+        y: Tensor = sharded.model(torch.ones(1, 1, dtype=torch.bfloat16))
         (factor * y).sum().backward()
+        return y
+
+    for factor in (*[1] * 32, 512):
+        y = go_back(factor)
         sharded.optimizer.step()
     (values,) = sharded.numbers().values()
-    dtypes = [str(x.dtype) for x in (y, *sharded.model.parameters())]
-    return {"values": [min(values), max(values)], "dtypes": dtypes}
+    facts = {
+        "values": [min(values), max(values)],
+        "dtypes": [str(x.dtype) for x in (y, *sharded.model.parameters())],
+    }
+    if cls != FULLY:
+        go_back(dist.get_rank() + 1)
+        shards = sharded.optimizer.reduce_gradients()  # type: ignore[attr-defined]
+        facts["reduced"] = [[str(shard.dtype), shard.tolist()] for shard in shards]
+    return facts
 
 
 # Memory
@@ -380,9 +389,7 @@ PARTS = {  # elements and bytes of an element, of what travels together
 }
 
 
-def take_mixed_steps(
-    lesson: Any, cls: str, keywords: dict[str, Any], steps: int, group: Any = None
-) -> dict[str, Any]:
+def take_mixed_steps(lesson: Any, cls: str, keywords: dict[str, Any], steps: int) -> dict[str, Any]:
     """Take steps of two backward passes; the first does not use all parameters.
 
     The frozen parameter holds the rank plus 1, and one of the others comes twice.
@@ -393,11 +400,10 @@ def take_mixed_steps(
     narrow = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in NARROW]
     wide = [nn.Parameter(torch.ones(shape)) for shape in WIDE]
     frozen = nn.Parameter(
-        torch.full(FROZEN, dist.get_rank(group) + 1.0, dtype=torch.bfloat16), requires_grad=False
+        torch.full(FROZEN, dist.get_rank() + 1.0, dtype=torch.bfloat16), requires_grad=False
     )
     params = [*narrow, frozen, *wide, narrow[0]]
-    of_group = {"group": group} if group else {}
-    sharded = getattr(lesson, cls)(params, torch.optim.SGD, lr=0.1, **keywords, **of_group)
+    sharded = getattr(lesson, cls)(params, torch.optim.SGD, lr=0.1, **keywords)
     for _ in range(steps):
         sharded.zero_grad()
         _total([*narrow[:2], *wide]).backward()
@@ -411,21 +417,7 @@ def _total(params: Sequence[Tensor]) -> Tensor:
     return torch.stack([param.float().sum() for param in params]).sum()
 
 
-# What single functions return
-
-
-def reduce_once(lesson: Any, cls: str) -> list[Any]:
-    """Return dtype and numbers of the shards that ``reduce_gradients`` returns, in 16 bits.
-
-    The gradients on rank r of N are N(r+1) times (1, 2, 3, 4, 5).
-    """
-    n, rank = dist.get_world_size(), dist.get_rank()
-    weight = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    sharded = getattr(lesson, cls)([weight], torch.optim.SGD, lr=0.1)
-    sharded.zero_grad()
-    factors = n * (rank + 1) * torch.arange(1, 6, dtype=torch.bfloat16)
-    (weight * factors).sum().backward()
-    return [[str(shard.dtype), shard.tolist()] for shard in sharded.reduce_gradients()]
+# Buckets
 
 
 def start_twice(lesson: Any) -> list[list[float]]:
@@ -448,7 +440,7 @@ def start_twice(lesson: Any) -> list[list[float]]:
 
 
 def buckets_of(lesson: Any, sizes: tuple[int, ...], bucket_bytes: int) -> list[list[int]]:
-    """Return which parameters each part of a sharded optimizer holds, by their numbers."""
+    """Return the numbers of the parameters in each part of a sharded optimizer."""
     params = [nn.Parameter(torch.zeros(size)) for size in sizes]
     sharded = lesson.ShardedGradientOptimizer(params, torch.optim.SGD, bucket_bytes=bucket_bytes)
     numbers = {id(param): number for number, param in enumerate(params)}
