@@ -237,7 +237,7 @@ class Devices:
         gpu: Model of all GPUs; None to account for memory alone.
         advance: Function that advances the running rank's clock by some seconds.
         capacity_bytes: Memory of each device; None for that of the GPU, or for no limit.
-        slow_ranks: rank -> factor by which its computation takes longer.
+        slow_ranks: rank -> factor on the time of its computation.
     """
 
     def __init__(
@@ -266,5 +266,5 @@ class Devices:
         return iter(self._devices)
 
     def unnoticed(self, rank: int) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which operations do not count as the rank's work."""
+        """Return a context whose operations do not count as the rank's work."""
         return self._devices[rank].unnoticed()

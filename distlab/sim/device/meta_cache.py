@@ -69,7 +69,7 @@ def _key(
     """Return the key of this call in the cache, or None if it cannot be cached."""
     parts: list[Any] = [func, *kwargs]
     tensors: list[int] = []
-    # In-place operations have no shape that depends on a float, and optimizer steps change floats.
+    # No shape of an in-place operation depends on a float, and every optimizer step has new ones.
     skipped = float if op.written else None
     if not (
         _describe(args, skipped, parts, tensors)

@@ -17,8 +17,8 @@ class Faults:
     """Faults to inject into a simulated world.
 
     Attributes:
-        slow_ranks: rank -> factor by which its computation takes longer.
-        slow_links: pattern of link names -> factor by which their bandwidth is smaller.
+        slow_ranks: rank -> factor on the time of its computation.
+        slow_links: pattern of link names -> divisor of their bandwidth.
         kill_ranks: rank -> virtual second after which its next call kills it.
         kill_at_steps: rank -> number of the optimizer step, counted from 1, that kills it.
         delays_s: (source, destination) -> seconds added to every message between them, those of

@@ -14,7 +14,7 @@ from collections import deque
 
 
 class Overlap:
-    """Intervals in which each rank computes, and the seconds that it owes.
+    """Computation intervals of each rank, and the seconds that it owes.
 
     Args:
         cost: Seconds lost per second of computation during a collective of the same rank.

@@ -98,7 +98,7 @@ class Trace:
 
     @property
     def events(self) -> list[Event]:
-        """All events, in the order in which they ended.
+        """All events, in the order of their ends.
 
         Raises:
             ValueError: the trace has only counted them.
@@ -149,7 +149,7 @@ class Trace:
             self._rows.append((rank, "compute", "", start_s, end_s, 0, -1, NOWHERE, -1))
 
     def pairs(self) -> Iterator[tuple[Event, Event]]:
-        """Yield every send with its recv, in the order in which the bytes arrived."""
+        """Yield every send with its recv, in the order of arrival."""
         events = self.events
         sends = {event.message: event for event in events if event.kind == "send"}
         for event in events:

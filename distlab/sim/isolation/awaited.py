@@ -1,4 +1,4 @@
-"""Descriptions of a thread's waits, read off the calls of Python's library in which it waits.
+"""Descriptions of a thread's waits, read off the calls of Python's library around them.
 
 Events, queues, semaphores and futures are all built on locks. The frames around the lock that
 blocks a thread show which of them it is, and hold the object itself, whose state a report gives.

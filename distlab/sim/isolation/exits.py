@@ -74,7 +74,7 @@ class Exits:
 
 
 class _Program:
-    """The frame in which a rank's program runs, and that of a script's ``main()``."""
+    """The frame of a rank's program, and that of a script's ``main()``."""
 
     def __init__(self, places: Places) -> None:
         self._places = places

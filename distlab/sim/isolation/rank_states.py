@@ -92,7 +92,7 @@ class RankState:
         self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
         self.streams = sys.stdout, sys.stderr
         self.dtype = torch.get_default_dtype()
-        self.folder = ""  # current folder; "" for the folder in which the world began
+        self.folder = ""  # current folder; "" for that of the process before
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -233,7 +233,7 @@ class RankStates:
         self._folder = folder
 
     def leave(self) -> None:
-        """Go back to the folder in which the world began."""
+        """Go back to the folder of the process before the world began."""
         if self._folder:
             self._go_to("")
 

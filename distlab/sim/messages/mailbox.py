@@ -48,14 +48,14 @@ class Taken(NamedTuple):
 
 
 class Mailbox:
-    """Holds messages of which only one side is posted, first in first out per address.
+    """Holds sends and recvs that have not met, first in first out per address.
 
     Args:
         eager_bytes: Size up to which sends are buffered.
         p2p_order: "pair" or "free", as in ``Options``.
 
     Attributes:
-        lanes: Streams in which messages wait to start; None if all start when they are posted.
+        lanes: Streams of messages that wait to start; None if all start when they are posted.
         closed: Closed connections, with the message that timed out on each.
     """
 

@@ -118,7 +118,7 @@ class Message(Pending):
             self.mailbox.deliver(self, self.partner, at_s)
 
     def waits_for(self) -> Sequence[int]:
-        """Return the peer, or every rank that could send; while other messages run, their peers."""
+        """Return the peer, or all ranks that could send, or the peers of messages ahead."""
         if ahead := self.ahead():
             return sorted({peer for message in ahead for peer in message.waits_for()})
         if self.peer == ANY_SOURCE:

@@ -1,4 +1,4 @@
-"""The key-value store of a simulated world, in which waiting for a key means waiting for a rank."""
+"""The key-value store of a simulated world: waiting for a key means waiting for a rank."""
 
 import difflib
 import re

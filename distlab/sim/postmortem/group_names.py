@@ -14,7 +14,7 @@ _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
 class GroupNames:
-    """Names the groups in which ranks wait, if their ranks alone do not identify them.
+    """Names the groups of blocked calls, if their ranks alone do not identify them.
 
     Args:
         waits: Operations of the report.

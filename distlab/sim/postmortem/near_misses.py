@@ -17,7 +17,7 @@ def near_pairs(unmatched: Iterable[Message], waiting: Iterable[Message]) -> Iter
 
     Args:
         unmatched: Sends and recvs that were posted and have not met.
-        waiting: Messages in which ranks wait; every pair includes one of them.
+        waiting: Messages that block ranks; every pair includes one of them.
     """
     by_rank, by_peer = defaultdict(list), defaultdict(list)
     for message in unmatched:
@@ -63,7 +63,7 @@ def doubtful(
     *,
     is_cycle: bool,
 ) -> list[Pair]:
-    """Keep the pairs in which a peer may be wrong.
+    """Keep the pairs with a peer that may be wrong.
 
     A peer is right if a message has passed that way before, unless several threads of a rank wait
     for the same message. In a cycle, messages of ranks outside it are consequences of the cycle. If

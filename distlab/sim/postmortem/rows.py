@@ -148,7 +148,7 @@ def in_other_threads(operations: Iterable[Pending]) -> list[str]:
 def also_posted(
     messages: Iterable[Message], blocked: Mapping[int, Pending], fate: str
 ) -> list[str]:
-    """List the messages in which no rank waits: another rank may wait for one of them."""
+    """List the messages that block no rank: another rank may be waiting for one of them."""
     idle = [(row_of(m), m) for m in messages if m is not blocked.get(m.rank)]
     rows = fitting(idle, MAX_IDLE)
     return [f"also posted, and {fate}:", *table(rows)] if rows else []

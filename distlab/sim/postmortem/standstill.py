@@ -1,4 +1,4 @@
-"""A world in which no rank can continue: the waits of ranks for each other, as graph and words.
+"""A deadlocked world: the waits of ranks for each other, as a graph and in words.
 
     rank 4 ──▶ rank 3 ──▶ rank 1 ⇄ rank 2        ranks 1 and 2 are a knot, 3 and 4 its victims
     rank 5 ──▶ rank 0, which has returned        a second cause

@@ -92,7 +92,7 @@ def _counts(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:
-    """Say why ranks do not come to the collective in which ``present`` waits; "" if unknown.
+    """Say why ranks do not come to the collective that blocks ``present``; "" if unknown.
 
     A rank that waits for a message from a rank that is already there can never arrive.
     """

@@ -89,7 +89,7 @@ class Mismatch(SimulationError):
 
 @dataclass(frozen=True)
 class BlockedCall:
-    """The call in which a rank waits."""
+    """The call that blocks a rank."""
 
     rank: int
     operation: str  # "recv", "all_reduce"
@@ -103,7 +103,7 @@ class Deadlock(SimulationError):
 
     Attributes:
         kind: Kind of the cause that the message names first.
-        calls: Calls in which the blocked ranks wait, in the order of the ranks.
+        calls: Calls that block ranks, in the order of the ranks.
     """
 
     def __init__(

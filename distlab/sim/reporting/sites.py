@@ -104,7 +104,7 @@ class Places:
         return GIVEN if is_given else PROGRAM
 
     def note_start(self, thread: int, site: Site) -> None:
-        """Note where the program started a thread, which may run no line of the program itself."""
+        """Note where the program started a thread, for threads that run none of its other lines."""
         self._starts[thread] = site
 
     def call_site(self, frame: FrameType | None = None, thread: int = 0) -> CallSite:

@@ -21,7 +21,7 @@ class Totals(NamedTuple):
 
     Attributes:
         time_s: Time until its function returned, or until it was killed.
-        exposed_s: Time in which it waited for communication.
+        exposed_s: Time that it spent waiting for communication.
         idle_s: Time between its end and that of the last rank.
     """
 
