@@ -15,8 +15,9 @@ from distlab.production.evaluation import Accuracy, evaluate
 from distlab.production.images import BAD
 from distlab.production.optimization import ModelMean
 
-PLACES = [0, 0, 4, 5, 7, 1, 0]  # at which the right class of an image stands among the likeliest
-EXPECTED = Accuracy(top1=3 / 7, top5=5 / 7)
+pytestmark = pytest.mark.usefixtures("fast_ranks")
+
+PLACES = [0, 0, 4, 5, 7, 1, 0]  # rank of each image's class among the likeliest
 
 
 class Known:
@@ -53,16 +54,15 @@ def accuracy(images: Any, batch_size: int) -> Accuracy:
     return evaluate(strategy, images, config, ModelMean(nn.Identity(), 0.0), Mock())
 
 
+def accuracies() -> list[tuple[float, float]]:
+    small_and_large_batches = [tuple(accuracy(Known(8), size)) for size in (8, 16)]
+    few_classes, one_unreadable = accuracy(Known(4), 8), accuracy(Known(8, unreadable=0), 8)
+    return [*small_and_large_batches, tuple(few_classes), tuple(one_unreadable)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("batch_size", [8, 16])
-def test_each_image_counts_once_on_any_number_of_ranks(size: int, batch_size: int) -> None:
-    assert on_ranks(accuracy, size, Known(8), batch_size) == [EXPECTED] * size
-
-
-def test_of_few_classes_the_right_one_is_always_among_five() -> None:
-    assert on_ranks(accuracy, 2, Known(4), 8)[0].top5 == 1.0
-
-
-def test_an_image_that_cannot_be_read_is_wrong() -> None:
-    (found,) = on_ranks(accuracy, 1, Known(8, unreadable=0), 8)
-    assert found == (2 / 7, 4 / 7)
+def test_each_image_counts_once_on_any_number_of_ranks(size: int) -> None:
+    for found in on_ranks(accuracies, size, backend="sim"):
+        assert found[:2] == [(3 / 7, 5 / 7)] * 2
+        assert found[2][1] == 1.0, "of few classes, the right one is always among five"
+        assert found[3] == (2 / 7, 4 / 7), "an image that cannot be read is wrong"

@@ -5,13 +5,18 @@ from typing import Any
 import pytest
 from little_runs import Case, Outcome, in_world, on_each_rank, plain
 
+pytestmark = pytest.mark.usefixtures("fast_ranks")
+
 COURSE = {"strategy": "course"}
+NO_DECAY = {"weight_decay": 0.5, "decay_norms": False}
 ALONE: dict[str, Case] = {
     "ddp": {},
     "fsdp": {"strategy": "fsdp"},
     "accumulate": {"accumulate": 3},
     "zero 3": {**COURSE, "zero_redundancy": 3},
+    "workers load": {"num_workers": 1},
 }
+SERVER = {**COURSE, "communication_pattern": "parameter_server"}
 REPLICATED: dict[str, Case] = {
     "ddp": {},
     "fsdp": {"strategy": "fsdp"},
@@ -23,42 +28,32 @@ REPLICATED: dict[str, Case] = {
     "ring zero 1": {**COURSE, "communication_pattern": "ring", "zero_redundancy": 1},
     "zero 2": {**COURSE, "zero_redundancy": 2},
     "zero 3": {**COURSE, "zero_redundancy": 3},
-    "server": {**COURSE, "communication_pattern": "parameter_server"},
-}
-SPLIT: dict[str, Case] = {
-    "pipeline": {**COURSE, "pipeline_parallelism": 2},
-    "tensor": {**COURSE, "tensor_parallelism": 2},
-    "ring pipeline": {**COURSE, "pipeline_parallelism": 2, "communication_pattern": "ring"},
-}
-WITH_MORE: dict[str, Case] = {
+    "server": SERVER,
     "ddp accumulates": {"accumulate": 3},
     "fsdp accumulates": {"strategy": "fsdp", "accumulate": 2},
     "zero 2 accumulates": {**COURSE, "zero_redundancy": 2, "accumulate": 2},
-    "server accumulates": {**REPLICATED["server"], "accumulate": 2},
-    "workers load": {"num_workers": 1},
+    "server accumulates": {**SERVER, "accumulate": 2},
     "fsdp clips": {"strategy": "fsdp", "clip_norm": 0.5},
     "course clips": {**COURSE, "clip_norm": 0.5},
-}
-NO_DECAY = {"weight_decay": 0.5, "decay_norms": False}
-UNDECAYED: dict[str, Case] = {
     "fsdp does not decay norms": {"strategy": "fsdp", **NO_DECAY},
-    "pipeline does not decay norms": {**COURSE, "pipeline_parallelism": 2, **NO_DECAY},
 }
-CASES = {
-    1: ALONE,
-    2: {**SPLIT, **WITH_MORE, **UNDECAYED},
-    3: REPLICATED,
-    4: {
-        "both": {**COURSE, "pipeline_parallelism": 2, "tensor_parallelism": 2},
-        "pipeline zero 1": {**SPLIT["pipeline"], "zero_redundancy": 1},
-        "tensor zero 1": {**SPLIT["tensor"], "zero_redundancy": 1},
-    },
+PIPELINE = {**COURSE, "pipeline_parallelism": 2}
+TENSOR = {**COURSE, "tensor_parallelism": 2}
+SPLIT: dict[str, Case] = {
+    "pipeline": PIPELINE,
+    "tensor": TENSOR,
+    "both": {**PIPELINE, "tensor_parallelism": 2},
+    "ring pipeline": {**PIPELINE, "communication_pattern": "ring"},
+    "pipeline zero 1": {**PIPELINE, "zero_redundancy": 1},
+    "tensor zero 1": {**TENSOR, "zero_redundancy": 1},
+    "pipeline does not decay norms": {**PIPELINE, **NO_DECAY},
 }
+CASES = {1: ALONE, 3: REPLICATED, 4: SPLIT}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What came of all cases, by number of ranks and name, from all ranks; each world runs once."""
+    """Return the outcomes of a case on all ranks; each world runs once."""
     known: dict[int, dict[str, list[Outcome]]] = {}
 
     def found(size: int, name: str) -> list[Outcome]:
@@ -75,7 +70,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """What a plain loop does, by the key that matters to it."""
+    """Return what a plain loop gives, by the key that changes its result."""
     folder = tmp_path_factory.mktemp("plain")
     recipes: dict[str, Case] = {"": {}, "clip_norm": {"clip_norm": 0.5}, "decay_norms": NO_DECAY}
     return {key: plain(folder, ema_decay=0.5, **recipe) for key, recipe in recipes.items()}
@@ -98,5 +93,5 @@ def test_a_strategy_trains_as_a_plain_loop(
 
 
 def test_without_decay_of_norms_the_losses_are_others(expected: dict[str, Outcome]) -> None:
-    """Otherwise the tests above could not tell."""
+    """Show that the tests above can notice whether norms decay."""
     assert expected["decay_norms"]["losses"] != pytest.approx(expected[""]["losses"], rel=1e-3)

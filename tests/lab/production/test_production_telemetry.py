@@ -11,6 +11,8 @@ from distlab.production.progress import Interval
 from distlab.production.telemetry import steps_in
 from phase4_production.given import StepTimes
 
+pytestmark = pytest.mark.usefixtures("fast_ranks")
+
 
 def told(sizes: list[list[int]]) -> Any:
     """Take steps in, of which each rank has images of loss 1 + rank; one more is bad on each."""
@@ -36,7 +38,7 @@ def test_ranks_know_the_mean_loss_and_step_and_the_sum_of_bad_images(
 ) -> None:
     size = len(sizes)
     seconds = sum(2.0 + rank for rank in range(size) if sizes[rank]) / size
-    found = on_ranks(told, size, sizes)
+    found = on_ranks(told, size, sizes, backend="sim")
     assert found == [(pytest.approx(loss), pytest.approx(seconds), size * (size + 1) // 2)] * size
     assert len(set(found)) == 1, "the same bits: what follows from it is the same on all ranks"
 
