@@ -48,23 +48,23 @@ def run(
     and the timeout bounds each collective. Ranks end without running what ``atexit`` holds.
 
     Args:
-        fn: any function, also a lambda or one defined in a script or notebook.
-        world_size: number of ranks, at least 1.
-        args: given to ``fn`` on every rank, pickled.
+        fn: Any function, also a lambda or one defined in a script or notebook.
+        world_size: Number of ranks, at least 1.
+        args: Arguments of ``fn`` on every rank, pickled.
         backend: "gloo"; "nccl", one GPU per rank; "sim", a simulated cluster; "mpi", under
             mpirun; "auto": mpi if mpirun started several ranks, nccl if there are enough GPUs, else
             gloo.
         device: "cpu"; "cuda" (ranks share GPUs if there are fewer, gloo only); "auto": by backend.
-        timeout_s: for ``fn``, from the moment all ranks are up; None or inf waits forever. Short
-            for ``limits=Limits(timeout_s)``.
-        limits: what the world may use; see ``Limits``.
-        plain_results: accept plain data alone, numbers, strings and containers of them, up to the
-            limits of ``plain``, and show 256 KiB of what ranks print: somebody else's code
-            then neither runs here nor fills this process.
-        output_dir: where everything that rank k prints is also kept, as ``rank-<k>.log``; of ranks
-            that this call starts as processes, so not with "sim".
-        cluster: with "sim", the cluster or the name of a preset; see ``simulate``.
-        given: folders of the caller's own machinery: no verdict names one of their lines.
+        timeout_s: Limit of ``fn``, from the moment all ranks are up; None or inf waits forever.
+            Short for ``limits=Limits(timeout_s)``.
+        limits: Limits of time and memory; see ``Limits``.
+        plain_results: True to accept only plain data, up to the limits of ``plain``, and to show
+            only 256 KiB of what ranks print: code of strangers then neither runs in this
+            process nor fills its memory.
+        output_dir: Folder in which everything that rank k prints is also kept, as
+            ``rank-<k>.log``; only for ranks that this call starts as processes, not with "sim".
+        cluster: For "sim": a cluster or the name of a preset; see ``simulate``.
+        given: Folders of the caller's own machinery, whose lines no verdict names.
 
     Returns:
         The results, by rank. Tensors should be on the CPU.
@@ -126,17 +126,17 @@ def simulate(
 ) -> "Simulated[T]":
     """Run ``fn(*args)`` on a simulated cluster, in a supervised process; return results and trace.
 
-    Like ``distlab.sim.simulate``, and an endless loop, a crash or ``os._exit`` in a rank is one
-    clear error too.
+    Same as ``distlab.sim.simulate``, but supervised: infinite loops, crashes and ``os._exit`` also
+    surface as a single LaunchError.
 
     Args:
-        fn: as for ``run``.
-        num_ranks: 1 to 1024.
-        args: given to ``fn`` on every rank, pickled.
-        cluster: a cluster, the name of a preset, or None for a switch with a GPU per rank.
-        options: how to simulate.
-        limits: of real time and memory; all ranks are one process.
-        plain_results: as for ``run``.
+        fn: Function, as for ``run``.
+        num_ranks: Number of ranks, 1 to 1024.
+        args: Arguments of ``fn`` on every rank, pickled.
+        cluster: A cluster, the name of a preset, or None for a switch with a GPU per rank.
+        options: Options of the simulation.
+        limits: Limits of real time and memory; all ranks are one process.
+        plain_results: True to accept only plain data, as for ``run``.
 
     Raises:
         SetupError: bad arguments.
@@ -201,7 +201,7 @@ def _spec(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn what the operating system refuses, files or processes, into the error of a set-up."""
+    """Turn refusals of the operating system, of files or processes, into a SetupError."""
     try:
         yield
     except BrokenPipeError:  # the reader of our output has gone, which is not the world's fault
@@ -234,6 +234,6 @@ def _made(output_dir: Path | str | None) -> Path | None:
 
 
 def _slow_imports(ranks: list[RankProcess]) -> list[str]:
-    """What ranks say that they have imported, of what is known to be slow and harmless."""
+    """Return slow, harmless modules that ranks have imported, for the server to preload."""
     loaded = {name for rank in ranks if rank.report for name in rank.report.modules}
     return sorted(loaded.intersection(SLOW_IMPORTS))

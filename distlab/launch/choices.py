@@ -1,4 +1,4 @@
-"""What ``run`` and ``simulate`` refuse before anything is started, and what they choose."""
+"""Refusals of ``run`` and ``simulate`` before anything starts, and their choices of devices."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def check(fn: object, world_size: int, backend: str, device: str) -> None:
-    """Refuse what cannot work in any world, and a world that would be started many times.
+    """Refuse a request that no world can fulfil, or that would start a world several times.
 
     Raises:
-        SetupError: with what is possible instead.
+        SetupError: The request is impossible; the message says what is possible instead.
     """
     if sys.platform == "win32":
         raise SetupError(
@@ -62,10 +62,10 @@ def _check_launcher(launcher: str, world_size: int, backend: str) -> None:
 def check_for_backend(
     backend: str, device: str, cluster: "Cluster | str | None", output_dir: Path | str | None
 ) -> None:
-    """Refuse what only other backends have.
+    """Refuse arguments that only other backends understand.
 
     Raises:
-        SetupError: with the backend that has it.
+        SetupError: The backend does not have this; the message names the one that has.
     """
     if cluster is not None and backend != "sim":
         raise SetupError(f"cluster={cluster!r} is for backend sim, not for backend {backend}")
@@ -86,7 +86,7 @@ def limits_of(timeout_s: float | None, limits: Limits | None) -> Limits:
     """Return the limits of a call that takes ``timeout_s`` as the short form of them.
 
     Raises:
-        SetupError: both are given, or one is not positive.
+        SetupError: Both are given, or one is not positive.
     """
     if limits is None:
         return Limits(timeout_s)
@@ -134,10 +134,10 @@ def own_device(backend: str, device: str, found: Launched) -> tuple[str, torch.d
 
 
 def payload(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """Pickle what the ranks call.
+    """Pickle the function that the ranks call, with its arguments.
 
     Raises:
-        SetupError: it cannot be pickled; which part of it.
+        SetupError: A part cannot be pickled; the message names it.
     """
     try:
         return pickled((fn, args))

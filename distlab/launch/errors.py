@@ -18,7 +18,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class RankFate:
-    """What became of one rank, as the parent saw it."""
+    """The end of one rank, as the parent saw it."""
 
     rank: int
     what: str  # "raised ValueError: …", "returned", "was stopped while it waited in recv at …"
@@ -29,11 +29,11 @@ class LaunchError(RuntimeError):
     """A world that did not end well.
 
     Attributes:
-        kind: what happened, in a word or two, for programs; each class names its own.
-        rank: the rank that is to blame, or None where no single one is.
-        fates: what became of every rank; empty if none was started.
-        exception: the name of the type that ``fn`` raised on ``rank``, if it did.
-        advice: the part of the message that says what to look for, if there is one.
+        kind: Kind of failure in a word or two, for programs; each class names its own.
+        rank: Rank that is to blame, or None if no single rank is.
+        fates: End of every rank; empty if none was started.
+        exception: Name of the type that ``fn`` raised on ``rank``, or "".
+        advice: Part of the message that says what to look for, or "".
     """
 
     KIND: ClassVar[str] = "unknown"

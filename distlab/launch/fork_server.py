@@ -25,7 +25,7 @@ from distlab.util import processes
 START_TIMEOUT_S = 120.0  # a cold disk may take long to read torch
 KILL_TIMEOUT_S = 5.0  # a killed process is gone in milliseconds, unless it is in a disk access
 LOOK_S = 0.2  # how often a server that is waited for is looked at
-MAX_WORDS = 20_000  # bytes
+MAX_WORDS = 20_000  # bytes of the server's output in an error
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 STOPPED_S = 1.0  # it is in a session of its own: only a signal to itself can have stopped it
 
@@ -37,7 +37,7 @@ class ForkServer:
         """Start the fork server; returns when torch is loaded there.
 
         Raises:
-            SetupError: it did not start; the message holds what it printed.
+            SetupError: The server did not start; the message contains its output.
         """
         self._owner_pid = os.getpid()
         self._buffer = b""
@@ -45,7 +45,7 @@ class ForkServer:
         self._next_look = 0.0
         self._stopped_since: float | None = None
         self._exits: list[tuple[int, int]] = []
-        self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")  # of its worlds
+        self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 what the server prints
         self._socket, theirs = socket.socketpair()
         _beginning.append(self)
@@ -73,14 +73,14 @@ class ForkServer:
             _beginning.remove(self)
 
     def fileno(self) -> int:
-        """Readable when ``exits`` has news."""
+        """Return a descriptor that is readable when ``exits`` has news."""
         return self._socket.fileno()
 
     def start_rank(self, control: socket.socket, output: int) -> int:
         """Start one rank on copies of the two descriptors; returns its pid.
 
         Raises:
-            SetupError: the fork server was killed, or does not answer.
+            SetupError: The fork server was killed, or does not answer.
         """
         try:
             socket.send_fds(self._socket, [fork_server_main.START], [control.fileno(), output])
@@ -89,10 +89,10 @@ class ForkServer:
             raise SetupError(f"the fork server did not start a rank: {error}") from error
 
     def exits(self) -> list[tuple[int, int]]:
-        """Pids and wait statuses of ranks that ended since the last call.
+        """Return pids and wait statuses of ranks that ended since the last call.
 
         Raises:
-            SetupError: the fork server itself was killed; its ranks die with it.
+            SetupError: The fork server itself was killed; its ranks die with it.
         """
         while self._has_news(0):
             self._receive()
@@ -102,10 +102,10 @@ class ForkServer:
         return news
 
     def check(self) -> None:
-        """Look at the server, now and then.
+        """Check now and then that the server is not stopped.
 
         Raises:
-            SetupError: it has been stopped for a while: what it should start or report never comes.
+            SetupError: The server has been stopped for a while: it would never report anything.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -121,7 +121,7 @@ class ForkServer:
             )
 
     def is_stopped(self) -> bool:
-        """Whether somebody has sent it SIGSTOP, or debugs it."""
+        """Return True if the server is stopped (SIGSTOP) or being traced."""
         try:
             return psutil.Process(self.process.pid).status() in STOPPED
         except psutil.NoSuchProcess:
@@ -136,7 +136,7 @@ class ForkServer:
                 self._socket.sendall(fork_server_main.PRELOAD + " ".join(missing).encode() + b"\n")
 
     def kill_leftovers(self) -> None:
-        """Kill every process that the world's ranks started, also those that left their session."""
+        """Kill every process that the ranks of the world started, in whatever session."""
         deadline = time.monotonic() + KILL_TIMEOUT_S  # the kernel may hold one in a disk access
         while (leftovers := self._descendants()) and time.monotonic() < deadline:
             for process in leftovers:
@@ -162,7 +162,7 @@ class ForkServer:
             shutil.rmtree(path, ignore_errors=True)
 
     def is_usable(self) -> bool:
-        """Whether the server answers and belongs to this process, not to one it was forked from."""
+        """Return True if the server answers, and was not inherited by a fork."""
         if self._owner_pid != os.getpid() or self.process.poll() is not None or self.is_stopped():
             return False
         try:
@@ -249,18 +249,18 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 _idle: list[ForkServer] = []
-_beginning: list[ForkServer] = []  # whose servers load torch
+_beginning: list[ForkServer] = []  # servers that still load torch
 _lock = threading.Lock()
-_starting: threading.Thread | None = None  # of ``start_ahead``
-_is_leaving = False  # at exit
+_starting: threading.Thread | None = None  # thread of ``start_ahead``
+_is_leaving = False  # True while Python exits
 
 
 @contextlib.contextmanager
 def borrowed() -> Iterator[ForkServer]:
     """Take an idle fork server, or start one; it waits for the next world afterwards.
 
-    One whose world was cut off, by ctrl-C or an error, is closed instead: it may still have
-    something to say about that world. So is one that is stopped: it reaps nothing.
+    A server whose world was cut off, by ctrl-C or an error, is closed instead, because it may still
+    report on that world. So is a stopped server, which reaps nothing.
     """
     fork_server = _take()
     try:
@@ -278,8 +278,8 @@ def borrowed() -> Iterator[ForkServer]:
 def start_ahead(*modules: str) -> None:
     """Start a fork server in the background, for a program that will need one.
 
-    Two processes import torch at the same time then, this one and the server, which goes on with
-    ``modules``: the first world has them as well.
+    This process and the server then import torch at the same time. The server also imports
+    ``modules`` for the first world.
     """
     global _starting
     if _starting is None and not _idle:
@@ -288,7 +288,7 @@ def start_ahead(*modules: str) -> None:
 
 
 def load_ahead(modules: Iterable[str]) -> None:
-    """Have the fork server of the next world import modules that its ranks need.
+    """Let the fork server of the next world import modules that its ranks need.
 
     A rank that imports them itself takes a second more, and its limits count it as computing.
     """
@@ -337,7 +337,7 @@ def close_idle() -> None:
 
 @atexit.register
 def _leave() -> None:
-    """End all fork servers, also those that are still loading; nobody waits for them any more."""
+    """End all fork servers, also those that are still loading."""
     global _is_leaving
     _is_leaving = True
     processes.ignore_ctrl_c()  # this process is ending as it is

@@ -37,7 +37,7 @@ from distlab.util import processes
 START, PRELOAD, PING = b"s", b"p", b"?"
 RECORD = struct.Struct("=cqq")  # kind, pid, wait status
 READY, STARTED, EXITED = b"R", b"S", b"X"
-MANY_USES = 20  # who comes so often will come again: huge pages save what they cost
+MANY_USES = 20  # worlds after which collapsing the heap into huge pages pays for itself
 METHOD = "spawn" if sys.platform == "darwin" else "fork"
 # Not `python -m`: that would run this module a second time, with a warning.
 COMMAND = "from distlab.launch.fork_server_main import main; main()"
@@ -72,11 +72,11 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _ended_without(parent: socket.socket, action: SignalAction) -> Iterator[None]:
-    """Have the kernel signal that the parent has gone: who is importing does not listen to it.
+    """Let the kernel signal that the parent has gone, because an import does not watch its socket.
 
     Args:
-        parent: the other end is closed when it goes.
-        action: on any news of the parent; the default ends this process, also inside C.
+        parent: Socket whose other end is closed when the parent goes.
+        action: Reaction to any news of the parent; the default ends this process, also inside C.
     """
     flags = fcntl.fcntl(parent, fcntl.F_GETFL)
     signal.signal(signal.SIGIO, action)
@@ -91,7 +91,7 @@ def _ended_without(parent: socket.socket, action: SignalAction) -> Iterator[None
 
 
 def _leave_without(parent: socket.socket) -> None:
-    """Exit if the parent has gone; what it has sent is left for who reads it."""
+    """Exit if the parent has gone; leave what it has sent in the socket."""
     with contextlib.suppress(BlockingIOError):
         if not parent.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             sys.exit(0)
@@ -125,7 +125,7 @@ def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
 
 
 def _read_line(parent: socket.socket) -> str:
-    """Read to the end of the line and no further: behind it may wait a START, with descriptors."""
+    """Read to the end of the line and no further: a START with descriptors may follow."""
     line = b""
     while not line.endswith(b"\n"):
         line += parent.recv(1) or b"\n"
@@ -133,7 +133,7 @@ def _read_line(parent: socket.socket) -> str:
 
 
 def _preload(names: list[str]) -> None:
-    """Import what ranks will need; what cannot be imported here will be reported by a rank."""
+    """Import modules that ranks will need; a rank reports those that cannot be imported."""
     processes.pause_collection()
     for name in names:
         with contextlib.suppress(Exception):

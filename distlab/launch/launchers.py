@@ -24,13 +24,13 @@ class Launched:
 
 
 def launched(backend: str = "auto") -> Launched | None:
-    """Return who this process is if it was started as a rank; None: it starts its own ranks.
+    """Return this process's place among ranks; None if it was not started as a rank.
 
     Batch systems start single processes as mpirun and srun start many, so one that is alone is a
     rank only of torchrun, or where backend mpi is asked for.
 
     Args:
-        backend: what is asked for. srun can start ranks for MPI (``--mpi=pmi2``), and others.
+        backend: Backend that is asked for. srun can start ranks of MPI (``--mpi=pmi2``) and others.
     """
     mpirun, of_srun = _of_mpirun(), _of_srun()
     if backend == "mpi":
@@ -45,13 +45,13 @@ def launched(backend: str = "auto") -> Launched | None:
 
 
 def launcher_of_several() -> str | None:
-    """Name what started this process and others; None: it is alone."""
+    """Return the launcher that started this process and others; None if it is alone."""
     found = launched()
     return found.launcher if found and found.world_size > 1 else None
 
 
 def speaks_for_its_machine() -> bool:
-    """Tell whether to report what all ranks of mpirun meet alike, a wrong option for example."""
+    """Return True if this rank reports errors that all ranks have alike, such as wrong options."""
     return all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS)
 
 
@@ -75,9 +75,9 @@ def _of_srun() -> Launched | None:
     return Launched("srun", task.rank, task.world_size) if task and is_several else None
 
 
-# Below those that Linux gives out by itself, above those of well-known services.
+# Ports below those that Linux gives out by itself, and above those of well-known services.
 FIRST_PORT, NUM_PORTS = 15_000, 15_000
-STEPS_APART = 31  # of the ports of two jobs in a row: each has room for as many steps
+STEPS_APART = 31  # distance of two consecutive jobs: each has a port for this many steps
 
 LOOPBACK = "127.0.0.1"
 _NEEDED = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
@@ -91,7 +91,7 @@ class Task:
     world_size: int
     local_rank: int
     local_world_size: int
-    is_on_one_node: bool  # all of the step
+    is_on_one_node: bool  # True if all tasks of the step are
     master_address: str
     master_port: int
 
@@ -108,7 +108,7 @@ class Task:
 
 
 def this_task() -> Task | None:
-    """Return who this process is if srun has started it, else None."""
+    """Return this process's place in its job step; None if srun has not started it."""
     if any(name not in os.environ for name in _NEEDED):
         return None
     nodes = os.environ["SLURM_STEP_NODELIST"]
@@ -125,12 +125,12 @@ def this_task() -> Task | None:
 
 
 def has_own_gpus() -> bool:
-    """Tell whether Slurm shows each process its own GPUs alone, numbered from 0 in each."""
+    """Return True if Slurm shows each process only its own GPUs, numbered from 0."""
     return "SLURM_GPUS_PER_TASK" in os.environ
 
 
 def _num_tasks() -> int:
-    """Of the step: in the shell that salloc opens, a step of one, the other is the allocation's."""
+    """Return the number of tasks of the step; in salloc's shell, SLURM_NTASKS is the job's."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"]))
 
 

@@ -1,4 +1,4 @@
-"""What a world may use, how long it may take to start, and how much it has used.
+"""Limits of a world and of its start, and a meter of its use of time.
 
 with metered() as used:
     launch.run(fn, 4)
@@ -20,22 +20,22 @@ FOREVER_S = 20 * 24 * 3600.0  # clocks can count to it; torch's own limit of a c
 
 @dataclass(frozen=True)
 class Limits:
-    """What a world may use, from the moment all its ranks are up.
+    """Limits of a world, from the moment all its ranks are up.
 
         launch.run(fn, 4, limits=Limits(timeout_s=60, cpu_s=10))
 
     Args:
-        timeout_s: by the clock; None or inf waits forever.
-        cpu_s: that each process may compute. It finds an endless loop before ``timeout_s`` does,
-            which also counts what a busy machine takes; with it, a process that waits for a
-            processor when ``timeout_s`` is over may go on. None: no limit.
-        idle_s: that may pass with no rank computing, not even its share of a collective. It finds
+        timeout_s: Seconds by the clock; None or inf waits forever.
+        cpu_s: Processor time of each process. It finds an endless loop before ``timeout_s`` does,
+            which also counts the time that a busy machine takes; with it, a process that waits
+            for a processor when ``timeout_s`` is over may continue. None: no limit.
+        idle_s: Seconds in which no rank computes, not even its share of a collective. It finds
             ranks that wait for each other before ``timeout_s`` does; None: no limit.
-        memory_bytes: that all ranks together may allocate, the processes that they start not
-            counted; None: 90 % of what is free.
+        memory_bytes: Memory that all ranks together may allocate, without the processes that they
+            start; None: 90 % of the free memory.
 
     Raises:
-        SetupError: one of them is not positive.
+        SetupError: One of them is not positive.
     """
 
     timeout_s: float | None = 300.0
@@ -78,11 +78,11 @@ class Exceeded:
 
 @dataclass
 class Used:
-    """What the worlds inside a ``metered`` block have used, the largest of each.
+    """The largest use of time by a world inside a ``metered`` block.
 
     Attributes:
-        cpu_s: processor time of the process that has computed most, after all ranks were up.
-        wall_s: from then until the last rank had reported.
+        cpu_s: Processor time of the process that has computed most, after all ranks were up.
+        wall_s: Seconds from then until the last rank had reported.
     """
 
     cpu_s: float = 0.0
@@ -94,7 +94,7 @@ _current: contextvars.ContextVar[Used | None] = contextvars.ContextVar("used", d
 
 @contextlib.contextmanager
 def metered() -> Iterator[Used]:
-    """Note what every world that is run inside the block uses."""
+    """Record the use of time of every world that is run inside the block."""
     used = Used()
     token = _current.set(used)
     try:
@@ -104,7 +104,7 @@ def metered() -> Iterator[Used]:
 
 
 def note_use(cpu_s: float, wall_s: float) -> None:
-    """Note what one world has used, if somebody asked."""
+    """Record the use of time of one world, inside a ``metered`` block."""
     used = _current.get()
     if used is not None:
         used.cpu_s, used.wall_s = max(used.cpu_s, cpu_s), max(used.wall_s, wall_s)
@@ -122,7 +122,7 @@ def start_timeout_s(world_size: int, num_cores: int) -> float:
 
 
 def start_explained(world_size: int, num_cores: int) -> str:
-    """Say how ``start_timeout_s`` comes about, and what to do."""
+    """Return an explanation of ``start_timeout_s``, and advice."""
     return (
         f"All ranks must have started within {START_TIMEOUT_S:g} s, and {START_MORE_S:g} s more "
         f"for each rank beyond {MAX_PER_CORE} of a core. {crowd(world_size, num_cores)}"

@@ -1,4 +1,4 @@
-"""What ranks print: from their descriptors to the screen, without mixing their lines."""
+"""The output of ranks: from their descriptors to the screen, without mixing their lines."""
 
 import contextlib
 import os
@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from distlab.launch.limits import crowd, num_cores
 
 LAST_BYTES, LAST_LINES = 4096, 10
-QUIET_S = 1.0  # a world that is up sooner needs no words
+QUIET_S = 1.0  # a world that is up sooner prints nothing
 REDRAW_S = 0.2
 
 
 @contextlib.contextmanager
 def channel() -> Iterator[tuple[int, int]]:
-    """A pipe for what a rank prints; a terminal if ours is one, so that progress bars show.
+    """Open a pipe for the output of a rank; a terminal if ours is one, so that progress bars show.
 
     The writing end is closed afterwards: the rank has a copy.
     """
@@ -28,13 +28,13 @@ def channel() -> Iterator[tuple[int, int]]:
 
 
 def split_at_line_end(data: bytes) -> tuple[bytes, bytes]:
-    """Split into what can be shown without cutting a line of one rank by one of another."""
+    """Split into whole lines, which can be shown at once, and the beginning of the next."""
     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
     return data[:end], data[end:]
 
 
 def show(data: bytes) -> None:
-    """Print on our own output, with what its encoding does not know replaced."""
+    """Print on our own output, and replace characters that its encoding does not have."""
     if not data or not _is_open():
         return
     text = data.decode(errors="replace").replace("\r\n", "\n")
@@ -44,10 +44,10 @@ def show(data: bytes) -> None:
 
 
 class Screen:
-    """Shows what the ranks of one world print, up to a limit; then only the last of it."""
+    """Shows the output of one world up to a limit, and then only its last lines."""
 
     def __init__(self, max_bytes: int | None) -> None:
-        """``max_bytes`` None: all."""
+        """Show up to ``max_bytes``, or everything if that is None."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
@@ -72,7 +72,7 @@ class Screen:
 
 
 def _is_open() -> bool:
-    """Whether there is an output: a program without a console has none, others close theirs."""
+    """Return True if there is an output: some programs have no console, others close theirs."""
     return sys.stdout is not None and not sys.stdout.closed
 
 
@@ -88,7 +88,7 @@ class Display:
             self._write(f"{warning}\n")
 
     def show(self, num_forked: int, num_joined: int) -> None:
-        """Draw the state anew, a few times a second at most."""
+        """Draw the state again, at most a few times a second."""
         now = time.monotonic()
         if not self._is_on or now < self._next_draw:
             return
@@ -99,7 +99,7 @@ class Display:
         )
 
     def close(self) -> None:
-        """Erase the line; nothing is shown any more."""
+        """Erase the line, and show nothing from now on."""
         if self._has_drawn:
             self._write("\r\x1b[K")
         self._is_on = self._has_drawn = False

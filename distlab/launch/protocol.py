@@ -1,4 +1,4 @@
-"""What the launching process and its ranks say to each other.
+"""The messages and files between the launching process and its ranks.
 
 Bulk data goes through files of the world's own folder, so that no reader can be blocked by a rank
 that stops in the middle of a message; the control socket carries single bytes that announce them.
@@ -85,7 +85,7 @@ def _with_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> obj
 
 @dataclass(frozen=True)
 class SimulationSpec:
-    """What the process of a simulated world is told besides."""
+    """The additional part of a ``Spec`` for the process of a simulated world."""
 
     num_ranks: int
     cluster: "Cluster | str | None"
@@ -95,7 +95,7 @@ class SimulationSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """What every rank of a world is told before it starts."""
+    """The message to every rank of a world before it starts."""
 
     world_size: int
     backend: str
@@ -111,10 +111,10 @@ class Spec:
     simulation: SimulationSpec | None = None  # then world_size is 1: the process of all ranks
 
     def function_and_arguments(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Unpickle what is to be called.
+        """Unpickle the function and its arguments.
 
-        What the caller's script defines at its top level is put in this process's ``__main__`` too,
-        where pickle looks it up when ranks send such objects to each other.
+        The top-level names of the caller's script are also put into ``__main__`` here, where pickle
+        looks them up when ranks send such objects to each other.
         """
         fn, args = pickle.loads(self.payload)
         if getattr(fn, "__module__", None) == "__main__":
@@ -139,10 +139,10 @@ class Report:
 
 _TYPES: dict[str, type] = {"outcome": Outcome, "at_ns": int, "result": bytes, "modules": tuple}
 _TYPES |= dict.fromkeys(("exception", "headline", "traceback"), str)
-MAX_REPORT_BYTES = 2**32  # of one's own program: it may return tensors
+MAX_REPORT_BYTES = 2**32  # limit for one's own program, which may return tensors
 MAX_DUMP_BYTES = 16 * 2**20  # 1024 threads, 100 frames each, with room to spare
-WORD_BYTES = 8  # of a rank or a thread
-MAX_TEXT = 100_000  # characters; a rank itself sends fewer
+WORD_BYTES = 8  # size of the number of a rank or thread
+MAX_TEXT = 100_000  # characters; a rank sends fewer by itself
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class WorldFolder:
 
     @property
     def running(self) -> Path:
-        """Of a simulated world: the rank that runs, and every rank's thread."""
+        """File of a simulated world: the rank that runs, and every rank's thread."""
         return self.path / "running"
 
     def write_spec(self, spec: Spec) -> None:
@@ -172,12 +172,12 @@ class WorldFolder:
         self._report(rank).write_bytes(plain.dumps(values))
 
     def read_report(self, rank: int, max_bytes: int = MAX_REPORT_BYTES) -> Report:
-        """Read what a rank's process has written, whatever its function has done to it.
+        """Read a rank's report, whatever its function has done to the file.
 
         Raises:
-            OSError: there is no such file, or it is none that can simply be read.
-            FileTooLargeError: it has more than ``max_bytes``.
-            NotPlainError: that is no report.
+            OSError: There is no such file, or it is not a regular one.
+            FileTooLargeError: The file has more than ``max_bytes``.
+            NotPlainError: The content is not a report.
         """
         path = self._report(rank)
         values = plain.loads(files.read_regular(path, max_bytes, follows_links=False))

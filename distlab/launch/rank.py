@@ -34,7 +34,7 @@ POLLING_S = 0.03  # of processor time; eight ranks that wait on gloo use 0.01 s 
 
 @dataclass
 class RankProcess:
-    """What the parent knows of one rank."""
+    """A rank as the parent knows it."""
 
     number: int
     pid: int
@@ -77,20 +77,20 @@ class RankProcess:
         return self.looks_ready >= READY_LOOKS
 
     def text(self) -> str:
-        """The tail of what the rank printed, as a terminal would show it."""
+        """Return the tail of the rank's output as a terminal would show it."""
         text = bytes(self.tail).decode(errors="replace").replace("\r\n", "\n")
         # A progress bar overwrites its line.
         return "\n".join(line.rsplit("\r", 1)[-1] for line in text.split("\n"))
 
     def own_bytes(self) -> int:
-        """The memory it has allocated, without the files that it maps: those the ranks share."""
+        """Return the memory that it has allocated, without mapped files, which ranks share."""
         with contextlib.suppress(psutil.Error):
             memory = psutil.Process(self.pid).memory_info()
             return int(memory.rss) - int(getattr(memory, "shared", 0))
         return 0
 
     def cpu_s(self) -> float:
-        """The processor time it has used, in all its threads."""
+        """Return the processor time of all its threads."""
         with contextlib.suppress(psutil.Error):
             times = psutil.Process(self.pid).cpu_times()
             return float(times.user + times.system)
@@ -102,10 +102,10 @@ class RankProcess:
         return False
 
     def is_idle(self) -> bool:
-        """Whether it computes nothing, and waits for neither a processor nor a disk.
+        """Return True if the rank computes nothing, and waits for neither a processor nor a disk.
 
-        Threads of a process group that wait for messages look for them now and then; that is no
-        computing. Where the system does not tell what threads wait for, nothing is idle.
+        Threads of a process group poll for messages now and then, which does not count. Where the
+        system does not say what threads wait for, no rank is idle.
         """
         states = _states_of_threads(self.pid)
         self.looks_ready = self.looks_ready + 1 if not states.isdisjoint(READY_STATES) else 0
@@ -113,11 +113,11 @@ class RankProcess:
         return bool(states) and not self.is_ready and not has_computed
 
     def wants_processor(self) -> bool:
-        """Whether a thread of it computes, or waits for a processor or a disk, at this moment."""
+        """Return True if a thread computes, or waits for a processor or a disk, at this moment."""
         return not _states_of_threads(self.pid).isdisjoint(READY_STATES)
 
     def has_children(self) -> bool:
-        """Whether it waits for processes that it has started, perhaps."""
+        """Return True if the rank has processes of its own, for which it may wait."""
         with contextlib.suppress(psutil.Error):
             return bool(psutil.Process(self.pid).children())
         return False

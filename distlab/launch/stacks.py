@@ -27,14 +27,14 @@ _LIBRARY_FOLDERS = (
 
 
 def is_of_program(file: str, given: Sequence[str] = ()) -> bool:
-    """Whether a file is of the program: not of a library, of distlab, or in (or one of) given."""
+    """Return True if a file is part of the program: not of a library, distlab, or ``given``."""
     folders = (f"{folder}{os.sep}" for folder in (*_LIBRARY_FOLDERS, *given))
     return not file.startswith(("<frozen", *folders)) and file not in given
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack; line 0: which one is unknown."""
+    """One line of a stack; line 0 if it is unknown."""
 
     file: str
     line: int
@@ -47,7 +47,7 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether it belongs to the program that was launched."""
+        """True if the line belongs to the program that was launched."""
         return is_of_program(self.file)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank is doing: in which call it waits, if it does, and at which line of the user's."""
+    """The call in which a rank waits, if it does, and its line of the user's program."""
 
     operation: str  # "recv", "all_reduce", "wait()"; "" if it waits in no communication
     frame: Frame | None  # None: the stack could not be read
@@ -71,7 +71,7 @@ class Place:
         return f"in {self.operation} {where}" if self.operation else where
 
 
-FORK_SERVER = ("<string>", "<module>")  # the outermost frame of a rank: nobody's program
+FORK_SERVER = ("<string>", "<module>")  # outermost frame of a rank, which is not the program's
 SUSPENDED = Place("", None, "suspended (by SIGSTOP or ctrl-Z)")
 STARTING = Place("", None, "still starting, and not in the process group yet")
 READY = Place("", None, "ready, and waiting for the others to start")

@@ -39,17 +39,17 @@ GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
 ASK_S, ASK_BUSY_S = 0.1, 0.5  # for interpreters to write all stacks; for those that compute
 DUMP_S = 1.0  # for the others to write them from C
 EXIT_S = 3.0  # for released ranks to leave before they are killed
-TICK_S = 0.1  # how often time and memory are looked at
-# A world that holds so much of what it may hold gets so many times the computing: filling memory
-# takes long on a busy machine, and what grows without end should be reported as that.
+TICK_S = 0.1  # interval between checks of time and memory
+# A world that uses this share of its memory may compute this many times longer: filling memory
+# takes long on a busy machine, and endless growth should be reported as that.
 FILLING_SHARE, FILLING_TIMES = 0.2, 4
-# A rank that is waiting for a processor when time is up, and may compute for longer, gets so many
-# times the clock: the machine is busy, and how much the rank computes tells a loop from that.
+# A rank that waits for a processor when time is up, and has computed less than it may, gets this
+# many times the limit: the machine is busy, and a loop is found by its processor time.
 STARVED_TIMES = 12
 TAIL_BYTES = 64 * 1024
-LINE_BYTES = 64 * 1024  # what is longer is shown in pieces
-MAX_SHOWN_BYTES = 256 * 1024  # of what ranks print, a world, where results must be plain
-MEMORY_SHARE = 0.9  # of what is free at the start, for all ranks together
+LINE_BYTES = 64 * 1024  # longer lines are shown in pieces
+MAX_SHOWN_BYTES = 256 * 1024  # output of a world that is shown, where results must be plain
+MEMORY_SHARE = 0.9  # part of the memory that is free at the start, for all ranks together
 
 
 class Supervisor:
@@ -147,7 +147,7 @@ class Supervisor:
         return None
 
     def _go(self) -> None:
-        """Have all ranks call the function; their time starts now."""
+        """Let all ranks call the function; their time starts now."""
         self._has_gone = True
         self._display.close()
         self._clock_started = time.monotonic()
@@ -169,7 +169,7 @@ class Supervisor:
         while not done() and time.monotonic() < deadline:
             self._turn(0.02)
 
-    # What ranks and fork server have to say
+    # News of ranks and fork server
 
     def _note_word(self, rank: RankProcess) -> None:
         try:
@@ -233,13 +233,13 @@ class Supervisor:
             self._check_computing(now)
 
     def _is_starved(self, times: float) -> bool:
-        """Whether a rank that may still compute waits for a processor, after so many limits."""
+        """Return True if a rank that may still compute waits for a processor."""
         if not self._has_gone or self.limits.cpu_s is None or times > STARVED_TIMES:
             return False
         return any(rank.is_ready for rank in self.ranks if rank.is_running)
 
     def _check_computing(self, now: float) -> None:
-        """Tell an endless loop from a busy machine, and an endless wait from a long computation."""
+        """End a world that computes, or waits, for longer than it may."""
         running = [rank for rank in self.ranks if rank.is_running]
         idle = [rank for rank in running if rank.is_idle()]
         cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
@@ -253,7 +253,7 @@ class Supervisor:
             self._check_waiting(now, running, idle_s)
 
     def _check_waiting(self, now: float, running: list[RankProcess], idle_s: float) -> None:
-        """Stop a world that waits; time in which a rank waits for its own processes is no part."""
+        """End a world that waits, but not while a rank waits for a process of its own."""
         waited_s = now - self._idle_since
         if waited_s > idle_s / 2 and any(rank.has_children() for rank in running):
             self._start_to_wait(now)
@@ -284,7 +284,7 @@ class Supervisor:
         self._locate([rank for rank in self.ranks if rank.is_running])
 
     def _locate(self, ranks: list[RankProcess]) -> None:
-        """Have ranks dump their stacks and read where each one is."""
+        """Let ranks dump their stacks, and read where each of them is."""
         if not self._has_gone:
             for rank in ranks:
                 rank.place = stacks.READY if rank.has_started else stacks.STARTING
@@ -307,7 +307,7 @@ class Supervisor:
         self._turn_until(lambda: all(self._has_dumped(rank) for rank in ranks), seconds)
 
     def _may_answer(self, rank: RankProcess) -> bool:
-        """Whether it computes or waits for a processor, so that the interpreter may yet answer."""
+        """Return True if the rank computes, or waits for a processor: it may still answer."""
         return not self._has_dumped(rank) and rank.wants_processor()
 
     def _has_dumped(self, rank: RankProcess) -> bool:
@@ -326,7 +326,7 @@ class Supervisor:
         return all(rank.exit_status is not None for rank in self.ranks)
 
     def _end(self) -> None:
-        """Kill what is left, and take in what it had to say."""
+        """Kill the processes that are left, and read their last output."""
         with contextlib.suppress(SetupError, OSError):
             for rank in self.ranks:
                 if rank.exit_status is None:

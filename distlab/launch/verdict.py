@@ -40,8 +40,8 @@ def judge(ranks: Sequence[RankProcess], exceeded: Exceeded | None) -> LaunchErro
     """Return the one error of a world that has ended, or None if every rank returned.
 
     Args:
-        ranks: all of the world.
-        exceeded: the limit that ended the world, if one did.
+        ranks: All ranks of the world.
+        exceeded: Limit that ended the world, or None.
     """
     if all(rank.has_returned for rank in ranks):
         return None
@@ -54,7 +54,7 @@ def judge(ranks: Sequence[RankProcess], exceeded: Exceeded | None) -> LaunchErro
 
 
 def _failure(rank: RankProcess, ranks: Sequence[RankProcess]) -> LaunchError:
-    """The error of a rank that failed by itself."""
+    """Return the error of a rank that failed by itself."""
     who = f"rank {rank.number} of {len(ranks)}"
     kind, headline = cause(rank)
     parts = [f"{who} {headline}"]
@@ -68,7 +68,7 @@ def _failure(rank: RankProcess, ranks: Sequence[RankProcess]) -> LaunchError:
 
 
 def cause(rank: RankProcess) -> tuple[type[LaunchError], str]:
-    """Tell which error it is, and how the sentence about the rank goes on."""
+    """Return the type of the error, and the rest of the sentence about the rank."""
     if rank.exceeded_memory:
         where = f" {rank.place}" if rank.place else ""
         return RankOutOfMemory, f"outgrew the memory limit{where}; it was stopped"
@@ -81,7 +81,7 @@ def cause(rank: RankProcess) -> tuple[type[LaunchError], str]:
 
 
 def _death(rank: RankProcess) -> tuple[type[LaunchError], str]:
-    """A rank that died without a word."""
+    """Return error and sentence for a rank that died without a report."""
     code = os.waitstatus_to_exitcode(rank.exit_status or 0)
     if code == CANNOT_REPORT:
         return RankFailed, "could not report how it ended; the last lines that it printed say why"
@@ -134,13 +134,13 @@ def _advice(exceeded: Exceeded, world_size: int, *, all_wait: bool) -> list[str]
 
 
 def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspended: bool) -> str:
-    """Say what a world that was stopped was doing.
+    """Return the kind of a hang.
 
     Args:
-        exceeded: the limit that ended it.
-        has_place: a line of the program was computing.
-        all_wait: every rank that had not returned waited in communication.
-        is_suspended: a rank was stopped by a signal.
+        exceeded: Limit that ended the world.
+        has_place: True if a line of the program was computing.
+        all_wait: True if every rank that had not returned waited in communication.
+        is_suspended: True if a rank was stopped by a signal.
     """
     if is_suspended and exceeded.limit != "computing":
         return "suspended"
@@ -152,7 +152,7 @@ def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspend
 
 
 def _lost_peer(ranks: Sequence[RankProcess]) -> LaunchError:
-    """Only lost connections: then a rank that returned is the one they waited for."""
+    """Blame a rank that returned, if all others only lost their connection."""
     lost = min((rank for rank in ranks if rank.has_failed), key=_failed_at_ns)
     returned = [rank.number for rank in ranks if rank.has_returned]
     traceback = lost.report.traceback.rstrip() if lost.report else ""

@@ -38,13 +38,13 @@ from distlab.launch.protocol import (
 from distlab.launch.rank import encoded, report_of_error, report_of_result
 from distlab.util import processes
 
-# A rank that has returned stays connected for so long while others still work. Then it closes, and
-# anyone who waits for it learns at once that it has gone.
+# A rank that has returned stays connected this long while others still work. Then it closes, and
+# any rank that waits for it sees at once that it has gone.
 LINGER_S = 1.0
 
 
 def main_of_fresh_process() -> None:
-    """Be a rank that was not forked: torch and all had to be imported first."""
+    """Be a rank that was not forked, but has imported torch itself."""
     os.setsid()
     main(socket.socket(fileno=int(sys.argv[1])))
 

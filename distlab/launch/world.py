@@ -1,4 +1,4 @@
-"""The world a rank is in: who it is, on which device, and the process group around it."""
+"""The world of a rank: its number, its device, and the process group."""
 
 import contextlib
 import contextvars
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Context:
-    """Who this rank is: rank and size of the world, and the device it should use."""
+    """This rank's number, the size of its world, and the device that it should use."""
 
     rank: int
     world_size: int
@@ -25,10 +25,10 @@ _device: contextvars.ContextVar[torch.device] = contextvars.ContextVar("distlab_
 
 
 def context() -> Context:
-    """Tell rank, world size and device, inside a function that ``run`` called.
+    """Return rank, world size and device, inside a function that ``run`` called.
 
     Raises:
-        RuntimeError: outside such a function there is no rank.
+        RuntimeError: This was called outside such a function, where there is no rank.
     """
     if not dist.is_initialized() or _device.get(None) is None:
         raise RuntimeError(
