@@ -32,7 +32,7 @@ class Event(NamedTuple):
     message: int = -1
 
 
-class Done(Protocol):
+class DoneOperation(Protocol):
     """A finished operation, as the trace sees it.
 
     Attributes: rank, kind, name, posted_s, done_s, num_bytes, peer, site, number: fields of an
@@ -113,9 +113,9 @@ class Trace:
         self.bytes_received[dst] += num_bytes
         self.messages[src] += messages
 
-    def record(self, done: Done) -> None:
+    def record(self, operation: DoneOperation) -> None:
         """Record a finished operation."""
-        rank, kind, peer = done.rank, done.kind, done.peer
+        rank, kind, peer = operation.rank, operation.kind, operation.peer
         if kind == "collective":
             self.collectives[rank] += 1
         elif kind == "recv":
@@ -126,13 +126,13 @@ class Trace:
                 (
                     rank,
                     kind,
-                    done.name,
-                    done.posted_s,
-                    done.done_s,
-                    done.num_bytes,
+                    operation.name,
+                    operation.posted_s,
+                    operation.done_s,
+                    operation.num_bytes,
                     peer,
-                    done.site,
-                    done.number,
+                    operation.site,
+                    operation.number,
                 )
             )
 

@@ -18,7 +18,7 @@ TWO_CALLS = (
 )
 
 
-class Given(NamedTuple):
+class RankCall(NamedTuple):
     """One rank's call: all of ``values`` has to be the same on all ranks."""
 
     rank: int
@@ -47,23 +47,23 @@ def device_of(call: Call) -> str:
     return joined(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
 
 
-def disagreement(given: Sequence[Given]) -> Mismatch:
+def disagreement(calls: Sequence[RankCall]) -> Mismatch:
     """Make the error, with the ranks on each side, their arguments and their lines.
 
     all_reduce with op MAX on rank 2, but with op SUM on ranks 0, 1 and 3
     """
-    sides: dict[str, list[Given]] = {}
-    for call in given:
+    sides: dict[str, list[RankCall]] = {}
+    for call in calls:
         sides.setdefault(call.key(), []).append(call)
     ordered = list(sides.values())
-    rows = shorten(_merged(given), MAX_ROWS)
-    by_torch = advice_for(call.maker for call in given)
-    if len({call.name for call in given}) > 1:
+    rows = shorten(_merged(calls), MAX_ROWS)
+    by_torch = advice_for(call.maker for call in calls)
+    if len({call.name for call in calls}) > 1:
         names = [(side, side[0].name) for side in ordered]
         same = "Every rank of a group must make the same collective calls in the same order."
         advice = " ".join(filter(None, [same, by_torch]))
         return mismatch("operation mismatch", _headline(names), rows, advice)
-    words = [word for word in given[0].values if len({str(g.values.get(word)) for g in given}) > 1]
+    words = [word for word in calls[0].values if len({str(g.values.get(word)) for g in calls}) > 1]
     if NUM_TENSORS in words:  # then shapes and dtypes differ as well
         words = [NUM_TENSORS]
     details = [(side, f"with {_details(side[0], words)}") for side in ordered]
@@ -71,28 +71,28 @@ def disagreement(given: Sequence[Given]) -> Mismatch:
     advice = f"In one collective call all ranks must give the same {joined(words)}."
     if by_torch:
         advice = by_torch
-    elif len({call.row.where for call in given}) > 1 or is_shape:
+    elif len({call.row.where for call in calls}) > 1 or is_shape:
         advice += f" {TWO_CALLS}"
     kind: Any = "shape or dtype mismatch" if is_shape else "operation mismatch"
-    return mismatch(kind, f"{given[0].name} {_headline(details)}", rows, advice)
+    return mismatch(kind, f"{calls[0].name} {_headline(details)}", rows, advice)
 
 
-def _headline(sides: Sequence[tuple[Sequence[Given], str]]) -> str:
+def _headline(sides: Sequence[tuple[Sequence[RankCall], str]]) -> str:
     texts = [f"{text} on {rank_names(g.rank for g in side)}" for side, text in sides[:MAX_SIDES]]
     if len(sides) > MAX_SIDES:
         texts[-1] = f"other values on {len(sides) - MAX_SIDES + 1} more"
     return ", but ".join(texts) if len(texts) == 2 else joined(texts)
 
 
-def _details(call: Given, words: Iterable[str]) -> str:
+def _details(call: RankCall, words: Iterable[str]) -> str:
     """Write ``size 4 and dtype float32``."""
     return joined([f"{word} {str(call.values.get(word)).removeprefix('torch.')}" for word in words])
 
 
-def _merged(given: Iterable[Given]) -> list[Row]:
+def _merged(calls: Iterable[RankCall]) -> list[Row]:
     """Merge equal calls into rows."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
-    for call in given:
+    for call in calls:
         ranks.setdefault((call.key(), call.row.text, call.row.where), []).append(call.rank)
     return [Row(tuple(who), text, where) for (_, text, where), who in ranks.items()]
 

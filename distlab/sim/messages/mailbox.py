@@ -30,14 +30,14 @@ Pair = tuple[object, int, int]  # group and two ranks, the lower one first
 Address = tuple[object, int, int, int]  # group, source, destination, tag
 
 
-class GivenUp(NamedTuple):
+class TimedOut(NamedTuple):
     """A message whose wait has timed out."""
 
     rank: int
     text: str
 
 
-class Taken(NamedTuple):
+class TakenMessage(NamedTuple):
     """A message that a recv from any rank took."""
 
     key: object
@@ -68,8 +68,8 @@ class Mailbox:
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
         self._has_any_source = False  # True once a recv from any rank was posted
         self._numbers = count()
-        self.closed: dict[Pair, GivenUp] = {}
-        self._taken: dict[int, deque[Taken]] = {}  # keys: receiving ranks
+        self.closed: dict[Pair, TimedOut] = {}
+        self._taken: dict[int, deque[TakenMessage]] = {}  # keys: receiving ranks
 
     def next_number(self) -> int:
         """Return the number of the next send."""
@@ -143,20 +143,20 @@ class Mailbox:
         All messages posted there fail, and so will later ones.
         """
         pair = _pair_of(late)
-        given_up = GivenUp(late.rank, f"{late.text()}, {late.where()}")
-        self.closed[pair] = given_up
+        timed_out = TimedOut(late.rank, f"{late.text()}, {late.where()}")
+        self.closed[pair] = timed_out
         now_s = late.clock.current.clock_s
         for queue in (*self._sends.values(), *self._recvs.values()):
             for message in [m for m in queue if _pair_of(m) == pair]:
                 queue.remove(message)
                 if message is not late:
-                    message.fail(closed_error(message.rank, *given_up), now_s)
+                    message.fail(closed_error(message.rank, *timed_out), now_s)
 
     def _check_open(self, message: Message) -> None:
-        given_up = self.closed.get(_pair_of(message))
-        if given_up is not None:
+        timed_out = self.closed.get(_pair_of(message))
+        if timed_out is not None:
             message.clock.refused(message)
-            raise closed_error(message.rank, *given_up)
+            raise closed_error(message.rank, *timed_out)
 
     def is_open(self, key: object, rank: int, peer: int) -> bool:
         """Return whether messages can pass between two ranks."""
@@ -164,10 +164,10 @@ class Mailbox:
 
     def why_closed(self, message: Message) -> str:
         """Say which rank closed the connection of a message; "" while it is open."""
-        given_up = self.closed.get(_pair_of(message))
+        timed_out = self.closed.get(_pair_of(message))
         return (
-            f"rank {given_up.rank} had waited long enough in its {given_up.text}"
-            if given_up
+            f"rank {timed_out.rank} had waited long enough in its {timed_out.text}"
+            if timed_out
             else ""
         )
 
@@ -207,7 +207,7 @@ class Mailbox:
             raise error
         if recv.peer == ANY_SOURCE:
             taken = self._taken.setdefault(recv.rank, deque(maxlen=MAX_TAKEN))
-            taken.append(Taken(recv.key, send.rank, recv.tag, recv.form, recv.site))
+            taken.append(TakenMessage(recv.key, send.rank, recv.tag, recv.form, recv.site))
         send.meet(recv)
 
     def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:

@@ -18,7 +18,7 @@ from distlab.process_group.moves import MOVES, nbytes
 from distlab.sim.collectives.phases import Phase
 from distlab.sim.engine.clock import Clock
 from distlab.sim.messages.disagreement import (
-    Given,
+    RankCall,
     device_of,
     disagreement,
     unequal_parts,
@@ -171,7 +171,9 @@ class Meeting:
         present = [self.attendances[rank] for rank in sorted(self.attendances)]
         error = disagreement(
             [
-                Given(a.rank, a.full_name(), a.maker, values_of(a.call, self.group), self._row(a))
+                RankCall(
+                    a.rank, a.full_name(), a.maker, values_of(a.call, self.group), self._row(a)
+                )
                 for a in present
             ]
         )
