@@ -11,6 +11,7 @@ return the same, except for four programs, which say so: gloo itself cannot do w
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,8 @@ class Broken:
     """A program that makes a mistake, and the report that it must get.
 
     Attributes:
-        num_ranks: Size of the world.
         error: Class of the error.
+        num_ranks: Size of the world.
         kind: Kind of the error; of a RankError, the name of the exception.
         ranks: Ranks to blame; of a Mismatch and a race, some of them.
         says: Phrases of the message.
@@ -48,14 +49,14 @@ class Broken:
     """
 
     program: Program
-    num_ranks: int
     error: type[SimulationError]
+    num_ranks: int
     kind: str
     ranks: tuple[int, ...]
     says: tuple[str, ...]
-    never: tuple[str, ...]
-    if_buffered: str
-    or_else: str
+    never: tuple[str, ...] = ()
+    if_buffered: str = ""
+    or_else: str = ""
     faults: Faults = field(default_factory=Faults)
 
     @property
@@ -64,7 +65,8 @@ class Broken:
 
     def kinds(self, *, is_buffered: bool) -> set[str]:
         """Return the kinds that are right."""
-        return {self.if_buffered if is_buffered else self.kind, self.or_else} - {""}
+        kind = self.if_buffered if is_buffered else ""
+        return {kind or self.kind, self.or_else} - {""}
 
 
 BROKEN: list[Broken] = []
@@ -74,30 +76,10 @@ def _entry(error: type[SimulationError]) -> Callable[..., Callable[[Program], Pr
     """Make the decorator that enters programs whose error is this one."""
 
     def decorator(
-        num_ranks: int,
-        kind: str,
-        ranks: tuple[int, ...],
-        *says: str,
-        never: tuple[str, ...] = (),
-        if_buffered: str = "",
-        or_else: str = "",
-        faults: Faults | None = None,
+        num_ranks: int, kind: str, ranks: tuple[int, ...], *says: str, **others: Any
     ) -> Callable[[Program], Program]:
         def enter(program: Program) -> Program:
-            BROKEN.append(
-                Broken(
-                    program,
-                    num_ranks,
-                    error,
-                    kind,
-                    ranks,
-                    says,
-                    never,
-                    if_buffered or kind,
-                    or_else,
-                    faults or Faults(),
-                )
-            )
+            BROKEN.append(Broken(program, error, num_ranks, kind, ranks, says, **others))
             return program
 
         return enter
