@@ -9,59 +9,41 @@ import sys
 
 # checkpoint
 from phase4.judge_checkpoint import *
-
-
 from phase4.judge_sharded import *
 from phase4.judge_async import *
-
 
 # training_state
 from phase4.judge_resumed import *
 
-
 # fault_tolerance
 from phase4.judge_heartbeats import *
-
-
 from phase4.judge_stops import *
 from phase4.judge_intervals import *
-
 
 # elastic
 from phase4.judge_elastic import *
 
-
 # gradient_compression
 from phase4.judge_sparse import *
-
-
 from phase4.judge_quantized import *
-
 
 # power_sgd
 from phase4.judge_power_sgd import *
 
-
 # comm_hook
 from phase4.judge_comm_hook import *
 
-
 # monitoring
 from phase4.judge_steps import *
-
-
 from phase4.judge_utilisation import *
 from phase4.judge_stragglers import *
-
 
 # exporters
 from phase4.judge_pages import *
 from phase4.judge_exporters import *
 
-
 # profiling
 from phase4.judge_profiling import *
-
 
 from distlab.grade.plugin import main
 

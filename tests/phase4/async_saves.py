@@ -1,8 +1,8 @@
-"""Bodies for task 4.4: writes that wait until they may go on, and training that does not."""
+"""Bodies for task 4.4: writes that are held, and training that continues meanwhile."""
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,34 +63,6 @@ class Writer:
             raise self.fails[step]
         self.states.append(state if self.keeps else plain(state))
         self.steps.append(step)
-
-
-class Seen(dict[str, Any]):
-    """A state that notes the threads that read it."""
-
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        super().__init__(content)
-        self.readers: set[int] = set()
-
-    def _note(self) -> None:
-        if hasattr(self, "readers"):  # a copy that is being made has none yet
-            self.readers.add(threading.get_ident())
-
-    def __getitem__(self, key: str) -> Any:
-        self._note()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        self._note()
-        return super().__iter__()
-
-    def items(self) -> Any:
-        self._note()
-        return super().items()
-
-    def values(self) -> Any:
-        self._note()
-        return super().values()
 
 
 def state_of_training() -> dict[str, Any]:
@@ -158,21 +130,8 @@ def save_and_change(lesson: Any) -> dict[str, Any]:
     }
 
 
-def who_reads(lesson: Any) -> int:
-    """Save; return how many threads other than training's have read the state."""
-    state = Seen({"weight": torch.ones(3), "losses": Seen({"1": torch.zeros(2)})})
-    with lesson.AsyncCheckpointer(Writer()) as saver:
-        saver.save(state, 1)
-    readers = state.readers | dict.__getitem__(state, "losses").readers
-    return len(readers - {threading.get_ident()})
-
-
 def copy_of_a_slice(lesson: Any) -> tuple[int, list[str]]:
-    """Save two elements of a long tensor, and a tensor of another device.
-
-    Returns:
-        The bytes of the copies, and their devices.
-    """
+    """Save a slice, and a tensor of a device; return the bytes and the devices of the copies."""
     writer = Writer()
     with PretendDevice() as pretended, lesson.AsyncCheckpointer(writer) as saver:
         elsewhere = torch.ones(NUM_ELEMENTS).to(pretended)
@@ -246,19 +205,19 @@ def _raised(call: Any) -> list[str]:
 def seconds(lesson: Any) -> dict[str, float]:
     """Let a save wait for the write before; return its own times, and the measured ones.
 
-    After the second write training goes on for a long time, on the clock of the simulated world.
+    After the second write training continues for long, on the clock of the simulated world.
     """
     writer = Writer(is_held=True)
     saver = lesson.AsyncCheckpointer(writer)
-    found = {"before": saver.snapshot_s + saver.write_s}
+    facts = {"before": saver.snapshot_s + saver.write_s}
     saver.save({"x": torch.ones(1000)}, 1)
     begun_s = time.perf_counter()
     threading.Timer(LATE_S, writer.may_go.set).start()
     saver.save({"x": torch.ones(1000)}, 2)
-    found["save_s"] = time.perf_counter() - begun_s
-    found["write_s"] = saver.write_s
-    found["snapshot_s"] = saver.snapshot_s
+    facts["save_s"] = time.perf_counter() - begun_s
+    facts["write_s"] = saver.write_s
+    facts["snapshot_s"] = saver.snapshot_s
     all_s = time.perf_counter() - begun_s
     time.sleep(TRAINING_S)
     saver.wait()
-    return {**found, "second_write_s": saver.write_s, "all_s": all_s}
+    return {**facts, "second_write_s": saver.write_s, "all_s": all_s}

@@ -117,7 +117,7 @@ class Compressor:
 
 
 class WithState(Compressor):
-    """A compressor whose numbers of calls are a state."""
+    """A compressor with a state: how often each parameter was sent."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": dict(self.calls)}
@@ -137,7 +137,7 @@ def mean_of(sent: Tensor, group: Any = None) -> Reduced:
 
 
 class Parts(nn.Module):
-    """Parameters whose gradients are the factors with which they are multiplied."""
+    """Parameters that are multiplied by factors, which are their gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -253,18 +253,14 @@ class Training:
 
 
 def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, list[dict[str, Any]]]:
-    """Train; from ``plan.restart`` on also with new objects that load the state.
-
-    Returns:
-        All steps without a stop, and those after each of the loads.
-    """
+    """Train; from ``plan.restart`` on also with new objects that load the state."""
     training, later = Training(lesson, plan, group), range(plan.restart, plan.steps)
     if plan.restart < 0:
         return {UNDISTURBED: training.steps(range(plan.steps))}
     before = training.steps(range(plan.restart))
     runs = runs_from_state(
-        *(training, lambda: Training(lesson, plan, group), lambda one: one.hook),
-        lambda one: one.steps(later),
+        *(training, lambda: Training(lesson, plan, group), lambda training: training.hook),
+        lambda training: training.steps(later),
     )
     return runs | {UNDISTURBED: before + runs[UNDISTURBED]}
 

@@ -161,9 +161,6 @@ def feed(lesson: Any, n: int, dtype: str, num_steps: int) -> list[dict[str, Any]
     """Call reduce_with_feedback, on one rank, with a reduce that returns random numbers.
 
     The residual is a part of a longer tensor, and not contiguous.
-
-    Returns:
-        The tensors that went into each step and came out of it.
     """
     generator = torch.Generator().manual_seed(n)
     residual = torch.zeros(2 * n, dtype=getattr(torch, dtype))[::2]

@@ -47,7 +47,7 @@ class Disk:
         for step in steps:
             _rename(self.names, step)
         self.trees = []
-        # Changes in folders to which no name leads any more make no difference.
+        # A change in a folder that has lost its name makes no difference.
         left = [step for step in self.pending if step not in steps]
         named = {ROOT, *self.names.values(), *(node for step in left for node in step.values())}
         self.pending = [step for step in left if any(folder in named for folder, _ in step)]

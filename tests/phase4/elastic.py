@@ -2,18 +2,19 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from judging.calls import typed
 from judging.tensors import given_group
 from phase4_production.given import Group, Loaded
 
 SAVE_S = 5e-3
-LR, MOMENTUM = 0.1, 0.9
 DAMAGED = "all checkpoints are damaged: state.pt of step 3 has 17 bytes, not 1234"
 FULL = "No space left on device"
 OPTIONS = ("num_samples", "global_batch", "num_epochs", "save_every", "micro_batch")
@@ -48,7 +49,7 @@ class Plan(NamedTuple):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps of an epoch, the last of which may be short."""
+        """Number of steps of an epoch; the last one may be short."""
         return -(-self.num_samples // self.global_batch)
 
 
@@ -57,7 +58,7 @@ class Interrupted(RuntimeError):
 
 
 class Model:
-    """A linear model with momentum, whose gradients are computed by hand.
+    """A linear model, trained with momentum.
 
     Attributes:
         steps: Calls of ``add_gradients`` in each step: epoch and samples.
@@ -65,88 +66,67 @@ class Model:
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan = plan
-        self.weights = torch.full((plan.width,), 1.0 + rank, dtype=torch.float64)
-        self.bias = torch.tensor(0.5 * rank, dtype=torch.float64)
-        self.speeds = [torch.zeros_like(one) for one in self.parameters()]
-        if rank % 2:  # "need not be cleared"
-            for parameter in self.parameters():
+        self.plan, self.linear = plan, nn.Linear(plan.width, 1, dtype=torch.float64)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 1.0 + rank)
+            if rank % 2:  # "need not be cleared"
                 parameter.grad = torch.ones_like(parameter)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         self.steps: list[list[tuple[int, list[int]]]] = [[]]
         self.times_s: list[list[float]] = [[]]
 
-    def parameters(self) -> list[Tensor]:
-        return [self.weights, self.bias]
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.linear.parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parameters": self.parameters(), "speeds": self.speeds}
+        return {"linear": self.linear.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        mine, other = self.state_dict(), dict(state)
-        for name, tensors in mine.items():
-            for tensor, value in zip(tensors, other[name], strict=True):
-                tensor.copy_(value)
+        self.linear.load_state_dict(state["linear"])
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))
+
+    def loss(self, samples: Sequence[int], epoch: int) -> Tensor:
+        """Return the sum of the squared errors of these samples."""
+        numbers = torch.tensor(samples, dtype=torch.float64)
+        places = torch.arange(1, self.plan.width + 1)
+        x = torch.sin(0.37 * (numbers[:, None] + 1) * places + epoch) / self.plan.width**0.5
+        errors: Tensor = self.linear(x)[:, 0] - torch.cos(1.3 * numbers)
+        return errors.square().sum() / 2
 
     def add_gradients(self, samples: Sequence[int], epoch: int) -> None:
         self.times_s[-1].append(time.monotonic())
         given = [int(sample) for sample in samples]
         self.steps[-1].append((int(epoch), given))
-        gradients = gradients_of(self.parameters(), given, epoch)
-        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+        self.loss(given, epoch).backward()
 
     def step(self) -> None:
         self.times_s[-1].append(time.monotonic())
         is_interrupted = len(self.steps) == self.plan.at
         if is_interrupted and self.plan.ends == "before":
             raise Interrupted("Connection closed by peer")
-        self.move([one.grad for one in self.parameters()])
+        self.optimizer.step()
         if is_interrupted and self.plan.ends == "after":
             raise Interrupted("Connection closed by peer")
         self.steps.append([])
         self.times_s.append([])
 
-    def move(self, gradients: Sequence[Any]) -> None:
-        """Change the parameters by the mean gradients of a step."""
-        for one, speed, gradient in zip(self.parameters(), self.speeds, gradients, strict=True):
-            speed.mul_(MOMENTUM).add_(gradient)
-            one.sub_(LR * speed)
-
     def flat(self) -> list[float]:
         """Return the parameters, as numbers."""
-        return [*self.weights[:8].tolist(), self.bias.item()]
-
-
-def gradients_of(
-    parameters: Sequence[Tensor], samples: Sequence[int], epoch: int
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sum of the squared errors of these samples."""
-    weights, bias = parameters
-    places = torch.arange(1, len(weights) + 1, dtype=torch.float64)
-    numbers = torch.tensor(samples, dtype=torch.float64)
-    x = torch.sin(0.37 * (numbers[:, None] + 1) * places + epoch) / len(weights) ** 0.5
-    errors = x @ weights + bias - torch.cos(1.3 * numbers)
-    return errors @ x, errors.sum()
+        return [*self.linear.weight[0, :8].tolist(), self.linear.bias.item()]
 
 
 def replay(plan: Plan, steps: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
     """Return the parameters after these steps (epoch and samples of each), on one rank."""
     model = Model(plan, 0)
     for epoch, samples in steps:
-        gradients = gradients_of(model.parameters(), samples, epoch)
-        model.move([gradient / len(samples) for gradient in gradients])
+        model.optimizer.zero_grad()
+        (model.loss(samples, epoch) / len(samples)).backward()
+        model.optimizer.step()
     return model.flat()
 
 
 def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, Any]:
-    """Be a worker, from one start to its end.
-
-    Returns:
-        Its end, its steps and times, its parameters, its saves and its calls of should_stop.
-    """
+    """Be a worker, from one start to its end."""
     rank = dist.get_rank(group)
     # No order may depend on the global generator.
     torch.manual_seed(1000 * dist.get_world_size(group) + rank)
@@ -177,6 +157,7 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
         asked.append(len(model.steps) - 1)
         return plan.ends == "stop" and asked[-1] == plan.at
 
+    folder.mkdir(exist_ok=True)
     ended: Any = None
     try:
         ended = lesson.run_elastic(
@@ -189,6 +170,7 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
             **({"seed": plan.seed} if plan.seed else {}),
             **given_group(group),
         )
+        typed("run_elastic", ended, int)
     except Interrupted:
         ended = "interrupted"
     except SystemExit as exit:

@@ -1,4 +1,4 @@
-"""Bodies for task 4.17: files that are cut, closed and damaged, and curves that go on."""
+"""Bodies for task 4.17: files that are cut, closed and damaged, and curves that are continued."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from judging.calls import error_of, typed
 from judging.folders import own_folder
-from phase4.open_files import open_in
+from phase4.file_access import open_in
 from phase4.watched_file import watched
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
@@ -62,8 +62,17 @@ def kill_and_go_on(lesson: Any, writes: Sequence[Write], last: Write) -> list[di
         return results
 
 
-def resume(lesson: Any, writes: Sequence[Write], after: int | None, again: Sequence[Write]) -> Any:
+Resumption = tuple[Sequence[Write], int | None, Sequence[Write]]  # writes, after which step, again
+
+
+def resume_each(lesson: Any, cases: Sequence[Resumption]) -> list[Any]:
     """Write, if there is anything, resume after a step and write again; return what is read."""
+    return [_resume(lesson, *case) for case in cases]
+
+
+def _resume(
+    lesson: Any, writes: Sequence[Write], after: int | None, again: Sequence[Write]
+) -> list[tuple[int, dict[str, float]]]:
     with own_folder() as folder:
         path = folder / NAME
         if writes:
@@ -91,7 +100,7 @@ def _damage(lesson: Any, text: str, after: int | None) -> dict[str, str]:
 
 
 def watch(lesson: Any, text: str, after: int | None, last: Write) -> list[str]:
-    """Resume, write and close; return the contents of the file meanwhile, in order."""
+    """Resume, write and close; return all contents that the file had, in order."""
     with own_folder() as folder:
         path = folder / NAME
         path.write_text(text, encoding="utf-8")
@@ -103,13 +112,13 @@ def watch(lesson: Any, text: str, after: int | None, last: Write) -> list[str]:
 def close_all(lesson: Any) -> dict[str, list[str]]:
     """Return the files and threads of each writer after it was closed, while it still exists."""
     with own_folder() as folder:
-        before, found, kept = {*threading.enumerate()}, {}, []
+        before, left_of, kept = {*threading.enumerate()}, {}, []
         for kind, name in (("TensorBoardWriter", "run"), ("JsonlWriter", NAME)):
             writer = getattr(lesson, kind)(folder / name)
             kept.append(writer)
             _write(writer, [({"loss": 1.0}, 1)])
-            found[kind] = open_in(folder) + _threads_after(before)
-        return found
+            left_of[kind] = open_in(folder) + _threads_after(before)
+        return left_of
 
 
 def _threads_after(before: set[threading.Thread]) -> list[str]:
@@ -134,14 +143,15 @@ def draw(lesson: Any, writes: Sequence[Write]) -> list[Curves]:
         return [curves, _curves(folder / "run")]
 
 
-def draw_on(
-    lesson: Any, writes: Sequence[Write], after: int | None, again: Sequence[Write]
-) -> Curves:
-    """Return the curves of a run that was resumed."""
-    with own_folder() as folder:
-        _write(lesson.TensorBoardWriter(folder), writes)
-        _write(lesson.TensorBoardWriter(folder, resume_after=after), again)
-        return _curves(folder)
+def draw_each(lesson: Any, cases: Sequence[Resumption]) -> list[Curves]:
+    """Return the curves of runs that were resumed."""
+    curves = []
+    for writes, after, again in cases:
+        with own_folder() as folder:
+            _write(lesson.TensorBoardWriter(folder), writes)
+            _write(lesson.TensorBoardWriter(folder, resume_after=after), again)
+            curves.append(_curves(folder))
+    return curves
 
 
 def _curves(folder: Path) -> Curves:

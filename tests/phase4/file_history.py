@@ -68,7 +68,7 @@ class Tree:
 
 
 class Recorder:
-    """Records all changes in ``folder``, of which the content at the start is safe."""
+    """Records all changes in ``folder``, whose content is safe at the start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -111,7 +111,7 @@ class Recorder:
             parent, folder = waiting.pop()
             try:
                 entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-            except FileNotFoundError:  # removed by another thread meanwhile
+            except FileNotFoundError:  # just removed by another thread
                 continue
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
@@ -146,7 +146,7 @@ class Recorder:
 def recorded(
     folder: Path, *modules: Any, before_sync: Callable[[], object] = lambda: None
 ) -> Iterator[Recorder]:
-    """Record all changes in ``folder`` meanwhile.
+    """Record all changes in ``folder`` while the context is open.
 
     Args:
         folder: Existing folder.

@@ -67,7 +67,7 @@ class Meetings:
         return f"line {number}, {linecache.getline(self.file, number).strip()!r}"
 
     def _trace(self, frame: FrameType, kind: str, argument: object) -> Any:
-        """Meet where a function begins or a generator goes on, which need not begin a line."""
+        """Meet where a function begins or a generator continues, perhaps within a line."""
         if frame.f_code.co_filename != self.file:
             return None
         self._meet(frame)

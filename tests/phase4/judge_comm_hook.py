@@ -14,7 +14,7 @@ from phase4 import comm_hooks as b
 from phase4.comm_hooks import COURSES, SHAPES, TORCHS, Plan
 from phase4.compressors import UNDISTURBED
 
-NAN = 1e9  # number in the place of a NaN in comparisons
+NAN = 1e9  # stand-in for a NaN in comparisons
 STUCK = (
     "The hook itself sends nothing: only what it is given as reduce does, once for each bucket, on "
     "all ranks in the order of the buckets."
@@ -47,10 +47,10 @@ def _check(plan: Plan, by_rank: Sequence[Mapping[str, Sequence[Step]]], where: s
             here = f"{where}{plan.door}, step {step}{f', {how}' if how != UNDISTURBED else ''}"
             here += ", where each gradient of rank 0 holds a NaN" if step == plan.spoiled else ""
             names = [f"{here}, rank {rank} of {n}" for rank in range(n)]
-            found = [runs[how][place] for runs in by_rank]
-            for row in zip(found, expected[step], names, strict=True):
+            facts = [runs[how][place] for runs in by_rank]
+            for row in zip(facts, expected[step], names, strict=True):
                 _check_got(plan, step, *row)
-            for of_rank, right, name in zip(found, expected[step], names, strict=True):
+            for of_rank, right, name in zip(facts, expected[step], names, strict=True):
                 _check_gradients(plan, of_rank, right, n, name)
 
 
@@ -59,8 +59,8 @@ def _expected(plan: Plan, n: int) -> list[list[Any]]:
     residuals = [{name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(n)]
     steps = []
     for step in range(plan.steps):
-        own = [b.gradients_of(plan, rank, step) for rank in range(n)]
-        got = [{m: own[r][m] + residuals[r][m] for m in SHAPES} for r in range(n)]
+        drawn = [b.gradients_of(plan, rank, step) for rank in range(n)]
+        got = [{m: drawn[r][m] + residuals[r][m] for m in SHAPES} for r in range(n)]
         sent = [
             {m: b.sent_of(plan.reduce, part, step) for m, part in of_rank.items()}
             for of_rank in got
@@ -68,7 +68,7 @@ def _expected(plan: Plan, n: int) -> list[list[Any]]:
         mean = {m: torch.stack([of_rank[m] for of_rank in sent]).mean(0) for m in SHAPES}
         for rank, of_rank in enumerate(residuals):
             of_rank |= _left(got[rank], sent[rank], mean)
-        rows = zip(own, got, sent, strict=True)
+        rows = zip(drawn, got, sent, strict=True)
         steps.append([{"own": o, "got": g, "sent": s, "mean": mean} for o, g, s in rows])
     return steps
 
@@ -79,13 +79,13 @@ def _left(got: Tensors, sent: Tensors, mean: Tensors) -> Tensors:
     return {m: torch.where(part.isfinite(), part, 0.0) for m, part in left.items()}
 
 
-def _check_got(plan: Plan, step: int, found: Step, expected: Any, here: str) -> None:
+def _check_got(plan: Plan, step: int, facts: Step, expected: Any, here: str) -> None:
     expect(
         f"{here}: the dtype that reduce gets for gradients of {plan.dtype}",
-        *(found["dtypes"], ["torch.float64" if plan.dtype == "float64" else "torch.float32"]),
+        *(facts["dtypes"], ["torch.float64" if plan.dtype == "float64" else "torch.float32"]),
         "Residuals in 16 bits would lose what is much smaller than they are.",
     )
-    got, wanted = found["got"], {b.own_name(name): part for name, part in expected["got"].items()}
+    got, wanted = facts["got"], {b.own_name(name): part for name, part in expected["got"].items()}
     expect(
         f"{here}: the names of the pieces that reduce gets",
         *(sorted(got), sorted(wanted), "Those of module.named_parameters()."),
@@ -103,7 +103,7 @@ def _check_got(plan: Plan, step: int, found: Step, expected: Any, here: str) -> 
 
 
 def _start_of(tensor: Tensor, other: Tensor | None = None) -> str:
-    """Write the first numbers, with as many digits as tell them from another tensor's."""
+    """Write the first numbers, with enough digits to differ from another tensor's."""
     first, others = (x.flatten()[:3].tolist() for x in (tensor, tensor if other is None else other))
     return short_beside(first, others)
 
@@ -128,9 +128,9 @@ def _why_not_got(part: Tensor, expected: Any, name: str, step: int, plan: Plan) 
     )
 
 
-def _check_gradients(plan: Plan, found: Step, expected: Any, n: int, here: str) -> None:
+def _check_gradients(plan: Plan, facts: Step, expected: Any, n: int, here: str) -> None:
     for name in SHAPES:
-        gradient, right = found["gradients"][name], expected["mean"][name]
+        gradient, right = facts["gradients"][name], expected["mean"][name]
         check(gradient is not None, f"{here}: {name} has no gradient (None) after the step.")
         got = torch.tensor(gradient)
         tolerance = 1e-5 if plan.dtype == "float32" else 0.02

@@ -13,13 +13,13 @@ from distlab.util.text import joined
 from judging.checks import short
 from judging.expect import expect
 from phase4 import exports as b
-from phase4.exports import Write
+from phase4.exports import Resumption, Write
 
 # Lines of JSON
 
 
 def _check_read(records: Sequence[Any], writes: Sequence[Write], case: str, cause: str) -> None:
-    """Check the records that read_jsonl has returned, as text, in which NaN equals NaN."""
+    """Check the records that read_jsonl has returned; as text, for there NaN equals NaN."""
     right = [(step, {name: float(value) for name, value in m.items()}) for m, step in writes]
     expect(f"{case}: what read_jsonl returns", str(records), str(right), cause)
 
@@ -36,14 +36,14 @@ STRINGS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 @task("4.17")
 def test_a_line_is_there_when_write_returns(grade: Grade) -> None:
-    found = grade.call(b.append, WRITES)
-    for count, text in enumerate(found["seen"], start=1):
+    facts = grade.call(b.append, WRITES)
+    for count, text in enumerate(facts["seen"], start=1):
         expect(
             f"the number of lines, each with a line feed, after {count} writes",
             *([text.count("\n"), text.endswith("\n")], [count, True]),
             "A process that is killed loses Python's buffer: flush each line.",
         )
-    for (metrics, step), line in zip(WRITES, found["seen"][-1].splitlines(), strict=True):
+    for (metrics, step), line in zip(WRITES, facts["seen"][-1].splitlines(), strict=True):
         right = {name: STRINGS.get(str(value), value) for name, value in metrics.items()}
         expect(
             *(f"the line of write({metrics}, {step})", _parsed(line), {"step": step, **right}),
@@ -51,8 +51,8 @@ def test_a_line_is_there_when_write_returns(grade: Grade) -> None:
             "and Infinity without quotes, which other readers refuse; json.dumps(…, "
             "allow_nan=False) raises.",
         )
-    check(not found["error"], f"reading what was written fails: {short(found['error'])}")
-    _check_read(found["read"], WRITES, "after five writes", "Values are those that were written.")
+    check(not facts["error"], f"reading what was written fails: {short(facts['error'])}")
+    _check_read(facts["read"], WRITES, "after five writes", "Values are those that were written.")
 
 
 def _parsed(line: str) -> Any:
@@ -66,16 +66,16 @@ def _parsed(line: str) -> Any:
 def test_a_file_goes_on_wherever_it_was_cut(grade: Grade) -> None:
     writes: list[Write] = [({"loss": 3.25}, 1), ({"loss": math.nan, "ä": 1.0}, 2), ({"b": 3.5}, 3)]
     last: Write = ({"loss": 0.5}, 4)
-    for found in grade.call(b.kill_and_go_on, writes, last):
-        case = f"a run was killed, which left {found['left'][-30:]!r} at the end; another went on"
+    for facts in grade.call(b.kill_and_go_on, writes, last):
+        case = f"a run was killed, which left {facts['left'][-30:]!r} at the end; another went on"
         check(
-            not found["error"],
-            f"{case}. Reading then fails with {short(found['error'])} The file: "
-            f"{short(found['text'])}. Cut an unfinished last line off before the next is written.",
+            not facts["error"],
+            f"{case}. Reading then fails with {short(facts['error'])} The file: "
+            f"{short(facts['text'])}. Cut an unfinished last line off before the next is written.",
         )
-        kept = writes[: found["left"].count("\n")]
+        kept = writes[: facts["left"].count("\n")]
         cause = "All lines with a line feed stay; one without is cut off."
-        _check_read(found["read"], [*kept, last], case, cause)
+        _check_read(facts["read"], [*kept, last], case, cause)
 
 
 STEPS: list[Write] = [
@@ -85,18 +85,28 @@ STEPS: list[Write] = [
 ]
 
 
+def _resumption(writes: list[Write], after: int | None) -> Resumption:
+    step = (writes[-1][1] if writes else 0) + 1 if after is None else after + 1
+    return writes, after, [({"loss": 0.5}, step), ({"loss": 0.25}, step + 1)]
+
+
+def _left(case: Resumption) -> list[Write]:
+    """Return the writes that stay."""
+    writes, after, again = case
+    return [(m, s) for m, s in writes if after is None or s <= after] + [*again]
+
+
 @task("4.17")
-@pytest.mark.parametrize("after", [None, -1, 0, 3, 5, 9])
-@pytest.mark.parametrize("writes", [STEPS, []], ids=["steps 0 to 5", "a new file"])
-def test_no_step_is_there_twice(grade: Grade, writes: list[Write], after: int | None) -> None:
-    step = 6 if after is None else after + 1
-    again: list[Write] = [({"loss": 0.5}, step), ({"loss": 0.25}, step + 1)]
-    kept = [(m, s) for m, s in writes if after is None or s <= after]
-    _check_read(
-        *(grade.call(b.resume, writes, after, again), [*kept, *again]),
-        f"{len(writes)} lines of the steps 0 to 5, opened with resume_after={after}, and two more",
-        "Lines of later steps than resume_after go, all others stay.",
-    )
+def test_no_step_is_there_twice(grade: Grade) -> None:
+    cases = [_resumption(STEPS, after) for after in (None, -1, 0, 3, 5, 9)] + [_resumption([], 3)]
+    for case, records in zip(cases, grade.call(b.resume_each, cases), strict=True):
+        writes, after, _ = case
+        _check_read(
+            *(records, _left(case)),
+            f"{len(writes)} lines of the steps 0 to 5, opened with resume_after={after}, and two "
+            "more",
+            "Lines of later steps than resume_after go, all others stay.",
+        )
 
 
 FIRST, THIRD, HALF = '{"step": 1, "loss": 3.5}\n', '{"step": 3, "loss": 1.5}\n', '{"st'
@@ -110,16 +120,18 @@ DAMAGED = {  # second lines
 
 
 @task("4.17")
-@pytest.mark.parametrize("what", DAMAGED)
-def test_nothing_is_skipped_silently(grade: Grade, what: str) -> None:
-    cases = [([FIRST, DAMAGED[what], *rest], 9) for rest in ([THIRD], [], [HALF])]
-    for (lines, _), found in zip(cases, grade.call(b.damage_each, cases), strict=True):
-        is_last = "" if THIRD in lines else ", the last one with a line feed"
+def test_nothing_is_skipped_silently(grade: Grade) -> None:
+    whats = [(what, rest) for what in DAMAGED for rest in ([THIRD], [], [HALF])]
+    cases = [([FIRST, DAMAGED[what], *rest], 9) for what, rest in whats]
+    for (what, rest), (lines, _), facts in zip(
+        whats, cases, grade.call(b.damage_each, cases), strict=True
+    ):
+        is_last = "" if THIRD in rest else ", the last one with a line feed"
         for function in ("read_jsonl", "JsonlWriter"):
-            _check_named(found[function], function, 2, f"line 2 of {b.NAME}{is_last}, is {what}")
+            _check_named(facts[function], function, 2, f"line 2 of {b.NAME}{is_last}, is {what}")
         expect(
             f"line 2 of {b.NAME} is {what}: the file after JsonlWriter has raised",
-            *(found["file"], "".join(lines), "Look at all lines first, and cut then."),
+            *(facts["file"], "".join(lines), "Look at all lines first, and cut then."),
         )
 
 
@@ -178,9 +190,9 @@ def _check_curves(curves: Mapping[str, Any], writes: Sequence[Write], case: str)
     for metrics, step in writes:
         for name, value in metrics.items():
             right.setdefault(name, []).append([step, value])
-    found = {name: [list(point) for point in points] for name, points in curves.items()}
+    drawn = {name: [list(point) for point in points] for name, points in curves.items()}
     what = f"{case}: the points (step, value) that TensorBoard draws"
-    expect(what, sorted(found.items()), sorted(right.items()))
+    expect(what, sorted(drawn.items()), sorted(right.items()))
 
 
 @task("4.17")
@@ -196,11 +208,11 @@ def test_tensorboard_draws_the_curves(grade: Grade) -> None:
 
 
 @task("4.17")
-@pytest.mark.parametrize("after", [None, 0, 2])
-def test_tensorboard_hides_steps_that_come_again(grade: Grade, after: int | None) -> None:
+def test_tensorboard_hides_steps_that_come_again(grade: Grade) -> None:
     writes: list[Write] = [({"loss": 4.0 - step / 4}, step) for step in range(1, 5)]
-    begin = 5 if after is None else after + 1
-    again: list[Write] = [({"loss": 0.5}, begin), ({"loss": 0.25}, begin + 1)]
-    kept = [(m, s) for m, s in writes if after is None or s <= after]
-    case = f"steps 1 to 4, opened with resume_after={after}, and {begin} and {begin + 1}"
-    _check_curves(grade.call(b.draw_on, writes, after, again), [*kept, *again], case)
+    cases = [_resumption(writes, after) for after in (None, 0, 2)]
+    for case, curves in zip(cases, grade.call(b.draw_each, cases), strict=True):
+        _check_curves(
+            *(curves, _left(case)),
+            f"steps 1 to 4, opened with resume_after={case[1]}, and two more",
+        )

@@ -22,24 +22,24 @@ def _check_profiles(by_rank: Sequence[Any], is_real: bool, **counts: int) -> Non
     wait, warmup, active = ({"wait": 1, "warmup": 1, "active": 3} | counts).values()
     off = wait + warmup
     files = sorted(f"rank-{rank:05}.json" for rank in range(len(by_rank)))
-    for rank, found in enumerate(by_rank):
+    for rank, facts in enumerate(by_rank):
         where = f"rank {rank} of {len(by_rank)}, with {counts or 'the defaults'}:"
-        expect(f"{where} the arguments of step", found["calls"], [*range(off + active)])
+        expect(f"{where} the arguments of step", facts["calls"], [*range(off + active)])
         expect(
             f"{where} whether the profiler is on, in each step and after the last,",
-            *(found["is_on"], [False] * off + [True] * active + [False]),
+            *(facts["is_on"], [False] * off + [True] * active + [False]),
             "It is on in the last steps, the active ones.",
         )
         expect(
             f"{where} the path that profile_steps returns, and the files in the end",
-            *([found["path"], found["files"]], [files[rank], files]),
+            *([facts["path"], facts["files"]], [files[rank], files]),
             "The number is the rank's in the group, with leading zeros.",
         )
         names = ("steps", "matrix products", "all-reduces")
         right = [active, (2 if is_real else 1) * active, is_real * active]
         expect(
             f"{where} the numbers of {names} in the trace",
-            *([found[name] for name in names], right),
+            *([facts[name] for name in names], right),
             "A trace holds what this rank does in the active steps alone, with an event "
             "ProfilerStep#… for each of them.",
         )
@@ -53,7 +53,7 @@ def test_each_rank_writes_a_trace(grade: Grade, num_ranks: int) -> None:
 
 
 @task("4.18")
-@pytest.mark.parametrize("counts", [(0, 1, 1), (2, 1, 2), (1, 2, 4)])
+@pytest.mark.parametrize("counts", [(0, 1, 1), (2, 2, 4)])
 def test_which_steps_are_recorded(grade: Grade, counts: tuple[int, ...]) -> None:
     names = dict(zip(("wait", "warmup", "active"), counts, strict=True))
     _check_profiles(grade.run(b.profile, 1, names, if_stuck=STUCK).results, False, **names)
@@ -131,28 +131,6 @@ OTHER_PROCESS: list[Event] = [
 ]  # fmt: skip
 Trace = tuple[str, list[Event], Sequence[float], str]  # further events, three times, likely cause
 TRACES: dict[str, Trace] = {
-    "the example of the docstring": (
-        "step 0-10000, gemm 0-4000, gemm 8000-10000, nccl 2000-5000, nccl2 4000-7000",
-        *([], (10_000, 5_000, 3_000)),
-        "Times in a trace are µs; where two collectives overlap, the time counts once.",
-    ),
-    "a step of ten seconds": (
-        "step 0-10000000, gemm 0-4000000, nccl 2000000-5000000, nccl2 4000000-7000000",
-        *([], (10_000_000, 5_000_000, 3_000_000)),
-        "Times in a trace are µs; where two collectives overlap, the time counts once.",
-    ),
-    "outside of the steps": (
-        "step 100-200, step 210-300, nccl 0-50, nccl 80-120, nccl 190-240, nccl 290-320, "
-        "gemm 110-130, gemm 195-215, gemm 300-320",
-        *([], (95, 35, 25)),
-        "What is before, between or after the steps doesn't count; of an event that is partly "
-        "outside, the part inside does.",
-    ),
-    "nested operations": (
-        "step 0-100, mm 10-40, mm 15-35, gloo 30-90, gloo2 40-60",
-        *([], (100, 60, 50)),
-        "An operation within another one, and a collective beside one, count once.",
-    ),
     "a trace of a GPU": (
         "step 0-100, nccl 20-80, gemm 20-30, like_nccl 30-40, mm 40-50, memcpy 50-60, sync 60-70, "
         "nccl_cpu 0-10, nccl_gpu 15-90, step_gpu 30-140",
@@ -168,14 +146,6 @@ TRACES: dict[str, Trace] = {
         "and waiting for one are none, and other threads are those of gloo.",
     ),
     "other events": ("step 50-150, nccl 60-80", ODD, (100, 20, 20), "Only events with ph X count."),
-    "nothing sent": (
-        "step 0-60, step 60-160, gemm 30-70, gemm 70-100",
-        *([], (80, 0, 0), "Each time is divided by the number of steps, 2."),
-    ),
-    "nothing computed": (
-        "step 0-60, step 60-160, nccl 30-70, nccl 70-100",
-        *([], (80, 35, 35), "Each time is divided by the number of steps, 2."),
-    ),
 }
 
 
@@ -209,7 +179,7 @@ def test_what_counts_in_a_trace(grade: Grade) -> None:
 @task("4.18")
 @pytest.mark.parametrize(("sends", "computes"), [("nccl", "gemm"), ("gloo", "mm")])
 def test_random_traces(grade: Grade, sends: str, computes: str) -> None:
-    _check_measured(grade, [_draw(grade, sends, computes, count) for count in (1, 4, 12)])
+    _check_measured(grade, [_draw(grade, sends, computes, count) for count in (0, 1, 4, 12)])
 
 
 def _draw(grade: Grade, sends: str, computes: str, count: int) -> Trace:
@@ -224,8 +194,9 @@ def _draw(grade: Grade, sends: str, computes: str, count: int) -> Trace:
     )
     right = [len(us) / 3 for us in (inside, sent & inside, (sent & inside) - computed)]
     cause = (
-        "Each µs of a step counts once: it is communication if any collective goes on, and "
-        "exposed if nothing is computed then. What is outside of the steps doesn't count."
+        "Times in a trace are µs. Each µs of a step counts once: it is communication if any "
+        "collective is running, and exposed if nothing is computed then. What is before, between "
+        "or after the steps doesn't count; each time is divided by the number of steps."
     )
     return text, [], right, cause
 

@@ -32,20 +32,20 @@ def _code(
         Each row after its description, and before what came of it.
     """
     coded = []
-    for x, found in zip(rows, grade.call(b.code, name, rows, dtype), strict=True):
+    for x, facts in zip(rows, grade.call(b.code, name, rows, dtype), strict=True):
         where = f"{name} of {short(x)}, {dtype}"
         num_bytes = len(x) if name == "Int8" else ceil(len(x) / 8)
         right = {"codes": ["uint8", [num_bytes]], "scale": ["float32", []]}
         for what, kind in (right | {"decoded numbers": ["float32", [len(x)]]}).items():
-            expect(f"{where}: dtype and shape of the {what}", found["kinds"][what], kind)
-        check(not found["changed"], f"{where}: encode has changed x, which is the caller's.")
+            expect(f"{where}: dtype and shape of the {what}", facts["kinds"][what], kind)
+        check(not facts["changed"], f"{where}: encode has changed x, which is the caller's.")
         check(
-            str(found["longer"]) == str(found["decoded"]),
+            str(facts["longer"]) == str(facts["decoded"]),
             f"{where}: with more bytes after the codes, other numbers come out: "
-            f"{short_beside(found['longer'], found['decoded'])}, not "
-            f"{short_beside(found['decoded'], found['longer'])}. Decode the first n codes.",
+            f"{short_beside(facts['longer'], facts['decoded'])}, not "
+            f"{short_beside(facts['decoded'], facts['longer'])}. Decode the first n codes.",
         )
-        coded.append((f"{name} of {len(x)} numbers, {dtype}", x, found))
+        coded.append((f"{name} of {len(x)} numbers, {dtype}", x, facts))
     return coded
 
 
@@ -60,11 +60,11 @@ def _numbers(grade: Grade, n: int, dtype: str) -> Numbers:
 def test_int8_rounds_to_the_nearest_step(grade: Grade, dtype: str) -> None:
     sizes = ((1, 1.0), (6, 1.0), (101, 1.0), (101, 1e-30), (101, 1e30))
     rows = [[factor * x for x in _numbers(grade, n, dtype)] for n, factor in sizes]
-    for where, x, found in _code(grade, "Int8", rows, dtype):
-        scale, right = found["scale"], max(map(abs, x)) / 127
+    for where, x, facts in _code(grade, "Int8", rows, dtype):
+        scale, right = facts["scale"], max(map(abs, x)) / 127
         slack = SCALE_SLACK[dtype]
         expect(f"{where}: the scale, max|x| / 127,", scale, right, "", slack * right)
-        for number, got in zip(x, found["decoded"], strict=True):
+        for number, got in zip(x, facts["decoded"], strict=True):
             steps = got / scale
             check(
                 abs(got - number) <= scale * (0.5 + 128 * slack) and abs(steps) < 127.01,
@@ -81,17 +81,17 @@ def test_int8_rounds_to_the_nearest_step(grade: Grade, dtype: str) -> None:
 @task("4.11")
 def test_zeros_stay_zero_in_int8(grade: Grade) -> None:
     rows = [[0.0, 0.0, 0.0], [0.0, 3.0, 0.0, -5.0], []]
-    for _, x, found in _code(grade, "Int8", rows):
-        zeros = [got for number, got in zip(x, found["decoded"], strict=True) if number == 0]
+    for _, x, facts in _code(grade, "Int8", rows):
+        zeros = [got for number, got in zip(x, facts["decoded"], strict=True) if number == 0]
         check(
-            not any(zeros) and all(map(isfinite, found["decoded"])),
+            not any(zeros) and all(map(isfinite, facts["decoded"])),
             f"Int8 of {x}: zeros should stay 0, also where the scale is 0, and nothing may be "
-            f"divided by that; what comes out is {found['decoded']}.",
+            f"divided by that; what comes out is {facts['decoded']}.",
         )
         check(
-            (found["scale"] == 0) == (not any(x)),
+            (facts["scale"] == 0) == (not any(x)),
             f"Int8 of {x}: the scale should be 0 where all is 0, and only there; it is "
-            f"{found['scale']}.",
+            f"{facts['scale']}.",
         )
 
 
@@ -101,13 +101,13 @@ def test_sign_keeps_signs_and_the_mean_magnitude(grade: Grade, dtype: str) -> No
     rows = [[0.0] * 9, *(_numbers(grade, n, dtype) for n in (0, 1, 8, 9, 101))]
     for x in rows[2:]:
         x[len(x) // 2] = 0.0
-    for where, x, found in _code(grade, "Sign", rows, dtype):
+    for where, x, facts in _code(grade, "Sign", rows, dtype):
         scale = sum(map(abs, x)) / max(len(x), 1)
         slack = SCALE_SLACK[dtype] * scale
-        expect(f"{where}: the scale, the mean of |x|,", found["scale"], scale, "", slack)
+        expect(f"{where}: the scale, the mean of |x|,", facts["scale"], scale, "", slack)
         expect(
             f"{where}: the numbers that are decoded",
-            *(found["decoded"], [-scale if number < 0 else scale for number in x]),
+            *(facts["decoded"], [-scale if number < 0 else scale for number in x]),
             f"A 0, such as number {len(x) // 2}, counts as positive.",
             slack,
         )
@@ -120,11 +120,11 @@ def test_what_is_not_finite_is_seen(grade: Grade, name: str) -> None:
         [1.0, bad, -2.0, 0.5, -0.25, 3.0, 1.5, 2.5, -1.0]
         for bad in (float("nan"), float("inf"), -float("inf"))
     ]
-    for _, (_, bad, *_), found in _code(grade, name, rows):
+    for _, (_, bad, *_), facts in _code(grade, name, rows):
         check(
-            not any(map(isfinite, found["decoded"])),
+            not any(map(isfinite, facts["decoded"])),
             f"{name} of numbers of which one is {bad}: no number that comes out should be finite, "
-            f"so that it is seen everywhere; these come out: {short(found['decoded'])}. The scale "
+            f"so that it is seen everywhere; these come out: {short(facts['decoded'])}. The scale "
             "shows it if it is NaN or infinite.",
         )
 
@@ -133,25 +133,27 @@ def test_what_is_not_finite_is_seen(grade: Grade, name: str) -> None:
 
 
 def _check_sent(
-    where: str, codec: str, case: Case, own: Sequence[Numbers], rank: int, sent: Numbers
+    where: str, codec: str, case: Case, gradients: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
     """Check what a rank sent, unless bfloat16 or a tie may round it either way."""
     if codec == "Exact":
         expect(
-            *(f"{where}, with a codec that loses nothing: sent", sent, own[rank]),
+            *(f"{where}, with a codec that loses nothing: sent", sent, gradients[rank]),
             "Call encode and decode of the codec that is given, chunk by chunk, and give decode "
             "the number of entries.",
             1e-5 if case.dtype != "bfloat16" else 0.1,
         )
     elif _is_compared(case):
         expect(
-            *(f"{where}, {codec}: sent", sent, _exchanged(own, codec)[0][rank]),
+            *(f"{where}, {codec}: sent", sent, _exchanged(gradients, codec)[0][rank]),
             "Each rank encodes each chunk, the r-th of tensor_split for rank r, with a scale of "
             "its own; it has sent what its codes stand for. The owner averages what it decodes, "
             "and encodes the mean, again with its own scale. If this second rounding takes d from "
             "the mean of a chunk, its owner has sent N · d less, in its own chunk: what is lost "
             "otherwise never comes again.",
-            1e-5 * max((abs(x) for gradient in own for x in gradient), default=0.0) * len(own),
+            1e-5
+            * max((abs(x) for gradient in gradients for x in gradient), default=0.0)
+            * len(gradients),
         )
 
 

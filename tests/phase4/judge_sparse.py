@@ -23,10 +23,10 @@ def number_of(n: int, fraction: float) -> int:
 
 
 def _check_drawn(
-    where: str, fraction: float, case: Case, own: Sequence[Numbers], rank: int, sent: Numbers
+    where: str, fraction: float, case: Case, gradients: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
     """Check that what was sent is the gradient at as many places as should travel."""
-    gradient = own[rank]
+    gradient = gradients[rank]
     wrong = [i for i, x in enumerate(sent) if x not in (0, gradient[i])]
     first = wrong[0] if wrong else -1
     check(
@@ -45,11 +45,11 @@ def _check_drawn(
 
 
 def _check_largest(
-    where: str, fraction: float, case: Case, own: Sequence[Numbers], rank: int, sent: Numbers
+    where: str, fraction: float, case: Case, gradients: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
-    _check_drawn(where, fraction, case, own, rank, sent)
+    _check_drawn(where, fraction, case, gradients, rank, sent)
     kept = [abs(x) for x in sent if x]
-    left = max((abs(x) for x, y in zip(own[rank], sent, strict=True) if x != y), default=0.0)
+    left = max((abs(x) for x, y in zip(gradients[rank], sent, strict=True) if x != y), default=0.0)
     check(
         not kept or left <= min(kept),
         f"{where}: sent holds {short([x for x in sent if x])}, but {left:.4g} (without its sign) "
@@ -59,9 +59,9 @@ def _check_largest(
 
 
 def _check_large(
-    where: str, least: float, case: Case, own: Sequence[Numbers], rank: int, sent: Numbers
+    where: str, least: float, case: Case, gradients: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
-    right = [x if abs(x) >= least else 0.0 for x in own[rank]]
+    right = [x if abs(x) >= least else 0.0 for x in gradients[rank]]
     expect(f"{where}, least {least}: sent", sent, right, "The entries with |x| ≥ least travel.")
 
 
@@ -154,10 +154,10 @@ def test_feedback_adds_what_was_not_sent(grade: Grade, dtype: str) -> None:
 def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
     n, calls, k = 12, 400, 3
     by_rank = grade.run(b.draw_often, 2, n, k / n, calls, if_stuck=STUCK).results
-    for rank, found in enumerate(by_rank):
-        counts = [sum(place in places for places in found["places"]) for place in range(n)]
+    for rank, facts in enumerate(by_rank):
+        counts = [sum(place in places for places in facts["places"]) for place in range(n)]
         check(
-            found["places"] == by_rank[0]["places"],
+            facts["places"] == by_rank[0]["places"],
             f"rank {rank} does not draw the places of rank 0. Draw from generator alone, and "
             "nothing that depends on the values.",
         )
@@ -167,14 +167,14 @@ def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
             f"up {counts} times. All should come up equally often, about {calls * k // n} times, "
             "and others in each call.",
         )
-        kinds = len({tuple(places) for places in found["places"]})
+        kinds = len({tuple(places) for places in facts["places"]})
         check(
             kinds >= 120,
             f"{calls} calls of random_k have drawn {kinds} different sets of {k} of {n} places, "
-            f"such as {found['places'][:3]}. Of the 220 sets all are equally likely, so that "
+            f"such as {facts['places'][:3]}. Of the 220 sets all are equally likely, so that "
             "about 184 should have come up: draw each place for itself.",
         )
         check(
-            found["is drawn from"] and found["state"] == by_rank[0]["state"],
+            facts["is drawn from"] and facts["state"] == by_rank[0]["state"],
             f"rank {rank}: the generator should be drawn from, equally often on all ranks.",
         )

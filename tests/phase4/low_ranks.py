@@ -100,17 +100,16 @@ def _mean_of(power_sgd: Any, gradients: dict[str, Tensor]) -> list[float]:
     return mean
 
 
-def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[float]]:
-    """Average two matrices of one shape again and again, in turn the one and the other first.
+ROWS = ["a", "b"], ["b", "a"], ["b"], ["a"]  # parameters that are averaged step by step
 
-    Returns:
-        The error of the mean of each, step by step.
-    """
+
+def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[float]]:
+    """Average two matrices again and again, either one first; return the errors of the means."""
     power_sgd = lesson.PowerSGD(2)
     matrices = {name: falling(MATRIX, factor, seed) for name, seed in (("a", 1), ("b", 5))}
     errors: dict[str, list[float]] = {name: [] for name in matrices}
     for step in range(steps):
-        names = ["a", "b"] if step % 2 else ["b", "a"]
+        names = ROWS[step % len(ROWS)]
         mean = torch.tensor(_mean_of(power_sgd, {name: matrices[name] for name in names}))
         for name, part in zip(names, mean.split(MATRIX[0] * MATRIX[1]), strict=True):
             errors[name].append(math.dist(part.tolist(), matrices[name].flatten().tolist()))
@@ -118,7 +117,7 @@ def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[fl
 
 
 def spoil_a_step(lesson: Any, plan: Plan, spoiled: int) -> dict[str, Any]:
-    """Average with and without an additional step in which rank 0 has a NaN in each matrix."""
+    """Average with and without an additional step with a NaN in each matrix of rank 0."""
     rank, n = dist.get_rank(), dist.get_world_size()
     steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
     nans = {name: _with_a_nan(part, rank) for name, part in steps[spoiled].items()}
@@ -168,8 +167,8 @@ def go_on(lesson: Any, plan: Plan, saved_after: int) -> dict[str, list[Any]]:
     for gradients in steps[:saved_after]:
         _average(first, gradients)
     return runs_from_state(
-        *(first, lambda: lesson.PowerSGD(plan.rank), lambda one: one),
-        lambda one: [_average(one, gradients) for gradients in steps[saved_after:]],
+        *(first, lambda: lesson.PowerSGD(plan.rank), lambda power_sgd: power_sgd),
+        lambda power_sgd: [_average(power_sgd, gradients) for gradients in steps[saved_after:]],
     )
 
 

@@ -79,11 +79,7 @@ def show(
 def fetch_at_each_line(
     lesson: Any, names: Sequence[str]
 ) -> tuple[Answer, Answer, list[tuple[str, Answer]]]:
-    """Let all values be 1, then 2, and fetch a page at each line of the second write.
-
-    Returns:
-        The pages before and after the second write, and those during it, each with its line.
-    """
+    """Let all values be 1, then 2; return the pages before, after and (by line) during that."""
     with closing(lesson.PrometheusExporter({})) as exporter:
         exporter.write(*_all_are(1, names))
         fetch, during = partial(_fetch, _port(exporter)), list[Answer]()
@@ -97,11 +93,7 @@ def fetch_at_each_line(
 
 @_in_real_world
 def write_at_each_line(lesson: Any, names: Sequence[str]) -> tuple[Answer, Answer, int]:
-    """Fetch a page, and at each line of the lesson on the way let all values be greater by 1.
-
-    Returns:
-        The pages during that and after it, and the value that was written last.
-    """
+    """Let all values be greater by 1 at each line of a request; return two pages, and the last."""
     values = itertools.count(1)
 
     def write() -> None:
@@ -122,11 +114,7 @@ def _all_are(value: int, names: Sequence[str]) -> Write:
 
 @_in_real_world
 def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], str]:
-    """Break connections off, in the middle of a request and before the answer; then fetch paths.
-
-    Returns:
-        The status of each path, and the output that was printed.
-    """
+    """Break connections off, then fetch paths; return each path's status, and what was printed."""
     printed = io.StringIO()
     with (
         redirect_stderr(printed),
@@ -154,26 +142,14 @@ def _left_of(before: Collection[threading.Thread]) -> list[str]:
 
 @_in_real_world
 def say_nothing(lesson: Any) -> tuple[bool, list[str]]:
-    """Connect, say nothing, and let the exporter be closed; all timeouts of its sockets are short.
-
-    Returns:
-        Whether the client was dropped, and the threads that are left then.
-    """
+    """Connect and say nothing; return whether the client was dropped, and threads that are left."""
     before = {*threading.enumerate()}
     exporter = lesson.PrometheusExporter({})
     port, limit_s = _port(exporter), 2 * float(lesson.REQUEST_S)
     with _short_timeouts(port), socket.create_connection((LOOPBACK, port), limit_s) as client:
-        until_s = time.monotonic() + PATIENCE_S
-        while not (_has_accepted(port) or _hears(client, 0)) and time.monotonic() < until_s:
-            time.sleep(LOOK_S)
-        exporter.close()
         is_dropped = _hears(client, limit_s)
+        exporter.close()
     return is_dropped, _left_of(before) if is_dropped else []
-
-
-def _has_accepted(port: int) -> bool:
-    connections = psutil.Process().net_connections("tcp")
-    return any(c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED for c in connections)
 
 
 def _hears(client: socket.socket, timeout_s: float) -> bool:
@@ -197,26 +173,8 @@ def _short_timeouts(port: int) -> Iterator[None]:
 
 
 @_in_real_world
-def listen(lesson: Any) -> dict[str, Any]:
-    """Return at which addresses exporters listen: by default, and at one that is given."""
-    with closing(lesson.PrometheusExporter({})) as exporter:
-        by_default = _addresses(_port(exporter))
-    for tries_left in reversed(range(TRIES)):
-        port = _free_port()
-        try:
-            exporter = lesson.PrometheusExporter({}, port, "localhost")
-            break
-        except OSError:  # another process was faster
-            if not tries_left:
-                raise
-    with closing(exporter):
-        ports = {"asked": port, "port": _port(exporter)}
-        return {**ports, "by default": by_default, "localhost": _addresses(port)}
-
-
-@_in_real_world
-def take_ports(lesson: Any) -> dict[str, Any]:
-    """Take free ports, and one that is in use."""
+def be_refused(lesson: Any) -> dict[str, Any]:
+    """Take two free ports, then one in use, an address of another machine, and a port above all."""
     with (
         closing(lesson.PrometheusExporter({"rank": "0"})) as first,
         closing(lesson.PrometheusExporter({"rank": "1"})) as second,
@@ -225,67 +183,58 @@ def take_ports(lesson: Any) -> dict[str, Any]:
         second.write({"loss": 2.0}, 1)
         ports = [_port(first), _port(second)]
         texts = [_fetch(port)[2] for port in ports]
-        return {"ports": ports, "texts": texts, "third": _refused(lesson, LOOPBACK, ports[0])}
+        in_use = _refused(lesson, LOOPBACK, ports[0])
+    impossible = [_refused(lesson, FOREIGN, ports[0]), _refused(lesson, LOOPBACK, 70_000)]
+    return {"ports": ports, "texts": texts, "in use": in_use, "impossible": impossible}
 
 
 def _refused(lesson: Any, host: str, port: int) -> dict[str, str]:
     """Try to listen; return host and port, the error's type and text, and the system's reason."""
-    found = {"host": host, "port": f"{port}", "kind": "", "text": "", "reason": ""}
+    facts = {"host": host, "port": f"{port}", "kind": "", "text": "", "reason": ""}
     try:
         with socket.socket() as probe:
             probe.bind((host, port))
     except (OSError, OverflowError) as error:
-        found["reason"] = getattr(error, "strerror", None) or f"{error}"
+        facts["reason"] = getattr(error, "strerror", None) or f"{error}"
     try:
         lesson.PrometheusExporter({}, port, host).close()
     except Exception as error:
         kind = OSError if isinstance(error, OSError) else type(error)
-        found |= {"kind": kind.__name__, "text": f"{error}"}
-    return found
+        facts |= {"kind": kind.__name__, "text": f"{error}"}
+    return facts
 
 
 @_in_real_world
-def listen_where_nobody_can(lesson: Any) -> list[dict[str, str]]:
-    """Try an address of another machine, and a port that does not exist."""
-    return [_refused(lesson, FOREIGN, _free_port()), _refused(lesson, LOOPBACK, 70_000)]
-
-
-@_in_real_world
-def close(lesson: Any) -> dict[str, Any]:
-    """Close an exporter, and take its port again, which another process seldom takes first.
-
-    Returns:
-        The threads that are not daemons, those that are left, and whether the port is free.
-    """
+def listen_again(lesson: Any) -> dict[str, Any]:
+    """Close an exporter, and take its port again, which another process seldom takes first."""
     for _ in range(TRIES):
-        found = _close(lesson)
-        if not found["is_open"] and not found["text"]:
+        facts = _listen_again(lesson)
+        if not facts["is open"] and not facts["error"]:
             break
-    return found
+    return facts
 
 
-def _close(lesson: Any) -> dict[str, Any]:
+def _listen_again(lesson: Any) -> dict[str, Any]:
     before = {*threading.enumerate()}
     exporter = lesson.PrometheusExporter({})
     exporter.write({"loss": 1.0}, 1)
     port = _port(exporter)
     _fetch(port)
-    threads = [each.name for each in threading.enumerate() if each not in before | _daemons()]
+    threads = [thread.name for thread in threading.enumerate() if thread not in before | _daemons()]
+    facts = {"threads": threads, "by default": _addresses(port)}
     exporter.close()
-    is_open = _is_open(port)
-    text = ""
+    facts |= {"is open": _is_open(port), "error": "", "ports": [port, port], "localhost": []}
     try:
-        lesson.PrometheusExporter({}, port).close()
+        with closing(lesson.PrometheusExporter({}, port, "localhost")) as second:
+            facts |= {"ports": [port, _port(second)], "localhost": _addresses(port)}
     except OSError as error:
-        text = f"{error}"
-    left = (
-        [] if threads else _left_of(before)
-    )  # threads that are not daemons stay, and are reported
-    return {"threads": threads, "left": left, "is_open": is_open, "text": text}
+        facts["error"] = f"{error}"
+    # Threads that are not daemons stay, and are reported.
+    return facts | {"left": [] if threads else _left_of(before)}
 
 
 def _daemons() -> set[threading.Thread]:
-    return {each for each in threading.enumerate() if each.daemon}
+    return {thread for thread in threading.enumerate() if thread.daemon}
 
 
 def _port(exporter: Any) -> int:
@@ -315,16 +264,10 @@ def _fetch(port: int, path: str = "/metrics") -> Answer:
 
 def _addresses(port: int) -> list[str]:
     """Return the addresses at which this process listens to a port."""
-    found = psutil.Process().net_connections("tcp")
+    connections = psutil.Process().net_connections("tcp")
     return sorted(
-        {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+        {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
     )
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 def _is_open(port: int) -> bool:

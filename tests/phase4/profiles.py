@@ -21,13 +21,7 @@ NAME = "made-up.json"
 
 
 def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str, Any]:
-    """Profile some steps on every rank.
-
-    Returns:
-        The steps that were called; whether the profiler was on in each of them and afterwards; the
-        path that was returned, and the files in the end; and how often the trace holds a step and
-        each of two operations.
-    """
+    """Profile some steps on every rank; return the facts of the calls and of the trace."""
     calls: list[int] = []
     is_on: list[bool] = []
     with _folder(group) as folder:
@@ -102,8 +96,8 @@ def _turns(group: Any) -> Iterator[None]:
 @contextmanager
 def _folder(group: Any) -> Iterator[Path]:
     """Yield the path of a folder that all ranks share, and that does not exist yet."""
-    with tempfile.TemporaryDirectory() as own:
-        paths = [own]
+    with tempfile.TemporaryDirectory() as outer:
+        paths = [outer]
         dist.broadcast_object_list(paths, group=group, group_src=0)
         with working_in(Path(paths[0])):
             yield Path(paths[0]) / "traces" / "run"

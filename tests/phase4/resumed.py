@@ -5,20 +5,21 @@ import io
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, count, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from distlab.grade import WrongResult
 from judging.calls import int_list, refusal_of, returned, typed
 from judging.tensors import given_group
 
 AHEAD = 2  # number of batches that are asked for before they are trained on
-PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "sampler")
+PARTS = ("model", "optimizer", "scheduler", "ema", "sampler", "drawing")
 GENERATORS = ("random", "NumPy", "torch")
 Prints = dict[str, str]  # fingerprints of parts and generators
 
@@ -31,41 +32,16 @@ class Plan(NamedTuple):
     seed: int = 5
 
 
-class Scaler:
-    """Doubles the scale of the loss after every third step."""
-
-    def __init__(self) -> None:
-        self.scale, self.good_steps = 8.0, 0
-
-    def update(self) -> None:
-        self.good_steps += 1
-        if self.good_steps == 3:
-            self.scale, self.good_steps = 2 * self.scale, 0
+class Drawing:
+    """A part that draws random numbers while it is loaded."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale, self.good_steps = state["scale"], state["good_steps"]
-
-
-class Ema:
-    """A moving average of the parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.count = 0
-        self.mean = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def update(self, model: nn.Module) -> None:
-        self.count += 1
-        for name, value in model.state_dict().items():
-            self.mean[name].lerp_(value, 1 / min(self.count, 4))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "mean": self.mean}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self.mean = state["count"], dict(state["mean"])
+    def load_state_dict(self, state: object) -> None:
+        random.gauss(0.0, 1.0)
+        np.random.randn()
+        torch.rand(3)
 
 
 class Training:
@@ -74,18 +50,14 @@ class Training:
     def __init__(self, lesson: Any, plan: Plan, salt: int, group: Any = None) -> None:
         """Make all objects new.
 
-        Args:
-            lesson: Lesson of the learner.
-            plan: Plan of the run.
-            salt: Summand of all seeds, so that everything that is not restored is different.
-            group: Ranks that train.
+        ``salt`` is added to all seeds, so that everything that is not restored is different.
         """
         self.plan, self.group, self.rank = plan, group, dist.get_rank(group)
         torch.manual_seed(salt)
         self.model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.4), nn.Linear(5, 1))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.scaler, self.ema = Scaler(), Ema(self.model)
+        self.ema, self.drawing = AveragedModel(self.model), Drawing()
         self.sampler = sampler_of(lesson, plan, group, seed=plan.seed + salt)
         self.parts = {name: getattr(self, name) for name in PARTS}
         self.state = state_of(lesson, self.parts, group)
@@ -94,15 +66,10 @@ class Training:
 
     def go_on(self, num_steps: int) -> None:
         """Train for ``num_steps``, with batches that were asked for ahead."""
-        left = num_steps
-        while left > 0:
-            batches = ahead(self.sampler)
-            for batch in batches:
-                self._step(batch)
-                self.sampler.advance()
-                left -= 1
-                if left == 0:
-                    return
+        batches = chain.from_iterable(ahead(self.sampler) for _ in count())
+        for batch in islice(batches, num_steps):
+            self._step(batch)
+            self.sampler.advance()
 
     def _step(self, batch: list[int]) -> None:
         self.batches.append(batch)
@@ -110,23 +77,22 @@ class Training:
         x = x.sin() + 0.1 * random.gauss(0.0, 1.0) + 0.1 * float(np.random.randn())
         self.optimizer.zero_grad()
         loss = (self.model(x) - x.sum(1, keepdim=True)).square().sum() / self.plan.global_batch
-        (loss * self.scaler.scale).backward()
+        loss.backward()
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=self.group)
-            parameter.grad /= self.scaler.scale
         self.optimizer.step()
         self.scheduler.step()
-        self.scaler.update()
-        self.ema.update(self.model)
+        self.ema.update_parameters(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run."""
+        return typed("TrainingState.state_dict", self.state.state_dict(), dict)
 
     def prints(self) -> Prints:
         """Return fingerprints of all parts and of this rank's generators."""
-        return {name: fingerprint(part.state_dict()) for name, part in self.parts.items()} | {
-            "random": fingerprint(random.getstate()),
-            "NumPy": fingerprint([*map(str, np.random.get_state()[1:])]),
-            "torch": fingerprint(torch.get_rng_state()),
-        }
+        parts = {name: fingerprint(part.state_dict()) for name, part in self.parts.items()}
+        return parts | prints_of_generators()
 
 
 def sampler_of(lesson: Any, plan: Plan, group: Any, **options: Any) -> Any:
@@ -140,6 +106,12 @@ def state_of(lesson: Any, parts: Mapping[str, Any], group: Any) -> Any:
     return lesson.TrainingState(parts, **given_group(group))
 
 
+def prints_of_generators() -> Prints:
+    """Return fingerprints of this rank's generators."""
+    states = random.getstate(), [*map(str, np.random.get_state()[1:])], torch.get_rng_state()
+    return dict(zip(GENERATORS, map(fingerprint, states), strict=True))
+
+
 def seed_generators(seed: int) -> None:
     """Seed all generators of this rank."""
     random.seed(seed)
@@ -149,17 +121,17 @@ def seed_generators(seed: int) -> None:
 
 def ahead(sampler: Any) -> Iterator[list[int]]:
     """Ask for batches before they are trained on, as a DataLoader does."""
-    found: list[list[int]] = []
-    for count, batch in enumerate(sampler):
-        found.append(int_list("ResumableSampler.__iter__", batch))
-        if count >= AHEAD:
-            yield found.pop(0)
-    if not found:
+    waiting: list[list[int]] = []
+    for number, batch in enumerate(sampler):
+        waiting.append(int_list("ResumableSampler.__iter__", batch))
+        if number >= AHEAD:
+            yield waiting.pop(0)
+    if not waiting:
         raise WrongResult(
             "the sampler has no batch left, and no epoch has begun: after the last batch of an "
             "epoch, advance() begins the next one at position 0"
         )
-    yield from found
+    yield from waiting
 
 
 def plain(part: Any) -> Any:
@@ -197,11 +169,6 @@ def written(state: Any, group: Any = None) -> Any:
         ) from None
 
 
-def state_dict(training: Training) -> dict[str, Any]:
-    """Return the state of a run."""
-    return typed("TrainingState.state_dict", training.state.state_dict(), dict)
-
-
 def resumed(lesson: Any, plan: Plan, salt: int, state: Any, group: Any = None) -> Training:
     """Load a state into objects that are all new."""
     training = Training(lesson, plan, salt, group)
@@ -210,35 +177,34 @@ def resumed(lesson: Any, plan: Plan, salt: int, state: Any, group: Any = None) -
 
 
 def interrupt(lesson: Any, plan: Plan, stops: Sequence[int], group: Any = None) -> dict[str, Any]:
-    """Train without a stop, and again with new objects after some of the steps.
-
-    Returns:
-        The prints and the samples after each step without a stop; those of the interrupted run,
-        each with its step and the last thing that was done; and fingerprints of the states.
-    """
+    """Train without a stop, and again with new objects after some of the steps."""
     straight = Training(lesson, plan, 1, group)
     right = [straight.prints()]
     for _ in range(stops[-1]):
         straight.go_on(1)
         right.append(straight.prints())
     training, prints, states, batches = Training(lesson, plan, 1, group), [], [], []
+    changed = set[str]()
     for start, stop in pairwise((0, *stops)):
-        state = written(saved := state_dict(training), group)
+        saved = training.state_dict()
         states.append(fingerprint(saved))
+        before = fingerprint(state := written(saved, group))
         prints.append((start, "saved", training.prints()))
         training = resumed(lesson, plan, 2 + start, state, group)
+        changed |= {"loading"} if fingerprint(state) != before else set()
         prints.append((start, "loaded", training.prints()))
         training.go_on(stop - start)
+        changed |= {"training"} if fingerprint(state) != before else set()
         prints.append((stop, "trained", training.prints()))
         batches += training.batches
-    found = {"right": right, "prints": prints, "states": states}
-    return {**found, "batches": straight.batches, "resumed batches": batches}
+    facts = {"right": right, "prints": prints, "states": states, "changed": sorted(changed)}
+    return {**facts, "batches": straight.batches, "resumed batches": batches}
 
 
 def sample(lesson: Any, plan: Plan, num_epochs: int, group: Any = None) -> dict[str, Any]:
     """Go through some epochs; the generators of each rank are in another state."""
     seed_generators(17 + dist.get_rank(group))
-    before = _generators()
+    before = prints_of_generators()
     sampler, epochs, lengths = sampler_of(lesson, plan, group), [], []
     for _ in range(num_epochs):
         epoch = []
@@ -247,14 +213,9 @@ def sample(lesson: Any, plan: Plan, num_epochs: int, group: Any = None) -> dict[
             epoch.append(int_list("ResumableSampler.__iter__", batch))
             sampler.advance()
         epochs.append(epoch)
-    undisturbed, state = _generators() == before, sampler.state_dict()
+    undisturbed, state = prints_of_generators() == before, sampler.state_dict()
     place = [state["epoch"], state["position"]]
     return {"epochs": epochs, "lengths": lengths, "undisturbed": undisturbed, "place": place}
-
-
-def _generators() -> list[str]:
-    states = random.getstate(), [*map(str, np.random.get_state()[1:])], torch.get_rng_state()
-    return [fingerprint(state) for state in states]
 
 
 def look_ahead(lesson: Any, plan: Plan, taken: int, trained: int) -> dict[str, Any]:
@@ -267,14 +228,14 @@ def look_ahead(lesson: Any, plan: Plan, taken: int, trained: int) -> dict[str, A
         sampler.advance()
     state = returned("ResumableSampler.state_dict", sampler.state_dict())
     names = ("epoch", "position", "seed", "num_samples")
-    found = {"state": {name: state.get(name) for name in names}, "rest": [*batches]}
+    facts = {"state": {name: state.get(name) for name in names}, "rest": [*batches]}
     before = fingerprint(state)
     other = sampler_of(lesson, plan, None, seed=plan.seed + 1)
     wider = sampler_of(lesson, plan._replace(global_batch=plan.global_batch + 3), None)
     for loader in (other, wider):
         loader.load_state_dict(state)
-    found |= {"left": [*other], "wider": [*wider], "length": len(other)}
-    return {**found, "whole": whole, "unchanged": fingerprint(state) == before}
+    facts |= {"left": [*other], "wider": [*wider], "length": len(other)}
+    return {**facts, "whole": whole, "unchanged": fingerprint(state) == before}
 
 
 def other_samples(lesson: Any, plan: Plan) -> dict[str, Any]:
@@ -287,78 +248,36 @@ def other_samples(lesson: Any, plan: Plan) -> dict[str, Any]:
 
 def other_ranks(lesson: Any, plan: Plan, before: int, after: int, stop: int) -> dict[str, Any]:
     """Save on ``before`` ranks after some steps of the first epoch, load on ``after`` of them."""
-    rank, found = dist.get_rank(), {}
+    rank, facts = dist.get_rank(), {}
     savers, loaders = dist.new_group([*range(before)]), dist.new_group([*range(after)])
     state = None
     if rank < before:
         first = Training(lesson, plan, 1, savers)
         first.go_on(stop)
-        found = {"before": first.batches, "saved": first.prints()}
-        state = state_dict(first)
+        facts = {"before": first.batches, "saved": first.prints()}
+        state = first.state_dict()
     state = written(state)
     if rank < after:
         for salt, name in ((2, "draws"), (3, "draws again")):
             training = resumed(lesson, plan, salt, state, loaders)
-            found["loaded"] = training.prints()
-            found[name] = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+            facts["loaded"] = training.prints()
+            facts[name] = [random.random(), float(np.random.rand()), float(torch.rand(()))]
         training.go_on(-(-plan.num_samples // plan.global_batch) - stop)
-        found["after"] = training.batches
-    return found
+        facts["after"] = training.batches
+    return facts
 
 
-def load_again(lesson: Any, plan: Plan) -> dict[str, Any]:
-    """Load a state, train, and load the same state again."""
-    first = Training(lesson, plan, 1)
-    first.go_on(2)
-    right, state = first.prints(), written(state_dict(first))
-    before = fingerprint(state)
-    training = resumed(lesson, plan, 2, state)
-    loaded = fingerprint(state)
-    training.go_on(3)
-    trained = fingerprint(state)
-    training.state.load_state_dict(state)
-    changed = [loaded != before, trained != before]
-    return {"changed": changed, "right": right, "again": training.prints()}
-
-
-def load_other_parts(lesson: Any, plan: Plan, is_saved: bool) -> list[dict[str, Any]]:
-    """Load states with one part too many, or one too few: each part in its turn."""
-    return [_load_other_parts(lesson, plan, name, is_saved) for name in PARTS]
-
-
-def _load_other_parts(lesson: Any, plan: Plan, name: str, is_saved: bool) -> dict[str, Any]:
-    training, other = Training(lesson, plan, 1), Training(lesson, plan, 2)
-    other.go_on(1)
-    incomplete = training if not is_saved else other
-    rest = {key: part for key, part in incomplete.parts.items() if key != name}
-    saver = training.state if is_saved else state_of(lesson, rest, None)
-    loader = state_of(lesson, rest, None) if is_saved else other.state
-    state, before = saver.state_dict(), other.prints()
-    refusal = refusal_of(lambda: loader.load_state_dict(state))
-    changed = [key for key, value in other.prints().items() if value != before[key]]
+def load_other_parts(lesson: Any, plan: Plan, name: str, is_saved: bool) -> dict[str, Any]:
+    """Load a state with one part too many, or one too few; return the error, and what changed."""
+    here, there = Training(lesson, plan, 2), Training(lesson, plan, 1)
+    here.go_on(1)
+    incomplete = here if is_saved else there
+    parts = {key: part for key, part in incomplete.parts.items() if key != name}
+    incomplete.state = state_of(lesson, parts, None)
+    state, before = there.state_dict(), here.prints()
+    refusal = refusal_of(lambda: here.state.load_state_dict(state))
+    changed = [key for key, value in here.prints().items() if value != before[key]]
     return {"refusal": refusal, "changed": changed}
-
-
-class Drawing:
-    """A part that draws random numbers while it is loaded."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: object) -> None:
-        random.gauss(0.0, 1.0)
-        np.random.randn()
-        torch.rand(3)
-
-
-def load_what_draws(lesson: Any) -> list[bool]:
-    """Return whether each generator is as it was saved, after parts have drawn."""
-    parts = {"first": Drawing(), "last": Drawing()}
-    seed_generators(3 + dist.get_rank())
-    state, saved = state_of(lesson, parts, None).state_dict(), _generators()
-    seed_generators(30)
-    state_of(lesson, parts, None).load_state_dict(state)
-    return [now == was for now, was in zip(_generators(), saved, strict=True)]
 
 
 def save_large(lesson: Any) -> None:
@@ -368,14 +287,11 @@ def save_large(lesson: Any) -> None:
 
 
 class PretendedCuda:
-    """A generator in the place of a GPU's, reached by torch.cuda's functions."""
+    """A pretended generator of a GPU, reached by torch.cuda's functions."""
 
     def __init__(self) -> None:
         self.state = torch.arange(16, dtype=torch.uint8)
         self.is_there = True
-
-    def install(self) -> None:
-        """Replace the functions."""
         functions = {
             "is_available": lambda: self.is_there,
             "is_initialized": lambda: self.is_there,
@@ -396,20 +312,13 @@ class PretendedCuda:
 
 
 def with_cuda(lesson: Any) -> tuple[bool, str]:
-    """Save where there is a GPU; load there, and where there is none.
-
-    Returns:
-        Whether the GPU's generator is restored, and the error where there is none.
-    """
-    cuda = PretendedCuda()
-    cuda.install()
-    training = state_of(lesson, {}, None)
+    """Load where there is a GPU, and where not; return whether it is restored, and the error."""
+    cuda, training = PretendedCuda(), state_of(lesson, {}, None)
     saved, before = written(training.state_dict()), cuda.state
     cuda.state = 255 - before
     training.load_state_dict(saved)
     is_restored = torch.equal(cuda.state, before)
     cuda.is_there = False
-    seed_generators(4)
     try:
         training.load_state_dict(saved)
     except RuntimeError as error:

@@ -160,11 +160,7 @@ def _taken(times: Any, function: str = "end_step") -> Times:
 
 
 def mistype(lesson: Any, name: str) -> dict[str, Any]:
-    """Enter an unknown part inside of compute, and end the step.
-
-    Returns:
-        The error; whether the inside has run; and the times of the step, of which 5 s are compute.
-    """
+    """Enter an unknown part inside of compute, and end the step with 5 s of compute."""
     device, ran, refusal = Device(), [], {"type": "", "text": ""}
     timer = lesson.StepTimer(device.clock)
 

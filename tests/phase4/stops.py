@@ -38,11 +38,7 @@ class Plan(NamedTuple):
 
 
 def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
-    """Train, and ask after every step whether to stop.
-
-    Returns:
-        The answers, the steps that were computed to their end, and ``Signals.report``.
-    """
+    """Train, and ask after every step whether to stop."""
     rank, computed, answers = dist.get_rank(group), [], []
     with _handled() as signals:
         with _request(lesson, plan, group) as stop:
@@ -73,27 +69,18 @@ def fail(lesson: Any) -> dict[str, Any]:
     signals, has_come_out = Signals(), False
     handlers = [_a_handler, signal.SIG_IGN, signal.getsignal(signal.SIGUSR2)]
     signals.install(dict(zip(NUMBERS, handlers, strict=True)))
+    stop = lesson.StopRequest()
+    too_early = signals.report()["changed"]
     try:
-        with lesson.StopRequest():
+        with stop:
             raise ArithmeticError("in a step")
     except ArithmeticError:
         has_come_out = True
-    return {"came out": has_come_out, **signals.report()}
-
-
-def ask(lesson: Any, num_steps: int) -> list[bool]:
-    """Ask again and again, without a signal."""
-    stop = lesson.StopRequest()
-    return [typed("agreed", stop.agreed(), bool) for _ in range(num_steps)]
+    return {"came out": has_come_out, "too early": too_early, **signals.report()}
 
 
 def leave(lesson: Any, is_interrupted: bool, group: Any = None) -> dict[str, Any]:
-    """Stop as soon as all agree; each rank takes another time to save.
-
-    Returns:
-        The times of the saves and of leaving, the exit code (None: leave has returned), and
-        ``Signals.report``.
-    """
+    """Stop as soon as all agree; each rank takes another time to save."""
     rank, saved_s, code = dist.get_rank(group), list[float](), None
     with _handled() as signals:
 
@@ -121,7 +108,7 @@ def _request(lesson: Any, plan: Plan, group: Any) -> Any:
 
 
 def _a_handler(number: int, frame: object) -> None:
-    """Do nothing, in the place of a caller's handler."""
+    """Do nothing, as a caller's handler may."""
 
 
 class Signals:
@@ -164,7 +151,7 @@ class Signals:
             self._note(number, "met the default handling, which ends a process at once")
 
     def handle(self, number: int, frame: object) -> None:
-        """Note a signal, in the place of a caller's handler, which might end the process."""
+        """Note a signal; a real handler of a caller's might end the process."""
         self._note(number, "reached the handler that was there before the with statement")
 
     def _note(self, number: int, what: str) -> None:

@@ -1,13 +1,11 @@
 """Bodies for task 4.16, and a model of what a detector should say."""
 
-import time
 from collections.abc import Mapping, Sequence
 from math import inf
 from random import Random
 from statistics import median_low
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from distlab.grade import WrongResult
@@ -75,7 +73,7 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def watch(lesson: Any, stories: Sequence[Story], group: Any = None) -> list[list[Verdict]]:
-    """Let a detector see each story, in whose steps all ranks wait for the slowest."""
+    """Let a detector see each story; in a step, all ranks wait for the slowest."""
     rank = dist.get_rank(group)
     verdicts: list[list[Verdict]] = []
     for story in stories:
@@ -93,18 +91,3 @@ def _taken(stragglers: Any) -> Verdict:
         if type(straggler).__name__ != "Straggler":
             raise WrongResult(f"add should return a list of Straggler; {straggler!r:.60} is in it")
     return [(int(s.rank), str(s.part), *floats("add", [s.ratio])) for s in stragglers]  # type: ignore[misc]
-
-
-def train(lesson: Any, seconds: Sequence[Work], window: int) -> list[Verdict]:
-    """Train for a window, on the clock of the world, with steps that end together."""
-    detector, verdicts = lesson.StragglerDetector(window=window), []
-    data_s, compute_s = seconds[dist.get_rank()]
-    for _ in range(window):
-        began_s = time.perf_counter()
-        time.sleep(data_s + compute_s)
-        ready_s = time.perf_counter()
-        dist.all_reduce(torch.ones(1))
-        ended_s = time.perf_counter()
-        times = StepTimes(ended_s - began_s, data_s, compute_s, ended_s - ready_s)
-        verdicts.append(_taken(detector.add(times)))
-    return verdicts

@@ -1,4 +1,4 @@
-"""Bodies for task 4.15: rates of jobs, models whose FLOPs are known, and memory."""
+"""Bodies for task 4.15: rates of jobs, models with known FLOPs, and memory."""
 
 import resource
 import sys
@@ -29,25 +29,23 @@ def rate(
 Step = tuple[nn.Module, Callable[[], object]]
 
 
-def _layers(frozen: int | None, m: int, k: int, h: int, n: int) -> tuple[nn.Sequential, Tensor]:
+def _layers(m: int, k: int, h: int, n: int) -> tuple[nn.Sequential, Tensor]:
     model = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Dropout(), nn.Linear(h, n))
-    if frozen is not None:
-        model[frozen].requires_grad_(False)
     return model, torch.randn(m, k)
 
 
-def _trained(frozen: int | None, *sizes: int) -> Step:
-    model, x = _layers(frozen, *sizes)
+def _trained(*sizes: int) -> Step:
+    model, x = _layers(*sizes)
     return model, lambda: model(x).sum().backward()
 
 
 def _forward(*sizes: int) -> Step:
-    model, x = _layers(None, *sizes)
+    model, x = _layers(*sizes)
     return model, lambda: model(x)
 
 
 def _recomputed(*sizes: int) -> Step:
-    model, x = _layers(None, *sizes)
+    model, x = _layers(*sizes)
     recomputed: Any = checkpoint
     return model, lambda: recomputed(lambda: model(x), use_reentrant=False).sum().backward()
 
@@ -58,9 +56,7 @@ def _convolution(m: int, channels: int, filters: int, width: int) -> Step:
 
 
 STEPS: dict[str, Callable[..., Step]] = {
-    "trained": lambda *sizes: _trained(None, *sizes),
-    "frozen first layer": lambda *sizes: _trained(0, *sizes),
-    "frozen last layer": lambda *sizes: _trained(3, *sizes),
+    "trained": _trained,
     "forward only": _forward,
     "recomputed": _recomputed,
     "convolution": _convolution,
@@ -68,12 +64,7 @@ STEPS: dict[str, Callable[..., Step]] = {
 
 
 def count(lesson: Any, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Count the FLOPs of a step.
-
-    Returns:
-        The count, the output that was printed, the number of calls of the step, and the names of
-        what differs from a step that was not counted.
-    """
+    """Count the FLOPs of a step, and compare its effects with a step that was not counted."""
     torch.manual_seed(5)
     model, step = STEPS[kind](*sizes)
     calls, printed, generator = [], StringIO(), torch.get_rng_state()
@@ -102,11 +93,7 @@ def _taken_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def process_memory(lesson: Any) -> tuple[int, int, int]:
-    """Ask for the peak of this process, after it has held much more than it does now.
-
-    Returns:
-        The answer, between what the system says right before and right after it.
-    """
+    """Return the peak of this process, between what the system says before and after it."""
     ballast = torch.ones(BYTES_OF_BALLAST, dtype=torch.uint8)
     del ballast
     before = _max_rss_bytes()

@@ -65,7 +65,7 @@ class _Watch:
 
 @contextmanager
 def watched(path: Path) -> Iterator[list[bytes]]:
-    """Watch a file meanwhile; yield its contents, in order."""
+    """Watch a file while the context is open; yield its contents, in order."""
     watch, before = _Watch(path), sys.gettrace()
     watch.look()
     with listening(watch.announce):

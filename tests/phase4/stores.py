@@ -1,0 +1,398 @@
+"""Bodies for tasks 4.1 and 4.3: saves that crash or are damaged, and what is loaded then."""
+
+import operator
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import copy
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from distlab.sim import SimulationError
+from phase4.crash_states import State, build, crash_states, described, states_at_the_end
+from phase4.file_access import Read, reads_in
+from phase4.file_history import Recorder, listening, recorded
+from phase4_production.given import Group
+
+MANIFEST = "manifest.json"
+MORE = "more.pt"  # file that is in no manifest
+LONG_AGO_S = 1_000_000_000  # the year 2001
+RETURNED = "phase4.returned"  # name of an audit event
+KINDS = OSError, RuntimeError, ValueError
+Facts = dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """The folder before a checkpoint is saved.
+
+    Attributes:
+        step: Step of the new checkpoint.
+        there: Steps of the checkpoints in the folder.
+        damaged: Steps of those that are damaged.
+        keep: Number of checkpoints that stay.
+        is_made: Whether the folder exists.
+        leftovers: Names of folders that a crash has left.
+        renamed: Steps of undamaged checkpoints that a save had just renamed, to be removed, when it
+            was killed: their old names may come back when the power fails.
+    """
+
+    step: int
+    there: tuple[int, ...] = ()
+    damaged: tuple[int, ...] = ()
+    keep: int = 3
+    is_made: bool = True
+    leftovers: tuple[str, ...] = ()
+    renamed: tuple[int, ...] = ()
+
+
+def name_of(step: int) -> str:
+    """Return the name of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def listing(folder: Path) -> list[str]:
+    """Return the names in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def shorten(checkpoint: Path) -> None:
+    """Damage a checkpoint: its largest file ends a byte too early."""
+    largest = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size - 1)
+
+
+def error_text(error: Exception) -> str:
+    """Return ``OSError: …``, also for a class that the lesson derives from it."""
+    known = next((kind for kind in KINDS if isinstance(error, kind)), type(error))
+    return f"{known.__name__}: {error}"
+
+
+class Store:
+    """The folder of a run, the same on all ranks, and this rank's calls of the lesson.
+
+    Attributes:
+        folder: Folder of the checkpoints, alone in another one.
+        is_unchanged: False once a save has changed what it was given.
+    """
+
+    loads = ""  # function of the lesson that loads
+
+    def __init__(self, lesson: Any, root: str, group: Group = None) -> None:
+        made = [tempfile.mkdtemp(dir=root)] if dist.get_rank(group) == 0 else [""]
+        dist.broadcast_object_list(made, group=group, group_src=0)
+        self.lesson, self.rank, self.group = lesson, dist.get_rank(group), group
+        self.folder, self.is_unchanged = Path(made[0]) / "run", True
+
+    def save(self, step: int, *, keep: int = 9) -> Path:
+        """Save a step; return the path that the lesson has returned."""
+        raise NotImplementedError
+
+    def _load(self, folder: Path, alone: Group) -> tuple[Any, bool] | None:
+        """Return what the lesson has loaded, and whether it is what was saved."""
+        raise NotImplementedError
+
+    def load(self, folder: Path | None = None, *, alone: Group = None) -> Facts:
+        """Load from a folder, by default from that of the run.
+
+        Args:
+            folder: Folder of the checkpoints.
+            alone: Group of this rank alone, if no other one loads.
+
+        Returns:
+            The step that is loaded (None for none), whether its state and path are right, the
+            skipped checkpoints with their reasons, and the error.
+        """
+        folder = folder or self.folder
+        facts: Facts = {"step": None, "equal": False, "skipped": {}, "error": ""}
+        facts["function"] = self.loads
+        try:
+            result = self._load(folder, alone)
+        except Exception as error:
+            if isinstance(error, NotImplementedError | SimulationError):
+                raise
+            return {**facts, "error": error_text(error)}
+        if result is None:
+            return facts
+        loaded, is_equal = result
+        is_there = Path(loaded.path) == folder / name_of(loaded.step)
+        skipped = {Path(path).name: str(reason) for path, reason in loaded.skipped.items()}
+        step = int(loaded.step)
+        return {**facts, "step": step, "equal": is_equal and is_there, "skipped": skipped}
+
+    def on_rank_0(self, do: Callable[[], Any]) -> Any:
+        """Let rank 0 do something while the others wait; return its result on all."""
+        dist.barrier(self.group)
+        results = [do() if self.rank == 0 else None]
+        dist.broadcast_object_list(results, group=self.group, group_src=0)
+        return results[0]
+
+    def prepare(self, plan: Plan) -> "Store":
+        """Make the folder of a plan."""
+        if plan.is_made:
+            self.on_rank_0(partial(self.folder.mkdir, exist_ok=True))
+        for step in plan.there:
+            self.save(step)
+        self.on_rank_0(lambda: self._damage(plan))
+        return self
+
+    def _damage(self, plan: Plan) -> None:
+        for step in plan.damaged:
+            shorten(self.folder / name_of(step))
+        for name in plan.leftovers:
+            shutil.copytree(self.folder / name_of(plan.there[-1]), self.folder / name)
+            shorten(self.folder / name)
+        # The first checkpoint is dated last, as by a copy.
+        for place, checkpoint in enumerate(sorted(self.folder.glob("step-*"), reverse=True)):
+            os.utime(checkpoint, (LONG_AGO_S + place, LONG_AGO_S + place))
+
+
+# Crashes
+
+
+def crash(store: Store, plan: Plan) -> Facts:
+    """Save, and load from whatever a crash may leave, during the save and after it.
+
+    The disk of rank 0 is slow, so that the others are as far ahead as they may be.
+
+    Returns:
+        The operations of the save, in words; the folder after it; whether the path was right; and
+        for each state that a crash may leave, the number of operations before it, whether a rank
+        has returned, the result of a load, and the ``step-…`` folders that can and can't be loaded
+        by themselves.
+    """
+    store.prepare(plan)
+    alone, counts = dist.new_group([0]), list[int]()  # number of events before each return
+    with ExitStack() as watching:
+        if store.rank == 0:  # one process: it watches all ranks
+            parent = store.folder.parent
+            recorder = watching.enter_context(
+                recorded(parent, store.lesson, before_sync=_sleep_on_rank_0)
+            )
+            watching.enter_context(listening(partial(_count_at_return, recorder, counts)))
+        for step in plan.renamed:
+            renamed = store.folder / f".{name_of(step)}.removed"
+            store.on_rank_0(partial((store.folder / name_of(step)).rename, renamed))
+        dist.barrier()
+        path = store.save(plan.step, keep=plan.keep)
+        sys.audit(RETURNED)
+        dist.barrier()
+    if store.rank > 0:
+        return {}
+    is_right = str(path) == str(store.folder / name_of(plan.step))
+    ended = copy(recorder)
+    ended.events = recorder.events[: min(counts)]
+    states = [(count, False, state) for count, state in crash_states(recorder)]
+    states += [(len(ended.events), True, state) for state in states_at_the_end(ended)]
+    damage_of = cache(partial(_damage_alone, store, alone))
+    loads = [_after_a_crash(store, alone, damage_of, *state) for state in states]
+    facts = {"operations": described(recorder), "left": listing(store.folder)}
+    return {**facts, "states": loads, "path": is_right}
+
+
+def _sleep_on_rank_0() -> None:
+    """Take a second of the simulated world, while the other ranks continue."""
+    if dist.get_rank() == 0:
+        time.sleep(1)
+
+
+def _count_at_return(recorder: Recorder, counts: list[int], name: str, _: object) -> None:
+    if name == RETURNED:
+        recorder.look()
+        counts.append(len(recorder.events))
+
+
+def _after_a_crash(
+    store: Store,
+    alone: Group,
+    damage_of: Callable[[str, State], str],
+    count: int,
+    is_end: bool,
+    state: State,
+) -> Facts:
+    with tempfile.TemporaryDirectory() as outer:
+        folder = Path(outer) / "all" / "run"
+        build(state, folder.parent)
+        names = [name for name in listing(folder) if name.startswith("step-")]
+        damages = {name: damage_of(name, _inside(f"{folder.name}/{name}", state)) for name in names}
+        return {
+            "done": count,
+            "is_end": is_end,
+            "files": {path: len(content) for path, content in state if content is not None},
+            "broken": [f"{name}: {damage}" for name, damage in damages.items() if damage],
+            "intact": [name for name, damage in damages.items() if not damage],
+            **store.load(folder, alone=alone),
+        }
+
+
+def _inside(path: str, state: State) -> State:
+    """Return the content of a folder, named from there."""
+    below = f"{path}/"
+    return tuple((name.removeprefix(below), c) for name, c in state if name.startswith(below))
+
+
+def _damage_alone(store: Store, alone: Group, name: str, content: State) -> str:
+    """Return the damage of a checkpoint that is alone in its folder, "" for none."""
+    with tempfile.TemporaryDirectory() as outer:
+        build(content, Path(outer) / "run" / name)
+        loaded = store.load(Path(outer) / "run", alone=alone)
+        return loaded["error"] or ("" if loaded["equal"] else "not what was saved")
+
+
+# Damage
+
+
+class Damage(NamedTuple):
+    """A damage of the newest of three checkpoints; ``which`` numbers its files."""
+
+    kind: str
+    which: int = 0
+    place: float = 0.5
+
+    def __str__(self) -> str:
+        return self.kind
+
+    @property
+    def is_of_two(self) -> bool:
+        """Whether the checkpoint before the newest is damaged as well."""
+        return self.kind in ("swapped checkpoints", "files swapped between two checkpoints")
+
+
+def damaged(store: Store, damages: Sequence[Damage]) -> list[Facts]:
+    """Damage the newest checkpoint of three in each of the ways, and load.
+
+    The oldest is damaged too, unless it is the one to be loaded: a load need not notice that.
+    """
+    store.prepare(Plan(0, there=(1, 2, 3)))
+    whole, loads = store.folder.with_name("whole"), list[Facts]()
+    store.on_rank_0(lambda: shutil.copytree(store.folder, whole))
+    files = store.on_rank_0(lambda: [*listing(store.folder / name_of(3)), MORE])
+    for damage in damages:
+        file = store.on_rank_0(partial(_damage_copy, whole, store.folder, damage))
+        with reads_in(store.folder) as reads:
+            loaded = store.load()
+        loads.append({"file": file, "files": files, "read": times_read(reads), **loaded})
+    return loads
+
+
+def times_read(reads: Sequence[Read]) -> dict[str, int]:
+    """Return how often a file of each ``step-…`` was read, at most; manifests don't count."""
+    times = Counter(read.path for read in reads if read.path.name != MANIFEST)
+    names = sorted({path.parts[0] for path in times if path.parts[0].startswith("step-")})
+    return {name: max(n for path, n in times.items() if path.parts[0] == name) for name in names}
+
+
+def names_a_file(reason: str, files: Sequence[str], damaged_file: str) -> bool:
+    """Return whether a reason names the damaged file, or any of ``files`` where it may be another.
+
+    A damaged manifest no longer fits a file that is as it was. If a bit of it has flipped, it may
+    list a ``ctate.pt``, which is missing.
+    """
+    differences = 1 if damaged_file == MANIFEST else 0
+    to_blame = files if damaged_file in ("", MANIFEST) else [Path(damaged_file).name]
+    return any(
+        sum(map(operator.ne, reason[start : start + len(name)], name)) <= differences
+        for name in to_blame
+        for start in range(len(reason) - len(name) + 1)
+    )
+
+
+def _damage_copy(whole: Path, folder: Path, damage: Damage) -> str:
+    """Damage a copy of the whole folder; return the name of the file."""
+    shutil.rmtree(folder)
+    shutil.copytree(whole, folder)
+    newest, before = folder / name_of(3), folder / name_of(2)
+    if not damage.is_of_two:
+        shorten(folder / name_of(1))
+    files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    file = files[damage.which % len(files)]
+    if damage.kind == "swapped checkpoints":
+        newest.rename(folder / "other")
+        before.rename(newest)
+        (folder / "other").rename(before)
+        return ""
+    place = int(damage.place * file.stat().st_size)
+    DAMAGES[damage.kind](file, before / file.relative_to(newest), place)
+    return "" if damage.kind == "a file more" else file.relative_to(newest).as_posix()
+
+
+def _flip(file: Path, _: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << place % 8
+    file.write_bytes(content)
+
+
+def _swap(file: Path, other: Path, _: int) -> None:
+    mine, others = file.read_bytes(), other.read_bytes()
+    file.write_bytes(others)
+    other.write_bytes(mine)
+
+
+DAMAGES: dict[str, Callable[[Path, Path, int], Any]] = {
+    "a flipped bit": _flip,
+    "a file that ends too early": lambda file, _, place: os.truncate(file, place),
+    "a byte too many": lambda file, _, place: file.write_bytes(file.read_bytes() + b" "),
+    "a missing file": lambda file, _, place: file.unlink(),
+    "an empty file": lambda file, _, place: os.truncate(file, 0),
+    "a file more": lambda file, _, place: (file.parent / MORE).write_bytes(b"more"),
+    "files swapped between two checkpoints": _swap,
+}
+
+
+def draw_damages(random: Random, num_flips: int) -> list[Damage]:
+    """Draw ways to damage a checkpoint: each kind on each file, and flips at random places."""
+    kinds = [Damage(kind, which, random.random()) for kind in DAMAGES for which in (0, 1)]
+    flips = [Damage("a flipped bit", which % 3, random.random()) for which in range(num_flips)]
+    return [*kinds, *flips, Damage("swapped checkpoints")]
+
+
+def load_where_all_are_damaged(store: Store) -> Facts:
+    """Load where there is nothing yet, and where no checkpoint is undamaged."""
+    empty = store.prepare(Plan(0)).load()
+    missing = store.load(store.folder / "not there")
+    store.prepare(Plan(0, there=(1, 2), damaged=(1, 2)))
+    before = sorted(store.folder.rglob("*"))
+    files = listing(store.folder / name_of(2))
+    load = store.load()
+    is_unchanged = before == sorted(store.folder.rglob("*"))
+    nothing = {"an empty folder": empty, "no folder": missing}
+    return {"all": load, "files": files, "unchanged": is_unchanged, "nothing": nothing}
+
+
+# Saves one after the other
+
+
+def save_all(store: Store, steps: Sequence[int], plan: Plan) -> Facts:
+    """Save some steps after those of a plan; return the folder after each, and what is loaded."""
+    store.prepare(plan)
+    left, read = [], list[Mapping[str, int]]()
+    for step in steps:
+        with reads_in(store.folder) as reads:
+            store.save(step, keep=plan.keep)
+        left.append(store.on_rank_0(lambda: listing(store.folder)))
+        read.append(times_read(reads))
+    return {"left": left, "unchanged": store.is_unchanged, "read": read, **store.load()}
+
+
+def save_again(store: Store) -> Facts:
+    """Save a step that has a checkpoint; return the error, the folder and what is loaded."""
+    store.prepare(Plan(0, there=(1, 2)))
+    refusal = ""
+    try:
+        store.save(2)
+    except NotImplementedError:
+        raise
+    except FileExistsError:
+        refusal = "FileExistsError"
+    except Exception as error:
+        refusal = error_text(error)
+    left = store.on_rank_0(lambda: listing(store.folder))
+    return {"refusal": refusal, "left": left, **store.load()}
