@@ -60,20 +60,12 @@ def _drawn(grade: Grade, counts: list[int], *, is_tiny: bool = False) -> b.Case:
 
 @task("3.10")
 def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
-    cases = [EXAMPLE, *_clear_cases(grade)] + [
+    """Few bytes are shared like many: each counts."""
+    cases = [EXAMPLE, *_clear_cases(grade), *_clear_cases(grade, is_tiny=True)] + [
         _drawn(grade, counts)
         for counts in ([4], [2], [7], [1] * 6, [1, 1], [3, 2], [1, 4, 4], [2, 2, 1, 1])
         for _ in range(NUM_CASES)
     ]
-    _check_cases(grade, cases)
-
-
-@task("3.10")
-def test_a_few_bytes_are_shared_too(grade: Grade) -> None:
-    _check_cases(grade, _clear_cases(grade, is_tiny=True))
-
-
-def _check_cases(grade: Grade, cases: list[b.Case]) -> None:
     run = grade.run(b.choose_all, 2, cases)
     check_silent(run, "choose_algorithm")
     for rank, chosen in enumerate(run.results):

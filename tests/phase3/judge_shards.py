@@ -1,6 +1,6 @@
 """Judges task 3.13: balance, moves when servers join and leave, and agreement of all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 
 from distlab.grade import Grade, check, task
@@ -77,17 +77,27 @@ def _least_maximum(case: Case) -> int:
 
 def _assigned(grade: Grade, cases: Sequence[Case]) -> list[Assigned]:
     """Assign, and check the promises that hold in every case."""
-    run = grade.run(b.assign_all, 1, cases)
+    run = grade.run(b.assign_all, 2, cases, grade.random.randrange(1000))
     check_silent(run, "assign_shards")
-    for case, result in zip(cases, run.results[0], strict=True):
+    first, second = run.results
+    for case, result, other in zip(cases, first, second, strict=True):
+        assigned = result["assigned"]
         check(
             result["is_unchanged"],
             f"{case}: assign_shards has changed its arguments, which belong to the caller. Work on "
             "a copy: dict(previous).",
         )
-        _check_names(case, result["assigned"])
-        _check_balance(case, result["assigned"])
-    return [result["assigned"] for result in run.results[0]]
+        _check_names(case, assigned)
+        _check_balance(case, assigned)
+        names = [name for name in sorted(assigned) if other["assigned"].get(name) != assigned[name]]
+        check(
+            not names,
+            f"{case}: ranks 0 and 1 choose different servers for {short(names)}. They have the "
+            "same arguments, in another order. Where two tensors have the same size, or two "
+            "servers the same load, let the name and the rank decide: sorted(…, key=lambda name: "
+            "(-sizes[name], name)).",
+        )
+    return [result["assigned"] for result in first]
 
 
 def _check_names(case: Case, assigned: Assigned) -> None:
@@ -152,6 +162,8 @@ def test_what_any_assignment_becomes(grade: Grade) -> None:
     random = grade.random
     cases = [Case(_sizes(random, n, 1000), _servers(random, k)) for n, k in ((60, 7), (40, 1))]
     cases += [Case({}, (3, 5)), Case({"a": 4}, (3, 5, 9)), Case({"a": 0, "b": 0}, (1,))]
+    alike = {f"{i}": 8 for i in range(9)}
+    cases += [Case(alike, (0, 1, 2), dict.fromkeys(alike, 1))]
     cases += [Case({f"{i}": 8 for i in range(30)}, (7, 2, 4)), Case({"a": 9, "b": 9}, (0, 1), {})]
     for num_tensors in (60, 90):  # each of them is small beside the mean
         sizes = _sizes(random, num_tensors, 3)
@@ -170,33 +182,3 @@ def _changed(random: Random) -> Case:
     share = random.choice((0.8, 1.0))
     previous = {name: random.choice(homes) for name in sizes if random.random() < share}
     return Case(sizes, servers, previous | random.choice(({}, {"gone": homes[0]})))
-
-
-@task("3.13")
-def test_all_ranks_choose_the_same(grade: Grade) -> None:
-    random = grade.random
-    alike = {f"{i}": 8 for i in range(9)}
-    first = Case(_sizes(random, 20, 5), _servers(random, 4))
-    previous = {name: first.servers[int(size > 2)] for name, size in first.sizes.items()}
-    cases = [
-        Case(alike, (5, 1, 3)),
-        first,
-        Case(first.sizes, (*first.servers[1:], 20, 30), previous),
-        Case(alike, (0, 1, 2), dict.fromkeys(alike, 1)),
-    ]
-    run = grade.run(b.assign_in_any_order, 4, cases, random.randrange(1000))
-    check_silent(run, "assign_shards")
-    for rank, result in enumerate(run.results):
-        for case, mine, other in zip(cases, result, run.results[0], strict=True):
-            names = _differing(mine, other)
-            check(
-                not names,
-                f"{case}: rank {rank} and rank 0 choose different servers for {short(names)}. They "
-                "have the same arguments, in another order. Where two tensors have the same size, "
-                "or two servers the same load, let the name and the rank decide: "
-                "sorted(…, key=lambda name: (-sizes[name], name)).",
-            )
-
-
-def _differing(mine: Mapping[str, int], other: Mapping[str, int]) -> list[str]:
-    return sorted(name for name in {*mine, *other} if mine.get(name) != other.get(name))

@@ -24,29 +24,26 @@ class Case(NamedTuple):
         return f"for sizes={dict(self.sizes)!r:.300}, servers={[*self.servers]}{before}"
 
 
-def assign_all(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Assign the tensors of every case; return also whether the arguments are as they were."""
+def assign_all(lesson: Any, cases: Sequence[Case], seed: int) -> list[dict[str, Any]]:
+    """Assign the tensors of every case, with arguments in another order on every rank.
+
+    Returns:
+        For each case, the assignment, and whether the arguments are unchanged.
+    """
+    random = Random(seed + dist.get_rank())
     results = []
     for case in cases:
-        sizes, servers = dict(case.sizes), [*case.servers]
-        previous = None if case.previous is None else dict(case.previous)
+        sizes, servers = (
+            _shuffled(case.sizes, random),
+            random.sample(case.servers, len(case.servers)),
+        )
+        previous = None if case.previous is None else _shuffled(case.previous, random)
+        given = Case(dict(sizes), tuple(servers), previous and dict(previous))
         with case_told(f"{case}"):
             assigned = lesson.assign_shards(sizes, servers, previous)
         after = Case(sizes, tuple(servers), previous)
         named = dict(typed("assign_shards", assigned, dict))
-        results.append({"assigned": named, "is_unchanged": after == case})
-    return results
-
-
-def assign_in_any_order(lesson: Any, cases: Sequence[Case], seed: int) -> list[dict[str, int]]:
-    """Assign the tensors of every case, the arguments in another order on every rank."""
-    random = Random(seed + dist.get_rank())
-    results = []
-    for sizes, servers, previous in cases:
-        before = None if previous is None else _shuffled(previous, random)
-        order = random.sample(servers, len(servers))
-        assigned = lesson.assign_shards(_shuffled(sizes, random), order, before)
-        results.append(dict(typed("assign_shards", assigned, dict)))
+        results.append({"assigned": named, "is_unchanged": after == given})
     return results
 
 
