@@ -9,10 +9,10 @@ from torch import Tensor
 
 from judging.calls import cause_told, refusal_of, returned
 from judging.comparing import noting_changes
+from judging.tensors import given_group
 from phase2.sharding import (
     drawn,
     go_backward_with,
-    group_argument,
     is_alone_summed,
     laid_out,
     listed,
@@ -63,7 +63,7 @@ def through_region(
     changes |= {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
     with noting_changes(**changes) as changed:
         region = getattr(lesson, function)
-        outputs = [returned(function, region(x, **group_argument(group))) for x in given]
+        outputs = [returned(function, region(x, **given_group(group))) for x in given]
         found = [_found(x, y) for x, y in zip(given, outputs, strict=True)]
         dist.barrier(group)
         for x, y, gradient in zip(given, outputs, gradients, strict=True):

@@ -28,11 +28,6 @@ def place(group: Any) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def group_argument(group: Any) -> dict[str, Any]:
-    """``group=``, left out where all ranks are meant."""
-    return {} if group is None else {"group": group}
-
-
 def listed(tensor: Any) -> Any:
     """A tensor as lists; anything else as it is."""
     return tensor.detach().tolist() if isinstance(tensor, Tensor) else tensor

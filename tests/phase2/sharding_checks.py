@@ -11,7 +11,7 @@ from judging.checks import is_close, short_beside
 from judging.expect import expect
 from phase2.sharding import rank_part
 
-SIZES = (2, 3, 5, 8, 1)  # numbers of ranks
+SIZES = (3, 4, 1)  # numbers of ranks
 REAL_SIZES = (3,)  # real processes
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
 

@@ -14,10 +14,10 @@ from distlab.grade import WrongResult
 from judging.calls import case_told, refusal_of, returned
 from judging.comparing import noting_changes
 from judging.models import IGNORED
+from judging.tensors import given_group
 from phase2.sharding import (
     drawn,
     go_backward_with,
-    group_argument,
     is_alone_summed,
     laid_out,
     listed,
@@ -170,7 +170,7 @@ def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], lis
     for name in NORMS if case.function == BLOCK_SPLIT else ():  # before the hooks of the split
         getattr(full, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     with case_told(f"of {case}"):
-        result = getattr(lesson, case.function)(full, **group_argument(group), **more)
+        result = getattr(lesson, case.function)(full, **given_group(group), **more)
     if case.function not in LAYERS:
         return full, {"norms": seen}, []
     is_kept, is_own = before == state_of(full), _is_untouched_by(full, result)
@@ -304,7 +304,7 @@ def loss_case(lesson: Any, case: Scores, group: Any = None) -> dict[str, Any]:
     with noting_changes(logits=logits, targets=targets) as changed:
         dist.barrier(group)
         function = lesson.vocab_parallel_cross_entropy
-        losses = returned(LOSS, function(logits, targets, **group_argument(group)))
+        losses = returned(LOSS, function(logits, targets, **given_group(group)))
         dist.barrier(group)
         if (losses.shape, losses.dtype) != (targets.shape, logits.dtype):
             raise WrongResult(

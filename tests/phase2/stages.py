@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from distlab.grade import WrongResult
 from judging.calls import case_told, cause_told, refusal_of, returned, typed
 from judging.models import DOUBLE
-from phase2.sharding import group_argument
+from judging.tensors import given_group
 from phase2_advanced.given import group_device
 
 NUM_BLOCKS, VOCABULARY, NUM_CLASSES, LR = 9, 11, 5, 0.1
@@ -281,10 +281,10 @@ def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
     for tensors in lists_of(rank):
         sent = [tensor.to(group_device(group)) for tensor in tensors]
         before = [_description_of(x) for x in sent]
-        works = lesson.send_tensors(sent, (rank + 1) % size, **group_argument(group))
+        works = lesson.send_tensors(sent, (rank + 1) % size, **given_group(group))
         kept.append([_description_of(x) for x in sent] == before)
         del tensors, sent
-        found = lesson.recv_tensors((rank - 1) % size, **group_argument(group))
+        found = lesson.recv_tensors((rank - 1) % size, **given_group(group))
         for work in returned("send_tensors", works):
             work.wait()
         arrived.append([_description_of(x) for x in returned("recv_tensors", found)])
@@ -335,7 +335,7 @@ def _train(lesson: Any, plan: Plan, cuts: Sequence[int], group: Any) -> dict[str
     """Train with one stage on each rank: blocks ``cuts[rank]`` to ``cuts[rank + 1]``."""
     rank = dist.get_rank(group)
     blocks = blocks_of(plan).to(group_device(group))
-    runner = lesson.StageRunner(Chain(blocks[cuts[rank] : cuts[rank + 1]]), **group_argument(group))
+    runner = lesson.StageRunner(Chain(blocks[cuts[rank] : cuts[rank + 1]]), **given_group(group))
     steps = [_step(runner, plan, step, group) for step in range(plan.num_steps)]
     return {"steps": steps, "state": state_of(blocks, range(cuts[rank], cuts[rank + 1]))}
 

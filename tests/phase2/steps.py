@@ -395,11 +395,11 @@ class Noted(nn.Module):
         return logits
 
 
-def weighted(by_rank: Sequence[float], group: Any = None) -> Callable[..., tuple[Tensor, int]]:
+def weighted(by_rank: Sequence[float]) -> Callable[..., tuple[Tensor, int]]:
     """Make a loss whose gradient is the rank's factor for each output and target."""
 
     def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
-        factor = by_rank[dist.get_rank(group)]
+        factor = by_rank[dist.get_rank()]
         return model(whole[0]).float().sum() * factor, len(whole[0])
 
     return loss_sum
@@ -452,14 +452,12 @@ def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
     return {"skipped": any(skipped), "weight": model.weight.item()}
 
 
-def overflow(
-    lesson: Any, by_step: list[list[float]], reduce_dtype: str, group: Any = None
-) -> list[dict[str, Any]]:
+def overflow(lesson: Any, by_step: list[list[float]], reduce_dtype: str) -> list[dict[str, Any]]:
     """Steps with gradients of the size of the rank's factor, and what they have changed."""
     torch.manual_seed(9)
     model = nn.Linear(FEATURES, 2)
     optimizer = torch.optim.Adam(two_groups(model), lr=0.01)
-    scaler, found = TorchScaler(2.0**16, group=group), list[Any]()
+    scaler, found = TorchScaler(2.0**16), list[Any]()
     for factors in by_step:
         sums = list[list[float]]()
         before = repr([state_of(model), optimizer.state_dict()])
@@ -467,8 +465,7 @@ def overflow(
             *(model, optimizer, scaler, (torch.ones(1, FEATURES),)),
             reduce_dtype=DTYPES[reduce_dtype],
             max_norm=1.0,
-            loss_sum=_noting(sums, weighted(factors, group)),
-            group=group,
+            loss_sum=_noting(sums, weighted(factors)),
         )
         loss, is_skipped, norm = _result(result)
         found.append(
