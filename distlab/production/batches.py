@@ -1,4 +1,4 @@
-"""Batches as a step wants them: on the device, without what cannot be read, mixed if asked for."""
+"""Batches on the device, without unreadable images, and mixed if configured."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +11,11 @@ from distlab.production.images import BAD, ImageData, transforms
 from distlab.production.loading import Keys, loader_of
 from distlab.production.strategies import Strategy
 
-Targets = Tensor  # (b,) classes, or (b, classes) their shares
+Targets = Tensor  # (b,) classes, or (b, classes) shares of the classes
 
 
 class Batches:
-    """This rank's parts of the global batches, as far as a sampler says.
+    """This rank's parts of the global batches, in the order of a sampler.
 
     Attributes:
         bad_images: Number of images that this rank could not read in this epoch.
@@ -31,12 +31,12 @@ class Batches:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the processes that load. When they are garbage, torch waits 5 s for each."""
+        """End the loader's processes. If left to the garbage collector, each takes torch 5 s."""
         if self.loader._iterator is not None:
             self.loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
     def of_epoch(self, strategy: Strategy) -> Iterator[tuple[Tensor, Targets]]:
-        """Yield what is left of the epoch; a rank that computes nothing gets nothing."""
+        """Yield the rest of the epoch; a rank that computes nothing gets empty batches."""
         self.bad_images = 0
         if not strategy.computes:
             yield from [(torch.zeros(0), torch.zeros(0))] * len(self.sampler)
@@ -47,7 +47,7 @@ class Batches:
 
     def _ready(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Targets]:
         is_good = labels != BAD
-        if not bool(is_good.any()):  # an image that does not count: each rank takes part
+        if not bool(is_good.any()):  # every rank must take part: an image that does not count
             blank = torch.zeros(1, *images.shape[1:])
             return on_device(blank, self.config, self.device), self._labels(torch.tensor([BAD]))
         if not bool(is_good.all()):
@@ -60,13 +60,13 @@ class Batches:
 
 
 def on_device(images: Tensor, config: Config, device: torch.device) -> Tensor:
-    """Move images, laid out in memory as the model wants them."""
+    """Move images to the device, in the memory layout of the model."""
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return images.to(device, non_blocking=True, memory_format=layout)
 
 
 def _mixer(config: Config, num_classes: int) -> Any:
-    """Return what mixes pairs of images: mixup, cutmix, or one of both at random; or None."""
+    """Return the mixer of pairs of images: mixup, cutmix, one of both at random, or None."""
     v2 = transforms()
     kinds = [(v2.MixUp, config.mixup), (v2.CutMix, config.cutmix)]
     mixers = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha]

@@ -29,7 +29,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Config(BaseModel):
-    """All that decides how a training goes; what lasts is counted in epochs or steps."""
+    """All settings of a training; durations are counted in epochs or steps."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
@@ -47,7 +47,7 @@ class Config(BaseModel):
     num_workers: int = Field(2, ge=0)  # processes that load images, for each rank
     max_bad_images: int = Field(0, ge=0)  # limit per epoch
 
-    # how long, and how
+    # length and recipe
     epochs: int = Field(10, ge=1)
     batch_size: int = Field(128, ge=1)  # images of all ranks together
     accumulate: int = Field(1, ge=1)  # micro-batches of a rank's share
@@ -58,20 +58,20 @@ class Config(BaseModel):
     schedule: Literal["cosine", "constant"] = "cosine"
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(5e-5, ge=0)
-    decay_norms: bool = True  # also of biases, and of the weights of norms
+    decay_norms: bool = True  # weight decay also for biases and norms
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_norm: float = Field(0.0, ge=0)  # 0: off
     ema_decay: float = Field(0.0, ge=0, lt=1)  # 0: off
     seed: int = Field(0, ge=0)
 
-    # how fast
+    # speed
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Precision = "fp32"
     channels_last: bool = False
     compile: bool = False
 
-    # on how many ranks, and how they share the work
-    num_gpus: int | Literal["auto"] = "auto"  # processes of a node; on a CPU, too
+    # ranks, and how they share the work
+    num_gpus: int | Literal["auto"] = "auto"  # processes per node, also on CPUs
     strategy: Strategy = "ddp"
     communication_pattern: Pattern = "native"
     zero_redundancy: Literal[0, 1, 2, 3] = 0
@@ -79,9 +79,9 @@ class Config(BaseModel):
     tensor_parallelism: int = Field(1, ge=1)
     sharding_strategy: Literal["auto", "manual"] = "manual"
     compression: Compression = "none"
-    compression_ratio: float = Field(0.01, gt=0, le=1)  # top_k and random_k; power_sgd: rank 4
+    compression_ratio: float = Field(0.01, gt=0, le=1)  # share of entries; power_sgd: rank 4
 
-    # what is left behind
+    # output
     run_dir: Path = Path("out/run")
     resume: Literal["auto", "never"] = "auto"
     save_every: int = Field(500, ge=1)
@@ -91,12 +91,12 @@ class Config(BaseModel):
     metrics_port: int = Field(0, ge=0, le=65535)  # 0: no page
     metrics_host: str = "127.0.0.1"
     heartbeat_timeout_s: float = Field(300.0, gt=0)
-    profile: bool = False  # a few steps before the first, as a trace for Perfetto
+    profile: bool = False  # traces a few steps before the first, for Perfetto
 
     @model_validator(mode="before")
     @classmethod
     def _reads_true(cls, values: Any) -> Any:
-        """``zero_redundancy: true`` asks for the first stage, false for none."""
+        """Read ``zero_redundancy: true`` as stage 1, and false as stage 0."""
         stage = values.get("zero_redundancy") if isinstance(values, Mapping) else None
         return {**values, "zero_redundancy": int(stage)} if isinstance(stage, bool) else values
 
@@ -116,7 +116,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        """Refuse what does not go together, with what to change."""
+        """Refuse keys that do not go together, and say what to change."""
         for is_wrong, reason in _conflicts(self):
             if is_wrong:
                 raise ValueError(reason)
@@ -124,26 +124,26 @@ class Config(BaseModel):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold different parts of the model or of the optimizer's state."""
+        """True if ranks hold different parts of the model or of the optimizer's state."""
         parts = self.pipeline_parallelism * self.tensor_parallelism
         return bool(self.zero_redundancy) or parts > 1 or self.has_servers
 
     @property
     def has_servers(self) -> bool:
-        """Whether the first rank is a parameter server."""
+        """True if the first rank is a parameter server."""
         return self.strategy == "course" and self.communication_pattern == "parameter_server"
 
 
-Conflicts = list[tuple[bool, str]]  # whether it is there, and what to do about it
+Conflicts = list[tuple[bool, str]]  # True if the conflict exists, and what to do about it
 
 
 def _conflicts(c: Config) -> Conflicts:
-    """What does not go together, and what to do about it."""
+    """Return all possible conflicts between keys."""
     return [*_of_spreading(c), *_of_gradients(c), *_of_images(c)]
 
 
 def _of_spreading(c: Config) -> Conflicts:
-    """Of the keys that say how ranks share the work."""
+    """Return conflicts of the keys that say how ranks share the work."""
     keys = "communication_pattern", "zero_redundancy", "pipeline_parallelism", "tensor_parallelism"
     course_keys = [
         f"{name}: {getattr(c, name)}"
@@ -187,7 +187,7 @@ def _of_spreading(c: Config) -> Conflicts:
 
 
 def _of_gradients(c: Config) -> Conflicts:
-    """Of the keys that need all gradients, or the model, whole on each rank."""
+    """Return conflicts of the keys that need whole gradients or models on each rank."""
     plain = not c.is_sharded and c.strategy != "fsdp"
     return [
         (
@@ -227,7 +227,7 @@ def _of_gradients(c: Config) -> Conflicts:
 
 
 def _of_images(c: Config) -> Conflicts:
-    """Of the keys of data, model and recipe."""
+    """Return conflicts of the keys of data, model and recipe."""
     sides = [c.image_size, *c.progressive_resize.values()]
     return [
         (
@@ -260,7 +260,7 @@ def _of_images(c: Config) -> Conflicts:
 
 
 def _splits(c: Config) -> bool:
-    """Whether no rank holds the whole model while it computes."""
+    """Return True if no rank holds the whole model while it computes."""
     return c.pipeline_parallelism * c.tensor_parallelism > 1
 
 
@@ -276,18 +276,18 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Confi
 
     Args:
         path: YAML file.
-        overrides: keys of the command line, whose values are read as YAML.
+        overrides: Keys of the command line; their values are read as YAML.
 
     Raises:
-        ConfigError: one line for each thing that is wrong: a key that does not exist, with the
-            nearest one; a value of another type, with what it should be; keys that do not fit.
+        ConfigError: One line for each fault: a key that does not exist, with the
+            nearest one; a value of another type, with the expected one; keys that do not fit.
     """
     given = {key: _value(key, text) for key, text in (overrides or {}).items()}
     return make_config({**_read(path), **given}, str(path), given)
 
 
 def make_config(values: Mapping[str, Any], where: str, options: Container[str] = ()) -> Config:
-    """Check values; ``where`` begins the message of what is wrong with one that is no option.
+    """Check values; ``where`` begins a message unless its key is in ``options``.
 
     Raises:
         ConfigError: As raised by ``load_config``.
@@ -297,7 +297,7 @@ def make_config(values: Mapping[str, Any], where: str, options: Container[str] =
     except ValidationError as error:
         first = {problem["loc"][:1]: problem for problem in reversed(error.errors())}
         lines = [
-            f"{'the command line' if _key(problem) in options else where}: {_told(problem)}"
+            f"{'the command line' if _key(problem) in options else where}: {_problem_text(problem)}"
             for problem in reversed(first.values())
         ]
         raise ConfigError("\n".join(lines)) from None
@@ -307,21 +307,21 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = yaml.load(path.read_text(encoding="utf-8"), _OnceOnly)
+            values = yaml.load(path.read_text(encoding="utf-8"), _OnceOnly)
     except OSError as error:
-        there = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
+        known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
         raise ConfigError(
-            f"{path}: {error.strerror}. {f'There are {there}' if there else ''}"
+            f"{path}: {error.strerror}. {f'There are {known}' if known else ''}"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: this is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected lines of the form key: value, got {found!r:.80}")
-    return {str(key): value for key, value in found.items()}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of the form key: value, got {values!r:.80}")
+    return {str(key): value for key, value in values.items()}
 
 
 class _OnceOnly(yaml.SafeLoader):
-    """Refuses a key that comes twice: YAML's own loader keeps the last one and says nothing."""
+    """Refuses duplicate keys, of which YAML's own loader silently keeps the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -343,14 +343,14 @@ def _key(problem: Any) -> str:
     return ".".join(str(part) for part in problem["loc"][:1])
 
 
-EXPECTED = {  # beginning of pydantic's name of a problem -> what is expected
+EXPECTED = {  # first word of pydantic's type of a problem -> expectation
     "int": "expected a whole number",
     "float": "expected a number",
     "bool": "expected true or false",
 }
 
 
-def _told(problem: Any) -> str:
+def _problem_text(problem: Any) -> str:
     """Say what is wrong with one key, and what it should be."""
     key = _key(problem)
     if problem["type"] == "extra_forbidden":
@@ -382,12 +382,12 @@ def split_arguments(arguments: Sequence[str]) -> dict[str, str]:
     """Read ``--epochs 5 --lr=0.1`` as keys with texts.
 
     Raises:
-        ConfigError: something is no key, or has no value.
+        ConfigError: A word is not a key, or a key has no value.
     """
-    found: dict[str, str] = {}
-    waiting = list(arguments)
-    while waiting:
-        word = waiting.pop(0)
+    read: dict[str, str] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
         name, has_value, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
             advice = f": write --{word}" if re.match(r"\w+=", word) else ""
@@ -395,8 +395,8 @@ def split_arguments(arguments: Sequence[str]) -> dict[str, str]:
                 f"{word}: expected --KEY VALUE, with a key of the configuration{advice}"
             )
         if not has_value:
-            if not waiting or waiting[0].startswith("--"):
+            if not words or words[0].startswith("--"):
                 raise ConfigError(f"--{name} has no value: write --{name} VALUE")
-            value = waiting.pop(0)
-        found[name.replace("-", "_")] = value
-    return found
+            value = words.pop(0)
+        read[name.replace("-", "_")] = value
+    return read

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 
 def draw_curve(run_dir: Path) -> None:
-    """Draw ``run_dir``/curve.png from what rank 0 has noted in metrics.rank0.jsonl."""
+    """Draw ``run_dir``/curve.png from metrics.rank0.jsonl, the record of rank 0."""
     lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     figure = Figure(figsize=(12, 3.6), layout="constrained")

@@ -10,18 +10,18 @@ from distlab import data
 from distlab.data import DataError
 
 SIDE = 32  # side of the files, four times that of the digits
-MARK = "distlab-digits"  # a file by which the folder is known
+MARK = "distlab-digits"  # file that identifies a folder made here
 
 
 def digits_folder(folder: Path) -> Path:
-    """Make ``folder``/{train,val}/{0 … 9}/0000.jpg if it is not there; return it.
+    """Create ``folder``/{train,val}/{0 … 9}/0000.jpg if it does not exist; return it.
 
-    It gets its name when it is whole: a process that is killed leaves nothing under it.
+    The folder gets its name once it is complete, even if a process is killed meanwhile.
 
     Raises:
-        DataError: the folder is there, and was not made by this function.
+        DataError: The folder exists, and was not made by this function.
 
-    Cost: 1,797 files, 3 s, the first time.
+    Cost: 1,797 files and 3 s on first use.
     """
     if folder.exists() and not (folder / MARK).exists():
         raise DataError(

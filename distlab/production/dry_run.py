@@ -1,10 +1,10 @@
-"""Predicts how a recipe trains on a cluster that is not there: a step of it is simulated.
+"""Predicts how a recipe trains on a cluster that is not there, by simulating a step.
 
     python -m distlab.production.dry_run --config configs/imagenet_resnet50.yaml \\
         --cluster dgx-a100 --nodes 4
 
 --cluster names a preset of the simulator, and all GPUs of the --nodes train. --KEY VALUE changes
-any key of the configuration. The data are not needed; imagefolder stands for ImageNet.
+any key of the configuration. The data are not needed; imagefolder means ImageNet.
 """
 
 import math
@@ -26,7 +26,7 @@ from distlab.production.simulated_step import Step, simulated_step
 from distlab.sim import GPU, Cluster, SimulationError
 from distlab.util.text import bytes_text, counted, seconds_text
 
-EFFICIENCY = 0.61  # share of the roofline; fitted, see ASSUMED
+EFFICIENCY = 0.61  # fitted share of the roofline, see ASSUMED
 ASSUMED = """\
 Assumed: GPUs reach {:.0%} of the roofline of their data sheets, which is fitted to one figure,
 NVIDIA's 2,470 images/s of ResNet-50 on an A100 of 80 GB in 16 bits (DeepLearningExamples, ConvNets,
@@ -36,7 +36,7 @@ was not run."""
 
 
 class Counts(NamedTuple):
-    """How many images and classes data have."""
+    """Numbers of images and classes of a data set."""
 
     train: int
     test: int
@@ -53,12 +53,12 @@ COUNTS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is to be expected of a recipe.
+    """Predicted speed and duration of a recipe.
 
     Attributes:
-        step: Step of most epochs.
+        step: Simulated step of most epochs.
         images_per_s: Rate of all GPUs in such a step.
-        mfu: model FLOPs utilisation of it.
+        mfu: Model FLOPs utilisation of such a step.
         training_s, evaluation_s: Seconds of all epochs together.
     """
 
@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def hours(self) -> float:
-        """Of the whole recipe."""
+        """Duration of the whole recipe, in hours."""
         return (self.training_s + self.evaluation_s) / 3600
 
 
@@ -78,11 +78,11 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
     """Simulate two steps and an evaluation for each size of images that the recipe trains on.
 
     Raises:
-        ConfigError: the cluster has no GPUs, the recipe does not fit into their memory, or has what
-            cannot be predicted.
-        NotThereError: there are no solutions here.
+        ConfigError: The cluster has no GPUs, or the recipe does not fit into their memory or
+            uses a feature that cannot be predicted.
+        NotThereError: This copy of the course has no solutions.
 
-    Cost: about 0.5 s of computing for each GPU of the cluster and each size of images, and 3 s.
+    Cost: 3 s, and about 0.5 s for each GPU of the cluster and each size of images.
     """
     gpu = cluster.gpu
     if gpu is None:
@@ -107,7 +107,7 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
 
 
 def _slower(gpu: GPU) -> GPU:
-    """Return a GPU that reaches what such GPUs have reached."""
+    """Return a GPU that reaches ``EFFICIENCY`` of the rates of its data sheet."""
     flops = {dtype: EFFICIENCY * rate for dtype, rate in gpu.achievable_flops.items()}
     rate = EFFICIENCY * gpu.memory_bytes_per_s
     return replace(gpu, achievable_flops=flops, memory_bytes_per_s=rate)
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cluster(options: dict[str, str]) -> Cluster:
-    """Take the cluster out of what the command line says."""
+    """Remove the cluster's options from those of the command line; return the cluster."""
     name, nodes = options.pop("cluster", "dgx-a100"), options.pop("nodes", "1")
     if not nodes.isdecimal() or not int(nodes):
         raise ConfigError(f"--nodes {nodes}: expected how many there are, 1 or more")
@@ -152,11 +152,11 @@ def _cluster(options: dict[str, str]) -> Cluster:
         raise ConfigError(f"--cluster: {error}") from None
 
 
-def print_prediction(name: str, config: Config, cluster: Cluster, found: Prediction) -> None:
-    """Print a prediction as one short table, and what is assumed."""
+def print_prediction(name: str, config: Config, cluster: Cluster, prediction: Prediction) -> None:
+    """Print a prediction as one short table, and its assumptions."""
     ways = f"{config.model}, {config.precision}, batches of {config.batch_size:,} images"
     table = Table.grid(padding=(0, 2))
-    for row in _rows(config, cluster.num_gpus, found):
+    for row in _rows(config, cluster.num_gpus, prediction):
         table.add_row(*row)
     console = Console(highlight=False)
     where = f"{counted(cluster.num_gpus, 'GPU')} of {cluster.name}"
@@ -165,22 +165,30 @@ def print_prediction(name: str, config: Config, cluster: Cluster, found: Predict
     print(f"\n{ASSUMED.format(EFFICIENCY)}")
 
 
-def _rows(config: Config, gpus: int, found: Prediction) -> list[tuple[str, str, str]]:
-    """Return what is predicted, its value, and a remark."""
-    step = found.step
+def _rows(config: Config, gpus: int, prediction: Prediction) -> list[tuple[str, str, str]]:
+    """Return rows of a quantity, its value, and a remark."""
+    step = prediction.step
     held = sorted(step.peak_by_category.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{what.replace('_', ' ')} {bytes_text(size)}" for what, size in held if size)
     waiting = f"{step.exposed_s / step.step_s:.1%} of it"
-    epoch_s = found.training_s / config.epochs
+    epoch_s = prediction.training_s / config.epochs
     return [
         ("step", seconds_text(step.step_s), f"strategy {step.strategy}"),
         ("  computing", seconds_text(step.step_s - step.exposed_s), ""),
         ("  waiting for the network", seconds_text(step.exposed_s), waiting),
-        ("images/s", f"{found.images_per_s:,.0f}", f"{found.images_per_s / gpus:,.0f} a GPU"),
-        ("MFU", f"{found.mfu:.1%}", ""),
+        (
+            "images/s",
+            f"{prediction.images_per_s:,.0f}",
+            f"{prediction.images_per_s / gpus:,.0f} a GPU",
+        ),
+        ("MFU", f"{prediction.mfu:.1%}", ""),
         ("memory of a GPU", bytes_text(step.peak_bytes), parts),
         ("an epoch", _duration(epoch_s), "of training, on average"),
-        ("the recipe", f"{found.hours:.2f} h", f"{config.epochs} epochs and their evaluations"),
+        (
+            "the recipe",
+            f"{prediction.hours:.2f} h",
+            f"{config.epochs} epochs and their evaluations",
+        ),
     ]
 
 

@@ -1,9 +1,9 @@
-"""How a training ends: exit codes, which launchers and schedulers act upon, and their errors.
+"""Exit codes of a training, which launchers and schedulers act upon, and their errors.
 
 0    done
 1    anything else: restarting may help
 74   the checkpoint cannot be written (EX_IOERR of sysexits.h)
-75   stopped when asked to, and saved (EX_TEMPFAIL): run it again
+75   stopped on request, and saved (EX_TEMPFAIL): run it again
 78   the configuration or the data is wrong (EX_CONFIG): restarting does not help
 """
 
@@ -13,7 +13,7 @@ EXIT_WRONG = 78
 
 
 class ConfigError(ValueError):
-    """What was asked for, or the data, is wrong; the message says what to change."""
+    """The configuration or the data is wrong; the message says what to change."""
 
 
 class CannotSaveError(OSError):

@@ -1,4 +1,4 @@
-"""Exact evaluation: one model on all ranks, and each test image counts once."""
+"""Exact evaluation: all ranks use one model, and each test image counts once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ from distlab.production.strategies import Strategy
 
 
 class Accuracy(NamedTuple):
-    """Which part of the test images a model gets right."""
+    """Share of the test images that a model gets right."""
 
     top1: float
-    top5: float  # the class is among the five likeliest
+    top5: float  # share of images whose class is among the five likeliest
 
 
 @torch.no_grad()
@@ -34,14 +34,14 @@ def evaluate(
 ) -> Accuracy:
     """Return the share of all images that the model gets right; the same on all ranks.
 
-    Nothing of the training changes.
+    The training's state does not change.
 
     Args:
-        mean: over the steps, which is evaluated in place of the newest parameters.
-        alive: called for each batch, on all ranks; it may raise, to stop.
+        mean: Mean of the parameters over the steps, evaluated instead of the newest ones.
+        alive: Callback for each batch, on all ranks; it may raise to stop the evaluation.
 
     Raises:
-        RuntimeError: other than all images were counted: the padding of a sampler would do that.
+        RuntimeError: Not every image was counted exactly once, such as by a sampler that pads.
     """
     group = strategy.replicas
     keys = evaluation_keys(
@@ -63,10 +63,10 @@ def evaluate(
 
 
 def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Count this rank's images that are right, right among five, and all; perhaps none."""
-    shown = batch if len(batch) else batch.new_zeros(1, *batch.shape[1:])
+    """Count this rank's images that are right, right among five, and all; may be 0."""
+    inputs = batch if len(batch) else batch.new_zeros(1, *batch.shape[1:])
     with strategy.autocast():
-        logits = strategy.predict(on_device(shown, config, strategy.device))
+        logits = strategy.predict(on_device(inputs, config, strategy.device))
     likeliest = logits.topk(min(5, logits.shape[1])).indices[: len(labels)].cpu()
     is_right = likeliest == labels[:, None]
     counts = [int(is_right[:, 0].sum()), int(is_right.sum()), len(labels)]
@@ -75,10 +75,10 @@ def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) ->
 
 @contextmanager
 def as_one_model(strategy: Strategy, mean: ModelMean) -> Iterator[None]:
-    """Let all replicas hold the same model meanwhile: the means over steps, and over replicas."""
+    """Give all replicas the same model meanwhile: the mean over steps and over replicas."""
     module = strategy.module
     with mean.in_place():
-        own = {name: value.clone() for name, value in module.named_buffers()}
+        saved = {name: value.clone() for name, value in module.named_buffers()}
         average_buffers(module, strategy.replicas)
         module.eval()
         try:
@@ -86,4 +86,4 @@ def as_one_model(strategy: Strategy, mean: ModelMean) -> Iterator[None]:
         finally:
             module.train()
             for name, value in module.named_buffers():
-                value.copy_(own[name])
+                value.copy_(saved[name])

@@ -1,4 +1,4 @@
-"""Images from folders or memory: what a training reads, the same for the same seed, on any rank."""
+"""Images from folders or memory; the same seed gives the same images on any rank."""
 
 import importlib
 import os
@@ -22,30 +22,30 @@ from distlab.production.digits_files import digits_folder
 from distlab.torchvision_repair import import_torchvision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-KEPT_OF_SIDE = 0.875  # centre crop of evaluation, where images are larger than SMALL
-SMALL = 64  # images up to this side are not cropped when a model is evaluated
-BAD = -100  # the label of an image that cannot be read: cross_entropy leaves it out
-Key = tuple[int, int]  # epoch, index: what decides how an image is augmented
+KEPT_OF_SIDE = 0.875  # share of the side in an evaluation's centre crop, above SMALL
+SMALL = 64  # largest side of images that are not cropped for an evaluation
+BAD = -100  # label of an unreadable image, which cross_entropy ignores
+Key = tuple[int, int]  # epoch and index; they decide how an image is augmented
 Sample = tuple[Tensor, int]  # float32 (3, S, S), normalised; label
 
 
 class Source(Protocol):
-    """Images as they are kept, each with its label."""
+    """Stored images, each with its label."""
 
     labels: Tensor
 
     def read(self, index: int) -> Any:
-        """Return an image of PIL, or bytes (3, H, W)."""
+        """Return a PIL image, or uint8 (3, H, W)."""
 
     def name(self, index: int) -> str:
-        """Return what a message calls an image."""
+        """Return the name of an image in messages."""
 
 
 class Files:
-    """Images in files, which are decoded when asked for.
+    """Images in files, decoded on access.
 
-    The paths are one tensor of bytes, in rows of the same length, which the processes that load
-    share; of a list of strings, each would have a copy (pytorch#13246).
+    The paths are one tensor of bytes, in rows of equal length, which the loader's processes
+    share; each of them would copy a list of strings (pytorch#13246).
     """
 
     def __init__(self, samples: Sequence[tuple[str, int]]) -> None:
@@ -54,7 +54,7 @@ class Files:
         self.labels = torch.tensor([label for _, label in samples])
 
     def read(self, index: int) -> Any:
-        """Decode a file; PIL raises OSError where it is damaged."""
+        """Decode a file; PIL raises OSError if it is damaged."""
         image = importlib.import_module("PIL.Image")
         with image.open(self.name(index)) as opened:
             return opened.convert("RGB")
@@ -80,9 +80,9 @@ class Pixels:
 
 
 class Images(Dataset[Sample]):
-    """One half of the data: an item is asked for by epoch and index, as ``Key``.
+    """One half of the data, indexed by ``Key``.
 
-    An image that cannot be read comes out black, with the label BAD.
+    An image that cannot be read becomes a black one with the label BAD.
     """
 
     def __init__(self, source: Source, config: Config, *, is_training: bool) -> None:
@@ -97,27 +97,27 @@ class Images(Dataset[Sample]):
         try:
             image = self.source.read(index)
         except Exception as error:  # PIL raises errors of many kinds
-            tell_bad(self.source.name(index), error)
+            report_bad(self.source.name(index), error)
             return torch.zeros(3, side, side), BAD
         transform = _transform(self.config, side, self.is_training)
         return _seeded(transform, image, (self.config.seed, *key)), int(self.source.labels[index])
 
 
-def tell_bad(name: str, reason: object) -> None:
-    """Tell which image cannot be read, from whichever process has tried."""
+def report_bad(name: str, reason: object) -> None:
+    """Report that an image cannot be read, from the process that tried."""
     print(f"warning: {name} cannot be read: {reason}", file=sys.stderr, flush=True)
 
 
 def side_of(config: Config, epoch: int) -> int:
-    """Return the side of the training images of an epoch, as ``progressive_resize`` has it."""
+    """Return the side of an epoch's training images, by ``progressive_resize``."""
     begun = [first for first in config.progressive_resize if first <= epoch]
     return config.progressive_resize[max(begun)] if begun else config.image_size
 
 
 def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
-    """Augment by numbers that the seed alone decides, and leave torch's generator as it was.
+    """Augment with random numbers of this seed; torch's generator keeps its state.
 
-    So an image comes out the same in whichever process, on whichever rank, after a resume too.
+    An image is then the same in any process, on any rank, and after a resume.
     """
     (mixed,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     before = torch.get_rng_state()
@@ -127,7 +127,7 @@ def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
     return augmented
 
 
-_transforms: dict[tuple[Any, ...], Any] = {}  # cache: building one takes longer than one
+_transforms: dict[tuple[Any, ...], Any] = {}  # cache, as building takes longer than applying
 
 
 def _transform(config: Config, side: int, is_training: bool) -> Any:
@@ -149,7 +149,7 @@ def transforms() -> Any:
 def _augment(v2: Any, config: Config, side: int) -> list[Any]:
     if config.augment == "none":
         return _centre(v2, side)
-    smallest = 0.08 if side > SMALL else 0.6  # share of the area: small images show one thing
+    smallest = 0.08 if side > SMALL else 0.6  # share of the area; small images show one object
     crop = v2.RandomResizedCrop(side, scale=(smallest, 1.0), antialias=True)
     return [crop, *([v2.RandomHorizontalFlip()] if config.augment == "crop_flip" else [])]
 
@@ -164,7 +164,7 @@ def _centre(v2: Any, side: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class ImageData:
-    """Both halves."""
+    """The training and the test images."""
 
     train: Images
     test: Images
@@ -172,10 +172,10 @@ class ImageData:
 
 
 def open_images(config: Config) -> ImageData:
-    """Open the data that a configuration names; all ranks call it.
+    """Open the data that a configuration names; called on all ranks.
 
     Raises:
-        DataError: a folder is missing, has no classes, or an empty one, or the halves have
+        DataError: A folder is missing, has no classes, or an empty one, or the halves have
             different classes; the message says what to do.
     """
     train, test, num_classes = _sources(config)
@@ -206,7 +206,7 @@ def _sources(config: Config) -> tuple[Source, Source, int]:
 
 def _files(folder: Path) -> Files:
     try:
-        found = import_torchvision().datasets.ImageFolder(str(folder))
+        folder_of_images = import_torchvision().datasets.ImageFolder(str(folder))
     except FileNotFoundError as error:
         raise DataError(f"{folder}: {error}") from None
-    return Files(found.samples)
+    return Files(folder_of_images.samples)

@@ -1,10 +1,10 @@
-"""Starts the ranks of this node with torchrun, and ends with the exit code of the training.
+"""Start the ranks of this node with torchrun, and end with the exit code of the training.
 
     scripts/launch_training.sh --config configs/config.yaml
     scripts/launch_training.sh --config configs/config.yaml --epochs 5 --num_gpus 4
     scripts/launch_training.sh --config … --nodes 2 --node-rank 0 --rendezvous node0:29400
 
-The same command goes on where the last one has stopped. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 reach
+The same command continues where the last one stopped. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 reach
 all ranks of this node, which save and stop.
 
     --config FILE           the configuration; configs/digits_cpu.yaml by default
@@ -13,7 +13,7 @@ all ranks of this node, which save and stop.
     --nodes N               how many machines; start the command on each of them (default: 1)
     --node-rank R           which of them this is: 0 to N-1; 0 holds the rendezvous
     --rendezvous HOST:PORT  an address of node 0 that all nodes reach, and a port that is free there
-    --max-restarts K        how often to start anew after a crash (default: 3)
+    --max-restarts K        how often to restart after a crash (default: 3)
 
 Exit codes: 0 done · 75 stopped and saved, run it again · 78 the configuration or the data is wrong
 74 cannot save · 1 anything else
@@ -40,18 +40,18 @@ from distlab.production.program import DEFAULT, impl_of
 from distlab.production.saving import say
 from distlab.production.world import stop_signals
 
-CRASHED = 1  # exit code after which a new start may help
+CRASHED = 1  # exit code after which a restart may help
 
 
 class Ended(NamedTuple):
-    """How a training has ended."""
+    """Exit code of a training, and True if a signal ended it."""
 
     code: int
     by_signal: bool = False
 
 
 class Nodes(NamedTuple):
-    """The machines of a training, and which of them this is."""
+    """The number of machines of a training, and the number of this one."""
 
     number: int
     rank: int
@@ -62,9 +62,9 @@ class Nodes(NamedTuple):
 def launch(arguments: Sequence[str]) -> int:
     """Train on all ranks of this node, and return the exit code of the training.
 
-    torchrun says 1 whatever its workers say, so the code is read from ``run_dir``/exit_code. On one
-    node, a training that has crashed is started anew; on several, torchrun does that, as all of
-    them must meet again. What is wrong with the configuration is said before anything starts.
+    torchrun exits with 1 whatever its workers do, so ``run_dir``/exit_code holds the code. On
+    one node, this function restarts a training that has crashed; on several nodes torchrun does,
+    because all of them must meet again. A wrong configuration is reported before anything starts.
     """
     if {"-h", "--help"} & {*arguments}:
         print(__doc__)
@@ -82,7 +82,7 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def _option(key: str, value: str) -> tuple[str, ...]:
-    return (f"--{key}={value}",)  # one word, so that a value may begin with dashes
+    return (f"--{key}={value}",)  # one word, because a value may begin with dashes
 
 
 def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
@@ -100,7 +100,7 @@ def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
 
 
 def _run_once(command: list[str], left: Path) -> Ended:
-    """Run torchrun in this process, so that signals reach it; return how the trainer has ended."""
+    """Run torchrun in this process, so that signals reach it; return how the trainer ended."""
     left.unlink(missing_ok=True)
     by_signal = False
     try:
@@ -109,12 +109,12 @@ def _run_once(command: list[str], left: Path) -> Ended:
     except ChildFailedError:
         code = CRASHED
     except SignalException:
-        by_signal, code = True, EXIT_STOPPED  # unless a rank tells: it had not begun to train
+        by_signal, code = True, EXIT_STOPPED  # default for ranks that had not begun to train
     return Ended(int(left.read_text(encoding="utf-8")) if left.exists() else code, by_signal)
 
 
 def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
-    signals = ",".join(number.name for number in stop_signals())  # torchrun would die of SIGUSR1
+    signals = ",".join(number.name for number in stop_signals())  # SIGUSR1 would kill torchrun
     common = [f"--nproc-per-node={processes}", f"--signals-to-handle={signals}"]
     if nodes.number == 1:
         return ["--standalone", *common]
@@ -132,15 +132,15 @@ def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
 def environment(processes: int) -> dict[str, str]:
     """Return environment variables for torchrun and its workers.
 
-    The cores are shared by the ranks of a node. Without the second one, workers that are restarted
-    find the addresses of those before them in torchrun's store, and fail once or twice.
+    The ranks of a node share its cores. Without the second variable, restarted workers find
+    the addresses of their predecessors in torchrun's store, and fail once or twice.
     """
     threads = max(1, num_cores() // processes)
     return {"OMP_NUM_THREADS": str(threads), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def processes_of(config: Config) -> int:
-    """Return how many ranks a node starts: num_gpus; auto: one for each GPU, 2 on a CPU's cores."""
+    """Return the number of ranks per node: num_gpus; for auto one per GPU, or 2 on CPUs."""
     if config.num_gpus != "auto":
         return config.num_gpus
     if config.device != "cpu" and cuda.is_available():
@@ -152,17 +152,17 @@ def processes_of(config: Config) -> int:
 
 
 def config_of(given: Mapping[str, str]) -> Config:
-    """Read the configuration that a command line asks for.
+    """Read the configuration that a command line names.
 
     Raises:
-        ConfigError: it is wrong.
+        ConfigError: The configuration is wrong.
     """
     keys = {key: value for key, value in given.items() if key not in ("config", "impl")}
     return load_config(Path(given.get("config", str(DEFAULT))), keys)
 
 
 def _nodes(given: dict[str, str]) -> Nodes:
-    """Take the options of the nodes out; the trainer does not know them."""
+    """Remove the options of nodes, which the trainer does not have."""
     count = _whole(given, "nodes", "1")
     names = {"node_rank", "rendezvous"}
     if count > 1 and not names <= {*given}:

@@ -1,4 +1,4 @@
-"""Whose lessons a training uses: the solutions', or the learner's own."""
+"""The lessons that a training uses: those of the solutions, or the learner's own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ from distlab.production.config import Config
 
 Lessons = Callable[[str], ModuleType]  # imports a lesson by its name
 
-# What each part of a training calls: tasks by number.
+# Ids of the tasks that each part of a training calls.
 ALWAYS = ("4.1", "4.2", "4.4", "4.5", "4.7", "4.14", "4.15", "4.16", "4.17")
 PATTERNS: dict[str, tuple[str, ...]] = {
     "native": ("3.12",),
@@ -31,14 +31,14 @@ COMPRESSORS: dict[str, tuple[str, ...]] = {
 
 
 def find_lessons(impl: str, config: Config) -> Lessons:
-    """Return what imports a lesson, after a look at whether all are written.
+    """Return a function that imports lessons, after checking that all are written.
 
     Args:
         impl: "solution" or "mine".
 
     Raises:
-        NotThereError: a task is not written yet; it is named.
-        LearnerError: "mine" outside of the course's folder.
+        NotThereError: A task, which the message names, is not written yet.
+        LearnerError: ``impl`` is "mine" outside of the course's folder.
     """
     return partial(chosen.lesson, chosen.find(impl, tasks_of(config)))
 

@@ -1,9 +1,9 @@
-"""Loads images ahead of time, in processes that a process without threads of Python has forked.
+"""Load images ahead of time, in processes forked from a process without Python threads.
 
-A rank has threads: of its watch, of a save, of TensorBoard. What ``fork`` makes of a rank has none
-of them, and a lock that one of them held stays locked there. In CPython 3.11 a child may wait for
-such a lock of the interpreter in ``os.fork`` itself, for good. So a rank starts the fork server of
-multiprocessing, which imports once all that loading needs, and forks a process when a rank asks.
+A rank has threads: its watch, a save, TensorBoard. A fork of the rank has none of them, and a
+lock that one of them held stays locked there. In CPython 3.11 a child may wait forever for such
+a lock of the interpreter, inside ``os.fork`` itself. So a rank starts multiprocessing's fork
+server, which imports once all that loading needs, and forks a process when a rank asks for it.
 """
 
 import multiprocessing
@@ -27,7 +27,7 @@ IMPORTED = "distlab.production.loading_imports"
 
 
 class Keys:
-    """Batches of a sampler, as keys: the epoch goes with each index to the loader's processes."""
+    """Batches of a sampler as keys, which bring the epoch to the loader's processes."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -44,9 +44,9 @@ class Keys:
 def evaluation_keys(
     num_images: int, global_batch: int, rank: int, num_ranks: int
 ) -> list[list[Key]]:
-    """Return this rank's part of each batch of all images, each of which comes once.
+    """Return this rank's part of each batch; every image is in one part of one rank.
 
-    The ranks' lists are equally long, for the model of a sharded strategy is called by all ranks
+    All ranks get equally many parts, because they call the model of a sharded strategy
     together; a part may be empty.
     """
     batches: Any = torch.arange(num_images).split(global_batch)  # type: ignore[no-untyped-call]
@@ -57,10 +57,10 @@ def evaluation_keys(
 def loader_of(
     images: Images, batches: Any, config: Config, device: torch.device, *, stays: bool = False
 ) -> DataLoader[Any]:
-    """Load batches in processes of their own, ahead of time; with ``stays``, for several epochs.
+    """Load batches ahead of time in processes; ``stays`` keeps these for several epochs.
 
-    They share what is a tensor of the images, in /dev/shm. That one has ended is noticed within the
-    5 s after which torch looks.
+    The processes share the tensors of the images, in /dev/shm. The end of one is noticed within
+    5 s, the interval at which torch checks.
     """
     has_workers = config.num_workers > 0
     if has_workers:
@@ -73,16 +73,16 @@ def loader_of(
         multiprocessing_context="forkserver" if has_workers else None,
         collate_fn=_Collate(config),
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # else it would draw from the run's own
+        generator=torch.Generator(),  # otherwise it would draw from the run's generator
         worker_init_fn=_prepare_worker,
     )
 
 
 def _start_server() -> None:
-    """Start what the processes that load are forked from, if it isn't there.
+    """Start the server from which the loader's processes are forked, unless it runs.
 
-    What asks a rank to stop goes to its whole group, from torchrun or a terminal, and must not end
-    who loads before the rank has saved. The server holds it back until it has left the group.
+    Signals that stop a rank reach its whole process group, from torchrun or a terminal. They must
+    not end the loader before the rank has saved, so the server blocks them until it has left.
     """
     main = getattr(sys.modules["__main__"], "__spec__", None)
     main_name = [main.name] if main and not main.name.endswith("__main__") else []
@@ -102,7 +102,7 @@ def _prepare_worker(_worker: int) -> None:
 
 
 def _end_with_rank() -> None:
-    """End when the rank does: torch looks at the parent only, which is the server."""
+    """End when the rank does; torch only checks the parent, which is the server."""
     rank = multiprocessing.parent_process()
     if rank is not None:
         rank.join()

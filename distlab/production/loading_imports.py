@@ -1,4 +1,4 @@
-"""Imported once by the server that forks who loads images, before its first fork."""
+"""Modules that the loader's fork server imports once, before its first fork."""
 
 import os
 import signal
@@ -9,11 +9,11 @@ from distlab.production.images import transforms
 
 
 def _leave_group() -> None:
-    """Leave the rank's group, to whose processes torchrun or a terminal sends what stops a rank.
+    """Leave the rank's process group, which torchrun and terminals send signals to.
 
-    The rank has blocked these signals when it started the server: one that has come is dropped.
-    SIGTERM, by which a rank ends who loads, comes through from now on; the others need not, as
-    Slurm sends SIGUSR1 to processes in any group.
+    The rank blocked these signals when it started the server; a pending one is dropped here.
+    SIGTERM, with which a rank ends its loader, is unblocked; the others stay blocked, because
+    Slurm sends SIGUSR1 to processes of any group.
     """
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -21,8 +21,8 @@ def _leave_group() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-# the server imports the rank's main module, too; runpy wonders when a child runs it once more
+# The server also imports the rank's main module; runpy warns when a child runs it again.
 warnings.filterwarnings("ignore", ".* found in sys.modules after import of package", RuntimeWarning)
 transforms()
-if "multiprocessing.forkserver" in sys.orig_argv[-1]:  # anybody else stays where he is
+if "multiprocessing.forkserver" in sys.orig_argv[-1]:  # not in a process that merely imports this
     _leave_group()

@@ -1,4 +1,4 @@
-"""The models of the production trainer, torchvision's, and their layers one by one."""
+"""torchvision's models as the production trainer builds and cuts them."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def _build(config: Config, num_classes: int) -> nn.Module:
 
 
 def _with_stem_for(resnet: Any, side: int) -> nn.Module:
-    """Let small images in as they are: the stem of 224 x 224 leaves 1/16 of their pixels."""
+    """Replace the stem for small images, because the one for 224 x 224 keeps 1/16 of them."""
     if side <= SMALL:
         resnet.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         nn.init.kaiming_normal_(resnet.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -66,17 +66,17 @@ def _with_stem_for(resnet: Any, side: int) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Cut a model into layers which, one after the other, compute what it computes."""
-    found: Any = model
-    if hasattr(found, "encoder"):
-        return [_Patches(found), *found.encoder.layers, _Head(found)]
-    stem = nn.Sequential(found.conv1, found.bn1, found.relu, found.maxpool)
-    blocks = [block for i in range(1, 5) for block in getattr(found, f"layer{i}")]
-    return [stem, *blocks, nn.Sequential(found.avgpool, nn.Flatten(1), found.fc)]
+    """Cut a model into layers that together compute the same, one after the other."""
+    whole: Any = model
+    if hasattr(whole, "encoder"):
+        return [_Patches(whole), *whole.encoder.layers, _Head(whole)]
+    stem = nn.Sequential(whole.conv1, whole.bn1, whole.relu, whole.maxpool)
+    blocks = [block for i in range(1, 5) for block in getattr(whole, f"layer{i}")]
+    return [stem, *blocks, nn.Sequential(whole.avgpool, nn.Flatten(1), whole.fc)]
 
 
 class _Patches(nn.Module):
-    """What is before the blocks of a ViT: patches, the class's token, positions."""
+    """The part of a ViT before its blocks: patches, class token, positions."""
 
     def __init__(self, vit: Any) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Patches(nn.Module):
 
 
 class _Head(nn.Module):
-    """What is after them: a norm, and the classes, from the class's token."""
+    """The part of a ViT after its blocks: a norm, and logits from the class token."""
 
     def __init__(self, vit: Any) -> None:
         super().__init__()
@@ -104,26 +104,26 @@ class _Head(nn.Module):
 
 @torch.no_grad()
 def layer_flops(layers: list[nn.Module], side: int) -> list[float]:
-    """Count the FLOPs of each layer for an image, forward; the generators stay as they were."""
+    """Count each layer's forward FLOPs for an image; random generators keep their state."""
     device = next(layers[0].parameters()).device
-    x, found = torch.zeros(1, 3, side, side, device=device), list[float]()
+    x, flops = torch.zeros(1, 3, side, side, device=device), list[float]()
     for layer in layers:
         was_training = layer.training
         counter = FlopCounterMode(display=False)
         with counter:
             x = layer.eval()(x)
         layer.train(was_training)
-        found.append(float(max(counter.get_total_flops(), 1)))
-    return found
+        flops.append(float(max(counter.get_total_flops(), 1)))
+    return flops
 
 
 # Heads apart, for tensor parallelism
 
 
 class SplitAttention(nn.Module):
-    """Self-attention with a layer each for queries, keys and values, in the place of torch's own.
+    """Self-attention with separate layers for queries, keys and values, unlike torch's own.
 
-    The number of heads follows from the rows of ``query``, so that 1/N of them is 1/N of the heads.
+    The number of heads follows from the rows of ``query``: 1/N of the rows is 1/N of the heads.
     """
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
@@ -143,7 +143,7 @@ class SplitAttention(nn.Module):
         self.out.bias.data.copy_(attention.out_proj.bias.detach())
 
     def forward(self, x: Tensor, *_same: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
-        """Mix the positions of (B, T, E); torchvision gives ``x`` as keys and values, too."""
+        """Mix the positions of (B, T, E); torchvision also passes ``x`` as keys and values."""
         q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)  # (B, H, T, D)
         return self.out(mixed.transpose(1, 2).flatten(2)), None
@@ -153,7 +153,7 @@ class SplitAttention(nn.Module):
 
 
 class SplitMLP(nn.Module):
-    """torchvision's MLP, with names for what is split."""
+    """torchvision's MLP, with names for the two layers that are split."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -165,13 +165,13 @@ class SplitMLP(nn.Module):
 
 
 def split_heads(vit: nn.Module) -> None:
-    """Put layers that can be split in the places of a ViT's, with the same values."""
-    found: Any = vit
-    for block in found.encoder.layers:
+    """Replace the layers of a ViT by layers that can be split, with the same values."""
+    model: Any = vit
+    for block in model.encoder.layers:
         block.self_attention = SplitAttention(block.self_attention)
         block.mlp = SplitMLP(block.mlp)
 
 
 def num_heads(config: Config) -> int:
-    """Return how many heads the attention of a ViT has."""
+    """Return the number of heads of a ViT's attention."""
     return VITS[config.model]["num_heads"] if config.model in VITS else SMALL_VIT_HEADS

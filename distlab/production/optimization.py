@@ -13,7 +13,7 @@ from distlab.production.config import Config
 
 
 def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return which optimizer, and what it is made with."""
+    """Return the class of the optimizer, and its arguments."""
     common = {"lr": peak_lr(config), "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
         return torch.optim.SGD, {**common, "momentum": config.momentum}
@@ -21,7 +21,7 @@ def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str,
 
 
 def groups_of(module: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: vectors and scalars, as of norms, perhaps without decay."""
+    """Return the optimizer's groups: vectors and scalars, as in norms, may have no decay."""
     parameters = [*module.parameters()]
     if config.decay_norms:
         return [{"params": parameters}]
@@ -40,11 +40,11 @@ def peak_lr(config: Config) -> float:
 
 
 def share_of_lr(config: Config, steps_per_epoch: int, step: float) -> float:
-    """Return which part of ``peak_lr`` the rate is in a step, counted from 0.
+    """Return the learning rate of a step, counted from 0, as a share of ``peak_lr``.
 
-    A step may lie between two, in a run that has gone on with another batch size.
+    The step may be fractional, in a run that was resumed with another batch size.
 
-    It grows linearly to 1 in ``warmup_epochs``; with ``cosine``, it then falls to 0:
+    The share grows linearly to 1 in ``warmup_epochs``; with ``cosine``, it then falls to 0:
         4 steps of warm-up, 8 in all    0.25  0.5  0.75  1  1  0.85  0.5  0.15
     """
     warmup = round(config.warmup_epochs * steps_per_epoch)
@@ -57,41 +57,41 @@ def share_of_lr(config: Config, steps_per_epoch: int, step: float) -> float:
 
 
 def lr_at(config: Config, sampler: Any) -> float:
-    """Return the rate of the next step of a sampler."""
+    """Return the learning rate of the next step of a sampler."""
     steps_per_epoch = -(-sampler.num_samples // sampler.global_batch)
     step = sampler.epoch * steps_per_epoch + sampler.position / sampler.global_batch
     return peak_lr(config) * share_of_lr(config, steps_per_epoch, step)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Let the next step have a rate. It follows from the step alone: there is nothing to save."""
+    """Set the rate of the next step. It follows from the step alone, so it is never saved."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 class ModelMean:
-    """An exponential moving average of what a rank holds of a model; it is evaluated instead.
+    """An exponential moving average of this rank's part of a model, for evaluation.
 
-    The decay in step k is min(decay, (1 + k) / (10 + k)), so that the first steps do not pull
-    towards the random start. Running means of BatchNorm are averaged, too: those of the newest
-    parameters do not fit to older ones.
+    The decay in step k is min(decay, (1 + k) / (10 + k)), which keeps the random start from
+    weighing on the first means. Running means of BatchNorm are also averaged, because those of
+    the newest parameters do not fit older ones.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        """Begin with the model as it is; with a decay of 0 there is no mean."""
+        """Start with the model as it is; with a decay of 0 there is no mean."""
         self.decay = decay
         floating = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self.parameters = TensorMean([*module.parameters()] if decay else [])
         self.buffers = TensorMean(floating if decay else [])
 
     def update(self) -> None:
-        """Take a step in."""
+        """Include the parameters after a step."""
         self.parameters.update(self.decay)
         self.buffers.update(self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the means meanwhile."""
+        """Swap the means into the model meanwhile."""
         self._swap()
         try:
             yield
@@ -131,12 +131,12 @@ class TensorMean:
         return {"means": [_local(m) for m in self.means], "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state."""
+        """Restore a state."""
         self.num_updates = state["num_updates"]
         for mean, loaded in zip(self.means, state["means"], strict=True):
             _local(mean).copy_(loaded)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that fully_shard has spread."""
+    """Return this rank's shard of a tensor that fully_shard has sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""A trace of a few steps, and how much of a step is communication that nothing hides."""
+"""A trace of a few steps, and the communication of a step that no computation hides."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,18 +15,18 @@ def profile(
     unchanged: Callable[[], AbstractContextManager[None]],
     lessons: Lessons,
 ) -> None:
-    """Write a trace for Perfetto of some steps, which do not count; all ranks call it.
+    """Write a trace of a few steps, which do not count, for Perfetto; called on all ranks.
 
     Args:
-        step: does one step.
+        step: Function that does one step.
         folder: Folder of the traces, one for each rank.
-        unchanged: keeps the state of the training.
+        unchanged: Context that restores the state of the training at its end.
     """
     lesson = lessons("profiling")
     with unchanged():
         trace = lesson.profile_steps(lambda _number: step(), folder)
-    found = lesson.exposed_communication(trace)
+    costs = lesson.exposed_communication(trace)
     say(
-        f"{trace}: a step takes {seconds_text(found.step_s)}, of which communication that nothing "
-        f"hides takes {seconds_text(found.exposed_s)}"
+        f"{trace}: a step takes {seconds_text(costs.step_s)}, of which communication that nothing "
+        f"hides takes {seconds_text(costs.exposed_s)}"
     )

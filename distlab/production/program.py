@@ -27,7 +27,7 @@ INTERRUPTED = "interrupted before the first step or after the last: start the sa
 def run_program(
     train: Callable[[Config, Lessons], None], usage: str, arguments: Sequence[str] | None = None
 ) -> int:
-    """Read the command line, train, and return the exit code, which ``errors`` explains.
+    """Read the command line, train, and return the exit code; ``errors`` lists the codes.
 
     The code is also left in ``run_dir``/exit_code: torchrun exits with 1 whatever its workers say.
     """
@@ -38,7 +38,7 @@ def run_program(
     try:
         config, impl = _read(given)
     except ConfigError as error:
-        for run_dir in _named_run_dirs(given):  # a wrong key, above all, must not be tried again
+        for run_dir in _named_run_dirs(given):  # the launcher must not retry after a wrong key
             leave_code(run_dir, EXIT_WRONG)
         return _refused(error, EXIT_WRONG)
     code = 1
@@ -59,7 +59,7 @@ def run_program(
 
 
 def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:
-    """Return the run directory in the command line, where the configuration cannot be read."""
+    """Return the run directories in the command line, for when the configuration is unreadable."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     return [Path(value) for key, value in pairwise(words) if key == "--run_dir"]
 

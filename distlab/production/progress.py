@@ -46,7 +46,7 @@ class Progress:
         return {"step": self.step, "evaluated": self.evaluated, "history": [*self.history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state."""
+        """Restore a state."""
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.history = [(epoch, top1, top5) for epoch, top1, top5 in state["history"]]
 
@@ -64,13 +64,13 @@ class Interval:
 
     def __init__(self, device: torch.device) -> None:
         self.loss_sum = torch.zeros((), device=device)
-        self.num_own, self.num_steps, self.all_s = 0, 0, 0.0
+        self.num_images, self.num_steps, self.all_s = 0, 0, 0.0
         self.times: list[StepTimes] = []
 
-    def add(self, loss_sum: Tensor, num_own: int) -> None:
-        """Add a step with ``num_own`` images of this rank; nothing waits for a GPU here."""
+    def add(self, loss_sum: Tensor, num_images: int) -> None:
+        """Add a step with this rank's number of images; does not wait for a GPU."""
         self.loss_sum += loss_sum
-        self.num_own += num_own
+        self.num_images += num_images
 
     def add_times(self, times: StepTimes, *, is_exact: bool) -> None:
         """Add the times of a step; only exact times say how long its parts took."""
@@ -80,9 +80,9 @@ class Interval:
             self.times.append(times)
 
     def of_all_ranks(self, bad_images: int) -> OfAllRanks:
-        """Sum over all ranks, which all call this, in one all-reduce."""
-        own = [self.num_own, self.all_s / max(self.num_steps, 1), bad_images]
-        sums = torch.cat([self.loss_sum.view(1), self.loss_sum.new_tensor(own)])
+        """Sum over all ranks in one all-reduce; called on all ranks."""
+        mine = [self.num_images, self.all_s / max(self.num_steps, 1), bad_images]
+        sums = torch.cat([self.loss_sum.view(1), self.loss_sum.new_tensor(mine)])
         dist.all_reduce(sums)
         loss_sum, num_samples, seconds, bad = sums.tolist()
         return OfAllRanks(
@@ -90,7 +90,7 @@ class Interval:
         )
 
     def seconds(self) -> dict[str, float]:
-        """Return the mean seconds of this rank's exact steps and of their parts, or zeros."""
+        """Return the mean seconds of this rank's exact steps and their parts; 0 without steps."""
         names = ("step_s", "data_s", "compute_s", "communication_s")
         return {name: _mean([getattr(times, name) for times in self.times]) for name in names}
 

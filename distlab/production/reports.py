@@ -1,4 +1,4 @@
-"""Where the numbers of a training go: a progress bar, JSON lines, TensorBoard, Prometheus."""
+"""Outputs for a training's metrics: a progress bar, JSON lines, TensorBoard, Prometheus."""
 
 import os
 import sys
@@ -23,8 +23,8 @@ METRICS = (
     *("bad_images_total", "checkpoint_s", "failed_saves_total", "straggler_ratio"),
 )
 LOG_EVERY = 10  # steps
-PORT_S = 10.0  # time for which a port may still be taken
-PEAK_FLOPS_PER_S = {  # dense, in 16 bits; NVIDIA's data sheets
+PORT_S = 10.0  # longest wait for a port that another process still holds
+PEAK_FLOPS_PER_S = {  # dense 16-bit rates of NVIDIA's data sheets
     "V100": 125e12,
     "T4": 65e12,
     "A10": 125e12,
@@ -36,7 +36,7 @@ PEAK_FLOPS_PER_S = {  # dense, in 16 bits; NVIDIA's data sheets
 
 
 class Reports:
-    """Takes the numbers of this rank, and shows those of rank 0 to people."""
+    """Writes the metrics of this rank, and shows those of rank 0 on the terminal."""
 
     def __init__(self, config: Config, lessons: Lessons, num_steps: int, first_step: int) -> None:
         self.lesson = lessons("exporters")
@@ -52,10 +52,10 @@ class Reports:
         self.bar = _Bar(num_steps, first_step) if self.rank == 0 and sys.stderr.isatty() else None
 
     def _pages(self) -> list[Any]:
-        """Serve a page for Prometheus; all ranks call it.
+        """Serve a page for Prometheus; called on all ranks.
 
         Raises:
-            ConfigError: on all ranks: one cannot have its port.
+            ConfigError: A rank cannot have its port; raised on all ranks.
         """
         port = self.config.metrics_port + int(os.environ.get("LOCAL_RANK", "0"))
         reasons: list[Any] = [""] * dist.get_world_size()
@@ -65,10 +65,10 @@ class Reports:
             text = error.__cause__ or error  # the exporter's own advice is for other programs
             pages, reason = [], f"rank {self.rank} cannot have port {port} for its page: {text}"
         dist.all_gather_object(reasons, reason)
-        if told := [each for each in reasons if each]:
+        if failures := [text for text in reasons if text]:
             raise ConfigError(
-                f"metrics_port {self.config.metrics_port}: {told[0]}. Choose another metrics_port, "
-                "or 0 for no pages"
+                f"metrics_port {self.config.metrics_port}: {failures[0]}. Choose another "
+                "metrics_port, or 0 for no pages"
             )
         return pages
 
@@ -79,13 +79,13 @@ class Reports:
         while True:
             try:
                 return self.lesson.PrometheusExporter(labels, port, self.config.metrics_host)
-            except OSError:  # perhaps a run that has just been killed still has the port
+            except OSError:  # a run that was just killed may still have the port
                 if time.monotonic() > end_s:
                     raise
                 time.sleep(0.2)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take numbers; their names are among METRICS."""
+        """Write metrics; their names are among METRICS."""
         for writer in self.writers:
             try:
                 writer.write(metrics, step)
@@ -93,28 +93,28 @@ class Reports:
                 self._note_failed(error)
 
     def _note_failed(self, error: OSError) -> None:
-        """Tell once that numbers cannot be written: a full disk must not end a training."""
+        """Warn once that metrics cannot be written: a full disk must not end a training."""
         if not self.has_failed:
             self.has_failed = True
             text = f"warning: rank {self.rank}: metrics of some steps are lost: {error}"
             print(text, file=sys.stderr, flush=True)
 
     def show(self, step: int, text: str) -> None:
-        """Show people how far the training is, on rank 0."""
+        """Show the progress of the training, on rank 0."""
         if self.bar:
             self.bar.show(step, text)
         elif self.rank == 0:
             say(f"step {step:,} of {self.num_steps:,}  {text}")
 
     def say(self, text: str) -> None:
-        """Write a line that stays, on rank 0."""
+        """Print a line that the progress bar does not overwrite, on rank 0."""
         if self.bar:
             self.bar.print(text)
         else:
             say(text)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close all outputs."""
         if self.bar:
             self.bar.close()
         for writer in self.writers:
@@ -122,7 +122,7 @@ class Reports:
 
 
 class _Bar:
-    """A line that is drawn again and again, in a terminal."""
+    """A progress bar on a terminal."""
 
     def __init__(self, num_steps: int, first_step: int) -> None:
         self.progress = Progress(
@@ -148,9 +148,9 @@ class _Bar:
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return what MFU compares with: a GPU's data sheet, or the best product of matrices of three.
+    """Return the reference rate of MFU: a GPU's data sheet, or the best of three measurements.
 
-    Cost: a few milliseconds where it is measured.
+    Cost: a few milliseconds if it is measured.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).upper()

@@ -1,4 +1,4 @@
-"""What a run leaves for people: its configuration, its result, and a picture."""
+"""The files that a run leaves: its configuration, result, picture and model."""
 
 import json
 
@@ -18,10 +18,10 @@ from distlab.util.text import counted
 
 
 def begin(config: Config, progress: Progress) -> None:
-    """Tell what is trained, and write all keys with their values to ``run_dir``/config.yaml.
+    """Print what is trained, and write all keys with their values to ``run_dir``/config.yaml.
 
     Raises:
-        ConfigError: the run has more epochs than ``epochs`` says.
+        ConfigError: The run has already trained for more than ``epochs``.
     """
     if progress.evaluated > config.epochs:
         raise ConfigError(
@@ -37,10 +37,10 @@ def begin(config: Config, progress: Progress) -> None:
 
 
 def conclude(config: Config, progress: Progress, strategy: Strategy, mean: ModelMean) -> None:
-    """Write ``run_dir``/result.json, curve.png and model.pt, and tell where they are.
+    """Write ``run_dir``/result.json, curve.png and model.pt, and print where they are.
 
-    model.pt is what was evaluated, for ``torch.load(…, weights_only=True)``, without the optimizer;
-    where ranks hold parts of the model, there is none. All ranks call it.
+    model.pt is the evaluated model, for ``torch.load(…, weights_only=True)``, without optimizer;
+    it is not written if ranks hold parts of the model. Called on all ranks.
     """
     with as_one_model(strategy, mean):
         if dist.get_rank() == 0 and not config.is_sharded and config.strategy != "fsdp":
@@ -48,12 +48,12 @@ def conclude(config: Config, progress: Progress, strategy: Strategy, mean: Model
             torch.save(strategy.module.state_dict(), partial)
             partial.replace(config.run_dir / "model.pt")
     if dist.get_rank() == 0:
-        found = {
+        results = {
             "accuracy": progress.accuracy,
             "top5_accuracy": progress.top5_accuracy,
             "steps": progress.step,
             "epochs": config.epochs,
         }
-        files.write_whole(config.run_dir / "result.json", f"{json.dumps(found)}\n".encode())
+        files.write_whole(config.run_dir / "result.json", f"{json.dumps(results)}\n".encode())
         draw_curve(config.run_dir)
         say(f"{progress.accuracy:.2%} of the test images are right: {config.run_dir}/curve.png")

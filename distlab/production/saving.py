@@ -1,4 +1,4 @@
-"""Checkpoints of a training: all ranks give their state, and rank 0 writes it meanwhile."""
+"""Checkpoints of a training: all ranks give their state, and rank 0 writes it in the background."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ class Checkpoints:
 
     Attributes:
         failed_saves: Number of saves that failed, known to rank 0; training continued.
-        last_s: seconds for which the last save has held up the training, on rank 0.
+        last_s: Seconds for which the last save delayed the training, on rank 0.
     """
 
     def __init__(self, parts: Mapping[str, HasState], config: Config, lessons: Lessons) -> None:
@@ -40,7 +40,7 @@ class Checkpoints:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Put all of the state back at the end; all ranks call it."""
+        """Restore the whole state at the end; called on all ranks."""
         before = deepcopy(self.state.state_dict())
         yield
         self.state.load_state_dict(before)
@@ -48,22 +48,22 @@ class Checkpoints:
     # loading
 
     def resume(self) -> None:
-        """Go on from the newest undamaged checkpoint, if there is one; all ranks call it.
+        """Continue from the newest undamaged checkpoint, if there is one; called on all ranks.
 
-        Rank 0 decides, because on a network's file system others may see an older list of files.
+        Rank 0 decides, because on a network file system others may see an older list of files.
 
         Raises:
-            ConfigError: there are checkpoints, and ``resume`` is ``never``; or they are of other
+            ConfigError: There are checkpoints, and ``resume`` is ``never``; or they are from other
                 shards, another model or other data; or another rank sees some that rank 0 does not.
         """
-        found = [self._found() if self.is_writer else None]
-        dist.broadcast_object_list(found, src=0)
+        answer = [self._loaded() if self.is_writer else None]
+        dist.broadcast_object_list(answer, src=0)
         self._check_folders()
-        if isinstance(found[0], str):
-            raise ConfigError(found[0])
-        if found[0] is None:
+        if isinstance(answer[0], str):
+            raise ConfigError(answer[0])
+        if answer[0] is None:
             return
-        step, state = found[0]
+        step, state = answer[0]
         try:
             self.state.load_state_dict(state)
         except torch.OutOfMemoryError:
@@ -76,12 +76,12 @@ class Checkpoints:
         self.given_step = self.durable_step = step
         say(f"goes on after step {step:,}")
 
-    def _found(self) -> tuple[int, Any] | str | None:
-        """Return step and state, why nothing can be loaded, or None."""
+    def _loaded(self) -> tuple[int, Any] | str | None:
+        """Return step and state, or the reason why loading fails, or None without a checkpoint."""
         try:
             if self.config.resume == "never":
-                there = any(self.folder.glob("step-*"))
-                return f"{self.folder} has checkpoints, and resume is never" if there else None
+                has_any = any(self.folder.glob("step-*"))
+                return f"{self.folder} has checkpoints, and resume is never" if has_any else None
             loaded = self.lesson.load_checkpoint(self.folder)
         except (RuntimeError, OSError) as error:
             return f"{error}. Move the folder away to begin anew"
@@ -90,7 +90,7 @@ class Checkpoints:
         return None if loaded is None else (loaded.step, loaded.state)
 
     def _check_folders(self) -> None:
-        """Refuse a folder on a disk that only one node has: a restart may number ranks anew."""
+        """Refuse a folder that only one node has: a restart may put rank 0 on another node."""
         newest = max((path.name for path in self.folder.glob("step-*")), default="")
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, newest)
@@ -104,10 +104,10 @@ class Checkpoints:
     # saving
 
     def save(self, step: int) -> None:
-        """Save the state after a step; all ranks call it.
+        """Save the state after a step; called on all ranks.
 
-        A write that fails is reported on rank 0 with the next save, and counted; the checkpoints
-        before it stay, and training goes on.
+        A failed write is counted, and reported on rank 0 with the next save; earlier checkpoints
+        stay, and training continues.
         """
         state = self.state.state_dict()
         if self.is_writer and step != self.given_step:
@@ -123,7 +123,7 @@ class Checkpoints:
             self.last_s += self.saver.write_s
 
     def _settle(self) -> str:
-        """Wait for the write before; return why it has failed, "" if it has not."""
+        """Wait for the previous write; return why it failed, or ""."""
         try:
             self.saver.wait()
         except RuntimeError as error:
@@ -133,10 +133,10 @@ class Checkpoints:
         return ""
 
     def finish(self, step: int) -> None:
-        """Let the state after a step be durable when this returns; all ranks call it.
+        """Make the state after a step durable before returning; called on all ranks.
 
         Raises:
-            CannotSaveError: on all ranks, with the reason.
+            CannotSaveError: The write failed; raised on all ranks, with the reason.
         """
         state = self.state.state_dict()
         reason = [self._finished(state, step) if self.is_writer else ""]
@@ -145,7 +145,7 @@ class Checkpoints:
             raise CannotSaveError(reason[0])
 
     def _finished(self, state: dict[str, Any], step: int) -> str:
-        """Write what is not written yet, also after an attempt that has failed; "": it is there."""
+        """Write the state unless it is durable; return why that failed, or ""."""
         self._settle()
         if self.durable_step == step:
             return ""
@@ -154,20 +154,20 @@ class Checkpoints:
 
 
 def say(text: str) -> None:
-    """Write a line for people, on rank 0."""
+    """Print a line for the user, on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def leave_code(run_dir: Path, code: int) -> None:
-    """Leave the exit code of a rank in ``run_dir``/exit_code, unless there is a better reason.
+    """Write a rank's exit code to ``run_dir``/exit_code, unless a more specific one is there.
 
-    torchrun exits with 1 whatever its workers say. Of several ranks, those that know what is wrong
-    count: when one ends, the others lose their connections, and end with 1.
+    torchrun exits with 1 whatever its workers do. Of several ranks, those that know the reason
+    count: when one ends, the others lose their connections and end with 1.
     """
     path = run_dir / "exit_code"
     with suppress(OSError):  # a full disk
-        if "RANK" in os.environ:  # nobody else can tell the launcher
+        if "RANK" in os.environ:  # the launcher reads this file
             run_dir.mkdir(parents=True, exist_ok=True)
         if code != 1 or not path.exists():
             files.write_whole(path, f"{code}\n".encode())

@@ -1,4 +1,4 @@
-"""``sharding_strategy: auto``: the lowest stage of ZeRO with which the states fit into memory."""
+"""``sharding_strategy: auto``: the lowest stage of ZeRO at which the states fit into memory."""
 
 import os
 from pathlib import Path
@@ -16,17 +16,17 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's limit: a numbe
 
 
 def choose_stage(config: Config, model: nn.Module) -> Config:
-    """Return the configuration with the stage of ZeRO that is used; all ranks call it.
+    """Return the configuration with the chosen stage of ZeRO; called on all ranks.
 
-    With ``sharding_strategy: auto`` it is the lowest one, from ``zero_redundancy`` on, with which
-    the states of a rank take half of its memory at most; if none does, the highest. Rank 0 prints
-    it with its numbers. All else stays as it is configured: with a pipeline, for example, or with
-    clip_norm, there is nothing to choose, and the ring ends with stage 1.
+    With ``sharding_strategy: auto`` it is the lowest one, from ``zero_redundancy`` on, at which
+    the states of a rank take at most half of its memory, or else the highest one. Rank 0 prints
+    the choice with its numbers. Other configurations do not change: with a pipeline or with
+    clip_norm there is nothing to choose, and the ring has no stage above 1.
 
-    The memory is what the device or machine has, not what is free: a run that goes on must come to
-    the same stage.
+    The memory is all that the device or machine has, not its free part, because a resumed run must
+    choose the same stage.
 
-    Cost: an all-reduce of a number.
+    Cost: an all-reduce of one number.
     """
     num_parameters, ranks = sum(p.numel() for p in model.parameters()), dist.get_world_size()
     lowest, highest = config.zero_redundancy, _highest(config) if ranks > 1 else 0
@@ -52,8 +52,8 @@ def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> 
     All are float32, and are their own masters. Ψ parameters on N ranks, SGD with momentum:
         stage 0    4Ψ + 4Ψ + 4Ψ          stage 2    4Ψ + (4Ψ + 4Ψ) / N
         stage 1    4Ψ + 4Ψ + 4Ψ / N      stage 3    (4Ψ + 4Ψ + 4Ψ) / N
-    AdamW keeps 8Ψ in the place of the last 4Ψ, SGD without momentum 0; ``ema_decay`` adds 4Ψ, as
-    the parameters are sharded. Stage 3 holds a unit whole while it computes, which is not counted.
+    AdamW has 8Ψ instead of the last 4Ψ, SGD without momentum 0; ``ema_decay`` adds 4Ψ, sharded
+    like the parameters. The unit that stage 3 gathers while it computes is not counted.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5, with 4 bytes instead of 2.
     """
@@ -66,7 +66,7 @@ def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> 
 
 
 def _highest(config: Config) -> int:
-    """Return the highest stage of ZeRO that can train what else is configured."""
+    """Return the highest stage of ZeRO that the rest of the configuration allows."""
     splits = config.pipeline_parallelism * config.tensor_parallelism > 1
     is_whole = config.compression != "none" or config.precision == "fp16" or config.clip_norm > 0
     is_whole = is_whole or not config.decay_norms
@@ -76,7 +76,7 @@ def _highest(config: Config) -> int:
 
 
 def _least_memory(device: torch.device) -> float:
-    """Return the bytes of memory of the rank that has least."""
+    """Return the smallest memory of any rank, in bytes."""
     if device.type == "cuda":
         mine = float(torch.cuda.get_device_properties(device).total_memory)
     else:
@@ -87,7 +87,7 @@ def _least_memory(device: torch.device) -> float:
 
 
 def _machine_memory() -> float:
-    """Return the bytes that all processes of this machine, or of its container, may use."""
+    """Return the memory of this machine, or of its container, in bytes."""
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else ""
     total = float(psutil.virtual_memory().total)
     return min(total, float(limit)) if limit.isdecimal() else total

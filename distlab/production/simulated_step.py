@@ -1,4 +1,4 @@
-"""A step of the trainer's strategies on a simulated cluster, with tensors that hold no numbers."""
+"""A step of the trainer's strategies on a simulated cluster, with meta tensors."""
 
 import time
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ from distlab.production.strategies.base import DTYPES
 from distlab.sim import Cluster, Event, Options, simulate
 
 META = torch.device("meta")
-OVERLAP_COST = 0.15  # usual value, as in distlab.sim
-STEPS = 2  # the first one makes the optimizer's state
+OVERLAP_COST = 0.15  # the usual value in distlab.sim
+STEPS = 2  # the first one creates the optimizer's state
 
 
 class Step(NamedTuple):
-    """What a step needs.
+    """Time and memory of a step.
 
     Attributes:
         strategy: Strategy that was simulated.
-        step_s: its duration.
-        exposed_s: Part in which a GPU waits for communication; the mean over all GPUs.
+        step_s: Duration of the step.
+        exposed_s: Time in which a GPU waits for communication; the mean over all GPUs.
         evaluation_s: Seconds of the forward pass of a batch.
-        peak_bytes: Peak of the GPU that needs most memory.
+        peak_bytes: Peak memory of the GPU with the largest peak.
         peak_by_category: Contents of the memory at that peak.
         forward_flops: FLOPs of the forward pass of one image.
     """
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """When a rank's last step began and ended, and its evaluation ended."""
+    """Begin and end of a rank's last step, and the end of its evaluation."""
 
     begin_s: float
     end_s: float
@@ -60,30 +60,32 @@ def simulated_step(config: Config, cluster: Cluster, side: int, num_classes: int
     """Simulate steps of a recipe on all GPUs of a cluster, with images of one size.
 
     Raises:
-        ConfigError: the recipe has what needs the numbers themselves.
-        SimulationError: it fails, or does not fit into memory.
+        ConfigError: The recipe uses a feature that needs real numbers in its tensors.
+        SimulationError: The recipe fails, or does not fit into memory.
     """
     name, simulated = _stand_in(config)
     lessons = find_lessons("solution", simulated)
     arguments = (simulated, lessons, side, num_classes)
     options = Options(overlap_cost=OVERLAP_COST)
-    found = simulate(_train_on_rank, cluster.num_gpus, *arguments, cluster=cluster, options=options)
-    times: Sequence[_Times] = found.results
+    simulation = simulate(
+        _train_on_rank, cluster.num_gpus, *arguments, cluster=cluster, options=options
+    )
+    times: Sequence[_Times] = simulation.results
     begin_s, end_s = (max(by_rank) for by_rank in list(zip(*times, strict=True))[:2])
-    fullest = max(range(len(times)), key=found.trace.peak_bytes.__getitem__)
+    fullest = max(range(len(times)), key=simulation.trace.peak_bytes.__getitem__)
     return Step(
         name,
         end_s - begin_s,
-        _exposed(found.trace.events, times),
+        _exposed(simulation.trace.events, times),
         max(t.evaluated_s - t.end_s for t in times),
-        found.trace.peak_bytes[fullest],
-        found.trace.peak_by_category[fullest],
+        simulation.trace.peak_bytes[fullest],
+        simulation.trace.peak_by_category[fullest],
         _forward_flops(simulated, lessons, side, num_classes),
     )
 
 
 def _exposed(events: Sequence[Event], times: Sequence[_Times]) -> float:
-    """Return how long a rank waits in its last step, the mean over all ranks."""
+    """Return how long a rank waits in its last step, as the mean over all ranks."""
     waited = [0.0] * len(times)
     for event in events:
         begin_s, end_s, _ = times[event.rank]
@@ -93,10 +95,10 @@ def _exposed(events: Sequence[Event], times: Sequence[_Times]) -> float:
 
 
 def _stand_in(config: Config) -> tuple[str, Config]:
-    """Return a configuration whose strategy needs no numbers, and what to call it.
+    """Return the name of a strategy that works on meta tensors, and its configuration.
 
-    torch's DistributedDataParallel reads, in its second step, from a tensor which of its buckets
-    come first, and the course's stage 3 has to have values to shard.
+    torch's DistributedDataParallel reads the order of its buckets from a tensor in its second
+    step, and the course's stage 3 needs values to shard.
     """
     _refuse(config)
     stage, pattern = config.zero_redundancy, config.communication_pattern
@@ -105,7 +107,7 @@ def _stand_in(config: Config) -> tuple[str, Config]:
         "precision": precision,
         "compile": False,
         "sharding_strategy": "manual",
-        "channels_last": False,  # costs the same here
+        "channels_last": False,  # no effect on the simulated costs
     }
     if config.strategy == "ddp":
         name, changed["strategy"] = "ddp, with the course's buckets", "course"
@@ -134,11 +136,11 @@ def _refuse(config: Config) -> None:
 def _train_on_rank(config: Config, lessons: Lessons, side: int, num_classes: int) -> _Times:
     model = _model(config, num_classes)
     strategy: Any = parallelise(model, config, _loss_sum, lessons)
-    strategy.autocast = lambda: _Autocast(DTYPES[config.precision])  # torch has none on meta
+    strategy.autocast = lambda: _Autocast(DTYPES[config.precision])  # torch's ignores meta
     average = ModelMean(strategy.module, config.ema_decay)
-    num_own = -(-config.batch_size // dist.get_world_size())
-    images, test_images = (_images(num_own, size) for size in (side, config.image_size))
-    targets = torch.zeros(num_own, dtype=torch.int64, device=META)
+    num_images = -(-config.batch_size // dist.get_world_size())
+    images, test_images = (_images(num_images, size) for size in (side, config.image_size))
+    targets = torch.zeros(num_images, dtype=torch.int64, device=META)
     strategy.warm_up(side, nullcontext)
     for _ in range(STEPS):
         begin_s = time.perf_counter()
@@ -183,7 +185,7 @@ PRODUCTS = {
 
 
 class _Autocast(TorchFunctionMode):
-    """What torch.autocast does on a GPU: products in 16 bits, layer norms in 32."""
+    """Replacement for torch.autocast on a GPU: products in 16 bits, layer norms in 32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

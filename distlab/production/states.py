@@ -12,14 +12,14 @@ from distlab.production.types import Group, HasState
 
 
 def on_cpu(state: Any) -> Any:
-    """Return a state with all tensors on the CPU: pickled as they are, they would be a GPU's."""
+    """Return a state with all tensors on the CPU; pickled GPU tensors would need a GPU."""
     return tree_map_only(Tensor, lambda x: x.detach().cpu(), state)
 
 
 class PerRank:
-    """A part whose state differs from rank to rank: a shard, or a stage.
+    """A part whose state differs from rank to rank, such as a shard or a stage.
 
-    Cost: one all-gather of all states; each rank holds all of them meanwhile.
+    Cost: one all-gather; each rank holds the states of all ranks meanwhile.
     """
 
     def __init__(self, part: HasState, *, is_optional: bool = False) -> None:
@@ -33,7 +33,7 @@ class PerRank:
         return {str(rank): state for rank, state in enumerate(states)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's.
+        """Restore this rank's state.
 
         Raises:
             ValueError: It was saved by another number of ranks, and is not optional.
@@ -54,12 +54,12 @@ class OwnBuffers:
         self.module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return them by name."""
+        """Return the buffers by name."""
         return dict(self.module.named_buffers())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over values."""
+        """Copy values into the buffers."""
         for name, value in self.module.named_buffers():
             value.copy_(state[name])
 
@@ -71,14 +71,14 @@ class Buffers(PerRank):
         super().__init__(OwnBuffers(module))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's buffers, or rank 0's if another number of ranks saved them."""
+        """Restore this rank's buffers, or rank 0's if another number of ranks saved them."""
         rank = dist.get_rank() if len(state) == dist.get_world_size() else 0
         self.part.load_state_dict(state[str(rank)])
 
 
 @torch.no_grad()
 def average_buffers(module: nn.Module, group: Group) -> None:
-    """Make the buffers of all replicas equal: their means, so that all evaluate one model."""
+    """Replace the buffers of all replicas by their means, so that all evaluate one model."""
     for value in module.buffers():
         if value.is_floating_point():
             dist.all_reduce(value, group=group)

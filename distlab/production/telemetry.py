@@ -97,11 +97,11 @@ class Telemetry:
             torch.cuda.synchronize(self.costs.device)
 
     def alive(self) -> None:
-        """Report that this rank is alive while something other than a step takes long."""
+        """Report that this rank is alive, during long work outside of steps."""
         self.watch.beat(self.progress.step)
 
     def tell_accuracy(self, accuracy: Accuracy, num_images: int) -> None:
-        """Report the result of an evaluation, whose time counts for no step."""
+        """Report the result of an evaluation, whose time belongs to no step."""
         self.timer.end_step()
         epoch = self.sampler.epoch
         results = {"accuracy": accuracy.top1, "top5_accuracy": accuracy.top5, "epoch": float(epoch)}
@@ -138,8 +138,8 @@ class Telemetry:
     def is_time_to_agree(self) -> bool:
         """Return True if the ranks ask each other whether to stop; the same on all ranks.
 
-        They do after each step, or after as many short steps as take a second, up to ten: a
-        collective that all ranks wait for takes a millisecond on a CPU.
+        They do so after each step, or after ten short steps, or as many as take a second: a
+        collective takes a millisecond on a CPU.
         """
         return self.progress.step % self.steps_per_agreement == 0
 
@@ -177,14 +177,14 @@ class Telemetry:
     def _speed(self) -> dict[str, float]:
         """Return the speed of all ranks together."""
         interval = self.interval
-        images_per_s = self.monitoring.throughput(interval.num_own, interval.all_s)
-        flops = self.costs.flops_per_image * interval.num_own
+        images_per_s = self.monitoring.throughput(interval.num_images, interval.all_s)
+        flops = self.costs.flops_per_image * interval.num_images
         mfu = self.monitoring.mfu(flops, interval.all_s, self.costs.peak_flops_per_s)
         return {"images_per_s": images_per_s, "mfu": mfu}
 
 
 def steps_in(seconds: float, step_s: float) -> int:
-    """Return how many steps fit into ``seconds``, from 1 to LOG_EVERY: 3 of 0.3 s in a second."""
+    """Return how many steps fit into ``seconds``, from 1 to LOG_EVERY: 3 steps of 0.3 s in 1 s."""
     return LOG_EVERY if LOG_EVERY * step_s < seconds else max(int(seconds / step_s), 1)
 
 

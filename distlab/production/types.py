@@ -16,4 +16,4 @@ class HasState(Protocol):
         """Return the state; its tensors may be those that training changes."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take over a state that another object of this kind has returned."""
+        """Restore a state that another object of this kind has returned."""

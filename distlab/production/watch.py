@@ -46,9 +46,9 @@ class Watch:
         self.beat(0)
         self.silent, self.polled_s = "", math.inf  # without a monitor no answer is late
         if self.rank < WATCHERS and dist.get_world_size() > 1:
-            own = store.clone()  # one connection is not for two threads
+            connection = store.clone()  # two threads must not share one
             size = dist.get_world_size()
-            monitor = lesson.HeartbeatMonitor(own, size, timeout_s=self.timeout_s)
+            monitor = lesson.HeartbeatMonitor(connection, size, timeout_s=self.timeout_s)
             self.polled_s = time.monotonic()
             threading.Thread(target=self._poll, args=(monitor,), daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()

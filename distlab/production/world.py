@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 
-LOCK_S = 10.0
+LOCK_S = 10.0  # longest wait for the lock of a run that is ending
 JOIN_S = 60.0  # lower bound: Python has much to import
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
 
@@ -32,13 +32,13 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def joined(config: Config) -> Iterator[torch.device]:
-    """Join the process group that torchrun has prepared, or be alone; yield this rank's device.
+    """Join the process group that torchrun has prepared, or train alone; yield this rank's device.
 
     Raises:
-        ConfigError: there are fewer GPUs than processes on this node, or as many processes as
-            ``num_gpus`` does not say.
-        DistError: torch's; a rank has not come within ``heartbeat_timeout_s``, or within 60 s if
-            that is less.
+        ConfigError: This node has fewer GPUs than processes, or a number of processes other than
+            ``num_gpus``.
+        DistError: A rank did not join within ``heartbeat_timeout_s``, or within 60 s if that is
+            longer.
     """
     device = _device(config)
     if dist.is_initialized():  # the trainer is called as a function
@@ -58,12 +58,12 @@ def joined(config: Config) -> Iterator[torch.device]:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Join those that torchrun has started, in its store; fail if one doesn't come in time.
+    """Join the ranks that torchrun has started, in its store; fail if one is late.
 
     All starts of an agent share that store, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for
     torchrun: a restarted rank would find the addresses of processes that have ended, and wait for
-    them. On one node, each start has keys of its own; agents of several count restarts each for
-    itself, and need the variable.
+    them. On one node, each start has its own prefix of keys. Agents on several nodes count their
+    restarts separately, and need the variable.
     """
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -73,12 +73,12 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks for small messages that make no GPU wait."""
+    """Return a group of all ranks for small messages that no GPU has to wait for."""
     return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
 
 
 def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
-    """Seed the generators: each replica draws other numbers, and the same ones in the next run.
+    """Seed the generators: replicas draw different numbers, the same ones in every run.
 
     The ranks of a replica draw alike: the first stage mixes images, and the last one their labels.
     """
@@ -95,7 +95,7 @@ def alone_in(run_dir: Path) -> Iterator[None]:
     The exit code that an earlier start has left is removed.
 
     Raises:
-        ConfigError: on all ranks: the folder can't be made, or another training is in it.
+        ConfigError: The folder can't be created, or another training uses it; raised on all ranks.
     """
     with ExitStack() as stack:
         reason = [_enter(run_dir, stack) if dist.get_rank() == 0 else ""]

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: torch's own ways, and those of the course.
+"""Strategies that spread a model over ranks: torch's own, and those of the course.
 
 configuration                                      strategy
 strategy: ddp                                      TorchDDP
@@ -26,10 +26,10 @@ __all__ = ["LossSum", "Strategy", "parallelise"]
 
 
 def parallelise(model: nn.Module, config: Config, loss_sum: LossSum, lessons: Lessons) -> Strategy:
-    """Spread a model, the same on every rank, as the configuration says; all ranks call it.
+    """Spread a model, equal on all ranks, as the configuration says; called on all ranks.
 
     Raises:
-        ConfigError: the number of ranks or the model's layers cannot be split so.
+        ConfigError: The number of ranks or the model's layers cannot be split that way.
     """
     config = choose_stage(config, model)
     return _kind(config)(model, config, loss_sum, lessons)

@@ -15,12 +15,12 @@ from distlab.production.optimization import groups_of, optimizer_of
 from distlab.production.states import Buffers
 from distlab.production.types import Group, HasState
 
-LossSum = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), targets: the sum of the losses
+LossSum = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), targets -> sum of the losses
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Strategy:
-    """How a model is spread over the ranks, and how they do a step together.
+    """A way to spread a model over the ranks, and to do a step together.
 
         strategy.zero_grad()
         loss = strategy.forward_backward(images, targets, num_samples)   # adds to the gradients
@@ -29,12 +29,12 @@ class Strategy:
 
     Attributes:
         module: Part of the model that this rank holds.
-        optimizer: Optimizer of what this rank updates; schedulers change its rate.
+        optimizer: Optimizer of the parameters that this rank updates.
         replicas: Group of the ranks that share a batch.
     """
 
     module: nn.Module
-    called: Any  # the module as training calls it: wrapped, compiled
+    called: Any  # the module that training calls, perhaps wrapped or compiled
     optimizer: torch.optim.Optimizer
     replicas: Group = None
     reorders_buckets = False  # True: the first step decides the order of the buckets
@@ -48,7 +48,7 @@ class Strategy:
         self.distribute(model)
 
     def distribute(self, model: nn.Module) -> None:
-        """Spread the model, and make the optimizer of what this rank holds."""
+        """Spread the model, and make the optimizer of this rank's part."""
         self.module = self.called = model
         self.make_optimizer()
 
@@ -63,7 +63,7 @@ class Strategy:
         return dist.get_world_size(self.replicas)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute in 16 bits, where the configuration says so."""
+        """Compute in 16 bits if the configuration says so."""
         if self.config.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.config.precision])
@@ -71,16 +71,16 @@ class Strategy:
     # a step
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
-        """Add the gradients of the mean loss of a global batch, as far as it is this rank's.
+        """Add the gradients of this rank's part of a global batch's mean loss.
 
         Args:
-            images: (b, 3, S, S), this rank's part; 1 image at least.
-            targets: (b,) classes, or (b, classes) their shares.
-            num_samples: Number of images of all ranks together.
+            images: (b, 3, S, S), this rank's part; at least one image.
+            targets: (b,) classes, or (b, classes) shares of the classes.
+            num_samples: Number of images of all ranks.
 
         Returns:
             The sum of this rank's losses.
@@ -98,9 +98,9 @@ class Strategy:
         return total
 
     def _cut(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cut into ``accumulate`` micro-batches: as many on all ranks, for each is a collective.
+        """Cut into ``accumulate`` micro-batches, as many on all ranks: each is a collective.
 
-        Where there are too few images, others are added that do not count.
+        If there are too few images, ones that do not count are added.
         """
         count = self.config.accumulate
         if (missing := count - len(images)) > 0:
@@ -112,14 +112,14 @@ class Strategy:
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Keep gradients on this rank until the last micro-batch has come."""
+        """Keep gradients on this rank until the last micro-batch."""
         yield
 
     def average_gradients(self) -> None:
         """Wait until the gradients are means over the replicas."""
 
     def step(self) -> None:
-        """Change the parameters; the gradients are averaged before, or here."""
+        """Update the parameters; some strategies average the gradients here."""
         if self.config.clip_norm:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip_norm)
@@ -129,28 +129,28 @@ class Strategy:
     # between steps
 
     def predict(self, images: Tensor) -> Tensor:
-        """Return the logits of this rank's images; all ranks call it equally often."""
+        """Return the logits of this rank's images; called equally often on all ranks."""
         logits: Tensor = self.module(images)
         return logits
 
     @property
     def computes(self) -> bool:
-        """Whether this rank gets images at all."""
+        """True if this rank gets images."""
         return True
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's results count: not where others of its replica have the same."""
+        """True if this rank's results count; other ranks of its replica may have the same."""
         return self.computes
 
     def warm_up(self, side: int, unchanged: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let gradients come once, which changes nothing but their order in the buckets.
+        """Compute gradients once, which only changes their order in the buckets.
 
-        Otherwise a resumed run would add up its first gradients in the order of the parameters, and
-        the last bits of the sums over three ranks or more would differ. Then compile, if asked to.
+        Otherwise a resumed run would sum its first gradients in the order of the parameters, and
+        the last bits of sums over three or more ranks would differ. Then compile if configured.
 
         Args:
-            unchanged: keeps the state of the training.
+            unchanged: Context that restores the state of the training at its end.
         """
         if self.reorders_buckets:
             blank = torch.zeros(2, 3, side, side, device=self.device)
@@ -163,11 +163,11 @@ class Strategy:
             self.called = torch.compile(self.called)
 
     def of_parameters(self, part: HasState) -> HasState:
-        """Return a part that has a number for each of this rank's parameters, for checkpoints."""
+        """Wrap a state with a number for each of this rank's parameters, for checkpoints."""
         return part
 
     def parts(self) -> Mapping[str, HasState]:
-        """Return what a checkpoint must hold, by name."""
+        """Return the parts of a checkpoint by name."""
         return {
             "model": Parameters(self.module),
             "buffers": Buffers(self.module),
@@ -183,11 +183,11 @@ class Parameters:
         self.module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters by name; one that two layers share comes once."""
+        """Return the parameters by name; one that two layers share is listed once."""
         return {name: value.detach() for name, value in self.module.named_parameters()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over values."""
+        """Copy values into the parameters."""
         for name, value in self.module.named_parameters():
             value.copy_(state[name])

@@ -19,8 +19,8 @@ from distlab.production.types import Group, HasState
 
 POWER_SGD_RANK = 4
 
-# Each rank keeps its own buffers, which become means when a model is evaluated. Newer versions of
-# torch call that by another name.
+# Each rank keeps its own buffers; an evaluation averages them. Newer versions of torch have
+# another name for this option.
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 OWN_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
@@ -44,7 +44,7 @@ class TorchDDP(Strategy):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Send the gradients of the last micro-batch alone, with those before added."""
+        """Send gradients only with the last micro-batch, all of them summed."""
         if is_last:
             yield
             return
@@ -52,7 +52,7 @@ class TorchDDP(Strategy):
             yield
 
     def parts(self) -> Mapping[str, HasState]:
-        """Add what compression has left behind, which is another on each rank."""
+        """Add the residuals of compression, which differ between ranks."""
         residuals = {"compression": PerRank(self.hook, is_optional=True)} if self.hook else {}
         return {**super().parts(), **residuals}
 
@@ -61,7 +61,7 @@ class CourseDDP(TorchDDP):
     """The DistributedDataParallel of task 3.12, with an all-reduce of Phase 3."""
 
     def distribute(self, model: nn.Module) -> None:
-        """Wrap the model; the all-reduce is the one that ``communication_pattern`` names."""
+        """Wrap the model with the all-reduce that ``communication_pattern`` names."""
         self.module = model
         self.hook = compression_hook(self)
         hook: Any = self.hook
@@ -99,12 +99,12 @@ class CourseDDP(TorchDDP):
         self.ddp.finish_gradient_synchronization()
 
     def zero_grad(self) -> None:
-        """Set the gradients to 0 where they are, in the buckets."""
+        """Set the gradients to 0 in place, because they are views of the buckets."""
         self.optimizer.zero_grad(set_to_none=False)
 
 
 def compression_hook(strategy: Strategy) -> Any:
-    """Return the hook that compresses gradients, with error feedback; None: they travel whole."""
+    """Return the hook that compresses gradients, with error feedback; None without compression."""
     config = strategy.config
     if config.compression == "none":
         return None
@@ -115,7 +115,7 @@ def compression_hook(strategy: Strategy) -> Any:
 
 
 def _reduce(name: str, ratio: float, lesson: Lessons) -> Any:
-    """Return what averages flat gradients in compressed form."""
+    """Return a function that averages flat gradients in compressed form."""
     if name == "power_sgd":
         return lesson("power_sgd").PowerSGD(POWER_SGD_RANK)
     compression = lesson("gradient_compression")
@@ -130,7 +130,7 @@ def _reduce(name: str, ratio: float, lesson: Lessons) -> Any:
 
 
 class _RandomK:
-    """Entries at places that all ranks draw alike, also after a resume."""
+    """Random entries, the same on all ranks, also after a resume."""
 
     def __init__(self, random_k: Any, ratio: float) -> None:
         self.random_k, self.ratio = random_k, ratio
@@ -147,7 +147,7 @@ class _RandomK:
 
 
 def _least(gradient: Tensor, ratio: float) -> float:
-    """Return a magnitude that a share of the entries of a gradient reaches: its normal quantile."""
+    """Return the magnitude that a share ``ratio`` of normal entries would exceed."""
     share = torch.tensor(1 - ratio, dtype=torch.float64).clamp(max=1 - 1e-9)
     deviation = float(gradient.norm()) / max(gradient.numel(), 1) ** 0.5
     quantile: Tensor = torch.special.ndtri((1 + share) / 2)

@@ -16,7 +16,7 @@ SERVER = 0
 
 
 class ParameterServer(Strategy):
-    """Task 3.14: workers push gradients and get parameters back, in every step."""
+    """Task 3.14: in every step, workers push gradients and pull parameters."""
 
     def distribute(self, model: nn.Module) -> None:
         """Lay the parameters out in one flat tensor, which the server updates."""
@@ -31,26 +31,26 @@ class ParameterServer(Strategy):
         self.module = self.called = model
         self.flat = nn.utils.parameters_to_vector(model.parameters()).detach()
         dist.broadcast(self.flat, src=SERVER)
-        nn.utils.vector_to_parameters(self.flat, self.module.parameters())  # views of it
+        nn.utils.vector_to_parameters(self.flat, self.module.parameters())  # makes views of flat
         kind, options = optimizer_of(self.config)
         self.optimizer = kind([self.flat], **options)
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank keeps the parameters."""
+        """True if this rank keeps the parameters."""
         return dist.get_rank() == SERVER
 
     @property
     def num_replicas(self) -> int:
-        """How many workers share a batch."""
+        """Number of workers, which share a batch."""
         return len(self.workers)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the model; the optimizer knows the flat tensor alone."""
+        """Drop the gradients of the model; the optimizer only has the flat tensor."""
         self.module.zero_grad(set_to_none=True)
 
     def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
-        """Compute on the workers alone."""
+        """Compute on the workers only."""
         if self.is_server:
             return torch.zeros((), device=self.device)
         return super().forward_backward(images, targets, num_samples)
@@ -61,19 +61,17 @@ class ParameterServer(Strategy):
         if self.is_server:
             lesson.serve_synchronously(self.flat, self.optimizer, self.workers, 1)
             return
-        gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self._all]
+        gradients = [
+            p.new_zeros(p.shape) if p.grad is None else p.grad for p in self.module.parameters()
+        ]
         pushed = nn.utils.parameters_to_vector(gradients)
         lesson.push_pull({SERVER: pushed}, {SERVER: self.flat})
 
     @property
-    def _all(self) -> list[nn.Parameter]:
-        return [*self.module.parameters()]
-
-    @property
     def computes(self) -> bool:
-        """The server gets no images."""
+        """False on the server, which gets no images."""
         return not self.is_server
 
     def parts(self) -> Mapping[str, HasState]:
-        """The server's optimizer is the one that counts."""
+        """Add the optimizer by rank, because only the server's has a state."""
         return {**super().parts(), "optimizer": PerRank(self.optimizer)}

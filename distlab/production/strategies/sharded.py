@@ -1,4 +1,4 @@
-"""Each rank sees a part of each batch and keeps a part of the state: ZeRO, and torch's FSDP."""
+"""Sharded states, with a part of each batch on each rank: ZeRO, and torch's FSDP."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ class TorchFSDP(Strategy):
     """torch's fully_shard: parameters, gradients and optimizer's state in shards."""
 
     def distribute(self, model: nn.Module) -> None:
-        """Shard each block, and then the rest."""
+        """Shard each block, then the rest."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         dtype = dtype_of_whole(self.config)
         policy = MixedPrecisionPolicy(
@@ -41,17 +41,17 @@ class TorchFSDP(Strategy):
         self.make_optimizer()
 
     def predict(self, images: Tensor) -> Tensor:
-        """Return the logits; what was whole for them is cut again, for the means may go now."""
+        """Return the logits, then shard again: an evaluation may swap parameters now."""
         logits = super().predict(images)
         self.root.reshard()
         return logits
 
     def of_parameters(self, part: HasState) -> HasState:
-        """Each rank has its shards."""
+        """Wrap the part, because ranks hold different shards."""
         return PerRank(part)
 
     def parts(self) -> Mapping[str, HasState]:
-        """Gather model and optimizer whole, so that any number of ranks can go on."""
+        """Gather the whole model and optimizer, so that any number of ranks can resume."""
         whole: dict[str, HasState] = {
             "model": _Whole(self.module),
             "optimizer": _WholeOptimizer(self),
@@ -60,9 +60,9 @@ class TorchFSDP(Strategy):
 
 
 def dtype_of_whole(config: Config) -> torch.dtype:
-    """Return in which dtype parameters travel and compute.
+    """Return the dtype in which parameters travel and compute.
 
-    BatchNorm computes in 32 bits: parameters of a ResNet stay so, and autocast does the rest.
+    BatchNorm computes in 32 bits, so a ResNet's parameters stay float32 and autocast does the rest.
     """
     return torch.float32 if config.model.startswith("resnet") else DTYPES[config.precision]
 
@@ -72,7 +72,7 @@ SPREAD = StateDictOptions(full_state_dict=True)
 
 
 class _Whole:
-    """A sharded model, as one state. Rank 0 alone gets it: it is the one that writes."""
+    """A sharded model as one state, on rank 0 alone, which writes it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -85,7 +85,7 @@ class _Whole:
 
 
 class _WholeOptimizer:
-    """The optimizer of a sharded model, as one state."""
+    """The optimizer of a sharded model as one state."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.module, self.optimizer = strategy.module, strategy.optimizer
@@ -107,7 +107,7 @@ class ShardedOptimizer(Strategy):
         self.optimizer = self.sharded.optimizer
 
     def zero_grad(self) -> None:
-        """Set the gradients to 0 where they are."""
+        """Set the gradients to 0 in place."""
         self.sharded.zero_grad()
 
     def step(self) -> None:
@@ -115,14 +115,14 @@ class ShardedOptimizer(Strategy):
         self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:
-        """The optimizer's state is another on each rank; masters are parts of the parameters."""
+        """Add the optimizer by rank; the master copies are views of the parameters."""
         return {**super().parts(), "optimizer": PerRank(self.optimizer)}
 
 
 def sharded_optimizer(strategy: Strategy) -> Any:
-    """Return the optimizer of task 3.18 or 3.19, of what this rank holds of the model.
+    """Return the optimizer of task 3.18 or 3.19 for this rank's part of the model.
 
-    With ``communication_pattern: ring``, that of 3.18 reduces gradients by the ring of 3.1.
+    With ``communication_pattern: ring``, the one of 3.18 reduces gradients by the ring of 3.1.
     """
     config, lesson = strategy.config, strategy.lessons("zero")
     cls = {1: lesson.ShardedOptimizer, 2: lesson.ShardedGradientOptimizer}[config.zero_redundancy]
@@ -138,7 +138,7 @@ def sharded_optimizer(strategy: Strategy) -> Any:
 
 
 def gradients_into(sharded: Any) -> None:
-    """Copy gradients that lie elsewhere into the flat memory of a sharded optimizer."""
+    """Copy gradients from other memory into the flat memory of a sharded optimizer."""
     for part, flat, gradient in zip(sharded.parts, sharded.flats, sharded.gradients, strict=True):
         for parameter, view in zip(part, flat.views(gradient), strict=True):
             if parameter.grad is not None:
@@ -149,7 +149,7 @@ class FullySharded(Strategy):
     """ZeRO stage 3: task 3.20."""
 
     def distribute(self, model: nn.Module) -> None:
-        """Shard the parameters; units are whole while they compute."""
+        """Shard the parameters; a unit is gathered while it computes."""
         lesson = self.lessons("zero")
         dtype = dtype_of_whole(self.config)
         self.module = self.called = lesson.FullyShardedDataParallel(model, compute_dtype=dtype)
@@ -161,7 +161,7 @@ class FullySharded(Strategy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters while they are whole."""
+        """Dtype of gathered parameters."""
         return dtype_of_whole(self.config)
 
     def predict(self, images: Tensor) -> Tensor:
@@ -170,10 +170,10 @@ class FullySharded(Strategy):
         return logits.float()
 
     def of_parameters(self, part: HasState) -> HasState:
-        """Each rank has its shards."""
+        """Wrap the part, because ranks hold different shards."""
         return PerRank(part)
 
     def parts(self) -> Mapping[str, HasState]:
-        """Parameters as they are sharded: each rank's own."""
-        model = PerRank(Parameters(self.module))  # this rank's shards
+        """Replace the model and the optimizer by this rank's shards."""
+        model = PerRank(Parameters(self.module))
         return {**super().parts(), "model": model, "optimizer": PerRank(self.optimizer)}

@@ -1,4 +1,4 @@
-"""A model that no rank holds whole: pipelines of stages, and layers that are split."""
+"""A model that no rank holds whole: pipelines of stages, and split layers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,21 +17,21 @@ from distlab.production.strategies.replicated import CourseDDP
 from distlab.production.strategies.sharded import gradients_into, sharded_optimizer
 from distlab.production.types import Batch, HasState
 
-DIMS = ("replicas", "stages", "shards")  # shards talk most: their ranks are neighbours
+DIMS = ("replicas", "stages", "shards")  # shards communicate most, so they are neighbours
 MICRO_BATCHES_PER_STAGE = 4  # the bubble, (p-1)/(m+p-1), is then less than 1/5 of the time
 
 
 class Split(CourseDDP):
-    """Replicas of a model, each of which has stages, each of which has shards.
+    """Replicas of a model that consist of stages, which consist of shards.
 
     8 ranks, pipeline_parallelism 2, tensor_parallelism 2
     replica 0    stage 0: ranks 0, 1    stage 1: ranks 2, 3
     replica 1    stage 0: ranks 4, 5    stage 1: ranks 6, 7
 
-    With zero_redundancy: 1, ranks 0 and 4 share the state of their optimizer, and so on.
+    With zero_redundancy: 1, ranks 0 and 4 share the optimizer's state, as do 1 and 5, and so on.
     """
 
-    sharded: Any = None  # the optimizer, if it is shared
+    sharded: Any = None  # the optimizer, if its state is shared
 
     def distribute(self, model: nn.Module) -> None:
         """Keep this rank's shards of the layers of its stage."""
@@ -47,7 +47,7 @@ class Split(CourseDDP):
             self.runner = runner(stage, self.stages)
 
     def _share(self, stage: nn.Module) -> None:
-        """Let the replicas of a stage average gradients, or share the optimizer's state, too."""
+        """Let the replicas of a stage average gradients, or also share the optimizer's state."""
         if not self.config.zero_redundancy:
             super().distribute(stage)
             return
@@ -81,7 +81,7 @@ class Split(CourseDDP):
             lesson.parallelize_mlp(block.mlp, self.shards)
 
     def _stage(self, model: nn.Module) -> nn.Sequential:
-        """Cut where the stages have about as many FLOPs."""
+        """Return this rank's stage; all stages have about as many FLOPs."""
         layers = layers_of(model)
         costs = layer_flops(layers, self.config.image_size)
         partition = self.lessons("model_parallel").partition_layers
@@ -95,7 +95,7 @@ class Split(CourseDDP):
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether there are several stages."""
+        """True if there are several stages."""
         return self.config.pipeline_parallelism > 1
 
     def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
@@ -120,19 +120,19 @@ class Split(CourseDDP):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Keep gradients on this rank: a sharded optimizer does so until the step."""
+        """Keep gradients on this rank; a sharded optimizer always does until the step."""
         with nullcontext() if self.sharded else super().accumulating(is_last=is_last):
             yield
 
     def zero_grad(self) -> None:
-        """Set the gradients to 0 where they are."""
+        """Set the gradients to 0 in place."""
         self.sharded.zero_grad() if self.sharded else super().zero_grad()
 
     def average_gradients(self) -> None:
-        """Wait for the last bucket; a sharded optimizer averages in the step, from its memory."""
+        """Wait for the last bucket; a sharded optimizer averages in its step."""
         if not self.sharded:
             super().average_gradients()
-        elif self.is_pipeline:  # whose backward passes make gradients anew
+        elif self.is_pipeline:  # its backward passes create new gradients
             gradients_into(self.sharded)
 
     def step(self) -> None:
@@ -145,7 +145,7 @@ class Split(CourseDDP):
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Tensor:
-        """Return the logits of a replica's images, on all its ranks."""
+        """Return the logits of a replica's images on all its ranks."""
         if not self.is_pipeline:
             return super().predict(images)
         is_first = dist.get_rank(self.stages) == 0
@@ -161,15 +161,15 @@ class Split(CourseDDP):
 
     @property
     def counts(self) -> bool:
-        """One rank of each replica counts."""
+        """True on one rank of each replica."""
         return dist.get_rank(self.stages) == dist.get_rank(self.shards) == 0
 
     def of_parameters(self, part: HasState) -> HasState:
-        """Each rank has its layers."""
+        """Wrap the part, because ranks hold different layers."""
         return PerRank(part)
 
     def parts(self) -> Mapping[str, HasState]:
-        """All of it is another on each rank."""
+        """Return the parts of a checkpoint, which all differ between ranks."""
         return {
             "model": PerRank(Parameters(self.module)),
             "buffers": PerRank(OwnBuffers(self.module)),
