@@ -17,16 +17,16 @@ from distlab.util.text import joined
 TRAINER_TASK = "1.13"
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
-MAX_NAMED = 6  # tasks whose functions are named in a message
+MAX_NAMED = 6  # largest number of tasks whose functions a message names
 
 
 class NotThereError(Exception):
-    """A function is not written yet, or this copy of the course does not have it; one line."""
+    """A function is not written yet, or missing in this copy of the course; one line."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The functions and the class of Phase 1 that a training uses."""
+    """The class and the functions of Phase 1 that a training uses."""
 
     trainer: Any  # class Trainer
     all_reduces: Mapping[str, Any]
@@ -34,11 +34,11 @@ class Parts:
 
 
 def find(impl: str, tasks: Collection[str]) -> Submission:
-    """Return the lessons to use, before anything is started.
+    """Return the lessons to use; called before anything starts.
 
     Args:
         impl: "solution" or "mine".
-        tasks: Ids of the tasks whose functions are called.
+        tasks: Ids of the tasks whose functions will be called.
 
     Raises:
         NotThereError: This copy has no solutions, or one of the tasks is a TODO.
@@ -48,11 +48,11 @@ def find(impl: str, tasks: Collection[str]) -> Submission:
 
 
 def find_trainer(impl: str, all_reduce: str, also: Collection[str] = ()) -> Submission:
-    """Return the lessons of a training with Phase 1's trainer; raise as ``find`` does.
+    """Return the lessons of a training with Phase 1's trainer; raises like ``find``.
 
     Args:
         impl: "solution" or "mine".
-        all_reduce: Name of the strategy that will sum the gradients.
+        all_reduce: Name of the all-reduce that will sum the gradients.
         also: Further functions that the training calls.
     """
     called = {f"all_reduce_{all_reduce}", *also}
@@ -93,7 +93,7 @@ def check_solutions() -> None:
     """Check that this copy of the course has the solutions.
 
     Raises:
-        NotThereError: It has none; the message says what works without them.
+        NotThereError: It does not; the message says what works without them.
     """
     if not (COURSE / COURSE_FILE).exists():
         raise NotThereError(
@@ -107,7 +107,7 @@ def check_solutions() -> None:
 
 
 def load(submitted: Submission) -> Parts:
-    """Import the parts of a training, inside a rank; raise as ``lesson`` does."""
+    """Import the parts of a training, inside a rank; raises like ``lesson``."""
     trainer, collectives = lesson(submitted, "trainer"), lesson(submitted, "collectives")
     return Parts(trainer.Trainer, collectives.ALL_REDUCES, trainer.AVERAGE_GRADIENTS)
 
@@ -116,7 +116,7 @@ def lesson(submitted: Submission, name: str) -> ModuleType:
     """Import a lesson, inside a rank.
 
     Raises:
-        LessonError: A file of the learner's cannot be imported.
+        LessonError: One of the learner's files cannot be imported.
     """
     if submitted.is_solution:
         return lessons.solution(name)

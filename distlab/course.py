@@ -25,17 +25,17 @@ FILE = "course.toml"
 HINTS = (1, 2, 3)  # a question; the idea; names and number of lines
 DIFFICULTIES = range(1, 6)
 LABEL_WIDTH = 32  # minimum width of a column of labels
-# Outcomes that have a meaning here, and all outcomes except "passed".
+# Outcomes that the commands treat specially, and all outcomes except "passed".
 PASSED, TODO, HANG, GRADER_ERROR = "passed", "todo", "hang", "grader error"
 OUTCOMES = ("failed", TODO, HANG, "crash", "oom", "import error", "not run", GRADER_ERROR)
 
 
 Entry = TypeVar("Entry")
-Table = Mapping[str, Any]  # a table of course.toml
+Table = Mapping[str, Any]  # table of course.toml
 
 
 class CourseError(ValueError):
-    """course.toml cannot be used, or something is asked for that it does not list."""
+    """course.toml cannot be used, or does not list what a command asks for."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Task:
     difficulty: int  # 1 to 5
     lesson: str  # name of the file without ``template_`` and ``.py``
     folder: str  # folder of the phase
-    also: tuple[str, ...] = ()  # further functions of the file that are written and graded with it
-    preload: tuple[str, ...] = ()  # modules that its tests load and that take a second
+    also: tuple[str, ...] = ()  # further functions, written and graded with the main one
+    preload: tuple[str, ...] = ()  # slow modules that its tests load
     uses: tuple[str, ...] = ()  # ids of the earlier tasks whose functions the solution calls
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """All functions that a learner writes for it, the main one first."""
+        """All functions that a learner writes for the task, the main one first."""
         return (self.function, *self.also)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of what there is to write; several methods of a class are the class."""
+        """Names of the functions to write; several methods of a class are named by the class."""
         holders = [name.rpartition(".")[0] for name in self.functions]
         return tuple(
             dict.fromkeys(
@@ -130,7 +130,7 @@ class Phase:
     folder: str
     lessons: tuple[Lesson, ...]
     challenge: Challenge | None = None
-    unfinished: bool = False  # True if more tasks will come; ids may then leave gaps
+    unfinished: bool = False  # True if more tasks will be added; ids may then have gaps
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -145,7 +145,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Course:
-    """All phases, in order. Looking up a missing one is a CourseError that names the nearest."""
+    """All phases, in order. Looking up a missing name raises a CourseError with the nearest one."""
 
     title: str
     phases: tuple[Phase, ...]
@@ -187,7 +187,7 @@ def load(root: Path) -> Course:
     """Read course.toml of the course whose folder is ``root``.
 
     Raises:
-        CourseError: it is missing, is not TOML, or is not a possible course; one line.
+        CourseError: The file is missing, is not TOML, or does not describe a course; one line.
     """
     path = root / FILE
     try:
@@ -269,12 +269,12 @@ def _values(
     optional: Sequence[str] = (),
     inherited: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the plain fields of a dataclass, as a table has them; defaults may be left out.
+    """Return a table's values for a dataclass's plain fields; fields with defaults are optional.
 
     Args:
-        nested: further keys that are needed.
-        optional: further keys that are allowed.
-        inherited: fields that do not come from the table.
+        nested: Further required keys.
+        optional: Further allowed keys.
+        inherited: Fields that do not come from the table.
     """
     plain = [f for f in fields(kind) if f.type in _CHECKS and f.name not in inherited]
     needed = [*(field.name for field in plain if field.default is MISSING), *nested]
@@ -296,7 +296,7 @@ def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-# Type of a field -> whether a value is right, and the words for what it must be.
+# Type of a field -> check of a value, and the words for valid values.
 _CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     str: (_is_text, "text"),
     int: (lambda value: type(value) is int and value > 0, "a whole number from 1 on"),
@@ -328,7 +328,7 @@ def _check_uses(tasks: Sequence[Task]) -> None:
 
 
 def _check_ids(phase: Phase) -> None:
-    """Check that the ids count the tasks, without gaps once all are there."""
+    """Check that the ids number the tasks, without gaps unless the phase is unfinished."""
     for lesson in phase.lessons:
         for before, task in pairwise(lesson.tasks):
             if _number(task) <= _number(before):
@@ -361,5 +361,5 @@ def _look_up(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
 
 
 def _nearest(name: str, valid: Collection[str]) -> str:
-    """Name the most similar of the valid names, or all of them if none is similar."""
+    """Name the most similar valid name, or all of them if none is similar."""
     return did_you_mean(name, valid) or f"There are: {', '.join(valid)}."

@@ -32,14 +32,14 @@ What to open next
 
 
 def run_demo(folder: Path) -> None:
-    """Train with each number of workers, print both histories beside each other, draw them.
+    """Train with each number of workers, and print and draw both histories side by side.
 
     Args:
         folder: Folder for ``demo.png``; created if it is missing.
 
     Raises:
-        ConfigError: nothing can be written there, or mpirun or torchrun started this process and
-            others; before the training starts.
+        ConfigError: The folder is not writable, or mpirun or torchrun started this process and
+            others; raised before the training starts.
     """
     training.check_is_alone()
     chosen.check_solutions()
@@ -93,13 +93,14 @@ def _table(histories: dict[int, list[EpochResult]]) -> Table:
 
 
 def _findings(histories: dict[int, list[EpochResult]]) -> list[str]:
-    one, four = (histories[workers] for workers in WORKERS)
-    steps = sum(len(result.step_losses) for result in one)
-    speed = _images_per_s(four) / _images_per_s(one)
+    left, right = (histories[workers] for workers in WORKERS)
+    steps = sum(len(result.step_losses) for result in left)
+    speed = _images_per_s(right) / _images_per_s(left)
     findings = [
         f"Same training: in float64, over {steps} steps, the two losses were never further apart "
-        f"than {largest_difference(one, four):.1e}.",
-        f"Same result: test accuracy {one[-1].test_accuracy:.1%} and {four[-1].test_accuracy:.1%}.",
+        f"than {largest_difference(left, right):.1e}.",
+        f"Same result: test accuracy {left[-1].test_accuracy:.1%} and "
+        f"{right[-1].test_accuracy:.1%}.",
         f"Speed: 4 workers trained {speed:.1f} times as many images per second as 1, "
         f"on {os.cpu_count()} cores.",
     ]

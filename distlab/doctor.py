@@ -1,4 +1,4 @@
-"""Checks of this machine. Each one tries the thing itself and says what to do if it fails."""
+"""Checks of this machine. Each check tries the thing itself, and a failure says what to do."""
 
 import importlib
 import importlib.metadata
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -32,7 +33,7 @@ TESTED_TORCH = ("2.13",)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``ABSENT`` is no fault: the course runs without it."""
+    """One line of the report. ``ABSENT`` is not a fault, because the course runs without it."""
 
     subject: str
     status: str
@@ -41,11 +42,11 @@ class Finding:
 
 
 def print_report() -> bool:
-    """Print all findings; return whether nothing is broken.
+    """Print all findings; return True if nothing is broken.
 
     Raises:
-        ConfigError: mpirun or torchrun started this process and others: worlds then behave as they
-            should there, and the advice would be wrong.
+        ConfigError: mpirun or torchrun started this process and others; worlds then behave
+            differently, and the advice would be wrong.
     """
     check_is_alone()
     findings = [_guarded(check) for check in CHECKS]
@@ -61,7 +62,7 @@ def print_report() -> bool:
 
 
 def _guarded(check: Callable[[], Finding]) -> Finding:
-    """A check that fails in a way nobody foresaw is itself a finding."""
+    """Run a check; an unexpected exception is a finding too."""
     try:
         return check()
     except Exception as error:
@@ -70,7 +71,7 @@ def _guarded(check: Callable[[], Finding]) -> Finding:
 
 
 def check_machine() -> Finding:
-    """Cores and memory."""
+    """Report cores and memory."""
     memory = psutil.virtual_memory()
     detail = (
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
@@ -80,12 +81,12 @@ def check_machine() -> Finding:
 
 
 def check_python() -> Finding:
-    """The interpreter."""
+    """Report the interpreter."""
     return Finding("python", OK, f"{platform.python_version()} in {sys.prefix}")
 
 
 def check_torch() -> Finding:
-    """torch, and whether its version is one the course was tested with."""
+    """Report the version of torch, and whether the course was tested with it."""
     version = torch.__version__
     if version.startswith(TESTED_TORCH):
         return Finding("torch", OK, version)
@@ -94,14 +95,14 @@ def check_torch() -> Finding:
 
 
 def torch_build() -> str:
-    """Return which torch is installed, for which processors: ``torch 2.13.0 (CPU build)``."""
+    """Describe the installed torch, such as ``torch 2.13.0 (CPU build)``."""
     built = torch.version
     kind = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip else "CPU"
     return f"torch {torch.__version__.partition('+')[0]} ({kind} build)"
 
 
 def check_torchvision() -> Finding:
-    """torchvision beside this torch, which may need its missing operators declared."""
+    """Import torchvision, whose missing operators may have to be declared for this torch."""
     version = importlib.metadata.version("torchvision")
     try:
         import_torchvision()
@@ -112,7 +113,7 @@ def check_torchvision() -> Finding:
 
 
 def check_gpus() -> Finding:
-    """CUDA or ROCm devices that torch sees."""
+    """Report the CUDA or ROCm devices that torch sees."""
     count = torch.cuda.device_count()
     if count:
         names = {torch.cuda.get_device_name(index) for index in range(count)}
@@ -128,12 +129,17 @@ def check_gpus() -> Finding:
 
 def check_world_gloo() -> Finding:
     """Start two ranks and add their numbers."""
+    fix = "if gloo finds no interface, set GLOO_SOCKET_IFNAME to one that `ip link` lists"
+    return _try_world("gloo", 2, "processes", fix, device="cpu", timeout_s=60)
+
+
+def _try_world(backend: str, count: int, ranks: str, fix: str, **options: Any) -> Finding:
+    """Let the ranks of a world add their numbers; ``fix`` is the advice if they fail."""
     try:
-        sums = launch.run(_sum_of_ones, 2, backend="gloo", device="cpu", timeout_s=60)
+        sums = launch.run(_sum_of_ones, count, backend=backend, **options)
     except launch.LaunchError as error:
-        fix = "if gloo finds no interface, set GLOO_SOCKET_IFNAME to one that `ip link` lists"
-        return Finding("world gloo", BROKEN, str(error).splitlines()[0], fix)
-    return Finding("world gloo", OK, f"2 processes added their ones: {sums[0]:.0f}")
+        return Finding(f"world {backend}", BROKEN, str(error).splitlines()[0], fix)
+    return Finding(f"world {backend}", OK, f"{count} {ranks} added their ones: {sums[0]:.0f}")
 
 
 def check_world_nccl() -> Finding:
@@ -141,12 +147,8 @@ def check_world_nccl() -> Finding:
     count = torch.cuda.device_count()
     if not count or not dist.is_nccl_available():
         return Finding("world nccl", ABSENT, "needs a GPU per rank", "nothing: gloo is used")
-    try:
-        sums = launch.run(_sum_of_ones, count, backend="nccl", timeout_s=120)
-    except launch.LaunchError as error:
-        fix = "run it again with NCCL_DEBUG=INFO in the environment"
-        return Finding("world nccl", BROKEN, str(error).splitlines()[0], fix)
-    return Finding("world nccl", OK, f"{count} processes added their ones: {sums[0]:.0f}")
+    fix = "run it again with NCCL_DEBUG=INFO in the environment"
+    return _try_world("nccl", count, "processes", fix, timeout_s=120)
 
 
 def check_world_mpi() -> Finding:
@@ -162,30 +164,26 @@ def check_world_mpi() -> Finding:
         timeout=60,
     )
     if done.returncode or "the sum is 2" not in done.stdout:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        detail = f"{command}: {said[-1] if said else f'exit code {done.returncode}'}"
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        detail = f"{command}: {lines[-1] if lines else f'exit code {done.returncode}'}"
         return Finding("world mpi", BROKEN, detail, f"mpirun and mpi4py must match: {MPI_FIX}")
     return Finding("world mpi", OK, f"2 processes added their ones: 2 ({command})")
 
 
 def check_world_sim() -> Finding:
     """Simulate eight GPUs that add their numbers."""
-    try:
-        sums = launch.run(_sum_of_ones, 8, backend="sim", cluster="dgx-h100", timeout_s=60)
-    except launch.LaunchError as error:
-        fix = "please report this, with the whole output of distlab train --backend sim"
-        return Finding("world sim", BROKEN, str(error).splitlines()[0], fix)
-    return Finding("world sim", OK, f"8 simulated GPUs added their ones: {sums[0]:.0f}")
+    fix = "please report this, with the whole output of distlab train --backend sim"
+    return _try_world("sim", 8, "simulated GPUs", fix, cluster="dgx-h100", timeout_s=60)
 
 
 def find_mpirun() -> str | None:
     """Return the mpirun of this Python's environment, or else the one on the path."""
-    own = Path(sys.executable).with_name("mpirun")
-    return str(own) if own.exists() else shutil.which("mpirun")
+    beside_python = Path(sys.executable).with_name("mpirun")
+    return str(beside_python) if beside_python.exists() else shutil.which("mpirun")
 
 
 def add_ones_under_mpirun() -> None:
-    """Be one of the ranks of ``check_world_mpi``."""
+    """Run one of the ranks of ``check_world_mpi``."""
     sums = launch.run(_sum_of_ones, 2, backend="mpi", timeout_s=30)
     print(f"the sum is {sums[0]:.0f}", flush=True)
 
@@ -197,7 +195,7 @@ def _sum_of_ones() -> float:
 
 
 def check_data() -> Finding:
-    """The bundled images, and what was downloaded besides."""
+    """Report the bundled images and the downloaded data."""
     images = len(data.load("digits").train)
     root = data_root()
     entries = sorted(root.iterdir()) if root.is_dir() else []

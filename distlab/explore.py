@@ -1,4 +1,4 @@
-"""Helpers of all notebooks: whose functions they show, and how passes are measured."""
+"""Helpers of all notebooks: the learner's function or the solution's, and timed passes."""
 
 import re
 import time
@@ -14,34 +14,34 @@ from distlab.sim import GPU, Cluster
 
 T = TypeVar("T")
 
-# A GPU so slow that small matrices take a millisecond, and messages that take no time.
+# A GPU on which small matrices take a millisecond, and messages without a cost.
 _SLOW_GPU = GPU("16 GFLOP/s", 80e9, 1e30, {"float32": 16e9}, {"float32": 16e9})
 IDEAL = Cluster(1, 4, gpu=_SLOW_GPU, latency_s=0.0, nvlink_bytes_per_s=1e30, name="ideal")
 
 
 def try_yours(lesson: str, names: str, experiment: Callable[..., T]) -> T:
-    """Return what an experiment finds with the learner's functions, or with the solution's.
+    """Return the result of an experiment with the learner's functions, or with the solution's.
 
         try_yours("phase1_data_parallel.collectives", "broadcast", draw)
         broadcast: not written yet, so you see the solution.
 
     Args:
-        lesson: the phase and the lesson.
-        names: one or more names of the lesson, separated by spaces.
-        experiment: is called with them; it runs them in a world of its own, so that whatever they
-            do ends in a result or a LaunchError.
+        lesson: Phase and lesson, with a dot.
+        names: One or more functions of the lesson, separated by spaces.
+        experiment: Function of these functions that runs them in a world of its own, so that every
+            failure is a LaunchError.
 
     Raises:
-        SystemExit: the learner's fail, and this copy of the course has no solutions.
+        SystemExit: The learner's functions fail, and this copy of the course has no solutions.
     """
     label = names.replace(" ", ", ")
     try:
-        found = experiment(*_members(lessons.template_at(lesson), names))
-    except Exception as error:  # a file of the learner's may raise anything when it is imported
+        result = experiment(*_members(lessons.template_at(lesson), names))
+    except Exception as error:  # importing a learner's file may raise anything
         reason = _why(error, names)
     else:
         print(f"{label}: you see your own.")
-        return found
+        return result
     try:
         solved = _members(lessons.solution_at(lesson), names)
     except ModuleNotFoundError:
@@ -57,7 +57,7 @@ def _members(module: ModuleType, names: str) -> list[Any]:
 
 
 def _why(error: Exception, names: str) -> str:
-    """Say that something is a TODO, and what if it is not all; or quote the error's first line."""
+    """Say that a function is a TODO, and which one of several; or quote the error's first line."""
     is_raised = isinstance(error, LaunchError) and error.exception == NotImplementedError.__name__
     if is_raised or isinstance(error, NotImplementedError):
         todo = re.search(r"Task [\d.]+: ([\w.]+)", str(error))
@@ -66,15 +66,15 @@ def _why(error: Exception, names: str) -> str:
     return f"not working yet ({first})"
 
 
-Span = tuple[float, float]  # first and last second
+Span = tuple[float, float]  # begin and end in seconds
 
 
 def watch_passes(module: nn.Module, spans: list[Span]) -> None:
-    """Note from when to when each forward and each backward pass through a module runs.
+    """Record begin and end of each forward and backward pass through a module.
 
     Args:
-        module: its input must require a gradient, or its backward passes have no end.
-        spans: a span is appended for each pass when it ends.
+        module: Module whose input requires a gradient; otherwise its backward passes have no end.
+        spans: List to which each pass is appended when it ends.
     """
     starts: list[float] = []
 

@@ -1,9 +1,9 @@
-"""The one module that finds lessons: solutions, what each phase is given, and the trainer.
+"""The one module that finds lessons: solutions, the given code of phases, and the trainer.
 
     lessons.solution("ddp")            # solutions/phase3_multi_node/ddp.py
     lessons.given_4.group_device()     # phase4_production/given.py
 
-Nothing is imported before it is used: distlab can be installed without the course.
+Nothing is imported before it is used, because distlab can be installed without the course.
 """
 
 import importlib
@@ -41,7 +41,7 @@ else:
 
 
 def trainer() -> str:
-    """Return the name of the production trainer's module, which ``python -m`` runs."""
+    """Return the name of the production trainer's module, for ``python -m``."""
     return f"{SOLUTIONS}.{folder(4)}.imagenet_trainer"
 
 

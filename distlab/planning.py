@@ -40,7 +40,7 @@ def shape_of(model: str) -> Shape:
     """Return a known model.
 
     Raises:
-        ValueError: there is none of that name; gives the valid names and the nearest.
+        ValueError: The name is unknown; the message has the valid names and the nearest.
     """
     if model not in MODELS:
         raise unknown_name("model", model, MODELS)
@@ -48,12 +48,12 @@ def shape_of(model: str) -> Shape:
 
 
 def numbers_of(cluster: Cluster) -> dict[str, float]:
-    """Return the fields of a ``Machine`` that stand for a cluster.
+    """Return the fields of a ``Machine`` that describe a cluster.
 
-    Each GPU has its share of the NICs of its node. Inside of a node, a ring reaches what NCCL does.
+    Each GPU has its share of its node's NICs. Inside a node, a ring is as fast as NCCL's.
 
     Raises:
-        ValueError: the cluster does not say what its GPUs can do.
+        ValueError: The cluster has no GPUs whose speed is known.
     """
     gpu = cluster.gpu
     if gpu is None:
@@ -84,15 +84,15 @@ class Planner(NamedTuple):
     given: Any
 
     def plan(self, shape: Shape, numbers: Mapping[str, float], batch_size: int) -> list[Any]:
-        """Return what the lesson's ``plan`` returns.
+        """Return the plans of the lesson's ``plan``, fastest first.
 
         Raises:
-            ValueError: nothing fits.
+            ValueError: No layout fits into memory.
         """
-        found: list[Any] = self.lesson.plan(
+        plans: list[Any] = self.lesson.plan(
             self.given.Transformer(*shape[:5]), self.given.Machine(**numbers), batch_size
         )
-        return found
+        return plans
 
 
 def load(impl: str) -> Planner:
@@ -102,14 +102,14 @@ def load(impl: str) -> Planner:
         impl: "solution" or "mine".
 
     Raises:
-        NotThereError: this copy has no solutions, or a task of the lesson is a TODO.
+        NotThereError: This copy has no solutions, or a task of the lesson is a TODO.
     """
     lesson = chosen.lesson(chosen.find(impl, TASKS), "auto_sharding")
     return Planner(lesson, lessons.given_3)
 
 
 def model_flops(shape: Shape, batch_size: int) -> float:
-    """Return the FLOPs of a step, without what is recomputed: 72 B s l h² and so on.
+    """Return the FLOPs of a step without recomputation: 72 B s l h² and smaller terms.
 
     Source: Narayanan et al. 2021, equation 3; Korthikanti et al. 2022, equation 8.
     """

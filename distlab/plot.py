@@ -1,4 +1,4 @@
-"""Pictures of what was measured (matplotlib, without a screen)."""
+"""Pictures of measurements (matplotlib, without a screen)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from distlab.util.text import counted
 if TYPE_CHECKING:
     from distlab.lessons import EpochResult
 
-STYLES = ("-", "--", ":", "-.")  # curves that coincide must both be seen
-POINT_SIZES = (8, 5, 3)  # likewise
+STYLES = ("-", "--", ":", "-.")  # visible even if curves coincide
+POINT_SIZES = (8, 5, 3)  # visible even if points coincide
 PASSES = {"F": ("forward", "#3b6fb6"), "B": ("backward", "#e6842a")}
 BUBBLE, ALARM, FORMULA = "#e4e4e4", "#c1121f", "#666666"
 
@@ -28,8 +28,8 @@ def training_curves(histories: Mapping[int, Sequence[EpochResult]], path: Path) 
     """Draw loss per step, test accuracy per epoch and images/s, one curve per number of workers.
 
     Args:
-        histories: number of workers -> history.
-        path: the PNG to write; its folder exists.
+        histories: Number of workers -> history.
+        path: PNG to write, in an existing folder.
     """
     figure = Figure(figsize=(13, 4), layout="constrained")
     loss, accuracy, speed = figure.subplots(1, 3)
@@ -51,20 +51,20 @@ def training_curves(histories: Mapping[int, Sequence[EpochResult]], path: Path) 
 
 
 class Curve(NamedTuple):
-    """What was measured, and what a formula says about it."""
+    """Measured values, and those of a formula."""
 
     measured: Sequence[float]
     formula: Sequence[float] = ()
 
 
 def curves(axes: Axes, xs: Sequence[int], named: Mapping[str, Curve], **texts: str) -> None:
-    """Draw points for what was measured at some sizes, and grey lines for the formulas.
+    """Draw points for measurements at some sizes, and grey lines for formulas.
 
     Args:
         axes: Axes of a picture.
-        xs: the sizes, each of which gets a tick, on a log scale unless ``texts`` say otherwise.
-        named: Text of the legend -> curve; without a formula, lines join the points.
-        texts: title, xlabel and ylabel, perhaps xscale and yscale.
+        xs: Sizes, each with a tick, on a log scale unless ``texts`` name another one.
+        named: Text of the legend -> curve; lines join the points of a curve without a formula.
+        texts: Values of title, xlabel and ylabel, perhaps also of xscale and yscale.
     """
     for (name, curve), size in zip(named.items(), cycle(POINT_SIZES), strict=False):
         line = "" if curve.formula else "-"
@@ -82,13 +82,13 @@ def curves(axes: Axes, xs: Sequence[int], named: Mapping[str, Curve], **texts: s
         axes.legend(fontsize=9)
 
 
-Pass = tuple[str, float, float]  # "F0" or "B3.1", as an action prints; from second, to second
+Pass = tuple[str, float, float]  # an action such as "F0" or "B3.1"; begin and end in seconds
 
 
 def passes(axes: Axes, stages: Sequence[Sequence[Pass]], title: str) -> None:
-    """Draw a lane for each stage of a pipeline, and in it its passes with their micro-batches.
+    """Draw a lane for each stage of a pipeline, with the micro-batches of its passes.
 
-    Chunks after the first are lighter, and what no pass covers is grey.
+    Chunks after the first are lighter; the bubble is grey.
     """
     end_s = max(end for stage in stages for _, _, end in stage)
     axes.barh(range(len(stages)), 1e3 * end_s, height=0.8, color=BUBBLE)
@@ -108,8 +108,8 @@ def passes(axes: Axes, stages: Sequence[Sequence[Pass]], title: str) -> None:
 
 
 def _lighter(colour: str, chunk: int) -> str:
-    """Mix a colour with white, more of it for every chunk after the first."""
-    share = 0.75 * 0.6**chunk  # even the first leaves digits readable
+    """Mix a colour with white, more for every chunk after the first."""
+    share = 0.75 * 0.6**chunk  # digits must be readable even on the first chunk
     red, green, blue = (1 - share * (1 - part) for part in to_rgb(colour))
     return to_hex((red, green, blue))
 
@@ -127,9 +127,9 @@ def legend_of_passes(figure: Figure, num_chunks: int) -> None:
 
 
 def loss_scale(axes: Axes, scales: Sequence[float], is_skipped: Sequence[bool]) -> None:
-    """Draw a loss scale over the steps, and mark those that were skipped."""
+    """Draw a loss scale over the steps, and mark skipped steps."""
     axes.step(range(len(scales)), scales, where="post", label="scale")
-    skipped = [step for step, is_one in enumerate(is_skipped) if is_one]
+    skipped = [step for step, is_marked in enumerate(is_skipped) if is_marked]
     marks = [scales[step] for step in skipped]
     axes.plot(skipped, marks, "x", color=ALARM, label="skipped step")
     axes.set_yscale("log", base=2)
@@ -145,14 +145,14 @@ def stacks(
     formula: Sequence[float] = (),
     **texts: str,
 ) -> None:
-    """Draw a bar for each name, made of parts in a colour each.
+    """Draw a stacked bar for each name.
 
     Args:
         axes: Axes of a picture.
         names: Texts below the bars.
         parts: Text of the legend -> height of this part in each bar.
         formula: Expected heights of the bars, marked on each.
-        texts: title and ylabel.
+        texts: Values of title and ylabel.
     """
     bottom = np.zeros(len(names))
     for part, heights in parts.items():

@@ -1,9 +1,9 @@
-"""Import torchvision even when a CPU build of torch stands beside PyPI's torchvision.
+"""Import torchvision even if a CPU build of torch is installed with PyPI's torchvision.
 
-PyPI's torchvision is built for CUDA. Beside a CPU build of torch its C++ extension does not load;
-it passes over that in silence, and then the import dies: `operator torchvision::nms does not
-exist`. Nothing that this course uses calls those operators; they only have to be declared. Every
-torchvision import in distlab goes through `import_torchvision`.
+PyPI's torchvision is built for CUDA. With a CPU build of torch its C++ extension does not load,
+which torchvision silently ignores, and then the import fails: `operator torchvision::nms does not
+exist`. The course never calls these operators; they only have to be declared. Every
+torchvision import in distlab uses `import_torchvision`.
 """
 
 import importlib
@@ -11,21 +11,21 @@ from types import ModuleType
 
 import torch
 
-# What `import torchvision` attaches Python code to without asking if its extension has loaded:
+# Operators to which `import torchvision` attaches Python code even if its extension is not loaded:
 # only nms up to torchvision 0.26, qnms as well in 0.28.
 _DETECTION_BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _SCHEMAS = {"nms": _DETECTION_BOXES, "qnms": _DETECTION_BOXES}
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision, declaring the operators it lacks if, and only if, that is why it fails.
+    """Import torchvision; if missing operators make it fail, declare them first.
 
-    On a healthy install this is a plain import. After a repair models, datasets and transforms
+    On a sound installation this is a plain import. After a repair models, datasets and transforms
     work; calling a declared operator (`torchvision.ops.nms`) still fails, as it has no kernel.
 
-    Returns: the module torchvision, the same one at every call.
-    Raises: ImportError, RuntimeError: what torchvision raised, if that is not the cause.
-    Cost: about 1.4 s for the first import, 3 ms of it for the attempt that fails.
+    Returns: the module torchvision.
+    Raises: ImportError, RuntimeError: torchvision's error, if it has another cause.
+    Cost: about 1.4 s for the first import, including 3 ms for the failed attempt.
     """
     try:
         return importlib.import_module("torchvision")

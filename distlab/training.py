@@ -35,16 +35,16 @@ DEFAULT_BATCH_SIZE = 64
 
 
 class ConfigError(ValueError):
-    """Options that do not fit together; the message names ones that do."""
+    """Options do not fit together; the message names ones that do."""
 
 
 class DivergedError(RuntimeError):
-    """A loss is not a finite number any more; the message says when, where, and what to try."""
+    """A loss is no longer finite; the message says when, where, and what to try."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. ``make_config`` fills in what depends on other fields."""
+    """One training run. ``make_config`` fills in fields that depend on others."""
 
     dataset: str
     model: str
@@ -70,7 +70,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The optimizer a model is trained with."""
+    """The optimizer for a model."""
 
     optimizer: str
     lr: float
@@ -90,8 +90,8 @@ RECIPES = {
 }
 
 
-# Every pixel is a token for gpt: a step on 16 of the usual images of 3 x 32 x 32 takes ten seconds,
-# on 16 of these less than a tenth of one.
+# Every pixel is a token for gpt: a step on 16 of the usual 3 x 32 x 32 images takes ten seconds,
+# a step on 16 of these less than a tenth of a second.
 SYNTHETIC_FOR_GPT = {"image_shape": (1, 8, 8), "train_size": 512, "test_size": 128}
 
 
@@ -108,20 +108,20 @@ def make_config(
     all_reduce: str = "native",
     **others: Any,
 ) -> TrainConfig:
-    """Fill in the options left open: workers, batch size that they can share, learning rate.
+    """Fill in missing options: workers, a batch size that they can share, a learning rate.
 
     Args:
-        model: None: cnn, or gpt where ``parallelism`` names stages or shards, even one: then
-            the training of one process is there to compare with.
-        parallelism: Sizes as ``Parallelism.parse`` reads them; None: no split model.
-        impl: "solution", or "mine": the trainer that the learner has written.
-        others: further fields of ``TrainConfig``, taken as they are.
+        model: Name of the model; None is cnn, or gpt if ``parallelism`` names stages or shards,
+            even one, so that a training of one process can be compared.
+        parallelism: Sizes as ``Parallelism.parse`` reads them; None if the model is not split.
+        impl: "solution", or "mine" for the learner's own trainer.
+        others: Further fields of ``TrainConfig``.
 
     Raises:
-        ConfigError: the batch cannot be shared equally, the learning rate is no positive number,
+        ConfigError: The batch cannot be shared equally, the learning rate is not positive,
             torchrun, mpirun or srun started another number of workers, or the model or the world
-            cannot be split as asked.
-        NotThereError: no solutions are here, or the learner's own trainer is not written yet.
+            cannot be split as requested.
+        NotThereError: This copy has no solutions, or the learner's trainer is not written yet.
     """
     sizes = _parallelism(parallelism, num_workers, backend)
     model = _model_name(model, sizes, parallelism or "")
@@ -145,15 +145,15 @@ def _parallelism(asked: str | None, num_workers: int | None, backend: str) -> Pa
         sizes = Parallelism.parse(asked)
         if num_workers:
             sizes.check_world(num_workers, "--num-workers asks for", "leave --num-workers out")
-        if found := launched(backend):
-            who, advice = f"{found.launcher} started", f"start {sizes.num_ranks}"
-            sizes.check_world(found.world_size, who, advice)
+        if world := launched(backend):
+            who, advice = f"{world.launcher} started", f"start {sizes.num_ranks}"
+            sizes.check_world(world.world_size, who, advice)
     return sizes
 
 
 @contextmanager
 def _refusals(parallelism: object) -> Iterator[None]:
-    """Turn what is wrong with ``--parallelism`` into one line that begins with it."""
+    """Turn an error about ``--parallelism`` into one line that begins with the option."""
     try:
         yield
     except ValueError as error:
@@ -187,7 +187,7 @@ def _batch_size(asked: int | None, sizes: Parallelism) -> int:
 
 def _learning_rate(asked: float | None, default: float) -> float:
     lr = default if asked is None else asked
-    if not 0 < lr < math.inf:  # nan is not either
+    if not 0 < lr < math.inf:  # False for nan too
         raise ConfigError(
             f"--lr {lr} is not a learning rate: it must be above 0 and finite, say {default}"
         )
@@ -195,20 +195,20 @@ def _learning_rate(asked: float | None, default: float) -> float:
 
 
 def _workers(asked: int | None, backend: str) -> int:
-    found = launched(backend)
-    if found and asked not in (None, found.world_size):
+    world = launched(backend)
+    if world and asked not in (None, world.world_size):
         raise ConfigError(
-            f"{found.launcher} started {counted(found.world_size, 'worker')} and --num-workers "
-            f"asks for {asked}: leave --num-workers out under {found.launcher}"
+            f"{world.launcher} started {counted(world.world_size, 'worker')} and --num-workers "
+            f"asks for {asked}: leave --num-workers out under {world.launcher}"
         )
-    return found.world_size if found else asked or DEFAULT_WORKERS
+    return world.world_size if world else asked or DEFAULT_WORKERS
 
 
 def check_is_alone() -> None:
-    """Refuse what starts its own workers where mpirun, torchrun or srun has started some already.
+    """Refuse a command that starts its own workers if mpirun, torchrun or srun has started some.
 
     Raises:
-        ConfigError: this process is one of several.
+        ConfigError: This process is one of several.
     """
     if launcher := launcher_of_several():
         raise ConfigError(f"this starts its own workers: run it alone, without {launcher}")
@@ -218,9 +218,9 @@ def train(config: TrainConfig) -> list[EpochResult]:
     """Train on ``config.num_workers`` ranks; return rank 0's history.
 
     Raises:
-        ConfigError: the batch is larger than the data set.
-        DivergedError: the loss is not a finite number any more.
-        LaunchError: a rank failed.
+        ConfigError: The batch is larger than the data set.
+        DivergedError: The loss is no longer finite.
+        LaunchError: A rank failed.
     """
     answers = _answers(config)
     answer = answers[0]
@@ -232,7 +232,7 @@ def train(config: TrainConfig) -> list[EpochResult]:
 
 
 def _answers(config: TrainConfig) -> list[list[EpochResult] | ConfigError | Diverged]:
-    """Run the ranks; a file of the learner's that cannot train yet is an error without frames."""
+    """Run the ranks; an unfinished file of the learner's is an error without a traceback."""
     try:
         return launch.run(
             _history_or_refusal,
@@ -252,17 +252,17 @@ def _answers(config: TrainConfig) -> list[list[EpochResult] | ConfigError | Dive
 
 
 def _history_or_refusal(config: TrainConfig) -> list[EpochResult] | ConfigError | Diverged:
-    """What ends the training of all ranks is every rank's answer, not the failure of one."""
+    """Train; return an error that ends the training on all ranks instead of raising it."""
     try:
         return train_on_rank(config)
     except ConfigError as refusal:
         return refusal
-    except _DivergedHere as found:
-        return found.diverged
+    except _DivergedHere as error:
+        return error.diverged
 
 
 def train_on_rank(config: TrainConfig) -> list[EpochResult]:
-    """Be one worker: load the data, build the model, fit."""
+    """Run one worker: load the data, build the model, fit."""
     here = launch.context()
     splits = _load(config)
     check_batch_size(config, len(splits.train))
@@ -292,7 +292,7 @@ def train_on_rank(config: TrainConfig) -> list[EpochResult]:
 def _model(
     config: TrainConfig, splits: data.Splits | data.TokenSplits, device: torch.device
 ) -> nn.Module:
-    """Build the whole model, the same on every rank."""
+    """Build the whole model, equal on all ranks."""
     torch.manual_seed(config.seed)
     shape, num_classes = splits.image_shape, splits.num_classes
     model = models.build(config.model, image_shape=shape, num_classes=num_classes)
@@ -303,7 +303,7 @@ def _model(
 
 
 def _part(config: TrainConfig, model: nn.Module) -> Part:
-    """Return what this rank holds of the model: all of it, or its part of a gpt."""
+    """Return this rank's part of the model: all of it, or a part of a gpt."""
     if not config.parallelism.splits_model:
         return Part(model, {}, config.parallelism)
     gpt = cast("models.GPT", model)
@@ -329,11 +329,11 @@ def _trainer(config: TrainConfig, part: Part, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Diverged:
-    """Where a rank has met a loss that is not finite: the same step on all ranks."""
+    """The step at which a rank got a loss that is not finite; the same on all ranks."""
 
     step: int  # number of the step, from 1
     loss: float
-    is_mine: bool  # this rank's own outputs were not finite
+    is_mine: bool  # True if this rank's own outputs were not finite
 
 
 class _DivergedHere(Exception):
@@ -366,7 +366,7 @@ class _Watched:
 
 
 def _check_test_losses(history: Sequence[EpochResult]) -> None:
-    """The last step of all may be the one that goes too far: only the test shows it."""
+    """Check the test losses, which alone show that the very last step diverged."""
     step = 0
     for result in history:
         step += len(result.step_losses)
@@ -375,21 +375,21 @@ def _check_test_losses(history: Sequence[EpochResult]) -> None:
 
 
 def _how_it_diverged(config: TrainConfig, answers: Sequence[object]) -> str:
-    """Say in a line at which step and on which ranks the loss left the numbers, and what to try."""
-    found = [answer for answer in answers if isinstance(answer, Diverged)]
-    ranks = [rank for rank, answer in enumerate(found) if answer.is_mine]
+    """Say in one line where and when the loss stopped being finite, and what to try."""
+    met = [answer for answer in answers if isinstance(answer, Diverged)]
+    ranks = [rank for rank, answer in enumerate(met) if answer.is_mine]
     everywhere = len(ranks) in (0, config.num_workers)
     where = f"all {config.num_workers} ranks" if everywhere else rank_names(ranks)
     default = RECIPES[config.model].lr
     smaller = default if config.lr > default else config.lr / 10
     return (
-        f"step {found[0].step}: the loss is {found[0].loss}, which is not a finite number any more "
+        f"step {met[0].step}: the loss is {met[0].loss}, which is not a finite number any more "
         f"(first seen on {where}). Try a smaller --lr than {config.lr:g}, say {smaller:g}"
     )
 
 
 def _counts(part: Part) -> dict[str, Counts]:
-    """The collectives called until now, by group; none on gloo and NCCL, which do not count."""
+    """Return the collectives called so far, by group; none on gloo and NCCL, which do not count."""
     several = {f" ({name})": group for name, group in part.groups.items() if group.size() > 1}
     groups: Mapping[str, object] = several or {"": dist.group.WORLD}
     return {
@@ -398,7 +398,7 @@ def _counts(part: Part) -> dict[str, Counts]:
 
 
 def _traffic(group: str, counts: Counts, epochs: int) -> str:
-    """Write ``collectives per epoch: 177 all_reduce calls, 4.66 MiB``; every epoch is alike."""
+    """Write ``collectives per epoch: 177 all_reduce calls, 4.66 MiB``; all epochs are alike."""
     totals = (
         f"{calls / epochs:,.0f} {name} calls, {bytes_text(counts.num_bytes[name] / epochs)}"
         for name, calls in counts.calls.items()
@@ -407,7 +407,7 @@ def _traffic(group: str, counts: Counts, epochs: int) -> str:
 
 
 def _load(config: TrainConfig) -> data.Splits | data.TokenSplits:
-    """Load the images, for gpt as sequences."""
+    """Load the images, as sequences for gpt."""
     if config.model != "gpt":
         return data.load(config.dataset, root=config.data_root)
     options = SYNTHETIC_FOR_GPT if config.dataset == "synthetic" else {}
@@ -415,7 +415,7 @@ def _load(config: TrainConfig) -> data.Splits | data.TokenSplits:
 
 
 def check_batch_size(config: TrainConfig, num_images: int) -> None:
-    """Refuse a batch that the training set cannot fill even once."""
+    """Refuse a batch that is larger than the training set."""
     if config.batch_size <= num_images:
         return
     dp = config.parallelism.dp
@@ -427,7 +427,7 @@ def check_batch_size(config: TrainConfig, num_images: int) -> None:
 
 
 def _cast(inputs: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Give images the model's dtype; tokens stay what they are."""
+    """Convert images to the model's dtype; tokens keep theirs."""
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
 
@@ -451,7 +451,7 @@ def _headline(
 
 
 def _simulated(cluster: str | None) -> str:
-    """Name the cluster, and say which clock the speeds that follow are read from."""
+    """Name the cluster, and say that the times are virtual."""
     name = f"cluster {cluster}" if cluster else "cluster: one switch with a GPU per worker"
     return f"simulated {name}, times are virtual, not measured"
 
@@ -462,7 +462,7 @@ def _virtual_time(cluster: str | None, seconds: float) -> str:
 
 
 def report(config: TrainConfig, history: list[EpochResult]) -> None:
-    """Print one closing line, from one process only."""
+    """Print the closing line, in one process only."""
     if int(os.environ.get("RANK", "0")) == 0:
         best = max(history, key=lambda result: result.test_accuracy)
         epochs = counted(config.epochs, "epoch")

@@ -1,1 +1,1 @@
-"""Benchmarks: every speed is measured beside its rival, in the same run, as a ratio of medians."""
+"""Benchmarks: every speed is compared with a rival's in the same run, as a ratio of medians."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from distlab.lessons import AllReduceTimes
 
-# Phase 1: the learner's own table, of task 1.8
+# Phase 1: the table of task 1.8
 
 TASKS_1 = ("1.6", "1.7", "1.8")
 EXCHANGE = "exchange: no all-reduce, but one message sent while another one arrives"
@@ -131,20 +131,20 @@ class Times:
         ]
 
     def headings(self) -> list[str]:
-        """Return the sizes, written so shortly that all fit into 80 columns."""
+        """Return the sizes, short enough for 80 columns."""
         sizes = (bytes_text(size) for size in self.seconds[GLOO])
         return ["", *(size.replace(".00 ", " ").replace(".0 ", " ") for size in sizes)]
 
     def message(self) -> str:
-        """Write what a message costs."""
+        """Write the cost of a message."""
         per_s = bytes_text(1 / self.beta_s_per_byte) if self.beta_s_per_byte > 0 else "?"
         return f"one message of gloo's: α = {seconds_text(max(0.0, self.alpha_s))}, 1/β = {per_s}/s"
 
 
 def phase_3(ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | None) -> None:
-    """Measure and print; with a folder, also save a JSON file and a picture there.
+    """Measure and print; also save a JSON file and a picture if there is a folder.
 
-    Args, Raises: As of ``phase_1``; a wrong sum is a LaunchError, too.
+    Args, Raises: As for ``phase_1``; a wrong sum is also a LaunchError.
     """
     lesson = partial(chosen.lesson, chosen.find(impl, TASKS_3))
     sizes = [size for size in SIZES_BYTES if size <= max_bytes] or [SIZES_BYTES[0]]
@@ -172,7 +172,7 @@ def phase_3(ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | 
 
 
 def measure_on_rank(lesson: Lesson, sizes_bytes: Sequence[int], repeats: int) -> Times:
-    """Measure all contestants, size after size and in turns.
+    """Measure all contestants in turns, one size after the other.
 
     Raises:
         ValueError: A sum is wrong.
@@ -188,7 +188,7 @@ def measure_on_rank(lesson: Lesson, sizes_bytes: Sequence[int], repeats: int) ->
 
 
 def _contestants(lesson: Lesson, numel: int) -> dict[str, tuple[AllReduce, Tensor]]:
-    """Return by name an all-reduce and the memory that it sums."""
+    """Return all-reduces by name, each with the tensor that it sums."""
     rings, trees, x = lesson("ring_allreduce"), lesson("tree_allreduce"), torch.empty(numel)
     contestants: dict[str, tuple[AllReduce, Tensor]] = {
         GLOO: (dist.all_reduce, x),
@@ -232,12 +232,12 @@ def _checked(name: str, all_reduce: AllReduce, x: Tensor) -> None:
 
 
 def start_together() -> float:
-    """Return on all ranks at a time that they have agreed on; the ranks of a host share a clock."""
+    """Return on all ranks at an agreed time; the ranks of a host share a clock."""
     dist.barrier()
     start_s = torch.tensor([perf_counter() + AHEAD_S], dtype=torch.float64)
     harness.of_all_ranks(start_s)
     while perf_counter() < start_s.item():
-        sleep(0)  # there may be fewer cores than ranks
+        sleep(0)  # yields, because there may be fewer cores than ranks
     return start_s.item()
 
 

@@ -1,4 +1,4 @@
-"""Counting the collectives that a rank calls, on any backend and inside a DTensor too."""
+"""A counter of the collectives that a rank calls, on any backend and also inside a DTensor."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         calls: Number of calls.
-        num_bytes: Size of all their tensors, those for results included.
+        num_bytes: Size of all their tensors, results included.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, and count it if it is a collective."""
         if DTensor in types:
-            return NotImplemented  # its local tensors come here by themselves
+            return NotImplemented  # its local tensors are dispatched separately
         if func.namespace in NAMESPACES and func._opname not in NO_COLLECTIVES:
             self.calls += 1
             self.num_bytes += sum(

@@ -67,7 +67,7 @@ def hook_of(name: str, lesson: Lesson, module: nn.Module, sizes: Sizes) -> tuple
 
 
 def _reduce(name: str, lesson: Lesson, sizes: Sizes) -> Callable[[Tensor, Any], Any]:
-    """Return what averages a gradient in compressed form."""
+    """Return a function that averages a gradient in compressed form."""
     if name == OUR_POWER_SGD:
         power_sgd: Callable[[Tensor, Any], Any] = lesson("power_sgd").PowerSGD(sizes.rank)
         return power_sgd
@@ -82,7 +82,7 @@ def _reduce(name: str, lesson: Lesson, sizes: Sizes) -> Callable[[Tensor, Any], 
 
 
 def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
-    """Train all contestants on the batches of this rank, and then time their steps in turn."""
+    """Train all contestants on the batches of this rank, then time their steps in turns."""
     contestants, counts, results = {}, {}, {}
     for name in NAMES:
         contestant = contestants[name] = _contestant(lesson, name, sizes)
@@ -97,7 +97,7 @@ def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
 
 
 def _contestant(lesson: Lesson, name: str, sizes: Sizes) -> Contestant:
-    """Return a model that learns with one of the hooks, always from the same start."""
+    """Return a model that learns with one of the hooks; all have the same start."""
     torch.manual_seed(0)
     teacher, module = _model(sizes), _model(sizes)
     torch.manual_seed(1 + dist.get_rank())
@@ -129,7 +129,7 @@ def _mean(loss: float) -> float:
 
 @dataclass
 class Calls:
-    """The collectives of a rank: their number, bytes, and the bytes that a ring sends for them."""
+    """The collectives of a rank: number, bytes of their tensors, and bytes that a ring sends."""
 
     calls: int = 0
     num_bytes: int = 0
@@ -138,9 +138,9 @@ class Calls:
 
 @contextmanager
 def counted_calls() -> Iterator[Calls]:
-    """Count the collectives of hooks in all threads: torch's continue in those of the backend."""
+    """Count the collectives of hooks in all threads, because torch's continue in the backend's."""
     total, n = Calls(), dist.get_world_size()
-    sent = {  # name of an argument, and how many times its bytes are sent
+    sent = {  # name of the argument, and multiple of its bytes that is sent
         "all_reduce": ("tensor", 2 * (n - 1) / n),
         "all_gather": ("tensor", n - 1),
         "all_gather_into_tensor": ("input_tensor", n - 1),

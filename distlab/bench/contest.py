@@ -35,8 +35,8 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-6  # tolerances: float32, summed in another order
 OURS_COLOR, RIVAL_COLOR = "C0", "C7"
 
 Column = tuple[str, str, Callable[[float], str]]  # heading, key of a result, text of a number
-Measured = dict[str, Any]  # results of the slowest rank and of the rank with most, by key
-Lesson = Callable[[str], Any]  # imports a lesson of those that are measured, by its name
+Measured = dict[str, Any]  # results by key: time of the slowest rank, largest count of any rank
+Lesson = Callable[[str], Any]  # imports a lesson by its name
 STEP: Column = ("step", "seconds", seconds_text)
 PEAK: Column = ("peak memory", "peak_bytes", bytes_text)
 COLLECTIVES: Column = ("collectives", "collectives", "{:.0f}".format)
@@ -49,8 +49,8 @@ class Contestant:
 
     Attributes:
         model: This rank's part; after a step, its parameters have their gradients.
-        step: One forward and one backward pass; returns the mean loss, or None on a rank that does
-            not know it.
+        step: One forward and one backward pass; returns the mean loss, or None on a rank
+            without it.
     """
 
     model: nn.Module
@@ -62,14 +62,18 @@ class Contestant:
         return self.step()
 
 
-def plain(model: nn.Module, x: Tensor, finish: Callable[[], object] | None = None) -> Contestant:
+def plain(
+    model: nn.Module,
+    x: Tensor,
+    finish: Callable[[], object] = lambda: None,
+    forward: Callable[[Any, Tensor], Tensor] = lambda model, x: model(x),
+) -> Contestant:
     """Return a contestant whose loss is the mean square of the outputs."""
 
     def step() -> float:
-        loss: Tensor = model(x).square().mean()
+        loss = forward(model, x).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
-        if finish is not None:
-            finish()
+        finish()
         return loss.item()
 
     return Contestant(model, step)
@@ -82,13 +86,13 @@ class Contest:
     Attributes:
         name: Name of the command and of the saved files.
         tasks: Ids of the tasks that are measured.
-        rivals: Name of a contestant of torch's -> name of ours that it is compared with.
+        rivals: Name of torch's contestant -> name of ours that it is compared with.
         sizes: NamedTuple with the sizes of the model.
-        title: Text above the table, made of the sizes, the number of ranks and of repeats.
-        measure: Measures all contestants on every rank; called with lessons, sizes, repeats.
+        title: Function of the sizes, number of ranks and number of repeats; the text above a table.
+        measure: Function that measures all contestants on a rank, from lessons, sizes and repeats.
         tables: Columns of each table.
         notes: Lines below the tables.
-        complete: Adds results that need worlds of their own.
+        complete: Function that adds results from worlds of their own.
     """
 
     name: str
@@ -104,19 +108,19 @@ class Contest:
     def hold(
         self, ranks: int, repeats: int, impl: str, folder: Path | None = None, **sizes: int
     ) -> None:
-        """Measure and print; with a folder, also save a JSON file and a picture there.
+        """Measure and print; also save a JSON file and a picture if there is a folder.
 
         Args:
             ranks: Number of gloo ranks.
             repeats: Number of timed steps of each contestant.
             impl: "solution" or "mine".
-            folder: Where to save.
+            folder: Folder for the files.
             sizes: Sizes that replace those of the contest.
 
         Raises:
             NotThereError: There are no solutions here, or one of the functions is a TODO.
             LearnerError: ``impl`` is "mine" outside of the course's folder.
-            LaunchError: A rank failed, or ours computes something else than torch's.
+            LaunchError: A rank failed, or ours and torch's compute different results.
         """
         lesson: Lesson = partial(chosen.lesson, chosen.find(impl, self.tasks))
         chosen_sizes = self.sizes._replace(**sizes)
@@ -137,7 +141,7 @@ class Contest:
     def rows(
         self, measured: Mapping[str, Measured], columns: tuple[Column, ...]
     ) -> list[tuple[str, ...]]:
-        """Return a row for each contestant; a rival's cells also have ours as multiples of them."""
+        """Return a row for each contestant; a rival's cells also show ours as a multiple."""
         return [
             (name, *(self._cell(measured, name, column) for column in columns)) for name in measured
         ]
@@ -183,7 +187,7 @@ def measure(
         repeats: Number of timed steps of each contestant.
 
     Raises:
-        ValueError: Ours computes another loss or other gradients than its rival.
+        ValueError: The loss or gradients of ours differ from its rival's.
     """
     losses, counts = {}, {}
     for name, contestant in contestants.items():  # this also warms up
@@ -200,7 +204,7 @@ def measure(
 
 
 def counts_of(device: Device, collectives: Collectives) -> Measured:
-    """Return the peak of the memory, and the collectives that were called."""
+    """Return the peak memory, and the number and bytes of collectives."""
     return {
         "peak_bytes": device.memory.peak_bytes,
         "collectives": collectives.calls,
@@ -225,7 +229,7 @@ def _check_gradients(ours: nn.Module, theirs: nn.Module, who: str) -> None:
 
 
 def _local(gradient: Any) -> Tensor:
-    """Return what this rank holds of a gradient; a zero if there is none."""
+    """Return this rank's part of a gradient; a zero if there is none."""
     local: Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return torch.zeros(()) if local is None else local
 
@@ -233,7 +237,7 @@ def _local(gradient: Any) -> Tensor:
 def timed(
     contestants: Mapping[str, Contestant], counts: Mapping[str, Measured], repeats: int
 ) -> dict[str, Measured]:
-    """Time steps of contestants; add the counts, each of the rank with most."""
+    """Time steps of contestants; add the largest count of any rank for each kind."""
 
     def start(name: str) -> float:
         contestants[name].model.zero_grad()
@@ -247,6 +251,7 @@ def timed(
     measured = {}
     for name, times, row in zip(contestants, seconds, most, strict=True):
         cuts = harness.quartiles(times)
-        own = dict(zip(counts[name], (int(number) for number in row), strict=True))
-        measured[name] = {"seconds": cuts["median"], **own, "quartiles_s": [cuts["q1"], cuts["q3"]]}
+        largest = dict(zip(counts[name], (int(number) for number in row), strict=True))
+        spread = [cuts["q1"], cuts["q3"]]
+        measured[name] = {"seconds": cuts["median"], **largest, "quartiles_s": spread}
     return measured

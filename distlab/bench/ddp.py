@@ -31,13 +31,13 @@ class Sizes(NamedTuple):
 
 
 def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
-    """Measure the three stages and torch's, all with one model and a batch of this rank."""
+    """Measure the three stages and torch's, on copies of one model and a batch of this rank."""
     torch.manual_seed(dist.get_rank())
     width, limit = sizes.width, int(sizes.bucket_mib * 2**20)
     pairs = [(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(sizes.layers)]
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     x, ddp = torch.randn(sizes.rows, width), lesson("ddp")
-    # A limit that is given to torch's is also that of its first bucket.
+    # torch applies a given limit to its first bucket too.
     limits = {"bucket_bytes": limit, "first_bucket_bytes": limit}
     ours = {
         OURS: ddp.DistributedDataParallel(copy.deepcopy(model), **limits),

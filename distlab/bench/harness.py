@@ -1,8 +1,8 @@
 """The one harness of all measurements: contestants in turns, one table printer, one JSON record.
 
-A contestant is a function. All contestants of a table run in the same process, one after the other
-and then backwards, so that whatever else the machine does slows all of them; a ratio is of medians
-of the same run.
+A contestant is a function. All contestants of a table run in the same process, forwards in one
+round and backwards in the next, so that other load on the machine slows all of them. A ratio is
+one of medians of the same run.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def in_turns(
     start: Callable[[str], float] = now,
     after_round: Callable[[int, float], None] = lambda number, seconds: None,
 ) -> Tensor:
-    """Return this rank's seconds (contestants, repeats); every second round goes backwards.
+    """Return this rank's seconds (contestants, repeats); every second round is in reverse order.
 
     Args:
         contestants: Functions by name; each call is one timed run.
         repeats: Number of rounds.
-        start: Prepares a run, and returns the time that counts as its start.
-        after_round: Called with the number of a round, from 1, and the seconds that it took.
+        start: Function that prepares a run, and returns the time that counts as its start.
+        after_round: Callback for the number of a round, from 1, and its seconds.
     """
     seconds = torch.zeros(len(contestants), repeats, dtype=torch.float64)
     in_order = list(enumerate(contestants.items()))
@@ -71,13 +71,13 @@ def in_turns(
 
 
 def of_all_ranks(mine: Tensor) -> Tensor:
-    """Return the largest value of all ranks, element by element."""
+    """Return the largest value of any rank, element by element."""
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return mine
 
 
 def quartiles(numbers: Sequence[float]) -> dict[str, float]:
-    """Return q1, median and q3 of one number or more."""
+    """Return q1, median and q3 of at least one number."""
     cuts = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     values = torch.tensor(numbers, dtype=torch.float64).quantile(cuts).tolist()
     return dict(zip(QUARTILES, values, strict=True))
@@ -94,14 +94,14 @@ def print_table(
     texts: Sequence[int] = (0,),
     **style: Any,
 ) -> None:
-    """Print a table and notes below it; written to a file, a table is as wide as it must be.
+    """Print a table and notes below it; in a file, a table is as wide as necessary.
 
     Args:
         title: Line above the table.
         headings: Names of the columns.
         rows: Cells, one sequence for each row.
         notes: Paragraphs below the table.
-        texts: Columns with text, which is not wrapped; the others have numbers, to the right.
+        texts: Columns with unwrapped text; the others have right-aligned numbers.
         style: Options of rich's ``Table``.
     """
     table = Table(title=title or None, **style)
@@ -125,12 +125,12 @@ def print_table(
 def save(
     folder: Path | None, name: str, results: Mapping[str, object], figure: Figure | None = None
 ) -> None:
-    """Write ``name.json``, and ``name.png`` if there is a figure, and print their paths.
+    """Write ``name.json``, and ``name.png`` for a figure; print their paths.
 
     Args:
         folder: Created if it is missing; None: nothing is saved.
         name: Name of the files, which are replaced.
-        results: Measurements, in types that JSON has, with units in their names.
+        results: Measurements in types of JSON, with units in their names.
         figure: Picture of them.
     """
     if folder is None:
@@ -147,7 +147,7 @@ def save(
 
 
 def machine() -> dict[str, object]:
-    """Return what results depend on apart from the program: processor, system and versions."""
+    """Describe the machine: processor, system and versions."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": _processor(),

@@ -1,4 +1,4 @@
-"""How long a gloo world takes to start, do nothing and end."""
+"""Time to start a gloo world, do nothing, and end it."""
 
 import tempfile
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from distlab.util.text import counted
 WARM = "launch.run, fork server running (warm)"
 COLD = "launch.run, first call (cold)"
 SPAWN = "torch.multiprocessing.spawn"
-SLOW_REPEATS = 3  # rounds with those that take seconds
+SLOW_REPEATS = 3  # rounds of the contestants that take seconds
 
 
 def print_table(ranks: int, repeats: int) -> None:
@@ -48,7 +48,7 @@ def _cold(ranks: int) -> None:
 
 
 def _spawn(ranks: int) -> None:
-    """Start the same world by torch's own launcher."""
+    """Start the same world with torch's own launcher."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{Path(folder) / 'rendezvous'}"
         spawn(_spawned_rank, (rendezvous, ranks), nprocs=ranks)  # type: ignore[no-untyped-call]

@@ -66,7 +66,7 @@ def measure_pipelines(lesson: Lesson, sizes: PipelineSizes, repeats: int) -> dic
 
 
 def _stage(sizes: PipelineSizes) -> nn.Sequential:
-    """Return this rank's part of the model; the last one ends with the logits."""
+    """Return this rank's part of the model; the last stage returns the logits."""
     torch.manual_seed(dist.get_rank())
     stage = _blocks(sizes.blocks, sizes.width, sizes.heads)
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -153,24 +153,16 @@ def measure_checkpoints(lesson: Lesson, sizes: MemorySizes, repeats: int) -> dic
     torch.manual_seed(0)
     layers = _blocks(sizes.layers, sizes.width, sizes.heads)
     x, segments = torch.randn(*sizes[:3]), isqrt(sizes.layers)
-    forwards: dict[str, Callable[[nn.Sequential], Tensor]] = {
-        KEPT: lambda model: model(x),
-        OURS: lambda model: ours([*model], segments, x),
-        TORCHS: lambda model: torchs(model, segments, x, use_reentrant=False),
+    forwards: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        KEPT: lambda model, x: model(x),
+        OURS: lambda model, x: ours([*model], segments, x),
+        TORCHS: lambda model, x: torchs(model, segments, x, use_reentrant=False),
     }
     contestants = {
-        name: _with(copy.deepcopy(layers), forward) for name, forward in forwards.items()
+        name: contest.plain(copy.deepcopy(layers), x, forward=forward)
+        for name, forward in forwards.items()
     }
     return contest.measure(contestants, CHECKPOINTS, repeats)
-
-
-def _with(model: nn.Sequential, forward: Callable[[nn.Sequential], Tensor]) -> Contestant:
-    def step() -> float:
-        loss = forward(model).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.item()
-
-    return Contestant(model, step)
 
 
 MEMORY = Contest(
@@ -191,7 +183,7 @@ MEMORY = Contest(
 
 
 class TensorSizes(NamedTuple):
-    """Shape of transformer blocks; the width is that of all heads, a multiple of the ranks."""
+    """Shape of transformer blocks, whose number of heads is a multiple of the ranks."""
 
     rows: int = 4
     positions: int = 64
@@ -208,7 +200,7 @@ value, so that the gradient of their input is summed once."""
 
 
 def measure_splits(lesson: Lesson, sizes: TensorSizes, repeats: int) -> dict[str, Measured]:
-    """Measure a model that is split over the ranks by ours, and twice by torch's."""
+    """Measure a model split over the ranks by ours, and in two ways by torch's."""
     torch.manual_seed(0)
     heads = sizes.heads_per_rank * dist.get_world_size()
     width = sizes.head_width * heads
@@ -231,7 +223,7 @@ def _split_by_ours(lesson: Any, model: nn.Sequential) -> nn.Sequential:
 
 
 def _split_by_torch(model: nn.Sequential, *, prepare: bool) -> nn.Sequential:
-    """Split; ``prepare``: query, key and value get one input, whose gradient is summed once."""
+    """Split a model; ``prepare`` lets query, key and value share an input, and one gradient."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (

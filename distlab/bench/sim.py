@@ -1,4 +1,4 @@
-"""How fast the simulator itself is: real seconds for messages, collectives and idle ranks."""
+"""Speed of the simulator itself: real seconds for messages, collectives and idle ranks."""
 
 import gc
 import time
@@ -20,7 +20,7 @@ HEADINGS = ("", "real s", "memory", "messages", "µs each", "simulated s")
 
 def print_table() -> None:
     """Measure and print."""
-    simulate(_nothing, 2)  # imports and first allocations are not the simulator's
+    simulate(_nothing, 2)  # imports and first allocations do not count
     rows = (
         _row(f"{MANY_RANKS:,} idle ranks", _nothing, MANY_RANKS),
         _row(f"ring by hand, {RING_RANKS} ranks", _ring, RING_RANKS),
@@ -57,7 +57,7 @@ def _row(
 
 
 def _nothing() -> None:
-    """Be a rank that does nothing."""
+    """Do nothing on a rank."""
 
 
 def _built_in() -> None:

@@ -1,4 +1,4 @@
-"""The production trainer beside plain loops with what torch has for each of its strategies."""
+"""The production trainer beside plain loops with torch's equivalent of each strategy."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ COMMON = {
     "lr": 1e-3,
     "warmup_epochs": 0,
     "schedule": "constant",
-    "save_every": 10**9,  # a plain loop saves nothing, either
-    "heartbeat_timeout_s": HOUR_S,  # each waits while the others train
+    "save_every": 10**9,  # never, because a plain loop does not save
+    "heartbeat_timeout_s": HOUR_S,  # a trainer waits while the others train
 }
 NOTES = """\
 Ours: the trainer with its loader, telemetry, heartbeats and agreement to stop, {steps} steps at a
@@ -48,7 +48,7 @@ HEADINGS = ("ours", "images/s", "torch's", "images/s", "ratio", "MFU", "torch's"
 
 
 class Sizes(NamedTuple):
-    """Model and data, which are synthetic; the transformer is a small ViT."""
+    """Model and synthetic data; the transformer is a small ViT."""
 
     model: str = "transformer"
     image_size: int = 16
@@ -60,8 +60,8 @@ class Sizes(NamedTuple):
     def config(self, run_dir: Path, strategy: Mapping[str, Any]) -> Config:
         """Return the configuration of the trainer."""
         sizes = {name: value for name, value in self._asdict().items() if name != "steps"}
-        own = {"channels_last": self.device == "cuda", "run_dir": run_dir}
-        return make_config({**COMMON, **sizes, **own, **strategy}, "distlab bench trainer")
+        given = {"channels_last": self.device == "cuda", "run_dir": run_dir}
+        return make_config({**COMMON, **sizes, **given, **strategy}, "distlab bench trainer")
 
     def title(self, ranks: int) -> str:
         """Return the line above the table."""
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Ways of the trainer that train in turns with a loop of torch's, if torch has one."""
+    """Ways of the trainer, and torch's loop that trains in turns with them, if there is one."""
 
     ours: Mapping[str, Mapping[str, Any]]  # name of a way -> keys of the configuration
     theirs: Rival | None
@@ -93,7 +93,7 @@ FREED = {"fsdp": {"strategy": "fsdp"}, "ZeRO 3": _course(zero_redundancy=3)}
 def matches(ranks: int, model: str) -> list[Match]:
     """Return the matches that this number of ranks and this model allow."""
     loops = trainer_contestants
-    found = [
+    every = [
         Match(REPLICATED, ("DistributedDataParallel", loops.data_parallel)),
         Match(
             {"ZeRO 1": _course(zero_redundancy=1)},
@@ -107,19 +107,19 @@ def matches(ranks: int, model: str) -> list[Match]:
     ]
     if ranks > 1:
         stages = {"pipeline": _course(pipeline_parallelism=ranks)}
-        found.append(Match(stages, ("1F1B", loops.pipeline)))
+        every.append(Match(stages, ("1F1B", loops.pipeline)))
         if not model.startswith("resnet"):
             split = {"tensor": _course(tensor_parallelism=ranks)}
-            found.append(Match(split, ("ColwiseParallel", loops.tensor_parallel)))
-        found.append(Match({"server": _course(communication_pattern="parameter_server")}, None))
-    return found
+            every.append(Match(split, ("ColwiseParallel", loops.tensor_parallel)))
+        every.append(Match({"server": _course(communication_pattern="parameter_server")}, None))
+    return every
 
 
 def matches_of(names: Sequence[str], ranks: int, model: str) -> list[Match]:
-    """Return the matches of these ways of the trainer; without names, all.
+    """Return the matches of the named ways of the trainer, by default all.
 
     Raises:
-        ConfigError: A name is unknown; the message has those that are known here.
+        ConfigError: A name is unknown; the message lists the known ones.
     """
     every = matches(ranks, model)
     known = [name for match in every for name in match.ours]
@@ -142,23 +142,23 @@ def print_table(
     folder: Path | None = None,
     only: Sequence[str] = (),
 ) -> None:
-    """Let the trainer and torch's loops train in turns; print, and if wanted save, images/s.
+    """Let the trainer and torch's loops train in turns; print their images/s, and save them.
 
     Args:
-        ranks: Number of ranks; with ``device`` cuda, each has a GPU of its own, and uses NCCL.
+        ranks: Number of ranks; on device "cuda", each has its own GPU, and NCCL is used.
         repeats: Number of rounds.
-        impl: "solution" or "mine": the lessons that the trainer uses.
+        impl: Lessons that the trainer uses, "solution" or "mine".
         sizes: Model and data.
-        folder: Where to save all figures.
+        folder: Folder for a JSON file with all figures; None: none is saved.
         only: Ways of the trainer to measure, as the table names them; all by default.
 
     Raises:
         NotThereError: There are no solutions here, or one of the functions is a TODO.
         LearnerError: ``impl`` is "mine" outside of the course's folder.
-        ConfigError: The trainer cannot train so.
-        LaunchError: A rank failed, or ours learns something else than its rival.
+        ConfigError: The trainer cannot train with these sizes.
+        LaunchError: A rank failed, or ours and its rival do not learn the same.
     """
-    chosen.check_solutions()  # the trainer itself is one of them
+    chosen.check_solutions()  # the trainer itself is among them
     measured: dict[str, dict[str, Any]] = {}
     wanted = matches_of(only, ranks, sizes.model)
     for place, match in enumerate(wanted, start=1):
@@ -190,9 +190,9 @@ def _measure(
             name: sizes.config(Path(folder) / str(place), keys)
             for place, (name, keys) in enumerate(match.ours.items())
         }
-        found = {name: find_lessons(impl, config) for name, config in configs.items()}
+        lessons_of = {name: find_lessons(impl, config) for name, config in configs.items()}
         backend = "nccl" if sizes.device == "cuda" else "gloo"
-        arguments = (configs, found, match.theirs, sizes.steps, repeats)
+        arguments = (configs, lessons_of, match.theirs, sizes.steps, repeats)
         speeds, *_ = launch.run(
             measure_on_rank, ranks, *arguments, backend=backend, timeout_s=HOUR_S
         )
@@ -200,7 +200,7 @@ def _measure(
     return {name: compared(speeds[name], rival, speeds.get(rival)) for name in configs}
 
 
-Speed = dict[str, Any]  # images_per_s: of all ranks, by round; mfu: None where no peak is known
+Speed = dict[str, Any]  # images_per_s of all ranks by round; mfu, None if no peak is known
 
 
 def compared(ours: Speed, rival: str | None, theirs: Speed | None) -> dict[str, Any]:
@@ -230,26 +230,26 @@ def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
 
 def measure_on_rank(
     configs: Mapping[str, Config],
-    found: Mapping[str, Lessons],
+    lessons_of: Mapping[str, Lessons],
     rival: Rival | None,
     steps: int,
     repeats: int,
 ) -> dict[str | None, Speed]:
-    """Measure the trainer in all its ways, and its rival, in turns.
+    """Measure the trainer in all its ways, and its rival, in turns; called on all ranks.
 
     Raises:
         ValueError: The mean losses of the first steps differ.
     """
     device = torch.device(launch.context().device)
-    terminal = sys.stderr  # while trainers are open, they have another
+    terminal = sys.stderr  # open trainers redirect standard error
     with ExitStack() as stack:
         contestants: dict[str, Train] = {}
         for name, config in configs.items():
-            setting = Setting(config, found[name], device)
+            setting = Setting(config, lessons_of[name], device)
             contestants[name] = stack.enter_context(trainer_contestants.trainer(setting))
         if rival:
             contestants[rival[0]] = rival[1](setting)
-        check({name: _mean(train(steps)) for name, train in contestants.items()})  # warms up, too
+        check({name: _mean(train(steps)) for name, train in contestants.items()})  # also warms up
         rounds = {name: partial(_finish, train, steps) for name, train in contestants.items()}
         tell = partial(_tell, terminal, repeats)
         seconds = harness.in_turns(rounds, repeats, harness.together, tell)
@@ -274,7 +274,7 @@ def _tell(terminal: TextIO, repeats: int, number: int, seconds: float) -> None:
 
 
 def _mfu_of_an_image(setting: Setting) -> float | None:
-    """Return the share of the peak of all ranks that one image per second needs."""
+    """Return the share of all ranks' peak FLOP/s that one image per second needs."""
     if setting.device.type != "cuda":
         return None
     costs = measure(setting.model(), setting.config, setting.lessons)
@@ -282,7 +282,7 @@ def _mfu_of_an_image(setting: Setting) -> float | None:
 
 
 def _mean(losses: Losses) -> float:
-    """Return the mean over the images of all ranks."""
+    """Return the mean loss over the images of all ranks."""
     sums = torch.tensor([float(losses.total), losses.num_images], dtype=torch.float64)
     sums = sums.to(lessons.given_4.group_device())
     dist.all_reduce(sums)
@@ -293,7 +293,7 @@ def check(means: Mapping[str, float]) -> None:
     """Check that all contestants learn the same.
 
     Raises:
-        ValueError: One of the mean losses is another one.
+        ValueError: One of the mean losses differs.
     """
     expected = [*means.values()][-1]
     for name, mean in means.items():

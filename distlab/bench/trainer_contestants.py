@@ -1,4 +1,4 @@
-"""The production trainer, a few steps at a time, and plain loops with what torch has."""
+"""The production trainer, a few steps at a time, and plain loops with torch's equivalents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from distlab.production.strategies.sharded import dtype_of_whole
 from distlab.production.strategies.split import MICRO_BATCHES_PER_STAGE
 from distlab.production.types import Group
 
-with warnings.catch_warnings():  # it shares a module with what torch itself has deprecated
+with warnings.catch_warnings():  # the module also holds deprecated parts of torch
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -54,14 +54,14 @@ class Losses(NamedTuple):
     num_images: int = 0
 
     def and_of(self, total: Tensor | float, num_images: int) -> Losses:
-        """Add those of other images."""
+        """Add the losses of other images."""
         return Losses(self.total + total, self.num_images + num_images)
 
 
 class Setting(NamedTuple):
     """The configuration, lessons and device that all contestants share."""
 
-    config: Config  # its strategy is ours
+    config: Config  # with our strategy
     lessons: Lessons
     device: torch.device
 
@@ -75,21 +75,21 @@ class Setting(NamedTuple):
         return kind(parameters, **options)
 
     def autocast(self) -> Any:
-        """Compute in 16 bits, where the configuration says so."""
-        is_whole = self.config.precision == "fp32"
+        """Compute in 16 bits if the configuration says so."""
+        is_full = self.config.precision == "fp32"
         dtype = DTYPES[self.config.precision]
-        return nullcontext() if is_whole else torch.autocast(self.device.type, dtype)
+        return nullcontext() if is_full else torch.autocast(self.device.type, dtype)
 
 
 Train = Callable[[int], Losses]  # trains for a number of steps
-Rival = tuple[str, Callable[[Setting], Train]]  # its name, and the function that makes it
+Rival = tuple[str, Callable[[Setting], Train]]  # name and factory
 
 # Ours
 
 
 @contextmanager
 def trainer(setting: Setting) -> Iterator[Train]:
-    """Open a training with all that watches it; its messages are written, and not shown."""
+    """Open a training with telemetry and signal handlers; its messages are not shown."""
     with redirect_stderr(io.StringIO()), ExitStack() as stack:
         training: Any = lessons.imagenet_trainer.Training(*setting)
         few = training.batches = _Few(training.batches, setting)
@@ -114,14 +114,14 @@ def trainer(setting: Setting) -> Iterator[Train]:
 
 
 class _Few:
-    """The trainer's batches, no more than asked for; on a GPU, one batch that is already there."""
+    """A limited number of the trainer's batches; on a GPU, always the same batch in its memory."""
 
     def __init__(self, batches: Any, setting: Setting) -> None:
         self.batches, self.setting, self.num_steps = batches, setting, 0
         self.bad_images = 0
 
     def of_epoch(self, strategy: Any) -> Iterator[Batch]:
-        """Yield as many of the remaining batches of the epoch as wanted."""
+        """Yield the next ``num_steps`` batches of the epoch, or the rest."""
         left = self.batches.of_epoch(strategy)
         if self.setting.device.type == "cuda":
             left = [fixed_batch(self.setting, strategy.replicas)] * len(self.batches.sampler)
@@ -132,7 +132,7 @@ class _Few:
 
 
 def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
-    """Yield the batches that the trainer has, too, without end."""
+    """Yield the trainer's batches, forever."""
     config, lesson, device = setting
     if device.type == "cuda":
         fixed = fixed_batch(setting, group)
@@ -150,7 +150,7 @@ def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
 
 
 def fixed_batch(setting: Setting, group: Group) -> Batch:
-    """Return a random batch that a GPU need not wait for."""
+    """Return a random batch on the device, for which a GPU need not wait."""
     config, _, device = setting
     random = torch.Generator(device).manual_seed(dist.get_rank(group))
     shape = (config.batch_size // dist.get_world_size(group), 3, *2 * [config.image_size])
@@ -163,7 +163,7 @@ def fixed_batch(setting: Setting, group: Group) -> Batch:
 
 
 def _loop(setting: Setting, step: Step, group: Group = None) -> Train:
-    """Return a loop that takes a step on the batches that the trainer has in the same steps."""
+    """Return a loop that takes steps on the same batches as the trainer."""
     batches = batches_of(setting, group)
 
     def run(num_steps: int) -> Losses:
@@ -178,7 +178,7 @@ def _loop(setting: Setting, step: Step, group: Group = None) -> Train:
 def _plain(
     setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group = None
 ) -> Train:
-    """Return the loop of torchvision's references, without their meters of accuracy."""
+    """Return the loop of torchvision's reference scripts, without meters of accuracy."""
 
     def step(images: Tensor, labels: Tensor) -> Losses:
         with setting.autocast():
@@ -192,7 +192,7 @@ def _plain(
 
 
 def data_parallel(setting: Setting) -> Train:
-    """DistributedDataParallel; as in the trainer, no rank waits for the buffers of another."""
+    """DistributedDataParallel; as in the trainer, ranks keep their own buffers."""
     model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
     return _plain(setting, model, setting.optimizer(model.parameters()))
 
@@ -208,7 +208,7 @@ def zero_redundancy(setting: Setting) -> Train:
 
 
 def sharded(setting: Setting, *, is_freed: bool) -> Train:
-    """fully_shard; ``is_freed``: parameters are gathered again in the backward pass."""
+    """fully_shard; with ``is_freed``, parameters are gathered again for the backward pass."""
     model, mesh = setting.model(), _mesh(setting)
     dtype = dtype_of_whole(setting.config)
     policy = MixedPrecisionPolicy(
@@ -224,7 +224,7 @@ def _mesh(setting: Setting) -> Any:
 
 
 def pipeline(setting: Setting) -> Train:
-    """Schedule1F1B, with the same stages and micro-batches."""
+    """Schedule1F1B with the trainer's stages and micro-batches."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, num_stages = dist.get_rank(), dist.get_world_size()
@@ -248,10 +248,10 @@ def pipeline(setting: Setting) -> Train:
 
 
 def _alone() -> Group:
-    """Return a group of this rank alone: all ranks of a replica read the same batch."""
-    own: Group
-    own, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
-    return own
+    """Return a group of this rank alone, because all ranks of a replica read the same batch."""
+    group: Group
+    group, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
+    return group
 
 
 def _stage(setting: Setting, rank: int, num_stages: int) -> nn.Sequential:
@@ -270,7 +270,7 @@ class _Contiguous(nn.Module):
 
 
 def tensor_parallel(setting: Setting) -> Train:
-    """ColwiseParallel and RowwiseParallel; gradients of an attention's input are summed once."""
+    """ColwiseParallel and RowwiseParallel; the gradient of an attention's input is summed once."""
     vit: Any = setting.model()
     split_heads(vit)
     attention, same = "self_attention", (Replicate(), None, None)

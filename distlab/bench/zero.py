@@ -22,7 +22,7 @@ from distlab.bench.contest import Contest, Contestant, Lesson, Measured
 from distlab.sim.device.device import Device
 from distlab.util.text import bytes_text, counted
 
-with warnings.catch_warnings():  # it shares a module with what torch itself has deprecated
+with warnings.catch_warnings():  # the module also holds deprecated parts of torch
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -30,8 +30,8 @@ STATE, GRADIENTS, PARAMETERS = "stage 1", "stage 2", "stage 3"
 REDUNDANCY, KEPT, FREED = "ZeroRedundancyOptimizer", "FSDP2, kept whole", "FSDP2"
 RIVALS = {REDUNDANCY: STATE, KEPT: GRADIENTS, FREED: PARAMETERS}
 ADAM: dict[str, Any] = {"lr": 1e-3, "fused": True}
-LARGEST_DIFFERENCE = 1e-3  # share of an update: float32, summed in another order
-WARM_UP = 3  # steps; Adam makes its state in the first
+LARGEST_DIFFERENCE = 1e-3  # share of an update; float32 sums depend on the order
+WARM_UP = 3  # steps; Adam creates its state in the first
 STATUS = Path("/proc/self/status")  # exists on Linux
 NOTES = """\
 A step: zero_grad, forward, backward and fused AdamW, all in float32. FSDP2 has no stage 2; nearest
@@ -67,7 +67,7 @@ def model_of(sizes: Sizes) -> nn.Sequential:
 
 
 class Trained(NamedTuple):
-    """A contestant whose steps also update, and a collective call for its whole parameters."""
+    """A contestant whose steps also update; ``whole`` is a collective call for all parameters."""
 
     contestant: Contestant
     whole: Callable[[], Mapping[str, Tensor]]
@@ -146,10 +146,10 @@ def _gathered(model: nn.Module) -> dict[str, Tensor]:
 
 
 def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
-    """Measure steps of all contestants, with one model, and a batch of this rank.
+    """Measure steps of all contestants on copies of one model and a batch of this rank.
 
     Raises:
-        ValueError: After two steps, ours has other parameters than its rival.
+        ValueError: After two steps, the parameters of ours and its rival differ.
     """
     zero, x = lesson("zero"), _batch(sizes)
     contestants, counts, values = {}, {}, {}
@@ -175,10 +175,10 @@ def _batch(sizes: Sizes) -> Tensor:
 def check_values(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sizes: Sizes, who: str
 ) -> None:
-    """Check that two ways to train have led to the same parameters.
+    """Check that two contestants have arrived at the same parameters.
 
     Raises:
-        ValueError: The difference is too large a share of what has changed.
+        ValueError: The difference is too large a share of the update.
     """
     for name, first in model_of(sizes).named_parameters():
         update = (theirs[name] - first).norm().item()
@@ -191,16 +191,16 @@ def check_values(
 
 
 def add_processes(measured: dict[str, Measured], ranks: int, lesson: Lesson, sizes: Sizes) -> None:
-    """Add how much the memory of a fresh process grows with each contestant."""
+    """Add the growth of a fresh process's memory for each contestant."""
     for name in measured:
         grown = launch.run(resident_on_rank, ranks, lesson, sizes, name, backend="gloo")
         measured[name]["resident_bytes"] = max(grown)
 
 
 def resident_on_rank(lesson: Lesson, sizes: Sizes, name: str) -> int:
-    """Return by how many bytes this process grows at most while one contestant trains."""
+    """Return the largest growth of this process while one contestant trains, in bytes."""
     zero, x = lesson("zero"), _batch(sizes)
-    small = sizes._replace(width=8, layers=1)  # imports what is imported on first use
+    small = sizes._replace(width=8, layers=1)  # triggers the imports of first use
     CONTESTANTS[name](zero, small, x[:, :8]).contestant.run()
     before = _resident("VmRSS")
     trained = CONTESTANTS[name](zero, sizes, x)

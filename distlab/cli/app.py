@@ -95,11 +95,11 @@ def _root(
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Do as the arguments say; return the exit code.
+    """Run the command in the arguments; return the exit code.
 
     Raises:
         KeyboardInterrupt, typer.Abort: ctrl-C.
-        Exception: whatever a command raises.
+        Exception: Any error of a command.
     """
     completion.prepare()
     try:
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _usage_line(error: Exception, arguments: Sequence[str]) -> str:
-    """Say in one line what is wrong and which names are valid; without a command, give the help."""
+    """Say in one line what is wrong and which names are valid; without a command, the help."""
     context = getattr(error, "ctx", None)
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -123,13 +123,13 @@ def _usage_line(error: Exception, arguments: Sequence[str]) -> str:
     if context and type(error).__name__ == "NoSuchOption":
         message = _no_such_option(error, context, arguments)
     commands = getattr(context.command, "commands", {}) if context else {}
-    if type(error) is UsageError and commands:  # a group has no other complaint
+    if type(error) is UsageError and commands:  # a group's only plain usage error
         message = f"{sentence(message)}{_valid('commands', sorted(commands))}"
     return f"{context.command_path if context else 'distlab'}: {message}"
 
 
 def _no_such_option(error: Exception, context: typer.Context, arguments: Sequence[str]) -> str:
-    """Name the option as typed, while click knows it with underscores alone, and the valid ones."""
+    """Name the option as typed (click only knows it with underscores), and the valid ones."""
     name = str(getattr(error, "option_name", ""))
     typed = (argument.partition("=")[0] for argument in arguments)
     wrong = next((t for t in typed if t.replace("-", "_") == name.replace("-", "_")), name)

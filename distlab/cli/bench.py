@@ -71,7 +71,7 @@ def sim() -> None:
     measurement.print_table()
 
 
-# Contests: trainings of ours beside torch's, on a number of ranks
+# Contests: training steps of ours beside torch's
 
 COMPARISONS = {
     "pipeline": "the pipelines of Phase 2 with torch.distributed.pipelining: time and memory",

@@ -24,7 +24,7 @@ def completion(
 
 
 def prepare() -> None:
-    """Let typer answer if it is the shell that asks."""
+    """Let typer answer if the shell asks for completions."""
     if VARIABLE in os.environ:
         completion_init()
 

@@ -1,4 +1,4 @@
-"""How the command begins and ends: reliable exit codes, and one line for what went wrong.
+"""Begin and end of the command: reliable exit codes, and one line for an error.
 
 ctrl-C is handled before anything is imported, because typer and torch take a while to load.
 """
@@ -23,17 +23,17 @@ OF_OPTIONS = ("ConfigError", "SetupError")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    0 done, 1 it failed, 2 bad options, 130 ctrl-C, 141 the output is no longer read; the commands
+    0 done, 1 failed, 2 bad options, 130 ctrl-C, 141 the output is no longer read; the commands
     that grade have their own codes.
     """
-    seen: list[int] = []  # each ctrl-C
+    seen: list[int] = []  # one entry for each ctrl-C
     atexit.register(_end, seen)  # registered first, it runs last
     _open_closed_streams()
     with _interrupts(seen):
         try:
             code = _run(arguments)
             sys.stdout.flush()
-        except BaseException as error:  # ctrl-C may come out of an import as something else
+        except BaseException as error:  # ctrl-C during an import may become another error
             code = complain("interrupted", INTERRUPTED) if seen else _code_of(error, arguments)
     if code != INTERRUPTED:
         seen.clear()  # the command has handled it
@@ -65,19 +65,19 @@ def _code_of(error: BaseException, arguments: Sequence[str] | None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> str:
-    """Write ``distlab train``, in which the options were wrong."""
+    """Write the command with the wrong options, such as ``distlab train``."""
     given = sys.argv[1:] if arguments is None else arguments
     return " ".join(["distlab", *(name for name in given[:1] if not name.startswith("-"))])
 
 
 def _is_about_options(error: BaseException) -> bool:
-    """Return whether other options would have worked, as far as can be known."""
+    """Return True if other options would probably have worked."""
     from distlab.course import CourseError
     from distlab.learner.folder import LearnerError, WriteError
 
     if isinstance(error, CourseError | LearnerError):
         return not isinstance(error, WriteError)
-    from distlab.launch import SetupError  # an error of distlab's: torch is loaded anyhow
+    from distlab.launch import SetupError  # distlab raised the error, so torch is already loaded
     from distlab.training import ConfigError
 
     return isinstance(error, ConfigError | SetupError)
@@ -88,7 +88,7 @@ def _is_about_options(error: BaseException) -> bool:
 
 @contextmanager
 def _interrupts(seen: list[int]) -> Iterator[None]:
-    """Note each ctrl-C, and raise KeyboardInterrupt as Python does."""
+    """Record each ctrl-C, and raise KeyboardInterrupt as Python does."""
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         seen.append(number)
@@ -106,18 +106,18 @@ def _interrupts(seen: list[int]) -> Iterator[None]:
 
 
 def _end(seen: Sequence[int]) -> None:
-    """Keep the exit code: by now nothing is left to interrupt.
+    """Keep the exit code, because nothing is left to interrupt.
 
     After a ctrl-C that reached it inside ``exec``, Python would end itself with that signal.
     """
     processes.ignore_ctrl_c()
-    gc.freeze()  # spares Python 0.4 s for a last look for garbage in all of torch
+    gc.freeze()  # saves 0.4 s of a last garbage collection in all of torch
     if seen:
         os._exit(INTERRUPTED)
 
 
 def _open_closed_streams() -> None:
-    """Connect a closed standard stream to nowhere; otherwise the next file would take its place."""
+    """Connect closed standard streams to /dev/null; otherwise later files would replace them."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

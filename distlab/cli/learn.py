@@ -1,4 +1,4 @@
-"""`distlab status`, `check`, `grade`, `hint`, `diff`, `reset`: what a learner types."""
+"""`distlab status`, `check`, `grade`, `hint`, `diff`, `reset`: the learner's commands."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ def task_argument(help: str) -> Any:
 
 
 def impl_option(help: str) -> Any:
-    """Return the option that names the files with the functions."""
+    """Return the option ``--impl``, which names the files with the functions."""
     return typer.Option("--impl", metavar="template|solution|DIR", help=help)
 
 
@@ -120,7 +120,7 @@ def _check(
     *,
     is_alone: bool,
 ) -> int:
-    """Grade one task and say what came out; return the exit code."""
+    """Grade one task and print the outcome; return the exit code."""
     with waiting(f"grading {task.id} {task.label} …"):
         graded = grading.grade(here, [*grading.for_task(here, task), *options], run)
     progress = grading.remember(here, graded)
@@ -135,7 +135,7 @@ def _check(
 
 @contextmanager
 def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.RunPytest]:
-    """Yield what calls pytest; for several tasks, torch is loaded only once."""
+    """Yield a function that calls pytest; for several tasks, it loads torch only once."""
     if num_tasks == 1:
         yield grading.captured_in(here)
         return
@@ -247,7 +247,7 @@ def reset(
 
 
 def _print_markdown(text: str) -> None:
-    """Print it, formatted if on a terminal."""
+    """Print Markdown, formatted on a terminal."""
     if not sys.stdout.isatty():
         typer.echo(text)
         return
@@ -259,8 +259,8 @@ def _print_markdown(text: str) -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show on a terminal that something is going on."""
-    if sys.stdout is None or not sys.stdout.isatty():  # None: it was closed
+    """Show a spinner on a terminal."""
+    if sys.stdout is None or not sys.stdout.isatty():  # None if it was closed
         yield
         return
     from rich.console import Console

@@ -104,29 +104,29 @@ def _table(shape: "Shape", cluster: "Cluster", batch: int, plans: list[Any]) -> 
     for name in ("d·t·p", "v", "b", "ZeRO", "recomputed", "SP", "time", "memory", "MFU"):
         table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
     table.add_column("then", no_wrap=True)
-    for one in plans:
-        *sizes, v, b, zero, checkpointing, is_split = one.layout
+    for layout_plan in plans:
+        *sizes, v, b, zero, checkpointing, is_split = layout_plan.layout
         layout = ("·".join(map(str, sizes)), f"{v}", f"{b}", f"{zero}", checkpointing)
-        table.add_row(*layout, "yes" * is_split, *_figures(shape, cluster, batch, one))
+        table.add_row(*layout, "yes" * is_split, *_figures(shape, cluster, batch, layout_plan))
     return table
 
 
-def _figures(shape: "Shape", cluster: "Cluster", batch: int, one: Any) -> list[str]:
-    """Time, memory, share of the peak, and what takes most of the rest of the time."""
+def _figures(shape: "Shape", cluster: "Cluster", batch: int, best: Any) -> list[str]:
+    """Return time, memory, share of the peak, and the largest cost besides computing."""
     from distlab.planning import model_flops
     from distlab.util.text import bytes_text, seconds_text
 
     peak = cluster.gpu.peak_flops["float16"] if cluster.gpu else 1.0
-    share = model_flops(shape, batch) / (one.time.total * cluster.num_gpus * peak)
-    others = {name: value for name, value in one.time._asdict().items() if name != "compute"}
+    share = model_flops(shape, batch) / (best.time.total * cluster.num_gpus * peak)
+    others = {name: value for name, value in best.time._asdict().items() if name != "compute"}
     largest = max(others, key=lambda name: others[name])
-    part = others[largest] / one.time.total
-    told = f"{BOUNDS[largest]} {part:.0%}" if part >= 0.005 else "nothing"
-    return [seconds_text(one.time.total), bytes_text(one.memory.total), f"{share:.0%}", told]
+    part = others[largest] / best.time.total
+    bound = f"{BOUNDS[largest]} {part:.0%}" if part >= 0.005 else "nothing"
+    return [seconds_text(best.time.total), bytes_text(best.memory.total), f"{share:.0%}", bound]
 
 
 def _assumptions(shape: "Shape") -> str:
-    """One line on what the figures rest on."""
+    """Write the assumptions behind the figures."""
     from distlab.planning import MATMUL_EFFICIENCY, MATMUL_PADDING
 
     counted_as = "" if shape.is_gpt else "the model counted as a GPT of its layers and width, "

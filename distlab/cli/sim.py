@@ -126,9 +126,8 @@ def sim(
     with _usage_errors(context):
         own_arguments = _own_arguments(context, script, arguments or ())
         _check_outputs({"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt})
-        faults = _faults(fault or (), seed)
         world, num_ranks = _world(cluster, nodes, ranks)
-        _check_faults(faults, world, num_ranks)
+        faults = _faults(fault or (), seed, world, num_ranks)
         capacity_bytes = _capacity(memory_gib, no_devices)
 
     from distlab.sim import Options
@@ -146,7 +145,7 @@ def sim(
             overlap_cost=overlap_cost,
             faults=faults,
         )
-    with _exits_told_once():
+    with _exits_reported_once():
         simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated)}\n")
     if not no_devices and not _has_done_anything(simulated):
@@ -156,8 +155,8 @@ def sim(
 
 
 @contextmanager
-def _exits_told_once() -> Iterator[None]:
-    """Add nothing to what a script has said on standard error before it exited."""
+def _exits_reported_once() -> Iterator[None]:
+    """Print no second error for a script that has reported its exit on standard error."""
     from distlab.sim import RankError
 
     with watched_stderr() as watched:
@@ -176,7 +175,7 @@ def _has_done_anything(simulated: "Simulated[None]") -> bool:
 
 @contextmanager
 def _usage_errors(context: typer.Context) -> Iterator[None]:
-    """Turn what is wrong with a value into one line that names the command."""
+    """Turn an invalid value into one line that names the command."""
     try:
         yield
     except ValueError as error:
@@ -184,9 +183,9 @@ def _usage_errors(context: typer.Context) -> Iterator[None]:
 
 
 def _own_arguments(context: typer.Context, script: Path, arguments: Sequence[str]) -> Sequence[str]:
-    """Return what the script gets: what comes after it, but not an option that is meant for us.
+    """Return the script's arguments, those after it; refuse options that are probably meant for us.
 
-    An option of ours belongs to the script if the script has its name in quotes, or after ``--``.
+    One of our options belongs to the script if the script quotes its name, or after ``--``.
     """
     if arguments[:1] == ["--"]:
         return arguments[1:]
@@ -208,7 +207,7 @@ def _underscored(name: str) -> str:
 
 
 def _check_outputs(paths: dict[str, Path | None]) -> None:
-    """Refuse outputs now that could not be written after a long run."""
+    """Refuse outputs that could not be written, before a long run."""
     endings = {"--trace": (".json", ""), "--links": (".csv",)}
     for option, path in paths.items():
         allowed = endings.get(option, PICTURES)
@@ -219,28 +218,22 @@ def _check_outputs(paths: dict[str, Path | None]) -> None:
             raise ValueError(f"{option} {path}: there is no folder {path.parent}")
 
 
-def _faults(texts: Sequence[str], seed: int) -> "Faults":
-    """Read the faults."""
+def _faults(texts: Sequence[str], seed: int, world: "Cluster", num_ranks: int) -> "Faults":
+    """Read the faults; refuse those of ranks and links that do not exist."""
     from distlab.sim import Faults
 
     try:
-        return Faults.parse(texts, seed)
-    except ValueError as error:
-        raise ValueError(f"--fault: {error}") from None
-
-
-def _check_faults(faults: "Faults", world: "Cluster", num_ranks: int) -> None:
-    """Refuse faults of ranks and links that do not exist."""
-    try:
+        faults = Faults.parse(texts, seed)
         faults.check_ranks(num_ranks)
         for pattern, factor in faults.slow_links.items():
             world.slowed(pattern, factor)
     except ValueError as error:
         raise ValueError(f"--fault: {error}") from None
+    return faults
 
 
 def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
-    """Return the bytes of each GPU, if they were given."""
+    """Return the memory of each GPU in bytes, if it was given."""
     if memory_gib is None:
         return None
     if no_devices:
@@ -251,13 +244,13 @@ def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
 
 
 def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster, int]":
-    """Return the cluster and how many ranks run on it: one per GPU unless given."""
+    """Return the cluster and its number of ranks, by default one per GPU."""
     from distlab.sim import Cluster, choose_cluster
 
-    one = Cluster.preset(preset, nodes or 1)
-    cluster = one if nodes or not ranks else choose_cluster(preset, ranks)
+    smallest = Cluster.preset(preset, nodes or 1)
+    cluster = smallest if nodes or not ranks else choose_cluster(preset, ranks)
     num_ranks = ranks or cluster.num_gpus
-    choose_cluster(cluster, num_ranks)  # refuses too many
+    choose_cluster(cluster, num_ranks)  # refuses too many ranks
     return cluster, num_ranks
 
 
@@ -270,7 +263,7 @@ def _write(
     plot: Path | None,
     gantt: Path | None,
 ) -> None:
-    """Write the files that were asked for, and say how to look at them."""
+    """Write the requested files, and say how to look at them."""
     from distlab.sim.results import diagram, exports
 
     if trace and trace.suffix:

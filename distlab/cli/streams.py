@@ -1,4 +1,4 @@
-"""Standard error and what becomes of a stream that nobody reads."""
+"""Standard error, and streams that are no longer read."""
 
 import os
 import sys
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
-INTERRUPTED = 130  # the exit code of ctrl-C
+INTERRUPTED = 130  # exit code of ctrl-C
 
 
 def complain(message: str, code: int) -> int:
-    """Print a line on standard error; return the exit code that was given.
+    """Print a line on standard error; return the given exit code.
 
-    All ranks of mpirun meet the same: one of each machine prints it.
+    All ranks of mpirun meet the same error, so only one per machine prints it.
     """
-    from distlab.launch.launchers import speaks_for_its_machine  # rarely needed
+    from distlab.launch.launchers import speaks_for_its_machine  # slow, and rarely needed
 
     if speaks_for_its_machine():
         print_line(message)
@@ -22,8 +22,8 @@ def complain(message: str, code: int) -> int:
 
 
 def print_line(message: str) -> None:
-    """Print a line on standard error, or nothing where nobody reads that."""
-    erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # a progress bar may stand there
+    """Print a line on standard error, or nothing if it is no longer read."""
+    erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # there may be a progress bar
     try:
         print(erase_bar + message, file=sys.stderr, flush=True)
     except OSError:
@@ -47,14 +47,14 @@ class Watched:
 
 @contextmanager
 def watched_stderr() -> Iterator[Watched]:
-    """Let whatever is printed on standard error be noticed."""
+    """Notice whether anything is printed on standard error."""
     watched = Watched(sys.stderr)
     with redirect_stderr(watched):
         yield watched
 
 
 def drop(number: int) -> None:
-    """Let what Python still wants to write to a stream go nowhere."""
+    """Discard what Python still writes to a stream."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
     os.close(nowhere)

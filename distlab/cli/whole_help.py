@@ -7,9 +7,9 @@ from typer.core import TyperGroup
 
 
 class Group(TyperGroup):
-    """Lists its commands with the first paragraph of their help, wrapped and not cut.
+    """Lists its commands with the first paragraph of their help, wrapped instead of cut.
 
-    click cuts what it takes from a help text, and leaves a short help as it is.
+    click cuts an excerpt of a help text, but prints an explicit short help whole.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -41,7 +41,7 @@ DATASETS = (*_BUILT_IN, *_FROM_FILES)
 
 
 def load(name: str, *, root: str | Path | None = None, **options: Any) -> Splits:
-    """Return the train and test half of a dataset, downloading it first where it has to be.
+    """Return the train and test half of a dataset, downloading it if necessary.
 
         name           images           options
         digits         (1, 8, 8)        none; bundled, 1,797 images
@@ -51,13 +51,13 @@ def load(name: str, *, root: str | Path | None = None, **options: Any) -> Splits
         imagefolder    (3, S, S)        image_size (S, 224 by default), augment
 
     Args:
-        root: folder of the files, by default $DISTLAB_DATA, else ./data; the first two need none.
+        root: Folder of the files, by default $DISTLAB_DATA, else ./data; the first two need none.
     Returns: images are float32 (C, H, W), normalised per channel; labels are int.
     Raises:
-        ValueError: if there is no such dataset; names the nearest.
-        TypeError: if the dataset has no such option.
-        DataError: if the data cannot be had; says what to do.
-    Cost: mnist and cifar10 hold one collective, so in a world all ranks must load them.
+        ValueError: There is no such dataset; the message names the nearest.
+        TypeError: The dataset has no such option.
+        DataError: The data is not available; the message says what to do.
+    Cost: mnist and cifar10 call a collective, so all ranks of a world must load them.
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name](**options)

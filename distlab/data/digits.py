@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distlab.data.splits import DataError, ImageTensors, Splits
 
-_WHITE = 16  # pixels count the dark points of a 4 x 4 cell: 0 to 16
+_WHITE = 16  # a pixel is the number of dark points in a 4 x 4 cell
 _MEAN, _STD = (0.3059,), (0.3766,)  # training images, scaled to [0, 1]
 _TEST_PER_CLASS = 36
 _SPLIT_SEED = 0
@@ -22,7 +22,7 @@ def load_digits() -> Splits:
     The test half has 36 images of each of the 10 classes. The split never changes: numpy promises
     that `RandomState` draws the same numbers forever.
 
-    Raises: DataError: if scikit-learn, which carries the file, is not installed.
+    Raises: DataError: scikit-learn, which contains the file, is not installed.
     Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits, UCI repository.
     """
     pixels, labels = _read()
@@ -41,7 +41,7 @@ def _read() -> tuple[Tensor, Tensor]:
 
 
 def _bundled_file() -> Path:
-    # Only the file is wanted: importing sklearn takes 1.5 s, in every rank of every world.
+    # Only the file is needed; importing sklearn takes 1.5 s, in every rank of every world.
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DataError("digits come with scikit-learn, which is missing: pip install scikit-learn")
@@ -49,7 +49,7 @@ def _bundled_file() -> Path:
 
 
 def _test_mask(labels: Tensor) -> Tensor:
-    """Return (N,) bool, true for the images of the test half."""
+    """Return (N,) bool, True for the images of the test half."""
     random = np.random.RandomState(_SPLIT_SEED)
     mask = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):

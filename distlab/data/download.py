@@ -1,4 +1,4 @@
-"""Files from the internet: where they lie, and who fetches them when many ranks want them."""
+"""Files from the internet: their folder, and one rank per machine that fetches them first."""
 
 import os
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ def data_root(root: str | Path | None = None) -> Path:
 
 @contextmanager
 def rank_zero_first() -> Iterator[None]:
-    """Run the body on the first rank of each machine, and on the others once that has succeeded.
+    """Run the body on the first rank of each machine, and on the others after its success.
 
         rank 0   body ──┐ all_gather(ok)
         rank 1   wait ──┴──────────────── body
         rank 2   wait ──┴──────────────── body
 
-    First is LOCAL_RANK 0 where a launcher set LOCAL_RANK, else rank 0. Without an initialised
-    `torch.distributed` world the body simply runs.
+    The first rank has LOCAL_RANK 0 if a launcher has set that, else it is rank 0. Without an
+    initialised `torch.distributed` world the body simply runs.
 
-    Raises: DataError: if the body failed on a first rank, then on all other ranks, which would
-        otherwise wait forever; it names that rank and its error.
-    Cost: one `all_gather_object` over the default group, which all ranks must reach.
+    Raises: DataError: The body failed on a first rank; raised on all other ranks, which would
+        otherwise wait forever. The message names that rank and its error.
+    Cost: one `all_gather_object` over the default group, which all ranks must call.
     """
     if not (dist.is_available() and dist.is_initialized()):
         yield
@@ -38,7 +38,7 @@ def rank_zero_first() -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            _exchange(f"{type(error).__name__}: {error}")  # the others wait here; let them go
+            _exchange(f"{type(error).__name__}: {error}")  # releases the others, which wait for it
             raise
     failures = _exchange(None)
     if failures:

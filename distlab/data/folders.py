@@ -14,15 +14,15 @@ _CROP = 0.875  # share of the shorter side that the centre crop keeps
 
 
 def load_image_folder(root: Path, *, image_size: int = 224, augment: bool = False) -> Splits:
-    """Return the images under ``root``, decoded when asked for.
+    """Return the images under ``root``, decoded on access.
 
         root/train/<class>/*.jpg
         root/val/<class>/*.jpg       or test/
 
     Args:
-        image_size: images become (3, image_size, image_size) by resizing and cropping the centre.
-        augment: instead, train on random crops, half of them mirrored.
-    Raises: DataError: if a folder is missing, has no classes or an empty one, or if the two
+        image_size: Side of the images, which are resized, and cropped at their centre.
+        augment: True to train on random crops, half of them mirrored.
+    Raises: DataError: A folder is missing, has no classes or an empty one, or the two folders
         have different classes.
     """
     train_folder, test_folder = check_folders(root)
@@ -40,9 +40,9 @@ OPTION = "--data-root (or DISTLAB_DATA)"
 def check_folders(root: Path, option: str = OPTION) -> tuple[Path, Path]:
     """Return the folders of both halves, train/ and val/ or test/ under ``root``.
 
-    Args: option: by which ``root`` was given.
+    Args: option: Option that named ``root``, for messages.
 
-    Raises: DataError: as ``load_image_folder``.
+    Raises: DataError: As for ``load_image_folder``.
     """
     train_folder, test_folder = root / "train", _test_folder(root)
     _check_same(_classes(train_folder, option), _classes(test_folder, option), test_folder)

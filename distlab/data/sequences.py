@@ -1,4 +1,4 @@
-"""Images as sequences of tokens, so that a GPT can be trained on the data at hand ("image GPT")."""
+"""Images as sequences of tokens, on which a GPT can be trained ("image GPT")."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from distlab.data.splits import ImageShape, SizedDataset, Splits
 
 @dataclass(frozen=True)
 class TokenSplits:
-    """The two halves of a dataset of sequences, and what a language model has to know about it."""
+    """The two halves of a dataset of sequences, and its properties for a language model."""
 
     name: str
     train: SizedDataset[tuple[Tensor, Tensor]]  # inputs, targets: int64 (sequence_length,)
@@ -27,11 +27,11 @@ def tokens(splits: Splits, levels: int = 17) -> TokenSplits:
         image            2 x 2, pixels 0 and 16:   . #      tokens   0 16 16  0
         inputs, targets                            # .               0 16 16 | 16 16 0
 
-    The target at position t is the token at position t + 1. Colours of a pixel follow each other.
+    The target at position t is the token at t + 1. The colours of a pixel are adjacent tokens.
     With 17 levels the digits, whose pixels are 0 to 16, lose nothing.
 
-    Returns: the splits, with sequence_length = C * H * W - 1; a sample replaces (image, label).
-    Raises: ValueError: if levels is below 2.
+    Returns: the splits, with sequence_length = C * H * W - 1; a sample is (inputs, targets).
+    Raises: ValueError: ``levels`` is below 2.
     Source: Chen et al. 2020, Generative Pretraining from Pixels, section 2.
     """
     if levels < 2:

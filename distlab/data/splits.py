@@ -1,4 +1,4 @@
-"""What every loader of distlab.data returns, and the one error it raises.
+"""The result of every loader of distlab.data, and the one error it raises.
 
 N images, C channels, H x W pixels; white = the pixel value that becomes 1.0 before normalisation.
 """
@@ -16,9 +16,9 @@ ImageShape = tuple[int, int, int]  # (C, H, W)
 
 
 class DataError(RuntimeError):
-    """A dataset cannot be had: the message says what failed and what to do about it."""
+    """A dataset is not available; the message says what failed and what to do about it."""
 
-    is_secondary = False  # True: raised only because another rank had failed
+    is_secondary = False  # True if raised only because another rank failed
 
 
 class SizedDataset(Dataset[Sample]):
@@ -30,7 +30,7 @@ class SizedDataset(Dataset[Sample]):
 
 @dataclass(frozen=True)
 class Splits:
-    """The two halves of an image dataset, and what a model has to know about it."""
+    """The two halves of an image dataset, and its properties for a model."""
 
     name: str
     train: SizedDataset[tuple[Tensor, int]]  # image float32 (C, H, W), label
@@ -42,16 +42,16 @@ class Splits:
 
 
 class ImageTensors(SizedDataset[tuple[Tensor, int]]):
-    """Images held in memory as bytes; they become normalised float32 when asked for.
+    """Images in memory as bytes, converted to normalised float32 on access.
 
-    Bytes take a quarter of the memory of floats, and every sample is a fresh tensor: writing to it
+    Bytes take a quarter of the memory of floats, and every sample is a new tensor: writing to it
     changes no other rank's data, even where all ranks are threads of one process.
 
     Args:
-        pixels: (N, C, H, W) uint8, never written to.
+        pixels: (N, C, H, W) uint8; never written to.
         labels: (N,) int64.
-        white: pixel value that stands for 1.0.
-        mean, std: one per channel; image = (pixel / white - mean) / std.
+        white: Pixel value that represents 1.0.
+        mean, std: One number per channel; image = (pixel / white - mean) / std.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ImageTensors(SizedDataset[tuple[Tensor, int]]):
         return self._normalise(self.pixels[index]), int(self.labels[index])
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
-        """Return many samples: a DataLoader asks here, so that a batch is converted at once."""
+        """Return many samples; a DataLoader calls this, so that a batch is converted at once."""
         images = self._normalise(self.pixels[indices])
         return list(zip(images, self.labels[indices].tolist(), strict=True))
 

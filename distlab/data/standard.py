@@ -14,15 +14,15 @@ from distlab.data.splits import DataError, ImageTensors, Splits
 from distlab.torchvision_repair import import_torchvision
 
 _WHITE = 255
-_SILENCE_S = 30.0  # a firewall that swallows packets must end in an error, not in a wait
-# What torchvision raises when a file is out of reach, incomplete or damaged; one reader asserts.
+_SILENCE_S = 30.0  # longest silence of a connection; a firewall may drop packets silently
+# Errors that torchvision raises for a missing, incomplete or damaged file; one reader asserts.
 _FAILURES = (OSError, http.client.HTTPException, EOFError, RuntimeError, ValueError, AssertionError)
 
 
 def load_mnist(root: Path) -> Splits:
-    """Return the 70,000 handwritten digits of MNIST, 28 x 28, downloaded to ``root`` if need be.
+    """Return the 70,000 handwritten digits of MNIST, 28 x 28, downloaded to ``root`` if missing.
 
-    Raises: DataError: if the files are neither there nor to be had, or are damaged.
+    Raises: DataError: The files are damaged, or neither present nor downloadable.
     Cost: 66 MB on disk, 55 MB in memory; in a world, one collective (see `rank_zero_first`).
     """
     names = "{train,t10k}-images-idx3-ubyte.gz and {train,t10k}-labels-idx1-ubyte.gz"
@@ -33,9 +33,9 @@ def load_mnist(root: Path) -> Splits:
 
 
 def load_cifar10(root: Path) -> Splits:
-    """Return the 60,000 photographs of CIFAR-10, 32 x 32, downloaded to ``root`` if need be.
+    """Return the 60,000 photographs of CIFAR-10, 32 x 32, downloaded to ``root`` if missing.
 
-    Raises: DataError: if the files are neither there nor to be had, or are damaged.
+    Raises: DataError: The files are damaged, or neither present nor downloadable.
     Cost: 356 MB on disk, 184 MB in memory; in a world, one collective (see `rank_zero_first`).
     """
     train, test = _fetch("CIFAR10", root, f"cifar-10-python.tar.gz into {root}")
@@ -60,7 +60,7 @@ def _splits(
 
 
 def _fetch(dataset: str, root: Path, files: str) -> list[Any]:
-    """Return torchvision's train and test object; ``files`` says what to put where by hand."""
+    """Return torchvision's train and test object; ``files`` names the files to copy by hand."""
     source = getattr(import_torchvision().datasets, dataset)
     with rank_zero_first(), _give_up_after(_SILENCE_S):
         try:
@@ -84,7 +84,7 @@ def _advice(dataset: str, root: Path, files: str, error: Exception) -> str:
 
 @contextmanager
 def _give_up_after(seconds: float) -> Iterator[None]:
-    """Let a connection fail that is silent for ``seconds``; torchvision would wait forever."""
+    """Fail connections that are silent for ``seconds``; torchvision would wait forever."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

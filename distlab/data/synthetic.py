@@ -22,7 +22,7 @@ def make_synthetic(
 
     Args:
         image_shape: (C, H, W).
-        train_size, test_size: number of images.
+        train_size, test_size: Numbers of images.
     Cost: train_size + test_size bytes of memory per pixel; four times as much while drawing.
     """
     random = torch.Generator().manual_seed(seed)

@@ -31,12 +31,12 @@ def build(name: str, *, image_shape: ImageShape, num_classes: int) -> nn.Module:
         vit         float32 (B, C, S, S)    (B, num_classes)       136,138
         gpt         int64   (B, T)          (B, T, num_classes)    205,184
 
-    cnn, vit and gpt compute every sample alone; resnet18 has BatchNorm.
+    cnn, vit and gpt compute samples independently; resnet18 has BatchNorm.
 
     Args:
         image_shape: (C, H, W), as `Splits.image_shape`.
-        num_classes: as `Splits.num_classes`; for gpt as `TokenSplits.num_classes`, the vocabulary.
-    Raises: ValueError: if there is no such model (names the nearest), or it cannot take the shape.
+        num_classes: Value of `Splits.num_classes`; for gpt, `TokenSplits.num_classes`.
+    Raises: ValueError: There is no such model (names the nearest), or it does not take the shape.
     """
     if name not in _BUILDERS:
         raise unknown_name("model", name, MODELS)

@@ -11,14 +11,14 @@ def build_cnn(image_shape: ImageShape, num_classes: int) -> nn.Sequential:
 
         8 x 8 digits:   (1, 8, 8) -> (32, 8, 8) -> (64, 8, 8) -> (64, 4, 4) -> (64, 4, 4) -> 10
 
-    It has no BatchNorm and no dropout: every image is computed alone, so that N workers with 1/N of
-    the batch each find the gradient that one process finds.
+    It has no BatchNorm and no dropout: images are computed independently, so N workers with 1/N of
+    the batch each compute the same gradient as one process.
 
     On digits, SGD with momentum 0.9, lr 0.05 and batch 64 gets 98.4 % of the test images right
     after 8 epochs (5 seeds: 98.1 to 98.6), in 2 s on one thread of an AMD EPYC.
 
     Args: image_shape: (C, H, W), H and W at least 4.
-    Raises: ValueError: if the images are smaller than 4 x 4.
+    Raises: ValueError: The images are smaller than 4 x 4.
     Cost: 65,994 parameters for digits, 87,114 for MNIST, 66,570 for CIFAR-10.
     """
     channels, height, width = image_shape

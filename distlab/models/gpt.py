@@ -13,17 +13,17 @@ from distlab.data.splits import ImageShape
 
 
 class GPT(nn.Module):
-    """Predict the next token at every position of a sequence, each from itself and those before.
+    """Predict the next token at every position, from the tokens up to that position.
 
         tokens -> embedding + position -> L x (attention, feed-forward) -> norm -> head -> logits
 
-    The head is the embedding read backwards: one (V, E) parameter, used at both ends.
+    The head and the embedding are tied: one (V, E) parameter, used at both ends.
 
     Args:
         vocab_size: V; tokens are 0 .. V - 1.
         context: longest sequence.
         width, layers, heads: E, L and H; H divides E.
-    Raises: ValueError: if heads does not divide width.
+    Raises: ValueError: ``heads`` does not divide ``width``.
     Cost: V * E + context * E + 2 * E + L * (12 * E^2 + 13 * E) parameters.
     Source: Radford et al. 2019 (GPT-2), section 2.3; Press and Wolf 2017 for the tied embedding.
     """
@@ -46,7 +46,7 @@ class GPT(nn.Module):
 
         Args: tokens: (B, T) int64, T at most the context.
         Returns: (B, T, V); position t scores the token at t + 1.
-        Raises: ValueError: if the sequences are longer than the context.
+        Raises: ValueError: The sequences are longer than the context.
         """
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -63,12 +63,12 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
         adders = [m.out for m in self.modules() if isinstance(m, Attention)]
         adders += [m.down for m in self.modules() if isinstance(m, FeedForward)]
-        for layer in adders:  # all 2 L of them add to one stream: keep their sum small
+        for layer in adders:  # all 2 L of them add to one stream, whose sum must stay small
             nn.init.normal_(layer.weight, std=0.02 / math.sqrt(len(adders)))
 
 
 class Embedding(nn.Module):
-    """Turn tokens into vectors that say which token it is, and at which position."""
+    """Turn tokens into vectors that encode token and position."""
 
     def __init__(self, vocab_size: int, context: int, width: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Mix each position with those before it, in H heads that do not see each other.
+    """Mix each position with those before it, in H independent heads.
 
     The number of heads follows from the size of ``query``: with 1/N of the rows of query, key and
     value, and of the columns of ``out``, the same code computes 1/N of the heads.
@@ -125,7 +125,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Work on each position alone: up to four times the width, a non-linearity, and down again."""
+    """Process each position alone: up to four times the width, a non-linearity, and down again."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def build_gpt(image_shape: ImageShape, num_classes: int) -> GPT:
 
     Args:
         image_shape: (C, H, W) of the images; the context is C * H * W - 1 tokens.
-        num_classes: the vocabulary, `tokens(...).num_classes`; not the classes of the images.
+        num_classes: Size of the vocabulary, `tokens(...).num_classes`; not the images' classes.
     Cost: 205,184 parameters for digits in 17 levels.
     """
     return GPT(vocab_size=num_classes, context=math.prod(image_shape) - 1)

@@ -7,7 +7,7 @@ from torch import nn
 from distlab.data.splits import ImageShape
 from distlab.torchvision_repair import import_torchvision
 
-_SMALL = 64  # up to this side, the first layers must not shrink the image
+_SMALL = 64  # largest side of images that the first layers must not shrink
 
 
 def build_resnet18(image_shape: ImageShape, num_classes: int) -> nn.Module:
@@ -16,7 +16,7 @@ def build_resnet18(image_shape: ImageShape, num_classes: int) -> nn.Module:
     The stem of the paper, 7 x 7 with stride 2 and a max-pool, leaves 8 x 8 of a 32 x 32 image
     before the first block; the small stem keeps all 32 x 32.
 
-    It has BatchNorm: in training a batch must hold at least 2 images (8 x 8 ones end as 1 x 1), and
+    It has BatchNorm: a training batch must have at least 2 images (8 x 8 ones end as 1 x 1), and
     N workers with 1/N of the batch each do not compute what one process computes.
 
     Args: image_shape: (C, H, W).

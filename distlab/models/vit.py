@@ -19,7 +19,7 @@ def build_vit(image_shape: ImageShape, num_classes: int) -> nn.Module:
         patches       16     49     64     256
 
     Args: image_shape: (C, S, S).
-    Raises: ValueError: if the images are not square.
+    Raises: ValueError: The images are not square.
     Cost: 136,138 parameters for digits.
     Source: Dosovitskiy et al. 2020, An Image is Worth 16x16 Words, section 3.1.
     """
@@ -36,7 +36,7 @@ def build_vit(image_shape: ImageShape, num_classes: int) -> nn.Module:
         mlp_dim=2 * _WIDTH,
         num_classes=num_classes,
     )
-    # torchvision's first layer takes 3 channels only; this is the same one for any number.
+    # torchvision's first layer only takes 3 channels; this one takes any number.
     model.conv_proj = nn.Conv2d(channels, _WIDTH, kernel_size=patch, stride=patch)
     nn.init.trunc_normal_(model.conv_proj.weight, std=math.sqrt(1 / (channels * patch**2)))
     nn.init.zeros_(model.conv_proj.bias)

@@ -15,15 +15,15 @@ from distlab.models.gpt import GPT, Attention, FeedForward
 from distlab.parallel.pipeline import Lesson, Pipeline, cut_into_stages, num_parameters
 from distlab.parallel.sizes import Parallelism
 
-DIMS = ("dp", "pp", "tp")  # dims of the mesh: shards talk most, so their ranks are neighbours
+DIMS = ("dp", "pp", "tp")  # shards communicate most, so their ranks are neighbours
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a model."""
+    """One rank's part of a model."""
 
-    model: nn.Module  # called with tokens on all ranks of a replica: the logits, on all of them
-    groups: Mapping[str, dist.ProcessGroup]  # this rank's, by dim; none: it holds all of the model
+    model: nn.Module  # tokens -> logits; called on all ranks of a replica
+    groups: Mapping[str, dist.ProcessGroup]  # this rank's groups by dim; empty for a whole model
     sizes: Parallelism
 
     @property
@@ -35,9 +35,9 @@ class Part:
         """Let a ``Trainer`` of Phase 1, made for this model and group "dp", train all parts.
 
         Args:
-            trainer: its log becomes that of all ranks; of a pipeline, its step becomes ours.
-            optimizer: the trainer's.
-            how: ``all_reduce`` and ``average``, the trainer's too.
+            trainer: Trainer, which gets the log of all ranks, and for a pipeline our step.
+            optimizer: Optimizer of the trainer.
+            how: ``all_reduce`` and ``average`` of the trainer.
         """
         trainer.log = lessons.given_1.RankLog()
         if isinstance(self.model, Pipeline):
@@ -45,9 +45,9 @@ class Part:
             trainer.step = partial(self.model.train_step, optimizer, group=group, **how)
 
     def describe(self, batch_size: int) -> str:
-        """Say what the ranks hold, and in which pieces a batch of all replicas is computed.
+        """Describe the mesh, the parameters of the ranks, and the micro-batches of a batch.
 
-        Cost: one all-gather of a number over the stages.
+        Cost: one all-gather of one number over the stages.
         """
         mine = torch.tensor([num_parameters(self.layers)], device=_mesh_device())
         numbers = [torch.empty_like(mine) for _ in range(self.sizes.pp)]
@@ -61,10 +61,10 @@ class Part:
 
 
 def check(gpt: GPT, sizes: Parallelism) -> None:
-    """Refuse what ``split`` cannot do; called on any rank, and the same on every rank.
+    """Refuse a model that ``split`` cannot split; all ranks raise alike.
 
     Raises:
-        ValueError: the model has too few blocks or heads, or is where stages cannot exchange it.
+        ValueError: The model has too few blocks or heads, or is on the wrong device for stages.
     """
     sizes.check_model(len(gpt.blocks), _num_heads(gpt))
     device = gpt.head.weight.device.type
@@ -79,9 +79,9 @@ def split(gpt: GPT, sizes: Parallelism, lesson: Lesson) -> Part:
     """Return this rank's part of a model; called on all ranks.
 
     Args:
-        gpt: whole and the same on every rank. The part keeps some of its modules, and changes them.
+        gpt: Whole model, equal on all ranks. The part keeps some of its modules, and changes them.
         sizes: Sizes that ``check`` accepts; their product is the number of ranks.
-        lesson: imports a lesson of Phase 2, whose functions split the model, by its name.
+        lesson: Function that imports a lesson of Phase 2, which splits the model, by its name.
     """
     mesh = init_device_mesh(_mesh_device(), (sizes.dp, sizes.pp, sizes.tp), mesh_dim_names=DIMS)
     groups = {name: mesh.get_group(name) for name in DIMS}

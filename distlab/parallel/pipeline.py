@@ -1,4 +1,4 @@
-"""A GPT in stages: how it is cut, how all ranks of a pipeline train it and call it together."""
+"""A GPT in stages: cutting it, and training and calling it on all ranks of a pipeline."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -23,7 +23,7 @@ def cut_into_stages(gpt: GPT, num_stages: int, lesson: Lesson) -> list[nn.Sequen
 
     Returns:
         The stages, which share the parameters of ``gpt``; run one after the other, they compute
-        what it computes.
+        the same.
     """
     blocks = [*gpt.blocks]
     costs = [num_parameters(block) for block in blocks]
@@ -45,11 +45,11 @@ class Pipeline(nn.Module):
     """One stage of a GPT on its own rank; its parameters are those of the stage.
 
     Args:
-        stage: this rank's, as ``cut_into_stages`` makes it.
+        stage: Stage of this rank, from ``cut_into_stages``.
         vocab_size: Number of different tokens.
-        group: the ranks of the pipeline, in the order of their stages.
-        ends: the first and the last of them; not used on the ranks in between.
-        lesson: imports the lessons whose functions run the pipeline.
+        group: Ranks of the pipeline, in the order of their stages.
+        ends: Group of its first and last rank; not used on the ranks in between.
+        lesson: Function that imports the lessons that run the pipeline.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Pipeline(nn.Module):
         """Return the logits of the whole model, on every rank of the pipeline; for evaluation.
 
         Args:
-            tokens: (B, T) int64, the same on all these ranks.
+            tokens: (B, T) int64, equal on all these ranks.
 
         Returns:
             (B, T, V).
@@ -88,7 +88,7 @@ class Pipeline(nn.Module):
         return logits
 
     def micro_batch_size(self, num_samples: int) -> int:
-        """Return how many samples of a replica's batch go through the stages together."""
+        """Return the number of samples in a micro-batch of a replica's batch."""
         return -(-num_samples // (MICRO_BATCHES_PER_STAGE * self.num_stages))
 
     def train_step(
@@ -103,14 +103,14 @@ class Pipeline(nn.Module):
         """Do one optimizer step on the batches of all replicas, as Phase 1's ``train_step`` does.
 
         Args:
-            optimizer: for this rank's parameters.
-            batch: inputs and targets of this replica; those of all replicas are equally large.
-            all_reduce: sums a tensor over a group, in place.
-            average: averages the gradients; called with this module, ``all_reduce``, ``group``.
-            group: the ranks that hold these same parameters for the other replicas.
+            optimizer: Optimizer of this rank's parameters.
+            batch: Inputs and targets of this replica; all replicas have equally many.
+            all_reduce: Function that sums a tensor over a group, in place.
+            average: Function of this module, ``all_reduce`` and ``group`` that averages gradients.
+            group: Ranks that hold the same parameters in other replicas.
 
         Returns:
-            The mean loss over all targets, before the step; the same float on all ranks.
+            The mean loss over all targets, before the step; equal on all ranks.
         """
         loss = self._backward(batch)
         self._sum_tied_gradient()
@@ -121,7 +121,7 @@ class Pipeline(nn.Module):
         return total.item() / dist.get_world_size(group)
 
     def _backward(self, batch: tuple[Tensor, ...]) -> float:
-        """Give the stage its gradients of this replica's mean loss; return that loss."""
+        """Compute the stage's gradients of this replica's mean loss; return that loss."""
         size = self.micro_batch_size(len(batch[0]))
         micro_batches = self._lesson("gradient_accumulation").split_micro_batches(batch, size)
         pipeline = self._lesson("pipeline_parallel")
@@ -132,7 +132,7 @@ class Pipeline(nn.Module):
         return loss
 
     def _sum_tied_gradient(self) -> None:
-        """Sum what the embedding and the head, one parameter of the model, have found for it."""
+        """Sum the gradients of embedding and head, which are one parameter of the model."""
         tied = self._tied_weight()
         if tied is not None:
             dist.all_reduce(tied.grad, group=self._ends)

@@ -1,4 +1,4 @@
-"""The sizes of a training's mesh of ranks, and the sizes that a model and a world allow."""
+"""The sizes of a training's mesh of ranks, and their limits by model, batch and world."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -30,16 +30,16 @@ class Parallelism:
         """Read ``dp=2,pp=2,tp=2``, in any order; a size that is left out is 1.
 
         Raises:
-            ValueError: it is not that; the message names what is wrong.
+            ValueError: The text has another form; the message names the wrong item.
         """
         sizes: dict[str, int] = {}
         for item in text.split(","):
-            found = _SIZE.fullmatch(item)
-            if not found:
+            match = _SIZE.fullmatch(item)
+            if not match:
                 raise ValueError(
                     f"{item!r} is not dp, pp or tp with a size, 1 or more: write {EXAMPLE}"
                 )
-            name, size = found.groups()
+            name, size = match.groups()
             if name in sizes:
                 raise ValueError(f"{name} is there twice: write {EXAMPLE}")
             sizes[name] = int(size)
@@ -56,7 +56,7 @@ class Parallelism:
 
     @property
     def splits_model(self) -> bool:
-        """Whether a rank holds less than the whole model."""
+        """True if a rank holds less than the whole model."""
         return self.pp * self.tp > 1
 
     @property
@@ -69,11 +69,11 @@ class Parallelism:
 
         Args:
             num_ranks: Number of ranks of the world.
-            who: starts a clause that ends with that number, as "torchrun started".
+            who: Beginning of a clause that ends with that number, such as "torchrun started".
             advice: Advice for the user, such as "start 8".
 
         Raises:
-            ValueError: with both numbers.
+            ValueError: The world has another size; the message has both.
         """
         if num_ranks != self.num_ranks:
             product = " x ".join(str(size) for size in asdict(self).values())
@@ -85,7 +85,7 @@ class Parallelism:
         """Refuse to split a model into more stages or shards than it has parts for.
 
         Raises:
-            ValueError: with the numbers, and sizes that fit.
+            ValueError: The model has too few parts; the message names sizes that fit.
         """
         if self.pp > num_blocks:
             raise ValueError(
@@ -103,10 +103,10 @@ class Parallelism:
         """Refuse a batch that gives a replica fewer samples than it has stages to keep busy.
 
         Args:
-            batch_size: Samples of all replicas together, which share them equally.
+            batch_size: Number of samples of all replicas, which share them equally.
 
         Raises:
-            ValueError: with the numbers, and the smallest batch that fits.
+            ValueError: The batch is too small; the message names the smallest that fits.
         """
         share = batch_size // self.dp
         if share < self.pp:

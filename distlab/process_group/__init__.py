@@ -2,9 +2,9 @@
 
     base    the many forms of a call become one ``Call``
     call    what one rank asks of a collective
-    checks  what is refused at the call
-    moves   what collectives do to tensors, where one process sees the calls of all ranks
+    checks  refusals at the call
+    moves   effects of collectives on tensors, if one process sees the calls of all ranks
     counts  calls and bytes
 
-It does not know any world; ``sim`` and ``mpi`` build on it.
+It does not depend on any world; ``sim`` and ``mpi`` build on it.
 """

@@ -1,7 +1,7 @@
 """Base of all process groups: the many forms of a call become one ``Call``.
 
-Each method says what must agree between the ranks, how many bytes the collective is about, which
-tensors go in and where the results go. A world adds how ranks meet and how messages travel.
+Each method states which values must agree between the ranks, the bytes of the collective, its
+inputs and its outputs. A world adds how ranks meet and how messages travel.
 
 torch 2.13 renamed ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall_base`` and their like;
 both names are defined.
@@ -58,14 +58,14 @@ class BaseGroup(dist.ProcessGroup):
         self._name = name
         self.counts = Counts()
 
-    # Who it is
+    # Identity
 
     def rank(self) -> int:
         """Return this rank inside the group."""
         return self._me
 
     def size(self) -> int:
-        """Return how many ranks the group has."""
+        """Return the number of ranks of the group."""
         return self._num_ranks
 
     @property
@@ -88,10 +88,10 @@ class BaseGroup(dist.ProcessGroup):
     # Collectives
 
     def _meet(self, call: Call, results: Sequence[Tensor] | None = None) -> dist.Work:
-        """Take part in the group's next collective; ``results``: the outputs, if not in parts.
+        """Take part in the group's next collective; ``results`` are the uncut outputs.
 
         Raises:
-            RuntimeError: the root is no rank of the group.
+            RuntimeError: The root is not a rank of the group.
         """
         if not 0 <= call.root < self.size():
             raise RuntimeError(
@@ -106,7 +106,7 @@ class BaseGroup(dist.ProcessGroup):
         raise NotImplementedError
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Copy the root's tensors to all."""
+        """Copy the root's tensors to all ranks."""
         check_contiguous("broadcast", tensors, or_channels_last=True)
         root = int(opts.rootRank) if opts else 0
         return self._meet(
@@ -143,7 +143,7 @@ class BaseGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce to the root; the tensors of the others keep their values."""
+        """Reduce to the root; the tensors of other ranks keep their values."""
         op, root = moves.op_of(opts), int(opts.rootRank) if opts else 0
         tensors = moves.as_reals(op, tensors)
         check_reduction(op, tensors)
@@ -313,7 +313,7 @@ class BaseGroup(dist.ProcessGroup):
         input_splits: Splits = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Do ``alltoall`` on the parts of two tensors, equal parts unless sizes are given."""
+        """Do ``alltoall`` on parts of two tensors; the parts are equal unless sizes are given."""
         check_contiguous("all_to_all_single", [output, input])
         return self._all_to_all(
             moves.parts(output, output_splits, self.size()),
@@ -326,7 +326,7 @@ class BaseGroup(dist.ProcessGroup):
         return self._meet(Call("barrier", {}, 0, (), ()))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks. (torch itself lets only gloo's groups do this.)"""
+        """Wait for all ranks. (torch itself only allows this for gloo's groups.)"""
         self.barrier().wait()
 
     _allgather_base = all_gather_single
@@ -335,16 +335,16 @@ class BaseGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # What else torch asks of a group
+    # Other methods that torch calls
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Calls are single ones here; a coalesced block is the sequence of its calls."""
+        """Do nothing, because a coalesced block is the sequence of its calls here."""
 
     def _end_coalescing(self, device: torch.device) -> dist.Work | None:
         return None
 
     def abort(self) -> None:
-        """Nothing to end: a group holds no connection of its own."""
+        """Do nothing, because a group has no connection of its own."""
 
     def shutdown(self) -> None:
-        """Nothing to end: a group holds no connection of its own."""
+        """Do nothing, because a group has no connection of its own."""

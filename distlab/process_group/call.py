@@ -14,13 +14,13 @@ class Call:
 
     Attributes:
         name: "all_reduce", a key of ``moves.MOVES``.
-        must_agree: Values that have to be equal on all ranks, by the word a report uses for each.
+        must_agree: Values that must be equal on all ranks, by their name in reports.
         num_bytes: Bytes of the whole buffer, as in the cost formulas.
-        inputs, outputs: this rank's tensors. Of several all-gathered or reduce-scattered at once,
-            the parts of the first for all ranks, then those of the second, …
+        inputs, outputs: Tensors of this rank. For several tensors all-gathered or
+            reduce-scattered at once: the parts of the first for all ranks, then of the second, …
         root: Number of the root inside the group.
-        op: Reduction, if it is one.
-        is_coalesced: True if it stands for several calls, one for each of the inputs.
+        op: Kind of reduction, if it is one.
+        is_coalesced: True if it represents several calls, one for each input.
     """
 
     name: str

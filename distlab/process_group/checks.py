@@ -1,8 +1,8 @@
-"""Refusals at the call, in the rank that makes it, before another rank waits for it.
+"""Refusals at the call, on the rank that makes it, before another rank waits for it.
 
-Whatever gloo or NCCL refuse, or silently get wrong, is refused here, so that a program that runs in
-one world runs in all of them. The error is the RuntimeError that gloo raises; for a rank that the
-group does not have, which gloo waits for, it is the ValueError that torch raises for such ranks.
+Calls that gloo or NCCL refuse, or silently get wrong, are refused here, so that a program that runs
+in one world runs in all of them. The error is the RuntimeError that gloo raises; for a rank that
+the group does not have, for which gloo waits, it is torch's ValueError for such ranks.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What both gloo and NCCL can reduce; complex numbers come as pairs of real ones.
+# Dtypes that both gloo and NCCL can reduce; complex numbers are passed as pairs of real ones.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 _REDUCIBLE: dict[Any, tuple[torch.dtype, ...]] = {
@@ -33,10 +33,10 @@ def op_name(op: Any) -> str:
 
 
 def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
-    """Refuse what no backend can reduce.
+    """Refuse reductions that no backend supports.
 
     Raises:
-        RuntimeError: a scaled sum, which only NCCL has, or a dtype that cannot be reduced so.
+        RuntimeError: The reduction is a scaled sum, which only NCCL has, or refuses the dtype.
     """
     if op not in _REDUCIBLE:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
@@ -49,13 +49,13 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def check_peer(name: str, peer: int, group_size: int, me: int) -> None:
-    """Refuse a rank that the group does not have; gloo waits for it until time is up.
+    """Refuse a rank that the group does not have; gloo would wait for it until its timeout.
 
-    Args: me: the rank that asks, counted inside the group as ``peer`` is.
-    Raises: ValueError: ``peer`` is not one of the group's ranks.
+    Args: me: Rank that makes the call, counted inside the group like ``peer``.
+    Raises: ValueError: ``peer`` is not a rank of the group.
     """
     if not 0 <= peer < group_size:
-        # Only a neighbour's number is one step outside: other slips have nothing to do with a ring.
+        # Only a number one step outside is a slip in a ring.
         step = {me + 1: "rank + 1", me - 1: "rank - 1"}.get(peer)
         advice = (
             f"; in a ring, the neighbour is ({step}) % {group_size}, and at the end of a line, as "
@@ -75,14 +75,14 @@ def check_contiguous(
     or_channels_last: bool = False,
     or_sparse: bool = False,
 ) -> None:
-    """Refuse tensors whose elements do not lie one behind the other.
+    """Refuse tensors whose elements are not contiguous.
 
-    NCCL refuses them too; gloo goes through their memory and is silently wrong. Calls that work on
-    each element alone, like a sum, may take channels-last images too (``or_channels_last``), and
-    some worlds can add up sparse tensors (``or_sparse``).
+    NCCL refuses them too; gloo walks through their memory and is silently wrong. Element-wise
+    calls, like a sum, may also take channels-last images (``or_channels_last``), and some worlds
+    can sum sparse tensors (``or_sparse``).
 
     Raises:
-        RuntimeError: a tensor is sparse, or is not contiguous.
+        RuntimeError: A tensor is sparse, or is not contiguous.
     """
     for tensor in tensors:
         if or_sparse and tensor.is_sparse:
@@ -108,7 +108,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def check_own_part(
     name: str, tensors: Sequence[Tensor], size: int, rank: int, like: Tensor
 ) -> None:
-    """Refuse a list that is not one tensor for each rank, the own one of the shape of ``like``.
+    """Refuse a list without one tensor per rank, or whose own tensor is not shaped like ``like``.
 
     Raises: RuntimeError.
     """

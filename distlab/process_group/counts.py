@@ -8,9 +8,9 @@ from distlab.process_group.call import Call
 class Counts:
     """Calls and bytes by the name of the collective.
 
-    Bytes are those of the tensors, as in the cost formulas: of the whole buffer of an all_gather.
-    What travels depends on the algorithm. (``torch.distributed`` sends objects as two collectives,
-    sizes first; both count.)
+    Bytes are those of the tensors, as in the cost formulas: the whole buffer of an all_gather. The
+    traffic depends on the algorithm. (``torch.distributed`` sends objects as two collectives, sizes
+    first; both count.)
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Effects of collectives on tensors, given the calls of all ranks in group order.
 
-Sums are made in the order of the ranks, whichever came first, in the dtype of the tensors.
+Sums follow the order of the ranks, not of their arrival, in the dtype of the tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ _OPERATORS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def op_of(opts: Any) -> Any:
-    """Return the reduction that options ask for; a sum if there are none."""
+    """Return the reduction in a call's options; a sum without options."""
     op = opts.reduceOp if opts else dist.ReduceOp.SUM
     return getattr(op, "op", op)  # a ReduceOp wraps its kind
 
 
 def as_reals(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """View complex tensors as pairs of reals if ``op`` works on each of the two alone."""
+    """View complex tensors as pairs of reals if ``op`` can reduce the two separately."""
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         return list(tensors)
     return [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
@@ -49,7 +49,7 @@ def nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
-    """Return what must be equal on all ranks for a call on these tensors."""
+    """Return the values that must be equal on all ranks for a call on these tensors."""
     sizes: Any = [tensor.numel() for tensor in tensors]
     dtypes: Any = [
         f"sparse {tuple(tensor.shape)} " * tensor.is_sparse
@@ -64,7 +64,7 @@ def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
 def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]:
     """Cut ``whole`` into ``size`` flat tensors of as many elements as ``part`` has.
 
-    Raises: RuntimeError: the number of elements or the dtype does not fit.
+    Raises: RuntimeError: The number of elements or the dtype does not fit.
     """
     check_contiguous(name, [whole])
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
@@ -78,7 +78,7 @@ def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[T
 def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
     """Split along dim 0 as ``all_to_all_single`` does.
 
-    Raises: RuntimeError: the splits do not fit, or there are none and the parts are not equal.
+    Raises: RuntimeError: The splits do not fit, or are missing and equal parts are impossible.
     """
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits and (len(splits) != size or sum(splits) != rows):
@@ -118,7 +118,7 @@ def monitored_barrier(calls: Calls) -> None:
 
 
 def broadcast(calls: Calls) -> None:
-    """Copy the root's tensors to all."""
+    """Copy the root's tensors to all ranks."""
     source = calls[calls[0].root]
     for call in calls:
         if call is not source:
@@ -145,7 +145,7 @@ def all_gather(calls: Calls) -> None:
     """Write the tensors of all ranks to every rank."""
     by_tensor = zip(*(call.inputs for call in calls), strict=True)
     values = [value for tensors in by_tensor for value in tensors]
-    for call in calls:  # an input may be its own place in the output: harmless
+    for call in calls:  # an input may be its own part of the output, which is harmless
         for output, value in zip(call.outputs, values, strict=True):
             _write(output, value)
 

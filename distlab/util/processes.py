@@ -1,4 +1,4 @@
-"""What a process does about ctrl-C, garbage collection, its memory and its parent's end."""
+"""Handling of ctrl-C, garbage collection, memory, and the end of the parent process."""
 
 import ctypes
 import gc
@@ -48,7 +48,7 @@ def pause_collection() -> None:
 
 
 def resume_collection() -> None:
-    """Collect garbage again after ``pause_collection``, but none of the objects of now.
+    """Collect garbage again after ``pause_collection``, except the present objects.
 
     Forks do not touch them either, so their pages stay shared.
     """
