@@ -10,16 +10,16 @@
         lesson.broadcast(x, src)
         return float(x)
 
-The body runs in the ranks and returns values; what is asserted about them runs in pytest's process,
+The body runs in the ranks and returns values; the assertions about them run in pytest's process,
 where the learner's code is never imported.
 
-    suite        the tests of a phase, tests/test_phaseN.py
-    submission   the folder whose files are graded: templates, solutions, or any other
+    suite        tests of a phase, tests/test_phaseN.py
+    submission   folder whose files are graded: templates, solutions, or any other
     lesson       one of its files, as a body sees it
-    body         the function of a test that runs on every rank
-    run          what a world has returned, with what it sent, where the world counts that
+    body         function of a test that runs on every rank
+    run          results of a world, with its messages and costs if the world counts them
     outcome      passed, failed, todo, hang, crash and so on, of a test and of a task
-    verdict      an outcome with the message for the learner
+    verdict      outcome with the message for the learner
 """
 
 import importlib
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from distlab.grade.running import Grade, Run
     from distlab.grade.tasks import task
 
-_HOMES = ("checks", "tasks", "outcomes", "running")  # the fastest to import first
+_MODULES = ("checks", "tasks", "outcomes", "running")  # the fastest to import first
 
 __all__ = ["Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load torch only when something that needs it is asked for: ``prestart`` must come first."""
-    for home in _HOMES if name in __all__ else ():
-        module = importlib.import_module(f"{__name__}.{home}")
+    """Load torch only for a name that needs it, because ``prestart`` must come first."""
+    for module_name in _MODULES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{module_name}")
         if hasattr(module, name):
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

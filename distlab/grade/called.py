@@ -1,4 +1,4 @@
-"""The lesson as a test's body sees it: exceptions of its functions say how they were called."""
+"""The lesson as a test's body sees it; exceptions of its functions show the call."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distlab.util.tracebacks import CALL
 
-_SAYS_IT_ALL = NotImplementedError  # its message names the task to write
+_NEEDS_NO_CALL = NotImplementedError  # its message names the task to write
 
 
 class Lesson:
@@ -31,7 +31,7 @@ class Lesson:
         self._functions.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute; a function notes its call on what it raises."""
+        """Return the module's attribute; a function records its call on exceptions."""
         value = getattr(self._module, name)
         if not inspect.isfunction(value):
             return value
@@ -45,10 +45,10 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except _SAYS_IT_ALL:
+        except _NEEDS_NO_CALL:
             raise
         except Exception as error:
-            with contextlib.suppress(Exception):  # the innermost call has noted itself before
+            with contextlib.suppress(Exception):  # an inner call may have recorded itself already
                 if not hasattr(error, CALL):
                     setattr(error, CALL, _text(function.__name__, args, kwargs))
             raise

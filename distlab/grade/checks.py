@@ -1,4 +1,4 @@
-"""What a test of a suite says when a submission is wrong."""
+"""The errors by which a suite's test reports a wrong submission."""
 
 
 class Wrong(AssertionError):
@@ -6,22 +6,22 @@ class Wrong(AssertionError):
 
 
 class WrongResult(TypeError):
-    """A learner's function returned what the task does not ask for; raised by bodies.
+    """A learner's function returned something else than the task asks for; raised by bodies.
 
-    The verdict is its message, with the rank where there are several, and no traceback: none of
-    the lines that lead to it is the learner's.
+    The verdict is its message, with the rank if there are several, without a traceback: none of
+    the lines in it would be the learner's.
     """
 
     def __init__(self, message: str) -> None:
-        """Note the message on one line, as tensors are written on several."""
+        """Join the lines of the message, because tensors print on several."""
         super().__init__(" ".join(message.split()))
 
 
 def check(condition: object, message: str) -> None:
     """Raise ``Wrong(message)`` unless ``condition`` holds.
 
-    The message says what was expected, what came, on which rank, and the likely cause. The plugin
-    puts the task in front of it, and the section of the guidelines after it.
+    The message has the expected and the actual value, the rank, and the likely cause. The plugin
+    prepends the task and appends the section of the guidelines.
     """
     if not condition:
         raise Wrong(message)

@@ -1,22 +1,22 @@
-"""Why a real world hung or crashed: the same body in the simulated one, where reports are exact.
+"""The cause of a hang or crash on real processes, from a simulation, whose reports are exact.
 
-What counts is what happened on the real processes. Where they all wait, and the same program
-deadlocks there too, the hang is certain: it is not tried again with more time.
+The verdict is that of the real processes. If all of them wait, and the same program deadlocks in
+the simulation, the hang is certain, and is not retried with more time.
 """
 
 from collections.abc import Callable
 
 from distlab.launch import LaunchError, RankFailed, SetupError
 
-# The line is known, and the simulated world would only hang there for as long again; or the cause
-# does not lie in the program's messages.
+# Kinds of errors whose line is known, so that a simulation would only hang there again, or whose
+# cause is not in the program's messages.
 KNOWN = ("endless loop", "blocked", "suspended", RankFailed.KIND, SetupError.KIND)
 
 
 def add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
-    """Add to the message of ``error`` what the simulated world says about the same program.
+    """Add the simulated world's report on the same program to the message of ``error``.
 
-    If a hang is a deadlock there, it is one here too, and ``error.kind`` says so.
+    If a hang is a deadlock there, ``error.kind`` becomes "deadlock".
     """
     if error.kind in KNOWN:
         return

@@ -1,4 +1,4 @@
-"""How pytest was called: what is refused before a suite is graded.
+"""Checks of pytest's invocation before a suite is graded.
 
 PYTEST_DONT_REWRITE: a suite that is run as a script has imported this before pytest could.
 """
@@ -12,7 +12,7 @@ import pytest
 from distlab import course
 
 SETTINGS = "pyproject.toml"
-# Options that leave alone what is graded and how; all others must be seen on the command line.
+# Options that only change the display; all others must be visible on the command line.
 _OF_THE_DISPLAY = re.compile(
     r"-[vqsxl]+|-r\w*|--(verbose|quiet|exitfirst|showlocals|no-header|no-summary|full-trace)"
     r"|--(color|code-highlight|tb|capture|show-capture|durations|durations-min|maxfail)=\S*"
@@ -20,10 +20,10 @@ _OF_THE_DISPLAY = re.compile(
 
 
 def check_settings(config: pytest.Config) -> None:
-    """Refuse settings that are not the course's.
+    """Refuse settings other than the course's.
 
     Raises:
-        UsageError: pytest reads another file, or another folder as the course's.
+        UsageError: pytest reads another settings file, or takes another folder for the course.
     """
     root = config.rootpath
     if config.inipath != root / SETTINGS or not (root / course.FILE).is_file():
@@ -34,7 +34,7 @@ def check_settings(config: pytest.Config) -> None:
 
 
 def check_environment() -> None:
-    """Refuse what would change a grading without being seen on the command line.
+    """Refuse options that would change a grading without appearing on the command line.
 
     Raises:
         UsageError: PYTEST_ADDOPTS holds more than options for the display.

@@ -1,13 +1,13 @@
-"""Lent functions: what a task builds on comes from the solutions, the rest from the learner.
+"""Lent functions: the functions that a task builds on come from the solutions.
 
 Task 1.7 is graded with the solution's ``exchange``, task 1.4:
 
-    def exchange(…): …                          the learner's: the solution's takes its name
-    def all_reduce_recursive_doubling(…): …     the learner's: it calls the solution's exchange
+    def exchange(…): …                          the learner's, replaced by the solution's
+    def all_reduce_recursive_doubling(…): …     the learner's, calls the solution's exchange
 
-The swap happens where the learner's file defines the function: default arguments, tables and the
-imports of other lessons keep what a name meant when they were made. Classes are lent as functions
-are.
+The swap happens where the learner's file defines the function, because default arguments, tables
+and the imports of other lessons keep the value that a name had when they were evaluated. Classes
+are lent like functions.
 """
 
 import ast
@@ -42,10 +42,10 @@ class Loan:
     """Functions of the solutions that one task is graded with.
 
     Attributes:
-        solutions: the folder that has the functions.
-        tasks: tasks whose functions are lent.
-        hidden: functions that the solutions must not give away: all that is not lent, nor called
-            by what is.
+        solutions: Folder that has the functions.
+        tasks: Tasks whose functions are lent.
+        hidden: Functions that the solutions must not reveal: those that are neither lent nor called
+            by lent ones.
     """
 
     solutions: Path
@@ -54,13 +54,13 @@ class Loan:
 
 
 def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str]) -> Loan | None:
-    """Return what ``task`` borrows from the tasks it builds on; None if there is nothing.
+    """Return the loan for ``task`` from the tasks it builds on; None if there is nothing to lend.
 
     Args:
-        task: task to grade; none of its own functions is ever lent.
-        course: lists what it builds on.
-        solutions: the folder that has the functions.
-        passed: ids of tasks that need no help.
+        task: Task to grade; its own functions are never lent.
+        course: Course, which lists the tasks that it builds on.
+        solutions: Folder that has the functions.
+        passed: Ids of tasks that need no help.
     """
     used = course.builds_on(task)
     lent = [other for other in lendable(task, course) if other.id not in passed]
@@ -70,10 +70,10 @@ def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str
 
 
 def lendable(task: Task, course: Course) -> list[Task]:
-    """Return what ``task`` builds on and can borrow.
+    """Return the tasks that ``task`` builds on and can borrow.
 
-    A class is lent whole. One that holds methods of several tasks is not: a method cannot be lent
-    without the others, which may be what is graded.
+    A class is lent whole, but not if it holds methods of several tasks: a method cannot be lent
+    without the others, which may belong to the graded task.
     """
     owners = Counter((other.template, name) for other in course.tasks for name in _top_level(other))
     return [
@@ -84,14 +84,14 @@ def lendable(task: Task, course: Course) -> list[Task]:
 
 
 def _top_level(task: Task) -> frozenset[str]:
-    """Return the functions and classes that hold what is written for a task."""
+    """Return the top-level functions and classes of a task."""
     return frozenset(name.partition(".")[0] for name in task.functions)
 
 
 def borrowed(loan: Loan) -> dict[str, Functions]:
     """Import the lent functions, inside a rank; return them by "PHASE.LESSON".
 
-    The learner's code cannot import the rest of the solutions afterwards.
+    The learner's code cannot import other solutions afterwards.
     """
     finder = _Solutions(loan)
     sys.meta_path.insert(0, finder)
@@ -110,18 +110,18 @@ def borrowed(loan: Loan) -> dict[str, Functions]:
 
 
 def swapped(tree: ast.Module, functions: Functions) -> ast.Module:
-    """Return a learner's file that takes each lent function where it would define its own."""
+    """Return a learner's file with assignments of lent functions instead of its definitions."""
     body = [_taken(node) if _name(node) in functions else node for node in tree.body]
     return ast.fix_missing_locations(ast.Module(body, tree.type_ignores))
 
 
 def lend(module: ModuleType, functions: Functions) -> None:
-    """Make functions known to a ``swapped`` file that is about to run."""
+    """Provide the functions to a ``swapped`` file before it runs."""
     vars(module).update({_alias(name): function for name, function in functions.items()})
 
 
 def keep(module: ModuleType, functions: Functions) -> None:
-    """Make a module that has run hold the lent functions, however it defined its own."""
+    """Make a module that has run hold the lent functions, even if it redefined them."""
     for name, function in functions.items():
         with suppress(KeyError):
             del vars(module)[_alias(name)]
@@ -147,7 +147,7 @@ def _alias(name: str) -> str:
 
 
 class _Solutions(importlib.abc.MetaPathFinder):
-    """Finds solutions, while functions are borrowed."""
+    """Finds solutions while functions are borrowed."""
 
     def __init__(self, loan: Loan) -> None:
         self._loan = loan
@@ -155,7 +155,7 @@ class _Solutions(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a solution without what it must not give away; None for all else."""
+        """Find a solution without its hidden functions; None for other modules."""
         package, _, rest = name.partition(".")
         if package != SOLUTIONS:
             return None
@@ -176,7 +176,7 @@ class _Redacted(importlib.machinery.SourceFileLoader):
         self._hidden = hidden
 
     def get_code(self, fullname: str) -> Any:
-        """Read no byte code: it would hold everything."""
+        """Compile the source instead of reading byte code, which has the hidden functions."""
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path), path)
         for node in tree.body:

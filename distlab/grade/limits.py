@@ -1,9 +1,9 @@
-"""How long a submission may take: by the clock, in computing, in waiting.
+"""Limits of a submission's time: by the clock, in computing, in waiting.
 
-A limit has to end a hang soon, but never a right answer. How long a right answer takes depends on
-the machine, so exceeding a limit only raises a suspicion: whether the world really hangs depends on
-what the reference needs for the same work at the same moment. In a copy of the course without
-solutions, a piece of work whose usual time is known replaces the reference.
+A limit has to end a hang soon, but never a right answer, whose time depends on the machine.
+Exceeding a limit therefore only raises a suspicion: whether the world really hangs depends on the
+time of the reference for the same work at the same moment. In a copy of the course without
+solutions, a piece of work with a known usual time replaces the reference.
 """
 
 import torch
@@ -12,30 +12,30 @@ from distlab.launch import Limits
 from distlab.launch.limits import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
-COMPUTING_SHARE = 0.2  # share of the limit by the clock; the solutions compute a twentieth of that
-IDLE_SHARE = 0.2  # share of the limit in which no rank computes: then all wait for each other
-REFERENCE_TIMEOUT_S = 120.0  # a machine on which the reference takes longer is of no use
-TIMES_THE_REFERENCE = 10  # a right answer may be much slower than the shortest one
+COMPUTING_SHARE = 0.2  # share of the clock limit; solutions compute a twentieth of that
+IDLE_SHARE = 0.2  # share of the clock limit after which idle ranks must be in a deadlock
+REFERENCE_TIMEOUT_S = 120.0  # longer means a machine that is too slow for the course
+TIMES_THE_REFERENCE = 10  # a right answer may be much slower than the reference
 # Time of ``work`` on two idle cores of 2024, by the clock and in computing.
 USUAL_S = 0.1
 
 
 def work() -> None:
-    """Compute something that takes ``USUAL_S`` on a machine of usual speed."""
+    """Compute for about ``USUAL_S`` on a machine of usual speed."""
     x = torch.zeros(10)
     for _ in range(40_000):
         x = x + 1
 
 
 def limits_of(timeout_s: float) -> Limits:
-    """Return the limits of a world that go with one by the clock."""
+    """Return all limits of a world that follow from the one by the clock."""
     return _limits(timeout_s, COMPUTING_SHARE * timeout_s, IDLE_SHARE * timeout_s)
 
 
 def raised_to(limits: Limits, used: Used) -> Limits | None:
-    """Return limits that leave room for 10 times what the reference has used.
+    """Return limits with room for 10 times the reference's use, or None.
 
-    None: these leave as much room already.
+    None means that the given limits already have that room.
     """
     timeout_s, cpu_s, idle_s = _seconds(limits)
     raised = _limits(
@@ -47,7 +47,7 @@ def raised_to(limits: Limits, used: Used) -> Limits | None:
 
 
 def scaled_by(limits: Limits, used: Used) -> Limits | None:
-    """Return limits for a machine on which ``work`` used this much; None if they are no larger."""
+    """Return limits scaled to a machine on which ``work`` used this much; None if not larger."""
     timeout_s, cpu_s, idle_s = _seconds(limits)
     clock, computing = max(1.0, used.wall_s / USUAL_S), max(1.0, used.cpu_s / USUAL_S)
     if clock == computing == 1.0:

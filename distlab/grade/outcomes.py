@@ -18,7 +18,7 @@ OUTPUT_LINES, OUTPUT_CHARACTERS = 10, 200
 
 
 class Outcome(str, enum.Enum):
-    """From best to worst: a task's outcome is the worst of its tests'."""
+    """Outcomes from best to worst; a task's outcome is the worst of its tests."""
 
     PASSED = "passed"
     TODO = "todo"
@@ -41,12 +41,12 @@ class Verdict:
     """The verdict on one test.
 
     Attributes:
-        message: first thing that the learner reads: expected, got, rank, likely cause.
-        details: traceback, roll call; may be empty.
-        output: the last lines that the ranks printed.
-        kind: word for programs: the outcome's name, or that of its ``LaunchError`` where an outcome
+        message: First text for the learner: expected, got, rank, likely cause.
+        details: Traceback or table of ranks; may be empty.
+        output: Last lines that the ranks printed.
+        kind: Word for programs: the outcome's name, or the ``LaunchError``'s kind if an outcome
             has several kinds; "wrong" for a result, "exception" for an exception.
-        missing: task and function that are still to be written, for a TODO.
+        missing: Task and function that are still to be written, for a TODO.
     """
 
     outcome: Outcome
@@ -57,7 +57,7 @@ class Verdict:
     missing: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
-        """Name the kind after the outcome, where nothing more is known."""
+        """Name the kind after the outcome if nothing more specific is known."""
         object.__setattr__(self, "kind", self.kind or self.outcome.value)
 
     @property
@@ -88,7 +88,7 @@ _BY_ERROR = (
     (RankCrashed, Outcome.CRASH),
     (RankExited, Outcome.CRASH),
 )
-# By the name of the exception. What torch or the learner calls not implemented is not a TODO.
+# Outcomes by name of the exception; a NotImplementedError of torch or the learner is not a TODO.
 _BY_EXCEPTION = {
     "NotImplementedError": (
         Outcome.TODO,
@@ -110,8 +110,8 @@ def verdict_on(error: BaseException) -> Verdict:
         return Verdict(Outcome.FAILED, str(error), kind="wrong")
     if isinstance(error, LaunchError):
         return _verdict_on_world(error)
-    what = f"the grader failed: {type(error).__name__}: {error}"
-    return Verdict(Outcome.GRADER_ERROR, what)
+    text = f"the grader failed: {type(error).__name__}: {error}"
+    return Verdict(Outcome.GRADER_ERROR, text)
 
 
 def _verdict_on_world(error: LaunchError) -> Verdict:
@@ -119,7 +119,7 @@ def _verdict_on_world(error: LaunchError) -> Verdict:
     details = details.strip("\n")
     outcome, pattern = _BY_EXCEPTION.get(error.exception, (None, None))
     match = pattern and pattern.search(headline)
-    if outcome and match:  # rank and traceback are left out, because every rank raised it
+    if outcome and match:  # every rank raised it, so rank and traceback are left out
         details = _TRACEBACK.split(details, maxsplit=1)[0].rstrip()
         names = match.groupdict()
         missing = (names["task"], names["function"]) if names else None

@@ -120,9 +120,9 @@ class Grader:
         self.seed = random.SystemRandom().randrange(10_000) if chosen is None else chosen
 
     def _task_filter(self) -> frozenset[str]:
-        """``-k 1.1`` is that task alone, and not 1.10 as well; ``-k "1.1 or 1.4"`` is two.
+        """Return the tasks of ``-k 1.1``, which does not match 1.10, or ``-k "1.1 or 1.4"``.
 
-        That holds in a grading suite; elsewhere ``-k`` is pytest's own.
+        Outside of grading suites, ``-k`` keeps pytest's meaning.
         """
         keyword = self.config.getoption("keyword")
         if not re.fullmatch(r"\s*\d+\.\d+(\s+or\s+\d+\.\d+)*\s*", keyword):
@@ -145,15 +145,15 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Count what each task has, before anything is deselected; keep the task asked for."""
+        """Count the tests of each task before any are deselected; keep the selected tasks."""
         tasks = {task_of(item) for item in items} - {None}
         self._expect(items, sorted({str(task).partition(".")[0] for task in tasks}))
         if self.only and tasks:
-            self.config.option.keyword = ""  # else pytest would select by name again
-            kept = [item for item in items if task_of(item) in self.only]
+            self.config.option.keyword = ""  # otherwise pytest would also select by name
+            selected = [item for item in items if task_of(item) in self.only]
             dropped = [item for item in items if task_of(item) not in self.only]
             self.config.hook.pytest_deselected(items=dropped)
-            items[:] = kept
+            items[:] = selected
 
     def _expect(self, items: list[pytest.Item], phases: list[str]) -> None:
         if not phases:
@@ -171,28 +171,28 @@ class Grader:
         for item in items:
             task_id = task_of(item)
             if task_id is not None and self._is_asked_for(task_id):
-                listed.task(task_id)  # a marker that course.toml does not know is an error
+                listed.task(task_id)  # raises for a marker that course.toml does not list
                 self.results[task_id].expected += 1
 
     def _is_asked_for(self, task_id: str) -> bool:
         return not self.only or task_id in self.only
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Forget the tasks that a selection of tests leaves out."""
+        """Drop the tasks without any selected test."""
         selected = {task_of(item) for item in session.items}
         for task_id, result in list(self.results.items()):
             if task_id not in selected and (result.expected or result.is_part):
                 del self.results[task_id]
 
     def _names_single_tests(self) -> bool:
-        """Return whether pytest collects only some tests: by name, or those that failed last."""
+        """Return True if pytest collects only some tests: by name, or those that failed last."""
         is_last_failed = bool(self.config.getoption("lf", False))
         return is_last_failed or any("::" in argument for argument in self.config.args)
 
     # Running
 
     def submission_for(self, result: TaskResult) -> Submission:
-        """Return what a task is graded with: ``--lend`` adds what it builds on and has no points.
+        """Return the files that a task is graded with; ``--lend`` replaces failed earlier tasks.
 
         The loan is decided before the first test of the task, and holds for all of them.
         """
@@ -206,7 +206,7 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Skip further worlds of a task when they can only repeat what is known."""
+        """Skip further worlds of a task if they can only repeat a known verdict."""
         result = self.results.get(task_of(item) or "")
         if result is not None and result.is_known:
             raise AlreadyKnown(result.verdict)
@@ -215,7 +215,7 @@ class Grader:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Turn what happened into a verdict; only the call counts, unless set-up fails."""
+        """Turn the result of a test into a verdict; only the call counts, unless set-up fails."""
         report = yield
         task_id = task_of(item)
         if task_id is not None and task_id in self.results and _is_last_word(report):
@@ -240,7 +240,7 @@ class Grader:
     def pytest_report_teststatus(
         self, report: pytest.TestReport | pytest.CollectReport
     ) -> tuple[str, str, str] | None:
-        """Give each outcome its letter and its count in the last line."""
+        """Return an outcome's category, letter and word for pytest's progress and last line."""
         if not isinstance(report, pytest.TestReport):
             return None
         name = dict(report.user_properties).get("outcome")
@@ -309,7 +309,7 @@ def _exit_code(result: GradeResult) -> pytest.ExitCode:
 
 
 def _is_last_word(report: pytest.TestReport) -> bool:
-    """Return whether a phase of a test decides: the call, or a set-up that failed."""
+    """Return True for the phase of a test that decides: the call, or a failed set-up."""
     return report.when == "call" or (report.when == "setup" and report.failed)
 
 

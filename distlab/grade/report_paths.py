@@ -1,4 +1,4 @@
-"""Where reports may be written: only where nothing else is lost, and each one whole or not at all.
+"""Safe paths of reports: no other file is lost, and each report is written whole or not at all.
 
 An existing file is replaced only if it is empty or an earlier report.
 """
@@ -30,8 +30,8 @@ def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
     Otherwise an earlier run's report could be taken for that of a run that fails.
 
     Raises:
-        ValueError: there is no such format, or the path must not or cannot be written; nothing was
-            removed then. The message is one line.
+        ValueError: The format is unknown, or the path must not or cannot be written; nothing was
+            removed. The message is one line.
     """
     chosen = [_split(option) for option in options]
     for option, (_, path) in zip(options, chosen, strict=True):
@@ -45,7 +45,7 @@ def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _remove_earlier(option: str, path: Path) -> None:
-    """Remove a report, unless it is someone else's in a folder that many write to."""
+    """Remove an earlier report; raise if it is another user's in a shared folder."""
     if is_stream(path):
         return
     try:
@@ -73,14 +73,14 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether it is a device, a pipe or a descriptor: written to, never replaced."""
+    """Return True for a device, a pipe or a descriptor: written to, never replaced."""
     if str(path).startswith(("/dev/std", "/dev/fd/", "/proc/")):
-        return True  # even if it leads to a file
+        return True  # even if the descriptor is a file's
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _why_not(path: Path) -> str:
-    """Check whether a path can be written, without changing anything; "" if it can."""
+    """Return why a path cannot be written, "" if it can; nothing is changed."""
     try:
         if path.is_dir():
             return f"{path} cannot be written: it is a folder; name a file"
@@ -96,28 +96,28 @@ def _why_not(path: Path) -> str:
 
 
 def is_earlier_report(path: Path) -> bool:
-    """Return whether a file is a report of any format, or empty."""
+    """Return True if a file is a report of any format, or empty."""
     with path.open(encoding="utf-8", errors="replace") as file:
         head = file.read(HEAD_CHARACTERS)
     return not head or any(pattern.match(head) for pattern in HEADS.values())
 
 
 def write(path: Path, text: str) -> None:
-    """Write a report; files all at once, so that a crash leaves no report rather than half of one.
+    """Write a report; a crash leaves either no report or a whole one in a file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The path cannot be written.
     """
     data = text.encode("utf-8", errors="replace")
     if not is_stream(path):
         files.write_whole(path, data)
         return
     with os.fdopen(_opened(path), "wb") as file, contextlib.suppress(BrokenPipeError):
-        file.write(data)  # a reader that has stopped does not want the rest
+        file.write(data)  # the reader may stop early
 
 
 def _opened(path: Path) -> int:
-    """Open a stream; a descriptor of ours continues at its position, even if it is a file."""
+    """Open a stream; an own descriptor keeps its position, even if it is a file's."""
     stream = _OWN_STREAM.fullmatch(str(path))
     if stream:
         number = {"/dev/stdout": 1, "/dev/stderr": 2}.get(stream[0])

@@ -1,9 +1,9 @@
-"""The verdicts on a submission: by test, by task and in all, and how they are written as JSON.
+"""The verdicts on a submission, by test, by task and in all, and their form as JSON.
 
     judge ─▶ Verdict ─▶ TestResult ─▶ TaskResult ─▶ GradeResult ─┬─▶ table, reports
                                                                  └─▶ JSON ─▶ the learner's commands
 
-All that shows a verdict is made from these classes, in this process or in the one that has read
+Every display of a verdict is made from these classes, in this process or in the one that reads
 the JSON report.
 """
 
@@ -28,10 +28,10 @@ class TestResult:
     world: str
     verdict: Verdict
     seconds: float
-    world_size: int = 0  # ranks of the last world
+    world_size: int = 0  # number of ranks of the last world
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a report holds of it."""
+        """Return the entry of a report."""
         return {
             "name": self.name,
             "world": self.world,
@@ -46,7 +46,7 @@ class TestResult:
 
     @classmethod
     def from_json(cls, entry: Json, missing: tuple[str, str] | None) -> "TestResult":
-        """Read an entry of a report; ``missing`` is what its task lacks."""
+        """Read an entry of a report; ``missing`` is the missing function of its task."""
         outcome, text = Outcome(entry["outcome"]), (entry["message"], entry["details"])
         is_todo = outcome is Outcome.TODO
         verdict = Verdict(
@@ -57,13 +57,13 @@ class TestResult:
 
 @dataclass
 class TaskResult:
-    """One task: its tests, and what it scores.
+    """One task: its tests, and its points.
 
     Attributes:
-        expected: number of tests in the suite, before any selection.
+        expected: Number of tests in the suite, before any selection.
         is_part: True if only a part of the suite was collected.
-        sha256: digest of the learner's file.
-        lent: tasks whose functions came from the solutions.
+        sha256: Digest of the learner's file.
+        lent: Tasks whose functions came from the solutions.
     """
 
     task: Task
@@ -80,10 +80,9 @@ class TaskResult:
         if self.tests:
             return self.worst.verdict
         if self.expected:
-            what = "none of its tests were run, because pytest ended first."
-            return Verdict(Outcome.NOT_RUN, what)
-        what = "the suite has no test for it."
-        return Verdict(Outcome.GRADER_ERROR, what)
+            text = "none of its tests were run, because pytest ended first."
+            return Verdict(Outcome.NOT_RUN, text)
+        return Verdict(Outcome.GRADER_ERROR, "the suite has no test for it.")
 
     @property
     def outcome(self) -> Outcome:
@@ -109,29 +108,29 @@ class TaskResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its tests have run; if not, it does not score."""
+        """True if all its tests have run; otherwise it does not score."""
         return 0 < self.expected == len(self.tests) and not self.is_part
 
     @property
     def is_known(self) -> bool:
-        """Whether further tests would add nothing: after a TODO, or after several hangs."""
+        """True if further tests would add nothing: after a TODO, or after several hangs."""
         hangs = sum(test.verdict.outcome is Outcome.HANG for test in self.tests)
         return self.is_todo or hangs >= MAX_HANGS
 
     @property
     def is_todo(self) -> bool:
-        """Whether a function of the task itself is still to be written."""
+        """True if a function of the task itself is still to be written."""
         missing = self.verdict.missing
         return missing is not None and missing[0] == self.task.id
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it could not be judged, because an earlier task is still to be written."""
+        """True if it could not be judged, because an earlier task is still to be written."""
         return self.outcome is Outcome.TODO and not self.is_todo
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was judged, and has something to fix instead of only something to write."""
+        """True if it was judged, and has something to fix instead of only something to write."""
         fine = (Outcome.PASSED, Outcome.TODO, Outcome.NOT_RUN, Outcome.GRADER_ERROR)
         return self.outcome not in fine
 
@@ -147,7 +146,7 @@ class TaskResult:
         return sum(test.seconds for test in self.tests)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a report holds of it."""
+        """Return the entry of a report."""
         missing = self.verdict.missing
         return {
             "id": self.task.id,
@@ -190,10 +189,10 @@ class GradeResult:
     """One run of a suite.
 
     Attributes:
-        submission: folder that was graded.
-        tasks: tasks that were selected.
+        submission: Graded folder.
+        tasks: Selected tasks.
         files: SHA-256 digests of the files that could be imported, by path.
-        seed: seed of the random numbers that the tests drew.
+        seed: Seed of the random numbers that the tests drew.
     """
 
     submission: str
@@ -204,7 +203,7 @@ class GradeResult:
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a report holds of the run, except for its tasks."""
+        """Return a report's entries about the run, except for its tasks."""
         return {
             "submission": self.submission,
             "points": self.points,
@@ -220,7 +219,7 @@ class GradeResult:
         """Read a report.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not a report on tasks of this course.
+            KeyError, TypeError, ValueError: The table is not a report on tasks of this course.
         """
         return cls(
             table["submission"],
@@ -245,10 +244,10 @@ class GradeResult:
 
     @property
     def max_points(self) -> int:
-        """Points that it could score."""
+        """Points of all selected tasks."""
         return sum(result.task.points for result in self.tasks)
 
     @property
     def has_full_marks(self) -> bool:
-        """Whether every selected task has all its points."""
+        """True if every selected task has all its points."""
         return bool(self.tasks) and self.points == self.max_points

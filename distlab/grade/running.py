@@ -27,7 +27,7 @@ from distlab.launch.stacks import is_of_program
 from distlab.lessons import COURSE
 from distlab.sim import Cluster, Options, Trace
 
-CERTAIN = ("deadlock", "suspended")  # hangs that more time would not end
+CERTAIN = ("deadlock", "suspended")  # kinds of hangs that more time would not end
 # Kinds of hangs in which ranks wait for messages that never come, and in which they compute.
 WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")
 COMPUTING = ("endless loop", RankHung.KIND)
@@ -36,7 +36,7 @@ _FRAME = re.compile(
     re.MULTILINE,
 )
 _OUTSIDE = re.compile(rf"^{OUTSIDE}:\n(.*)$", re.MULTILINE)
-IF_NOT = "If that is not it: "  # follows the test's cause, which is likelier
+IF_NOT = "If that is not it: "  # placed after the test's own cause, which is likelier
 _EMPTY = re.compile(r"^Traceback \(most recent call last\):\n(?!  File)", re.MULTILINE)
 Body = Callable[..., Any]
 World = Callable[[Submission, Limits], "Run"]  # runs a body with a submission
@@ -47,9 +47,9 @@ class Run:
     """Results and costs of one world.
 
     Attributes:
-        results: return values, by rank.
-        trace: bytes, messages, events and memory, in the simulated world.
-        seconds: virtual time.
+        results: Return values by rank.
+        trace: Bytes, messages, events and memory, in the simulated world.
+        seconds: Virtual time.
     """
 
     results: list[Any]
@@ -93,10 +93,10 @@ class Grade:
 
     Attributes:
         world: "sim", "gloo" or "nccl".
-        runs: number of worlds that the test has started; a test without any has judged nothing.
-        world_size: number of ranks of the last one.
-        random: source of all that a submission must not know: link speeds, sizes, names. Each run
-            of pytest has a new seed; ``--grade-seed`` repeats a run.
+        runs: Number of worlds that the test has started; a test without any has judged nothing.
+        world_size: Number of ranks of the last one.
+        random: Source of values that a submission must not know: link speeds, sizes, names. Each
+            run of pytest has a new seed; ``--grade-seed`` repeats a run.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Grade:
         """Prepare.
 
         Args:
-            submission: files to grade.
-            task: task whose lesson is loaded.
+            submission: Files to grade.
+            task: Task whose lesson is loaded.
             world: "sim", "gloo" or "nccl".
-            timeout_s: limit of one world; the other limits follow from it.
-            seed: seed of ``random``.
-            reference: a right answer, with which a world that seems to hang is compared, because
-                the machine may be slow. None: there is none, and the machine itself is timed.
+            timeout_s: Limit of one world; the other limits follow from it.
+            seed: Seed of ``random``.
+            reference: A right answer, to compare with a world that seems to hang: the machine
+                may be slow. Without one, the machine itself is timed.
         """
         self.world = world
         self.runs = 0
@@ -129,7 +129,7 @@ class Grade:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether there is a trace."""
+        """True if worlds are simulated and have a trace."""
         return self.world == "sim"
 
     def run(
@@ -145,24 +145,24 @@ class Grade:
         """Call ``body(lesson, *args)`` on every rank of a fresh world.
 
         Args:
-            body: a module-level function; it returns what is to be judged.
-            world_size: number of ranks.
-            args: the same for all ranks.
-            cluster: cluster of the simulated world, as for ``launch.simulate``.
-            options: options of the simulated world.
-            if_stuck: the likely cause if ranks wait forever or one leaves the others waiting, in a
-                sentence that precedes the report of who waits for whom.
-            if_slow: the same for ranks that compute on and on.
+            body: Module-level function that returns the values to judge.
+            world_size: Number of ranks.
+            args: Arguments, equal on all ranks.
+            cluster: Cluster of the simulated world, as for ``launch.simulate``.
+            options: Options of the simulated world.
+            if_stuck: Likely cause if ranks wait forever or one leaves the others waiting; a
+                sentence that precedes the table of waiting ranks.
+            if_slow: Likely cause if ranks compute forever.
 
         Raises:
-            LaunchError: the submission failed, crashed, did not end, or wants to be written.
+            LaunchError: The submission failed, crashed, did not end, or is still to be written.
         """
         self.runs, self.world_size = self.runs + 1, world_size
         is_real = not self.is_simulated and self._has_processes_for(world_size)
         world = partial(self._on_processes if is_real else self._simulate, body, world_size, args)
         if not is_real:
             world = partial(world, cluster, options or Options())
-        __tracebackhide__ = True  # after ctrl-C, pytest shows the line of the test instead
+        __tracebackhide__ = True  # pytest shows the test's line after ctrl-C
         try:
             load_ahead(self._task.preload)
             given = given_with(body, self._submission, *args)
@@ -172,15 +172,15 @@ class Grade:
             raise KeyboardInterrupt from None
 
     def call(self, body: Body, *args: object) -> Any:
-        """Call ``body(lesson, *args)`` once, for what needs no other rank."""
+        """Call ``body(lesson, *args)`` on a single rank, and return its result."""
         __tracebackhide__ = True
         return self.run(body, 1, *args).results[0]
 
     def _patiently(self, world: World) -> Run:
-        """Run a world, and again with more time if the reference needs more here too.
+        """Run a world, and again with more time if the reference also needs more here.
 
-        So a machine that is slow or busy, or has to read its libraries from a cold disk, costs no
-        points. If the hang is certain, there is nothing to compare.
+        A machine that is slow or busy, or that reads its libraries from a cold disk, therefore
+        costs no points. A certain hang is not compared.
         """
         try:
             return world(self._submission, self._limits)
@@ -191,7 +191,7 @@ class Grade:
         return world(self._submission, limits)
 
     def _limits_by_reference(self, world: World) -> Limits | None:
-        """Return limits by the reference's needs in the same world; None: no more than these."""
+        """Return limits from the reference's needs in the same world; None if not larger."""
         with suppress(LaunchError), metered() as used:
             if self._reference is None:
                 launch.run(work, 1, backend="sim", timeout_s=REFERENCE_TIMEOUT_S)
@@ -201,7 +201,7 @@ class Grade:
         return larger(self._limits, used)
 
     def _has_processes_for(self, world_size: int) -> bool:
-        """NCCL needs a GPU for each rank; worlds with more ranks stay simulated."""
+        """Return False for NCCL with fewer GPUs than ranks: such worlds stay simulated."""
         return self.world != "nccl" or world_size <= torch.cuda.device_count()
 
     def _simulate(
@@ -249,9 +249,9 @@ class Grade:
 
 
 def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, ...]:
-    """Return the files and folders without code of the learner's: bodies, distlab, given.py.
+    """Return files and folders without the learner's code: bodies, distlab, given.py.
 
-    A body may be among the arguments of another one, which calls it.
+    A body may be an argument of another body, which calls it.
     """
     bodies = [value for value in (body, *args) if inspect.isfunction(value)]
     folders = dict.fromkeys(str(Path(entry.__code__.co_filename).parent) for entry in bodies)
@@ -261,9 +261,9 @@ def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, 
 
 @contextmanager
 def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
-    """Leave out of tracebacks what is not the learner's, also where none of it is.
+    """Remove frames from tracebacks that are not the learner's, even if none is left.
 
-    A loss's ``backward``, or a check of what was returned, fails where no line of the learner's is.
+    A loss's ``backward``, or a check of a result, fails without a line of the learner's.
     """
     try:
         yield
@@ -276,7 +276,7 @@ def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
 
 
 def _without_repetition(text: str) -> str:
-    """Leave out the line under ``OUTSIDE`` if it repeats the headline."""
+    """Remove the line under ``OUTSIDE`` if it repeats the headline."""
     headline = text.partition("\n")[0]
     return _OUTSIDE.sub(
         lambda match: f"{OUTSIDE}." if match[1].rstrip(".") in headline else match[0], text
@@ -285,7 +285,7 @@ def _without_repetition(text: str) -> str:
 
 @contextmanager
 def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
-    """Put the cause that a test knows before the report of a world that did not end."""
+    """Put a test's likely cause before the report of a world that did not end."""
     try:
         yield
     except (RankHung, RankExited) as error:

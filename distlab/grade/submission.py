@@ -1,10 +1,10 @@
-"""The learner's files: where they are, what they are (SHA-256), and how a rank imports them.
+"""The learner's files: their paths, their SHA-256 digests, and their import on a rank.
 
 ROOT/phase1_data_parallel/template_collectives.py      the learner's, in the course's folder
 ROOT/phase1_data_parallel/collectives.py               the solution's, and a hand-in's
 
-``given.py`` and ``programs.py`` of a phase come from the course, whatever a hand-in holds, because
-they have no tasks.
+``given.py`` and ``programs.py`` of a phase always come from the course instead of a hand-in,
+because they have no tasks.
 """
 
 import ast
@@ -33,7 +33,7 @@ from distlab.util import files
 
 PREFIX = "template_"
 GIVEN = ("given", "programs")  # modules without tasks
-MAX_FILES = 1000  # whose digests a report names, and folders that are searched for them
+MAX_FILES = 1000  # most digests in a report, and most folders searched for files
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Submission:
 
     Attributes:
         is_solution: True for the course's own ``solutions/``, which may import itself.
-        loan: functions that replace its own.
+        loan: Functions that replace its own.
     """
 
     root: Path
@@ -51,11 +51,11 @@ class Submission:
 
     @property
     def lenders(self) -> tuple[str, ...]:
-        """Folders of lent functions, which have no lines of the learner's."""
+        """Folders of lent functions, without the learner's code."""
         return (str(self.loan.solutions),) if self.loan else ()
 
     def file(self, phase: str, lesson: str) -> Path:
-        """Return the file of a lesson; the template's, where neither is there."""
+        """Return the file of a lesson; the template's path if neither exists."""
         template, plain = self._files(phase, lesson)
         return plain if plain.is_file() and not template.is_file() else template
 
@@ -69,9 +69,9 @@ class Submission:
         return _sha256(file) if file.is_file() else ""
 
     def digests(self, phase: str) -> dict[str, str]:
-        """Return the digest of the Python files of a phase, by their paths from the root.
+        """Return the digests of the Python files of a phase, by their paths from the root.
 
-        "" for one that cannot be read or is too large to be imported; of very many, the first.
+        The digest of an unreadable or too large file is ""; the number of files is limited.
         """
         paths = sorted(itertools.islice(_python_files(self.root / phase), MAX_FILES))
         return {f.relative_to(self.root).as_posix(): _sha256(f) for f in paths}
@@ -80,7 +80,7 @@ class Submission:
         """Import a lesson, inside a rank.
 
         Raises:
-            LessonError: it is missing, is there twice, does not parse, fails or exits when
+            LessonError: The lesson is missing, exists twice, does not parse, fails or exits when
                 imported, or imports the solutions.
         """
         file = self.file(phase, lesson)
@@ -101,7 +101,7 @@ class Submission:
             raise LessonError(f"{where}: {_problem(error)}\n{text}".rstrip()) from None
         except SystemExit as error:
             raise LessonError(f"{file.name} calls sys.exit({error.code!r}) when imported") from None
-        except BaseException as error:  # in a rank, KeyboardInterrupt comes from the lesson alone
+        except BaseException as error:  # KeyboardInterrupt on a rank can only be the lesson's
             text = f"{type(error).__name__}: {error}"
             frame = self._last_frame(error)
             if frame is None:
@@ -126,14 +126,14 @@ def _problem(error: SyntaxError) -> str:
 
 
 def _python_files(folder: Path) -> Iterator[Path]:
-    """Yield regular files; links to folders are not followed, they may lead around."""
+    """Yield Python files; links to folders are not followed, because they may form cycles."""
     for parent, _, names in itertools.islice(os.walk(folder), MAX_FILES):
         paths = (Path(parent, name) for name in names if name.endswith(".py"))
         yield from (path for path in paths if path.is_file())
 
 
 def _sha256(file: Path) -> str:
-    """Return the digest, "" for a file that cannot be read: importing it gives the reason."""
+    """Return the digest, "" for an unreadable file; importing it will report the reason."""
     try:
         return hashlib.sha256(files.read_regular(file, files.MAX_SOURCE_BYTES)).hexdigest()
     except OSError:
@@ -141,9 +141,9 @@ def _sha256(file: Path) -> str:
 
 
 class _Source(SourceFileLoader):
-    """Compiles the source each time, because byte code beside it may differ.
+    """Compiles the source each time, because cached byte code may differ.
 
-    Lent functions take the place of those of the same names.
+    Lent functions replace those of the same names.
     """
 
     def __init__(self, name: str, file: str, lent: Functions) -> None:
@@ -151,7 +151,7 @@ class _Source(SourceFileLoader):
         self._lent = lent
 
     def get_code(self, fullname: str) -> CodeType:
-        """Read no byte code, and write none into the hand-in."""
+        """Compile without reading or writing byte code in the hand-in."""
         path = self.get_filename(fullname)
         source: Any = self.get_data(path)
         if self._lent:
@@ -160,20 +160,20 @@ class _Source(SourceFileLoader):
         return code
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the file, and see to it that what was lent is what is called."""
+        """Run the file; its module ends up with the lent functions."""
         lending.lend(module, self._lent)
         super().exec_module(module)
         lending.keep(module, self._lent)
 
     def get_data(self, path: str) -> bytes:
-        """Read a file of a size that a person may have written."""
+        """Read a file of limited size."""
         return files.read_regular(Path(path), files.MAX_SOURCE_BYTES)
 
 
 class _Lessons(importlib.abc.MetaPathFinder):
-    """Finds the phases in the submission alone, its files under both names; no solutions.
+    """Finds the phases only in the submission, its files under both names; refuses solutions.
 
-    Without it, a file that a hand-in lacks would come from the course's own folder.
+    Otherwise a file that a hand-in lacks would be imported from the course's own folder.
     """
 
     def __init__(self, submission: Submission) -> None:
@@ -182,7 +182,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
 
     @classmethod
     def install(cls, submission: Submission) -> None:
-        """Find lessons from now on; lent functions need what is given, as lessons do."""
+        """Install the finder, then borrow functions, which import given code like lessons."""
         finder = cls(submission)
         sys.meta_path.insert(0, finder)
         if submission.loan:
@@ -191,10 +191,10 @@ class _Lessons(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find what a submission holds; None for what is neither of its phases nor refused.
+        """Find a module of the submission's phases; None for other modules.
 
         Raises:
-            ImportError: a solution, or what judges it; of the phases, a module that it lacks.
+            ImportError: The module is a solution or a judge, or missing in the submission's phase.
         """
         package, _, module = name.partition(".")
         if package == SOLUTIONS and not self._submission.is_solution:
@@ -206,10 +206,12 @@ class _Lessons(importlib.abc.MetaPathFinder):
         return self._find(name, package, module)
 
     def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
-        """Never return None, because the next finder would look elsewhere."""
+        """Find a module or raise; after None, the next finder would look elsewhere."""
         if module in GIVEN:
             file = COURSE / phase / f"{module}.py"
-            return _spec(name, file, SourceFileLoader(name, str(file)))  # its byte code is ours
+            return _spec(
+                name, file, SourceFileLoader(name, str(file))
+            )  # its byte code can be trusted
         folder = self._submission.root.joinpath(*name.split("."))
         if folder.is_dir():
             spec = ModuleSpec(name, None, is_package=True)
@@ -233,7 +235,7 @@ def find(choice: str, course_root: Path) -> Submission:
     """Return the submission that ``--impl`` names: "template", "solution" or a folder.
 
     Raises:
-        ValueError: there is no such folder, or none of the course's phases in it.
+        ValueError: There is no such folder, or it has none of the course's phases.
     """
     solutions = course_root / SOLUTIONS
     root = {"template": course_root, "solution": solutions}.get(choice, Path(choice)).resolve()
@@ -251,6 +253,6 @@ def find(choice: str, course_root: Path) -> Submission:
 
 
 def reference(course_root: Path) -> Submission | None:
-    """Return the solutions; None in a copy of the course that comes without."""
+    """Return the solutions; None in a copy of the course without them."""
     root = (course_root / SOLUTIONS).resolve()
     return Submission(root, is_solution=True) if root.is_dir() else None

@@ -1,4 +1,4 @@
-"""What the terminal shows after the tests: messages that teach, then a table of tasks."""
+"""The terminal's output after the tests: messages that teach, then a table of tasks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +9,9 @@ from distlab.grade.results import GradeResult, TaskResult
 from distlab.util.text import clipped, joined, sentence
 
 WIDTH = 100
-DETAILS = 25  # lines shown without -v
+DETAILS = 25  # lines of details shown without -v
 IN_FULL = "-v of pytest, distlab check or grade"
-# Question after the verdict, by kind of hang; the report of a deadlock needs none.
+# Question after the verdict, by kind of hang; a deadlock's report needs none.
 HANGS = {
     "endless loop": "Does this loop ever end, or does it do far more than it needs to?",
     "blocked": "What does this line wait for, and who could end the wait?",
@@ -29,7 +29,7 @@ INCOMPLETE = "not all tests of the task were run: no points"
 def message(result: TaskResult) -> str:
     """Write ``Task 1.5: …. guidelines.md 1.5``, on one line as far as the grader has written it.
 
-    "" for a task that has all its points.
+    The message is "" for a task with all its points.
     """
     task, verdict = result.task, result.verdict
     if verdict.outcome is Outcome.PASSED:
@@ -37,25 +37,25 @@ def message(result: TaskResult) -> str:
     if verdict.outcome is Outcome.TODO:
         return _todo(result)
     text = verdict.message.rstrip()
-    is_drawn = text.rpartition("\n")[2].startswith(" ")  # its last line
-    said = f"{text}\n" if is_drawn else f"{sentence(text)} "
-    return f"Task {task.id}: {said}{next_step(result)}".rstrip()
+    is_drawn = text.rpartition("\n")[2].startswith(" ")  # the last line
+    report = f"{text}\n" if is_drawn else f"{sentence(text)} "
+    return f"Task {task.id}: {report}{next_step(result)}".rstrip()
 
 
 def lent(result: TaskResult) -> str:
-    """Write ``graded with the course's 1.4 and 1.6``, "" where nothing was lent."""
+    """Write ``graded with the course's 1.4 and 1.6``, "" if nothing was lent."""
     ids = [task.id for task in result.lent]
     return f"graded with the course's {joined(ids)}" if ids else ""
 
 
 def _todo(result: TaskResult) -> str:
-    """Say what has to be written: this task, or an earlier one that it needs."""
+    """Say which task is to be written: this one, or an earlier one that it needs."""
     text = result.verdict.message
     return text if result.is_todo else f"Task {result.task.id} needs another task first. {text}"
 
 
 def next_step(result: TaskResult) -> str:
-    """Say what to read or do about an outcome."""
+    """Say what to read or do after an outcome."""
     section = f"guidelines.md {result.task.id}"
     return {
         Outcome.HANG: f"{HANGS.get(result.verdict.kind, '')} {section}".lstrip(),
@@ -68,7 +68,7 @@ def next_step(result: TaskResult) -> str:
 
 
 def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
-    """Yield what to do: the first failure in full, others in a line each; then what to write."""
+    """Yield advice: the first failure in full, others in a line each, then the next TODO."""
     wrong = [t for t in result.tasks if message(t) and t.outcome is not Outcome.TODO]
     for place, task in enumerate(wrong):
         cause = result.cause(task)
@@ -97,7 +97,7 @@ def _next_to_write(result: GradeResult) -> Iterator[str]:
 
 
 def _short(file: str) -> str:
-    """Return the path relative to this folder, if it is below it."""
+    """Return a path relative to the working folder if it is inside it."""
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 

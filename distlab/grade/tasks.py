@@ -1,4 +1,4 @@
-"""Which test belongs to which task."""
+"""The mark that assigns a test to a task."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ def task(task_id: str, *, real: bool = False) -> Any:
     """Mark a test as one of a task.
 
     Args:
-        task_id: id in course.toml, such as "1.5".
-        real: run it in the simulated world and then again on real processes.
+        task_id: Id in course.toml, such as "1.5".
+        real: True to run the test in the simulated world, then on real processes.
     """
     return pytest.mark.task(task_id, real=real)
 
@@ -22,5 +22,5 @@ def task_of(item: pytest.Item) -> str | None:
 
 
 def is_real_too(mark: pytest.Mark) -> bool:
-    """Return whether a marked test runs on real processes as well."""
+    """Return True if a marked test also runs on real processes."""
     return bool(mark.kwargs.get("real"))

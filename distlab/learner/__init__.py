@@ -1,9 +1,9 @@
-"""What a learner's commands do: progress, checks, hints, diffs, resets, traces, watching.
+"""The work of a learner's commands: progress, checks, hints, diffs, resets, traces, watching.
 
-course.toml, templates ──▶ folder, source          what there is
-                       ──▶ templates, resetting    how it was, and is again
-tests/test_phase1.py   ──▶ grading, grader_server  what it is worth, judged in another process
-.distlab/              ──▶ state                   what was done; by task, never trusted
+course.toml, templates ──▶ folder, source          the course, and the learner's functions
+                       ──▶ templates, resetting    the original templates
+tests/test_phase1.py   ──▶ grading, grader_server  the verdict, from another process
+.distlab/              ──▶ state                   progress by task, never trusted
 
 The commands of ``distlab.cli`` are thin: they print what the functions here return. Nothing here
 imports torch, except ``trace`` and ``trace_bodies``.

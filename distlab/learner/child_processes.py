@@ -1,4 +1,4 @@
-"""Processes that the commands start, and that must not outlive them.
+"""Processes that the commands start and that must not outlive them.
 
 On Linux the kernel ends a child when its parent ends, for whatever reason. Elsewhere the parent
 ends its children when it gets a signal or loses its terminal. The fork server and the ranks, which
@@ -23,17 +23,17 @@ from distlab.util import processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5
-STOPPED_S = 2.0  # ctrl-Z does not reach children, as they have sessions of their own
+STOPPED_S = 2.0  # a stop is not ctrl-Z, because children have their own sessions
 
 
 def command(code: str, *arguments: str) -> list[str]:
-    """Return the command of a child that runs ``code``; ``sys.argv[1:]`` is the rest."""
+    """Return the command of a child that runs ``code`` with ``arguments`` as ``sys.argv[1:]``."""
     first = f"from {__name__} import stay_with; stay_with({os.getpid()})"
     return [sys.executable, "-c", f"{first}; {code}", *arguments]
 
 
 def stay_with(parent: int) -> None:
-    """End when the parent does; the first act of a child."""
+    """Make this child end with its parent; called first."""
     processes.die_with_parent()
     if os.getppid() != parent:  # it had ended before the line above
         sys.exit(1)
@@ -41,7 +41,7 @@ def stay_with(parent: int) -> None:
 
 @contextmanager
 def ended_with_us() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind this process as ctrl-C does, so that it ends its children."""
+    """Let SIGTERM and SIGHUP unwind this process like ctrl-C, so that it ends its children."""
     before: dict[signal.Signals, Any] = {}
     try:
         for number in SIGNALS:
@@ -55,7 +55,7 @@ def ended_with_us() -> Iterator[None]:
 
 @contextmanager
 def not_left_stopped(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Kill a child that was stopped (SIGSTOP), and what it has started: it would never answer."""
+    """Kill a child that is stopped (SIGSTOP) and its descendants, because it would never answer."""
     is_over = threading.Event()
     watcher = threading.Thread(target=_end_if_stopped, args=(process.pid, is_over), daemon=True)
     watcher.start()

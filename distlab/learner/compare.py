@@ -1,4 +1,4 @@
-"""A learner's functions beside the solution's, and the helpers in which it may hide the answer."""
+"""A learner's functions beside the solution's, and the solution's helpers."""
 
 import ast
 import difflib
@@ -13,22 +13,24 @@ from distlab.learner.source import Function
 def diff(folder: CourseFolder, task: Task) -> str:
     """Return a unified diff, without docstrings, "" if there is no difference.
 
-    It covers the task's functions and the private ones of the solution that they use.
+    It covers the task's functions and the private functions that the solution's call.
 
     Raises:
-        LearnerError: there is no solution, or the learner's file does not parse.
+        LearnerError: There is no solution, or the learner's file does not parse.
     """
     if not folder.has_solution(task):
         raise LearnerError("this copy of the course comes without solutions/ to compare with")
     own_text = source.read(folder.root / task.template)
     solved_text = source.read(folder.root / task.solution)
-    own, solved = _bare(own_text), _bare(solved_text)
-    if task.function not in solved:
+    own_functions, solved_functions = _bare(own_text), _bare(solved_text)
+    if task.function not in solved_functions:
         raise LearnerError(f"{task.solution} has no {task.function} to compare with")
-    if not own:
+    if not own_functions:
         raise LearnerError(f"{task.template} is missing or does not parse: distlab check {task.id}")
     names = [*task.functions, *_helpers(solved_text, task.functions)]
-    return "".join(_diff(name, own.get(name, ""), solved.get(name, "")) for name in names)
+    return "".join(
+        _diff(name, own_functions.get(name, ""), solved_functions.get(name, "")) for name in names
+    )
 
 
 def _bare(text: str) -> dict[str, str]:
@@ -53,10 +55,10 @@ def _bare_lines(node: Function, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _helpers(text: str, names: Sequence[str]) -> list[str]:
-    """Return the private functions that these functions of a file use, and those that they use."""
+    """Return the private functions that these functions of a file use, directly or indirectly."""
     nodes = _nodes(text)
     used = list(names)
-    for name in used:  # it grows
+    for name in used:  # the list grows meanwhile
         used += [other for other in dict.fromkeys(_uses(name, nodes)) if other not in used]
     return used[len(names) :]
 

@@ -12,7 +12,7 @@ PRIVATE = ".distlab"  # folder of the learner's commands, ignored by git
 
 
 class LearnerError(Exception):
-    """A command cannot be carried out; the message is one line and says what would work."""
+    """A command cannot be carried out; the message is one line and names an alternative."""
 
 
 class WriteError(LearnerError):
@@ -21,7 +21,7 @@ class WriteError(LearnerError):
 
 @dataclass(frozen=True)
 class CourseFolder:
-    """A folder with a course.toml, and what that lists."""
+    """A folder with a course.toml, and the course that it lists."""
 
     root: Path
     course: Course
@@ -40,7 +40,7 @@ class CourseFolder:
         return next(phase for phase in self.course.phases if task in phase.tasks)
 
     def has_solution(self, task: Task) -> bool:
-        """Whether the solution is there: the students' version comes without."""
+        """Return True if the solution is there; the students' version has none."""
         return (self.root / task.solution).is_file()
 
     def guide(self, task: Task) -> Path:
@@ -48,10 +48,10 @@ class CourseFolder:
         return self.root / task.folder / "guidelines.md"
 
     def task(self, name: str) -> Task:
-        """Look a task up by its id, or by a function or a class that it is about.
+        """Look a task up by its id, or by one of its functions or classes.
 
         Raises:
-            LearnerError: there is none; names the nearest.
+            LearnerError: There is no such task; the message names the nearest.
         """
         for task in self.course.tasks:
             if name in _words(task):
@@ -80,8 +80,8 @@ def find(start: Path | None = None) -> CourseFolder:
     """Return the course's folder: ``start``, by default the working folder, or one above it.
 
     Raises:
-        LearnerError: there is none.
-        CourseError: its course.toml cannot be used.
+        LearnerError: There is no course's folder.
+        CourseError: The folder's course.toml cannot be used.
     """
     try:
         start = (start or Path.cwd()).resolve()
@@ -96,6 +96,6 @@ def find(start: Path | None = None) -> CourseFolder:
 
 
 def _where_to_go() -> str:
-    """Name the course's folder, where this package lies in it."""
+    """Return the command that changes to the course's folder, if this package is in one."""
     home = Path(__file__).parents[2]
     return f"cd {home if (home / course.FILE).is_file() else 'to the folder that has it'}"

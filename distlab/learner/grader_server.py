@@ -1,4 +1,4 @@
-"""A process that stays: torch and the grader are loaded once, then every grading is a call.
+"""A persistent process that loads torch and the grader once; every grading is then a call.
 
     watch ──one line of JSON: arguments of pytest──▶ server
           ◀─one line of JSON: exit code, output──
@@ -23,7 +23,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class WarmGrader:
-    """Calls pytest in a process that stays; starts another one if it has died."""
+    """Calls pytest in a persistent process; starts another one if it has died."""
 
     def __init__(self, folder: CourseFolder) -> None:
         """Start the process; it loads torch while the caller continues."""
@@ -57,19 +57,19 @@ class WarmGrader:
                 line = self._server.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line.endswith("\n"):  # nothing, or what it had written when it was killed
+        if not line.endswith("\n"):  # nothing, or a part of the line before it was killed
             self.close()
             return GRADER_FAILED, "the grader's process ended; the next grading starts another one"
         code, output = json.loads(line)
         return code, output
 
     def stop(self) -> None:
-        """End the process, from any thread: the call that waits for it returns, and all later."""
+        """End the process, from any thread; waiting and later calls return at once."""
         self._is_stopped = True
         self._server.terminate()
 
     def close(self) -> None:
-        """End the process, whatever it is doing; its ranks end with it."""
+        """End the process, even if it is busy; its ranks end with it."""
         self._server.terminate()
         try:
             self._server.wait(CLOSE_TIMEOUT_S)
@@ -95,18 +95,18 @@ def serve() -> None:
             code = _pytest(json.loads(request))
         print(json.dumps([code, output.getvalue()]), file=answers, flush=True)
         if place == 0:
-            _freeze()  # the grader and the suite
+            _freeze()  # now also the grader and the suite
 
 
 def _load() -> None:
-    """Load now what the first grading needs: the fork server and torch, side by side."""
+    """Load the modules of the first grading: the fork server and torch, in parallel."""
     importlib.import_module("distlab.grade.prestart")
     importlib.import_module("torch")
     _freeze()
 
 
 def _freeze() -> None:
-    """Have pytest's collections of garbage, two in every run, leave out all that is here to stay.
+    """Exclude all present objects from pytest's two garbage collections per run.
 
     With torch, each would take 0.1 s.
     """

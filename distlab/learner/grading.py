@@ -1,6 +1,6 @@
-"""Grading in another process: pytest with the course's plugin, and what its JSON report says.
+"""Grading in another process: pytest with the course's plugin, and its JSON report.
 
-The score is what the report of this very run says. Exit codes are those of ``distlab grade``.
+The score comes from the report of this very run. Exit codes are those of ``distlab grade``.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ from distlab.util.text import signal_name
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 VERBOSE = "-v"
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
-REMEMBERING = "distlab.learner.pytest_progress"  # plugin for runs of pytest without these commands
+REMEMBERING = "distlab.learner.pytest_progress"  # plugin that remembers direct runs of pytest
 NO_PYTEST = "grading needs pytest, which is not installed here: pip install pytest"
 NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 REPORTS = tuple(report_paths.HEADS)
@@ -42,11 +42,11 @@ class Grading:
     """One run of the grader.
 
     Attributes:
-        code: 0 full marks, 1 not, 3 the grader failed, 4 nothing ran; 2 bad arguments.
-        result: contents of the report; None if there is no complete report.
-        output: everything that pytest printed.
-        digests: digests of the learner's functions at the start, by task.
-        options: arguments of pytest.
+        code: 0 full marks, 1 not full marks, 2 bad arguments, 3 the grader failed, 4 nothing ran.
+        result: Contents of the report; None if there is no complete report.
+        output: Everything that pytest printed.
+        digests: Digests of the learner's functions at the start, by task.
+        options: Arguments of pytest.
     """
 
     code: int
@@ -68,15 +68,15 @@ class Grading:
 
     @property
     def lends(self) -> bool:
-        """Whether it was run with ``--lend``."""
+        """True if it was run with ``--lend``."""
         return LEND in self.options
 
 
 def find_submission(folder: CourseFolder, choice: str) -> Submission:
-    """Return the files that ``--impl`` names.
+    """Return the submission that ``--impl`` names.
 
     Raises:
-        LearnerError: there is no such folder, or none of the course's phases in it.
+        LearnerError: There is no such folder, or it has none of the course's phases.
     """
     try:
         return submission.find(choice, folder.root)
@@ -87,10 +87,10 @@ def find_submission(folder: CourseFolder, choice: str) -> Submission:
 def find_reports(options: Sequence[str]) -> list[str]:
     """Return pytest's arguments for reports, with absolute paths.
 
-    Creates their folders, and removes earlier reports at once: pytest may fail before it would.
+    This creates their folders and removes earlier reports, because pytest may fail before it does.
 
     Raises:
-        LearnerError: there is no such format, or nothing may or can be written there.
+        LearnerError: The format is unknown, or the path may not or cannot be written.
     """
     try:
         chosen = report_paths.parse(options)
@@ -100,10 +100,10 @@ def find_reports(options: Sequence[str]) -> list[str]:
 
 
 def world_timeout(seconds: float | None) -> list[str]:
-    """Return pytest's arguments for the time of one world, none for its own default.
+    """Return pytest's arguments for the time limit of one world, none for the default.
 
     Raises:
-        LearnerError: it is not a duration.
+        LearnerError: The number is not a duration.
     """
     if seconds is None:
         return []
@@ -113,10 +113,10 @@ def world_timeout(seconds: float | None) -> list[str]:
 
 
 def lend_option(folder: CourseFolder, is_asked_for: bool) -> list[str]:
-    """Return pytest's arguments to lend what a task builds on.
+    """Return pytest's arguments to lend the functions that a task builds on.
 
     Raises:
-        LearnerError: this copy of the course has nothing to lend.
+        LearnerError: This copy of the course has nothing to lend.
     """
     if is_asked_for and not (folder.root / SOLUTIONS).is_dir():
         raise LearnerError(NO_LENDER)
@@ -127,7 +127,7 @@ def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
     """Return the grading suites of phases.
 
     Raises:
-        LearnerError: one is missing.
+        LearnerError: A suite is missing.
     """
     paths = [folder.suite(phase) for phase in phases]
     for path in paths:
@@ -142,7 +142,7 @@ def for_task(folder: CourseFolder, task: Task) -> list[str]:
 
 
 def grade(folder: CourseFolder, arguments: Sequence[str], run: RunPytest | None = None) -> Grading:
-    """Run the grader, by default in a fresh process whose output is kept for the reader.
+    """Run the grader, by default in a fresh process whose output is kept.
 
     Raises:
         LearnerError: pytest is not installed.
@@ -151,9 +151,9 @@ def grade(folder: CourseFolder, arguments: Sequence[str], run: RunPytest | None 
         raise LearnerError(NO_PYTEST)
     digests = {task.id: source.digest(folder, task) for task in folder.course.tasks}
     with tempfile.TemporaryDirectory(prefix="distlab-") as parent:
-        report = Path(parent, "report.json")  # never an old one, or one that others write
-        asked = [*arguments, "-p", f"no:{REMEMBERING}", "--report", f"json={report}"]
-        code, output = (run or captured_in(folder))(asked)
+        report = Path(parent, "report.json")  # new, and not writable by other users
+        complete = [*arguments, "-p", f"no:{REMEMBERING}", "--report", f"json={report}"]
+        code, output = (run or captured_in(folder))(complete)
         result = _read(report, folder)
     return Grading(_code(code, result), result, output, digests, arguments)
 
@@ -203,18 +203,18 @@ def _output(process: "subprocess.Popen[str]") -> str:
 def environment() -> dict[str, str]:
     """Return this process's environment, with its own distlab first on the path.
 
-    pytest's installed plugins stay out, because they take longer to load than a task. So do
-    options and plugins that the environment names: they would change what is graded.
+    pytest's installed plugins are disabled, because they take longer to load than a task. Options
+    and plugins in the environment are removed, because they would change the grading.
     """
     home = str(Path(__file__).parents[2])
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-    return {**inherited, **own}
+    return {**inherited, **ours}
 
 
 def _code(code: int, result: GradeResult | None) -> int:
-    """Return our exit code; without a complete report of tests that ran, the grader has failed."""
+    """Return our exit code; without a complete report on tests that ran, the grader has failed."""
     if code in (4, 5):
         return {4: USAGE, 5: NOTHING_RAN}[code]
     if code not in (0, 1) or result is None or not result.tasks:
@@ -225,7 +225,7 @@ def _code(code: int, result: GradeResult | None) -> int:
 
 
 def _read(report: Path, folder: CourseFolder) -> GradeResult | None:
-    """Return what a report says; None for a report that is not whole."""
+    """Return the contents of a report; None for an incomplete one."""
     try:
         return GradeResult.from_json(json.loads(report.read_text(encoding="utf-8")), folder.course)
     except (OSError, ValueError, KeyError, TypeError):

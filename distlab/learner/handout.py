@@ -1,6 +1,6 @@
-"""The student's version of the course: everything in git but the solutions and their relatives.
+"""The students' version of the course: everything in git but the solutions and related files.
 
-Wrong answers are left out, as they are small changes of the solutions, and so are the pages for
+Wrong answers are left out, because they are small changes of the solutions, as are the pages for
 those who teach the course or work on it. No other page names a file that is left out: a test
 checks that.
 """
@@ -21,17 +21,17 @@ LEFT_OUT = (
 )
 GENERATED = ("data", "out")
 NOT_IN_GIT = ("__pycache__", "build", "dist")
-HIDDEN = (".gitignore", ".devcontainer")  # handed out nevertheless
+HIDDEN = (".gitignore", ".devcontainer")  # hidden files that are handed out
 README = Path(__file__).with_name("students_readme.md")  # its links start at the root
 
 
 def write(folder: CourseFolder, target: Path) -> int:
-    """Copy what a student needs into a new folder; return how many files.
+    """Copy a student's files into a new folder; return their number.
 
     Raises:
-        LearnerError: the new folder is not empty, or lies inside the course's, or a
-            task is written.
-        WriteError: it cannot be written.
+        LearnerError: The new folder is not empty, or inside the course's, or a task is
+            written.
+        WriteError: The new folder cannot be written.
     """
     target = target.resolve()
     if target.is_relative_to(folder.root):
@@ -65,7 +65,7 @@ def _files(root: Path, parent: Path) -> Iterator[Path]:
 
 
 def _check_unwritten(folder: CourseFolder) -> None:
-    """Refuse to hand out a template in which a task is written: it may be a learner's answer."""
+    """Refuse to hand out a template with a written task, which may be a learner's answer."""
     for task in folder.course.tasks:
         left = source.to_write(task, source.read(folder.root / task.template))
         written = [name for name in task.functions if name not in left]
@@ -83,7 +83,7 @@ def _check_unwritten(folder: CourseFolder) -> None:
 
 
 def _is_solved(path: Path, challenge: Challenge) -> bool:
-    """Whether an open task is more than its docstring and one line, as the course gives it."""
+    """Return True if an open task is more than its docstring and the course's one line."""
     tree = source.parse(source.read(path))
     if tree is None:  # it may contain anything
         return True

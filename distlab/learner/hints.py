@@ -18,14 +18,14 @@ class Hint:
     level: int
     title: str
     text: str
-    is_repeated: bool = False  # all have been shown before
+    is_repeated: bool = False  # True if all hints have been shown before
 
 
 def hints(folder: CourseFolder, task: Task) -> list[Hint]:
     """Return all hints of a task.
 
     Raises:
-        LearnerError: guidelines.md does not hold them.
+        LearnerError: guidelines.md does not have them.
     """
     guide = folder.guide(task)
     texts = _HINT.findall(_section(_read(guide), task.heading))
@@ -50,12 +50,12 @@ def _section(guide: str, heading: str) -> str:
 
 
 def next_level(task: Task, progress: Progress) -> int:
-    """Return the level after the last one shown; first the question, whatever the outcome."""
+    """Return the level after the last one shown, at first the question."""
     return min(progress.hints.get(task.id, 0) + 1, HINTS[-1])
 
 
 def take(folder: CourseFolder, task: Task, progress: Progress, level: int | None = None) -> Hint:
-    """Return the next hint, or the one of ``level``, and remember that it was shown."""
+    """Return the next hint, or the one of ``level``, and record that it was shown."""
     if level is not None and level not in HINTS:
         raise LearnerError(f"--level {level}: a task has hints {HINTS[0]} to {HINTS[-1]}")
     has_all = level is None and progress.hints.get(task.id) == HINTS[-1]

@@ -1,4 +1,4 @@
-"""A pytest plugin: verdicts of pytest on the templates count in ``distlab status`` too.
+"""A pytest plugin that records pytest's verdicts on the templates for ``distlab status``.
 
 PYTEST_DONT_REWRITE: the learner's commands may have imported this before pytest could.
 """
@@ -14,7 +14,7 @@ _DIGESTS = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note what is about to be graded: the learner may save something else meanwhile."""
+    """Record the digests before the grading, because the learner may save a file meanwhile."""
     folder = _folder(session.config)
     if folder:
         digests = {task.id: source.digest(folder, task) for task in folder.course.tasks}
@@ -22,7 +22,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remember the outcome of every task that was graded."""
+    """Record the outcome of every graded task."""
     folder, digests = _folder(session.config), session.config.stash.get(_DIGESTS, {})
     grader: Any = session.config.pluginmanager.get_plugin("distlab-grader")
     if not folder or grader is None:
@@ -33,7 +33,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _folder(config: pytest.Config) -> CourseFolder | None:
-    """Return the course's folder, if it is the learner's files that are graded there."""
+    """Return the course's folder if the learner's files in it are graded."""
     if config.getoption("impl") != "template" or config.option.collectonly:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Putting a task's functions back to their template; the file as it was is always kept.
+"""Reset of a task's functions to their template; the old file is always kept.
 
-the file parses and has the functions    they alone are replaced, all else stays
+the file parses and has the functions    only the functions are replaced
 otherwise                                the whole file becomes the template
 """
 
@@ -28,11 +28,11 @@ from distlab.util import files
 
 @dataclass(frozen=True)
 class Plan:
-    """What a reset is about to do.
+    """A prepared reset.
 
     Attributes:
-        before: contents of the learner's file.
-        after: contents after the reset.
+        before: Contents of the learner's file.
+        after: Contents after the reset.
         is_whole: True if the whole file is replaced, not only the task's functions.
     """
 
@@ -42,10 +42,10 @@ class Plan:
 
 
 def plan(folder: CourseFolder, task: Task) -> Plan:
-    """Prepare a reset; nothing is changed yet.
+    """Prepare a reset without changing a file.
 
     Raises:
-        LearnerError: there is no template.
+        LearnerError: There is no template.
     """
     original = templates.untouched(folder, task)
     before = _bytes(folder.root / task.template)
@@ -57,7 +57,7 @@ def carry_out(folder: CourseFolder, task: Task, planned: Plan) -> Path:
     """Write the new file; return where the old one is kept.
 
     Raises:
-        WriteError: the copy or the file cannot be written; the file was not changed.
+        WriteError: The copy or the file cannot be written; the file was not changed.
     """
     path, parent = folder.root / task.template, folder.private / "reset" / task.id
     try:
@@ -79,14 +79,14 @@ def _bytes(path: Path) -> bytes:
 
 
 def _unused(parent: Path, name: str) -> Path:
-    """Return a new file name, by the time of day: no copy overwrites an older one."""
+    """Return a new file name with the time, so that no copy overwrites an older one."""
     stamp = strftime("%Y-%m-%d_%H.%M.%S")
     count = len(list(parent.glob(f"{stamp}*")))
     return parent / f"{stamp}{f'_{count}' if count else ''}_{name}"
 
 
 def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
-    """Return the file with the functions of the original; None if it would be broken."""
+    """Return the file with the functions of the original; None if the result would be broken."""
     try:
         text, encoding = decoded(data)
     except UNREADABLE:
@@ -95,9 +95,7 @@ def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(
-                after, "", "exec", dont_inherit=True
-            )  # finds a return outside of a function too
+            compile(after, "", "exec", dont_inherit=True)  # also finds a return outside a function
     except UNPARSABLE:
         return None
     is_complete = to_write(task, after.decode(encoding)).keys() >= {*task.functions}
@@ -105,7 +103,7 @@ def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
 
 
 def _spliced(text: str, originals: Mapping[str, str]) -> str:
-    """Put each original in place of the first definition, and remove further definitions."""
+    """Replace the first definition of each function by the original, and remove further ones."""
     lines, tree = split(text), parse(text)
     places = [(span(node), name) for name, node in defined(tree)] if tree else []
     first = {name: place for place, name in reversed(places)}

@@ -1,15 +1,15 @@
-"""What a session shows on a terminal: lines that wrap at words, a verdict that stays in sight."""
+"""Output of a session on a terminal: lines wrapped at words, and a verdict that stays visible."""
 
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 CUT = "… (all of it again: save)"
-LIST = ("- ", "* ", "|", "    ", "```")  # how lines begin that are not to be joined
+LIST = ("- ", "* ", "|", "    ", "```")  # beginnings of lines that must not be joined
 
 
 class Screen:
-    """A terminal of some size, by columns and lines."""
+    """A terminal with a size in columns and lines."""
 
     def __init__(
         self,
@@ -20,22 +20,22 @@ class Screen:
         self._say, self._clear, self._size = say, clear, size
 
     def show(self, lines: Iterable[str]) -> None:
-        """Print lines, all of them, on an empty screen."""
+        """Clear the screen and print lines."""
         self._clear()
         self.add(lines)
 
     def add(self, lines: Iterable[str]) -> None:
-        """Print lines below the others."""
+        """Print lines below the present ones."""
         self._say(wrapped(lines, self._size()[0]))
 
     def show_below(self, verdict: Iterable[str], answer: Iterable[str]) -> None:
-        """Print an answer below a verdict, of which as much stays as there is room for."""
+        """Print an answer below as much of a verdict as there is room for."""
         self._clear()
         self._say(fitted(verdict, answer, *self._size()))
 
 
 def wrapped(lines: Iterable[str], width: int) -> list[str]:
-    """Break lines between words; what follows an indented line is indented by two columns more."""
+    """Break lines between words; continuations of an indented line get two more columns."""
     return [part for line in lines for part in _wrapped(line, width)]
 
 
@@ -50,14 +50,14 @@ def _wrapped(line: str, width: int) -> Sequence[str]:
 
 
 def fitted(verdict: Iterable[str], answer: Iterable[str], width: int, height: int) -> list[str]:
-    """Return both, wrapped; the verdict without its end where they are higher than the screen."""
+    """Return verdict and answer, wrapped; the verdict is cut if they do not fit the screen."""
     top, below = wrapped(verdict, width), wrapped(answer, width)
     room = height - 1 - len(below)  # the cursor has the last line
     return [*(top if len(top) <= room else [*top[: max(room - 1, 1)], CUT]), *below]
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Yield the paragraphs of a text, a line each: they are wrapped for another width."""
+    """Yield each paragraph of a text as one line, because it was wrapped for another width."""
     for place, paragraph in enumerate(text.split("\n\n")):
         lines = paragraph.splitlines()
         yield from [""] * bool(place)

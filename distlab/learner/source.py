@@ -1,6 +1,6 @@
 """The functions of a task in a file: their names and places, and whether they are written.
 
-A task is the functions that course.toml names for it: 1.8 has ``fit_alpha_beta`` too. Files are
+The functions of a task are those that course.toml lists: 1.8 also has ``fit_alpha_beta``. Files are
 read as Python reads them, in the encoding that they declare.
 """
 
@@ -37,14 +37,14 @@ def decoded(data: bytes) -> tuple[str, str]:
     """Return the text, all line ends as they are, and the encoding, as Python finds it.
 
     Raises:
-        SyntaxError, UnicodeError, LookupError: as Python itself does; ``UNREADABLE`` is all three.
+        SyntaxError, UnicodeError, LookupError: Python's own errors; ``UNREADABLE`` is all three.
     """
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     return data.decode(encoding), encoding
 
 
 def parse(text: str) -> ast.Module | None:
-    """Return the syntax tree of a file, None if it has none; warnings are for those who run it."""
+    """Return the syntax tree of a file, None if it does not parse; warnings are ignored."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -54,13 +54,13 @@ def parse(text: str) -> ast.Module | None:
 
 
 def functions(text: str) -> dict[str, str]:
-    """Return the source of all functions and methods by name, none if it cannot be parsed."""
+    """Return the source of all functions and methods by name; none if the file does not parse."""
     tree, lines = parse(text), split(text)
     return {name: "".join(lines[span(node)]) for name, node in defined(tree)} if tree else {}
 
 
 def split(text: str) -> list[str]:
-    """Split where Python's parser does, which counts no form feed as a line; keep the ends."""
+    """Split into lines, with ends, like Python's parser, which does not split at form feeds."""
     return list(io.StringIO(text, newline=""))
 
 
@@ -80,20 +80,20 @@ def span(node: Function) -> slice:
 
 
 def to_write(task: Task, template: str) -> dict[str, str]:
-    """Return those functions of a template that are a TODO of ``task``, by name."""
+    """Return the functions of a template that are a TODO of ``task``, by name."""
     mark = re.compile(rf"NotImplementedError\(\s*[\"']Task {re.escape(task.id)}:")
     return {name: source for name, source in functions(template).items() if mark.search(source)}
 
 
 def is_to_write(folder: CourseFolder, task: Task) -> bool:
-    """Return whether the main function of a task is still a TODO in the learner's file."""
+    """Return True if the main function of a task is still a TODO in the learner's file."""
     return task.function in to_write(task, read(folder.root / task.template))
 
 
 def digest(folder: CourseFolder, task: Task) -> str:
     """Return a digest of the task's functions in the learner's file, "" if none is there.
 
-    It covers what else is in the file, such as helpers, without comments: all but other tasks.
+    It also covers the rest of the file, such as helpers, without comments and other tasks.
     """
     listed = (other for other in folder.course.tasks if other.template == task.template)
     names = frozenset(name for other in listed for name in other.functions)
@@ -102,14 +102,14 @@ def digest(folder: CourseFolder, task: Task) -> str:
     return hashlib.sha256(f"{code}{shared}".encode()).hexdigest()[:16] if code else ""
 
 
-@lru_cache(maxsize=64)  # a verdict takes the digests of all tasks, and one file has several
+@lru_cache(maxsize=64)  # a verdict needs the digests of all tasks; a file has several tasks
 def _apart(text: str, names: frozenset[str]) -> tuple[Mapping[str, str], str]:
-    """Return the functions of a file by name, and what it holds besides those that are named."""
+    """Return the functions of a file by name, and the file without the functions in ``names``."""
     return functions(text), _without(text, names)
 
 
 def _without(text: str, names: Container[str]) -> str:
-    """Return what a file holds besides these functions, as a syntax tree; all of it if too deep."""
+    """Return a dump of a file's tree without these functions, or the text of a too deep one."""
     tree = parse(text) or ast.Module([], [])
     left_out = {node for name, node in defined(tree) if name in names}
     for node in ast.walk(tree):

@@ -1,6 +1,6 @@
-"""What a learner has done, by task id, in .distlab/progress.json.
+"""The learner's progress by task id, in .distlab/progress.json.
 
-It only shows where to continue. It is never trusted: for a score, run ``distlab grade``.
+The file only shows where to continue. A score comes from ``distlab grade`` alone.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ class Progress:
     """Records and hints that were shown, by task id; records in the order of the gradings.
 
     Attributes:
-        problem: why it could not be written, "" if it was.
+        problem: Reason why the file could not be written, "" if it was.
     """
 
     path: Path
     records: dict[str, Record] = field(default_factory=dict)
-    hints: dict[str, int] = field(default_factory=dict)  # the last level shown
+    hints: dict[str, int] = field(default_factory=dict)  # last level shown
     problem: str = ""
 
     def outcome(self, task: Task) -> str:
@@ -47,32 +47,32 @@ class Progress:
         return record.outcome if record else ""
 
     def has_passed(self, task: Task) -> bool:
-        """Whether the task passed when it was last graded."""
+        """Return True if the task passed when it was last graded."""
         return self.outcome(task) == PASSED
 
     def has_passed_as(self, task_id: str, digest: str) -> bool:
-        """Whether a task passed when it was last graded, with the functions of this digest."""
+        """Return True if a task passed when last graded, with the functions of this digest."""
         return bool(digest) and self.records.get(task_id) == Record(PASSED, digest)
 
     def is_edited(self, folder: CourseFolder, task: Task) -> bool:
-        """Whether the learner's file has changed since it was last graded."""
+        """Return True if the learner's file has changed since it was last graded."""
         record = self.records.get(task.id)
         if record is None or not record.digest:
             return False
         return record.digest != source.digest(folder, task)
 
     def graded(self, folder: CourseFolder) -> list[Task]:
-        """Return what was graded, the last one first."""
+        """Return the graded tasks, the last one first."""
         return [folder.task(task_id) for task_id in reversed(self.records)]
 
     def last_passed(self, folder: CourseFolder) -> Task | None:
-        """Return the task that was graded last of those that have passed."""
+        """Return the passed task that was graded last."""
         return next(filter(self.has_passed, self.graded(folder)), None)
 
     def next_task(self, folder: CourseFolder, after: Task | None = None) -> Task | None:
-        """Return the first task that has not passed, of those after ``after`` if there is one.
+        """Return the first task that has not passed, starting after ``after``.
 
-        A phase is finished first: that of ``after``, or else that of the last one that has passed.
+        The phase of ``after``, or of the last passed task, is finished first.
         """
         last = after or self.last_passed(folder)
         tasks = folder.phase_of(last).tasks if last else ()
@@ -81,7 +81,7 @@ class Progress:
         return next((task for task in in_turn if not self.has_passed(task)), None)
 
     def save(self) -> None:
-        """Write the file, or note the problem; one that reads it meanwhile gets old or new."""
+        """Write the file, or set ``problem``; concurrent readers see the old or the new file."""
         records = {task_id: asdict(record) for task_id, record in self.records.items()}
         text = json.dumps({"tasks": records, "hints": self.hints}, indent=2) + "\n"
         try:
@@ -93,7 +93,7 @@ class Progress:
 
 
 def load(folder: CourseFolder) -> Progress:
-    """Read what is remembered; whatever makes no sense is forgotten."""
+    """Read the file; entries that make no sense are dropped."""
     progress = Progress(folder.private / FILE)
     tables: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -109,7 +109,7 @@ def load(folder: CourseFolder) -> Progress:
 
 
 def _entries(tables: Any, table: str, keys: Container[str]) -> list[tuple[str, Any]]:
-    """Return what a table has for these keys, in its own order."""
+    """Return a table's entries for these keys, in its own order."""
     entries = tables.get(table) if isinstance(tables, dict) else None
     return (
         [entry for entry in entries.items() if entry[0] in keys]
@@ -127,10 +127,10 @@ def remember(
     position, because a grading of everything does not show what a learner works on.
 
     Args:
-        folder: the course's.
-        records: records by task id.
-        waiting: ids of tasks that could not be judged, because an earlier one is still to be
-            written; they may have passed with ``--lend``, and then the same code still counts.
+        folder: The course's folder.
+        records: Records by task id.
+        waiting: Ids of tasks that could not be judged, because an earlier one is still to be
+            written; if they passed with ``--lend``, the same code still counts.
     """
     progress = load(folder)
     for task_id, record in records.items():
@@ -148,7 +148,7 @@ def remember_results(
 ) -> Progress:
     """Add the outcomes of a grading of the learner's files.
 
-    Only verdicts count: a task has none if its tests did not run, or passed but not all ran.
+    A task has no verdict if its tests did not run, or passed but not all ran.
     """
     judged = [result for result in results if result.tests]
     records = {

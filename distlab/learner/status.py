@@ -19,7 +19,7 @@ BAR_WIDTH = 24
 ALL_PASSED = "All tasks have passed.  Run: distlab grade"
 BUILT = "What you have built"  # a section of each phase's guidelines.md
 LAST_LINES = 20  # lines shown of the output of a grader that failed
-# Contents of a picture, by the kind of verdict; an endless loop has no picture.
+# Contents of the picture for each kind of verdict; an endless loop has no picture.
 PICTURES = {
     "deadlock": "See who waits for whom",
     "all wait": "See who waits for whom",
@@ -62,13 +62,13 @@ def phase_line(phase: Phase, progress: Progress, width: int = 0) -> str:
 
 
 def built(phase: Phase, progress: Progress) -> Iterator[str]:
-    """Yield where to read what was built, when all of a phase has passed."""
+    """Yield the link to the phase's section ``BUILT`` once all its tasks have passed."""
     if all(progress.has_passed(task) for task in phase.tasks):
         yield f"{BUILT}, and what to do with it: {phase.folder}/guidelines.md#{anchor(BUILT)}"
 
 
 def task_line(folder: CourseFolder, task: Task, progress: Progress, width: int) -> str:
-    """Write what is known of a task; ``width`` aligns the outcomes of several tasks."""
+    """Write the outcome of a task; ``width`` aligns the outcomes of several tasks."""
     outcome = progress.outcome(task)
     sign = {PASSED: "✔", "": "·", TODO: "·"}.get(outcome, "✘")
     words = f"{outcome}, edited since" if progress.is_edited(folder, task) else outcome
@@ -78,13 +78,13 @@ def task_line(folder: CourseFolder, task: Task, progress: Progress, width: int) 
 def whats_next(
     folder: CourseFolder, progress: Progress, after: Task | None = None, *, lends: bool = False
 ) -> Iterator[str]:
-    """Yield the next task and the command to run, or what is left when all have passed.
+    """Yield the next task and the command to run, or the final command if all have passed.
 
     Args:
-        folder: the course's.
-        progress: outcomes so far.
-        after: task that has just been graded.
-        lends: True if the command is to lend, as the one before it did.
+        folder: The course's folder.
+        progress: Outcomes so far.
+        after: Task that has just been graded.
+        lends: True if the command is to lend, like the previous one.
     """
     task = progress.next_task(folder, after)
     if task is None:
@@ -99,7 +99,7 @@ def whats_next(
 
 
 def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | None) -> str:
-    """Say of a next task that comes before the one just graded why it is next; else "" is it."""
+    """Say why the next task precedes the one just graded; "" if it does not."""
     tasks = folder.course.tasks
     if after is None or tasks.index(task) >= tasks.index(after):
         return ""
@@ -110,7 +110,7 @@ def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | N
 
 
 def _command(name: str, task_id: str, lends: bool) -> str:
-    """Write a command that grades a task, "" for the one that it would choose itself."""
+    """Write a command that grades a task; an empty id means the command's default."""
     return " ".join(filter(None, ["distlab", name, LEND if lends else "", task_id]))
 
 
@@ -137,18 +137,18 @@ def _what_is_missing(result: TaskResult) -> str:
 
 
 def to_write(result: TaskResult) -> tuple[str, str]:
-    """Return the task and the function that are to be written: perhaps an earlier task's."""
+    """Return the task and the function to write, perhaps those of an earlier task."""
     return result.verdict.missing or (result.task.id, result.task.function)
 
 
 def not_written(task: Task) -> str:
-    """Say in a line that there is nothing yet to be drawn."""
+    """Say in a line that a task has nothing to draw yet."""
     are, them = ("are", "them") if len(task.names) > 1 else ("is", "it")
     return f"{task.id} {task.label} {are} not written yet: write {them} in {task.template}"
 
 
 def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[str]:
-    """Yield what a learner needs to know about a task that has not passed."""
+    """Yield the explanation of a task that has not passed."""
     result = grading.tasks.get(task.id)
     if result is None:
         yield from failure(grading)
@@ -184,7 +184,7 @@ def fix_first(
 
 
 def _picture(result: TaskResult) -> Iterator[str]:
-    """Yield the command that draws what went wrong, on as many ranks, if it can."""
+    """Yield the command that draws the failure, on as many ranks, if there is one."""
     program, kind, ranks = PROGRAMS.get(result.task.id), result.verdict.kind, result.world_size
     if program is None or kind not in PICTURES:
         return
@@ -203,7 +203,7 @@ def _how_to_write(folder: CourseFolder, result: TaskResult) -> Iterator[str]:
 
 
 def _grade_it_first(folder: CourseFolder, result: TaskResult, lends: bool) -> Iterator[str]:
-    """Yield the commands for an earlier task that is missing, and the way around it."""
+    """Yield the commands for a missing earlier task, and the one that borrows it."""
     missing, _ = to_write(result)
     check, watch = _command("check", missing, lends), _command("watch", missing, lends)
     yield f"Run:  {check}   or: {watch}"
@@ -215,7 +215,7 @@ def _grade_it_first(folder: CourseFolder, result: TaskResult, lends: bool) -> It
 
 
 def failure(grading: Grading) -> Iterator[str]:
-    """Yield what went wrong in a run that the grader itself did not bring to its end."""
+    """Yield the problem of a run that the grader did not complete."""
     if grading.code == NOTHING_RAN:
         yield "Nothing ran: the suite has no test for the tasks that were asked for."
     elif grading.code not in (FULL_MARKS, NOT_FULL):
@@ -224,7 +224,7 @@ def failure(grading: Grading) -> Iterator[str]:
 
 
 def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress) -> Iterator[str]:
-    """Yield what to do after a grading of one task."""
+    """Yield the next steps after a grading of one task."""
     result = grading.tasks.get(task.id)
     if result and result.outcome is Outcome.PASSED:
         if folder.has_solution(task):

@@ -1,4 +1,4 @@
-"""The templates as the course gives them: in git, or in the copy that the first command made."""
+"""The original templates: in git, or in the copy that the first command made."""
 
 import contextlib
 import subprocess
@@ -14,7 +14,7 @@ MAX_VERSIONS = 100  # number of versions of a file to look at in git
 
 
 def keep(folder: CourseFolder) -> None:
-    """Copy templates that were not copied yet: they are what ``reset`` has without git."""
+    """Copy templates that were not copied yet; ``reset`` needs the copies without git."""
     for task in folder.course.tasks:
         template, copy = folder.root / task.template, _copy(folder, task)
         with contextlib.suppress(OSError):  # only ``reset`` needs the copy
@@ -31,7 +31,7 @@ def untouched(folder: CourseFolder, task: Task) -> str:
     """Return the newest text of the template in which the task is unwritten.
 
     Raises:
-        LearnerError: neither git nor the copy has one.
+        LearnerError: Neither git nor the copy has such a text.
     """
     for text in _versions(folder, task):
         if to_write(task, text).keys() >= {*task.functions}:
@@ -43,7 +43,7 @@ def untouched(folder: CourseFolder, task: Task) -> str:
 
 
 def _versions(folder: CourseFolder, task: Task) -> Iterator[str]:
-    """Yield all texts in git, newest first, as learners commit their code too; then the copy."""
+    """Yield all texts in git, newest first, because learners also commit; then the copy."""
     root, path = folder.root, task.template
     commits = _git(root, "rev-list", f"--max-count={MAX_VERSIONS}", "HEAD", "--", str(path))
     for commit in commits.split():
@@ -52,7 +52,7 @@ def _versions(folder: CourseFolder, task: Task) -> Iterator[str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return what git prints, "" if it or the repository is not there."""
+    """Return git's output, "" without git or a repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, encoding="utf-8"

@@ -18,7 +18,7 @@ from distlab.sim import Options, Simulated
 from distlab.sim.results import diagram
 from distlab.sim.results.summary import summary
 
-# Hangs are found by what the ranks compute; the clock of a busy machine says little.
+# Hangs are found by computing time, because the clock is unreliable on a busy machine.
 LIMITS = launch.Limits(timeout_s=300.0, cpu_s=30.0, idle_s=30.0)
 OUT = "out"
 
@@ -32,16 +32,16 @@ class Traced:
 
 
 def trace(folder: CourseFolder, task: Task, handed_in: Submission, ranks: int) -> Traced:
-    """Run the task's program and draw who did what when.
+    """Run the task's program and draw its messages over time.
 
     Args:
-        folder: the course's.
-        task: a task that sends messages.
-        handed_in: files that have the task's function.
-        ranks: number of ranks; ``trace_programs.count`` has checked it.
+        folder: The course's folder.
+        task: A task that sends messages.
+        handed_in: Files that have the task's function.
+        ranks: Number of ranks, checked by ``trace_programs.count``.
 
     Raises:
-        WriteError: there is no place for the picture.
+        WriteError: The picture cannot be written.
     """
     program = trace_programs.PROGRAMS[task.id]
     try:
@@ -71,7 +71,7 @@ def _draw(simulated: Simulated[None], title: str, parent: Path, task: Task) -> P
 
 
 def _report(folder: CourseFolder, error: LaunchError) -> str:
-    """Say what ended the run as the grader does; of what is not written yet, in a line."""
+    """Write the grader's message about a failed run, or one line about an unwritten function."""
     verdict = verdict_on(error)
     if verdict.missing:
         return status.not_written(folder.task(verdict.missing[0]))

@@ -1,7 +1,7 @@
-"""The tasks that have a small standard program, which shows what their function sends.
+"""The tasks with a small standard program, which shows the messages of their function.
 
-``distlab trace`` runs it; ``trace_bodies`` has the code of the ranks. This module imports no
-torch, for the commands that only look a task up.
+``distlab trace`` runs the program; ``trace_bodies`` has its code. This module does not import
+torch, because some commands only look a task up.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ class Program:
     """A standard program.
 
     Attributes:
-        ranks: number of ranks on which the picture shows most.
-        title: title of the picture; {n} stands for the number of ranks.
-        p2p_order: order of messages in which the task is judged, as in ``sim.Options``.
+        ranks: Number of ranks for the clearest picture.
+        title: Title of the picture; {n} is the number of ranks.
+        p2p_order: Order of messages when the task is judged, as in ``sim.Options``.
     """
 
     ranks: int
@@ -43,12 +43,12 @@ PROGRAMS: Mapping[str, Program] = {
 
 
 def choose(folder: CourseFolder, progress: Progress) -> tuple[Task, str]:
-    """Return the task to draw by default, and why: of those with a program the last one graded.
+    """Return the task to draw by default, and why: the last graded one with a program.
 
-    Where none was, the first one that is written and has not passed, or else the next to write.
+    Otherwise it is the first one that is written and has not passed, or else the next to write.
 
     Raises:
-        LearnerError: no task of this course has a program.
+        LearnerError: No task of this course has a program.
     """
     drawn = [task for task in folder.course.tasks if task.id in PROGRAMS]
     graded = [task for task in progress.graded(folder) if progress.outcome(task) != TODO]
@@ -63,10 +63,10 @@ def choose(folder: CourseFolder, progress: Progress) -> tuple[Task, str]:
 
 
 def count(task_id: str, ranks: int | None) -> int:
-    """Return on how many ranks to run a task's program, by default its own number.
+    """Return the number of ranks of a task's program, by default its own number.
 
     Raises:
-        LearnerError: it has none, and who has; or not for so many.
+        LearnerError: The task has no program, or not for this number of ranks.
     """
     if task_id not in PROGRAMS:
         raise LearnerError(

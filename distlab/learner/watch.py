@@ -4,8 +4,8 @@
                                 │ queue │──▶ Watch.run: one event after the other
     key thread ────"n", "h"───▶ └───────┘
 
-What comes while a grading runs: q leaves at once; a save is graded once more afterwards; other keys
-are kept, one of each, and answered after the verdict.
+Events during a grading: q leaves at once; a save is graded once more afterwards; other keys are
+kept, one of each, and answered after the verdict.
 """
 
 import sys
@@ -23,7 +23,7 @@ from distlab.learner.screen import Screen, paragraphs
 SAVED, QUIT = "saved", "q"
 QUIET_MS, LONGEST_MS = 20, 200  # a save may be several writes: wait for silence, but not for long
 LOOK_UP_S = 0.5
-LEAVE_MS = 200  # interval at which the watcher looks whether it should stop
+LEAVE_MS = 200  # interval at which the watcher checks whether to stop
 Events = Queue[str]
 
 
@@ -41,22 +41,22 @@ class Watch:
         """Prepare a session.
 
         Args:
-            folder: the course's.
-            task: first task.
-            run: function that runs pytest.
-            screen: terminal.
-            options: arguments of pytest for every grading.
+            folder: The course's folder.
+            task: First task.
+            run: Function that runs pytest.
+            screen: Terminal.
+            options: Arguments of pytest for every grading.
         """
         self.task = task
         self._options = options
         self._events: Events = Queue()
-        self._pending: list[str] = []  # came during a grading, in the order of their answers
+        self._pending: list[str] = []  # events of a grading, in the order of their answers
         self._verdict: list[str] = []  # the last one
         self._folder, self._run, self._screen = folder, run, screen
         self._keys = {"n": self._next, "h": self._hint, "d": self._diff, "c": self._check_all}
 
     def run(self, events: Events) -> None:
-        """Check the task, then do as told until told to quit."""
+        """Check the task, then handle events until one is to quit."""
         self._events = events
         self.check()
         while (event := self._pending.pop(0) if self._pending else _next(events)) != QUIT:
@@ -66,7 +66,7 @@ class Watch:
                 self._keys[event]()
 
     def check(self) -> None:
-        """Grade the current task and say what came out."""
+        """Grade the current task and show the outcome."""
         self._screen.show([f"grading {self.task.id} {self.task.label} …"])
         with self._refusals():
             graded = self._grade(self.task)
@@ -110,7 +110,7 @@ class Watch:
     # Keys
 
     def _answer(self, *lines: str) -> None:
-        """Show what answers a key below the verdict."""
+        """Show the answer to a key below the verdict."""
         self._screen.show_below(self._verdict, ["", *lines, "", self._menu()])
 
     def _next(self) -> None:
@@ -157,7 +157,7 @@ class Watch:
             self._screen.show([*overview, *problems, "", self._menu()])
 
     def _grade(self, task: Task) -> grading.Grading:
-        """Grade, and sort what came meanwhile: before a verdict is shown, for keys answer that."""
+        """Grade, and sort the keys of the meantime before the verdict is shown."""
         arguments = [*grading.for_task(self._folder, task), *self._options]
         graded = grading.grade(self._folder, arguments, self._run)
         came = dict.fromkeys([*self._pending, *_drained(self._events)])
@@ -173,9 +173,9 @@ class Watch:
 
 
 def _next(events: Events) -> str:
-    """Wait for an event, and look up now and then.
+    """Wait for an event, waking up regularly.
 
-    A signal that comes just before the main thread waits for a lock does not wake it.
+    A signal just before the main thread waits for a lock does not wake it.
     """
     while True:
         with suppress(Empty):
@@ -228,8 +228,8 @@ def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
     """Put every key of the terminal into the queue, without waiting for Enter.
 
     Args:
-        events: the queue.
-        leave: callback for q, in another thread; it ends a grading that is running.
+        events: Queue of events.
+        leave: Callback for q, in another thread, which ends a running grading.
     """
     import termios
     import tty
@@ -240,7 +240,7 @@ def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)  # a terminal may never drain
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)  # without draining, which may hang
 
 
 def _follow_keys(events: Events, leave: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The open tasks: a learner's function against built-in ones on drawn clusters, by a figure.
+"""The open tasks: a learner's function against built-in ones on random clusters, by a figure.
 
 standings    simulated runs by messages alone, the table of times, the figure
 large        open task of Phase 1: one all-reduce of 16 MiB
@@ -23,6 +23,6 @@ def race(
     """Check the function, then time it and its rivals on ``num_clusters`` drawn clusters.
 
     Raises:
-        ChallengeError: a result is wrong, a rank failed or hung, or a collective was called.
+        ChallengeError: A result is wrong, a rank failed or hung, or a collective was called.
     """
     return RACES[challenge.function](handed_in, challenge, random.Random(seed), num_clusters)

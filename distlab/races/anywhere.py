@@ -1,7 +1,7 @@
-"""The open task of phase 3: an all-reduce for clusters and sizes that are not known in advance.
+"""The open task of Phase 3: an all-reduce for clusters and sizes not known in advance.
 
-prepare  the learner's function explores the cluster as it likes, and returns an all-reduce
-check    every sum on every rank, by messages alone, with no fewer bytes than the sum needs
+prepare  the learner's function explores the cluster, and returns an all-reduce
+check    every sum on every rank, by messages alone, with at least the bytes that a sum needs
 time     from the arrival of the last rank to the end of the last one, in virtual seconds: several
          sizes on a few drawn clusters, where one rank is always late
 score    geometric mean over clusters and sizes: time of the best built-in algorithm, chosen with
@@ -47,8 +47,8 @@ def race(
     """Check the function, then time it and its rivals on ``num_clusters`` drawn clusters.
 
     Raises:
-        ChallengeError: a result is wrong, a rank failed or hung, a collective was called, or the
-            messages are too short to hold what they must bring.
+        ChallengeError: A result is wrong, a rank failed or hung, a collective was called, or the
+            messages are too short for the numbers.
     """
     for nodes, gpus in SMALL_WORLDS:
         cluster = Cluster(nodes, gpus, numbering="cyclic")
@@ -105,7 +105,7 @@ def rival_s(algorithm: str, cluster: Cluster, late: Sequence[Late]) -> tuple[flo
 
 
 def built_in(late: Sequence[Late]) -> list[Timed]:
-    """Run one rank of a rival: meta tensors are sent, nothing is computed."""
+    """Run one rank of a rival on meta tensors, without computing."""
     sums: list[Timed] = []
     for num_bytes, one_late in zip(SIZES_BYTES, late, strict=True):
         x = torch.empty(num_bytes // 4, device="meta")
@@ -138,7 +138,7 @@ def _timed(
 
 
 def _seconds(by_rank: Sequence[Sequence[Timed]]) -> tuple[float, ...]:
-    """Return, for each size, the time from the last begin to the last end of all ranks."""
+    """Return, for each size, the time from the last start to the last end of all ranks."""
     sizes = zip(*by_rank, strict=True)
     return tuple(
         max(end for _, end, _ in ranks) - max(begin for begin, _, _ in ranks) for ranks in sizes
@@ -155,7 +155,7 @@ def checked_s(
     """Return the seconds of the learner's all-reduce, by size.
 
     Raises:
-        ChallengeError: it does not sum there, or not by messages alone.
+        ChallengeError: The function does not sum on this cluster, or not by messages alone.
     """
     sizes = f"{bytes_text(sizes_bytes[0])} to {bytes_text(sizes_bytes[-1])}"
     args = tuple(sizes_bytes), tuple(late)
@@ -172,13 +172,13 @@ def checked_s(
 
 
 def _ready_s(rank: int, sums: Sequence[Timed], first_late: Late) -> float:
-    """Return when a rank was prepared: at the end of the first barrier, less a rounding error."""
+    """Return the end of a rank's preparation, which is the first barrier's, rounded down."""
     late_rank, late_s = first_late
     return sums[0][0] - (late_s if rank == late_rank else 0.0) - 1e-12
 
 
 def _refuse_collectives(events: Iterable[Event], num_sums: int) -> None:
-    """Refuse collectives, except for our barriers between the sums."""
+    """Refuse collectives except for our barriers between the sums."""
     called = [event for event in events if event.kind == "collective"]
     by_rank = Counter(event.rank for event in called)
     if any(event.name != "barrier" for event in called) or max(by_rank.values()) >= num_sums:
@@ -190,7 +190,7 @@ def _refuse_collectives(events: Iterable[Event], num_sums: int) -> None:
 
 
 def _refuse_short_messages(events: Sequence[Event], needed: int, num_ranks: int) -> None:
-    """Refuse a rank whose messages cannot hold its numbers, or those of the others."""
+    """Refuse messages of a rank that are too short for its numbers, or for the others' numbers."""
     for kind, verb in (("send", "sent"), ("recv", "received")):
         num_bytes = [0] * num_ranks
         for event in events:

@@ -1,4 +1,4 @@
-"""The open task of phase 1: a learner's all-reduce of 16 MiB against the built-in ones.
+"""The open task of Phase 1: a learner's all-reduce of 16 MiB against the built-in ones.
 
 check    the sum on every rank, by messages alone: on small worlds, and in every timed run
 time     16 MiB on a few clusters of random shapes and speeds, in virtual seconds
@@ -36,7 +36,7 @@ def race(
     """Check the function, then time it and its rivals on ``num_clusters`` drawn clusters.
 
     Raises:
-        ChallengeError: a result is wrong, a rank failed or hung, or a collective was called.
+        ChallengeError: A result is wrong, a rank failed or hung, or a collective was called.
     """
     yours_s = partial(checked_s, handed_in, challenge)
     for num_ranks, num_elements in SMALL_WORLDS:
@@ -49,7 +49,7 @@ def race(
 
 
 def draw(numbers: random.Random, count: int) -> tuple[Cluster, ...]:
-    """Draw clusters of 2 to 16 ranks; speeds and latencies are spread evenly in the logarithm."""
+    """Draw clusters of 2 to 16 ranks, with log-uniform speeds and latencies."""
     return tuple(_drawn(numbers) for _ in range(count))
 
 
@@ -76,7 +76,7 @@ def rival_s(algorithm: str, cluster: Cluster) -> float:
 
 
 def built_in() -> None:
-    """Run one rank of a rival: meta tensors are sent, nothing is computed."""
+    """Run one rank of a rival on meta tensors, without computing."""
     dist.all_reduce(torch.empty(NUM_BYTES // 4, device="meta"))
 
 
@@ -86,7 +86,7 @@ def checked_s(
     """Return the seconds of the learner's function on a cluster.
 
     Raises:
-        ChallengeError: it does not sum there, or not by messages alone.
+        ChallengeError: The function does not sum on this cluster, or not by messages alone.
     """
     sizes = counted(num_elements, "number")
     run = standings.simulated(handed_in, challenge, summed, (num_elements,), cluster, sizes)

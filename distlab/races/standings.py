@@ -1,4 +1,4 @@
-"""Simulated runs of a learner's all-reduce, and the table of times that it enters."""
+"""Simulated runs of a learner's all-reduce, and its table of times."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from distlab.util.text import counted
 
 RIVALS = ("recursive_doubling", "tree", "halving_doubling", "ring", "hierarchical")
 YOURS = "yours"
-# An endless loop is found by what the ranks compute; the clock of a busy machine says little.
+# Endless loops are found by computing time, because the clock is unreliable on a busy machine.
 LIMITS = launch.Limits(timeout_s=1200.0, cpu_s=60.0, idle_s=60.0)
 Wrong = tuple[int, float, float]  # element, its value, the right value
 
 
 class ChallengeError(Exception):
-    """The submission is not an all-reduce by messages; the text says why."""
+    """The submission is not an all-reduce by messages; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Standings:
     """Times of the learner's function and its rivals, such as ``seconds["yours"][0]``.
 
     Attributes:
-        title: description of what the columns have in common.
-        columns: clusters or sizes, as they are printed.
-        seconds: times by name, one per column.
-        baseline: name whose speedup is 1.
+        title: Common property of the columns.
+        columns: Clusters or sizes, as printed.
+        seconds: Times by name, one per column.
+        baseline: Name whose speedup is 1.
     """
 
     title: str
@@ -48,18 +48,18 @@ class Standings:
     baseline: str
 
     def speedup(self, name: str) -> float:
-        """Return how many times as fast as the baseline it is: geometric mean over the columns."""
+        """Return the speedup over the baseline, as geometric mean over the columns."""
         pairs = zip(self.seconds[self.baseline], self.seconds[name], strict=True)
-        return prod(base / own for base, own in pairs) ** (1 / len(self.columns))
+        return prod(base / seconds for base, seconds in pairs) ** (1 / len(self.columns))
 
 
 def figure(tables: tuple[Standings, ...]) -> float:
-    """Return the speedup of the learner's function: geometric mean over tables of equal length."""
+    """Return the learner's speedup, as geometric mean over tables of equal length."""
     return float(prod(table.speedup(YOURS) for table in tables) ** (1 / len(tables)))
 
 
 def between(numbers: Random, limits: tuple[float, float]) -> float:
-    """Draw a number, evenly distributed in the logarithm."""
+    """Draw a log-uniform number."""
     low, high = limits
     return float(low * (high / low) ** numbers.random())
 
@@ -101,11 +101,11 @@ def simulated(
     """Run a body with the learner's lesson on every rank of a cluster.
 
     Args:
-        body: function of the lesson, the name of the challenge's function, and ``args``.
-        sizes: description of what is summed, for messages.
+        body: Function of the lesson, the name of the challenge's function, and ``args``.
+        sizes: Description of the summed sizes, for messages.
 
     Raises:
-        ChallengeError: the learner's function raised something or hung.
+        ChallengeError: The learner's function raised an error or hung.
     """
     try:
         return launch.simulate(

@@ -48,7 +48,7 @@ def clipped(text: str, limit: int) -> str:
 
 
 def lowered(text: str) -> str:
-    """Begin a sentence with a small letter, for use after a colon; a name keeps its capitals."""
+    """Lower the first letter of a sentence, for use after a colon; a name keeps its capitals."""
     first = text.split(" ", 1)[0]
     is_name = first[1:] != first[1:].lower()
     return text if is_name else f"{text[:1].lower()}{text[1:]}"

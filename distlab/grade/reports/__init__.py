@@ -19,7 +19,7 @@ def write(result: GradeResult, chosen: Sequence[tuple[str, Path]]) -> None:
     """Write every report that was asked for.
 
     Raises:
-        OSError: one cannot be written; the others are.
+        OSError: A report cannot be written; the others are written.
     """
     problem: OSError | None = None
     for name, path in chosen:

@@ -1,7 +1,7 @@
 """Gradescope's ``results.json``: a visible test per task, with the learner's line on top.
 
-If the grader itself failed, students see that, and the score of the task is 0; what failed is in
-a test that only instructors see.
+If the grader itself fails, students see that, and the score of the task is 0; the error is in a
+test that only instructors see.
 """
 
 import json
@@ -56,9 +56,9 @@ def _output(result: TaskResult) -> str:
 
 
 def _place(result: TaskResult) -> str:
-    """Return the learner's line that it is about, ``collectives.py:36``, "" if none is known.
+    """Return the learner's decisive line, such as ``collectives.py:36``, "" if none is known.
 
-    In a traceback that is the innermost line, in a report of waiting ranks the first one.
+    This is the innermost line of a traceback, or the first one in a table of waiting ranks.
     """
     details = result.verdict.details
     called = _CALLED.findall(details)

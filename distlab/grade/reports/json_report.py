@@ -1,4 +1,4 @@
-"""JSON: everything that is known about a run, for other programs."""
+"""JSON: the complete result of a run, for other programs."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ SCHEMA = "distlab/grade/1"
 
 
 def text(result: GradeResult) -> str:
-    """Return the report: the results, and what the terminal says about them."""
+    """Return the report: the results, and the terminal's messages about them."""
     report = {
         "schema": SCHEMA,
         **result.to_json(),

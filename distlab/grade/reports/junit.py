@@ -6,7 +6,7 @@ from distlab.grade import table
 from distlab.grade.outcomes import Outcome, Verdict
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 
-# A submission that fails is a failure; what ends without a verdict on it is an error.
+# A wrong submission is a failure; a test without a verdict on the submission is an error.
 _ELEMENTS = {
     Outcome.TODO: "skipped",
     Outcome.FAILED: "failure",
@@ -48,7 +48,7 @@ def _suite(result: TaskResult) -> ET.Element:
 
 
 def _missing(result: TaskResult) -> list[TestResult]:
-    """A case for tests that were not run: without it, a task that scores nothing would be green."""
+    """Return a case for tests that were not run; without it, an unscored task would be green."""
     if result.is_complete:
         return []
     verdict = result.verdict if not result.tests else Verdict(Outcome.NOT_RUN, table.INCOMPLETE)
@@ -67,7 +67,7 @@ def _case(task: TaskResult, test: TestResult) -> ET.Element:
 
 
 def _printable(text: str) -> str:
-    """Leave out what XML cannot hold, because a learner's output may contain anything."""
+    """Remove characters that XML does not allow; a learner's output may contain any."""
     return "".join(
         c for c in text if c in "\t\n" or " " <= c < "\ud800" or "\ue000" <= c <= "\ufffd"
     )
