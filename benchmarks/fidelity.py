@@ -1,10 +1,10 @@
-"""Hold the simulator's NCCL against published runs of NCCL.
+"""Compare the simulator's NCCL with published runs of NCCL.
 
-    python benchmarks/fidelity.py        writes the tables of docs/fidelity.md again
+    python benchmarks/fidelity.py        rewrites the tables of docs/fidelity.md
 
-A table is what one source says of one collective on one machine: seconds by size. Of each
-collective, every second table, in alphabetical order, belongs to the half that was fitted; the
-others only check.
+A table holds one source's figures for one collective on one machine: seconds by size. Of each
+collective, every second table, in alphabetical order, belongs to the fitted half; the others are
+only checked.
 """
 
 import csv
@@ -39,9 +39,9 @@ class Table:
     """One published table.
 
     Attributes:
-        algorithm: that was forced, or "auto".
-        points: bytes and seconds.
-        is_fitted: it belongs to the half of the tables that the constants were fitted to.
+        algorithm: Forced algorithm, or "auto".
+        points: Pairs of bytes and seconds.
+        is_fitted: True for the half of the tables to which the constants were fitted.
     """
 
     source: str
@@ -57,20 +57,20 @@ class Table:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The GPUs that took part."""
+        """Ranks of the GPUs that took part."""
         on_node = self.cluster.gpus_per_node
         return tuple(
             node * on_node + gpu for node in range(self.nodes) for gpu in range(self.gpus_per_node)
         )
 
     def way(self, num_bytes: int) -> protocols.Way:
-        """Return what the simulator does."""
+        """Return the simulator's choice for a size."""
         return protocols.cheapest(
             self.collective, self.algorithm, self.members, num_bytes, self.cluster
         )
 
     def errors(self, smallest: int = 0, largest: int = 2**60) -> list[float]:
-        """Return predicted / published - 1 for the sizes that are asked for."""
+        """Return predicted / published - 1 for sizes in a range."""
         return [
             simulated_s(self, num_bytes) / seconds - 1
             for num_bytes, seconds in self.points
@@ -79,7 +79,7 @@ class Table:
 
 
 def tables() -> list[Table]:
-    """Return the tables that are compared; what is left out, and why, is in sources.csv."""
+    """Return the compared tables; sources.csv lists the others with reasons."""
     with (FIGURES / "sources.csv").open() as file:
         sources = {row["source"]: row for row in csv.DictReader(file) if row["use"] == "yes"}
     points: defaultdict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
@@ -139,7 +139,7 @@ class Goal:
     largest: int
 
     def points(self, of: Iterable[Table]) -> list[tuple[Table, int, float]]:
-        """Return what it is about: table, bytes, published seconds."""
+        """Return the points of the range: table, bytes, published seconds."""
         return [
             (table, num_bytes, seconds)
             for table in of
@@ -157,12 +157,12 @@ GOALS = (
 
 
 def simulated_s(table: Table, num_bytes: int) -> float:
-    """Return what the simulator says."""
+    """Return the simulator's seconds."""
     return table.way(num_bytes).seconds
 
 
 def constant_s(table: Table, num_bytes: int) -> float:
-    """Return a guess to be beaten: the bandwidth of NVLink, or of all NICs, and no latency."""
+    """Return a baseline: the bandwidth of NVLink, or of all NICs, without latency."""
     ring = nccl.pattern(table.collective, _natural(table), table.members, table.cluster)
     return num_bytes * ring.seconds()
 
@@ -172,16 +172,16 @@ def _natural(table: Table) -> str:
 
 
 def goal_rows(of: Sequence[Table]) -> list[str]:
-    """Return how well each half is met, and how well a guess would meet it."""
+    """Return rows on how well the simulator, and the baseline, meet each goal."""
     rows = []
     for goal in GOALS:
-        for what, is_fitted, says in (
+        for what, is_fitted, predict in (
             ("fitted", True, simulated_s),
             ("checked", False, simulated_s),
             ("checked, bandwidth alone", False, constant_s),
         ):
             points = goal.points(table for table in of if table.is_fitted == is_fitted)
-            errors = [says(table, num_bytes) / s - 1 for table, num_bytes, s in points]
+            errors = [predict(table, num_bytes) / s - 1 for table, num_bytes, s in points]
             sizes = sorted(map(abs, errors))
             met = sum(size <= goal.within for size in sizes) / len(sizes)
             rows.append(
@@ -208,7 +208,7 @@ def table_row(table: Table) -> str:
 
 
 def page() -> str:
-    """Return the part of docs/fidelity.md that is computed."""
+    """Return the computed part of docs/fidelity.md."""
     everything = tables()
     parts = [
         "| range | half | points | goal | within | median error | worst | bias |",
@@ -238,7 +238,7 @@ def sources() -> str:
 
 
 def written(text: str) -> str:
-    """Return the page with its computed parts as they are now."""
+    """Return the page with updated computed parts."""
     for name, part in (("tables", page()), ("sources", sources())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)

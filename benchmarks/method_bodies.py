@@ -1,4 +1,4 @@
-"""What benchmarks/methods.py runs on every rank, in the simulated world and on processes.
+"""Bodies that benchmarks/methods.py runs on every rank, in the simulated world and on processes.
 
 Each body returns one number. Those of time and memory are ratios, so that they can be compared with
 a formula.
@@ -26,11 +26,11 @@ LAYERS, WIDTH, ROWS, MICRO_BATCHES, CHUNKS, SEGMENTS = 16, 256, 1024, 8, 2, 4
 TARGETS, VOCABULARY = 512, 4096
 
 
-# --- what is measured ----------------------------------------------------------------------------
+# --- measurements --------------------------------------------------------------------------------
 
 
 def kept_by(model: nn.Module, step: Callable[[], Any]) -> int:
-    """Return the most bytes that a step keeps for its backward pass, beside the weights."""
+    """Return the most bytes that a step keeps for its backward pass, besides the weights."""
     meter = programs.Meter([model])
     with meter.step():
         step()
@@ -38,17 +38,17 @@ def kept_by(model: nn.Module, step: Callable[[], Any]) -> int:
 
 
 def times_of(*steps: Callable[[], Any]) -> list[float]:
-    """Return the median seconds of steps that take turns; of the slowest rank."""
+    """Return the median seconds of steps that take turns, on the slowest rank."""
     seconds: list[list[float]] = [[] for _ in steps]
     for repeat in range(REPEATS + 1):
-        for found, step in zip(seconds, steps, strict=True):
+        for row, step in zip(seconds, steps, strict=True):
             dist.barrier()
             start = time.perf_counter()
             step()
             dist.barrier()
-            if repeat:  # the first warms up
-                found.append(time.perf_counter() - start)
-    return [statistics.median(found) for found in seconds]
+            if repeat:  # the first round only warms up
+                row.append(time.perf_counter() - start)
+    return [statistics.median(row) for row in seconds]
 
 
 def ratio(steps: list[float]) -> float:
@@ -57,7 +57,7 @@ def ratio(steps: list[float]) -> float:
 
 
 def deep() -> nn.Sequential:
-    """Return 16 layers of 256 x 256; the same on every rank."""
+    """Return 16 layers of 256 x 256, equal on all ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     pairs = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
@@ -133,7 +133,7 @@ def checkpoint_memory() -> float:
 
 
 def in_stages() -> float:
-    """Take as long as one process: one rank works at a time."""
+    """Take as long as one process, because one rank works at a time."""
     model, (inputs, targets) = deep(), rows()
     half = LAYERS // 2 * dist.get_rank()
     runner = model_parallel.StageRunner(model[half : half + LAYERS // 2])
@@ -150,7 +150,7 @@ def in_stages() -> float:
 
 
 def _micro_batches() -> list[tuple[Tensor, Tensor]]:
-    """Eight parts of the batch; inputs require gradients, or the first layers had less to do."""
+    """Return eight parts of the batch; inputs require gradients, so that all layers do as much."""
     parts = (part.chunk(MICRO_BATCHES) for part in rows())
     return [
         (inputs.clone().requires_grad_(), targets) for inputs, targets in zip(*parts, strict=True)

@@ -1,9 +1,9 @@
-"""Measure what each method of Phase 2 costs: by formula, on a simulated cluster, on this machine.
+"""Measure the cost of each method of Phase 2: by formula, on a simulated cluster, on this machine.
 
     python benchmarks/methods.py        prints the table of docs/methods.md
 
 One body per method runs in both worlds; ``perf_counter`` is the virtual clock in the simulated one.
-The simulated cores compute 30 GFLOP/s, and send messages as the preset laptop does. Real ranks have
+The simulated cores compute 30 GFLOP/s, and send messages like the preset laptop. Real ranks have
 one thread each, so two cores suffice. Times are medians over steps that take turns.
 """
 
@@ -52,9 +52,9 @@ class Method:
         tree = ast.parse((ROOT / f"solutions/phase2_advanced/{file}.py").read_text())
         nodes = {node.name: node for node in tree.body if hasattr(node, "name")}
         reached = [function]
-        for name in reached:  # it grows
-            found = {n.id for n in ast.walk(nodes[name]) if isinstance(n, ast.Name)}
-            reached += sorted(found & {n for n in nodes if n.startswith("_")} - set(reached))
+        for name in reached:  # the list grows meanwhile
+            used = {n.id for n in ast.walk(nodes[name]) if isinstance(n, ast.Name)}
+            reached += sorted(used & {n for n in nodes if n.startswith("_")} - set(reached))
         return sum(code_lines(nodes[name]) for name in reached)
 
 

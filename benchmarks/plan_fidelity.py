@@ -1,10 +1,10 @@
-"""Hold the planner of Phase 3 against published step times.
+"""Compare the planner of Phase 3 with published step times.
 
     python benchmarks/plan_fidelity.py        fits on one half of the rows, and prints both errors
-    python benchmarks/plan_fidelity.py write  writes the tables of docs/plan_fidelity.md anew
+    python benchmarks/plan_fidelity.py write  rewrites the tables of docs/plan_fidelity.md
 
-Every second row of steps.csv belongs to the half that the two constants of ``matmul_seconds`` are
-fitted to; the others only check. Rows with ZeRO 3 are of another library and in neither half.
+Every second row of steps.csv belongs to the half to which the two constants of ``matmul_seconds``
+are fitted; the others are only checked. Rows with ZeRO 3, of another library, are in no half.
 """
 
 import csv
@@ -38,10 +38,10 @@ class Row(NamedTuple):
     layout: Layout
     batch_size: int
     seconds: float
-    half: str  # "fitted", "checked", or "shown": neither
+    half: str  # "fitted" or "checked", or "shown" for neither
 
     def predicted_s(self, efficiency: float, padding: float) -> float:
-        """Return what the planner says."""
+        """Return the planner's prediction."""
         numbers = numbers_of(Cluster.preset("dgx-a100", nodes=self._nodes))
         machine = Machine(**numbers)._replace(matmul_efficiency=efficiency, matmul_padding=padding)
         return estimate_step_time(self.model, self.layout, self.batch_size, machine).total
@@ -80,7 +80,7 @@ def _row(fields: dict[str, str], place: int) -> Row:
 
 
 def _seconds(model: Transformer, batch: int, gpus: int, fields: dict[str, str]) -> float:
-    """Turn FLOP/s into seconds, as the source has turned seconds into FLOP/s: its equation 3."""
+    """Convert FLOP/s to seconds by the source's equation 3, which gave the FLOP/s."""
     layers, h, _, s, vocabulary = model
     terms = 1 + s / (6 * h) + vocabulary / (16 * layers * h)
     flops = 96 * batch * s * layers * h**2 * terms
@@ -126,14 +126,14 @@ def table(every: Sequence[Row]) -> str:
 
 
 class LayerRow(NamedTuple):
-    """What is published of one layer: the seconds of its forward and backward pass."""
+    """Published seconds of the forward and backward pass of one layer."""
 
     model: Transformer
     layout: Layout
     seconds: float
 
     def predicted_s(self) -> float:
-        """Return what the planner says: a step without layers is subtracted."""
+        """Return the planner's prediction, as a difference to a step without layers."""
         batch_size = self.layout.micro_batch
         machine = Machine(**numbers_of(Cluster.preset("dgx-a100")))
         whole, rest = (
@@ -148,14 +148,14 @@ class LayerRow(NamedTuple):
 
 
 def layer_rows() -> list[LayerRow]:
-    """Return what is published of one layer."""
+    """Return the published times of one layer."""
     with (FIGURES / "layers.csv").open(encoding="utf-8") as file:
         return [_layer_row(fields) for fields in csv.DictReader(file)]
 
 
 def _layer_row(fields: dict[str, str]) -> LayerRow:
     layers, width, heads = (int(fields[name]) for name in ("layers", "width", "heads"))
-    checkpointing = next(one for one in CHECKPOINTING if one == fields["checkpointing"])
+    checkpointing = next(kind for kind in CHECKPOINTING if kind == fields["checkpointing"])
     layout = Layout(
         tensor=int(fields["tensor"]),
         micro_batch=int(fields["micro_batch"]),
@@ -167,7 +167,7 @@ def _layer_row(fields: dict[str, str]) -> LayerRow:
 
 
 def layer_table() -> str:
-    """Return what is published of one layer as markdown."""
+    """Return the published times of one layer as markdown."""
     lines = [
         "| one layer of 22b | sequence parallelism | published | ours | error |",
         "|---|---|---|---|---|",

@@ -1,10 +1,10 @@
-"""Print published tables next to what the simulated cluster measures.
+"""Print published tables beside the measurements of the simulated cluster.
 
     python benchmarks/simulated_tables.py zero            memory of ZeRO, 1 to 64 ranks
     python benchmarks/simulated_tables.py pipeline        bubbles of GPipe and 1F1B
     python benchmarks/simulated_tables.py seven_billion   a step of a 7B model on 64 H100
 
-The programs that run are those of tests/lab/sim, where the same numbers are tested.
+The programs are those of tests/lab/sim, where the same numbers are tested.
 """
 
 import gc
@@ -96,7 +96,7 @@ def seven_billion(ranks: Ranks = 64, layers: int = large.LAYERS) -> None:
     rows = []
     for way in large.WAYS:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        gc.disable()  # to search the objects of all ranks for cycles takes a third of the time
+        gc.disable()  # searching the objects of all ranks takes a third of the time
         step = large.measure(way, ranks, layers)
         gc.enable()
         gc.collect()

@@ -1,8 +1,8 @@
-"""How long a learner waits for a verdict: ``python benchmarks/verdicts.py``, on an idle machine.
+"""A learner's wait for a verdict: ``python benchmarks/verdicts.py``, on an idle machine.
 
-Cold: ``distlab check`` in a new process, templates as they come. Warm: ``distlab watch`` on a
-terminal, from the save of a template that holds the solution to the end of the screen it leads to.
-Medians of ``RUNS``; in the end, of the tasks of each phase.
+Cold: ``distlab check`` in a new process, with unwritten templates. Warm: ``distlab watch`` on a
+terminal, from the save of a template that holds the solution to the end of the resulting screen.
+Figures are medians of ``RUNS``, and finally medians over the tasks of each phase.
 """
 
 import os
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def cold_check_s(here: Path, task_id: str) -> float:
-    """Seconds of one ``distlab check``."""
+    """Return the seconds of one ``distlab check``."""
     start = time.monotonic()
     subprocess.run([*DISTLAB, "check", task_id], cwd=here, capture_output=True, check=False)
     return time.monotonic() - start
@@ -68,7 +68,7 @@ def from_save_to_verdict_s(here: Path, task: Task) -> list[float]:
     template, seconds = here / task.folder / f"template_{task.lesson}.py", []
     with watching(here, task) as terminal:
         for _ in range(RUNS):
-            time.sleep(0.5)  # as nobody saves at the moment of a verdict
+            time.sleep(0.5)  # learners do not save at the moment of a verdict
             start = time.monotonic()
             template.write_text(f"{template.read_text()}\n")
             screen = read_screen(terminal)
@@ -80,7 +80,7 @@ def from_save_to_verdict_s(here: Path, task: Task) -> list[float]:
 
 @contextmanager
 def watching(here: Path, task: Task) -> Iterator[int]:
-    """Run ``distlab watch`` on a terminal, whose other end this is, up to the first verdict."""
+    """Run ``distlab watch`` up to its first verdict; yield our end of its terminal."""
     ours, theirs = pty.openpty()
     command = [*DISTLAB, "watch", task.id]
     with subprocess.Popen(
@@ -90,16 +90,16 @@ def watching(here: Path, task: Task) -> Iterator[int]:
         try:
             read_screen(ours)
             yield ours
-        finally:  # otherwise a failure would wait for a process that nobody ends
+        finally:  # otherwise a failure would wait forever for the process
             process.terminate()
             os.close(ours)
 
 
 def read_screen(terminal: int) -> bytes:
-    """Read what is shown until the menu is.
+    """Read the terminal's output up to the menu.
 
     Raises:
-        TimeoutError: there is none; with what was shown.
+        TimeoutError: No menu appeared; the message has the output.
     """
     screen, deadline = b"", time.monotonic() + LONGEST_S
     while MENU not in screen:

@@ -1,10 +1,10 @@
-"""Disturb a training for minutes, and prove that its result is that of the undisturbed one.
+"""Disturb a training for minutes, and prove that its result equals that of the undisturbed one.
 
     python -m scripts.chaos --minutes 3 --ranks 3
     python -m scripts.chaos --config configs/config.yaml --ranks 4 --epochs 12
 
 The configuration is trained twice. The second time, ranks are killed (SIGKILL) or stopped
-(SIGSTOP: to the others it looks like a rank that is cut off), for a moment or until the others have
+(SIGSTOP, which looks like a lost connection to the others), for a moment or until the others have
 given up, and torchrun itself is killed, at moments that --seed decides. What torchrun does not
 restart is started by the same command again. In the end both last checkpoints must be equal bit for
 bit: parameters, optimizer, generators, everything. out/chaos/gantt.png shows what happened.
@@ -40,10 +40,10 @@ from distlab.production.errors import EXIT_CANNOT_SAVE, EXIT_WRONG, ConfigError
 from distlab.production.launching import config_of, environment
 
 KINDS = ("kill", "pause", "stop", "agent")
-GAP_S = (2.0, 8.0)  # time between the moment when all ranks run and the next blow
-STOPPED_S = {"pause": 2.0, "stop": math.inf}  # at most: until another rank ends because of it
+GAP_S = (2.0, 8.0)  # time from the moment when all ranks run to the next blow
+STOPPED_S = {"pause": 2.0, "stop": math.inf}  # longest stop; ends earlier if another rank ends
 KEYS = {"heartbeat_timeout_s": "10", "save_every": "20"}  # defaults
-HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # a new start does not help
+HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # codes after which a restart does not help
 MAX_STARTS = 200
 LOOK_S = 0.1
 
@@ -87,11 +87,11 @@ def _bar() -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
 
 
-# What is done to the training
+# Blows
 
 
 def _endless(kinds: Sequence[str], random: Random) -> Iterator[str]:
-    """Yield each kind once, so that none is missing, and then any."""
+    """Yield each kind once, then random ones."""
     yield from kinds
     while True:
         yield random.choice(kinds)
@@ -103,11 +103,11 @@ class Blows:
     def __init__(self, kinds: Iterable[str], seed: int, num_ranks: int, duration_s: float) -> None:
         self.random, self.num_ranks, self.duration_s = Random(seed), num_ranks, duration_s
         self.kinds, self.given = iter(kinds), list[Blow]()
-        self.next_s: float | None = None  # None while not all ranks run
+        self.next_s: float | None = None  # None unless all ranks run
         self.stopped: list[tuple[float, psutil.Process]] = []  # latest end, process
 
     def look(self, observer: Observer, agent: int) -> None:
-        """Continue the processes that were stopped for long enough, and strike if it is time to."""
+        """Resume processes that were stopped for long enough, and strike if it is time."""
         now_s = observer.now_s
         for until_s, process in self.stopped[:]:
             if now_s >= until_s or observer.any_is_down:
@@ -141,11 +141,11 @@ def _send(process: psutil.Process, number: int) -> None:
 
 
 class TrainingFailedError(Exception):
-    """A training has not come to its end; the message says where its log is."""
+    """A training did not finish; the message names its log."""
 
 
 class Chaos:
-    """Trains one configuration as often as asked to, each time in a folder of its own.
+    """Trains one configuration several times, each time in a new folder.
 
     Attributes:
         starts: Number of times that the last training had to be started.
@@ -155,7 +155,7 @@ class Chaos:
         """Empty the folder.
 
         Raises:
-            ConfigError: the configuration is wrong.
+            ConfigError: The configuration is wrong.
         """
         self.given, self.num_ranks, self.out = {**given, "num_gpus": str(num_ranks)}, num_ranks, out
         self.config, self.starts = config_of(self.given), 0
@@ -163,10 +163,10 @@ class Chaos:
         out.mkdir(parents=True)
 
     def train(self, name: str, bar: Progress, blows: Blows | None = None) -> None:
-        """Train to the end; draw it if it was disturbed.
+        """Train to the end; draw a disturbed training.
 
         Raises:
-            TrainingFailedError: it does not come to its end, however often it is started.
+            TrainingFailedError: The training does not finish, however often it is started.
         """
         (self.out / name).mkdir()
         task, self.starts = bar.add_task(name, total=None), 0
@@ -190,7 +190,7 @@ class Chaos:
             draw_gantt(observer.spans, blows.given, self.out / "gantt.png")
 
     def _start(self, name: str) -> "subprocess.Popen[bytes]":
-        """Start torchrun, which restarts workers by itself; what they print goes into the log."""
+        """Start torchrun, which restarts workers itself; their output goes to the log."""
         self.starts += 1
         keys = {**self.given, "run_dir": str(self.out / name)}
         options = ("--standalone", f"--nproc-per-node={self.num_ranks}", "--max-restarts=1000")
@@ -208,7 +208,7 @@ class Chaos:
         return self.out / f"{name}.log"
 
     def _check(self, name: str) -> None:
-        """Give up where another start does not help."""
+        """Raise if another start does not help."""
         left = self.out / name / "exit_code"
         code = left.read_text(encoding="utf-8").strip() if left.exists() else ""
         if code in HOPELESS or self.starts > MAX_STARTS:
@@ -220,16 +220,16 @@ class Chaos:
         kinds = ", ".join(f"{number} x {kind}" for kind, number in sorted(counts.items()))
         print(f"{len(blows.given)} blows ({kinds}); torchrun was started {self.starts} times")
         print(f"what happened: {self.out}/gantt.png")
-        expected, found = (_last_state(self.out / name) for name in ("undisturbed", "disturbed"))
-        if wrong := differences(expected, found):
+        expected, state = (_last_state(self.out / name) for name in ("undisturbed", "disturbed"))
+        if wrong := differences(expected, state):
             print(f"NOT EQUAL: {len(wrong)} values, such as {wrong[0]}")
             return 1
-        print(f"equal bit for bit after step {found['step']:,}: {counted(expected)}")
+        print(f"equal bit for bit after step {state['step']:,}: {counted(expected)}")
         return 0
 
 
 def _end(agent: "subprocess.Popen[bytes]", observer: Observer) -> None:
-    """Leave no process behind, whatever has happened."""
+    """Kill all processes of a training."""
     agent.kill()
     agent.wait()
     for process in observer.processes.values():

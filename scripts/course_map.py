@@ -16,11 +16,11 @@ from distlab.course import Phase, load
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs/images/course.svg"
-WIDTH, HEIGHT = 100.0, 72.0  # of the drawing, in units of its own
+WIDTH, HEIGHT = 100.0, 72.0  # size of the drawing in its own units
 GAP = 1.6
 INK, FAINT, PALE, LINE = "#22303c", "#5d6975", "#f4f5f7", "#7a8794"
 PHASES = ("#d8e6f6", "#dcefdc", "#fbe7cf", "#f4dbe0")
-LOOP = (  # what a learner does, task after task
+LOOP = (  # a learner's steps for each task
     ("read", "guidelines.md"),
     ("write", "the body of a function"),
     ("save", "distlab watch grades it"),
@@ -47,7 +47,7 @@ class Box:
     height: float
 
     def draw(self, axes: Axes, colour: str) -> None:
-        """Draw it, with round corners."""
+        """Draw the box with round corners."""
         corner = (self.x, self.y)
         style = "round,pad=0,rounding_size=0.8"
         look = {"boxstyle": style, "facecolor": colour, "edgecolor": LINE, "linewidth": 0.8}
@@ -65,7 +65,7 @@ class Box:
 
 
 def columns(count: int, y: float, height: float) -> list[Box]:
-    """Return so many boxes side by side, over the whole width."""
+    """Return ``count`` boxes side by side, over the whole width."""
     width = (WIDTH - GAP * (count - 1)) / count
     return [Box(k * (width + GAP), y, width, height) for k in range(count)]
 
@@ -77,7 +77,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> N
 
 
 def draw_loop(axes: Axes) -> None:
-    """Draw what a learner does with each task."""
+    """Draw a learner's steps for each task."""
     boxes = columns(len(LOOP), 65.6, 6.2)
     for box, (head, body) in zip(boxes, LOOP, strict=True):
         box.draw(axes, PALE)
@@ -99,7 +99,7 @@ def draw_phase(axes: Axes, box: Box, phase: Phase, colour: str) -> None:
 
 
 def draw_line(axes: Axes, box: Box, below: float, text: str, remark: str) -> None:
-    """Write a text and a remark under it, so far below the upper edge of a box."""
+    """Write a text and a remark under it, ``below`` units under the upper edge of a box."""
     x, y = box.x + 1.2, box.y + box.height - below
     axes.text(x, y, text, va="center", size=8.2, color=INK)
     axes.text(x, y - 1.45, remark, va="center", size=7.2, color=FAINT, style="italic")
@@ -116,7 +116,7 @@ def draw_band(axes: Axes, box: Box, text: str) -> None:
 
 
 def draw_worlds(axes: Axes) -> None:
-    """Draw where the same code runs."""
+    """Draw the worlds in which the same code runs."""
     for box, (head, body) in zip(columns(len(WORLDS), 0.2, 9.8), WORLDS, strict=True):
         box.draw(axes, PALE)
         box.head(axes, head)
@@ -143,8 +143,8 @@ def picture() -> Figure:
 
 def main() -> None:
     """Write the file."""
-    rcParams["svg.hashsalt"] = "course"  # the same course gives the same file
-    rcParams["svg.fonttype"] = "none"  # text, not outlines: a quarter of the size
+    rcParams["svg.hashsalt"] = "course"  # makes the file reproducible
+    rcParams["svg.fonttype"] = "none"  # text instead of outlines: a quarter of the size
     picture().savefig(PICTURE, metadata={"Date": None})
     PICTURE.write_text(NEEDLESS.sub("", PICTURE.read_text()))
 

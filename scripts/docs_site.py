@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: the site is the repository's own Markdown, at the paths that it has there.
+"""Hooks of mkdocs: the site is the repository's own Markdown, at the same paths.
 
-Links between the files then work unchanged, on the site as in the repository. mkdocs.yml names this
+Links between the files then work unchanged on the site. mkdocs.yml names this
 file; ``make docs`` runs it.
 """
 
@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING
 
 from distlab.course import anchor
 
-if TYPE_CHECKING:  # the tests of what follows run without mkdocs
+if TYPE_CHECKING:  # the tests run without mkdocs
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import File, Files
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 SHOWN = ("*.md", "docs/*.md", "docs/*.png", "docs/images/*", "phase*/*.md", "phase*/figures/*")
-NOT_SHOWN = ("CLAUDE.md",)  # a pointer for one tool
+NOT_SHOWN = ("CLAUDE.md",)  # only a pointer to AGENTS.md
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
 def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
-    """Give headings the anchors that GitHub gives them."""
+    """Give headings GitHub's anchors."""
     config.mdx_configs["toc"] = {"slugify": lambda text, _: anchor(text), "permalink": True}
     return config
 
 
 def on_files(files: "Files", *, config: "MkDocsConfig") -> "Files":
-    """Take the repository's files instead of those of docs/ alone; keep the theme's."""
+    """Replace the files of docs/ by the repository's; keep the theme's files."""
     from mkdocs.structure.files import Files
 
     theirs = [file for file in files if not file.src_uri.endswith((".md", ".png"))]
@@ -52,16 +52,16 @@ def _file(path: Path, config: "MkDocsConfig") -> "File":
 
 
 def on_page_markdown(text: str, *, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
-    """Turn GitHub's Markdown into what mkdocs reads."""
+    """Convert GitHub's Markdown to mkdocs' dialect."""
     return for_mkdocs(text, Path(page.file.src_uri))
 
 
 def for_mkdocs(text: str, path: Path) -> str:
-    """Return a page's text with the few things changed that GitHub reads in another way.
+    """Convert the few constructs of a page that GitHub and mkdocs read differently.
 
     Args:
         text: GitHub's Markdown.
-        path: the page, in the repository.
+        path: Path of the page in the repository.
     """
     lines: list[str] = []
     is_code = False
@@ -70,7 +70,7 @@ def for_mkdocs(text: str, path: Path) -> str:
             is_code = not is_code
         elif not is_code:
             line = line.replace("<details>", '<details markdown="1">')
-            line = LINK.sub(lambda found: _link(found, path), line)
+            line = LINK.sub(lambda match: _link(match, path), line)
             if ITEM.match(line) and lines and lines[-1].strip() and not _is_in_list(lines):
                 lines.append("")
         lines.append(line)
@@ -78,7 +78,7 @@ def for_mkdocs(text: str, path: Path) -> str:
 
 
 def _is_in_list(lines: list[str]) -> bool:
-    """Tell whether the paragraph that ends here is an item of a list."""
+    """Return True if the last paragraph is an item of a list."""
     for line in reversed(lines):
         if not line.strip():
             return False
@@ -87,13 +87,13 @@ def _is_in_list(lines: list[str]) -> bool:
     return False
 
 
-def _link(found: re.Match[str], path: Path) -> str:
-    """Keep a link to a page; of a link to another file of the repository keep the words.
+def _link(link: re.Match[str], path: Path) -> str:
+    """Keep a link to a page; reduce a link to another file of the repository to its words.
 
-    A link to nothing is kept as well: mkdocs then complains.
+    A broken link is kept, so that mkdocs complains.
     """
-    words, target = found.groups()
+    words, target = link.groups()
     file = (ROOT / path.parent / target.partition("#")[0]).resolve()
     if "://" in target or target.startswith("#") or not file.exists():
-        return found[0]
-    return found[0] if file.relative_to(ROOT) in shown() else words
+        return link[0]
+    return link[0] if file.relative_to(ROOT) in shown() else words

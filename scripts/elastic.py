@@ -1,14 +1,14 @@
-"""A run whose workers may come and go: start this on one machine or several, in any number.
+"""A run whose workers may come and go; start any number of them, on one or several machines.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:4 --nproc_per_node=1 --max_restarts=100 --rdzv_backend=c10d \\
         --rdzv_endpoint=127.0.0.1:29400 --rdzv_conf=last_call_timeout=5 scripts/elastic.py out/run
 
 Start it in one terminal, and the same command in another: torchrun ends the worker and starts two.
-Kill the second one, agent and worker, and the first goes on alone. It trains a small model on the
-bundled digits for 10 epochs, and prints how many workers go on where, and the accuracy in the end.
-``out/run.jsonl`` notes which worker has trained on which samples. ``echo 0.2 > out/run.pace`` makes
-steps take so many seconds more, also while it runs.
+Kill the second one, agent and worker, and the first continues alone. It trains a small model on the
+bundled digits for 10 epochs, and prints where how many workers continue, and the final accuracy.
+``out/run.jsonl`` records which worker trained on which samples. ``echo 0.2 > out/run.pace`` makes
+each step take 0.2 s longer, also during a run.
 """
 
 import json
@@ -32,10 +32,10 @@ GLOBAL_BATCH, NUM_EPOCHS, SAVE_EVERY = 96, 10, 5
 
 
 class Digits:
-    """A small model that learns the bundled digits, and notes on what it was trained."""
+    """A small model that learns the bundled digits, and records its samples."""
 
     def __init__(self, folder: Path) -> None:
-        """Prepare to train in a folder: beside it lie ledger and pace."""
+        """Prepare to train in a folder, next to which the ledger and the pace are."""
         torch.manual_seed(0)
         self.data = load("digits")
         self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -45,7 +45,7 @@ class Digits:
         self.start = start_number()
 
     def parameters(self) -> Iterable[Tensor]:
-        """Return what is trained."""
+        """Return the trained parameters."""
         return self.model.parameters()
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Digits:
         return {**state, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = state["num_steps"]
@@ -69,7 +69,7 @@ class Digits:
         loss.backward()
 
     def _note(self, samples: Sequence[int], epoch: int) -> None:
-        """Append a line, in one write, so that those of several workers don't mix."""
+        """Append a line in one write, so that lines of several workers don't mix."""
         line = {
             "start": self.start,
             "world_size": dist.get_world_size(),
@@ -83,7 +83,7 @@ class Digits:
             file.write(json.dumps(line).encode() + b"\n")
 
     def step(self) -> None:
-        """Change the parameters."""
+        """Update the parameters."""
         self.optimizer.step()
         self.num_steps += 1
         if self.pace.exists():
@@ -91,14 +91,14 @@ class Digits:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Return which part of the test images is recognised."""
+        """Return the share of recognised test images."""
         images, labels = zip(*self.data.test, strict=True)
-        found = self.model(torch.stack(images)).argmax(1)
-        return float((found == torch.tensor(labels)).float().mean())
+        guesses = self.model(torch.stack(images)).argmax(1)
+        return float((guesses == torch.tensor(labels)).float().mean())
 
 
 def start_number() -> int:
-    """Return a number that all workers of this start have in common, and no other start has."""
+    """Return a number that identifies this start, equal on all its workers."""
     number = [time.time_ns()]
     dist.broadcast_object_list(number, group_src=0)
     return number[0]
@@ -115,7 +115,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.parent.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
-    with StopRequest() as stop:  # not before: until the ranks have met, SIGTERM is to end them
+    with StopRequest() as stop:  # only now: SIGTERM must end ranks that still wait to meet
         job = Digits(folder)
         num_steps = run_elastic(
             job,

@@ -2,9 +2,9 @@
 
     python -m scripts.launch_local --epochs 5 --batch_size 128 --lr 0.1 --num_workers 2 --device cpu
 
-Where CIFAR-10 is neither in ./data (or $DISTLAB_DATA) nor to be had, the bundled digits take its
+If CIFAR-10 is neither in ./data (or $DISTLAB_DATA) nor downloadable, the bundled digits take its
 place, and a line says so. Each run gets a folder of its own, out/local/1 and so on, with its
-checkpoints; --resume goes on with the newest.
+checkpoints; --resume continues the newest.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from distlab.production.launching import launch
 
 RUNS = Path("out/local")
 RECIPE = {"model": "resnet18", "optimizer": "sgd", "weight_decay": 5e-4, "label_smoothing": 0}
-DIGITS_SIDE = 16  # twice that of the digits, the least that ResNets take
+DIGITS_SIDE = 16  # twice the digits' side, and the smallest for ResNets
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
         "epochs": options.epochs,
         "batch_size": options.batch_size,
         "lr": options.lr,
-        "lr_batch_size": options.batch_size,  # so that lr is taken as it is
+        "lr_batch_size": options.batch_size,  # lr is not scaled then
         "num_gpus": options.num_workers,
         "device": options.device,
         "run_dir": RUNS / str(_number(RUNS, resume=options.resume)),
@@ -64,7 +64,7 @@ def _number(folder: Path, *, resume: bool) -> int:
 
 
 def _data() -> dict[str, object]:
-    """Choose the data. CIFAR-10 is fetched here, once, before there are several processes."""
+    """Choose the data. CIFAR-10 is downloaded here once, before there are several processes."""
     try:
         data.load("cifar10")
     except data.DataError as error:

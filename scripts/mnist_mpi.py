@@ -1,13 +1,13 @@
-"""How many all-reduces an epoch of MNIST needs: gradients one by one, and in buckets.
+"""The number of all-reduces in an epoch of MNIST: gradients one by one, and in buckets.
 
     mpirun -np 2 python scripts/mnist_mpi.py
     torchrun --nproc-per-node 2 scripts/mnist_mpi.py
     python scripts/mnist_mpi.py                       # starts two processes itself
 
-It trains the network of LizarDist's report three times with the functions of Phases 1 and 3, and
-counts the calls. MNIST is read where its files are, in ``$DISTLAB_DATA`` or ``data``; otherwise the
-images are made up. An epoch of 60,000 images is half a minute of two cores; ``--images 6000`` takes
-a tenth of it.
+This trains the network of LizarDist's report three times with the functions of Phases 1 and 3, and
+counts the calls. MNIST is read if its files are in ``$DISTLAB_DATA`` or ``data``; otherwise the
+images are synthetic. An epoch of 60,000 images takes two cores half a minute; ``--images 6000``
+takes a tenth of that.
 
 Source: github.com/adelbennaceur/lizardist, benchmark/gradient_bucketing_benchmark.md.
 """
@@ -36,8 +36,8 @@ from solutions.phase1_data_parallel.trainer import (
 from solutions.phase3_multi_node.ddp import DistributedDataParallel
 
 NUM_IMAGES, RANKS_ALONE = 60_000, 2
-BATCH, LR = 128, 0.05  # images of each rank in a step
-REPORTED_CALLS, REPORTED_IN_BUCKETS = 1_880, 235  # of an epoch, by LizarDist
+BATCH, LR = 128, 0.05  # BATCH is per rank
+REPORTED_CALLS, REPORTED_IN_BUCKETS = 1_880, 235  # LizarDist's calls per epoch
 REPORTED = (
     f"LizarDist's report: {REPORTED_CALLS:,} / {REPORTED_IN_BUCKETS:,} = "
     f"{REPORTED_CALLS / REPORTED_IN_BUCKETS:.2f}\n"
@@ -46,23 +46,23 @@ REPORTED = (
 
 
 class Counted:
-    """Sums the gradients that come here over the ranks, and counts calls and bytes."""
+    """Sums gradients over the ranks, and counts calls and bytes."""
 
     def __init__(self) -> None:
         self.calls = self.num_bytes = 0
 
     def start(self, x: Tensor, group: Group = None) -> Started:
-        """Start to sum a tensor, in place: what Phase 3 takes."""
+        """Start to sum a tensor in place, as Phase 3 requires."""
         self.calls += 1
         self.num_bytes += x.nbytes
         return start_all_reduce(x, group)
 
     def all_reduce(self, x: Tensor, group: Group = None) -> None:
-        """Sum a tensor, in place: what Phase 1 takes."""
+        """Sum a tensor in place, as Phase 1 requires."""
         self.start(x, group).wait()
 
 
-# What a step calls, and what then replaces the gradients by their means.
+# From a model: the model that a step calls, and the function that averages its gradients.
 Way = Callable[[nn.Module, Counted], tuple[nn.Module, Callable[[], None]]]
 
 
@@ -77,7 +77,7 @@ def at_once(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[[],
 
 
 def in_buckets(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[[], None]]:
-    """Sum gradients in buckets, while the backward pass goes on: a first one of 1 MiB holds all."""
+    """Sum gradients in buckets during the backward pass; the first one, of 1 MiB, holds all."""
     parallel = DistributedDataParallel(model, all_reduce=counted.start)
     return parallel, parallel.finish_gradient_synchronization
 
@@ -91,12 +91,12 @@ WAYS: dict[str, Way] = {
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch as this rank has seen it; the losses are those of all ranks."""
+    """An epoch on this rank; the losses are those of all ranks."""
 
     losses: list[float]
     calls: int
     num_bytes: int
-    calls_of_group: int  # for gradients and losses; 0: gloo and NCCL don't count
+    calls_of_group: int  # calls for gradients and losses; 0 on gloo and NCCL, which don't count
 
 
 def convnet() -> nn.Sequential:
@@ -117,7 +117,7 @@ def convnet() -> nn.Sequential:
 
 
 def images(num_images: int) -> tuple[str, Dataset[Sample]]:
-    """Return the name and the first training images of MNIST, or of what has its shapes."""
+    """Return the name and the first training images of MNIST, or of synthetic data of its shape."""
     if (data_root() / "MNIST/raw").is_dir():
         splits = data.load("mnist")
     else:
@@ -126,7 +126,7 @@ def images(num_images: int) -> tuple[str, Dataset[Sample]]:
 
 
 def shard_of(dataset: Dataset[Sample]) -> DataLoader[Sample]:
-    """Load this rank's share of an epoch; the last batch may be a smaller one."""
+    """Load this rank's share of an epoch; the last batch may be smaller."""
     num_images = len(dataset)  # type: ignore[arg-type]
     mine = shard_indices(num_images, dist.get_rank(), dist.get_world_size(), drop_last=True)
     return DataLoader(Subset(dataset, mine), batch_size=BATCH)
@@ -147,7 +147,7 @@ def train(way: Way, loader: DataLoader[Sample], device: torch.device) -> Epoch:
 
 
 def counted_by_group() -> int:
-    """Return how many all-reduces the process group has counted; those of torch count none."""
+    """Return the process group's number of all-reduces; torch's own groups count none."""
     group = dist.group.WORLD
     return group.counts.calls["all_reduce"] if isinstance(group, BaseGroup) else 0
 
@@ -159,7 +159,7 @@ def backend() -> str:
 
 
 def compare(num_images: int) -> None:
-    """Train in every way on this rank; rank 0 prints."""
+    """Train in all ways on this rank; rank 0 prints."""
     name, dataset = images(num_images)
     loader, device = shard_of(dataset), launch.context().device
     epochs = {title: train(way, loader, device) for title, way in WAYS.items()}
@@ -169,7 +169,7 @@ def compare(num_images: int) -> None:
 
 
 def report(what: str, epochs: dict[str, Epoch]) -> str:
-    """Write the calls of each way, their factor, and how far apart the losses are."""
+    """Write the calls of each way, their ratio, and the largest difference of the losses."""
     one, _, buckets = epochs.values()
     num_steps, num_tensors = len(one.losses), len([*convnet().parameters()])
     ranks = dist.get_world_size()
@@ -196,7 +196,7 @@ def row(title: str, epoch: Epoch) -> str:
 
 
 def difference(losses: list[list[float]]) -> str:
-    """Say how far apart the losses of all ways are in any step."""
+    """Write the largest difference between the losses of all ways in any step."""
     largest = max(max(step) - min(step) for step in zip(*losses, strict=True))
     if not largest:
         return f"losses: the same in all {len(losses[0]):,} steps, bit for bit"
@@ -204,12 +204,12 @@ def difference(losses: list[list[float]]) -> str:
 
 
 def main() -> None:
-    """Train in the world that a launcher has started, or in one of two processes."""
+    """Train in the world that a launcher has started, or in a new one of two processes."""
     parser = argparse.ArgumentParser(description="all-reduces of an epoch, in three ways")
     parser.add_argument("--images", type=int, default=NUM_IMAGES, help="images of all ranks")
     options = parser.parse_args()
-    found = launched()
-    num_ranks = found.world_size if found else RANKS_ALONE
+    world = launched()
+    num_ranks = world.world_size if world else RANKS_ALONE
     if options.images < num_ranks:
         parser.error(f"--images {options.images}: each of {num_ranks} ranks needs one or more")
     launch.run(compare, num_ranks, options.images, timeout_s=None)

@@ -1,6 +1,6 @@
-"""What the pictures and the quoted numbers of phase1_data_parallel/guidelines.md show.
+"""The programs behind the pictures and quoted numbers of phase1_data_parallel/guidelines.md.
 
-A torch.distributed program like any other: it says ``init_process_group`` and runs one subject.
+A torch.distributed program like any other: it calls ``init_process_group`` and runs one subject.
 
     distlab sim --cluster laptop --ranks 8 --plot broadcast.png scripts/phase1.py broadcast
     torchrun --nproc-per-node 4 scripts/phase1.py measure
@@ -47,7 +47,7 @@ def scatter_batch() -> None:
 
 
 def both_send_first() -> None:
-    """Swap a number with a neighbour as one would write it first: it hangs."""
+    """Swap a number with a neighbour in the naive way, which hangs."""
     partner = dist.get_rank() ^ 1
     x, arrived = torch.ones(1), torch.empty(1)
     dist.send(x, partner)
@@ -62,7 +62,7 @@ def exchange() -> None:
 
 
 def measure() -> None:
-    """Print what each all-reduce takes by size."""
+    """Print the time of each all-reduce by size."""
     sizes = [4**k for k in range(2, 13, 2)]
     times = collectives.measure_all_reduce(collectives.ALL_REDUCES, sizes)
     if dist.get_rank() == 0:

@@ -1,6 +1,6 @@
-"""What the pictures and the quoted numbers of phase2_advanced/guidelines.md show.
+"""The programs behind the pictures and quoted numbers of phase2_advanced/guidelines.md.
 
-A torch.distributed program like any other: it says ``init_process_group`` and runs one subject.
+A torch.distributed program like any other: it calls ``init_process_group`` and runs one subject.
 
     distlab sim --ranks 4 --plot gpipe.png scripts/phase2.py gpipe
 """
@@ -80,7 +80,7 @@ def _without_autocast(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 
 
 def precisions() -> None:
-    """Train four times on 1,280 digits with a loss of small weight; print what becomes of it."""
+    """Train four times on 1,280 digits with a loss of small weight; print first and last losses."""
     rows = {
         "float32": _losses(_digits_model(), LossScaler(1.0), _small_loss_in_float32),
         "float16 everywhere": _losses_of_half(_digits_model().half()),
@@ -117,7 +117,7 @@ def _losses(model: nn.Module, scaler: LossScaler, loss_sum: LossSum) -> list[flo
 
 
 def _small_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """Weigh the loss as one of several."""
+    """Weight the loss as if it were one of several."""
     loss, num_targets = cross_entropy_sum(model, batch)
     return SMALL_WEIGHT * loss, num_targets
 
@@ -128,7 +128,7 @@ def _small_loss_in_float32(model: nn.Module, batch: Batch) -> tuple[Tensor, int]
 
 
 def _losses_of_half(model: nn.Module) -> list[float]:
-    """Train as if nothing but the dtype had to change: weights, gradients and Adam in float16."""
+    """Train with only the dtype changed: weights, gradients and Adam in float16."""
     optimizer, (images, labels) = torch.optim.Adam(model.parameters(), lr=LR), _share_of_digits()
     losses = []
     for _ in range(NUM_STEPS):
@@ -168,7 +168,7 @@ def four_stages() -> None:
 
 # pipeline_parallel
 
-STAGES, MICRO_BATCHES, LAYERS = 4, 8, 4  # LAYERS on each stage, of WIDTH, with ROWS at once
+STAGES, MICRO_BATCHES, LAYERS = 4, 8, 4  # LAYERS per stage
 WIDTH, ROWS = 200, 50
 
 
@@ -178,12 +178,12 @@ def gpipe() -> None:
 
 
 def one_f_one_b() -> None:
-    """Run them by 1F1B."""
+    """Run the same micro-batches by 1F1B."""
     _run_pipeline(pipeline_parallel.one_f_one_b_schedule(STAGES, MICRO_BATCHES), num_chunks=1)
 
 
 def interleaved() -> None:
-    """Run them by interleaved 1F1B, in two chunks of two layers on each stage."""
+    """Run the same micro-batches by interleaved 1F1B, in two chunks of two layers per stage."""
     _run_pipeline(pipeline_parallel.interleaved_schedule(STAGES, MICRO_BATCHES, 2), num_chunks=2)
 
 
@@ -191,14 +191,14 @@ def _run_pipeline(schedule: Schedule, num_chunks: int) -> None:
     pipeline_parallel.send_tensors, pipeline_parallel.recv_tensors = _send_plain, _receive_plain
     layers = range(LAYERS // num_chunks)
     chunks = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in layers)) for _ in range(num_chunks)]
-    inputs = torch.ones(ROWS, WIDTH, requires_grad=True)  # else stage 0 had less to compute
+    inputs = torch.ones(ROWS, WIDTH, requires_grad=True)  # so that stage 0 computes as much
     targets = torch.zeros(ROWS, dtype=torch.long)
     batches = [(inputs, targets)] * MICRO_BATCHES
     pipeline_parallel.run_schedule(schedule, chunks, batches, cross_entropy_sum)
 
 
 def _send_plain(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
-    """Send without a header, so that each tensor is one arrow: all have the same shape here."""
+    """Send without a header, so that each tensor is one arrow; all have the same shape here."""
     return [dist.isend(x.detach(), dst) for x in tensors]
 
 
@@ -220,14 +220,14 @@ def tensor_block() -> None:
 
 
 def sequence_block() -> None:
-    """Split the positions between its layers, too."""
+    """Also split the positions between a block's layers."""
     block, x = large_block(2048 // dist.get_world_size())
     tensor_parallel.parallelize_block(block)
     block(x).sum().backward()
 
 
 def large_block(positions: int) -> tuple[Block, torch.Tensor]:
-    """Make a block with 32 heads, and an input, in 16 bits; on meta, where nothing is computed."""
+    """Make a block with 32 heads, and an input, in 16 bits on meta, where nothing is computed."""
     with torch.device("meta"):
         block = Block(4096, 32).bfloat16()
         return block, torch.zeros(1, positions, 4096, dtype=torch.bfloat16, requires_grad=True)

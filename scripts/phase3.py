@@ -1,6 +1,6 @@
-"""What the pictures and the quoted numbers of phase3_multi_node/guidelines.md show.
+"""The programs behind the pictures and quoted numbers of phase3_multi_node/guidelines.md.
 
-A torch.distributed program like any other: it says ``init_process_group`` and runs one subject.
+A torch.distributed program like any other: it calls ``init_process_group`` and runs one subject.
 
     distlab sim --ranks 4 --plot ring.png scripts/phase3.py ring_all_reduce
     torchrun --nproc-per-node 4 scripts/phase3.py tree_all_reduce
@@ -36,7 +36,7 @@ def main() -> None:
 
 # ring_allreduce
 
-GRADIENTS = 25_600_000  # parameters of a ResNet-50, as float32 102.4 MB
+GRADIENTS = 25_600_000  # parameters of a ResNet-50, 102.4 MB as float32
 
 
 def ring_reduce_scatter() -> None:
@@ -45,17 +45,17 @@ def ring_reduce_scatter() -> None:
 
 
 def ring_all_reduce() -> None:
-    """Sum them on all ranks."""
+    """Sum the gradients on all ranks."""
     ring_allreduce.ring_all_reduce(torch.empty(GRADIENTS, device="meta"))
 
 
 def segmented_ring() -> None:
-    """Sum them in segments of at most 8 MiB."""
+    """Sum the gradients in segments of at most 8 MiB."""
     ring_allreduce.segmented_ring_all_reduce(torch.empty(GRADIENTS, device="meta"))
 
 
 def short_segments() -> None:
-    """Sum them in segments of at most 1 MiB."""
+    """Sum the gradients in segments of at most 1 MiB."""
     x = torch.empty(GRADIENTS, device="meta")
     ring_allreduce.segmented_ring_all_reduce(x, segment_bytes=2**20)
 
@@ -111,7 +111,7 @@ BUCKETS = {"bucket_bytes": 2 * 2 * WIDTH**2, "first_bucket_bytes": 2 * WIDTH**2}
 
 
 def step_with(wrap: Callable[..., Any], **limits: int) -> None:
-    """Do a step of eight layers in 16 bits; on meta, where nothing is computed."""
+    """Do a step of eight layers in 16 bits on meta, where nothing is computed."""
     with torch.device("meta"):
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         model = nn.Sequential(*layers).bfloat16()
@@ -125,7 +125,7 @@ def step_with(wrap: Callable[..., Any], **limits: int) -> None:
 
 
 def bounded_staleness() -> None:
-    """Rank 0 serves with a staleness of 2; the last worker is four times slower than the others."""
+    """Serve with a staleness of 2 on rank 0; the last worker is four times slower."""
     rank, workers = dist.get_rank(), [*range(1, dist.get_world_size())]
     shard, num_steps = torch.zeros(1_000_000), 6
     if rank == 0:
@@ -142,7 +142,7 @@ def bounded_staleness() -> None:
 
 
 def fully_sharded() -> None:
-    """Go forward and back once through four layers, each of them a unit."""
+    """Run one forward and backward pass through four layers, each of them a unit."""
     layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     model = zero.FullyShardedDataParallel(layers, compute_dtype=torch.float32)
     model(torch.ones(256, 256)).sum().backward()

@@ -1,9 +1,9 @@
-"""A run that may be stopped or killed at any moment, and goes on when it is started again.
+"""A run that may be stopped or killed at any moment, and continues when it is started again.
 
     torchrun --nproc_per_node=2 scripts/phase4.py out/run 1000
 
-It trains a small model for 1000 steps, with a checkpoint in every 50 in ``out/run``, and prints
-where it begins and what the parameters are in the end: the same, however often it was interrupted.
+It trains a small model for 1000 steps, with a checkpoint every 50 steps in ``out/run``, and prints
+the first step and the final parameters: the same, however often it was interrupted.
 """
 
 import signal
@@ -21,15 +21,15 @@ from solutions.phase4_production.fault_tolerance import StopRequest
 from solutions.phase4_production.training_state import ResumableSampler, TrainingState
 
 SAVE_EVERY = 50
-STEP_S = 2e-3  # stands for the computing of a larger model
+STEP_S = 2e-3  # simulates the computing of a larger model
 NUM_SAMPLES, GLOBAL_BATCH = 1000, 32  # an epoch ends in the 32nd step, between two checkpoints
 
 
 class Run:
-    """What is trained, and all that it needs to go on."""
+    """The model and the state from which its training continues."""
 
     def __init__(self) -> None:
-        """Begin: rank by rank, dropout draws other numbers."""
+        """Start with a different seed of dropout on each rank."""
         torch.manual_seed(0)
         self.x = torch.randn(NUM_SAMPLES, 8)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
@@ -48,7 +48,7 @@ class Run:
 
     def step(self) -> None:
         """Train on this rank's part of the next global batch."""
-        batch_size = min(GLOBAL_BATCH, NUM_SAMPLES - self.sampler.position)  # of all ranks
+        batch_size = min(GLOBAL_BATCH, NUM_SAMPLES - self.sampler.position)  # total of all ranks
         x = self.x[next(iter(self.sampler))]
         self.optimizer.zero_grad()
         loss: Any = (self.model(x) - x.sum(1, keepdim=True)).square().sum() / batch_size
@@ -71,11 +71,11 @@ def main() -> None:
 
 
 def train(run: Run, folder: Path, num_steps: int) -> None:
-    """Go on from the newest checkpoint, and stop where all ranks agree to."""
+    """Continue from the newest checkpoint, and stop when all ranks agree to."""
     first = resume(run, folder)
 
     def save(step: int) -> None:
-        state = run.state.state_dict()  # all ranks give their generators
+        state = run.state.state_dict()  # gathers the generators of all ranks
         if dist.get_rank() == 0:
             save_checkpoint(state, folder, step)
 

@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def outdated_templates(course: Course) -> dict[Path, str]:
-    """Return the text that each template should have, by path, where it has another one."""
+    """Return the new texts of outdated templates, by path."""
     outdated = {}
     for template, solution in dict.fromkeys(
         (task.template, task.solution) for task in course.tasks
@@ -120,7 +120,7 @@ class _Merge:
             start = _end(node)
 
     def _is_carried_over(self, node: ast.stmt, name: str) -> bool:
-        """Private code comes along only if the template has it: a stub's helpers are the answer."""
+        """Return True for public code, and for private code that the template already has."""
         is_private = re.search(r"(^|\.)_(?!\w*__$)", name)
         return not _name(node) or not is_private or name in self.template.names
 
@@ -147,7 +147,7 @@ class _Merge:
 
 
 def _error(what: str, where: str, indent: str) -> str:
-    """Return the statement that raises, laid out as ruff does."""
+    """Return the statement that raises, formatted like ruff's output."""
     inside = indent + 4 * " "
     head, end = f"{indent}raise NotImplementedError(", ")\n"
     for text in (f'{head}"{what}{where}"{end}', f'{head}\n{inside}"{what}{where}"\n{indent}{end}'):
@@ -165,7 +165,7 @@ def _new_template(solution: Source, tasks: Sequence[Task]) -> str:
 
 
 def _for_learners(code: str) -> str:
-    """Let code that imports a solution import the template instead."""
+    """Replace imports of solutions by imports of templates."""
     return re.sub(r"\bsolutions\.(phase\w+)\.(\w+)", r"\1.template_\2", code)
 
 

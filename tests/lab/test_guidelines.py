@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 ROOT = Path(__file__).parents[2]
 COURSE = shipped(load(ROOT))
 PROGRAM = Path("scripts/phase1.py")
-FIGURES = runpy.run_path(str(ROOT / "scripts/figures.py"))["FIGURES"]
+DRAWN = runpy.run_path(str(ROOT / "scripts/figures.py"))
 MAX_FIGURE_BYTES = 100_000
 TIMEOUT_S = 120
 
@@ -104,10 +104,21 @@ def test_task_has_three_hints_and_the_last_tells_the_number_of_lines(task: Task)
 def test_figures_are_small_and_each_is_shown_and_there(phase: Phase) -> None:
     shown = re.findall(r"!\[[^\]]+\]\((figures/[^)]+)\)", text_of(phase.folder))
     figures = {f"figures/{path.name}": path for path in (ROOT / phase.folder).glob("figures/*")}
-    drawn = [f"figures/{figure.name}.svg" for figure in FIGURES if figure.phase == phase.number]
+    drawn = [
+        f"figures/{figure.name}.svg" for figure in DRAWN["FIGURES"] if figure.phase == phase.number
+    ]
     assert sorted(shown) == sorted(figures) == sorted(drawn)
     for path in figures.values():
         assert path.stat().st_size < MAX_FIGURE_BYTES, path
+
+
+def test_the_figure_of_memory_has_the_peaks_that_its_labels_promise() -> None:
+    peaks = [max(held for _, held in curve) for curve in DRAWN["MEMORY"].measure()]
+    everything, single_layers, six_segments, whole = (
+        peaks[rank] for rank, _ in DRAWN["MEMORY"].labels
+    )
+    assert six_segments < 0.6 * everything
+    assert min(single_layers, whole) > six_segments
 
 
 @each_phase
