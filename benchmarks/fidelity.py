@@ -175,7 +175,7 @@ def goal_rows(of: Sequence[Table]) -> list[str]:
     """Return rows on how well the simulator, and the baseline, meet each goal."""
     rows = []
     for goal in GOALS:
-        for what, is_fitted, predict in (
+        for label, is_fitted, predict in (
             ("fitted", True, simulated_s),
             ("checked", False, simulated_s),
             ("checked, bandwidth alone", False, constant_s),
@@ -185,7 +185,7 @@ def goal_rows(of: Sequence[Table]) -> list[str]:
             sizes = sorted(map(abs, errors))
             met = sum(size <= goal.within for size in sizes) / len(sizes)
             rows.append(
-                f"| {goal.text} | {what} | {len(sizes)} | {goal.within:.0%} | {met:.0%} "
+                f"| {goal.text} | {label} | {len(sizes)} | {goal.within:.0%} | {met:.0%} "
                 f"| {median(sizes):.1%} | {sizes[-1]:.0%} | {median(errors):+.1%} |"
             )
     return rows

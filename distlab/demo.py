@@ -78,16 +78,15 @@ def _train(console: Console, workers: int) -> list[EpochResult]:
 
 
 def _table(histories: dict[int, list[EpochResult]]) -> Table:
-    one, four = (histories[workers] for workers in WORKERS)
     table = Table(title="1 worker | 4 workers")
     for heading in ("epoch", "loss", "accuracy", "images/s"):
         table.add_column(heading, justify="right")
-    for left, right in zip(one, four, strict=True):
+    for alone, shared in zip(*(histories[workers] for workers in WORKERS), strict=True):
         table.add_row(
-            str(left.epoch),
-            f"{left.train_loss:.6f} | {right.train_loss:.6f}",
-            f"{left.test_accuracy:.1%} | {right.test_accuracy:.1%}",
-            f"{left.images_per_s:,.0f} | {right.images_per_s:,.0f}",
+            str(alone.epoch),
+            f"{alone.train_loss:.6f} | {shared.train_loss:.6f}",
+            f"{alone.test_accuracy:.1%} | {shared.test_accuracy:.1%}",
+            f"{alone.images_per_s:,.0f} | {shared.images_per_s:,.0f}",
         )
     return table
 
@@ -115,10 +114,10 @@ def _images_per_s(history: Sequence[EpochResult]) -> float:
     return statistics.median(result.images_per_s for result in history)
 
 
-def largest_difference(one: Sequence[EpochResult], other: Sequence[EpochResult]) -> float:
+def largest_difference(first: Sequence[EpochResult], second: Sequence[EpochResult]) -> float:
     """Return the largest difference between the two losses of any training step."""
     pairs = (
         zip(left.step_losses, right.step_losses, strict=True)
-        for left, right in zip(one, other, strict=True)
+        for left, right in zip(first, second, strict=True)
     )
     return max(abs(a - b) for steps in pairs for a, b in steps)

@@ -138,16 +138,16 @@ def make_config(
     )
 
 
-def _parallelism(asked: str | None, num_workers: int | None, backend: str) -> Parallelism:
-    if asked is None:
+def _parallelism(requested: str | None, num_workers: int | None, backend: str) -> Parallelism:
+    if requested is None:
         return Parallelism(dp=_workers(num_workers, backend))
-    with _refusals(asked):
-        sizes = Parallelism.parse(asked)
+    with _refusals(requested):
+        sizes = Parallelism.parse(requested)
         if num_workers:
             sizes.check_world(num_workers, "--num-workers asks for", "leave --num-workers out")
         if world := launched(backend):
-            who, advice = f"{world.launcher} started", f"start {sizes.num_ranks}"
-            sizes.check_world(world.world_size, who, advice)
+            clause, advice = f"{world.launcher} started", f"start {sizes.num_ranks}"
+            sizes.check_world(world.world_size, clause, advice)
     return sizes
 
 
@@ -160,33 +160,33 @@ def _refusals(parallelism: object) -> Iterator[None]:
         raise ConfigError(f"--parallelism {parallelism}: {error}") from None
 
 
-def _model_name(asked: str | None, sizes: Parallelism, parallelism: str) -> str:
-    if sizes.splits_model and asked not in (None, "gpt"):
+def _model_name(requested: str | None, sizes: Parallelism, parallelism: str) -> str:
+    if sizes.splits_model and requested not in (None, "gpt"):
         raise ConfigError(
             f"--parallelism {sizes} splits the model, and only gpt can be split: leave --model "
-            f"{asked} out, or use --parallelism dp={sizes.num_ranks}"
+            f"{requested} out, or use --parallelism dp={sizes.num_ranks}"
         )
-    return asked or ("gpt" if "pp" in parallelism or "tp" in parallelism else "cnn")
+    return requested or ("gpt" if "pp" in parallelism or "tp" in parallelism else "cnn")
 
 
-def _batch_size(asked: int | None, sizes: Parallelism) -> int:
+def _batch_size(requested: int | None, sizes: Parallelism) -> int:
     dp = sizes.dp
-    if asked is None:
+    if requested is None:
         return -(-max(DEFAULT_BATCH_SIZE, dp * sizes.pp) // dp) * dp
-    if asked % dp:
-        below = asked // dp * dp
+    if requested % dp:
+        below = requested // dp * dp
         nearest = f"{below} or {below + dp}" if below else str(dp)
         sharers = counted(dp, "replica" if sizes.splits_model else "worker")
         raise ConfigError(
-            f"--batch-size {asked} cannot be shared equally by {sharers}: use {nearest}"
+            f"--batch-size {requested} cannot be shared equally by {sharers}: use {nearest}"
         )
     with _refusals(sizes):
-        sizes.check_batch(asked)
-    return asked
+        sizes.check_batch(requested)
+    return requested
 
 
-def _learning_rate(asked: float | None, default: float) -> float:
-    lr = default if asked is None else asked
+def _learning_rate(requested: float | None, default: float) -> float:
+    lr = default if requested is None else requested
     if not 0 < lr < math.inf:  # False for nan too
         raise ConfigError(
             f"--lr {lr} is not a learning rate: it must be above 0 and finite, say {default}"
@@ -194,14 +194,14 @@ def _learning_rate(asked: float | None, default: float) -> float:
     return lr
 
 
-def _workers(asked: int | None, backend: str) -> int:
+def _workers(requested: int | None, backend: str) -> int:
     world = launched(backend)
-    if world and asked not in (None, world.world_size):
+    if world and requested not in (None, world.world_size):
         raise ConfigError(
             f"{world.launcher} started {counted(world.world_size, 'worker')} and --num-workers "
-            f"asks for {asked}: leave --num-workers out under {world.launcher}"
+            f"asks for {requested}: leave --num-workers out under {world.launcher}"
         )
-    return world.world_size if world else asked or DEFAULT_WORKERS
+    return world.world_size if world else requested or DEFAULT_WORKERS
 
 
 def check_is_alone() -> None:

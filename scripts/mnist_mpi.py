@@ -168,21 +168,21 @@ def compare(num_images: int) -> None:
         print(report(f"{size:,} images ({name})", epochs), flush=True)
 
 
-def report(what: str, epochs: dict[str, Epoch]) -> str:
+def report(subject: str, epochs: dict[str, Epoch]) -> str:
     """Write the calls of each way, their ratio, and the largest difference of the losses."""
-    one, _, buckets = epochs.values()
-    num_steps, num_tensors = len(one.losses), len([*convnet().parameters()])
+    first, _, buckets = epochs.values()
+    num_steps, num_tensors = len(first.losses), len([*convnet().parameters()])
     ranks = dist.get_world_size()
     rows = [row(title, epoch) for title, epoch in epochs.items()]
     lines = [
-        f"{what} on {ranks} ranks ({backend()}): {num_steps:,} steps of {ranks} x {BATCH}",
+        f"{subject} on {ranks} ranks ({backend()}): {num_steps:,} steps of {ranks} x {BATCH}",
         f"{'gradients':<20}{'all-reduces':>12}{'bytes each':>12}{'in all':>13}{'loss':>18}",
         *rows,
-        f"factor: {one.calls:,} / {buckets.calls:,} = {one.calls / buckets.calls:.2f}. One by one, "
-        f"{num_steps:,} steps x {num_tensors} tensors",
+        f"factor: {first.calls:,} / {buckets.calls:,} = {first.calls / buckets.calls:.2f}. "
+        f"One by one, {num_steps:,} steps x {num_tensors} tensors",
         difference([epoch.losses for epoch in epochs.values()]),
     ]
-    if one.calls_of_group:
+    if first.calls_of_group:
         counts = ", ".join(f"{epoch.calls_of_group:,}" for epoch in epochs.values())
         lines.append(f"calls counted by the group: {counts}; one in each step is for the loss")
     return "\n".join([*lines, REPORTED])
@@ -190,9 +190,9 @@ def report(what: str, epochs: dict[str, Epoch]) -> str:
 
 def row(title: str, epoch: Epoch) -> str:
     """Write a line of the table."""
-    each = epoch.num_bytes // epoch.calls
+    bytes_each = epoch.num_bytes // epoch.calls
     loss = f"{epoch.losses[0]:.4f} -> {epoch.losses[-1]:.4f}"
-    return f"{title:<20}{epoch.calls:>12,}{each:>12,}{epoch.num_bytes:>13,}{loss:>18}"
+    return f"{title:<20}{epoch.calls:>12,}{bytes_each:>12,}{epoch.num_bytes:>13,}{loss:>18}"
 
 
 def difference(losses: list[list[float]]) -> str:

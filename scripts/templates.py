@@ -97,10 +97,10 @@ class _Merge:
 
     def text(self) -> str:
         first = self.solution.lines[0].rstrip().removesuffix('"""')
-        own = self.template.lines[1 : self.template.end_of_imports]
+        header = self.template.lines[1 : self.template.end_of_imports]
         given = "".join(self._statements(self.solution.body, "", self.solution.end_of_imports))
         separator = "" if given.startswith("\n") else "\n"
-        return "".join([first, "\n", *own, separator, _for_learners(given)])
+        return "".join([first, "\n", *header, separator, _for_learners(given)])
 
     def _statements(self, body: list[ast.stmt], prefix: str, start: int) -> Iterator[str]:
         """Yield the text of statements, each with the comments and blank lines above it.
@@ -146,14 +146,17 @@ class _Merge:
         return todo + _error(f"Task {task.id}: {name}, ", f"see {task.guide}", indent)
 
 
-def _error(what: str, where: str, indent: str) -> str:
+def _error(message: str, where: str, indent: str) -> str:
     """Return the statement that raises, formatted like ruff's output."""
     inside = indent + 4 * " "
     head, end = f"{indent}raise NotImplementedError(", ")\n"
-    for text in (f'{head}"{what}{where}"{end}', f'{head}\n{inside}"{what}{where}"\n{indent}{end}'):
+    for text in (
+        f'{head}"{message}{where}"{end}',
+        f'{head}\n{inside}"{message}{where}"\n{indent}{end}',
+    ):
         if max(map(len, text.splitlines())) <= MAX_WIDTH:
             return text
-    return f'{head}\n{inside}"{what}"\n{inside}"{where}"\n{indent}{end}'
+    return f'{head}\n{inside}"{message}"\n{inside}"{where}"\n{indent}{end}'
 
 
 def _new_template(solution: Source, tasks: Sequence[Task]) -> str:

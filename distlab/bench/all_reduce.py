@@ -254,11 +254,11 @@ def _alpha_beta() -> tuple[float, float]:
 def _message_s(num_bytes: int) -> float:
     """Return the median of one message on rank 0, and nothing useful on other ranks."""
     ball, rank, seconds = torch.zeros(num_bytes, dtype=torch.uint8), dist.get_rank(), []
-    there, back = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+    first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
     for _ in range(PINGS if rank < 2 else 0):
         start_s = perf_counter()
-        there(ball, 1 - rank)
-        back(ball, 1 - rank)
+        first(ball, 1 - rank)
+        second(ball, 1 - rank)
         seconds.append((perf_counter() - start_s) / 2)
     dist.barrier()
     return median(seconds) if seconds else 0.0

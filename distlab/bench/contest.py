@@ -197,9 +197,9 @@ def measure(
                 losses[name] = contestant.run()
         counts[name] = counts_of(device, collectives)
     for rival, ours in rivals.items():
-        who = f"{ours} and {rival} do not compute the same"
-        _check_losses(losses[ours], losses[rival], who)
-        _check_gradients(contestants[ours].model, contestants[rival].model, who)
+        reason = f"{ours} and {rival} do not compute the same"
+        _check_losses(losses[ours], losses[rival], reason)
+        _check_gradients(contestants[ours].model, contestants[rival].model, reason)
     return timed(contestants, counts, repeats)
 
 
@@ -212,18 +212,18 @@ def counts_of(device: Device, collectives: Collectives) -> Measured:
     }
 
 
-def _check_losses(ours: float | None, theirs: float | None, who: str) -> None:
+def _check_losses(ours: float | None, theirs: float | None, reason: str) -> None:
     if ours is not None and theirs is not None and abs(ours - theirs) > RELATIVE * abs(theirs):
-        raise ValueError(f"{who}: the losses are {ours:.6g} and {theirs:.6g}")
+        raise ValueError(f"{reason}: the losses are {ours:.6g} and {theirs:.6g}")
 
 
-def _check_gradients(ours: nn.Module, theirs: nn.Module, who: str) -> None:
+def _check_gradients(ours: nn.Module, theirs: nn.Module, reason: str) -> None:
     pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
     for (name, mine), rival in pairs:
         gradient, wanted = _local(mine.grad), _local(rival.grad)
         if not torch.allclose(gradient, wanted, RELATIVE, ABSOLUTE):
             raise ValueError(
-                f"{who}: on rank {dist.get_rank()}, the gradients of {name} have the norms "
+                f"{reason}: on rank {dist.get_rank()}, the gradients of {name} have the norms "
                 f"{gradient.norm():.6g} and {wanted.norm():.6g}"
             )
 

@@ -51,8 +51,8 @@ def _row(
     seconds = time.perf_counter() - start
     grown = psutil.Process().memory_info().rss - before
     sent = sum(simulated.trace.messages)
-    each = f"{seconds / sent * 1e6:.1f}" if sent else ""
-    numbers = (f"{sent:,}", each, f"{simulated.seconds:.6f}")
+    per_message = f"{seconds / sent * 1e6:.1f}" if sent else ""
+    numbers = (f"{sent:,}", per_message, f"{simulated.seconds:.6f}")
     return name, f"{seconds:.2f}", bytes_text(grown), *numbers
 
 

@@ -173,7 +173,7 @@ def _batch(sizes: Sizes) -> Tensor:
 
 
 def check_values(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sizes: Sizes, who: str
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sizes: Sizes, pair: str
 ) -> None:
     """Check that two contestants have arrived at the same parameters.
 
@@ -185,7 +185,7 @@ def check_values(
         difference = (theirs[name] - ours[name]).norm().item()
         if not difference <= LARGEST_DIFFERENCE * update:
             raise ValueError(
-                f"{who} do not train the same: on rank {dist.get_rank()}, after two steps, {name} "
+                f"{pair} do not train the same: on rank {dist.get_rank()}, after two steps, {name} "
                 f"differs by {difference:.3g}, and it was updated by {update:.3g}"
             )
 

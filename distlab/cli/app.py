@@ -139,5 +139,5 @@ def _no_such_option(error: Exception, context: typer.Context, arguments: Sequenc
     return f"No such option: {wrong}.{f' {nearest}' * bool(nearest)}{_valid('options', options)}"
 
 
-def _valid(what: str, names: Sequence[str]) -> str:
-    return f" Valid {what}: {', '.join(names)}" if names else ""
+def _valid(kind: str, names: Sequence[str]) -> str:
+    return f" Valid {kind}: {', '.join(names)}" if names else ""

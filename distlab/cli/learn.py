@@ -258,12 +258,12 @@ def _print_markdown(text: str) -> None:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(activity: str) -> Iterator[None]:
     """Show a spinner on a terminal."""
     if sys.stdout is None or not sys.stdout.isatty():  # None if it was closed
         yield
         return
     from rich.console import Console
 
-    with Console().status(what):
+    with Console().status(activity):
         yield

@@ -118,9 +118,9 @@ def _figures(shape: "Shape", cluster: "Cluster", batch: int, best: Any) -> list[
 
     peak = cluster.gpu.peak_flops["float16"] if cluster.gpu else 1.0
     share = model_flops(shape, batch) / (best.time.total * cluster.num_gpus * peak)
-    others = {name: value for name, value in best.time._asdict().items() if name != "compute"}
-    largest = max(others, key=lambda name: others[name])
-    part = others[largest] / best.time.total
+    costs = {name: value for name, value in best.time._asdict().items() if name != "compute"}
+    largest = max(costs, key=lambda name: costs[name])
+    part = costs[largest] / best.time.total
     bound = f"{BOUNDS[largest]} {part:.0%}" if part >= 0.005 else "nothing"
     return [seconds_text(best.time.total), bytes_text(best.memory.total), f"{share:.0%}", bound]
 

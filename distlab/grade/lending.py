@@ -64,8 +64,8 @@ def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str
     """
     used = course.builds_on(task)
     lent = [other for other in lendable(task, course) if other.id not in passed]
-    others = [other for other in course.tasks if other not in used]
-    hidden = frozenset(name for other in others for name in _top_level(other))
+    unused = [other for other in course.tasks if other not in used]
+    hidden = frozenset(name for other in unused for name in _top_level(other))
     return Loan(solutions, tuple(lent), hidden) if lent else None
 
 

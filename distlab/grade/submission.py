@@ -85,8 +85,8 @@ class Submission:
         """
         file = self.file(phase, lesson)
         if not file.is_file():
-            what = "is not a regular file" if file.exists() else "is missing"
-            raise LessonError(f"{file} {what}")
+            problem = "is not a regular file" if file.exists() else "is missing"
+            raise LessonError(f"{file} {problem}")
         if all(path.is_file() for path in self._files(phase, lesson)):
             raise LessonError(
                 f"{phase} holds {PREFIX}{lesson}.py and {lesson}.py: keep one of them"

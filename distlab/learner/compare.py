@@ -75,9 +75,9 @@ def _uses(name: str, nodes: Mapping[str, Function]) -> Iterator[str]:
             yield other
 
 
-def _diff(name: str, own: str, solved: str) -> str:
+def _diff(name: str, yours: str, solved: str) -> str:
     lines = difflib.unified_diff(
-        own.splitlines(keepends=True),
+        yours.splitlines(keepends=True),
         solved.splitlines(keepends=True),
         f"yours: {name}",
         f"solution: {name}",

@@ -197,8 +197,8 @@ def _how_to_write(folder: CourseFolder, result: TaskResult) -> Iterator[str]:
     id, function = to_write(result)
     missing = next((other for other in folder.course.tasks if other.id == id), result.task)
     left = source.to_write(missing, source.read(folder.root / missing.template))
-    what = joined(missing.names) if left.keys() >= {*missing.functions} else function
-    yield f"Write {what} in {missing.template}."
+    names = joined(missing.names) if left.keys() >= {*missing.functions} else function
+    yield f"Write {names} in {missing.template}."
     yield f"Read  {missing.folder}/{missing.guide}"
 
 

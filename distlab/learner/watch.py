@@ -160,8 +160,8 @@ class Watch:
         """Grade, and sort the keys of the meantime before the verdict is shown."""
         arguments = [*grading.for_task(self._folder, task), *self._options]
         graded = grading.grade(self._folder, arguments, self._run)
-        came = dict.fromkeys([*self._pending, *_drained(self._events)])
-        self._pending = sorted(came, key=lambda event: (event != QUIT, event != SAVED))
+        events = dict.fromkeys([*self._pending, *_drained(self._events)])
+        self._pending = sorted(events, key=lambda event: (event != QUIT, event != SAVED))
         return graded
 
     @contextmanager

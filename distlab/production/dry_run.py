@@ -169,7 +169,9 @@ def _rows(config: Config, gpus: int, prediction: Prediction) -> list[tuple[str, 
     """Return rows of a quantity, its value, and a remark."""
     step = prediction.step
     held = sorted(step.peak_by_category.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{what.replace('_', ' ')} {bytes_text(size)}" for what, size in held if size)
+    parts = ", ".join(
+        f"{category.replace('_', ' ')} {bytes_text(size)}" for category, size in held if size
+    )
     waiting = f"{step.exposed_s / step.step_s:.1%} of it"
     epoch_s = prediction.training_s / config.epochs
     return [

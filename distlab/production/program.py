@@ -65,9 +65,9 @@ def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:
 
 
 def _refused(error: Exception, code: int) -> int:
-    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    prefix = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     for line in str(error).splitlines():
-        print(f"{who}error: {line}", file=sys.stderr, flush=True)
+        print(f"{prefix}error: {line}", file=sys.stderr, flush=True)
     return code
 
 

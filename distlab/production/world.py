@@ -150,10 +150,10 @@ def _device(config: Config) -> torch.device:
     wanted = config.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if number >= there:
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= count:
         raise ConfigError(
-            f"process {number} of this node needs a GPU of its own, and there are {there}: start "
+            f"process {number} of this node needs a GPU of its own, and there are {count}: start "
             "fewer processes, or give --device cpu"
         )
     torch.cuda.set_device(number)
