@@ -163,12 +163,9 @@ def simulated_s(table: Table, num_bytes: int) -> float:
 
 def constant_s(table: Table, num_bytes: int) -> float:
     """Return a baseline: the bandwidth of NVLink, or of all NICs, without latency."""
-    ring = nccl.pattern(table.collective, _natural(table), table.members, table.cluster)
-    return num_bytes * ring.seconds()
-
-
-def _natural(table: Table) -> str:
-    return "direct" if table.collective == "all_to_all" else "ring"
+    algorithm = "direct" if table.collective == "all_to_all" else "ring"
+    pattern = nccl.pattern(table.collective, algorithm, table.members, table.cluster)
+    return num_bytes * pattern.seconds()
 
 
 def goal_rows(of: Sequence[Table]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,7 +34,7 @@ from distlab.production.models import build_model, layer_flops, layers_of, split
 from distlab.production.optimization import optimizer_of
 from distlab.production.strategies.base import DTYPES
 from distlab.production.strategies.replicated import OWN_BUFFERS
-from distlab.production.strategies.sharded import dtype_of_whole
+from distlab.production.strategies.sharded import policy_of
 from distlab.production.strategies.split import MICRO_BATCHES_PER_STAGE
 from distlab.production.types import Group
 
@@ -210,10 +210,7 @@ def zero_redundancy(setting: Setting) -> Train:
 def sharded(setting: Setting, *, is_freed: bool) -> Train:
     """fully_shard; with ``is_freed``, parameters are gathered again for the backward pass."""
     model, mesh = setting.model(), _mesh(setting)
-    dtype = dtype_of_whole(setting.config)
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
-    )
+    policy = policy_of(setting.config)
     for module in (*layers_of(model)[1:-1], model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=is_freed)
     return _plain(setting, model, setting.optimizer(model.parameters()))

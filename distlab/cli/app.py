@@ -10,14 +10,11 @@ import typer
 from distlab.cli import (
     bench,
     challenge,
-    chaos,
     completion,
-    demo,
-    doctor,
-    handout,
     learn,
     plan,
     sim,
+    tools,
     trace,
     train,
     watch,
@@ -51,14 +48,14 @@ app.command("hint")(learn.hint)
 app.command("diff")(learn.diff)
 app.command("reset")(learn.reset)
 app.command("challenge")(challenge.challenge)
-app.command("demo")(demo.demo)
+app.command("demo")(tools.demo)
 app.command("train")(train.train)
-app.command("chaos")(chaos.chaos)
+app.command("chaos")(tools.chaos)
 app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)
 app.command("plan")(plan.plan)
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(tools.doctor)
 app.command("completion")(completion.completion)
-app.command("handout")(handout.handout)
+app.command("handout")(tools.handout)
 app.add_typer(bench.app, name="bench")
 
 

@@ -31,19 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     _open_closed_streams()
     with _interrupts(seen):
         try:
-            code = _run(arguments)
+            from distlab.cli import app
+
+            code = app.run(arguments)
             sys.stdout.flush()
         except BaseException as error:  # ctrl-C during an import may become another error
             code = complain("interrupted", INTERRUPTED) if seen else _code_of(error, arguments)
     if code != INTERRUPTED:
         seen.clear()  # the command has handled it
     sys.exit(code)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    from distlab.cli import app
-
-    return app.run(arguments)
 
 
 def _code_of(error: BaseException, arguments: Sequence[str] | None) -> int:

@@ -148,7 +148,7 @@ def sim(
     with _exits_reported_once():
         simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated)}\n")
-    if not no_devices and not _has_done_anything(simulated):
+    if not no_devices and not any([*simulated.trace.compute_s, *simulated.trace.messages]):
         typer.echo(f"No rank computed or sent anything: does {script} call its main function?\n")
     heading = title or title_of(script)
     _write(simulated, heading, trace=trace, links=links, plot=plot, gantt=gantt)
@@ -166,11 +166,6 @@ def _exits_reported_once() -> Iterator[None]:
             if error.exception == SystemExit.__name__ and watched.has_text:
                 raise typer.Exit(1) from None
             raise
-
-
-def _has_done_anything(simulated: "Simulated[None]") -> bool:
-    trace = simulated.trace
-    return any(trace.compute_s) or any(trace.messages)
 
 
 @contextmanager

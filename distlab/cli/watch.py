@@ -1,6 +1,7 @@
 """`distlab watch`: a verdict on every save."""
 
 import sys
+from functools import partial
 from queue import Queue
 
 import typer
@@ -31,13 +32,9 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend 
             watching.saves_into(events, here),
             watching.keys_into(events, grader.stop),
         ):
-            screen = Screen(say, _clear)
+            screen = Screen(say, partial(typer.echo, CLEAR, nl=False))
             watching.Watch(here, first, grader, screen, options).run(events)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
     finally:
         grader.close()
-
-
-def _clear() -> None:
-    typer.echo(CLEAR, nl=False)

@@ -33,7 +33,7 @@ def rank_zero_first() -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    first = _runs_first()
+    first = int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
     if first:
         try:
             yield
@@ -49,10 +49,6 @@ def rank_zero_first() -> Iterator[None]:
         raise consequence
     if not first:
         yield
-
-
-def _runs_first() -> bool:
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0
 
 
 def _exchange(failure: str | None) -> list[str]:

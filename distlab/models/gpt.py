@@ -106,6 +106,8 @@ class Attention(nn.Module):
     value, and of the columns of ``out``, the same code computes 1/N of the heads.
     """
 
+    is_causal = True
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
@@ -116,7 +118,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, E) -> (B, T, E)
         q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)  # (B, H, T, D)
         y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return y
 

@@ -117,7 +117,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         """Refuse keys that do not go together, and say what to change."""
-        for is_wrong, reason in _conflicts(self):
+        for is_wrong, reason in (*_of_spreading(self), *_of_gradients(self), *_of_images(self)):
             if is_wrong:
                 raise ValueError(reason)
         return self
@@ -125,8 +125,12 @@ class Config(BaseModel):
     @property
     def is_sharded(self) -> bool:
         """True if ranks hold different parts of the model or of the optimizer's state."""
-        parts = self.pipeline_parallelism * self.tensor_parallelism
-        return bool(self.zero_redundancy) or parts > 1 or self.has_servers
+        return bool(self.zero_redundancy) or self.splits_model or self.has_servers
+
+    @property
+    def splits_model(self) -> bool:
+        """True if no rank holds the whole model while it computes."""
+        return self.pipeline_parallelism * self.tensor_parallelism > 1
 
     @property
     def has_servers(self) -> bool:
@@ -137,11 +141,6 @@ class Config(BaseModel):
 Conflicts = list[tuple[bool, str]]  # True if the conflict exists, and what to do about it
 
 
-def _conflicts(c: Config) -> Conflicts:
-    """Return all possible conflicts between keys."""
-    return [*_of_spreading(c), *_of_gradients(c), *_of_images(c)]
-
-
 def _of_spreading(c: Config) -> Conflicts:
     """Return conflicts of the keys that say how ranks share the work."""
     keys = "communication_pattern", "zero_redundancy", "pipeline_parallelism", "tensor_parallelism"
@@ -150,7 +149,7 @@ def _of_spreading(c: Config) -> Conflicts:
         for name in keys
         if getattr(c, name) != Config.model_fields[name].default
     ]
-    splits, pattern = _splits(c), c.communication_pattern
+    splits, pattern = c.splits_model, c.communication_pattern
     return [
         (
             c.num_gpus != "auto" and c.num_gpus < 1,
@@ -257,11 +256,6 @@ def _of_images(c: Config) -> Conflicts:
             "ResNet",
         ),
     ]
-
-
-def _splits(c: Config) -> bool:
-    """Return True if no rank holds the whole model while it computes."""
-    return c.pipeline_parallelism * c.tensor_parallelism > 1
 
 
 def _is_vit(c: Config) -> bool:

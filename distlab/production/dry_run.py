@@ -174,6 +174,7 @@ def _rows(config: Config, gpus: int, prediction: Prediction) -> list[tuple[str, 
     )
     waiting = f"{step.exposed_s / step.step_s:.1%} of it"
     epoch_s = prediction.training_s / config.epochs
+    epoch = f"{epoch_s / 60:.1f} min" if epoch_s >= 60 else seconds_text(epoch_s)
     return [
         ("step", seconds_text(step.step_s), f"strategy {step.strategy}"),
         ("  computing", seconds_text(step.step_s - step.exposed_s), ""),
@@ -185,17 +186,13 @@ def _rows(config: Config, gpus: int, prediction: Prediction) -> list[tuple[str, 
         ),
         ("MFU", f"{prediction.mfu:.1%}", ""),
         ("memory of a GPU", bytes_text(step.peak_bytes), parts),
-        ("an epoch", _duration(epoch_s), "of training, on average"),
+        ("an epoch", epoch, "of training, on average"),
         (
             "the recipe",
             f"{prediction.hours:.2f} h",
             f"{config.epochs} epochs and their evaluations",
         ),
     ]
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else seconds_text(seconds)
 
 
 if __name__ == "__main__":

@@ -78,11 +78,8 @@ def launch(arguments: Sequence[str]) -> int:
         for line in str(error).splitlines():
             say(f"error: {line}")
         return EXIT_WRONG
-    return _train(config, nodes, [word for pair in given.items() for word in _option(*pair)])
-
-
-def _option(key: str, value: str) -> tuple[str, ...]:
-    return (f"--{key}={value}",)  # one word, because a value may begin with dashes
+    # One word for each option, because a value may begin with dashes.
+    return _train(config, nodes, [f"--{key}={value}" for key, value in given.items()])
 
 
 def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from distlab.models.gpt import Attention
 from distlab.models.vit import build_vit
 from distlab.production.config import Config
 from distlab.production.images import SMALL
@@ -120,36 +121,29 @@ def layer_flops(layers: list[nn.Module], side: int) -> list[float]:
 # Heads apart, for tensor parallelism
 
 
-class SplitAttention(nn.Module):
-    """Self-attention with separate layers for queries, keys and values, unlike torch's own.
+class SplitAttention(Attention):
+    """torch's self-attention with separate layers for queries, keys and values.
 
     The number of heads follows from the rows of ``query``: 1/N of the rows is 1/N of the heads.
     """
 
+    is_causal = False
+
     def __init__(self, attention: nn.MultiheadAttention) -> None:
-        super().__init__()
-        width = attention.embed_dim
-        self.head_width = width // attention.num_heads
-        weights = attention.in_proj_weight.detach().chunk(3)
-        biases = attention.in_proj_bias.detach().chunk(3)
-        device = attention.in_proj_weight.device
-        layers = [nn.Linear(width, width, device=device) for _ in weights]
+        with attention.in_proj_weight.device:
+            super().__init__(attention.embed_dim, attention.num_heads)
+        weights = *attention.in_proj_weight.chunk(3), attention.out_proj.weight
+        biases = *attention.in_proj_bias.chunk(3), attention.out_proj.bias
+        layers = self.query, self.key, self.value, self.out
         for layer, weight, bias in zip(layers, weights, biases, strict=True):
-            layer.weight.data.copy_(weight)
-            layer.bias.data.copy_(bias)
-        self.query, self.key, self.value = layers
-        self.out = nn.Linear(width, width, device=device)
-        self.out.weight.data.copy_(attention.out_proj.weight.detach())
-        self.out.bias.data.copy_(attention.out_proj.bias.detach())
+            layer.weight.data.copy_(weight.detach())
+            layer.bias.data.copy_(bias.detach())
 
-    def forward(self, x: Tensor, *_same: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *_same: Tensor, need_weights: bool = False
+    ) -> tuple[Tensor, None]:
         """Mix the positions of (B, T, E); torchvision also passes ``x`` as keys and values."""
-        q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v)  # (B, H, T, D)
-        return self.out(mixed.transpose(1, 2).flatten(2)), None
-
-    def _split(self, x: Tensor) -> Tensor:  # (B, T, H · D) -> (B, H, T, D)
-        return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
+        return super().forward(x), None
 
 
 class SplitMLP(nn.Module):

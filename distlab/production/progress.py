@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -92,8 +93,4 @@ class Interval:
     def seconds(self) -> dict[str, float]:
         """Return the mean seconds of this rank's exact steps and their parts; 0 without steps."""
         names = ("step_s", "data_s", "compute_s", "communication_s")
-        return {name: _mean([getattr(times, name) for times in self.times]) for name in names}
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / max(len(numbers), 1)
+        return {name: fmean([getattr(t, name) for t in self.times] or [0.0]) for name in names}

@@ -40,7 +40,7 @@ def _kind(config: Config) -> type[Strategy]:
         return {"ddp": TorchDDP, "fsdp": TorchFSDP}[config.strategy]
     if config.has_servers:
         return ParameterServer
-    if config.pipeline_parallelism * config.tensor_parallelism > 1:
+    if config.splits_model:
         return Split
     stages = {0: CourseDDP, 1: ShardedOptimizer, 2: ShardedOptimizer, 3: FullySharded}
     return stages[config.zero_redundancy]

@@ -12,7 +12,7 @@ from distlab.production.config import Config
 from distlab.production.images import BAD
 from distlab.production.lessons import Lessons
 from distlab.production.optimization import groups_of, optimizer_of
-from distlab.production.states import Buffers
+from distlab.production.states import Buffers, PerRank
 from distlab.production.types import Group, HasState
 
 LossSum = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), targets -> sum of the losses
@@ -37,7 +37,8 @@ class Strategy:
     called: Any  # the module that training calls, perhaps wrapped or compiled
     optimizer: torch.optim.Optimizer
     replicas: Group = None
-    reorders_buckets = False  # True: the first step decides the order of the buckets
+    reorders_buckets = False  # True if the first step decides the order of the buckets
+    has_own_parameters = False  # True if ranks hold different parameters
 
     def __init__(
         self, model: nn.Module, config: Config, loss_sum: LossSum, lessons: Lessons
@@ -164,7 +165,7 @@ class Strategy:
 
     def of_parameters(self, part: HasState) -> HasState:
         """Wrap a state with a number for each of this rank's parameters, for checkpoints."""
-        return part
+        return PerRank(part) if self.has_own_parameters else part
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts of a checkpoint by name."""

@@ -27,13 +27,12 @@ from distlab.production.types import HasState
 class TorchFSDP(Strategy):
     """torch's fully_shard: parameters, gradients and optimizer's state in shards."""
 
+    has_own_parameters = True
+
     def distribute(self, model: nn.Module) -> None:
         """Shard each block, then the rest."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        dtype = dtype_of_whole(self.config)
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
-        )
+        policy = policy_of(self.config)
         for layer in layers_of(model)[1:-1]:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         self.root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -45,10 +44,6 @@ class TorchFSDP(Strategy):
         logits = super().predict(images)
         self.root.reshard()
         return logits
-
-    def of_parameters(self, part: HasState) -> HasState:
-        """Wrap the part, because ranks hold different shards."""
-        return PerRank(part)
 
     def parts(self) -> Mapping[str, HasState]:
         """Gather the whole model and optimizer, so that any number of ranks can resume."""
@@ -65,6 +60,12 @@ def dtype_of_whole(config: Config) -> torch.dtype:
     BatchNorm computes in 32 bits, so a ResNet's parameters stay float32 and autocast does the rest.
     """
     return torch.float32 if config.model.startswith("resnet") else DTYPES[config.precision]
+
+
+def policy_of(config: Config) -> MixedPrecisionPolicy:
+    """Return fully_shard's dtypes: gradients are reduced in 32 bits."""
+    dtype = dtype_of_whole(config)
+    return MixedPrecisionPolicy(None if dtype is torch.float32 else dtype, torch.float32)
 
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -148,30 +149,24 @@ def gradients_into(sharded: Any) -> None:
 class FullySharded(Strategy):
     """ZeRO stage 3: task 3.20."""
 
+    has_own_parameters = True
+
     def distribute(self, model: nn.Module) -> None:
         """Shard the parameters; a unit is gathered while it computes."""
         lesson = self.lessons("zero")
-        dtype = dtype_of_whole(self.config)
-        self.module = self.called = lesson.FullyShardedDataParallel(model, compute_dtype=dtype)
+        self.dtype = dtype_of_whole(self.config)
+        model = lesson.FullyShardedDataParallel(model, compute_dtype=self.dtype)
+        self.module = self.called = model
         self.make_optimizer()
 
     def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
         """Compute in the dtype of the gathered parameters."""
         return super().forward_backward(images.to(self.dtype), targets, num_samples)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of gathered parameters."""
-        return dtype_of_whole(self.config)
-
     def predict(self, images: Tensor) -> Tensor:
         """Return the logits of this rank's images."""
         logits: Tensor = self.module(images.to(self.dtype))
         return logits.float()
-
-    def of_parameters(self, part: HasState) -> HasState:
-        """Wrap the part, because ranks hold different shards."""
-        return PerRank(part)
 
     def parts(self) -> Mapping[str, HasState]:
         """Replace the model and the optimizer by this rank's shards."""

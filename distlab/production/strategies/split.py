@@ -31,6 +31,7 @@ class Split(CourseDDP):
     With zero_redundancy: 1, ranks 0 and 4 share the optimizer's state, as do 1 and 5, and so on.
     """
 
+    has_own_parameters = True
     sharded: Any = None  # the optimizer, if its state is shared
 
     def distribute(self, model: nn.Module) -> None:
@@ -163,10 +164,6 @@ class Split(CourseDDP):
     def counts(self) -> bool:
         """True on one rank of each replica."""
         return dist.get_rank(self.stages) == dist.get_rank(self.shards) == 0
-
-    def of_parameters(self, part: HasState) -> HasState:
-        """Wrap the part, because ranks hold different layers."""
-        return PerRank(part)
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts of a checkpoint, which all differ between ranks."""

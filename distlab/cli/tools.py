@@ -1,0 +1,65 @@
+"""`distlab demo`, `doctor`, `handout` and `chaos`: commands of one call each."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from distlab.cli.streams import complain
+from distlab.learner import folder
+from distlab.learner import handout as handouts
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Folder for the picture.")] = Path("out"),
+) -> None:
+    """Train a CNN on real images with 1 and with 4 workers, and compare. Under a minute."""
+    from distlab import demo as comparison
+
+    comparison.run_demo(out)
+
+
+def doctor() -> None:
+    """Check what is installed and which worlds run here."""
+    from distlab import doctor as checks
+
+    if not checks.print_report():
+        raise typer.Exit(1)
+
+
+def handout(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", show_default=False, help="A new folder outside the course."),
+    ],
+) -> None:
+    """Write the students' version of the course: no solutions, no wrong answers, no .git."""
+    count = handouts.write(folder.find(), target)
+    typer.echo(f"{target}: {count} files, without solutions. There: make setup, then distlab")
+
+
+def chaos(
+    kills: Annotated[
+        int, typer.Option("--kills", min=0, help="How often a training process is killed.")
+    ] = 200,
+    corruptions: Annotated[
+        int, typer.Option("--corruptions", min=0, help="How often a checkpoint is damaged.")
+    ] = 1000,
+    impl: Annotated[
+        Literal["solution", "mine"],
+        typer.Option("--impl", help="Whose checkpoints; mine: what you wrote for 4.1."),
+    ] = "solution",
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+) -> None:
+    """Kill trainings at random moments and damage checkpoints; nothing may be lost."""
+    from distlab.chaos import campaigns
+    from distlab.chaos.kills import CampaignError
+
+    try:
+        failures = campaigns.run(kills, corruptions, impl, seed)
+    except CampaignError as error:
+        failures = [str(error)]
+    for failure in failures:
+        complain(f"distlab chaos: {failure}", 1)
+    if failures:
+        raise typer.Exit(1)
