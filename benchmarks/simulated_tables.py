@@ -42,7 +42,7 @@ STAGES = {1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
 def zero(
     most_ranks: Annotated[int, typer.Option(help="up to 1024, in steps of 4 times")] = 64,
 ) -> None:
-    """What 7.5 billion parameters take on each rank; Rajbhandari et al. 2020, table 1."""
+    """Memory of 7.5 billion parameters on each rank; Rajbhandari et al. 2020, table 1."""
     rows = []
     for num_ranks in [n for n in (1, 4, 16, 64, 256, 1024) if n <= most_ranks]:
         row = [str(num_ranks)]
@@ -68,7 +68,7 @@ def zero(
 
 @app.command()
 def pipeline() -> None:
-    """How long pipelines stand still, and how many micro-batches they hold."""
+    """Idle share of pipelines, and the number of micro-batches that they hold."""
     rows = []
     for schedule, (_, stages) in pipelines.SCHEDULES.items():
         for p in (2, 4, 8):

@@ -74,7 +74,7 @@ def _train(console: Console, workers: int) -> list[EpochResult]:
         backend="gloo",
         device="cpu",
     )
-    return training.train(replace(config, dtype="float64"))  # so that rounding stays small
+    return training.train(replace(config, dtype="float64"))  # keeps rounding errors small
 
 
 def _table(histories: dict[int, list[EpochResult]]) -> Table:

@@ -52,7 +52,7 @@ class TrainConfig:
     epochs: int
     batch_size: int  # samples of all ranks together
     lr: float
-    lessons: Submission = SOLVED  # whose trainer
+    lessons: Submission = SOLVED  # files with the trainer
     all_reduce: str = "native"  # key of ALL_REDUCES
     gradients: str = "per_parameter"  # key of AVERAGE_GRADIENTS
     backend: str = "auto"

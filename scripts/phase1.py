@@ -41,7 +41,7 @@ def all_reduce_recursive_doubling() -> None:
 
 
 def scatter_batch() -> None:
-    """Hand 64 images of 8 x 8 out from rank 0."""
+    """Distribute 64 images of 8 x 8 from rank 0."""
     batch = torch.ones(64, 1, 8, 8), torch.ones(64, dtype=torch.long)
     data_loader.scatter_batch(batch if dist.get_rank() == 0 else None)
 

@@ -128,8 +128,8 @@ def save(
     """Write ``name.json``, and ``name.png`` for a figure; print their paths.
 
     Args:
-        folder: Created if it is missing; None: nothing is saved.
-        name: Name of the files, which are replaced.
+        folder: Folder, created if it is missing; None to save nothing.
+        name: Name of the files; existing ones are replaced.
         results: Measurements in types of JSON, with units in their names.
         figure: Picture of them.
     """

@@ -149,7 +149,7 @@ def print_table(
         repeats: Number of rounds.
         impl: Lessons that the trainer uses, "solution" or "mine".
         sizes: Model and data.
-        folder: Folder for a JSON file with all figures; None: none is saved.
+        folder: Folder for a JSON file with all figures; None to save nothing.
         only: Ways of the trainer to measure, as the table names them; all by default.
 
     Raises:

@@ -61,7 +61,7 @@ class Losses(NamedTuple):
 class Setting(NamedTuple):
     """The configuration, lessons and device that all contestants share."""
 
-    config: Config  # with our strategy
+    config: Config  # names our strategy
     lessons: Lessons
     device: torch.device
 

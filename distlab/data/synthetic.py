@@ -18,7 +18,7 @@ def make_synthetic(
     test_size: int = 512,
     seed: int = 0,
 ) -> Splits:
-    """Return noisy copies of one smooth random pattern per class, the same for the same seed.
+    """Return noisy copies of one smooth random pattern per class; the seed decides all of them.
 
     Args:
         image_shape: (C, H, W).

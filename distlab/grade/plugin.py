@@ -85,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the grader of this run.
 
     Raises:
-        UsageError: there is no GPU for nccl, tests would be spread over processes, or the settings
+        UsageError: There is no GPU for nccl, tests would be spread over processes, or the settings
             are not the course's.
     """
     config.addinivalue_line("markers", "task(id, real=False): the task of course.toml it grades")

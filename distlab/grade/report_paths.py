@@ -60,7 +60,7 @@ def _split(option: str) -> tuple[str, Path]:
     name, _, path = option.partition("=")
     if name not in HEADS or not path:
         raise ValueError(f"--report {option}: write FORMAT=PATH with one of {', '.join(HEADS)}")
-    return name, Path(os.path.abspath(path))  # /dev/stdout must not become what it is here
+    return name, Path(os.path.abspath(path))  # unlike resolve(), keeps /dev/stdout
 
 
 def _refuse_twice(paths: Sequence[Path]) -> None:

@@ -21,7 +21,7 @@ class GPT(nn.Module):
 
     Args:
         vocab_size: V; tokens are 0 .. V - 1.
-        context: longest sequence.
+        context: Length of the longest sequence.
         width, layers, heads: E, L and H; H divides E.
     Raises: ValueError: ``heads`` does not divide ``width``.
     Cost: V * E + context * E + 2 * E + L * (12 * E^2 + 13 * E) parameters.

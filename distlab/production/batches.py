@@ -47,7 +47,7 @@ class Batches:
 
     def _ready(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Targets]:
         is_good = labels != BAD
-        if not bool(is_good.any()):  # every rank must take part: an image that does not count
+        if not bool(is_good.any()):  # every rank must take part, here with a blank image
             blank = torch.zeros(1, *images.shape[1:])
             return on_device(blank, self.config, self.device), self._labels(torch.tensor([BAD]))
         if not bool(is_good.all()):

@@ -35,7 +35,7 @@ class Config(BaseModel):
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
     )
 
-    # what is trained, and on what
+    # model and data
     model: Model = "resnet18"
     data: Data = "digits"
     data_dir: Path | None = None
@@ -315,7 +315,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _OnceOnly(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML's own loader silently keeps the last."""
+    """Refuses duplicate keys; YAML's own loader silently keeps the last one."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

@@ -18,7 +18,7 @@ VITS: dict[str, dict[str, int]] = {  # Dosovitskiy et al. 2020, table 1; Touvron
 }
 
 
-SMALL_VIT_HEADS = 4  # as in distlab.models.vit
+SMALL_VIT_HEADS = 4  # the value in distlab.models.vit
 
 
 def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:

@@ -25,7 +25,7 @@ class Costs(NamedTuple):
     """The quantities behind MFU, for this rank's device."""
 
     device: torch.device
-    flops_per_image: float  # needed by the model: forward, and twice as many backward
+    flops_per_image: float  # forward and backward, which takes twice as many
     peak_flops_per_s: float  # limit of the device
 
 
@@ -33,7 +33,7 @@ def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
     """Count the FLOPs of a model, and find the peak of the device that it is on."""
     device, side = next(model.parameters()).device, config.image_size
     image = torch.zeros(1, 3, side, side, device=device)
-    model.eval()  # gradients stay on: without, torch's attention takes a path that is not counted
+    model.eval()  # with gradients, because torch's attention is not counted without them
     forward = lessons("monitoring").count_flops(lambda: model(image))
     model.train()
     return Costs(device, 3.0 * forward, peak_flops_per_s(device, DTYPES[config.precision]))

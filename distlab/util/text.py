@@ -1,4 +1,4 @@
-"""How messages write numbers, ranks, times, sizes, lists and names that do not exist."""
+"""Words of messages for numbers, ranks, times, sizes, lists and unknown names."""
 
 import difflib
 import functools
