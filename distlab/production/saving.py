@@ -32,7 +32,9 @@ class Checkpoints:
         self.state = lessons("training_state").TrainingState(parts)
         self.saver = self.lesson.AsyncCheckpointer(self._write)
         self.failed_saves, self.last_s = 0, 0.0
-        self.given_step = self.durable_step = -1  # known to rank 0
+        # On rank 0, durable_step <= given_step: a step is given to the saver first, and becomes
+        # durable when its write succeeds. After a failed write the two differ.
+        self.given_step = self.durable_step = -1
 
     def _write(self, state: dict[str, Any], step: int) -> None:
         self.lesson.save_checkpoint(state, self.folder, step, keep=self.config.keep)
