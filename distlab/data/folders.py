@@ -9,7 +9,7 @@ import torch
 from distlab.data.splits import DataError, Splits
 from distlab.torchvision_repair import import_torchvision
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 _CROP = 0.875  # share of the shorter side that the centre crop keeps
 
 
@@ -28,10 +28,10 @@ def load_image_folder(root: Path, *, image_size: int = 224, augment: bool = Fals
     train_folder, test_folder = check_folders(root)
     classes = _classes(train_folder)
     plain = _transform(image_size, augment=False)
-    train = _open(train_folder, _transform(image_size, augment=True) if augment else plain)
-    test = _open(test_folder, plain)
+    train = open_folder(train_folder, _transform(image_size, augment=True) if augment else plain)
+    test = open_folder(test_folder, plain)
     image_shape = (3, image_size, image_size)
-    return Splits("imagefolder", train, test, len(classes), image_shape, _MEAN, _STD)
+    return Splits("imagefolder", train, test, len(classes), image_shape, MEAN, STD)
 
 
 OPTION = "--data-root (or DISTLAB_DATA)"
@@ -84,7 +84,11 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + rest
 
 
-def _open(folder: Path, transform: Any) -> Any:
+def open_folder(folder: Path, transform: Any = None) -> Any:
+    """Return torchvision's data set of a folder with a folder per class.
+
+    Raises: DataError: A class has no images.
+    """
     try:
         return import_torchvision().datasets.ImageFolder(folder, transform=transform)
     except FileNotFoundError as error:
@@ -92,11 +96,16 @@ def _open(folder: Path, transform: Any) -> Any:
 
 
 def _transform(image_size: int, *, augment: bool) -> Any:
-    import_torchvision()
-    v2 = importlib.import_module("torchvision.transforms.v2")
+    v2 = transforms()
     if augment:
         shape = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
     else:
         shape = [v2.Resize(round(image_size / _CROP)), v2.CenterCrop(image_size)]
-    numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
+    numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     return v2.Compose([*shape, *numbers, v2.ToPureTensor()])
+
+
+def transforms() -> Any:
+    """Import torchvision's transforms, version 2."""
+    import_torchvision()
+    return importlib.import_module("torchvision.transforms.v2")

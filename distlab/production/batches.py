@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distlab.data.folders import transforms
 from distlab.production.config import Config
-from distlab.production.images import BAD, ImageData, transforms
+from distlab.production.images import BAD, ImageData
 from distlab.production.loading import Keys, loader_of
 from distlab.production.strategies import Strategy
 

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from distlab import data
-from distlab.data import DataError, rank_zero_first
+from distlab.data import rank_zero_first
 from distlab.data.download import data_root
-from distlab.data.folders import check_folders
+from distlab.data.folders import MEAN, STD, check_folders, open_folder, transforms
 from distlab.production.config import Config
 from distlab.production.digits_files import digits_folder
-from distlab.torchvision_repair import import_torchvision
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 KEPT_OF_SIDE = 0.875  # share of the side in an evaluation's centre crop, above SMALL
 SMALL = 64  # largest side of images that are not cropped for an evaluation
 BAD = -100  # label of an unreadable image, which cross_entropy ignores
@@ -140,12 +138,6 @@ def _transform(config: Config, side: int, is_training: bool) -> Any:
     return _transforms[key]
 
 
-def transforms() -> Any:
-    """Import torchvision's transforms, version 2."""
-    import_torchvision()
-    return importlib.import_module("torchvision.transforms.v2")
-
-
 def _augment(v2: Any, config: Config, side: int) -> list[Any]:
     if config.augment == "none":
         return _centre(v2, side)
@@ -194,7 +186,7 @@ def _sources(config: Config) -> tuple[Source, Source, int]:
         else:
             folder = Path(config.data_dir or "")
         halves = check_folders(folder, "data_dir")
-        files = [_files(half) for half in halves]
+        files = [Files(open_folder(half).samples) for half in halves]
         return files[0], files[1], len({*files[0].labels.tolist()})
     side = config.image_size
     is_made_up = config.data == "synthetic"
@@ -202,11 +194,3 @@ def _sources(config: Config) -> tuple[Source, Source, int]:
     splits: Any = data.load(config.data, root=config.data_dir, **options)
     pixels = [Pixels(half.pixels, half.labels) for half in (splits.train, splits.test)]
     return pixels[0], pixels[1], splits.num_classes
-
-
-def _files(folder: Path) -> Files:
-    try:
-        folder_of_images = import_torchvision().datasets.ImageFolder(str(folder))
-    except FileNotFoundError as error:
-        raise DataError(f"{folder}: {error}") from None
-    return Files(folder_of_images.samples)

@@ -5,7 +5,8 @@ import signal
 import sys
 import warnings
 
-from distlab.production.images import transforms
+import distlab.production.images  # noqa: F401  # needed by every child
+from distlab.data.folders import transforms
 
 
 def _leave_group() -> None:
