@@ -53,7 +53,7 @@ def all_to_all(ranks: int) -> tuple[list[float], list[Arrival]]:
 # ------------------------------------------------------------------------------- finish times
 
 
-@any_seed(100)
+@any_seed(50)
 def test_a_crowd_of_any_size_ends_when_the_reference_does(seed: int) -> None:
     bytes_per_s, arrivals = random_case(seed)
     exact = [float(end) for end in finish_times(arrivals, bytes_per_s)]
@@ -62,11 +62,11 @@ def test_a_crowd_of_any_size_ends_when_the_reference_does(seed: int) -> None:
         assert [ended[i] for i in range(len(ended))] == pytest.approx(exact, rel=1e-12, abs=0)
 
 
-@any_seed(20)
+@any_seed(10)
 def test_many_flows_end_in_crowds_as_they_do_one_by_one(seed: int) -> None:
     bytes_per_s, arrivals = many_flows(seed)
     expected = run_in(inf, bytes_per_s, arrivals)
-    for size in (2, 16, 64):
+    for size in (2, 16):
         ended = run_in(size, bytes_per_s, arrivals)
         assert ended == pytest.approx(expected, rel=1e-12, abs=0)
         assert list(ended) == list(expected)
