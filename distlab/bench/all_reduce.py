@@ -1,4 +1,4 @@
-"""All-reduces of Phases 1 and 3 beside gloo's, and what one message costs: α + bytes · β."""
+"""All-reduces of Phases 1 and 3 beside gloo's, and the cost of one message: α + bytes · β."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def _drained(events: Events) -> Iterator[str]:
         return
 
 
-# Where events come from
+# Sources of events
 
 
 @contextmanager

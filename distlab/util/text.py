@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 
 SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
-MAX_RUNS = 6  # most runs of ranks that are all named; of more, the first three and the last are
+MAX_RUNS = 6  # most runs of ranks that are all named; of more, only the first three and the last
 
 Units = Sequence[tuple[str, float]]
 
