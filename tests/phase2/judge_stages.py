@@ -234,7 +234,7 @@ def _cuts(random: Random, n: int) -> list[int]:
 
 
 @task("2.9")
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, 8])
 def test_stages_compute_what_one_process_does(grade: Grade, n: int) -> None:
     _judge_training(grade, n)
 
