@@ -1,6 +1,6 @@
 """Grade a bank, and print what its task's tests say of each answer.
 
-python tests/wrong_answers/table.py > table.md                 # the table of docs/grading.md
+python tests/wrong_answers/table.py > table.md                 # a row for each task
 python tests/wrong_answers/table.py --bank independent_1 -v      # survivors; with -v the others too
 python tests/wrong_answers/table.py --only 1.4 --jobs 2
 

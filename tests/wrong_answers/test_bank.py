@@ -85,31 +85,6 @@ def test_equivalent_mutants_fit_the_solutions() -> None:
         answer.lesson()
 
 
-def test_the_table_in_the_documentation_counts_the_bank() -> None:
-    """The tests above check what is rejected; ``table.py`` writes the table again."""
-    rows = re.findall(
-        r"^\| (all|[\d.]+)[^|]* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|",
-        (ROOT / "docs" / "grading.md").read_text(),
-        re.MULTILINE,
-    )
-    counts = {task: tuple(map(int, numbers)) for task, *numbers in rows}
-    expected = {"all": (len(WRONG), len(WRONG), len(RIGHT), 0)}
-    for task in COURSE.tasks:
-        wrong = sum(answer.task is task for answer in WRONG)
-        right = sum(answer.task is task for answer in RIGHT)
-        expected[task.id] = (wrong, wrong, right, 0)
-    assert counts == expected, "python tests/wrong_answers/table.py --only N.k writes a task's row"
-
-
-def test_the_summary_in_the_documentation_counts_the_bank() -> None:
-    text = (ROOT / "docs" / "grading.md").read_text()
-    own = [row for row in text.splitlines() if row.startswith("| own |")]
-    assert [[int(n) for n in re.findall(r"\d+", row)] for row in own] == [
-        [len(WRONG), len(WRONG)],
-        [len(RIGHT)],
-    ]
-
-
 # The format
 
 
