@@ -55,7 +55,7 @@ def nested() -> None:
     launch.run(rank_and_size, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_every_rank_knows_who_it_is_and_results_come_by_rank(world_size: int) -> None:
     assert launch.run(rank_and_size, world_size) == [(r, world_size) for r in range(world_size)]
 
@@ -326,15 +326,17 @@ def test_a_script_needs_no_main_guard(script: Path) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_the_same_script_joins_the_world_that_torchrun_started(script: Path) -> None:
-    done = torchrun(2, str(script))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, script], capture_output=True, text=True, timeout=240)
     assert done.stdout.count("results [(0, 2.0), (1, 2.0)]") == 2, done.stderr
 
 
-@pytest.mark.usefixtures("forked")
-def test_torchrun_with_another_number_of_ranks_is_refused(script: Path) -> None:
-    done = torchrun(3, str(script))
-    assert done.returncode != 0
-    assert "torchrun started 3 ranks and the script asks for 2" in done.stderr
+def test_torchrun_with_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(launch.SetupError, match="torchrun started 3 ranks and the script asks for"):
+        launch.run(rank_and_size, 2)
 
 
 @pytest.mark.parametrize(
@@ -366,13 +368,3 @@ def test_ranks_that_do_not_find_each_other_name_the_interface(
     assert re.search(reason, error)
     assert f"GLOO_SOCKET_IFNAME={variables.get('GLOO_SOCKET_IFNAME', '(not set)')}" in error
     assert "NCCL_SOCKET_IFNAME=(not set)" in error
-
-
-def torchrun(ranks: int, script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", script],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )

@@ -62,10 +62,6 @@ def not_implemented() -> None:
     raise NotImplementedError("Task 1.5: broadcast")
 
 
-def imports_what_is_missing() -> None:
-    import no_such_module  # type: ignore[import-not-found]  # noqa: F401
-
-
 def calls_sys_exit() -> None:
     if dist.get_rank() == 1:
         sys.exit(0)
@@ -90,12 +86,6 @@ def returns_early() -> None:
 def segfaults() -> None:
     if dist.get_rank() == 1:
         ctypes.string_at(0)
-    dist.barrier()
-
-
-def aborts() -> None:
-    if dist.get_rank() == 0:
-        os.abort()
     dist.barrier()
 
 
@@ -269,11 +259,8 @@ CASES = [
         2,
         ("rank 2 of 4 raised ValueError: seen by 2", "raised ValueError: seen by 0"),
     ),
-    Case(not_implemented, launch.RankFailed, ANY, ("raised NotImplementedError: Task 1.5",)),
-    Case(imports_what_is_missing, launch.RankFailed, ANY, ("No module named 'no_such_module'",)),
     Case(calls_sys_exit, launch.RankExited, 1, ("rank 1 of 4 left by sys.exit(0)",)),
     Case(calls_os_exit, launch.RankExited, 3, ("rank 3 of 4 ended by os._exit(0)",)),
-    Case(calls_os_exit_everywhere, launch.RankExited, ANY, ("ended by os._exit(0)",)),
     Case(
         returns_early,
         launch.RankExited,
@@ -292,7 +279,6 @@ CASES = [
         1,
         ("rank 1 of 4 was killed by SIGSEGV at", "in segfaults", "ctypes.string_at(0)"),
     ),
-    Case(aborts, launch.RankCrashed, 0, ("rank 0 of 4 was killed by SIGABRT", "in aborts")),
     Case(is_killed, launch.RankCrashed, 2, ("rank 2 of 4 was killed by SIGKILL",)),
     Case(
         is_stopped,
@@ -441,6 +427,7 @@ def test_the_type_of_what_was_raised_is_known(backend: str) -> None:
     with pytest.raises(launch.RankExited) as exited:
         launch.run(calls_os_exit_everywhere, 2, backend=backend)
     assert exited.value.exception == ""
+    assert "ended by os._exit(0)" in str(exited.value)
 
 
 def test_an_endless_loop_is_told_by_what_it_computes() -> None:
