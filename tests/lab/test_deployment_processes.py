@@ -95,9 +95,11 @@ def entrypoint(folder: Path, what: object, program: str = TRAINER) -> list[str]:
 
 def real_trainer(run_dir: Path) -> list[str]:
     """The entrypoint with torchrun and two ranks of the trainer."""
-    digits = ["--config", str(ROOT / "configs/digits_cpu.yaml"), "--num_workers", "1"]
-    own = ["--run_dir", str(run_dir), "--data_dir", str(run_dir.with_name("digits"))]
-    return [*LAUNCHED, "-m", MODULE, *digits, *own]
+    sizes = "--epochs=100 --batch_size=64 --image_size=8 --num_workers=1"
+    kinds = "--model=transformer --data=synthetic --optimizer=adamw --lr=0.004 --device=cpu"
+    config = ["--config", str(ROOT / "configs/digits_cpu.yaml")]
+    options = [*config, *sizes.split(), *kinds.split(), "--run_dir", str(run_dir)]
+    return [*LAUNCHED, "-m", MODULE, *options]
 
 
 @pytest.mark.parametrize("code", [0, 1, 78])
