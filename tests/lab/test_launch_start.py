@@ -169,22 +169,12 @@ def sleeps_on_one() -> None:
     dist.barrier()
 
 
-def allocates() -> None:
-    hoard = []
-    while True:
-        hoard.append(np.ones(MiB))
-        time.sleep(0.002)
-
-
 @pytest.mark.usefixtures("spawning")
 def test_spawned_ranks_fail_as_clearly_as_forked_ones() -> None:
-    assert launch.run(dist.get_rank, 2) == [0, 1]
     with pytest.raises(launch.RankFailed, match="rank 1 of 2 raised ValueError: boom"):
-        launch.run(raises_on_one, 2, timeout_s=20)
+        launch.run(raises_on_one, 2, timeout_s=60)
     with pytest.raises(launch.RankHung, match=r"rank 0 waits in barrier at .*; rank 1 is at"):
-        launch.run(sleeps_on_one, 2, timeout_s=1)
-    with pytest.raises(launch.RankOutOfMemory, match=r"outgrew the memory limit at .*allocates"):
-        launch.run(allocates, 1, limits=Limits(60, memory_bytes=100 * MiB))
+        launch.run(sleeps_on_one, 2, limits=Limits(120, idle_s=1.0))
 
 
 # Memory that does not count
@@ -323,10 +313,10 @@ def test_logs_can_go_to_a_folder_named_by_a_string_but_not_into_a_file(tmp_path:
         launch.run(print, 1, "hello", output_dir=tmp_path / "file")
 
 
-def test_a_terminal_that_knows_no_unicode_shows_what_it_can() -> None:
-    script = "from distlab import launch\nlaunch.run(print, 1, 'α = 3')"
-    done = python(script, PYTHONIOENCODING="latin-1")
-    assert done.stdout == "? = 3\n", done.stderr
+def test_a_terminal_without_unicode_and_warnings_that_are_errors_stop_no_world() -> None:
+    script = "from distlab import launch\nlaunch.run(print, 2, 'α = 3')"
+    done = python(script, PYTHONIOENCODING="latin-1", PYTHONWARNINGS="error::RuntimeWarning")
+    assert done.stdout == 2 * "? = 3\n", done.stderr
 
 
 @pytest.mark.usefixtures("forked")
@@ -338,17 +328,11 @@ def test_a_closed_output_is_no_error() -> None:
     assert python(script).stderr == "[7]"
 
 
-def test_warnings_that_are_errors_do_not_stop_a_world() -> None:
-    script = "from distlab import launch\nprint(launch.run(lambda: 7, 2))"
-    done = python(script, PYTHONWARNINGS="error::RuntimeWarning")
-    assert done.stdout == "[7, 7]\n", done.stderr
-
-
 # What ranks know of the script
 
 
-SCRIPT_WITH_A_CLASS = """
-import sys
+SCRIPT = """
+import functools, sys
 from dataclasses import dataclass
 import torch.distributed as dist
 from distlab import launch
@@ -356,32 +340,6 @@ from distlab import launch
 @dataclass
 class Note:
     rank: int
-
-def exchange():
-    notes = [None, None]
-    dist.all_gather_object(notes, Note(dist.get_rank()))
-    return notes, sys.argv
-
-(notes, argv), _ = launch.run(exchange, 2)
-print(notes, isinstance(notes[1], Note), argv)
-"""
-
-
-@pytest.mark.usefixtures("forked")
-def test_classes_of_the_script_travel_between_ranks_and_back(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT_WITH_A_CLASS)
-    done = subprocess.run(
-        [sys.executable, path, "--fast"], capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout == f"[Note(rank=0), Note(rank=1)] True ['{path}', '--fast']\n", done.stderr
-
-
-SCRIPT_WITH_CACHES = """
-import functools
-
-import torch.distributed as dist
-from distlab import launch
 
 @functools.cache
 def fibonacci(n):
@@ -392,24 +350,29 @@ def next_one(n):
     "As documented."
     return n + 1
 
-def fn():
-    made = next_one.cache_info().currsize
-    return fibonacci(20), next_one(dist.get_rank()), made, next_one.__doc__
+def exchange():
+    notes = [None, None]
+    dist.all_gather_object(notes, Note(dist.get_rank()))
+    cached = next_one.cache_info().currsize
+    return notes, sys.argv, [fibonacci(20), next_one(dist.get_rank()), cached, next_one.__doc__]
 
-if __name__ == "__main__":
-    next_one(5)
-    print(launch.run(fn, 2))
-    print(launch.run(fibonacci, 2, 10, backend="sim"))
+next_one(5)
+(notes, argv, first), (_, _, second) = launch.run(exchange, 2)
+print(notes, isinstance(notes[1], Note), argv)
+print(first, second, launch.run(fibonacci, 2, 10, backend="sim"))
 """
 
 
 @pytest.mark.usefixtures("forked")
-def test_functions_with_a_cache_travel_and_arrive_with_an_empty_one(tmp_path: Path) -> None:
+def test_classes_and_cached_functions_of_a_script_reach_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT_WITH_CACHES)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=240)
-    ranks = [(6765, rank + 1, 0, "As documented.") for rank in range(2)]
-    assert done.stdout == f"{ranks}\n[55, 55]\n", done.stderr
+    path.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, path, "--fast"], capture_output=True, text=True, timeout=240
+    )
+    notes, caches = done.stdout.splitlines()
+    assert notes == f"[Note(rank=0), Note(rank=1)] True ['{path}', '--fast']", done.stderr
+    assert caches == "[6765, 1, 0, 'As documented.'] [6765, 2, 0, 'As documented.'] [55, 55]"
 
 
 def test_arguments_are_pickled_once() -> None:
