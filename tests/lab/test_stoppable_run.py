@@ -6,9 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
+from collections.abc import Collection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -39,9 +38,11 @@ def last_bits(printed: str) -> str:
     return found[1]
 
 
-def wait_for_a_checkpoint(run: subprocess.Popen[str], folder: Path) -> None:
+def wait_for_a_checkpoint(
+    run: subprocess.Popen[str], folder: Path, before: Collection[Path]
+) -> None:
     end_s = time.monotonic() + TIMEOUT_S
-    while not any(folder.glob("step-*")):
+    while {*folder.glob("step-*")} <= {*before}:
         assert run.poll() is None, "it ended before it saved"
         assert time.monotonic() < end_s, "no checkpoint in time"
         time.sleep(0.01)
@@ -55,24 +56,24 @@ def workers_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
     return workers
 
 
-@cache
-def undisturbed() -> str:
-    with TemporaryDirectory() as folder:
-        return last_bits(start(Path(folder) / "run").communicate(timeout=TIMEOUT_S)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_interrupted_run_ends_with_the_same_bits(number: int, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def interrupt(folder: Path, number: int) -> str:
+    """Send a rank a signal after a new checkpoint; return what the run prints."""
+    before = {*folder.glob("step-*")}
     run = start(folder)
-    wait_for_a_checkpoint(run, folder)
+    wait_for_a_checkpoint(run, folder, before)
     os.kill(workers_of(run)[-1].pid, number)
     printed = run.communicate(timeout=TIMEOUT_S)[0]
     assert run.returncode != 0
-    if number == signal.SIGTERM:
-        assert re.search(r"stopped after step \d+", printed), printed
+    return printed
 
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(tmp_path: Path) -> None:
+    undisturbed = last_bits(start(tmp_path / "undisturbed").communicate(timeout=TIMEOUT_S)[0])
+    folder = tmp_path / "run"
+    interrupt(folder, signal.SIGKILL)
+    stopped = interrupt(folder, signal.SIGTERM)
+    assert re.search(r"stopped after step \d+", stopped), stopped
     again = start(folder).communicate(timeout=TIMEOUT_S)[0]
     assert re.search(r"goes on after step \d+", again), again
-    assert last_bits(again) == undisturbed()
+    assert last_bits(again) == undisturbed
