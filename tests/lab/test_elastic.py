@@ -1,7 +1,4 @@
-"""scripts/elastic.py on real processes that are killed and join: no sample is lost or comes twice.
-
-First with a launcher of this file's own, then with torchrun, an agent for each node.
-"""
+"""scripts/elastic.py under torchrun: as nodes leave and join, no sample is lost or comes twice."""
 
 import json
 import os
@@ -19,7 +16,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 from processes import MARK, marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo listens on lo")
@@ -118,68 +114,6 @@ def check_ledger(folder: Path) -> list[int]:
 def accuracy_of(printed: str) -> float:
     (found,) = re.findall(r"after step 150: ([\d.]+)% of the test images", printed)
     return float(found)
-
-
-# --- workers, started anew by this file ----------------------------------------------------------
-
-
-class Workers:
-    """One start of some workers, which meet in a store of this process."""
-
-    def __init__(self, mark: str, folder: Path, world_size: int) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.is_ready = has_trained(folder, world_size, 7)
-        told = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": str(world_size),
-        }
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, SCRIPT, str(folder)],
-                cwd=ROOT,
-                env=environment(mark, **told, RANK=str(rank)),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-
-    def send(self, rank: int, number: int) -> None:
-        """Send a signal to a rank when some steps are done."""
-        wait_until(self.is_ready, lambda: "too few steps in time")
-        os.kill(self.processes[rank].pid, number)
-
-    def end(self) -> list[tuple[int, str, str]]:
-        """Wait for the end; return exit codes, and what was printed."""
-        told = [process.communicate(timeout=TIMEOUT_S) for process in self.processes]
-        return [(p.returncode, *texts) for p, texts in zip(self.processes, told, strict=True)]
-
-
-@pytest.mark.usefixtures("forked")
-def test_four_workers_three_and_four_again(mark: str, tmp_path: Path) -> None:
-    ((_, undisturbed, _),) = Workers(mark, tmp_path / "alone", 1).end()
-    folder = tmp_path / "run"
-    set_pace(folder, 0.1)
-
-    four = Workers(mark, folder, 4)
-    four.send(2, signal.SIGKILL)
-    ended = four.end()
-    assert ended[2][0] == -signal.SIGKILL
-    assert all(code == 1 for code, _, _ in ended[:2] + ended[3:]), ended  # gloo raises
-
-    three = Workers(mark, folder, 3)
-    three.send(1, signal.SIGTERM)  # as torchrun does when a fourth one waits
-    ended = three.end()
-    assert [code for code, _, _ in ended] == [75, 75, 75], ended
-
-    set_pace(folder, 0)
-    again = Workers(mark, folder, 4).end()
-    assert [code for code, _, _ in again] == [0, 0, 0, 0], again
-    assert check_ledger(folder) == [4, 3, 4]
-    assert abs(accuracy_of(again[0][1]) - accuracy_of(undisturbed)) <= 1.0
 
 
 # --- torchrun ------------------------------------------------------------------------------------
