@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.learner.folder import LearnerError
 
 
 def by_raising() -> None:
@@ -26,10 +25,6 @@ def by_raising() -> None:
 
 def by_raising_everywhere() -> None:
     raise ValueError("bad luck for all")
-
-
-def by_an_error_whose_message_is_enough() -> None:
-    raise LearnerError("there is no phase in this folder")
 
 
 def by_being_killed() -> None:
@@ -49,11 +44,6 @@ def by_returning_early() -> None:
         dist.recv(torch.zeros(1), 1)
 
 
-def by_not_making_a_group() -> None:
-    if dist.get_rank() == 0:
-        dist.new_group()
-
-
 def by_calling_something_else() -> None:
     x = torch.zeros(4)
     if dist.get_rank() == 0:
@@ -68,10 +58,6 @@ def after_the_run_by_ending() -> None:
     sys.exit(0)
 
 
-def before_the_ranks_have_joined() -> None:
-    launch.run(dist.get_rank, 5)
-
-
 def waits() -> None:
     time.sleep(3600)
 
@@ -82,13 +68,11 @@ def print_files_of_shared_memory() -> None:
     print("up", *set(re.findall(r"/dev/shm/mpich_shm_\w+", text)), flush=True)
 
 
-FAILURES = [name for name in dir() if name.startswith(("by_", "after_", "before_"))]
+FAILURES = [name for name in dir() if name.startswith(("by_", "after_"))]
 
 if __name__ == "__main__":
     gc.freeze()  # to look for garbage in all of torch at the end takes 0.4 s
     failure = globals()[sys.argv[1]]
-    if sys.argv[1].startswith("before_"):
-        failure()
     launch.run(print_files_of_shared_memory, 2)
     if sys.argv[1].startswith("after_"):
         failure()

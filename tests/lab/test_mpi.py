@@ -24,8 +24,8 @@ from same import assert_same
 from distlab import launch, training
 from distlab.doctor import find_mpirun
 
-WORLD_SIZES = (2, 3, 4)
-LOSS_TOLERANCES = {2: 0.0, 3: 1e-5, 4: 1e-5}  # two numbers have one order; float32, 22 steps
+WORLD_SIZES = (2, 4)
+LOSS_TOLERANCES = {2: 0.0, 4: 1e-5}  # two numbers have one order; float32, 22 steps
 HERE = Path(__file__).parent
 
 
@@ -85,8 +85,8 @@ def test_the_course_s_trainer_loses_what_it_loses_on_gloo(
     config = mpi_ranks.course_training(world_size, gradients)
     [gloos, *_] = on_gloo(training.train_on_rank, config, world_size=world_size)
     for losses in part("losses", world_size, folder):
-        tolerance = LOSS_TOLERANCES[world_size]
-        assert losses[gradients] == pytest.approx(gloos[0].step_losses, rel=tolerance, abs=0.0)
+        expected = pytest.approx(gloos[0].step_losses, rel=LOSS_TOLERANCES[world_size], abs=0.0)
+        assert losses[gradients] == expected
 
 
 # --- its own -------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_what_cannot_be_moved_is_refused_at_the_call(folder: Path) -> None:
 
 @needs_mpi
 def test_ranks_find_their_place_in_the_environment(folder: Path) -> None:
-    assert part("environment", 3, folder) == [[str(rank), "3", str(rank)] for rank in range(3)]
+    assert part("environment", 4, folder) == [[str(rank), "4", str(rank)] for rank in range(4)]
 
 
 @needs_mpi
@@ -174,15 +174,10 @@ def test_the_train_command_trains_under_mpirun() -> None:
 SAID: dict[str, Sequence[str]] = {
     "by_raising": ["[rank1]: ValueError: bad luck", "raise ValueError("],
     "by_raising_everywhere": ["ValueError: bad luck for all"],
-    "by_an_error_whose_message_is_enough": ["]: there is no phase in this folder\n"],
     "by_being_killed": [],  # mpirun says so
-    "before_the_ranks_have_joined": ["mpirun started 2 ranks and the script asks for 5"],
     "by_exiting": ["[rank1]: sys.exit(3) before its function returned"],
     "by_returning_early": [
         "RankLeft: rank 0 of 2 in recv from rank 1, (1,) float32, tag 0: rank 1 returned or ended"
-    ],
-    "by_not_making_a_group": [
-        "RankLeft: rank 0 of 2 in new_group of ranks 0, 1: rank 1 returned or ended"
     ],
     "by_calling_something_else": [
         "called ",
@@ -212,20 +207,17 @@ def test_a_rank_that_fails_ends_the_job_and_says_why(name: str) -> None:
         assert done.stderr.count(text) == 1, done.stderr
 
 
-MESSAGE_IS_ENOUGH = ("by_an_error_whose_message_is_enough", "before_the_ranks_have_joined")
-
-
 @needs_mpi
 @pytest.mark.parametrize("name", mpi_failures.FAILURES)
 def test_a_failure_is_the_report_of_one_rank(name: str) -> None:
     num_tracebacks = failures()[name].stderr.count("Traceback (most recent call last)")
-    has_traceback = SAID[name] and name not in (*MESSAGE_IS_ENOUGH, "by_exiting")
+    has_traceback = SAID[name] and name != "by_exiting"
     assert num_tracebacks == (1 if has_traceback else 0), failures()[name].stderr
 
 
 @needs_mpi
 @pytest.mark.skipif(sys.platform != "linux", reason="MPICH has these files on Linux only")
-@pytest.mark.parametrize("name", [n for n in mpi_failures.FAILURES if not n.startswith("before_")])
+@pytest.mark.parametrize("name", mpi_failures.FAILURES)
 def test_a_job_that_fails_leaves_no_shared_memory_behind(name: str) -> None:
     files = set(re.findall(r"/dev/shm/\S+", failures()[name].stdout))
     assert files
@@ -252,7 +244,6 @@ def test_ctrl_c_ends_the_job_with_a_line_and_its_exit_code() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["train", "--lr", "-1"], "distlab train: --lr -1.0 is not a learning rate"),
         (["train", "--epoch", "3"], "distlab train: No such option: --epoch"),
         (
             ["train", "--num-workers", "5"],
