@@ -162,8 +162,8 @@ def test_a_kill_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(chaos, "GAP_S", (0.2, 0.4))
-    run = Chaos({**TINY, "epochs": "2"}, 2, tmp_path / "out")
-    blows = Blows(["kill"], 0, 2, 600.0)
+    run = Chaos({**TINY, "epochs": "2"}, 1, tmp_path / "out")
+    blows = Blows(["kill"], 0, 1, 600.0)
     run.train("undisturbed", Progress(disable=True))
     run.train("disturbed", Progress(disable=True), blows)
     assert [blow.kind for blow in blows.given] == ["kill"]
@@ -177,7 +177,10 @@ def test_a_kill_changes_no_bit(
     assert "NOT EQUAL" in capsys.readouterr().out
 
 
-def test_a_training_that_cannot_go_on_is_given_up(tmp_path: Path) -> None:
-    keys = {**TINY, "data": "imagefolder", "data_dir": str(tmp_path / "nowhere")}
+def test_a_training_that_cannot_continue_is_given_up(tmp_path: Path) -> None:
+    run = Chaos(TINY, 1, tmp_path / "out")
+    run._check("undisturbed")
+    (tmp_path / "out/undisturbed").mkdir()
+    (tmp_path / "out/undisturbed/exit_code").write_text("78")
     with pytest.raises(TrainingFailedError, match="says 78: see"):
-        Chaos(keys, 1, tmp_path / "out").train("undisturbed", Progress(disable=True))
+        run._check("undisturbed")
