@@ -1,5 +1,6 @@
 """Checks that the tests share: they compare results, and name the rank whose result is wrong."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,12 +8,14 @@ from itertools import permutations
 from math import inf, isfinite
 from random import Random
 from sys import float_info
-from typing import Any
+from typing import Any, Literal
 
 from distlab.grade import Run, check
 from distlab.sim import Cluster, Faults, Options
 from distlab.util.text import counted, joined
 from judging.groups import MEMBERS
+
+Text = Literal["same", "alike", "any"]  # of errors on several ranks
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
 UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all pairs alike
@@ -62,7 +65,7 @@ def same_loss(a: Any, b: Any) -> bool:
 
 
 def check_refused(
-    by_rank: Sequence[Mapping[str, str]], what: str, *names: str, same_text: bool = True
+    by_rank: Sequence[Mapping[str, str]], what: str, *names: str, text: Text = "any"
 ) -> None:
     """Check that every rank has raised a ValueError that names ``names``.
 
@@ -70,9 +73,12 @@ def check_refused(
         by_rank: Result of ``calls.refusal_of`` on each rank.
         what: Subject of the sentence: what must be refused.
         names: Words that the text must hold, as far as the contract promises them.
-        same_text: True where the contract promises the same text on all ranks; then a rank must
-            not name itself either.
+        text: What the contract promises of the texts: "same", equal on all ranks, so that none
+            names itself; "alike", equal but for the name of a rank that names itself; or nothing.
     """
+    texts = [refusal["text"] for refusal in by_rank]
+    if text == "alike" and len({*map(_without_rank, texts, range(len(texts)))}) == 1:
+        text = "any"
     for rank, refusal in enumerate(by_rank):
         is_alone = len(by_rank) == 1
         error = "a ValueError" if is_alone else "a ValueError on every rank"
@@ -82,13 +88,18 @@ def check_refused(
         got = f"{refusal['type']}: {short(refusal['text'])}"
         check(refusal["type"] == "ValueError", f"{wanted}{here} it is {got}.")
         check(
-            not same_text or refusal["text"] == by_rank[0]["text"],
-            f"{wanted}{here} it says {short_beside(refusal['text'], by_rank[0]['text'])}, but on "
-            f"rank 0 {short_beside(by_rank[0]['text'], refusal['text'])}. Decide by what all ranks "
-            "know, and word it by that alone, so that all raise the same error.",
+            text == "any" or texts[rank] == texts[0],
+            f"{wanted}{here} it says {short_beside(texts[rank], texts[0])}, but on rank 0 "
+            f"{short_beside(texts[0], texts[rank])}. Decide by what all ranks know, and word it by "
+            "that alone, so that all raise the same error.",
         )
         missing = [name for name in names if name not in refusal["text"]]
         check(not missing, f"{wanted}{here} it should name {joined(names)}, and is {got}.")
+
+
+def _without_rank(text: str, rank: int) -> str:
+    """Return a text without the name of the rank that raised it."""
+    return re.sub(rf"\brank\W{{0,2}}{rank}\b", "rank", text, flags=re.IGNORECASE)
 
 
 def check_silent(run: Run, what: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from distlab.grade.checks import Wrong
-from judging.checks import check_refused
+from judging.checks import Text, check_refused
 
 REFUSED = {"type": "ValueError", "text": "size 0 is not above 0"}
 NOTHING = {"type": "", "text": ""}
@@ -14,18 +14,21 @@ PREFIXED = "rank 1: w lacks [5:9]"
 
 
 def test_a_text_that_is_the_same_on_all_ranks_may_begin_with_a_rank() -> None:
-    check_refused([{**REFUSED, "text": PREFIXED}] * 3, "w[2:12]", "w", "[5:9]")
+    check_refused([{**REFUSED, "text": PREFIXED}] * 3, "w[2:12]", "w", "[5:9]", text="same")
 
 
-def test_ranks_name_themselves_only_where_no_common_text_is_promised() -> None:
-    by_rank = [{**REFUSED, "text": f"rank {rank}: no batch"} for rank in range(2)]
-    assert "it says 'rank 1: no batch', but on rank 0 'rank 0: no batch'" in said(by_rank)
-    check_refused(by_rank, "no batch", same_text=False)
+def test_a_rank_names_itself_only_where_the_very_same_text_is_not_promised() -> None:
+    by_rank = [{**REFUSED, "text": f"rank {rank}: 0 targets"} for rank in range(3)]
+    assert "it says 'rank 1: 0 targets', but on rank 0 'rank 0: " in said(by_rank, text="same")
+    check_refused(by_rank, "no batch", text="alike")
+    by_rank[1]["text"] = "rank 1: 4 targets"
+    assert "it says 'rank 1: 4 targets', but on" in said(by_rank, text="alike")
+    check_refused(by_rank, "no batch")
 
 
-def said(by_rank: list[dict[str, str]], *names: str) -> str:
+def said(by_rank: list[dict[str, str]], *names: str, text: Text = "same") -> str:
     with pytest.raises(Wrong) as caught:
-        check_refused(by_rank, "size = 0", *names)
+        check_refused(by_rank, "size = 0", *names, text=text)
     return str(caught.value)
 
 

@@ -164,7 +164,7 @@ def test_nobody_holds_more_than_it_needs(grade: Grade) -> None:
 @pytest.mark.parametrize("what", s.WRONG_BATCHES)
 def test_every_rank_hears_of_a_wrong_batch(grade: Grade, what: str) -> None:
     run = grade.run(s.scatter_what_is_wrong, 3, what, 1, if_stuck=ONLY_SOURCE_RAISES)
-    check_refused(run.results, f"{what} on the source")
+    check_refused(run.results, f"{what} on the source", text="same")
     _check_traffic(run, s.Kind(0), 1, range(3))
     alone = grade.run(s.scatter_what_is_wrong, 1, what, 0)
     check_refused(alone.results, f"{what} on the source")
@@ -201,4 +201,4 @@ def test_scattering_inside_a_group(grade: Grade, src: int | None, rows: int) -> 
     _check_traffic(run, kind, src or 0, MEMBERS)
     what = "6 images and 5 labels"
     run = grade.run(*args, s.scatter_what_is_wrong, what, 1, if_stuck=ONLY_SOURCE_RAISES)
-    check_refused(of_members(run), f"{what} on the source of a group")
+    check_refused(of_members(run), f"{what} on the source of a group", text="same")

@@ -486,7 +486,7 @@ def test_what_is_no_schedule_is_refused(grade: Grade) -> None:
     by_text = [list(refusals) for refusals in zip(*run.results, strict=True)]
     for (wrong, text, names), refusals in zip(BROKEN, by_text, strict=False):
         what = f"{wrong}, of 3 micro-batches on 2 stages:{d.picture(d.drawn(text))}\nThis"
-        check_refused(refusals, what)
+        check_refused(refusals, what, text="same")
         said = refusals[0]["text"].partition("\n")[0]
         check(
             {*re.findall(r"\b[FB]\d+(?:\.\d+)?", said)} & {*names.split(), *_never_started(text)},
@@ -495,7 +495,7 @@ def test_what_is_no_schedule_is_refused(grade: Grade) -> None:
         )
     for num_stages, refusals in zip(OTHERS, by_text[len(BROKEN) :], strict=True):
         what = f"A schedule of {counted(num_stages, 'stage')} on 2 ranks"
-        check_refused(refusals, what, str(num_stages), "2")
+        check_refused(refusals, what, str(num_stages), "2", text="same")
     check_silent(run, "What is refused")
 
 

@@ -110,7 +110,7 @@ def _judge(grade: Grade, n: int, *cases: Case) -> None:
 
 def _judge_refusal(grade: Grade, n: int, case: Case, *names: str) -> None:
     results, what = grade.run(b.refused_split, n, case).results, f"{case} on {counted(n, 'rank')}"
-    check_refused(results, what, *names, str(n))
+    check_refused(results, what, *names, str(n), text="same")
     for rank, found in enumerate(results):
         check(
             found["is_kept"],

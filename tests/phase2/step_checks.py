@@ -342,7 +342,7 @@ def check_same_on_all(here: str, by_rank: Sequence[Any], *names: str) -> None:
 
 def check_nothing_steps(results: Sequence[Any], what: str) -> None:
     """Check that a step without any target is refused, and changes no parameter."""
-    check_refused(results, what)
+    check_refused(results, what, text="alike")
     for rank, result in enumerate(results):
         changes = f"rank {rank} of {len(results)}, {what}: whether parameters change"
         expect(changes, result["changed"], False, "Raise the error before the optimizer's step.")

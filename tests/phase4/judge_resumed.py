@@ -265,7 +265,7 @@ def test_another_number_of_ranks_goes_on(grade: Grade, before: int, after: int) 
 def test_other_parts_are_refused(grade: Grade, is_saved: bool, name: str) -> None:
     by_rank = grade.run(b.load_other_parts, 2, Plan(), name, is_saved, if_stuck=STUCK).results
     where = f"a part {name!r} that is {'in the state alone' if is_saved else 'not in the state'}"
-    check_refused([facts["refusal"] for facts in by_rank], where, name, same_text=False)
+    check_refused([facts["refusal"] for facts in by_rank], where, name)
     expect_on_all_ranks(
         f"{where}: what has changed when it is refused",
         *([facts["changed"] for facts in by_rank], []),

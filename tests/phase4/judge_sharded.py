@@ -241,7 +241,7 @@ def test_what_a_checkpoint_lacks_is_named(grade: Grade, what: str) -> None:
     results = _run(grade, b.load_what_is_missing, 3, slices, wanted).results
     refusals = [facts["refusal"] for facts in results]
     named = [name for name in names if name in refusals[0]["text"]]
-    check_refused(refusals, what, tensor, (named or names)[0], same_text=False)
+    check_refused(refusals, what, tensor, (named or names)[0])
     unchanged = [facts["unchanged"] for facts in results]
     expect_on_all_ranks(f"{what} is refused: whether wanted is unchanged", unchanged, True)
 
