@@ -2,11 +2,11 @@
 
     world       join the world, share results
     ending      one rank says why the job ends
-    runtime     what a rank knows of the others; how it waits
+    runtime     a rank's knowledge of the others, and its waiting
     group       the process group
     work        one operation under way
-    exchanges   how each collective is put to MPI
-    memory      tensors as MPI sees them
+    exchanges   the MPI calls of each collective
+    memory      tensors in the forms that MPI takes
 
 Only ``launch`` uses it; mpi4py is imported when a world is joined, since that starts MPI.
 """

@@ -19,9 +19,9 @@ from distlab.util import processes
 from distlab.util.tracebacks import is_message_enough
 
 FAILED, INTERRUPTED = 1, 130
-FORWARD_S = 0.3  # for mpirun to pass on what a rank has printed: with the job it drops the rest
+FORWARD_S = 0.3  # time for mpirun to pass on output, which it drops when the job ends
 STDERR = 2
-PATIENCE_S = 10.0  # for the rank that speaks to end the others
+PATIENCE_S = 10.0  # time for the rank that speaks to end the others
 _CLAIM = "distlab/the rank that says why the job ends"
 
 
@@ -29,12 +29,12 @@ class Ending:
     """What this rank does when something stops it while the others may need it."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        """``store`` is shared by all ranks."""
+        """Take the store that all ranks share."""
         self._store, self._rank = store, rank
         self._show = sys.excepthook  # torch's, which begins each line with the rank
 
     def watch(self) -> None:
-        """Let an exception that nobody catches end all ranks."""
+        """End all ranks when an exception reaches the top of this one."""
 
         def end(
             kind: type[BaseException], error: BaseException, frames: TracebackType | None

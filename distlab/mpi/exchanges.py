@@ -1,8 +1,8 @@
-"""How each collective is put to MPI.
+"""The MPI calls that make up each collective.
 
 Every function is a generator: up to the first ``yield`` it posts, at each ``yield`` it names the
-requests that must be complete before it goes on, and at the end it writes the outputs. By then the
-ranks agree on everything they have to agree on.
+requests that must be complete before it continues, and at the end it writes the outputs. By then
+the ranks agree on everything that they must agree on.
 """
 
 from collections.abc import Callable, Generator
@@ -80,7 +80,7 @@ def all_to_all(comm: MPI.Intracomm, call: Call) -> Exchange:
     """Write the k-th inputs of all ranks to rank k, by messages, whose sizes MPI checks.
 
     Raises:
-        Mismatch: a rank sends this one fewer elements than it expects.
+        Mismatch: A rank sends this one fewer elements than it expects.
     """
     rows = [flat(output).clone() for output in call.outputs]  # an output may lie in an input
     recvs = [comm.Irecv(raw(row), src) for src, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""The process group of the world ``mpi``: what ``torch.distributed`` asks is put to MPI."""
+"""The process group of the world ``mpi``, which turns calls of ``torch.distributed`` into MPI's."""
 
 import hashlib
 from collections import deque
@@ -18,22 +18,22 @@ from distlab.process_group.base import BaseGroup
 from distlab.process_group.call import Call, describe
 from distlab.process_group.checks import check_contiguous, check_peer
 
-HEADER_BYTES = 128  # what every rank tells the others of its call: a digest, then text
+HEADER_BYTES = 128  # size of the description of a call that ranks exchange: a digest, then text
 DIGEST_BYTES = 8
 
 
 class MpiGroup(BaseGroup):
     """One rank's view of a group of MPI ranks.
 
-    MPI does not compare what ranks ask of a collective: vectors of different lengths are summed
+    MPI does not compare the ranks' calls of a collective: vectors of different lengths are summed
     without an error, and memory is overwritten. So all ranks first gather what each has called, and
-    MPI only gets calls that agree.
+    MPI gets only calls that agree.
 
     Args:
-        runtime: of this process.
-        ranks: global numbers, in group order; this rank is one of them.
-        name: tells groups apart; equal on all ranks.
-        timeout: of each operation.
+        runtime: Runtime of this process.
+        ranks: Global numbers in group order, this rank's among them.
+        name: Name of the group, equal on all ranks and different for each group.
+        timeout: Time limit of each operation.
     """
 
     world_name = "mpi"
@@ -52,7 +52,7 @@ class MpiGroup(BaseGroup):
         runtime.queues.append(self._queue)
 
     def _assemble(self) -> None:
-        """Wait for all members: making a communicator blocks without noticing who has left."""
+        """Wait for all members: making a communicator would block forever if one had left."""
 
         def steps() -> Steps:
             yield self._runtime.call_the_roll(self._ranks)
@@ -137,14 +137,14 @@ class MpiGroup(BaseGroup):
                 )
 
     def shutdown(self) -> None:
-        """Give the communicators back."""
+        """Free the communicators."""
         self._runtime.queues = [q for q in self._runtime.queues if q is not self._queue]
         self._data.Free()
         self._comm.Free()
 
 
 def _header(text: str) -> np.ndarray:
-    """What must be equal on all ranks, in a fixed number of bytes."""
+    """Pack what must be equal on all ranks into a fixed number of bytes."""
     encoded = text.encode()
     digest = hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()
     return np.frombuffer((digest + encoded)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), np.uint8)

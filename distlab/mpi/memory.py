@@ -1,4 +1,4 @@
-"""Tensors as MPI sees them: bytes in a row, or numbers that it can add."""
+"""Tensors in the forms that MPI takes: bytes in a row, or numbers that it can add."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _TYPES = {
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
 }
-# What MPI cannot add in every version; halves are summed as whole ones and rounded once.
+# Dtypes that not every MPI can add. Halves are summed in float32 and rounded once.
 _SUBSTITUTES = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -27,7 +27,7 @@ _SUBSTITUTES = {
 }
 _OPERATORS: dict[Any, MPI.Op] = {
     dist.ReduceOp.SUM: MPI.SUM,
-    dist.ReduceOp.AVG: MPI.SUM,  # divided afterwards
+    dist.ReduceOp.AVG: MPI.SUM,  # the sum is divided afterwards
     dist.ReduceOp.PRODUCT: MPI.PROD,
     dist.ReduceOp.MIN: MPI.MIN,
     dist.ReduceOp.MAX: MPI.MAX,
@@ -35,7 +35,7 @@ _OPERATORS: dict[Any, MPI.Op] = {
     dist.ReduceOp.BOR: MPI.BOR,
     dist.ReduceOp.BXOR: MPI.BXOR,
 }
-# Of booleans, which are bytes to MPI: true + true is true, not 2.
+# Sums of booleans, which are bytes to MPI: true + true is true, not 2.
 _OF_TRUTHS = {**_OPERATORS, dist.ReduceOp.SUM: MPI.MAX, dist.ReduceOp.PRODUCT: MPI.MIN}
 
 
@@ -49,7 +49,7 @@ def _floats_op(ufunc: Callable[..., Any], dtype: type) -> MPI.Op:
         rights: Any = np.frombuffer(into, dtype)
         ufunc(np.frombuffer(left, dtype), rights, out=rights)
 
-    return MPI.Op.Create(fold, commute=False)  # in the order of the ranks, on every rank
+    return MPI.Op.Create(fold, commute=False)  # the order of the ranks, on every rank
 
 
 _OF_FLOATS = {
@@ -70,7 +70,7 @@ def flat(tensor: Tensor) -> Tensor:
     """View a tensor's elements as they lie in memory, apart from autograd.
 
     Raises:
-        ValueError: it is not in the CPU's memory.
+        ValueError: The tensor is not in the CPU's memory.
     """
     if tensor.device.type != "cpu":
         raise ValueError(

@@ -1,11 +1,11 @@
-"""What one rank knows of the others, how it waits for them, and how it leaves them.
+"""A rank's knowledge of the others: how it waits for them, and how it leaves them.
 
 MPI does not report a rank that has ended, and its own waiting keeps a core busy. So a rank says
 goodbye before it ends. A rank that waits asks MPI again and again, sleeps briefly in between, and
 listens for goodbyes meanwhile.
 
-MPI moves data only while one of its calls runs: all operations go on whenever this rank waits for
-any of them, and none while it computes.
+MPI moves data only while one of its calls runs: all operations progress whenever this rank waits
+for any of them, and none while it computes.
 """
 
 import contextlib
@@ -19,11 +19,12 @@ from typing import Protocol
 
 from mpi4py import MPI
 
-# With a core for each rank, the answer mostly comes within these; without, a nap lets others run.
+# With a core for each rank, the answer usually comes within these attempts; otherwise a nap lets
+# others run.
 TESTS_BEFORE_NAP = 100
 NAP_S = 50e-6
-LONG_NAP_S = 1e-3  # for a rank that has already waited for a second
-# What a rank sent before it left takes at most this long to arrive, while this one asks for it.
+LONG_NAP_S = 1e-3  # nap of a rank that has waited for a second
+# Longest time that a message of a rank that has left takes to arrive while this one asks for it.
 GRACE_S = 1.0
 MANY_UNFINISHED = 64
 
@@ -32,18 +33,18 @@ _NOTHING = [bytearray(), MPI.BYTE]
 
 
 class Operation(Protocol):
-    """What a rank can wait for."""
+    """An operation that a rank can wait for."""
 
     def is_completed(self) -> bool:
-        """Let it go on; return whether it is done or has failed."""
+        """Let it progress; return True if it is done or has failed."""
         ...
 
     def is_success(self) -> bool:
-        """Let it go on; return whether it is done and has not failed."""
+        """Let it progress; return True if it is done and has not failed."""
         ...
 
     def take_turn(self) -> bool:
-        """Go on to the data if all ranks have called it; return whether they have."""
+        """Start to exchange data if all ranks have made the call; return True if they have."""
         ...
 
     def give_up(self, gone: set[int], waited_s: float) -> None:
@@ -55,8 +56,8 @@ class Runtime:
     """This process among those that mpirun started. Making one is a collective call.
 
     Attributes:
-        comm: of all ranks, for making groups.
-        local_rank, local_size: among the ranks of this machine.
+        comm: Communicator of all ranks, from which groups are made.
+        local_rank, local_size: Rank and number of ranks on this machine.
     """
 
     def __init__(self) -> None:
@@ -64,29 +65,29 @@ class Runtime:
         self._news = MPI.COMM_WORLD.Dup()
         on_this_machine = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = on_this_machine.rank, on_this_machine.size
-        on_this_machine.Barrier()  # all have opened what the first removes
+        on_this_machine.Barrier()  # until all have opened the files that the first removes
         if self.local_rank == 0:
             _unlink_shared_memory()
         on_this_machine.Free()
         self._left: set[int] = set()
-        self._returns: Counter[int] = Counter()  # of functions, by rank
-        self._num_runs = 0  # in which all ranks have returned
+        self._returns: Counter[int] = Counter()  # functions that have returned, by rank
+        self._num_runs = 0  # functions from which all ranks have returned
         self._unfinished: set[Operation] = set()
-        self.queues: list[deque[Operation]] = []  # one per group: what awaits its turn
+        self.queues: list[deque[Operation]] = []  # operations that await their turn, by group
 
     def keep(self, operation: Operation) -> None:
         """Hold an operation, whose memory MPI uses, until it is done, even if nothing else does.
 
-        MPI goes on with an operation that has failed for us, so its memory is held forever.
+        MPI continues an operation that has failed for us, so its memory is held forever.
         """
         if len(self._unfinished) >= MANY_UNFINISHED:
             self._unfinished = {other for other in self._unfinished if not other.is_success()}
         self._unfinished.add(operation)
 
     def take_turns(self) -> None:
-        """Let each group's collectives go on to the data, in the order of the calls, as MPI needs.
+        """Let each group's collectives exchange data in the order of the calls, as MPI requires.
 
-        So a rank that computes delays what others wait for, as long as it makes no calls.
+        A rank that computes and makes no calls therefore delays the others.
         """
         for queue in self.queues:
             while queue and queue[0].take_turn():
@@ -96,7 +97,7 @@ class Runtime:
         """Block until it is done.
 
         Raises:
-            MpiError: it can never be done.
+            MpiError: It can never be done.
         """
         for _ in range(TESTS_BEFORE_NAP):
             self.take_turns()
@@ -120,12 +121,12 @@ class Runtime:
             operation.give_up(set() if is_grace else self._gone(), waited_s)
 
     def _gone(self) -> set[int]:
-        """Ranks that have ended, or have returned from the function that this one is still in."""
+        """Return the ranks that have ended or have left the function that this one still runs."""
         returned = {rank for rank, count in self._returns.items() if count > self._num_runs}
         return self._left | returned
 
     def _hear_news(self) -> bool:
-        """Note which ranks have returned or left; return whether there was any news."""
+        """Note which ranks have returned or left; return True if any has."""
         is_news, status = False, MPI.Status()
         for tag in (_RETURNED, _GOODBYE):
             while self._news.Iprobe(MPI.ANY_SOURCE, tag, status):
@@ -150,14 +151,14 @@ class Runtime:
         return [self._news.Isend(_NOTHING, rank, tag) for rank in others]
 
     def call_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
-        """Start to tell the first of ``ranks`` that this one is here, or to hear from the rest."""
+        """Start to report to the first of ``ranks``; the first one starts to hear from the rest."""
         first, *others = ranks
         if self.comm.rank == first:
             return [self._news.Irecv(_NOTHING, rank, _ROLL_CALL) for rank in others]
         return [self._news.Isend(_NOTHING, first, _ROLL_CALL)]
 
     def answer_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
-        """Start to let the others know that all are here."""
+        """Start to tell the others that all are here."""
         first, *others = ranks
         if self.comm.rank == first:
             return [self._news.Isend(_NOTHING, rank, _ROLL_CALL) for rank in others]

@@ -20,14 +20,14 @@ class MpiWork(dist.Work):
     """One operation under way.
 
     Args:
-        runtime: of this process.
-        steps: posts, yields the requests to wait for, is given their statuses when complete.
-        text: what was called, for errors: "all_reduce #3 (op SUM, size 4, dtype float32)".
-        peers: global ranks without which it cannot be done.
-        timeout: how long to wait for it.
-        tensors: what a future of it holds.
-        any_peer: one of ``peers`` is enough.
-        queue: of a collective's group: only its first goes on after the first ``yield``.
+        runtime: Runtime of this process.
+        steps: Generator that posts requests, yields them, and is sent their statuses.
+        text: Call, for errors: "all_reduce #3 (op SUM, size 4, dtype float32)".
+        peers: Global ranks without which it cannot be done.
+        timeout: Longest time to wait for it.
+        tensors: Content of its future.
+        any_peer: True if one of ``peers`` is enough.
+        queue: Queue of a collective's group; only its first continues after the first ``yield``.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MpiWork(dist.Work):
         runtime.keep(self)
 
     def is_completed(self) -> bool:
-        """Return whether it is done; asking lets it go on. A failed operation counts as done."""
+        """Return True if it is done or has failed; asking lets it progress."""
         if not self._has_turn:
             self._runtime.take_turns()
         if self._has_turn and not self._is_done:
@@ -65,7 +65,7 @@ class MpiWork(dist.Work):
         return self._is_done
 
     def take_turn(self) -> bool:
-        """At the head of the queue, go on if the ranks have agreed; return whether they have."""
+        """At the head of the queue, continue if the ranks have agreed; return True if they have."""
         self._go_on()
         return self._has_turn
 
@@ -110,7 +110,7 @@ class MpiWork(dist.Work):
         """Block until it is done.
 
         Raises:
-            MpiError: ranks disagree, one has left, or time is up.
+            MpiError: Ranks disagree, one has left, or time is up.
         """
         if timeout:
             self._timeout = timeout
@@ -120,7 +120,7 @@ class MpiWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Tell whether it is done and did not fail."""
+        """Return True if it is done and did not fail."""
         return self.is_completed() and not self._error
 
     def synchronize(self) -> None:

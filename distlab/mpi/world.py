@@ -1,4 +1,4 @@
-"""Join the world that mpirun started, and share what its ranks return."""
+"""Join the world that mpirun started, and share the results of its ranks."""
 
 import atexit
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 # torch keeps the name "mpi" for builds with an MPI inside and looks for no other under it.
 TORCH_NAME = "mpi4py"
 LOOPBACK = "127.0.0.1"
-_endings: list[Ending] = []  # this process's, once it has joined
+_endings: list[Ending] = []  # runtime of this process, once it has joined
 
 
 def init_process_group(timeout_s: float | None) -> None:
@@ -70,7 +70,7 @@ def _shared_store(comm: MPI.Intracomm) -> Store:
 
 
 def _store_on_loopback() -> TCPStore:
-    """Make a store that no other machine can reach: anyone who reaches it can write to it."""
+    """Make a store that no other machine can reach, because whoever reaches it can write to it."""
     with socket.create_server((LOOPBACK, 0)) as listening:
         port = listening.getsockname()[1]
         return TCPStore(
@@ -87,7 +87,7 @@ def _store_for_all_machines() -> TCPStore:
 
 
 def share(mine: T) -> list[T]:
-    """Tell the others what this rank's function has returned; return the results of all.
+    """Send the others the result of this rank's function; return the results of all ranks.
 
     There is no time limit, because others may still be at work.
     """
