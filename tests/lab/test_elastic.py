@@ -112,8 +112,9 @@ def check_ledger(folder: Path) -> list[int]:
 
 
 def accuracy_of(printed: str) -> float:
-    (found,) = re.findall(r"after step 150: ([\d.]+)% of the test images", printed)
-    return float(found)
+    # A restart after the last step prints the same line again.
+    (accuracy,) = {*re.findall(r"after step 150: ([\d.]+)% of the test images", printed)}
+    return float(accuracy)
 
 
 # --- torchrun ------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_measurements_that_cannot_be_fitted_are_refused(grade: Grade) -> None:
     for body, n in (m.measure_nonsense, 2), (m.measure_nonsense, 1), (m.measure_alone, 2):
         by_rank = grade.run(body, n, if_stuck=NO_COMMON_CALLS).results
         for what in by_rank[0]:
-            check_refused([found[what] for found in by_rank], what)
+            check_refused([found[what] for found in by_rank], what, text="same")
 
 
 # Times
