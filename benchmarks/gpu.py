@@ -212,7 +212,7 @@ def programs(is_dry: bool, tell: Tell) -> None:
     """Run the course's commands as a user with one GPU would."""
     gpu, nccl = ("cpu", "gloo") if is_dry else ("cuda", "nccl")
     out = tempfile.mkdtemp()
-    python, config = sys.executable, "configs/imagenet_resnet50.yaml"
+    python, config = sys.executable, "configs/imagenet_resnet50.yaml --warmup_epochs 0"
     distlab, two = f"{python} -m distlab", "--num-workers 2 --epochs 1"
     torchrun = f"{python} -m torch.distributed.run --nproc-per-node"
     trainer = f"{python} -m solutions.phase4_production.imagenet_trainer --config"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
-from math import inf, isfinite
+from math import inf
 from random import Random
 from sys import float_info
 from typing import Any, Literal
@@ -40,18 +40,17 @@ def rounds_of(run: Run, num_bytes: int) -> float:
 
 
 def distance(a: Any, b: Any) -> float:
-    """The greatest difference between numbers at the same place; inf if the shapes differ."""
+    """Return the greatest difference of numbers at the same place; inf if the shapes differ."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return distance([a[key] for key in a], [b.get(key) for key in a])
+        return (
+            distance([a[key] for key in a], [b[key] for key in a]) if a.keys() == b.keys() else inf
+        )
     if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str):
-        if len(a) != len(b):
-            return inf
-        return max(map(distance, a, b), default=0.0)
+        return max(map(distance, a, b), default=0.0) if len(a) == len(b) else inf
     if a == b:  # infinities too
         return 0.0
-    if isinstance(a, float) and isinstance(b, int | float):
-        return abs(a - b) if abs(b) <= float_info.max and isfinite(a - b) else inf
-    return 0.0 if a == b else inf
+    are_numbers = all(isinstance(x, int | float) and abs(x) <= float_info.max for x in (a, b))
+    return abs(a - b) if are_numbers and float in (type(a), type(b)) else inf
 
 
 def is_close(a: Any, b: Any, tolerance: float = 1e-9) -> bool:

@@ -15,7 +15,6 @@ from math import inf
 from random import Random
 from typing import Any, ClassVar
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,6 +38,7 @@ from judging.checks import (
     sizes_of,
     uneven,
 )
+from judging.expect import over
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.tensors import (
     FRACTIONS,
@@ -352,15 +352,15 @@ class Contract:
     def tests(self) -> dict[str, Callable[..., None]]:
         """Return the tests of a suite by name, marked as those of the task."""
         tests = {
-            "keeps_to_its_costs": _over(self.worlds, self._test_costs),
-            "of_any_size": _over([*SIZES], self._test_size),
-            "of_every_kind": _over(self.kinds_on, self._test_kinds),
+            "keeps_to_its_costs": over(self.worlds, self._test_costs),
+            "of_any_size": over([*SIZES], self._test_size),
+            "of_every_kind": over(self.kinds_on, self._test_kinds),
             "inside_a_group": self._test_group(),
         }
         if self.collective.has_a_sum:
-            tests["gives_all_ranks_the_same_bits"] = _over(self.bits_on, self._test_bits)
+            tests["gives_all_ranks_the_same_bits"] = over(self.bits_on, self._test_bits)
         if self.if_batched:
-            tests["cannot_deadlock_on_nccl"] = _over((2, 3), self._test_nccl)
+            tests["cannot_deadlock_on_nccl"] = over((2, 3), self._test_nccl)
         return {
             f"test_{self.name}_{promise}": task(self.task, real=promise == "of_every_kind")(test)
             for promise, test in tests.items()
@@ -488,16 +488,6 @@ class Contract:
             check_results(of_members(run), *args, where=IN_GROUP)
 
         return test
-
-
-def _over(cases: Sequence[Any], check: Callable[[Grade, Any], None]) -> Callable[..., None]:
-    """Make a test that runs ``check`` for each of the cases."""
-
-    @pytest.mark.parametrize("case", cases)
-    def test(grade: Grade, case: Any) -> None:
-        check(grade, case)
-
-    return test
 
 
 def check_results(

@@ -1,7 +1,9 @@
-"""The two things that nearly all judges do: run a body on ranks, and compare with what is right."""
+"""The steps that nearly all judges share: run a body on ranks, compare, do so for each case."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import pytest
 
 from distlab.grade import Grade, Run, WrongResult, check
 from judging.checks import is_close, of_members, short_beside
@@ -30,6 +32,18 @@ def expect_on_all_ranks(what: str, by_rank: Sequence[Any], right: Any, cause: st
     """Check a value that is the same on all ranks, ``what`` being its name."""
     for rank, found in enumerate(by_rank):
         expect(f"rank {rank} of {len(by_rank)}: {what}", found, right, cause)
+
+
+def over(
+    cases: Iterable[Any], check_case: Callable[[Grade, Any], None], **options: Any
+) -> Callable[..., None]:
+    """Return a test that checks each of the cases; the options are those of ``parametrize``."""
+
+    @pytest.mark.parametrize("case", [*cases], **options)
+    def test(grade: Grade, case: Any) -> None:
+        check_case(grade, case)
+
+    return test
 
 
 def results_in_group(grade: Grade, body: Callable[..., Any], *args: object) -> list[Any]:

@@ -1,9 +1,11 @@
 """What the judges' shared checks say to a learner."""
 
+from math import inf, nan
+
 import pytest
 
 from distlab.grade.checks import Wrong
-from judging.checks import Text, check_refused
+from judging.checks import Text, check_refused, distance
 
 REFUSED = {"type": "ValueError", "text": "size 0 is not above 0"}
 NOTHING = {"type": "", "text": ""}
@@ -49,3 +51,24 @@ def test_of_several_ranks_the_one_is_named_that_differs() -> None:
     assert text.startswith("size = 0 should be a ValueError on every rank; on rank 1 of 2 it says ")
     text = said([REFUSED, REFUSED], "12")
     assert "on every rank; on rank 0 of 2 it should name 12, and is ValueError: " in text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ({"x": [1.0]}, {"x": [1.25]}, 0.25),
+        ({}, {"x": 1.0}, inf),  # a result that lacks a value is wrong
+        ({"x": 1.0}, {}, inf),
+        ([1.0], [1.0, 2.0], inf),
+        (3, 3.5, 0.5),
+        (3, 4, inf),  # counts are equal or not
+        (inf, inf, 0.0),
+        (nan, nan, inf),
+        (10**400, 1.0, inf),
+        ("a", "b", inf),
+    ],
+)
+def test_the_distance_of_two_results_is_the_same_in_both_directions(
+    a: object, b: object, expected: float
+) -> None:
+    assert distance(a, b) == distance(b, a) == expected

@@ -9,12 +9,10 @@ from math import isnan
 from random import Random
 from typing import Any
 
-import pytest
-
 from distlab.grade import Grade, check, task
 from distlab.sim import Options
 from judging.checks import distance, is_close, short_beside, uneven
-from judging.expect import expect, results_in_group
+from judging.expect import expect, over, results_in_group
 from phase4 import compressors as b
 from phase4.compressors import Case, How
 
@@ -76,12 +74,12 @@ class Compressor:
     def tests(self) -> dict[str, Callable[..., None]]:
         """Return the tests of a suite by name, marked as those of the task."""
         tests = {
-            "averages_what_ranks_send": _over(self.worlds, self._test_world),
-            "sends_few_bytes": _over(self.costs, self._test_bytes),
-            "inside_a_group": _over(self.worlds[-1:], self._test_group),
+            "averages_what_ranks_send": over(self.worlds, self._test_world, ids=str),
+            "sends_few_bytes": over(self.costs, self._test_bytes, ids=str),
+            "inside_a_group": over(self.worlds[-1:], self._test_group, ids=str),
         }
         if self.far is not None:
-            tests["of_odd_gradients"] = _over([self.worlds[-1]], self._test_odd)
+            tests["of_odd_gradients"] = over([self.worlds[-1]], self._test_odd, ids=str)
         return {
             f"test_{self.name}_{promise}": task(self.task, real=promise.startswith("averages"))(
                 test
@@ -144,16 +142,6 @@ class Compressor:
             *(grade.call(b.reduce_long, How(self.name, self.far), FAR + 2, FAR), [[FAR], [FAR]]),
             "Indices of 4 bytes are int32: float32 knows no odd number above 2^24.",
         )
-
-
-def _over(cases: Sequence[Any], check_case: Callable[[Grade, Any], None]) -> Callable[..., None]:
-    """Make a test that checks each of the cases."""
-
-    @pytest.mark.parametrize("case", cases, ids=str)
-    def test(grade: Grade, case: Any) -> None:
-        check_case(grade, case)
-
-    return test
 
 
 def check_reduced(what: str, by_rank: Sequence[Any], dtype: str, n: int, if_apart: str) -> None:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import pytest
-
 from distlab.grade import Grade, check, task
 from distlab.util.text import counted
 from judging.checks import short
-from judging.expect import expect
+from judging.expect import expect, over
 from phase4.stores import MANIFEST, Damage, Facts, Plan, name_of, names_a_file
 
 RULES = (
@@ -76,11 +74,11 @@ class StoreContract:
     def tests(self) -> dict[str, Callable[..., None]]:
         """Return the tests of a suite by name, marked as those of the task."""
         tests: dict[str, Callable[..., None]] = {
-            "survive_a_crash": _over(self.crashes, self._test_crash),
-            "that_are_damaged_are_skipped": _over(["each in turn"], self._test_damage),
-            "that_are_all_damaged_are_an_error": _over(["all"], self._test_all_damaged),
-            "that_are_newest_and_undamaged_stay": _over(self.kept, self._test_kept),
-            "are_not_overwritten": _over(["undamaged"], self._test_again),
+            "survive_a_crash": over(self.crashes, self._test_crash),
+            "that_are_damaged_are_skipped": over(["each in turn"], self._test_damage),
+            "that_are_all_damaged_are_an_error": over(["all"], self._test_all_damaged),
+            "that_are_newest_and_undamaged_stay": over(self.kept, self._test_kept),
+            "are_not_overwritten": over(["undamaged"], self._test_again),
         }
         return {f"test_{self.name}_{n}": task(self.task)(test) for n, test in tests.items()}
 
@@ -251,13 +249,3 @@ class StoreContract:
 def _files(state: Facts) -> str:
     sizes = [f"{name} ({size:,} bytes)" for name, size in state["files"].items()]
     return ", ".join(sizes) or "no files"
-
-
-def _over(cases: Any, check_case: Callable[[Grade, Any], None]) -> Callable[..., None]:
-    """Make a test that checks each of the cases."""
-
-    @pytest.mark.parametrize("case", [*cases])
-    def test(grade: Grade, case: Any) -> None:
-        check_case(grade, case)
-
-    return test
