@@ -1,4 +1,4 @@
-"""Calls of a lesson by bodies; errors and wrong results are put into words."""
+"""Calls of a lesson by bodies, with errors and wrong results put into words."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,18 +19,28 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
+def refused(lesson: Any, function: str, *args: Any, **kwargs: Any) -> dict[str, str]:
+    """Return the refusal of a call of one of the lesson's functions, as ``refusal_of`` does."""
+    return refusal_of(lambda: getattr(lesson, function)(*args, **kwargs))
+
+
+def all_refused(lesson: Any, function: str, cases: Sequence[Sequence[Any]]) -> list[dict[str, str]]:
+    """Return the refusals of several calls, each given by its arguments."""
+    return [refused(lesson, function, *case) for case in cases]
+
+
 REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 
 def refusal_of(call: Callable[[], object]) -> dict[str, str]:
     """Return the type and the text of what ``call`` raises, both "" if it raises nothing.
 
-    What torch raises of a world that has ended is not a refusal: it is passed on.
+    An error that torch raises because the world has ended is not a refusal: it is passed on.
     """
     try:
         call()
     except REFUSALS as error:
-        is_value_error = isinstance(error, ValueError)  # one of the learner's own is one too
+        is_value_error = isinstance(error, ValueError)  # or a subclass of the learner's own
         name = ValueError.__name__ if is_value_error else type(error).__name__
         return {"type": name, "text": str(error)}
     return {"type": "", "text": ""}
@@ -56,7 +66,7 @@ def case_told(case: str, call: str = "a call") -> Iterator[None]:
 
 @contextmanager
 def cause_told(causes: Mapping[str, str], kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Add the likely cause to an error, say one of torch's, whose words are often a riddle.
+    """Add the likely cause to an error, say one of torch's, whose wording is often a riddle.
 
     Args:
         causes: Sentences to add, by a part of the error's words.
@@ -65,18 +75,18 @@ def cause_told(causes: Mapping[str, str], kind: type[Exception] = RuntimeError) 
     try:
         yield
     except kind as error:
-        found = next((cause for words, cause in causes.items() if words in str(error)), "")
-        if found:
+        likely = next((cause for words, cause in causes.items() if words in str(error)), "")
+        if likely:
             with suppress(AttributeError):
-                setattr(error, CAUSE, found)
+                setattr(error, CAUSE, likely)
         raise
 
 
 def returned(function: str, value: Any) -> Any:
-    """Return what the learner's ``function`` has returned, if it has returned anything.
+    """Return the result of the learner's ``function``, unless it is None.
 
     Raises:
-        WrongResult: it is None.
+        WrongResult: The result is None.
     """
     if value is None:
         raise WrongResult(f"{function} returned None: is there a return?")
@@ -84,10 +94,10 @@ def returned(function: str, value: Any) -> Any:
 
 
 def typed(function: str, value: Any, kind: type[T]) -> T:
-    """Return what the learner's ``function`` has returned, if it is of that type.
+    """Return the result of the learner's ``function``, if it is of that type.
 
     Raises:
-        WrongResult: it is something else.
+        WrongResult: The result is something else.
     """
     if not isinstance(returned(function, value), kind):
         raise WrongResult(
@@ -98,38 +108,38 @@ def typed(function: str, value: Any, kind: type[T]) -> T:
 
 
 def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:
-    """Return the numbers that the learner's ``function`` has returned, one for each name.
+    """Return the numbers that the learner's ``function`` returned, one for each name.
 
     Raises:
-        WrongResult: it returned something else.
+        WrongResult: The result is something else.
     """
     expected = f"{function} should return {len(names)} numbers, {' and '.join(names)}"
     try:
-        found = [float(number) for number in returned(function, value)]
+        values = [float(number) for number in returned(function, value)]
     except (TypeError, ValueError):
         raise WrongResult(f"{expected}; it returned {value!r:.70}") from None
-    if len(found) != len(names):
-        raise WrongResult(f"{expected}; it returned {found!r:.70}")
-    return found
+    if len(values) != len(names):
+        raise WrongResult(f"{expected}; it returned {values!r:.70}")
+    return values
 
 
 def pair(function: str, value: Any, names: str) -> tuple[Any, Any]:
-    """Return the two things that the learner's ``function`` has returned.
+    """Return the two things that the learner's ``function`` returned.
 
     Raises:
-        WrongResult: it returned something else.
+        WrongResult: The result is something else.
     """
-    found = returned(function, value)
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise WrongResult(f"{function} should return {names}; it returned {found!r:.70}")
-    return found[0], found[1]
+    result = returned(function, value)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise WrongResult(f"{function} should return {names}; it returned {result!r:.70}")
+    return result[0], result[1]
 
 
 def int_list(function: str, value: Any) -> list[int]:
-    """Return what the learner's ``function`` has returned, if it is a list of Python's own ints.
+    """Return the result of the learner's ``function``, if it is a list of Python's own ints.
 
     Raises:
-        WrongResult: it is something else, or holds something else.
+        WrongResult: The result is something else, or contains something else.
     """
     expected = f"{function} should return a list of Python's own ints"
     if not isinstance(returned(function, value), list):

@@ -15,19 +15,19 @@ from distlab.sim import Cluster, Faults, Options
 from distlab.util.text import counted, joined
 from judging.groups import MEMBERS
 
-Text = Literal["same", "alike", "any"]  # of errors on several ranks
+Text = Literal["same", "alike", "any"]  # how far texts of errors agree between ranks
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
 UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all pairs alike
 AS_NCCL = Options(p2p_order="pair")  # messages between two ranks wait for each other
-MEASURED = Options(has_devices=True)  # counts the memory of each rank; computing takes no time
+MEASURED = Options(has_devices=True)  # counts each rank's memory; computation takes no time
 
 
 def uneven(random: Random, num_ranks: int, options: Options | None = None) -> Options:
     """Links that are late by chance, each direction by its own time.
 
-    What is received may be there long before what was sent has left: who writes into it too early
-    is found out.
+    A message may arrive long before the sender's own buffer is free, which exposes ranks that write
+    into it too early.
     """
     pairs = permutations(range(num_ranks), 2)
     delays_s = {pair: random.choice((0.0, 1e-3, 5e-3)) for pair in pairs}
@@ -70,10 +70,10 @@ def check_refused(
 
     Args:
         by_rank: Result of ``calls.refusal_of`` on each rank.
-        what: Subject of the sentence: what must be refused.
-        names: Words that the text must hold, as far as the contract promises them.
-        text: What the contract promises of the texts: "same", equal on all ranks, so that none
-            names itself; "alike", equal but for the name of a rank that names itself; or nothing.
+        what: Subject of the sentence: the call that must be refused.
+        names: Words that the text must contain, if the contract promises them.
+        text: Promise of the contract about the texts: "same", equal on all ranks, so that none
+            names itself; "alike", equal but for the name of a rank that names itself; or "any".
     """
     texts = [refusal["text"] for refusal in by_rank]
     if text == "alike" and len({*map(_without_rank, texts, range(len(texts)))}) == 1:
@@ -138,8 +138,10 @@ def short(value: Any) -> str:
 
 
 def short_beside(value: Any, other: Any) -> str:
-    """Write a value in at most a line, its numbers with as many digits as tell it from another."""
-    for num_digits in (6, 9, 12) if value != other else ():  # most are equal: no time is spent
+    """Write a value in at most a line, with enough digits to distinguish it from another."""
+    for num_digits in (
+        (6, 9, 12) if value != other else ()
+    ):  # equal values, the usual case, cost no time
         text = short(_rounded(value, num_digits))
         if text != short(_rounded(other, num_digits)):
             return text
@@ -149,12 +151,12 @@ def short_beside(value: Any, other: Any) -> str:
 def _rounded(value: Any, num_digits: int) -> Any:
     """Round the fractions in nested lists to ``num_digits`` significant digits."""
     if isinstance(value, list):
-        return [_rounded(one, num_digits) for one in value]
+        return [_rounded(item, num_digits) for item in value]
     is_fraction = isinstance(value, float) and not value.is_integer()
     return float(f"{value:.{num_digits}g}") if is_fraction else value
 
 
-Edge = tuple[int, int]  # who sends to whom
+Edge = tuple[int, int]  # sender and receiver
 
 
 def edges_of(run: Run) -> list[Edge]:
@@ -170,12 +172,7 @@ def sizes_of(run: Run) -> Counter[int]:
 
 
 def check_no_collective(run: Run, what: str) -> None:
-    """Check that it is made of messages alone.
-
-    Args:
-        run: Run of the simulated world.
-        what: Function, and what it should be made of.
-    """
+    """Check that a function is made of messages alone; ``what`` begins the message."""
     check(
         not any(run.collectives),
         f"{what}; yours calls a built-in collective, or a barrier. Collective calls per rank: "
@@ -189,7 +186,7 @@ def check_collectives(run: Run, expected: Sequence[int], what: str) -> None:
     Args:
         run: Run of the simulated world.
         expected: Numbers of calls by rank.
-        what: Beginning of the message: what they are needed for.
+        what: Beginning of the message: purpose of the calls.
     """
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     check(
@@ -200,7 +197,7 @@ def check_collectives(run: Run, expected: Sequence[int], what: str) -> None:
 
 
 def check_waited(run: Run) -> None:
-    """Check that every handle of the simulated world was waited for."""
+    """Check that every send and receive of the simulated world was waited for."""
     left = run.trace.unwaited if run.trace else []
     check(
         not left,
@@ -211,18 +208,15 @@ def check_waited(run: Run) -> None:
 
 
 def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
-    """Check how many messages there are of each number of bytes, which ``expected`` gives.
-
-    What is empty need not travel.
-    """
-    found = sizes_of(run)
-    for num_bytes in sorted({*expected, *found}):
-        wanted, got = expected.get(num_bytes, 0), found[num_bytes]
+    """Check the numbers of messages by their bytes; an empty tensor need not travel."""
+    sizes = sizes_of(run)
+    for num_bytes in sorted({*expected, *sizes}):
+        wanted, got = expected.get(num_bytes, 0), sizes[num_bytes]
         check(
             got == wanted or (num_bytes == 0 and got < wanted),
             f"there should be {counted(wanted, 'message')} of {num_bytes:,} bytes, not {got}. Of "
             f"all sizes, there should be {short(dict(sorted(expected.items())))} (bytes: "
-            f"messages), and there are {short(dict(sorted(found.items())))}. Send the tensor as it "
+            f"messages), and there are {short(dict(sorted(sizes.items())))}. Send the tensor as it "
             "is, in one message and in its own dtype, whatever its shape and size.",
         )
 

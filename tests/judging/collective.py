@@ -1,4 +1,4 @@
-"""The contract of a collective as data, and the tests that hold an answer to it.
+"""The contract of a collective as data, and the tests that check an answer against it.
 
 A judge writes down what its task promises, and gets one test for each promise:
 
@@ -55,20 +55,18 @@ from judging.tensors import (
 OVERWRITTEN = 77  # what the caller writes into x as soon as the function returns
 SLACK_BYTES = 256  # a few numbers
 FIVE = 5  # ranks of the tests of unusual sizes
-FEW_RANKS = 8  # up to which the sums of all subsets are searched
+FEW_RANKS = 8  # more ranks have too many subsets to search for a sum
 IN_GROUP = f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, "
 SIZES: dict[str, Callable[[Random, int], Kind]] = {  # by name, for a number of ranks
-    "empty": lambda _random, _n: Kind((0,)),
-    "one element": lambda _random, _n: Kind((1,)),
     "fewer than ranks": lambda _random, n: Kind((n - 1,)),
     "float16": lambda random, _n: Kind((random.randrange(2000, 3000),), "float16"),
     "bfloat16": lambda random, _n: Kind((random.randrange(2000, 3000),), "bfloat16"),
     "large": lambda random, _n: Kind((even_size(random, *LARGE),)),
 }
-Numbers = Callable[[Kind, int], Tensor]  # makes what a rank brings
+Numbers = Callable[[Kind, int], Tensor]  # makes a rank's tensor before the call
 
 
-# How a collective is called, and what it should leave
+# Ways to call a collective, and to check its result
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class AllReduce:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     has_a_sum: ClassVar[bool] = True  # all ranks should hold the same bits of it
     advice: str = "Is every part of x added once, in the dtype of x? A cast loses digits."
-    is_right: str = "The sums are right, but"  # begins what is said of the rest of the contract
+    is_right: str = "The sums are right, but"  # beginning of messages about costs
 
     def cut_into(self, segment_bytes: int) -> Any:
         """Return the call with messages of at most ``segment_bytes``."""
@@ -99,12 +97,12 @@ class AllReduce:
         return getattr(lesson, self.function)(x, **given_group(group), **self.keywords)
 
     def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
-        """Return what is judged, as plain data."""
+        """Return the data to judge, as plain numbers."""
         del returned, rank, n
         return numbers_of(x)
 
     def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
-        """Check what ``found`` returned on each rank."""
+        """Check the results of ``found`` of all ranks."""
         n = len(by_rank)
         parts = [self.bring(kind, rank, n, numbers) for rank in range(n)]
         wanted = numbers_of(_sum(parts))
@@ -284,7 +282,7 @@ class AllGather(AllReduce):
 def use(
     lesson: Any, variants: list[Any], kinds: list[Kind], numbers: Numbers, group: Any = None
 ) -> list[Any]:
-    """Call each variant with a tensor of each kind; overwrite that before the next call."""
+    """Call each variant with a tensor of each kind; overwrite the tensor before the next call."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     found: list[Any] = []
     memory = torch.empty(0)
@@ -335,19 +333,19 @@ class Contract:
     worlds: Sequence[int]  # numbers of ranks for the costs
     length: Callable[[Random], int]  # draws a number of elements for the costs
     made_of: str  # says what it should be made of, other than built-in collectives
-    traffic: Callable[[Call], None]  # checks who sends what to whom
-    messages: Callable[[int, int], Counter[int]]  # all lengths, of a number of elements and ranks
-    rounds: Callable[[int], int] | None  # of a number of ranks; None: the task has its own test
-    late: str  # advice where it takes more rounds
-    inboxes: Callable[[int], int]  # on a rank: messages that it has memory for, beside x
-    memory: str  # advice where it takes more memory
-    timed_up_to: float = inf  # elements: with more, allowed ways to send differ in their times
+    traffic: Callable[[Call], None]  # checks the messages between ranks
+    messages: Callable[[int, int], Counter[int]]  # elements and ranks: lengths of all messages
+    rounds: Callable[[int], int] | None  # ranks: most rounds; None if the task has its own test
+    late: str  # advice if it takes more rounds
+    inboxes: Callable[[int], int]  # rank: number of messages that it has memory for, beside x
+    memory: str  # advice if it takes more memory
+    timed_up_to: float = inf  # elements; with more, allowed ways to send differ in their times
     stuck: str = ""  # likely cause of a deadlock
-    if_batched: str = ""  # likely cause of a deadlock on NCCL alone, where the task rules that out
+    if_batched: str = ""  # likely cause of a deadlock on NCCL alone, if the task rules that out
     options: Options = MEASURED
     kinds: Sequence[Kind] = tuple(KINDS)
-    kinds_on: Sequence[int] = (2, 3)  # numbers of ranks that are given every kind of tensor
-    bits_on: Sequence[int] = (5,)  # numbers of ranks whose sums are compared bit by bit
+    kinds_on: Sequence[int] = (2, 3)  # numbers of ranks of the tests of every kind of tensor
+    bits_on: Sequence[int] = (5,)  # numbers of ranks of the tests of equal bits
 
     def tests(self) -> dict[str, Callable[..., None]]:
         """Return the tests of a suite by name, marked as those of the task."""
@@ -392,8 +390,7 @@ class Contract:
         variant.check([found for (found,) in run.results], kind, powers, "")
         with _said_first(variant.is_right):
             check_no_collective(run, self.made_of)
-            if kind.num_elements:  # what is empty need not travel
-                self.traffic(call)
+            self.traffic(call)
             if kind.num_elements <= self.timed_up_to:
                 self._check_rounds(call)
             self._check_peak(call)
@@ -497,13 +494,13 @@ def check_results(
     numbers: Numbers,
     where: str = "",
 ) -> None:
-    """Check what ``use`` returned on each rank that took part."""
+    """Check the results of ``use`` of all ranks that took part."""
     for place, (variant, kind) in enumerate(product(variants, kinds)):
         variant.check([found[place] for found in by_rank], kind, numbers, where)
 
 
 def check_same_bits(where: str, got: Sequence[float], first: Sequence[float]) -> None:
-    """Check that x holds on a rank what it holds on rank 0."""
+    """Check that x holds the same bits on a rank as on rank 0."""
     check(
         len(got) == len(first),
         f"{where}: x has {len(got)} elements after the call, but {len(first)} on rank 0.",
@@ -521,7 +518,7 @@ def check_same_bits(where: str, got: Sequence[float], first: Sequence[float]) ->
 
 @contextmanager
 def _said_first(words: str) -> Iterator[None]:
-    """Begin what is wrong with the traffic with the news that the result is right."""
+    """Begin a message about the traffic with the news that the result is right."""
     try:
         yield
     except Wrong as wrong:

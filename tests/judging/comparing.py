@@ -1,4 +1,4 @@
-"""One sentence for all that should be equal, and a note of what a call has changed."""
+"""A check of equal values with a common sentence, and a note of the tensors a call has changed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ def check_equal(
     """Check that numbers, nested or not, are equal but for a tolerance, and all else is equal.
 
     Args:
-        here: The case and the rank, which the message begins with.
-        what: The subject of the sentence.
-        expected: The right value.
-        got: The learner's value.
-        cause: The likely one, in sentences that follow.
-        tolerance: The greatest difference of numbers at the same place.
+        here: Case and rank, at the beginning of the message.
+        what: Subject of the sentence.
+        expected: Right value.
+        got: Learner's value.
+        cause: Likely cause, in sentences that follow.
+        tolerance: Greatest difference between numbers at the same place.
     """
     expect(f"{here}: {what}", got, expected, cause, tolerance)
 

@@ -15,7 +15,7 @@ def expect(what: str, found: Any, right: Any, cause: str = "", tolerance: float 
 
     Args:
         what: Subject of the message, with the rank: "rank 1 of 3: the mean".
-        found: Value of the learner's.
+        found: Learner's value.
         right: Expected value.
         cause: Sentences that follow.
         tolerance: Greatest difference between numbers.
@@ -28,10 +28,18 @@ def expect(what: str, found: Any, right: Any, cause: str = "", tolerance: float 
         )
 
 
-def expect_on_all_ranks(what: str, by_rank: Sequence[Any], right: Any, cause: str = "") -> None:
-    """Check a value that is the same on all ranks, ``what`` being its name."""
+def expect_on_all_ranks(
+    what: str,
+    by_rank: Sequence[Any],
+    right: Any,
+    cause: str = "",
+    tolerance: float = 0.0,
+    where: str = "",
+) -> None:
+    """Check a value that is the same on all ranks; ``what`` is its name, ``where`` its case."""
     for rank, found in enumerate(by_rank):
-        expect(f"rank {rank} of {len(by_rank)}: {what}", found, right, cause)
+        here = f"rank {rank} of {len(by_rank)}{where}"
+        expect(f"{here}: {what}", found, right, cause, tolerance)
 
 
 def over(

@@ -1,4 +1,4 @@
-"""Folders for bodies: what an answer writes, wherever that is, is gone with them."""
+"""Folders for bodies: files that an answer writes, wherever it does, disappear with them."""
 
 import os
 import tempfile
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_before: list[str] = []  # one for each that is inside; simulated ranks are threads of one process
+_before: list[str] = []  # one entry per rank inside; simulated ranks are threads of one process
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Let relative paths lead into ``folder``: a wrong answer writes ``None``, say, where it is."""
+    """Let relative paths lead into ``folder``: a wrong answer may write a file ``None``, say."""
     _before.append(_before[0] if _before else os.getcwd())
     os.chdir(folder)
     try:

@@ -21,12 +21,12 @@ def batch(shape: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(module: nn.Module) -> dict[str, list[float]]:
-    """The numbers of the parameters, by name."""
+    """Return the numbers of the parameters, by name."""
     return {name: p.detach().flatten().tolist() for name, p in module.named_parameters()}
 
 
 def gradients_of(module: nn.Module) -> dict[str, list[float] | None]:
-    """The numbers of the gradients, by name; None where there is no gradient."""
+    """Return the numbers of the gradients, by name; None where there is no gradient."""
     return {
         name: None if p.grad is None else p.grad.flatten().tolist()
         for name, p in module.named_parameters()
@@ -34,23 +34,23 @@ def gradients_of(module: nn.Module) -> dict[str, list[float] | None]:
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that require a gradient; those that are shared come once."""
+    """Return the parameters that require a gradient, shared ones once."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
 def two_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """The trainable parameters in two groups of an optimizer; the second may be empty."""
+    """Return the trainable parameters in two groups of an optimizer; the second may be empty."""
     parameters = trainable(module)
     return [{"params": parameters[::2]}, {"params": parameters[1::2]}]
 
 
 class Worn(nn.Module):
-    """A classifier in use: what is trainable has a gradient from before, the rest must not move.
+    """A classifier in use: trainable parameters have an old gradient, the others must not change.
 
-    ``tied`` and ``first`` share a weight, ``frozen`` is not trainable, ``unused`` has no part in
-    the logits, and ``rare`` has one only where the inputs have a flag. With ``is_transposed``, the
-    weight of ``head`` is not contiguous. What forward uses last was registered first. It notes the
-    rows of each forward pass.
+    ``tied`` and ``first`` share a weight, ``frozen`` is not trainable, ``unused`` takes no part in
+    the logits, and ``rare`` does so only where the inputs have a flag. With ``is_transposed``, the
+    weight of ``head`` is not contiguous. The last layer of forward was registered first. The model
+    notes the rows of each forward pass.
     """
 
     def __init__(self, seed: int = 7, *, is_transposed: bool = False) -> None:
@@ -101,7 +101,7 @@ class Odd(Worn):
 
 
 class Deep(nn.Module):
-    """Layers as wide as asked for: activations outweigh parameters, or the other way round."""
+    """Layers of a given width, which decides whether activations or parameters outweigh."""
 
     NUM_LAYERS = 6
 
@@ -117,7 +117,7 @@ class Deep(nn.Module):
 
 
 def deep_batch(rows: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a ``Deep``."""
+    """Return inputs and targets of a ``Deep``."""
     return torch.ones(rows, FEATURES), torch.ones(rows, dtype=torch.int64)
 
 
@@ -149,7 +149,7 @@ class ByHand:
                 parameter -= self.lr * self.update(parameter, parameter.grad, state)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: "_State") -> Tensor:
-        """Return what a parameter loses in a step with a learning rate of 1."""
+        """Return the amount to subtract from a parameter in a step with a learning rate of 1."""
         raise NotImplementedError
 
 

@@ -72,7 +72,7 @@ def exact(kind: Kind, rank: int) -> Tensor:
 
 
 def powers(kind: Kind, rank: int) -> Tensor:
-    """Make 2^rank, times 1, 2, 4, … by place: exact on many ranks, and takes no other memory."""
+    """Make 2^rank, times 1, 2, 4, … by place: exact on many ranks, with no other memory."""
     x = unwritten(kind, rank)
     for place in range(PLACES):
         x.view(-1)[place::PLACES].fill_(2.0 ** (rank + place))
@@ -80,7 +80,7 @@ def powers(kind: Kind, rank: int) -> Tensor:
 
 
 def unwritten(kind: Kind, rank: int) -> Tensor:
-    """Return whatever is in memory: no time on a device is spent on it."""
+    """Return uninitialised memory, which takes no time on a device."""
     del rank
     return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
 

@@ -100,12 +100,6 @@ def _check_use(here: str, result: Any, num_rows: int) -> None:
 
 
 @task("1.11")
-def test_sequences_count_every_position(grade: Grade) -> None:
-    sizes, length = _uneven(grade, 2), grade.random.randint(2, 5)
-    _check_steps(grade.run(b.train_steps, 2, sizes, STEPS, length).results, sizes, length)
-
-
-@task("1.11")
 def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
     gradient = grade.random.uniform(1, 2)
     run = grade.run(
@@ -168,9 +162,9 @@ def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
 
 
 @task("1.11")
-def test_steps_inside_a_group(grade: Grade) -> None:
-    sizes = _uneven(grade, len(MEMBERS))
-    _check_steps(results_in_group(grade, b.train_steps, sizes, STEPS, 0), sizes)
+def test_sequences_count_every_position_inside_a_group(grade: Grade) -> None:
+    sizes, length = _uneven(grade, len(MEMBERS)), grade.random.randint(2, 5)
+    _check_steps(results_in_group(grade, b.train_steps, sizes, STEPS, length), sizes, length)
 
 
 # 1.12 evaluate
@@ -239,19 +233,12 @@ def test_a_forward_pass_has_256_samples_by_default(grade: Grade) -> None:
 
 
 @task("1.12")
-def test_evaluation_counts_positions_of_sequences(grade: Grade) -> None:
-    """There are as many positions as classes, so the wrong dim gives the right shape, too."""
-    size, length = grade.random.randint(5, 8), CLASSES
-    _check_evaluated(grade.run(b.evaluate, 2, size, length).results, size, length)
-
-
-@task("1.12")
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
 def test_modes_are_restored(grade: Grade, mode: bool) -> None:
     """The model is in this mode; some of its parts are in the other."""
     parts = len(list(Moody().modules())) - 1
     modes = [mode, not mode, *(grade.random.random() < 0.5 for _ in range(parts - 1))]
-    results = grade.run(b.evaluate_modes, 2, grade.random.randint(4, 6), modes).results
+    results = grade.run(b.evaluate, 2, grade.random.randint(4, 6), 0, None, modes).results
     for rank, result in enumerate(results):
         expect(
             f"rank {rank}: the modes that the model should not be called in, but is,",
@@ -320,6 +307,7 @@ def test_everything_happens_on_the_device(grade: Grade) -> None:
 
 
 @task("1.12")
-def test_evaluation_inside_a_group(grade: Grade) -> None:
-    size = grade.random.randint(len(MEMBERS) + 1, 10)
-    _check_evaluated(results_in_group(grade, b.evaluate, size, 0, None), size)
+def test_evaluation_counts_positions_of_sequences_inside_a_group(grade: Grade) -> None:
+    """There are as many positions as classes, so even the wrong dim gives the right shape."""
+    size, length = grade.random.randint(len(MEMBERS) + 1, 10), CLASSES
+    _check_evaluated(results_in_group(grade, b.evaluate, size, length), size, length)

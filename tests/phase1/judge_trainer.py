@@ -32,6 +32,7 @@ def test_training_is_that_of_one_process(grade: Grade, n: int) -> None:
         cause = "It is the order of the data set: let build_loader shuffle."
     check(first != second, f"epochs 1 and 2 use the samples in the same order. {cause}")
     _check_fitted(results, [EPOCHS])
+    _check_printed(results)
 
 
 def orders_of(by_rank: list[Any], epochs: int) -> reference.Steps:
@@ -120,17 +121,12 @@ def test_fit_called_again_trains_on(grade: Grade) -> None:
 @task("1.13")
 def test_no_epoch_is_an_empty_history(grade: Grade) -> None:
     start = reference.state_at_start(True)
-    for rank, result in enumerate(grade.run(t.fit_normalised, 2, [0]).results):
+    for rank, result in enumerate(grade.run(t.fit, 2, [0], True).results):
         here = f"rank {rank} of 2, epochs=0"
         what = "the history, the samples fetched and what is printed"
         found = [result["histories"], result["fetched"], result["printed"]]
         expect(f"{here}: {what}", found, [[[]], [], ""])
         check(result["state"] == start, f"{here}: after fit, all ranks should have rank 0's model.")
-
-
-@task("1.13", real=True)
-def test_rank_0_alone_prints_a_line_an_epoch(grade: Grade) -> None:
-    _check_printed(grade.run(t.fit, 2, [EPOCHS]).results)
 
 
 def _check_printed(by_rank: list[Any]) -> None:
@@ -161,7 +157,7 @@ def _names(number: int, line: str) -> bool:
 
 @task("1.13")
 def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> None:
-    results = grade.run(t.fit_normalised, 2, [EPOCHS]).results
+    results = grade.run(t.fit, 2, [EPOCHS], True).results
     for rank, result in enumerate(results):
         expect(
             f"rank {rank} of 2: the modules that are in evaluation mode during a step",
@@ -182,8 +178,7 @@ def test_the_seed_fixes_the_order_whatever_the_number_of_ranks(grade: Grade) -> 
 
 
 def _order_of(grade: Grade, n: int, seed: int | None, epochs: int = 1) -> list[list[int]]:
-    fetched = grade.run(t.fit_seeded, n, seed, epochs).results
-    return _batches(orders_of([{"fetched": samples} for samples in fetched], epochs))
+    return _batches(orders_of(grade.run(t.fit, n, [epochs], False, seed).results, epochs))
 
 
 @task("1.13")
@@ -281,7 +276,7 @@ def test_nothing_else_is_sent(grade: Grade) -> None:
     model = network(0, normalised=True)
     n, buffers = 4, len(list(model.buffers()))
     parts = grade.run(t.parts_of_fit, n, EPOCHS)
-    run = grade.run(t.fit_normalised, n, [EPOCHS])
+    run = grade.run(t.fit, n, [EPOCHS], True)
     in_steps = EPOCHS * STEPS * (len(list(model.parameters())) + 1)
     allowed, used = _broadcasts(parts, n) + in_steps + EPOCHS * buffers, _broadcasts(run, n)
     check(

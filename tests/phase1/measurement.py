@@ -9,32 +9,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.grade import WrongResult
-from judging.calls import numbers, refusal_of, returned
+from judging.calls import numbers, refused, returned
 from judging.pretend_device import PretendDevice, devices_sent
 from judging.tensors import given_group
 
 Strategy = Callable[[Tensor, Any], None]
+Strategies = Callable[[Any], Mapping[str, Strategy]]  # makes them on a rank, for a lesson
 Schedule = Sequence[Sequence[Sequence[float]]]  # cell, rank, run: seconds
 
 
 def measure(
     lesson: Any,
-    functions: Mapping[str, str],
+    strategies: Strategies,
     sizes: Sequence[int],
     arguments: Mapping[str, Any],
     group: Any = None,
 ) -> dict[str, Any]:
-    """Measure the lesson's own functions, each under another name."""
-    strategies = {name: getattr(lesson, function) for name, function in functions.items()}
+    """Measure strategies, and return the table as plain data."""
     given = {**arguments, **given_group(group)}
-    return _as_dict(lesson.measure_all_reduce(strategies, sizes, **given))
+    return _as_dict(lesson.measure_all_reduce(strategies(lesson), sizes, **given))
 
 
 def _as_dict(times: Any) -> dict[str, Any]:
-    """Take the table apart.
+    """Return a table as plain data.
 
     Raises:
-        WrongResult: it is not made of what it should be made of.
+        WrongResult: The table, or a value in it, is of a wrong type.
     """
     kind = type(returned("measure_all_reduce", times)).__name__
     if kind != "AllReduceTimes":
@@ -56,12 +56,16 @@ def _check_floats(what: str, values: Any) -> None:
         raise WrongResult(f"{what} should be floats, not {values!r:.70}")
 
 
-def measure_sleepers(
-    lesson: Any, schedules: Mapping[str, Schedule], sizes: Sequence[int], repeats: int
-) -> dict[str, Any]:
-    """Time strategies that sleep as long as their schedule says, in virtual seconds."""
-    strategies = {name: _sleeper(schedule, sizes) for name, schedule in schedules.items()}
-    return _as_dict(lesson.measure_all_reduce(strategies, sizes, repeats=repeats))
+def its_own(functions: Mapping[str, str], lesson: Any) -> dict[str, Strategy]:
+    """Return functions of the lesson, each under another name."""
+    return {name: getattr(lesson, function) for name, function in functions.items()}
+
+
+def sleepers(
+    schedules: Mapping[str, Schedule], sizes: Sequence[int], _: Any
+) -> dict[str, Strategy]:
+    """Make strategies that sleep as long as their schedule says, in virtual seconds."""
+    return {name: _sleeper(schedule, sizes) for name, schedule in schedules.items()}
 
 
 def _sleeper(schedule: Schedule, sizes: Sequence[int]) -> Strategy:
@@ -76,12 +80,9 @@ def _sleeper(schedule: Schedule, sizes: Sequence[int]) -> Strategy:
     return sleep
 
 
-def measure_chains(
-    lesson: Any, orders: Mapping[str, Sequence[int]], seconds: float
-) -> dict[str, Any]:
-    """Time strategies whose ranks take turns: each waits for the one before it, then sleeps."""
-    strategies = {name: _chain(order, seconds) for name, order in orders.items()}
-    return _as_dict(lesson.measure_all_reduce(strategies, (4, 4000), repeats=4))
+def chains(orders: Mapping[str, Sequence[int]], seconds: float, _: Any) -> dict[str, Strategy]:
+    """Make strategies whose ranks take turns: each waits for the one before it, then sleeps."""
+    return {name: _chain(order, seconds) for name, order in orders.items()}
 
 
 def _chain(order: Sequence[int], seconds: float) -> Strategy:
@@ -103,7 +104,7 @@ def measure_counting(
     arguments: Mapping[str, Any],
     group: Any = None,
 ) -> dict[str, list[list[Any]]]:
-    """Return of every strategy the tensors it was called with, and the size of the group."""
+    """Return each strategy's calls: bytes, dtype and device of the tensor, size of the group."""
     calls: dict[str, list[list[Any]]] = {name: [] for name in names}
 
     def counting(name: str) -> Strategy:
@@ -114,13 +115,13 @@ def measure_counting(
         return count
 
     strategies = {name: counting(name) for name in names}
-    times = lesson.measure_all_reduce(strategies, sizes, **arguments, **given_group(group))
+    table = measure(lesson, lambda _: strategies, sizes, arguments, group)
     if list(strategies) != list(names):
         raise ValueError(
             f"the caller's strategies should stay {names}; now they are {list(strategies)}"
         )
-    if _as_dict(times)["sizes"] != list(sizes):
-        raise ValueError(f"sizes_bytes of the table should be {sizes}, not {times.sizes_bytes}")
+    if table["sizes"] != list(sizes):
+        raise ValueError(f"sizes_bytes of the table should be {sizes}, not {table['sizes']}")
     return calls
 
 
@@ -139,19 +140,19 @@ def _synchronize(device: Any = None) -> None:
 
 
 def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
-    """Measure a strategy that returns at once while the pretended GPU works for that long."""
+    """Measure a strategy that returns at once, while the pretended GPU works for ``seconds``."""
 
     def start_work(x: Tensor, group: Any) -> None:
         _WORK_S[dist.get_rank()] = seconds
 
     torch.cuda.synchronize = _synchronize  # this process belongs to the world alone
     with PretendDevice("cuda:0") as device:
-        times = lesson.measure_all_reduce({"a": start_work}, (4, 8), repeats=2, device=device)
-    return [float(second) for second in times.seconds["a"]]
+        more = {"repeats": 2, "device": device}
+        return measure(lesson, lambda _: {"a": start_work}, (4, 8), more)["seconds"]["a"]  # type: ignore[no-any-return]
 
 
 def measure_nonsense(lesson: Any, group: Any = None) -> dict[str, dict[str, str]]:
-    """Return how each call was refused that must be."""
+    """Return the refusal of each call that cannot be measured."""
     naive = {"naive": lesson.all_reduce_naive}
     calls: dict[str, tuple[Any, Any, int]] = {
         "no size": (naive, (), 1),
@@ -164,13 +165,10 @@ def measure_nonsense(lesson: Any, group: Any = None) -> dict[str, dict[str, str]
     }
     if dist.get_world_size(group) < 2:
         calls = {"one rank": (naive, (4, 8), 1)}
+    given = given_group(group)
     return {
-        what: refusal_of(
-            lambda strategies=strategies, sizes=sizes, repeats=repeats: lesson.measure_all_reduce(  # type: ignore[misc]
-                strategies, sizes, repeats=repeats, **given_group(group)
-            )
-        )
-        for what, (strategies, sizes, repeats) in calls.items()
+        what: refused(lesson, "measure_all_reduce", *args, repeats=repeats, **given)
+        for what, (*args, repeats) in calls.items()
     }
 
 
@@ -181,10 +179,10 @@ def measure_alone(lesson: Any) -> dict[str, dict[str, str]]:
 
 
 def fit(lesson: Any, points: list[tuple[list[int], list[float]]]) -> list[list[float]]:
-    """α and β of every point list."""
-    found = []
+    """Return α and β of the line through each list of points."""
+    lines = []
     for sizes, seconds in points:
         line = lesson.fit_alpha_beta(sizes, seconds)
-        found.append(numbers("fit_alpha_beta", line, ("α", "β")))
+        lines.append(numbers("fit_alpha_beta", line, ("α", "β")))
         _check_floats("α and β", tuple(line))
-    return found
+    return lines

@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from phase1.models import (
 def train_steps(
     lesson: Any, sizes: list[int], num_steps: int, length: int = 0, group: Any = None
 ) -> dict[str, Any]:
-    """Losses, final weights and rows seen; weights start equal, with gradients from before."""
+    """Return losses, final weights and rows seen; weights start equal, with old gradients."""
     rank, model = dist.get_rank(group), Worn()
     model.frozen.grad = torch.full_like(model.frozen, 3.0)  # it may have been trained before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -97,7 +97,7 @@ def step_without_data(lesson: Any) -> dict[str, Any]:
 
 
 def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> float:
-    """The loss where each target that is wrong costs 64, and all others nothing."""
+    """Return the loss, in which each wrong target counts as 64, and all others as nothing."""
     rank, model = dist.get_rank(), Saturated()
     inputs = _signs(sizes[rank], num_wrong[rank])
     targets = torch.zeros(sizes[rank], dtype=torch.int64)
@@ -107,7 +107,7 @@ def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> flo
 
 
 def _signs(size: int, num_wrong: int) -> Tensor:
-    """Inputs of a ``Saturated``, for which target 0 is right but for the first ones."""
+    """Make inputs of a ``Saturated``; target 0 is wrong for the first ones alone."""
     inputs = torch.full((size, 1), -1.0, dtype=torch.bfloat16)
     inputs[:num_wrong] = 1
     return inputs
@@ -117,26 +117,31 @@ def _signs(size: int, num_wrong: int) -> Tensor:
 
 
 def evaluate(
-    lesson: Any, size: int, length: int = 0, given: dict[str, Any] | None = None, group: Any = None
+    lesson: Any,
+    size: int,
+    length: int = 0,
+    given: Mapping[str, Any] | None = None,
+    modes: Sequence[bool] = (),
+    group: Any = None,
 ) -> dict[str, Any]:
-    """Return the result, and how data set and model were used; ``given`` are further arguments."""
-    named = dict(given or {}) | given_group(group)
-    return _evaluated(lesson, Moody(), Watched(size, length=length), named)
+    """Return the result, and how data set and model were used.
 
-
-def evaluate_modes(lesson: Any, size: int, modes: list[bool]) -> dict[str, Any]:
-    """Before the call, the modules are in these modes, one by one."""
+    Args:
+        given: Further arguments of the call.
+        modes: Modes of the model's modules before the call, or nothing.
+    """
     model = Moody()
-    for module, mode in zip(model.modules(), modes, strict=True):
+    for module, mode in zip(model.modules(), modes, strict=False):
         module.training = mode
-    return _evaluated(lesson, model, Watched(size), {})
+    data, named = Watched(size, length=length), {**(given or {}), **given_group(group)}
+    return _evaluated(lesson, model, data, named)
 
 
 def evaluate_there(lesson: Any, size: int) -> dict[str, Any]:
-    """Evaluate a model on a pretended device; return the devices of the tensors sent, too."""
+    """Evaluate a model on a pretended device; also return the devices of the tensors sent."""
     with PretendDevice() as device, devices_sent() as sent:
-        data = Watched(size)
-        found = _evaluated(lesson, Moody().to(device), data, {"device": str(device)})
+        model, data = Moody().to(device), Watched(size)
+        found = _evaluated(lesson, model, data, {"device": str(device)})
     return {**found, "sent": sent, "device": str(device)}
 
 
@@ -161,7 +166,7 @@ def evaluate_nothing(lesson: Any) -> dict[str, str]:
 
 
 def evaluate_in_bfloat16(lesson: Any, size: int, num_wrong: int) -> list[float]:
-    """Loss and accuracy where each target that is wrong costs 64, and all others nothing."""
+    """Return loss and accuracy; each wrong target counts as 64, and all others as nothing."""
     data = TensorDataset(_signs(size, num_wrong), torch.zeros(size, dtype=torch.int64))
     found = returned("evaluate", lesson.evaluate(Saturated(), data, batch_size=size))
     return [float(found.loss), float(found.accuracy), float(found.num_targets)]
@@ -190,7 +195,6 @@ def _printed() -> dict[str, Any]:
 def fit(
     lesson: Any,
     calls: Sequence[int],
-    *,
     normalised: bool = False,
     seed: int | None = 5,
     sample_s: float = 0.001,
@@ -265,7 +269,7 @@ def _entry(result: Any) -> dict[str, Any]:
 
 
 def _wrong_types(lesson: Any, histories: list[Any]) -> list[str]:
-    """Which values are not of the type that the lesson declares."""
+    """Name the values that have another type than the lesson declares."""
     found = {
         f"a {type(h).__name__} instead of a list" for h in histories if not isinstance(h, list)
     }
@@ -290,10 +294,6 @@ def fit_counted(lesson: Any, calls: Sequence[int], sample_s: float) -> dict[str,
     return {**found, "reduced_s": all_reduce.done_s}
 
 
-def fit_normalised(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
-    return fit(lesson, calls, normalised=True)
-
-
 def fit_in_group(lesson: Any, calls: Sequence[int]) -> dict[str, Any] | None:
     """Train on ranks 1 and 2 of the world, which share a batch evenly; the others do nothing."""
     group = dist.new_group([1, 2])
@@ -306,13 +306,8 @@ def fit_there(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
         return {**fit(lesson, calls, normalised=True, device=device), "device": str(device)}
 
 
-def fit_seeded(lesson: Any, seed: int | None, epochs: int = 1) -> list[int]:
-    """The samples that are fetched in all; None leaves the seed out."""
-    return list(fit(lesson, [epochs], seed=seed)["fetched"])
-
-
 def fit_summing(lesson: Any) -> dict[str, Any]:
-    """Train with an average that sums instead; also return its arguments and all sizes reduced."""
+    """Train with an average that sums instead; also return its arguments and the sizes reduced."""
     all_reduce, given = Counted(), list[Any]()
     found = fit(lesson, [1], all_reduce=all_reduce, average=averaging(given))
     return {**found, "average": [one is all_reduce for one in given], "sizes": all_reduce.sizes}

@@ -19,7 +19,7 @@ from judging.models import DOUBLE
 
 ROWS, WIDTH = 512, 64
 UNIT = 4 * ROWS * WIDTH  # bytes of an activation
-LAYERS, BLOCKS = 6, 6  # layers in a block, and blocks of a chain
+LAYERS, BLOCKS = 6, 6  # layers of a block, blocks of a chain
 LAYER_FLOPS = 2 * ROWS * WIDTH * WIDTH  # a layer's forward pass
 TWICE = "backward through the graph a second time"
 PARAMETERS_ONLY = (
@@ -36,12 +36,12 @@ Found = dict[str, Any]
 
 
 def plain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do what ``checkpoint`` must be equal to."""
+    """Do what ``checkpoint`` must equal."""
     return fn(*args, **kwargs)
 
 
 def plain_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor) -> Tensor:
-    """Do what ``checkpoint_sequential`` must be equal to."""
+    """Do what ``checkpoint_sequential`` must equal."""
     return nn.Sequential(*layers)(x)  # type: ignore[no-any-return]
 
 
@@ -73,7 +73,7 @@ def linear(num_in: int = 4, num_out: int = 4) -> nn.Linear:
 
 
 def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
-    """Go backward from ``loss``; return it, and the gradients: without one, of zeros."""
+    """Go backward from ``loss``; return it, and the gradients, zeros where there is none."""
     loss.backward()  # type: ignore[no-untyped-call]
     tensors: dict[str, Tensor] = {}
     for name, value in leaves.items():
@@ -86,8 +86,8 @@ def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
     return {"loss": loss.item(), "gradients": gradients}
 
 
-# 2.6: functions whose results and gradients are compared. Each says what is the likely cause if
-# these are wrong.
+# 2.6: functions whose results and gradients are compared. The docstring of each is the advice for
+# an answer that gets them wrong.
 
 
 def a_module(checkpoint: Checkpoint) -> Found:
@@ -101,33 +101,32 @@ def a_module(checkpoint: Checkpoint) -> Found:
     return finished((y * y).sum(), x=x, before=before, block=block, after=after)
 
 
-def keyword_arguments(checkpoint: Checkpoint) -> Found:
-    """Keyword arguments may be tensors, and may need a gradient."""
-    x, y, layer = leaf(3, 4), leaf(3, 4), linear()
-    other = y.sin()
-
-    def fn(x: Tensor, power: int, *, other: Tensor, scale: float, kind: str, mask: Any) -> Tensor:
-        assert (kind, mask) == ("tanh", None)
-        return getattr(torch, kind)(layer(x) ** power) * other * scale
-
-    result = checkpoint(fn, x, 2, other=other, scale=0.5, kind="tanh", mask=None)
-    return finished((result**2 + other).sum(), x=x, other=y, layer=layer)
-
-
-def nested_arguments(checkpoint: Checkpoint) -> Found:
-    """Tensors inside lists, tuples and dicts are arguments too: take_tensors finds them."""
-    x, y, z, before = leaf(3, 4), leaf(3, 4), leaf(3, 4), linear()
+def arguments_of_any_kind(checkpoint: Checkpoint) -> Found:
+    """Keyword arguments, and tensors inside lists, tuples and dicts, are arguments too, and may
+    need a gradient: take_tensors finds them. Is every gradient in its place?
+    """
+    x, y, z, scale, before = leaf(3, 4), leaf(3, 4), leaf(3, 4), leaf(3, 4), linear()
+    layer, frozen = linear(), linear().requires_grad_(False)
     mask = torch.arange(12).view(3, 4) % 3 > 0
 
-    def fn(pair: list[Tensor], options: dict[str, Any], rows: tuple[Tensor, int]) -> Tensor:
+    def fn(
+        pair: list[Tensor],
+        options: dict[str, Any],
+        rows: tuple[Tensor, int],
+        *,
+        by: Tensor,
+        kind: str,
+    ) -> Tensor:
         a, b = pair
-        mixed = torch.where(options["mask"], a * b, options["third"].exp())
-        return mixed[rows[0]] * rows[1]
+        mixed = torch.where(options["mask"], frozen(a) * layer(b), options["third"].exp())
+        return getattr(torch, kind)(mixed * by)[rows[0]] * rows[1]
 
-    third = before(z).sin()
+    third, by = before(z).sin(), scale.sin()
     options = {"mask": mask, "third": third}
-    result = checkpoint(fn, [x.cos(), y], options, (torch.tensor([2, 0, 2]), 3))
-    return finished((result**2 + third).sum(), x=x, y=y, third=z, before=before)
+    rows = torch.tensor([2, 0, 2]), 3
+    result = checkpoint(fn, [x.cos(), y], options, rows, by=by, kind="tanh")
+    loss = (result**2 + third + by).sum()
+    return finished(loss, x=x, y=y, third=z, scale=scale, before=before, layer=layer, frozen=frozen)
 
 
 def several_results(checkpoint: Checkpoint) -> Found:
@@ -178,19 +177,6 @@ def frozen_modules(checkpoint: Checkpoint) -> Found:
     return finished((of_argument**2 + of_keyword**2).sum(), x=x, y=y)
 
 
-def some_need_none(checkpoint: Checkpoint) -> Found:
-    """Is the gradient of every argument in its place?"""
-    x, fixed, layer, frozen = leaf(3, 4), torch.randn(3, 4, **DOUBLE), linear(), linear()
-    frozen.requires_grad_(False)
-    ids = torch.tensor([2, 0, 1])
-
-    def fn(x: Tensor, fixed: Tensor, ids: Tensor) -> Tensor:
-        return layer(frozen(x).tanh() * fixed)[ids]
-
-    result = checkpoint(fn, x.sin(), fixed, ids)
-    return finished((result**2).sum(), x=x, fixed=fixed, layer=layer, frozen=frozen)
-
-
 def used_twice(checkpoint: Checkpoint) -> Found:
     """A tensor may be passed twice, a result may be an argument itself, and a module may be used in
     several places.
@@ -221,8 +207,8 @@ def checkpoint_in_checkpoint(checkpoint: Checkpoint) -> Found:
 CASES: dict[str, Callable[[Checkpoint], Found]] = {
     case.__name__: case
     for case in (
-        *(a_module, keyword_arguments, nested_arguments, several_results, used_twice),
-        *(only_parameters, some_need_none, frozen_modules, checkpoint_in_checkpoint),
+        *(a_module, arguments_of_any_kind, several_results, used_twice),
+        *(only_parameters, frozen_modules, checkpoint_in_checkpoint),
     )
 }
 
@@ -248,7 +234,7 @@ def run_case(lesson: Any, case: str, seed: int) -> Found:
 
 
 class Watched:
-    """``fn(x, y, ids, scale)`` that notes its calls."""
+    """A function ``fn(x, y, ids, scale)`` that notes its calls."""
 
     def __init__(self) -> None:
         self.layer = nn.Linear(4, 4)
@@ -263,7 +249,7 @@ class Watched:
 
 
 def _callers() -> str:
-    """The files of the functions that are being called."""
+    """Return the files of all functions on the stack."""
     files, frame = "", sys._getframe(1)
     while frame := frame.f_back:  # type: ignore[assignment]
         files += frame.f_code.co_filename.replace("\\", "/") + "\n"
@@ -307,7 +293,7 @@ CHANGED = ("an argument that requires a gradient", "an argument that requires no
 
 
 def change_argument(lesson: Any) -> dict[str, str]:
-    """Return the error of a backward pass after each argument was changed; "" for none."""
+    """Return the error of a backward pass after each argument was changed; "" if none came."""
     return {which: _change(lesson, place) for place, which in enumerate(CHANGED)}
 
 
@@ -340,7 +326,7 @@ def draw(lesson: Any, seed: int) -> Found:
 
 
 def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
-    """Results, gradients, and what is drawn outside: between the passes, and after them."""
+    """Return results, gradients, and numbers drawn outside: between the passes, and after them."""
     torch.manual_seed(seed)
     x = torch.ones(20, **DOUBLE, requires_grad=True)
 
@@ -357,7 +343,7 @@ def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
 
 Autocast = tuple[str, bool]  # dtype, whether it is enabled
 OFF = ("bfloat16", False)
-CASTS: list[tuple[Autocast, Autocast]] = [  # autocast in the forward pass and in the backward pass
+CASTS: list[tuple[Autocast, Autocast]] = [  # autocast of the forward and of the backward pass
     (("float16", True), OFF),
     (("bfloat16", True), ("float16", True)),
     (OFF, ("bfloat16", True)),
@@ -399,7 +385,7 @@ def autocast_now() -> Autocast:
     return dtype, torch.is_autocast_enabled("cpu")
 
 
-# Memory, FLOPs and messages
+# Memory and FLOPs
 
 
 def block() -> nn.Module:
@@ -436,20 +422,6 @@ def train_chain(lesson: Any) -> int:
     return sum(p.nbytes for fn in blocks for p in fn.parameters())
 
 
-def send_inside(lesson: Any) -> Found:
-    """Gradients where the function sums a number over all ranks on its way."""
-    x = torch.arange(4.0).add(dist.get_rank()).requires_grad_()
-
-    def fn(x: Tensor) -> Tensor:
-        total = x.detach().sum()
-        dist.all_reduce(total)
-        return x * total
-
-    given_back(lesson.checkpoint(fn, x)).sum().backward()
-    assert x.grad is not None
-    return {"gradient": x.grad.tolist()}
-
-
 # 2.7
 
 
@@ -474,8 +446,8 @@ def run_segments(lesson: Any, cases: list[tuple[int, int]], seed: int) -> list[F
 def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Found:
     """Return loss, gradients, the layers called in each pass, and the rest of the sequence.
 
-    An even number of segments has an input inside of a graph, which gets its gradient. Of an odd
-    number of layers, the first embeds integers.
+    With an even number of segments the input is inside a graph, and gets a gradient. With an odd
+    number of layers the first embeds integers.
     """
     torch.manual_seed(seed)
     calls: list[int] = []

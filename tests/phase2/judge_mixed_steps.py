@@ -92,9 +92,18 @@ def test_mixed_steps_inside_a_group(grade: Grade) -> None:
 
 
 @task("2.5")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str) -> None:
-    found, here = grade.call(b.step_noted, dtype), f"with dtype {dtype}"
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype"),
+    [("float16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")],
+)
+def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str, reduce_dtype: str) -> None:
+    for rank, found in enumerate(results_in_group(grade, b.step_noted, dtype, reduce_dtype)):
+        here = f"rank {rank} of {len(MEMBERS)}, dtype {dtype}, reduce_dtype {reduce_dtype}"
+        _check_dtypes(here, found, dtype)
+        _check_calls(f"{here}: the calls of all_reduce", found, reduce_dtype)
+
+
+def _check_dtypes(here: str, found: Any, dtype: str) -> None:
     expect(
         f"{here}: the calls of loss_sum, by whether autocast is on, and for which dtype,",
         found["autocast"],
@@ -111,6 +120,23 @@ def test_it_computes_in_16_bits_and_keeps_32(grade: Grade, dtype: str) -> None:
         "autocast makes 16-bit copies of them by itself.",
     )
     expect(f"{here}: the number of the scaler's updates in a step", found["updates"], 1)
+
+
+def _check_calls(here: str, found: Any, reduce_dtype: str) -> None:
+    expect(
+        f"{here} with more than two numbers",
+        [call for call in found["calls"] if call[0] > 2],
+        [[found["trainable"], reduce_dtype]],
+        "The gradients of all trainable parameters travel in one bucket. A parameter without a "
+        "gradient counts as zero, a frozen one not at all.",
+    )
+    wide = [call for call in found["calls"] if call[0] <= 2]
+    expect(
+        f"{here} with sum of losses and number of targets, in float32 or float64,",
+        wide,
+        [[2, "float64" if wide == [[2, "float64"]] else "float32"]],
+    )
+    check(found["is_group_given"], f"{here} should get the group that the step was given.")
 
 
 @task("2.5")
@@ -200,29 +226,6 @@ def test_gradients_are_divided_before_the_sum(grade: Grade) -> None:
             "Divided by the 2 targets, gradients sum up to 49152; divided after the sum, 98304 is "
             "inf in float16.",
         )
-
-
-@task("2.5")
-@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16", "float16"])
-def test_gradients_travel_in_one_bucket_of_reduce_dtype(grade: Grade, reduce_dtype: str) -> None:
-    for rank, found in enumerate(results_in_group(grade, b.mixed_sums, reduce_dtype)):
-        here = (
-            f"rank {rank} of {len(MEMBERS)}, reduce_dtype {reduce_dtype}: the calls of all_reduce"
-        )
-        expect(
-            f"{here} with more than two numbers",
-            [call for call in found["calls"] if call[0] > 2],
-            [[found["trainable"], reduce_dtype]],
-            "The gradients of all trainable parameters travel in one bucket. A parameter without a "
-            "gradient counts as zero, a frozen one not at all.",
-        )
-        wide = [call for call in found["calls"] if call[0] <= 2]
-        expect(
-            f"{here} with sum of losses and number of targets, in float32 or float64,",
-            wide,
-            [[2, "float64" if wide == [[2, "float64"]] else "float32"]],
-        )
-        check(found["is_group_given"], f"{here} should get the group that the step was given.")
 
 
 @task("2.5")

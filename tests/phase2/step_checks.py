@@ -1,10 +1,10 @@
 """Checks of tasks 2.2, 2.3 and 2.5: steps are compared with those of one process.
 
-No rank imports this: a body lies open to the submission that it calls, and must not be able to
-give the references instead.
+No rank imports this: a submission can read the body that calls it, and must not find the
+references there.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from math import hypot, inf
@@ -18,7 +18,7 @@ from distlab.grade import Grade, check
 from distlab.util.text import counted, joined, sentence
 from judging.checks import check_refused, is_close, same_loss
 from judging.expect import expect
-from judging.models import SGD, Worn, state_of, trainable
+from judging.models import SGD, Worn, state_of
 from phase2 import steps as b
 from phase2.steps import (
     LENGTH,
@@ -86,43 +86,35 @@ def _part(inputs: Tensor, targets: Tensor) -> Part:
     model.zero_grad()
     total, count = cross_entropy_sum(model, (inputs, targets))
     total.backward()
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in _used(model).values()]
     return Part(torch.cat([x.flatten() for x in parts]).tolist(), float(total.detach()), count)
 
 
-@cache
-def dropout_alone(seed: int, share: Share) -> dict[str, Any]:
-    """A step with one graph over all micro-batches, whose masks are drawn in order."""
-    with torch.random.fork_rng(devices=[]):
-        model = Dropping()
-        torch.manual_seed(seed)
-        return _step(model, _split(batch_of(share, 0, 0), (share,)), cross_entropy_sum)
+def _used(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters, except for the one that nothing uses."""
+    named = model.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and name != "unused"}
 
 
 @cache
 def two_losses_alone(shares: Shares, loss: Loss) -> dict[str, Any]:
     """Step on one batch that is shared by the ranks."""
     whole = batch_of_two(Share(sum(share.rows for share in shares), shares[0].size))
-    return _step(Dropping().eval(), _split(whole, shares), loss.sum_of)
-
-
-def _split(whole: Sequence[Tensor], shares: Shares) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the micro-batches of all ranks, in order."""
-    of_ranks = zip(*(x.split([share.rows for share in shares]) for x in whole), strict=True)
-    for share, tensors in zip(shares, of_ranks, strict=True):
-        yield from zip(*(tensor.split(share.size) for tensor in tensors), strict=True)
-
-
-def _step(
-    model: nn.Module,
-    parts: Iterable[tuple[Tensor, ...]],
-    loss_sum: Callable[..., tuple[Tensor, int]],
-) -> dict[str, Any]:
-    sums = [loss_sum(model, part) for part in parts]
-    total, count = torch.stack([loss.double() for loss, _ in sums]).sum(), sum(n for _, n in sums)
+    with torch.random.fork_rng(devices=[]):
+        model = Dropping()
+        sums = [loss.sum_of(model, part) for part in _split(whole, shares)]
+    total, count = torch.stack([part for part, _ in sums]).sum(), sum(n for _, n in sums)
     (total / count).backward()
     _sgd(model).step()
     return {"loss": float(total.detach()) / count, "state": state_of(model)}
+
+
+def _split(whole: Sequence[Tensor], shares: Shares) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the micro-batches of all ranks, in order; each rank draws the same dropout masks."""
+    of_ranks = zip(*(x.split([share.rows for share in shares]) for x in whole), strict=True)
+    for share, tensors in zip(shares, of_ranks, strict=True):
+        torch.manual_seed(share.rows)
+        yield from zip(*(tensor.split(share.size) for tensor in tensors), strict=True)
 
 
 def _sgd(model: nn.Module) -> SGD:
@@ -130,7 +122,7 @@ def _sgd(model: nn.Module) -> SGD:
 
 
 def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
-    """The scale after each update, by what torch's own GradScaler calls."""
+    """Return the scale after each update, by the function that torch's GradScaler calls."""
     scale = torch.tensor(arguments["init_scale"], dtype=torch.float32)
     good_steps, values = torch.zeros((), dtype=torch.int32), []
     settings = [arguments[f"{name}_factor"] for name in ("growth", "backoff")]
@@ -148,13 +140,13 @@ CLIPPED = 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
 
 
 class Contract(NamedTuple):
-    """A function that steps, and the likely causes of what is wrong.
+    """A function that steps, and the likely causes of wrong results.
 
     Attributes:
         with_zeros: Whether a parameter that nothing uses has a gradient of zero, or none.
-        of_length: The cause of a gradient in the right direction, but of another length.
-        of_end: The cause of losses or weights that differ only after the first step.
-        of_unused: The cause of another weight of what nothing uses.
+        of_length: Likely cause of a gradient in the right direction, but of another length.
+        of_end: Likely cause of losses or weights that differ only after the first step.
+        of_unused: Likely cause of another weight of the parameter that nothing uses.
     """
 
     function: str
@@ -165,7 +157,7 @@ class Contract(NamedTuple):
 
 
 def described(shares: Shares) -> str:
-    """The beginning of a message: how many rows and micro-batches each rank has."""
+    """Return the beginning of a message: the rows and micro-batches of each rank."""
     if not any(share.size for share in shares):
         return f"batches of {[share.rows for share in shares]} rows"
     if len(shares) == 1:
@@ -250,7 +242,7 @@ def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
 
 
 def _directions(shares: Shares, rank: int) -> dict[str, list[float]]:
-    """The gradients that wrong steps have, up to a factor, by what they are."""
+    """Return the gradients of known wrong steps, up to a factor, by their description."""
     by_rank = [parts for parts in parts_of_step(shares) if parts]
     every = [*chain.from_iterable(by_rank)]
     sums = [(_added((part.gradient, 1.0) for part in parts), _sums(parts)[1]) for parts in by_rank]
@@ -290,7 +282,7 @@ def _check_first_gradient(
     """
     parts = [*chain.from_iterable(parts_of_step(shares))]
     got = _moved(result)
-    right = _without_unused(_added((part.gradient, 1.0) for part in parts))
+    right = _added((part.gradient, 1.0) for part in parts)
     expected = min(hypot(*right) / _sums(parts)[1], max_norm)
     if _is_along(got, right):
         what = "the direction of the first step is right: the length of its gradient, times"
@@ -298,31 +290,20 @@ def _check_first_gradient(
         return
     for name, gradient in _directions(shares, rank).items():
         check(
-            not gradient or not _is_along(got, _without_unused(gradient)),
+            not gradient or not _is_along(got, gradient),
             sentence(f"{here}: the gradient of the first step is {name}"),
         )
 
 
 def _moved(result: Mapping[str, Any]) -> list[float]:
-    """The gradient by which the first step has moved the trainable parameters."""
+    """Return the gradient by which the first step has moved the parameters that are used."""
     model = Worn()
     before, after = state_of(model), result["states"][0]
     return [
         (x - y) / LR - WEIGHT_DECAY * x
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and name != "unused"
+        for name in _used(model)
         for x, y in zip(before[name], after[name], strict=True)
     ]
-
-
-def _without_unused(gradient: list[float]) -> list[float]:
-    """Leave out the parameter that nothing uses: only weight decay moves it, or nothing does."""
-    kept, start = list[float](), 0
-    for name, parameter in Worn().named_parameters():
-        if parameter.requires_grad:
-            kept += gradient[start : start + parameter.numel()] if name != "unused" else []
-            start += parameter.numel()
-    return kept
 
 
 def _is_along(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -332,7 +313,7 @@ def _is_along(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def check_same_on_all(here: str, by_rank: Sequence[Any], *names: str) -> None:
-    """Check that what a step returns is the same number on all ranks."""
+    """Check that a step returns the same numbers on all ranks."""
     for rank, result in enumerate(by_rank):
         for name in names:
             what = f"{here}, rank {rank}: the {name}, exactly as on rank 0,"
@@ -349,6 +330,6 @@ def check_nothing_steps(results: Sequence[Any], what: str) -> None:
 
 
 def check_error_passed_on(grade: Grade, function: str) -> None:
-    """Check that what the all-reduce raises, say because a peer has left, is raised by the step."""
+    """Check that the step passes on an error of the all-reduce, say because a peer has left."""
     raised = grade.call(b.step_without_peers, function)
     expect(f"what {function} raises if the all_reduce given raises it", raised, "ConnectionError")

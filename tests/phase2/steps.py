@@ -126,7 +126,7 @@ def split_badly(lesson: Any, rows: Sequence[int], size: int) -> dict[str, str]:
 
 
 def accumulate_steps(lesson: Any, share: Share, num_steps: int) -> dict[str, Any]:
-    """Losses, weights, and how model and batches were used."""
+    """Return the results of ``_steps`` of one process."""
 
     def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
         return lesson.accumulate_step(model, optimizer, whole, share.size)
@@ -137,9 +137,9 @@ def accumulate_steps(lesson: Any, share: Share, num_steps: int) -> dict[str, Any
 def steps_over_ranks(
     lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float = inf, group: Any = None
 ) -> dict[str, Any]:
-    """As for one process, and what the all-reduce that is given was called with.
+    """Return the results of ``_steps``, and the calls of the all-reduce given.
 
-    Without a group, all that may be left out is.
+    Without a group, every optional argument is left out.
     """
     rank, all_reduce = dist.get_rank(group), NotedAllReduce()
     more = {"max_norm": max_norm} if max_norm < inf else {}
@@ -149,7 +149,7 @@ def steps_over_ranks(
         size = shares[rank].size
         return lesson.accumulate_step_over_ranks(model, optimizer, whole, size, **more)
 
-    is_transposed = group is not None  # what an all-reduce of each parameter would trip over first
+    is_transposed = group is not None  # an all-reduce of each parameter would be refused
     found = _steps(step, OVER_RANKS, shares[rank], rank, num_steps, is_transposed)
     is_group_given = all(given is group for given in all_reduce.groups)
     return {**found, "sizes": all_reduce.sizes, "is_group_given": is_group_given}
@@ -158,7 +158,7 @@ def steps_over_ranks(
 def mixed_steps(
     lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float, group: Any = None
 ) -> dict[str, Any]:
-    """As for one process; the model is in float64, so all is exact."""
+    """Return the results of ``_steps``, all exact: the model is in float64."""
     rank, scaler, results = dist.get_rank(group), TorchScaler(2.0**10, 2, group), list[Any]()
     more = {"reduce_dtype": torch.float64, "max_norm": max_norm}
     more |= given_group(group)
@@ -223,7 +223,7 @@ def _step(lesson: Any, function: str, model: nn.Module, whole: Any, **more: Any)
 
 
 def step_without_peers(lesson: Any, function: str) -> str:
-    """The type of error that comes of a step whose all-reduce fails; "" if none comes."""
+    """Return the type of the error that a step raises if its all-reduce fails; "" for none."""
 
     def failing(x: Tensor, group: Any = None) -> None:
         raise ConnectionError("rank 1 has left")
@@ -248,9 +248,9 @@ class Dropping(nn.Sequential):
 
 
 def batch_of_two(share: Share) -> tuple[Tensor, ...]:
-    """Inputs, labels, values, and how many targets a row counts for.
+    """Make inputs, labels, values, and the number of targets that each row counts as.
 
-    Those of the first micro-batch count for none, and still have a loss.
+    The rows of the first micro-batch count as none, and still have a loss.
     """
     generator = torch.Generator().manual_seed(share.rows)
     values = torch.randn(share.rows, generator=generator, dtype=torch.float64)
@@ -272,16 +272,9 @@ class Loss(NamedTuple):
         return total * self.factor, int(counts.sum())
 
 
-def accumulate_with_dropout(lesson: Any, seed: int, share: Share) -> dict[str, Any]:
-    model, whole = Dropping(), batch_of(share, 0, 0)
-    torch.manual_seed(seed)
-    loss = lesson.accumulate_step(model, sgd(model), whole, share.size)
-    return {"loss": float(returned(ACCUMULATE, loss)), "state": state_of(model)}
-
-
 def two_losses(lesson: Any, function: str, shares: Sequence[Share], loss: Loss) -> dict[str, Any]:
-    """A step on the rank's rows of one batch, and what its loss of two parts was called with."""
-    rank, model, calls = dist.get_rank(), Dropping().eval(), list[tuple[bool, list[int]]]()
+    """Take a step on the rank's rows of one batch; note the calls of its loss of two parts."""
+    rank, model, calls = dist.get_rank(), Dropping(), list[tuple[bool, list[int]]]()
 
     def noted(given: nn.Module, part: Sequence[Tensor]) -> tuple[Tensor, int]:
         calls.append((given is model, [len(tensor) for tensor in part]))
@@ -291,6 +284,7 @@ def two_losses(lesson: Any, function: str, shares: Sequence[Share], loss: Loss) 
     rows = [share.rows for share in shares]
     part = tuple(tensor.split(rows)[rank] for tensor in whole)
     step = getattr(lesson, function)
+    torch.manual_seed(shares[rank].rows)
     mean = returned(function, step(model, sgd(model), part, shares[rank].size, loss_sum=noted))
     return {"loss": float(mean), "state": state_of(model), "calls": calls}
 
@@ -298,7 +292,7 @@ def two_losses(lesson: Any, function: str, shares: Sequence[Share], loss: Loss) 
 def accumulate_deep(
     lesson: Any, function: str, num_steps: int, width: int, rows: int, counts: Sequence[int]
 ) -> None:
-    """Steps of each rank in its own number of micro-batches: what memory do they take?"""
+    """Take steps, each rank in its own number of micro-batches, whose memory is measured."""
     model, whole = Deep(width), deep_batch(rows)
     optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
     step = getattr(lesson, function)
@@ -308,7 +302,7 @@ def accumulate_deep(
 
 
 def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> None:
-    """One ordinary step on as many rows as a micro-batch of the rank has."""
+    """Take one ordinary step on as many rows as a micro-batch of the rank has."""
     model, whole = Deep(width), deep_batch(rows // counts[dist.get_rank()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cross_entropy(model(whole[0]), whole[1]).backward()
@@ -405,20 +399,26 @@ def weighted(by_rank: Sequence[float]) -> Callable[..., tuple[Tensor, int]]:
     return loss_sum
 
 
-def step_noted(lesson: Any, dtype: str) -> dict[str, Any]:
-    """In which dtypes one step computes, and which its parameters and gradients have."""
-    model, autocast, scaler = Noted(), list[tuple[bool, str]](), TorchScaler(8.0)
+def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) -> dict[str, Any]:
+    """Return the dtypes of one step, and the calls of the all-reduce given to it."""
+    model, autocast, reduced = Noted(), list[tuple[bool, str]](), NotedAllReduce()
+    model.register_parameter("unused", nn.Parameter(torch.ones(5)))
+    model.second.bias.requires_grad_(False)
     kept = [(id(p), p.data_ptr()) for p in model.parameters()]
+    scaler = TorchScaler(8.0, group=group)
 
     def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
         now = str(torch.get_autocast_dtype("cpu"))[6:]
         autocast.append((torch.is_autocast_enabled("cpu"), now))
-        return cross_entropy(model(whole[0]), whole[1], reduction="sum"), len(whole[1])
+        loss, count = cross_entropy_sum(model, whole)
+        return loss.half(), count
 
     whole = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
-    chosen = {} if dtype == "float16" else {"dtype": DTYPES[dtype]}  # float16 is the default
-    step = partial(lesson.mixed_precision_step, model, sgd(model), scaler, whole)
-    _result(step(loss_sum=loss_sum, **chosen))
+    chosen = {"dtype": dtype, "reduce_dtype": reduce_dtype}.items()
+    defaults = {"dtype": "float16", "reduce_dtype": "float32"}.items()
+    more = {name: DTYPES[value] for name, value in chosen - defaults}
+    step = partial(lesson.mixed_precision_step, model, sgd(model), scaler, whole, **more)
+    _result(step(loss_sum=loss_sum, all_reduce=reduced, group=group))
     both = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     return {
         "computed": sorted(model.dtypes),
@@ -426,6 +426,9 @@ def step_noted(lesson: Any, dtype: str) -> dict[str, Any]:
         "kept": sorted({str(tensor.dtype) for tensor in both}),
         "updates": scaler.num_updates,
         "is_same": kept == [(id(p), p.data_ptr()) for p in model.parameters()],
+        "calls": [list(call) for call in zip(reduced.sizes, reduced.dtypes, strict=True)],
+        "is_group_given": all(given is group for given in reduced.groups),
+        "trainable": sum(p.numel() for p in trainable(model)),
     }
 
 
@@ -441,7 +444,7 @@ class Small(NamedTuple):
 
 
 def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
-    """Return a weight after steps that 16 bits would round to nothing."""
+    """Return a weight after steps that vanish if it is rounded to 16 bits."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, small.start)
     optimizer = torch.optim.SGD(two_groups(model), lr=small.lr)
@@ -453,7 +456,7 @@ def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
 
 
 def overflow(lesson: Any, by_step: list[list[float]], reduce_dtype: str) -> list[dict[str, Any]]:
-    """Steps with gradients of the size of the rank's factor, and what they have changed."""
+    """Take steps with gradients of the size of the rank's factor; note what they change."""
     torch.manual_seed(9)
     model = nn.Linear(FEATURES, 2)
     optimizer = torch.optim.Adam(two_groups(model), lr=0.01)
@@ -492,29 +495,3 @@ def _noting(sums: list[list[float]], loss_sum: Any) -> Any:
         return loss, num_targets
 
     return noted
-
-
-def mixed_sums(lesson: Any, reduce_dtype: str, group: Any = None) -> dict[str, Any]:
-    """Return the calls of the all-reduce given to a step, and how many numbers are trained."""
-    model, noted = Noted(), NotedAllReduce()
-    model.register_parameter("unused", nn.Parameter(torch.ones(5)))
-    model.second.bias.requires_grad_(False)
-    whole = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
-    chosen = {} if reduce_dtype == "float32" else {"reduce_dtype": DTYPES[reduce_dtype]}
-    lesson.mixed_precision_step(
-        *(model, sgd(model), TorchScaler(8.0, group=group), whole),
-        loss_sum=_in_16_bits,
-        all_reduce=noted,
-        group=group,
-        **chosen,
-    )
-    return {
-        "calls": [list(call) for call in zip(noted.sizes, noted.dtypes, strict=True)],
-        "is_group_given": all(given is group for given in noted.groups),
-        "trainable": sum(p.numel() for p in trainable(model)),
-    }
-
-
-def _in_16_bits(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
-    loss, count = cross_entropy_sum(model, whole)
-    return loss.half(), count
