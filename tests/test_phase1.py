@@ -7,12 +7,9 @@ asserted in tests/phase1/judge_*.py, task by task; pytest collects it from here.
 
 import sys
 
-from phase1.judge_shards import *
-from phase1.judge_data_loader import *
-from phase1.judge_scatter import *
+from phase1.judge_data import *
 from phase1.judge_collectives import *
 from phase1.judge_measurement import *
-from phase1.judge_gradients import *
 from phase1.judge_step import *
 from phase1.judge_trainer import *
 

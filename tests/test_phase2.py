@@ -11,8 +11,7 @@ import sys
 from phase2.judge_accumulation import *
 
 # mixed_precision
-from phase2.judge_loss_scaling import *
-from phase2.judge_mixed_steps import *
+from phase2.judge_mixed_precision import *
 
 # activation_checkpointing
 from phase2.judge_checkpoint import *

@@ -1,7 +1,8 @@
-"""Judges tasks 1.4 to 1.7: messages that arrive, who sends to whom, rounds and memory."""
+"""Judges tasks 1.3 to 1.7: messages that arrive, who sends to whom, rounds and memory."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, floor, log2
 from typing import Any
 
@@ -14,21 +15,215 @@ from judging.checks import (
     AS_NCCL,
     BYTE_S,
     LATENCY_S,
+    MEASURED,
     UNIFORM,
     Edge,
     check_no_collective,
+    check_peak,
+    check_refused,
     check_sizes,
     check_waited,
     edges_of,
     of_members,
     rounds_of_tree,
+    short,
     uneven,
 )
 from judging.collective import AllReduce, Broadcast, Call, Contract
 from judging.expect import expect
-from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
+from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.tensors import even_size
-from phase1 import collectives as c
+from phase1 import collectives as b
+
+HEADER_BYTES, HEADER_CALLS = 1_000, 2  # a broadcast_object_list: a length, then the object
+ONLY_SOURCE_RAISES = (
+    "An error that only the source raises leaves the others waiting: send it in place of the "
+    "shapes, so that every rank raises it."
+)
+KINDS = [  # number of ranks, source, kind of batch
+    (4, 0, b.Kind(10)),
+    (5, 1, b.Kind(3, "float64", (2, 250), "float32", (3,))),
+]
+MORE_KINDS = [
+    (4, 3, b.Kind(150, "float32", (2, 251), "bool")),
+    (3, 1, b.Kind(8, "float16", (3, 4), "int16", (2,), is_strided=True)),
+    (2, 1, b.Kind(1, "bfloat16", (3, 1, 2), "float64")),
+    (3, 0, b.Kind(0)),
+    (1, 0, b.Kind(4)),
+    (4, None, b.Kind(9, "uint8", (3, 4), "int32")),
+]
+
+
+@task("1.3", real=True)
+@pytest.mark.parametrize(("n", "src", "kind"), KINDS, ids=str)
+def test_every_rank_gets_its_rows(grade: Grade, n: int, src: int, kind: b.Kind) -> None:
+    _check_kind(grade, n, src, kind)
+
+
+@task("1.3")
+@pytest.mark.parametrize(("n", "src", "kind"), MORE_KINDS, ids=str)
+def test_any_shapes_and_dtypes_arrive(grade: Grade, n: int, src: int | None, kind: b.Kind) -> None:
+    _check_kind(grade, n, src, kind)
+
+
+def _check_kind(grade: Grade, n: int, src: int | None, kind: b.Kind) -> None:
+    kind = replace(kind, seed=grade.random.randrange(10**6))
+    run = grade.run(b.scatter, n, kind, src)
+    _check_scattered(run.results, kind, src or 0)
+    if grade.is_simulated:
+        _check_traffic(run, kind, src or 0, range(n))
+
+
+def _check_scattered(by_rank: Sequence[Any], kind: b.Kind, src: int) -> None:
+    n = len(by_rank)
+    batch = dict(zip(("images", "labels"), kind.batch(), strict=True))
+    for rank, found in enumerate(by_rank):
+        here = f"rank {rank} of {n}"
+        expect(f"{here}: the type that scatter_batch returns", found["type"], "tuple")
+        rows = _rows_of(kind.rows, n, rank)
+        for what, whole in batch.items():
+            _check_part(found[what], whole[rows.start : rows.stop], f"{here}: {what}", rows)
+        check(
+            rank != src or all(found["is_view"]),
+            f"{here} is the source: its rows should be views of the batch, but they are copies in "
+            "other memory. Slices and tensor_split copy nothing.",
+        )
+
+
+def _rows_of(rows: int, n: int, rank: int) -> range:
+    """The rows of a rank: 4 ranks share 10 rows as 3, 3, 2 and 2."""
+    starts = [k * (rows // n) + min(k, rows % n) for k in (rank, rank + 1)]
+    return range(*starts)
+
+
+def _check_part(found: Any, expected: Any, here: str, rows: range) -> None:
+    shape, dtype, device, numbers = found
+    expect(
+        f"{here}, by shape, dtype and device,",
+        [shape, dtype, device],
+        [list(expected.shape), str(expected.dtype), "cpu"],
+        "4 ranks share 10 rows as 3, 3, 2 and 2; every rank learns dtypes and shapes from the "
+        "source.",
+    )
+    check(
+        numbers == b.bytes_of(expected),
+        f"{here} should be rows {[*rows]} of the batch, bit for bit, but other numbers arrived. Of "
+        "10 rows, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9, whatever the dtype, and even if the "
+        "batch is not contiguous.",
+    )
+
+
+def _check_traffic(run: Run, kind: b.Kind, src: int, members: Sequence[int]) -> None:
+    """Check for two messages to each rank that gets rows, one header, and nothing else."""
+    assert run.trace
+    row_bytes = [t[:1].nbytes for t in replace(kind, rows=1, is_strided=False).batch()]
+    sends = [event for event in run.trace.events if event.kind == "send"]
+    for rank, member in enumerate(members):
+        rows = len(_rows_of(kind.rows, len(members), rank)) if rank != src else 0
+        wanted = [rows * num_bytes for num_bytes in row_bytes] if rows else []
+        got = [e.num_bytes for e in sends if (e.rank, e.peer) == (members[src], member)]
+        check(
+            Counter(got) == Counter(wanted),
+            f"the source should send messages of {short(wanted)} bytes to rank {rank} of "
+            f"{len(members)}, which gets {counted(rows, 'row')} from it; it sends messages of "
+            f"{short(got)} bytes. Send images and labels in one message each, in their own dtype, "
+            "and every row to one rank only; zero rows, and those that the source keeps, need no "
+            "message.",
+        )
+    others = sorted({(e.rank, e.peer) for e in sends if e.rank != members[src]})
+    expect("the messages of ranks other than the source, as (from, to),", others, [])
+    _check_header(run, members)
+    unwaited = run.trace.unwaited
+    check(
+        not unwaited,
+        f"sends are still under way when scatter_batch returns:\n{chr(10).join(unwaited[:4])}\nThe "
+        "network may still read the rows: wait for each send.",
+    )
+
+
+def _check_header(run: Run, members: Sequence[int]) -> None:
+    assert run.trace
+    calls = [event for event in run.trace.events if event.kind == "collective"]
+    for rank, member in enumerate(members):
+        mine = [event for event in calls if event.rank == member]
+        num_bytes = sum(event.num_bytes for event in mine)
+        names = Counter(event.name for event in mine)
+        check(
+            names.total() <= HEADER_CALLS and not names.keys() - {"broadcast"},
+            f"rank {rank} of {len(members)}: one broadcast_object_list for the shapes makes "
+            f"{HEADER_CALLS} collective calls; this rank called {dict(names)}. One list can hold "
+            "everything that the other ranks must know.",
+        )
+        check(
+            num_bytes < HEADER_BYTES,
+            f"rank {rank} of {len(members)}: shapes and dtypes take less than {HEADER_BYTES:,} "
+            f"bytes; your broadcasts take {num_bytes:,}. Send every row to one rank only, and "
+            "broadcast only shapes and dtypes.",
+        )
+
+
+@task("1.3")
+def test_nobody_holds_more_than_it_needs(grade: Grade) -> None:
+    n, src, rows = 4, 1, grade.random.randint(100, 200)
+    kind = b.Kind(rows, "float32", (10, 25), "int64")
+    run = grade.run(b.scatter, n, kind, src, options=MEASURED)
+    _check_scattered(run.results, kind, src)
+    row_bytes = 10 * 25 * 4 + 8
+    needed = [
+        row_bytes * (rows if rank == src else len(_rows_of(rows, n, rank))) + 2 * HEADER_BYTES
+        for rank in range(n)
+    ]
+    check_peak(
+        run,
+        needed,
+        f"It needs its rows (rank {src}: the whole batch) and the shapes: send contiguous rows "
+        "without copying them, and receive rows into the tensors that you return.",
+    )
+
+
+@task("1.3")
+@pytest.mark.parametrize("what", b.WRONG_BATCHES)
+def test_every_rank_hears_of_a_wrong_batch(grade: Grade, what: str) -> None:
+    run = grade.run(b.scatter_what_is_wrong, 3, what, 1, if_stuck=ONLY_SOURCE_RAISES)
+    check_refused(run.results, f"{what} on the source", text="same")
+    _check_traffic(run, b.Kind(0), 1, range(3))
+    alone = grade.run(b.scatter_what_is_wrong, 1, what, 0)
+    check_refused(alone.results, f"{what} on the source")
+
+
+@task("1.3")
+@pytest.mark.parametrize("is_text", [False, True], ids=["device", "text"])
+def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
+    n, src = 3, 1
+    kind = b.Kind(7, seed=grade.random.randrange(10**6))
+    for rank, found in enumerate(grade.run(b.scatter_on_device, n, kind, src, is_text).results):
+        device, rows = found["device"], _rows_of(kind.rows, n, rank)
+        here = f"rank {rank} of {n}, with device={repr(device) if is_text else f'torch.{device}'}"
+        expect(f"{here}: the devices of images and labels", found["devices"], [device] * 2)
+        expect(
+            f"{here}: the devices of the tensors that are sent or received",
+            sorted({*found["travelled"][-(2 * (n - 1) if rank == src else 2) :]}),
+            [device],
+            "NCCL only sends tensors on GPUs.",
+        )
+        check(
+            found["numbers"] == [b.bytes_of(t[rows.start : rows.stop]) for t in kind.batch()],
+            f"{here}: rows {[*rows]} should arrive, but other numbers arrived.",
+        )
+
+
+@task("1.3")
+@pytest.mark.parametrize(("src", "rows"), [(1, 8), (None, 4)])
+def test_scattering_inside_a_group(grade: Grade, src: int | None, rows: int) -> None:
+    kind = b.Kind(rows, seed=grade.random.randrange(10**6))
+    args = inside_group, OUTER_WORLD_SIZE
+    run = grade.run(*args, b.scatter, kind, src, if_stuck=STUCK_IN_GROUP)
+    _check_scattered(of_members(run), kind, src or 0)
+    _check_traffic(run, kind, src or 0, MEMBERS)
+    what = "6 images and 5 labels"
+    run = grade.run(*args, b.scatter_what_is_wrong, what, 1, if_stuck=ONLY_SOURCE_RAISES)
+    check_refused(of_members(run), f"{what} on the source of a group", text="same")
+
 
 NOT_BATCHED = (
     "Are the send and the receive in one batch_isend_irecv? Otherwise one may wait for the other; "
@@ -71,7 +266,7 @@ def _is_ring(dsts: Sequence[int]) -> bool:
 def _check_exchanges(grade: Grade, dsts: list[int], *, are_alike: bool) -> None:
     n = len(dsts)
     run = grade.run(
-        *(c.exchange_all_kinds, n, dsts, are_alike),
+        *(b.exchange_all_kinds, n, dsts, are_alike),
         options=uneven(grade.random, n, AS_NCCL),
         if_stuck=NOT_BATCHED,
     )
@@ -110,7 +305,7 @@ def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
     lengths = [grade.random.randrange(5_000, 50_000) for _ in range(n)]
     lengths[0] = grade.random.randrange(*t.LARGE)
     ring = [(rank + 1) % n for rank in range(n)]
-    run = grade.run(c.exchange_once, n, ring, lengths, cluster=UNIFORM, if_stuck=NOT_BATCHED)
+    run = grade.run(b.exchange_once, n, ring, lengths, cluster=UNIFORM, if_stuck=NOT_BATCHED)
     _check_one_message_each(run)
     expected = LATENCY_S + 4 * max(lengths) * BYTE_S
     check(
@@ -124,7 +319,7 @@ def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
 
 @task("1.4")
 def test_outgoing_may_be_written_afterwards(grade: Grade) -> None:
-    run, sent = grade.run(c.exchange_then_write, 3, if_stuck=NOT_BATCHED), [2.0, 0.0, 1.0]
+    run, sent = grade.run(b.exchange_then_write, 3, if_stuck=NOT_BATCHED), [2.0, 0.0, 1.0]
     for place, when, cause in (
         (1, "once the caller has overwritten outgoing", "Wait for the send as well."),
         (0, "when exchange returns, even if one rank is late", "Wait for the receive as well."),
@@ -137,7 +332,7 @@ def test_outgoing_may_be_written_afterwards(grade: Grade) -> None:
 def test_exchange_inside_a_group(grade: Grade) -> None:
     ring = [1, 2, 0]
     run = grade.run(
-        *(inside_group, OUTER_WORLD_SIZE, c.exchange_all_kinds, ring, True),
+        *(inside_group, OUTER_WORLD_SIZE, b.exchange_all_kinds, ring, True),
         options=AS_NCCL,
         if_stuck=STUCK_IN_GROUP,
     )
@@ -193,7 +388,7 @@ globals().update(BROADCAST.tests())
 @task("1.5")
 def test_two_broadcasts_do_not_mix(grade: Grade) -> None:
     for srcs in ([0, 3], [0, 5]):
-        for rank, got in enumerate(grade.run(c.broadcast_twice, 8, 2, srcs).results):
+        for rank, got in enumerate(grade.run(b.broadcast_twice, 8, 2, srcs).results):
             expect(
                 f"rank {rank} of 8: what two broadcasts bring, one after the other, from ranks "
                 f"{srcs[0]} and {srcs[1]} while rank 2 is late,",

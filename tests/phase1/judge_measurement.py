@@ -17,7 +17,7 @@ from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster
 from judging.checks import UNIFORM, check_refused, edges_with, short
 from judging.expect import expect, results_in_group
-from phase1 import measurement as m
+from phase1 import collectives as m
 
 DEFAULT_REPEATS = 5
 NO_COMMON_CALLS = (

@@ -11,8 +11,7 @@ from distlab.grade import Grade, check, task
 from judging.checks import check_refused
 from judging.expect import expect, results_in_group
 from judging.groups import MEMBERS
-from phase2 import regions as b
-from phase2.sharding import rank_part
+from phase2 import tensor_parallel as b
 from phase2.sharding_checks import (
     Calls,
     check_calls,
@@ -21,6 +20,7 @@ from phase2.sharding_checks import (
     check_use,
     sizes_for,
 )
+from phase2.tensor_parallel import rank_part
 
 COPY, REDUCE = "copy_to_tensor_region", "reduce_from_tensor_region"
 GATHER, SCATTER = "gather_from_sequence_region", "reduce_scatter_to_sequence_region"
@@ -64,7 +64,7 @@ def _is_of_positions(function: str) -> bool:
 
 def _kinds(function: str, n: int) -> tuple[str, ...]:
     """Layouts and dtypes for n ranks: beyond three, only the number of ranks could go wrong."""
-    kinds = b.SEQUENCE_KINDS if _is_of_positions(function) else b.KINDS
+    kinds = b.SEQUENCE_KINDS if _is_of_positions(function) else b.REGION_KINDS
     return kinds if n <= 3 else kinds[:2]
 
 

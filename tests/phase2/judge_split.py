@@ -15,8 +15,7 @@ from distlab.util.text import counted
 from judging.checks import check_refused
 from judging.expect import expect, results_in_group
 from judging.groups import MEMBERS
-from phase2 import split as b
-from phase2.sharding import rank_part
+from phase2 import tensor_parallel as b
 from phase2.sharding_checks import (
     Calls,
     calls_of,
@@ -28,7 +27,7 @@ from phase2.sharding_checks import (
     check_use,
     sizes_for,
 )
-from phase2.split import (
+from phase2.tensor_parallel import (
     ATTENTION_SPLIT,
     BLOCK_SPLIT,
     COLUMN,
@@ -40,6 +39,7 @@ from phase2.split import (
     ROW,
     Case,
     Scores,
+    rank_part,
 )
 
 ONCE = (

@@ -9,7 +9,7 @@ from torch import Tensor
 from distlab.grade import Grade, Run, check
 from judging.checks import is_close, short_beside
 from judging.expect import expect
-from phase2.sharding import rank_part
+from phase2.tensor_parallel import rank_part
 
 SIZES = (3, 4, 1)  # numbers of ranks
 REAL_SIZES = (3,)  # real processes

@@ -1,8 +1,9 @@
-"""Bodies for tasks 2.15 to 2.19: modules and a loss that are split over the ranks."""
+"""Bodies for tasks 2.14 to 2.19: regions, and modules and a loss that are split over the ranks."""
 
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -11,21 +12,170 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from distlab.grade import WrongResult
-from judging.calls import case_told, refusal_of, returned
+from judging.calls import case_told, cause_told, refusal_of, returned
 from judging.comparing import noting_changes
 from judging.models import IGNORED
 from judging.tensors import given_group
-from phase2.sharding import (
-    drawn,
-    go_backward_with,
-    is_alone_summed,
-    laid_out,
-    listed,
-    place,
-    rank_part,
-    state_of,
-)
 from phase2_advanced.given import MLP, Attention, Block
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    """Numbers from -1 to 1 in float64, the same wherever they are drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
+
+
+def laid_out(x: Tensor, is_transposed: bool) -> Tensor:
+    """Return the same numbers, in memory that is not contiguous if ``is_transposed``."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if is_transposed else x
+
+
+def rank_part(full: Tensor, rank: int, n: int, dim: int | None) -> Tensor:
+    """The rank's part of a dim; None: all of it."""
+    return full if dim is None else full.chunk(n, dim)[rank]
+
+
+def place(group: Any) -> tuple[int, int]:
+    """Rank and number of ranks."""
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def listed(tensor: Any) -> Any:
+    """A tensor as lists; anything else as it is."""
+    return tensor.detach().tolist() if isinstance(tensor, Tensor) else tensor
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Values, gradients, dtypes and memory of the parameters, by name."""
+    return {name: _description_of(p) for name, p in module.named_parameters()}
+
+
+def _description_of(parameter: nn.Parameter) -> dict[str, Any]:
+    return {
+        "values": listed(parameter),
+        "gradient": listed(parameter.grad),
+        "is_trained": parameter.requires_grad,
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "num_bytes": parameter.nbytes,
+        "held_bytes": parameter.untyped_storage().nbytes(),
+    }
+
+
+class _End(torch.autograd.Function):
+    """The end of a graph; its backward pass hands on a gradient, the very tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+def go_backward_with(y: Tensor, gradient: Tensor) -> None:
+    """Do what ``y.backward(gradient)`` does, which would load SymPy.
+
+    An output without a graph, or of another shape, is left for the judge, who knows what is wrong.
+    """
+    if y.requires_grad and y.shape == gradient.shape:
+        _End.apply(y, gradient).backward()  # type: ignore[no-untyped-call]
+
+
+def is_alone_summed(x: Tensor) -> bool:
+    """True if the gradient of another reader of ``x`` arrives as it is; x.grad stays as it was."""
+    before, x.grad = x.grad, None
+    gradient = x.detach().clone()
+    go_backward_with(x, gradient)
+    found, x.grad = x.grad, before
+    return torch.equal(found, gradient) if found is not None else False
+
+
+INFINITE, UNTRAINED, NUMBER, SHORT = "infinite on rank 0", "no gradient needed", "a number", "short"
+INNER = "inside of a graph"  # it is no leaf, so that nothing hinders a write into it
+SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", INNER, "bfloat16", UNTRAINED)
+SEQUENCE_KINDS = (*SEQUENCE_KINDS, "float32", SHORT)
+REGION_KINDS = (*SEQUENCE_KINDS, NUMBER, INFINITE)
+
+
+def shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a kind of tensor, where ``shape`` is usual; a short one has two dims."""
+    return {NUMBER: (), SHORT: (1, shape[1] // 2)}.get(kind, shape)
+
+
+def tensor_of(kind: str, rank: int, seed: int, shape: tuple[int, ...]) -> Tensor:
+    """Small whole numbers over 8, which sum exactly in every dtype."""
+    dtype = getattr(torch, kind) if kind.startswith(("float", "bfloat")) else torch.float64
+    generator = torch.Generator().manual_seed(97 * seed + rank)
+    numbers = torch.randint(-15, 16, shape_of(kind, shape), generator=generator).to(dtype) / 8
+    if kind == INFINITE and rank == 0:
+        return numbers.fill_(inf)
+    if kind == "expanded gradient" and seed:
+        return numbers.flatten()[0].expand(shape)
+    return laid_out(numbers, kind == "transposed")
+
+
+def through_region(
+    lesson: Any,
+    function: str,
+    kinds: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    group: Any = None,
+) -> list[dict[str, Any]]:
+    """Pass every kind of tensor through a region, and a gradient back; a barrier lies between.
+
+    Args:
+        shapes: Shapes of what goes in and of what comes out.
+    """
+    rank, _ = place(group)
+    given = [_input_of_region(kind, tensor_of(kind, rank, 0, shapes[0])) for kind in kinds]
+    gradients = [tensor_of(kind, rank, 1, shapes[1]) for kind in kinds]
+    before = [listed(x) for x in given]
+    changes = {f"x {i}": x for i, x in enumerate(given)}
+    changes |= {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
+    with noting_changes(**changes) as changed:
+        region = getattr(lesson, function)
+        outputs = [returned(function, region(x, **given_group(group))) for x in given]
+        found = [_found(x, y) for x, y in zip(given, outputs, strict=True)]
+        dist.barrier(group)
+        for x, y, gradient in zip(given, outputs, gradients, strict=True):
+            if x.requires_grad:
+                go_backward_with(y, gradient)
+    for i, (entry, x) in enumerate(zip(found, given, strict=True)):
+        entry |= {"x": before[i], "gradient": listed(gradients[i]), "x_grad": listed(x.grad)}
+        entry["changed"] = [name for name in ("x", "gradient") if f"{name} {i}" in changed]
+        entry["is_alone"] = not x.requires_grad or is_alone_summed(x)
+    return found
+
+
+def _input_of_region(kind: str, x: Tensor) -> Tensor:
+    x.requires_grad_(kind != UNTRAINED)
+    if kind == INNER:
+        x = x.clone()
+        x.retain_grad()
+    return x
+
+
+def _found(x: Tensor, y: Tensor) -> dict[str, Any]:
+    return {
+        "y": listed(y),
+        "has_graph": y.requires_grad,
+        "is_copied": y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(),
+        "dtypes": [str(x.dtype), str(y.dtype)],
+    }
+
+
+def refused_positions(lesson: Any, num_positions: int) -> dict[str, str]:
+    """Return the error for a sequence that cannot be split evenly."""
+    x = drawn(2, num_positions, 3, seed=1)
+    cause = {
+        "": f"{num_positions} positions cannot be split evenly over {dist.get_world_size()} ranks: "
+        "raise a ValueError before anything is sent."
+    }
+    with cause_told(cause):
+        return refusal_of(lambda: lesson.reduce_scatter_to_sequence_region(x))
+
 
 COLUMN, ROW, EMBEDDING = "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 MLP_SPLIT, ATTENTION_SPLIT, BLOCK_SPLIT = (
