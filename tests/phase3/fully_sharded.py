@@ -9,13 +9,11 @@ from torch import Tensor, nn
 
 from judging.calls import refusal_of
 from phase3.zero import (
-    TWO,
     WIDTH,
     Numbers,
     Probe,
     chain,
     listed,
-    loss_of,
     net,
     probed_chain,
 )
@@ -29,60 +27,59 @@ class Drawing(NamedTuple):
 
     Attributes:
         uses: Units that compute, in that order.
+        forward, backward: Order of the messages, as they set out, and of computing, as it ends.
+        why: Cause of a backward pass that differs.
         frozen: Units that are not trained.
         has_own: True if the model itself multiplies by parameters first and last: by
             ``scale``, and by ``level``, which is frozen.
         needs_input: True if the gradient of the input is wanted.
         is_second: True if a forward pass without a backward pass came before.
-        forward, backward: Order of the messages, as they set out, and of computing, as it ends.
-        why: Cause of a backward pass that differs.
     """
 
     uses: tuple[int, ...]
-    frozen: tuple[int, ...]
-    has_own: bool
-    needs_input: bool
-    is_second: bool
     forward: str
     backward: str
     why: str
+    frozen: tuple[int, ...] = ()
+    has_own: bool = False
+    needs_input: bool = True
+    is_second: bool = False
 
 
 THREE = "gather 0, gather 1, compute 0, gather 2, compute 1, compute 2"
+BACK = "gather 2, gather 1, compute 2, gather 0, compute 1, compute 0"
+OWN = "gather level + gather scale"
 DRAWINGS = {
     "three units, the first frozen, and an input that needs no gradient": Drawing(
-        *((0, 1, 2), (0,), False, False, False),
-        forward=THREE,
-        backward="gather 2, gather 1, compute 2",
-        why="Of unit 0, autograd has saved nothing, so that it is not in to_come: do not fetch it.",
+        *((0, 1, 2), THREE, "gather 2, gather 1, compute 2"),
+        "Of unit 0, autograd has saved nothing, so that it is not in to_come: do not fetch it.",
+        frozen=(0,),
+        needs_input=False,
     ),
     "three units, after a forward pass that was for nothing": Drawing(
-        *((0, 1, 2), (), False, True, True),
-        forward=THREE,
-        backward="gather 2, gather 1, compute 2, gather 0, compute 1, compute 0",
-        why="When a pass begins, forget the uses that an earlier one has left in to_come.",
+        *((0, 1, 2), THREE, BACK),
+        "When a pass begins, forget the uses that an earlier one has left in to_come.",
+        is_second=True,
     ),
     "two units, of which unit 0 computes twice": Drawing(
-        *((0, 1, 0), (), False, True, False),
-        forward="gather 0, gather 1, compute 0, compute 1, gather 0, gather 1, compute 0",
-        backward="gather 0, gather 1, compute 0, gather 0, compute 1, compute 0",
-        why="Take one use out of to_come at a time: the unit's other use is yet to come.",
+        (0, 1, 0),
+        "gather 0, gather 1, compute 0, compute 1, gather 0, gather 1, compute 0",
+        "gather 0, gather 1, compute 0, gather 0, compute 1, compute 0",
+        "Take one use out of to_come at a time: the unit's other use is yet to come.",
     ),
     "four units, of which 0 and 2 are frozen": Drawing(
-        *((0, 1, 2, 3), (0, 2), False, True, False),
-        forward=THREE.replace("compute 2", "gather 3, compute 2, compute 3"),
-        backward="gather 3, gather 2, compute 3, gather 1, compute 2, gather 0, compute 1, "
-        "compute 0",
-        why="Free frozen units at the first call for a use alone, before you fetch ahead: "
-        "afterwards, one may be on its way.",
+        (0, 1, 2, 3),
+        THREE.replace("compute 2", "gather 3, compute 2, compute 3"),
+        f"gather 3, gather 2, compute 3, {BACK.removeprefix('gather 2, ')}",
+        "Free frozen units at the first call for a use alone, before you fetch ahead: afterwards, "
+        "one may be on its way.",
+        frozen=(0, 2),
     ),
     "three units, and around them the model's own scale and frozen level": Drawing(
-        *((0, 1, 2), (), True, True, False),
-        forward=f"gather level + gather scale, {THREE}",
-        backward="gather level + gather scale, gather 2, gather 1, compute 2, gather 0, compute 1, "
-        "compute 0",
-        why="Free only units that are frozen altogether: the model's own parameters are needed "
-        "again after all others.",
+        *((0, 1, 2), f"{OWN}, {THREE}", f"{OWN}, {BACK}"),
+        "Free only units that are frozen altogether: the model's own parameters are needed again "
+        "after all others.",
+        has_own=True,
     ),
 }
 
@@ -138,7 +135,7 @@ def words_by_bytes(n: int) -> dict[int, str]:
 
 
 def draw(lesson: Any) -> list[list[Mark]]:
-    """Go through each drawing; barriers stand around its forward and its backward pass."""
+    """Go through each drawing; barriers surround its forward and its backward pass."""
     drawn = []
     for drawing in DRAWINGS.values():
         marks: list[Mark] = []
@@ -259,14 +256,11 @@ def restore(lesson: Any, kind: str) -> dict[str, Any]:
     full = model.full_state_dict()
     dist.barrier()
     other.load_state_dict(model.state_dict())
-    with torch.no_grad():  # a model of two dtypes looks for its weights, which are not there
-        loss = 0.0 if kind == TWO else loss_of(model, dist.get_rank(), 0).item()
     net(kind, 0).load_state_dict(full)  # the plain model can load it
     shards = [*model.parameters()]
     return {
         "full_state_dict": listed(full),
         "load_state_dict of the shards": listed(other.full_state_dict()),
-        "loss": loss,
         "dtypes": {name: str(value.dtype) for name, value in full.items()},
         "bytes": sum(shard.nbytes for shard in shards),
         "held": sum(shard.untyped_storage().nbytes() for shard in shards),
@@ -281,14 +275,6 @@ def _key_error_of(model: Any, state: dict[str, Tensor]) -> str:
     except KeyError as error:
         return str(error)
     return "no KeyError"
-
-
-def loss_with(kind: str, state: Numbers, rank: int) -> float:
-    """Return the loss of a plain model with these parameters."""
-    model = net(kind, 0)
-    for name, value in model.state_dict().items():
-        value.copy_(torch.tensor(state[name], dtype=value.dtype).view(value.shape))
-    return loss_of(model, rank, 0).item()
 
 
 # Bytes

@@ -1,6 +1,6 @@
 """Judges tasks 3.14 to 3.17: steps and replies of servers, waiting, and deaths."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,15 +8,13 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from judging.checks import UNIFORM, check_no_collective, check_waited, rounds_of, short, uneven
-from judging.comparing import check_equal
-from judging.expect import results_in_group
+from judging.expect import expect, results_in_group
 from judging.groups import MEMBERS
 from phase3 import servers as b
 from phase3.server_checks import (
     OF_MESSAGES,
     check_served,
     judge,
-    judge_in_group,
     judge_memory,
     late_replies,
     own_pulls,
@@ -36,11 +34,7 @@ from phase3.servers import (
 STUCK_WORKERS = (
     "push_pull should start all sends and receives before it waits for any, each with the server "
     "that gradients and shards name, which may be any rank: each worker names the servers in "
-    "another order, and each server answers when it has heard from all workers."
-)
-STUCK_IN_TURN = (
-    "Here a server answers a worker before it hears from the next. push_pull should start all "
-    "sends and receives before it waits for any: a worker that receives nothing until all its "
+    "another order. Here a server answers {}. A worker that receives nothing until all its "
     "gradients have been taken keeps a server waiting for which others wait."
 )
 _EACH = (
@@ -60,10 +54,10 @@ STUCK = {
     f"are as many threads as workers. {IN_PAIRS}",
 }
 STUCK_BY_DEATH = (
-    "Workers die in this test, and nothing more comes from them. Give every receive and every send "
-    "of the server a limit, work.wait(timedelta(seconds=timeout_s)); when it raises a "
-    "RuntimeError, take the worker's clock out of the count and wake those that wait for it "
-    f"(notify_all). {IN_PAIRS}"
+    "Workers die here, and nothing more comes from them. Give every receive and send of the server "
+    "a limit, work.wait(timedelta(seconds=timeout_s)); when it raises a RuntimeError, take the "
+    "worker's clock out of the count and wake those that wait for it (notify_all). "
+    f"{IN_PAIRS}"
 )
 NOT_IN_TURN = (
     "No worker should wait for a slower one: receive from whoever sends first (receive_from_any), "
@@ -96,13 +90,14 @@ def test_a_worker_pushes_to_all_servers_and_pulls(
 ) -> None:
     n = num_servers + num_workers
     servers = grade.random.sample(range(n), num_servers)
-    for dtype in ("float32", "bfloat16"):
+    when = "when it has heard from all workers", "a worker before it hears from the next"
+    for dtype, in_turn in (("float32", False), ("bfloat16", False), ("float32", True)):
         run = grade.run(
-            *(b.push_and_pull, n, servers, NUM_ELEMENTS, dtype, NUM_STEPS),
+            *(b.push_and_pull, n, servers, NUM_ELEMENTS, dtype, NUM_STEPS, in_turn),
             cluster=UNIFORM,
-            if_stuck=STUCK_WORKERS,
+            if_stuck=STUCK_WORKERS.format(when[in_turn]),
         )
-        _check_pulled(run.results, servers)
+        _check_pulled(run.results, servers, in_turn=in_turn)
         if grade.is_simulated:
             check_no_collective(run, OF_MESSAGES)
             check_waited(run)
@@ -132,40 +127,27 @@ def _check_pulled(
             total = sum(worker + step for worker in workers)
             answer = float(2 * (rank + step) if in_turn else total)
             for server, span in pull.items():
-                check_equal(
-                    f"{here}, worker {rank}, step {step}",
-                    f"the least and the greatest number in shards[{server}], as sent,",
-                    *([answer, answer], span),
-                    "Receive from each server into its own tensor of shards, and wait for all of "
-                    "them.",
+                expect(
+                    f"{here}, worker {rank}, step {step}: the least and the greatest number in "
+                    f"shards[{server}], as sent,",
+                    *(span, [answer, answer]),
+                    "Receive from each server into its own tensor of shards, and wait for all.",
                 )
     for server in servers:
         for step, spans in enumerate(by_rank[server]):
-            check_equal(
-                *(f"{here}, server {server}, step {step}", "least and greatest of each gradient"),
-                *([[float(worker + step)] * 2 for worker in workers], spans),
-                "Send each server its own gradient.",
-            )
+            what = f"{here}, server {server}, step {step}: least and greatest of each gradient"
+            right = [[float(worker + step)] * 2 for worker in workers]
+            expect(what, spans, right, "Send each server its own gradient.")
 
 
 def _check_pushed(messages: Sequence[int], servers: Sequence[int]) -> None:
-    ranks = range(len(messages))
-    counts = [len(messages) - len(servers) if rank in servers else len(servers) for rank in ranks]
-    check_equal(
-        *(f"servers {[*servers]}, {NUM_STEPS} steps", "the number of messages sent per rank"),
-        *([NUM_STEPS * count for count in counts], [*messages]),
+    ranks, num_servers = range(len(messages)), len(servers)
+    counts = [len(messages) - num_servers if rank in servers else num_servers for rank in ranks]
+    expect(
+        f"servers {[*servers]}, {NUM_STEPS} steps: the number of messages sent per rank",
+        *([*messages], [NUM_STEPS * count for count in counts]),
         "Each worker sends one message per step to each of the servers.",
     )
-
-
-@task("3.14")
-@pytest.mark.parametrize(("num_servers", "num_workers"), [(2, 2), (3, 5)])
-def test_servers_may_answer_one_worker_after_the_other(
-    grade: Grade, num_servers: int, num_workers: int
-) -> None:
-    servers = grade.random.sample(range(num_servers + num_workers), num_servers)
-    body = (b.push_and_pull, num_servers + num_workers, servers, 10, "float32", 3, True)
-    _check_pulled(grade.run(*body, if_stuck=STUCK_IN_TURN).results, servers, in_turn=True)
 
 
 @task("3.14")
@@ -174,7 +156,7 @@ def test_a_worker_inside_a_group(grade: Grade) -> None:
     _check_pulled(by_rank, [1], f", inside the group {list(MEMBERS)}")
 
 
-# What all servers promise
+# Promises of all servers
 
 
 def _plan(grade: Grade, function: str, num_workers: int, **settings: Any) -> Plan:
@@ -194,41 +176,58 @@ def _judge_kinds(grade: Grade, function: str, *arguments: Any) -> None:
         judge(grade, plan, STUCK[function])
 
 
-def _judge_late_links(grade: Grade, function: str, num_workers: int, *arguments: Any) -> None:
-    pauses_s = (0.0, 1e-3, 2e-3, 5e-3)[:num_workers]
-    plan = _plan(grade, function, num_workers, pauses_s=pauses_s, arguments=arguments)
-    for options in (uneven(grade.random, num_workers + 1), late_replies(plan)):
-        judge(grade, plan, STUCK[function], options=options)
+def _tests_of(
+    number: str, name: str, function: str, num_extra: int, cause: str, *arguments: Any
+) -> dict[str, Callable[..., None]]:
+    """Return the tests of the promises that all functions with one group make.
 
+    Args:
+        number: Task of the function.
+        name: Beginning of the names of its tests.
+        function: Name of the function.
+        num_extra: Tensors that a server may hold beside its shard.
+        cause: Likely cause of more.
+        arguments: Arguments of the function after ``num_steps``.
+    """
 
-def _judge_memory(grade: Grade, function: str, num_extra: int, cause: str, *args: Any) -> None:
-    pauses_s = (1e-3, 2e-3, 3e-3, 5e-3, 5e-3, 9e-3)
-    plan = Plan(function, (0,), tuple(range(1, 7)), 3, LARGE, pauses_s, args)
-    judge_memory(grade, plan, num_extra, cause)
+    def kinds(grade: Grade) -> None:
+        _judge_kinds(grade, function, *arguments)
+
+    def group(grade: Grade) -> None:
+        plan = Plan(function, (1,), (2, 0), 6, 7, (10e-3, 40e-3), arguments)
+        check_served(
+            *(plan, results_in_group(grade, b.serve_and_count, plan)),
+            f", inside the group {list(MEMBERS)}",
+        )
+
+    def links(grade: Grade) -> None:
+        pauses_s = (0.0, 1e-3, 2e-3, 5e-3)
+        plan = _plan(grade, function, 4, pauses_s=pauses_s, arguments=arguments)
+        for options in (uneven(grade.random, 5), late_replies(plan)):
+            judge(grade, plan, STUCK[function], options=options)
+
+    def memory(grade: Grade) -> None:
+        pauses_s = (1e-3, 2e-3, 3e-3, 5e-3, 5e-3, 9e-3)
+        plan = Plan(function, (0,), tuple(range(1, 7)), 3, LARGE, pauses_s, arguments)
+        judge_memory(grade, plan, num_extra, cause)
+
+    return {
+        f"test_{name}_servers_of_every_kind": task(number, real=True)(kinds),
+        f"test_{name}_servers_inside_a_group": task(number)(group),
+        f"test_{name}_servers_with_late_links": task(number)(links),
+        f"test_{name}_servers_need_little_memory": task(number)(memory),
+    }
 
 
 # 3.14 serve_synchronously
 
+globals().update(_tests_of("3.14", "synchronous", SYNCHRONOUS, 3, INTO_THE_SAME))
+
 
 @task("3.14")
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_workers", [1, 2, 7])
 def test_a_synchronous_server_steps_with_the_mean(grade: Grade, num_workers: int) -> None:
     judge(grade, _plan(grade, SYNCHRONOUS, num_workers, pauses_s=()), STUCK[SYNCHRONOUS])
-
-
-@task("3.14", real=True)
-def test_synchronous_servers_of_every_kind(grade: Grade) -> None:
-    _judge_kinds(grade, SYNCHRONOUS)
-
-
-@task("3.14")
-def test_synchronous_servers_inside_a_group(grade: Grade) -> None:
-    judge_in_group(grade, Plan(SYNCHRONOUS, (1,), (2, 0), 3, 7))
-
-
-@task("3.14")
-def test_a_synchronous_server_with_late_links(grade: Grade) -> None:
-    _judge_late_links(grade, SYNCHRONOUS, 3)
 
 
 @task("3.14")
@@ -243,12 +242,9 @@ def test_a_synchronous_step_takes_a_message_in_and_one_out_per_worker(grade: Gra
     )
 
 
-@task("3.14")
-def test_a_synchronous_server_needs_three_tensors(grade: Grade) -> None:
-    _judge_memory(grade, SYNCHRONOUS, 3, INTO_THE_SAME)
-
-
 # 3.15 serve_asynchronously
+
+globals().update(_tests_of("3.15", "asynchronous", ASYNCHRONOUS, 2, INTO_THE_SAME))
 
 
 @task("3.15")
@@ -269,27 +265,10 @@ def test_each_gradient_is_a_step_and_is_answered(grade: Grade, num_workers: int)
         )
 
 
-@task("3.15", real=True)
-def test_asynchronous_servers_of_every_kind(grade: Grade) -> None:
-    _judge_kinds(grade, ASYNCHRONOUS)
-
-
-@task("3.15")
-def test_asynchronous_servers_inside_a_group(grade: Grade) -> None:
-    judge_in_group(grade, Plan(ASYNCHRONOUS, (1,), (2, 0), 3, 7))
-
-
-@task("3.15")
-def test_an_asynchronous_server_with_late_links(grade: Grade) -> None:
-    _judge_late_links(grade, ASYNCHRONOUS, 4)
-
-
-@task("3.15")
-def test_an_asynchronous_server_needs_two_tensors(grade: Grade) -> None:
-    _judge_memory(grade, ASYNCHRONOUS, 2, INTO_THE_SAME)
-
-
 # 3.16 serve_with_bounded_staleness
+
+NOTED = "Note whose reply is held back, and not the parameters: it gets the newest."
+globals().update(_tests_of("3.16", "bounded", BOUNDED, 2, NOTED, 1))
 
 
 @task("3.16")
@@ -299,8 +278,6 @@ def test_an_asynchronous_server_needs_two_tensors(grade: Grade) -> None:
         (0, (10, 13, 17, 40)),
         (1, (10, 13, 11)),
         (2, (10, 40, 10, 10)),
-        (3, (10, 11, 13, 17, 40)),
-        (20, (10, 40)),
         (0, (10,)),
         (7, (300, 10, 13)),  # the slowest comes when the others have ended
         (8, (300, 10, 13)),
@@ -315,50 +292,20 @@ def test_replies_are_held_back_by_the_bound_alone(
     judge(grade, plan, STUCK[BOUNDED], if_late=NOT_HELD)
 
 
-@task("3.16", real=True)
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_bounded_servers_of_every_kind(grade: Grade, staleness: int) -> None:
-    _judge_kinds(grade, BOUNDED, staleness)
-
-
-@task("3.16")
-def test_bounded_servers_inside_a_group(grade: Grade) -> None:
-    judge_in_group(grade, Plan(BOUNDED, (1,), (2, 0), 6, 7, (10e-3, 40e-3), (1,)))
-
-
-@task("3.16")
-def test_a_bounded_server_with_late_links(grade: Grade) -> None:
-    _judge_late_links(grade, BOUNDED, 4, 1)
-
-
-@task("3.16")
-def test_replies_that_are_held_back_take_no_memory(grade: Grade) -> None:
-    _judge_memory(
-        *(grade, BOUNDED, 2),
-        "Note whose reply is held back, and not the parameters: it gets the newest.",
-        0,
-    )
-
-
 # 3.17 serve_survivors
 
 TIMEOUT_S = 60e-3
 LONG_S = 10.0
 Deaths = Mapping[int, tuple[int, str]]  # place among the workers -> step, moment in it
 DEATHS: dict[str, Deaths] = {
-    "nobody dies": {},
     "before its first push": {1: (0, BEFORE_PUSH)},
     "between its first push and pull": {3: (0, BEFORE_PULL)},
     "the slowest in the middle": {3: (2, BEFORE_PUSH)},
-    "the slowest in the middle, after its push": {3: (3, BEFORE_PULL)},
     "the fastest while its reply is held back": {0: (2, BEFORE_PULL)},
     "at its last step": {1: (5, BEFORE_PUSH)},
     "after its last push": {2: (5, BEFORE_PULL)},
     "two die": {0: (1, BEFORE_PUSH), 3: (1, BEFORE_PULL)},
-    "one is left": {0: (4, BEFORE_PULL), 1: (2, BEFORE_PUSH), 3: (0, BEFORE_PUSH)},
-    "all die": {i: (i, BEFORE_PUSH) for i in range(4)},
     "all die at once": dict.fromkeys(range(4), (0, BEFORE_PUSH)),
-    "one closes its connection": {3: (2, CLOSED)},
     "two close their connections": {0: (0, CLOSED), 2: (5, CLOSED)},
 }
 
@@ -398,12 +345,8 @@ def test_parameters_do_not_change_while_they_are_copied(grade: Grade) -> None:
 
 
 @task("3.17")
-@pytest.mark.parametrize("num_workers", [1, 15])
-def test_every_worker_is_served_from_the_start(grade: Grade, num_workers: int) -> None:
-    plan = Plan(
-        *(SURVIVORS, (0,), tuple(range(1, num_workers + 1)), 2, num_workers + 5),
-        *((5e-3,) * num_workers, (0, TIMEOUT_S)),
-    )
+def test_every_worker_is_served_from_the_start(grade: Grade) -> None:
+    plan = Plan(SURVIVORS, (0,), tuple(range(1, 16)), 2, 20, (5e-3,) * 15, (0, TIMEOUT_S))
     _judge_survivors(grade, plan)
 
 

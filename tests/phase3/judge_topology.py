@@ -1,18 +1,141 @@
-"""Judges task 3.7: hosts of the ranks, and costs of messages."""
+"""Judges task 3.7: hosts of the ranks, and costs of messages on links that are late and on GPUs."""
 
-from collections import Counter
-from collections.abc import Sequence
-from statistics import mean, median
+import socket
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, WrongResult, check, task
 from distlab.sim import Cluster, Options
 from distlab.sim.engine.trace import departure_s
-from judging.comparing import check_equal
+from distlab.sim.messages.group import SimGroup
+from judging.calls import typed
+from judging.expect import expect
 from judging.groups import STUCK_IN_GROUP
-from phase3 import discovery as d
+from judging.pretend_device import PretendDevice, device_of
+from phase3_multi_node.given import LinkCost, Topology
+
+FUNCTION = "discover_topology"
+DOMAIN = "gpu."  # the same beginning, up to a dot, of all names of hosts
+LATE_S = 0.05
+WORK_S = 0.001
+
+
+def discover(lesson: Any, arguments: Mapping[str, Any], group: Any = None) -> dict[str, Any]:
+    """Discover; return plain data, with the name of this rank's host."""
+    if group is not None:
+        arguments = {**arguments, "group": group}
+    topology = typed(FUNCTION, lesson.discover_topology(**arguments), Topology)
+    return {
+        "hosts": [str(host) for host in topology.hosts],
+        "inside": _cost("inside", topology.inside),
+        "between": _cost("between", topology.between),
+        "host": socket.gethostname(),
+    }
+
+
+def _cost(name: str, cost: Any) -> list[float] | None:
+    if cost is None:
+        return None
+    if not isinstance(cost, LinkCost):
+        raise WrongResult(f"{name} should be a LinkCost or None; it is {cost!r:.60}")
+    values = cost.alpha_s, cost.beta_s_per_byte
+    if not all(isinstance(value, float) for value in values):
+        raise WrongResult(f"α and β of {name} should be floats; they are {values!r:.60}")
+    return [float(value) for value in values]
+
+
+def discover_in_groups(
+    lesson: Any, groups: Sequence[Sequence[int]], arguments: Mapping[str, Any]
+) -> list[dict[str, Any] | None]:
+    """Discover in each group in turn, while hosts are called ``gpu.node0`` and so on.
+
+    Returns:
+        The topology of each group, None on ranks that are not in it.
+    """
+    made = [dist.new_group([*ranks]) for ranks in groups]
+    name = socket.gethostname
+    with _patched({(socket, "gethostname"): lambda: f"{DOMAIN}{name()}"}):
+        return [
+            discover(lesson, arguments, group) if dist.get_rank() in ranks else None
+            for ranks, group in zip(groups, made, strict=True)
+        ]
+
+
+@contextmanager
+def _patched(patches: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Patch until the last rank is done: all ranks are threads of one process."""
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            for (owner, name), value in patches.items():
+                stack.enter_context(patch.object(owner, name, value))
+        dist.barrier()
+        yield
+        dist.barrier()
+
+
+def discover_with_delays(
+    lesson: Any, arguments: Mapping[str, Any], delays_s: Mapping[int, Sequence[float]]
+) -> dict[str, Any]:
+    """Discover while messages are late.
+
+    Args:
+        delays_s: size in bytes -> delays of the messages of this size from one rank to another, in
+            their order.
+    """
+    sent: Counter[tuple[int, int, int]] = Counter()
+    send = SimGroup.send
+
+    def send_late(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        num_bytes = tensors[0].nbytes
+        number = sent[group.rank(), dst, num_bytes]
+        sent[group.rank(), dst, num_bytes] += 1
+        if delay_s := dict(enumerate(delays_s.get(num_bytes, ()))).get(number):
+            time.sleep(delay_s)
+        return send(group, tensors, dst, tag)
+
+    with _patched({(SimGroup, "send"): send_late}):
+        return discover(lesson, arguments)
+
+
+def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Discover on pretended GPUs that work for ``WORK_S`` after each message has arrived.
+
+    Returns:
+        The topology, and the devices of the messages that were sent.
+    """
+    sent: list[str] = []
+    work_s: defaultdict[int, float] = defaultdict(float)  # rank -> work left to its GPU
+    send, recv = SimGroup.send, SimGroup.recv
+
+    def noting_send(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        sent.append(str(device_of(tensors[0])))
+        return send(group, tensors, dst, tag)
+
+    def working_recv(group: SimGroup, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        work_s[dist.get_rank()] += WORK_S
+        return recv(group, tensors, src, tag)
+
+    patches = {
+        (SimGroup, "send"): noting_send,
+        (SimGroup, "recv"): working_recv,
+        (dist, "get_backend"): lambda group=None: "nccl",
+        (torch.cuda, "current_device"): lambda: 0,
+        (torch.cuda, "synchronize"): lambda device=None: time.sleep(work_s.pop(dist.get_rank(), 0)),
+    }
+    with _patched(patches), PretendDevice("cuda:0"):
+        result = discover(lesson, arguments)
+    return {**result, "sent": sent}
+
 
 KINDS = {"inside": "inside a host", "between": "between hosts"}
 STUCK = (
@@ -65,7 +188,7 @@ def test_hosts_and_links_are_those_of_the_cluster(
     arguments = {"sizes_bytes": sizes, "repeats": repeats}
     # Where sends are buffered, as small ones are on real links, send returns before bytes arrive.
     options = Options(eager_bytes=-1 if numbering == "block" else max(sizes))
-    run = grade.run(d.discover, n, arguments, cluster=cluster, options=options, if_stuck=STUCK)
+    run = grade.run(discover, n, arguments, cluster=cluster, options=options, if_stuck=STUCK)
     _check_hosts(run.results)
     _check_costs(run.results, cluster)
     _check_messages(run, sizes, repeats)
@@ -74,17 +197,17 @@ def test_hosts_and_links_are_those_of_the_cluster(
 def _check_hosts(by_rank: Sequence[dict[str, Any]]) -> None:
     n, expected = len(by_rank), [result["host"] for result in by_rank]
     for rank, result in enumerate(by_rank):
-        check_equal(
-            *(f"rank {rank} of {n}", "hosts, what socket.gethostname() says on each rank,"),
-            *(expected, result["hosts"]),
+        expect(
+            f"rank {rank} of {n}: hosts, what socket.gethostname() says on each rank,",
+            *(result["hosts"], expected),
             "Ask the host for its name, and collect the whole names of all ranks in the order of "
             "their ranks in the group: the ranks of a host need not be neighbours, nor equally "
             "many, and names may differ only after the first dot.",
         )
         for kind in KINDS:
-            check_equal(
-                *(f"rank {rank} of {n}", f"α and β of {kind}, as on rank 0,"),
-                *(by_rank[0][kind], result[kind]),
+            expect(
+                f"rank {rank} of {n}: α and β of {kind}, as on rank 0,",
+                *(result[kind], by_rank[0][kind]),
                 "Only the ranks that measure know what they found, and clocks differ: one rank "
                 "should tell all others.",
             )
@@ -98,12 +221,12 @@ def _text(cost: Sequence[float] | None) -> str:
 
 def _check_costs(by_rank: Sequence[dict[str, Any]], cluster: Cluster) -> None:
     hosts, n = by_rank[0]["hosts"], len(by_rank)
-    inside, between = (
-        [cluster.latency_s, 1 / cluster.nvlink_bytes_per_s],
-        [cluster.net_latency_s, 1 / cluster.nic_bytes_per_s],
-    )
+    right = {
+        "inside": [cluster.latency_s, 1 / cluster.nvlink_bytes_per_s],
+        "between": [cluster.net_latency_s, 1 / cluster.nic_bytes_per_s],
+    }
     exists = {"inside": len({*hosts}) < n, "between": len({*hosts}) > 1}
-    for kind, expected, other in (("inside", inside, between), ("between", between, inside)):
+    for kind, expected in right.items():
         got = by_rank[0][kind]
         here = f"{n} ranks on the hosts {hosts}: {kind}, what a message costs {KINDS[kind]},"
         check(
@@ -112,7 +235,7 @@ def _check_costs(by_rank: Sequence[dict[str, Any]], cluster: Cluster) -> None:
             "ranks.",
         )
         if got is not None:
-            _check_cost(here, got, expected, _cause(got, expected, other))
+            _check_cost(here, got, expected, _cause(got, expected))
 
 
 def _check_cost(here: str, got: list[float], expected: list[float], cause: str) -> None:
@@ -122,9 +245,7 @@ def _check_cost(here: str, got: list[float], expected: list[float], cause: str) 
     )
 
 
-def _cause(got: list[float], expected: list[float], other: list[float]) -> str:
-    if _are_close(got, other):
-        return "That is what messages of the other kind cost."
+def _cause(got: list[float], expected: list[float]) -> str:
     if _are_close(got, [2 * value for value in expected]):
         return "That is twice as much: there and back are two messages."
     if got[0] < expected[0] / 100:
@@ -132,11 +253,9 @@ def _cause(got: list[float], expected: list[float], other: list[float]) -> str:
             "No message is that fast. Does the clock stop only when the message is back, which may "
             "be long after send has returned, and did the rank that told the others play itself?"
         )
-    if _are_close(got[1:], expected[1:]):
-        return "β is right: α is what is left of the time of a message without its n·β."
     return (
-        "Is each time that of a ping-pong of the pair of this kind, halved, and is the slope "
-        "between the two sizes β, in seconds per byte?"
+        "Is each time that of a ping-pong of the pair of this kind, halved, is the slope between "
+        "the two sizes β, in seconds per byte, and α what is left of a time without its n·β?"
     )
 
 
@@ -144,37 +263,25 @@ def _are_close(some: list[float], others: list[float]) -> bool:
     return all(abs(a - b) <= 0.01 * b for a, b in zip(some, others, strict=True))
 
 
-PATTERNS = "abb", "aba", "abcb", "aabc"  # hosts of a group's ranks
+GROUPS = (0, 1, 4), (1, 2, 4), (0, 1, 2, 4), (0, 3, 4, 5), (2, 5), (1, 3)  # r on host r % 3
 
 
 @task("3.7")
 def test_pairs_are_found_wherever_they_are(grade: Grade) -> None:
-    cluster = _cluster(grade, 3, 4, "cyclic")
-    drawn = ["".join(grade.random.choices("abc", k=grade.random.randint(2, 4))) for _ in range(4)]
-    groups = [_ranks_on(pattern) for pattern in (*PATTERNS, *drawn)]
+    cluster = _cluster(grade, 3, 2, "cyclic")
     arguments = {"sizes_bytes": _sizes(grade), "repeats": 1}
     run = grade.run(
-        *(d.discover_in_groups, 12, groups, arguments), cluster=cluster, if_stuck=STUCK_IN_GROUP
+        *(discover_in_groups, 6, GROUPS, arguments), cluster=cluster, if_stuck=STUCK_IN_GROUP
     )
-    for place, ranks in enumerate(groups):
+    for place, ranks in enumerate(GROUPS):
         members = [run.results[rank][place] for rank in ranks]
         _check_hosts(members)
         _check_costs(members, cluster)
 
 
-def _ranks_on(pattern: str) -> list[int]:
-    """Return ascending ranks that are on these hosts; the hosts have ranks in turn."""
-    ranks: list[int] = []
-    for host in pattern:
-        ranks.append(
-            next(r for r in range(ranks[-1] + 1 if ranks else 0, 12) if "abc"[r % 3] == host)
-        )
-    return ranks
-
-
 @task("3.7", real=True)
 def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
-    run = grade.run(d.discover, 3, {"repeats": 2}, if_stuck=STUCK)
+    run = grade.run(discover, 3, {"repeats": 2}, if_stuck=STUCK)
     _check_hosts(run.results)
     result = run.results[0]
     check(
@@ -222,10 +329,10 @@ def _check_one_pair(counts: Counter[Any], where: str, sizes: Sequence[int], repe
         "of n elements has n bytes if its dtype is uint8.",
     )
     edges = pairs[0], pairs[0][::-1]
-    check_equal(
-        *(where, "the number of messages, as ((from, to), bytes): number,"),
-        {(edge, size): repeats + 1 for edge in edges for size in sorted(sizes)},
+    expect(
+        f"{where}: the number of messages, as ((from, to), bytes): number,",
         dict(sorted(counts.items())),
+        {(edge, size): repeats + 1 for edge in edges for size in sorted(sizes)},
         f"One of each is not timed, then there is one for each of {repeats} repeats.",
     )
 
@@ -234,11 +341,11 @@ def _check_one_pair(counts: Counter[Any], where: str, sizes: Sequence[int], repe
 def test_collectives_only_share_what_was_found(grade: Grade) -> None:
     cluster = _cluster(grade, 2, 2)
     few, many = (
-        grade.run(d.discover, 4, {"repeats": repeats}, cluster=cluster, if_stuck=STUCK).collectives
+        grade.run(discover, 4, {"repeats": repeats}, cluster=cluster, if_stuck=STUCK).collectives
         for repeats in (1, 6)
     )
-    check_equal(
-        *("4 ranks, 6 repeats", "the number of collective calls by rank, as with 1,", few, many),
+    expect(
+        *("4 ranks, 6 repeats: the number of collective calls by rank, as with 1,", many, few),
         "Collectives share what was found; a pair needs none to play, since its messages wait for "
         "each other. A barrier before each ping-pong makes all other ranks come along.",
     )
@@ -254,35 +361,27 @@ def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
     # The longer message is later, so that β is above 0.
     ranges_s = {min(sizes): (1e-3, 2e-3), max(sizes): (2e-3, 9e-3)}
     delays_s = {
-        size: [d.LATE_S, *(grade.random.uniform(*limits_s) for _ in range(repeats))]
+        size: [LATE_S, *(grade.random.uniform(*limits_s) for _ in range(repeats))]
         for size, limits_s in ranges_s.items()
     }
     arguments = {"sizes_bytes": sizes, "repeats": repeats}
     run = grade.run(
-        *(d.discover_with_delays, 2, arguments, delays_s), cluster=cluster, if_stuck=STUCK
+        *(discover_with_delays, 2, arguments, delays_s), cluster=cluster, if_stuck=STUCK
     )
 
-    def line(statistic: Any) -> list[float]:
-        """Return α and β of the line through two times."""
-        seconds = [
-            cluster.latency_s + size / cluster.nvlink_bytes_per_s + statistic(delays_s[size][1:])
-            for size in sizes
-        ]
-        beta_s_per_byte = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
-        return [seconds[0] - sizes[0] * beta_s_per_byte, beta_s_per_byte]
-
-    got = run.results[0]["inside"] or [0.0, 0.0]
-    others = {"fastest": min, "mean": mean, "slowest": max} if repeats > 1 else {}
-    used = next(
-        (name for name, statistic in others.items() if _are_close(got, line(statistic))), ""
-    )
+    seconds = [
+        cluster.latency_s + size / cluster.nvlink_bytes_per_s + median(delays_s[size][1:])
+        for size in sizes
+    ]
+    beta_s_per_byte = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
     _check_cost(
         f"2 ranks of a host, sizes_bytes={sizes}, {repeats} repeats of times that differ: inside",
-        *(got, line(median)),
-        (f"That is what the {used} of the ping-pongs gives. " if used else "")
-        + "The first ping-pong is not timed; here it is late. The median of the others counts for "
-        "each size, of an even number of repeats the mean of the two in the middle, and the line "
-        "goes through both medians, whichever size comes first.",
+        run.results[0]["inside"] or [0.0, 0.0],
+        [seconds[0] - sizes[0] * beta_s_per_byte, beta_s_per_byte],
+        "The first ping-pong is not timed; here it is late. The median of the others counts for "
+        "each size, not their mean, the fastest or the slowest; of an even number of repeats the "
+        "mean of the two in the middle. The line goes through both medians, whichever size comes "
+        "first.",
     )
 
 
@@ -292,12 +391,12 @@ def test_noise_makes_no_cost_negative(grade: Grade) -> None:
     for noisy, (place, below) in zip(sizes, ((1, "β"), (0, "α")), strict=True):
         arguments = {"sizes_bytes": sizes, "repeats": 2}
         run = grade.run(
-            *(d.discover_with_delays, 2, arguments, {noisy: [d.LATE_S] * 3}), if_stuck=STUCK
+            *(discover_with_delays, 2, arguments, {noisy: [LATE_S] * 3}), if_stuck=STUCK
         )
         cost = run.results[0]["inside"]
         check(
             cost is not None and min(cost) >= 0 and cost[place] == 0,
-            f"when all messages of {noisy:,} bytes are late by {1e3 * d.LATE_S:.0f} ms, and those "
+            f"when all messages of {noisy:,} bytes are late by {1e3 * LATE_S:.0f} ms, and those "
             f"of {sum(sizes) - noisy:,} bytes are not, the line through their times has {below} "
             f"below 0. No link has that: {below} should be 0, and the other not below 0; they are "
             f"{_text(cost)}. max(…, 0.0) cuts off what abs would turn into a cost.",
@@ -307,16 +406,14 @@ def test_noise_makes_no_cost_negative(grade: Grade) -> None:
 @task("3.7")
 def test_gpus_are_waited_for(grade: Grade) -> None:
     arguments = {"sizes_bytes": (1000, 2000), "repeats": 2}
-    result = grade.run(d.discover_on_gpus, 2, arguments, if_stuck=STUCK).results[0]
-    check_equal(
-        *("a backend that needs tensors on the GPU", "the devices of the messages sent"),
-        *(["cuda:0"], sorted({*result["sent"]}), "group_device(group) is cuda:0."),
-    )
+    result = grade.run(discover_on_gpus, 2, arguments, if_stuck=STUCK).results[0]
+    what = "a backend that needs tensors on the GPU: the devices of the messages sent"
+    expect(what, sorted({*result["sent"]}), ["cuda:0"], "group_device(group) is cuda:0.")
     # Of the way there and back, rank 0 waits for the way back alone.
-    least_s = d.WORK_S / 2
+    least_s = WORK_S / 2
     check(
         result["inside"][0] >= 0.99 * least_s,
-        f"the GPU of a rank works for {1e3 * d.WORK_S:g} ms after recv has returned, until the "
+        f"the GPU of a rank works for {1e3 * WORK_S:g} ms after recv has returned, until the "
         f"message is there, so α should be {1e3 * least_s:g} ms or more; it is "
         f"{1e3 * result['inside'][0]:.3g} ms. Call wait_for before you read the clock again.",
     )

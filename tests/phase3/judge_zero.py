@@ -1,15 +1,12 @@
 """Judges tasks 3.18 and 3.19; values, memory and overlap are shared with task 3.20."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.sim import GPU, Cluster
 from judging.checks import MEASURED, UNIFORM, uneven
-from judging.comparing import check_equal
-from judging.expect import results_in_group
+from judging.expect import expect, over, results_in_group
 from judging.groups import MEMBERS
 from phase3 import zero as b
 from phase3.zero import FULLY, GRADIENTS, STATE, Case
@@ -72,8 +69,7 @@ def check_each(
 ) -> None:
     """Check values by name; the message continues with ``what`` after the name."""
     for name in {**expected, **got}:
-        values = expected.get(name), got.get(name)
-        check_equal(here, f"{name}{what}", *values, cause, tolerance)
+        expect(f"{here}: {name}{what}", got.get(name), expected.get(name), cause, tolerance)
 
 
 # Values
@@ -101,10 +97,8 @@ def check_trained(
                 *(first["after"][-1], result["after"][-1]),
                 "Each element is updated on one rank, and the others get it from there.",
             )
-            check_equal(
-                *(f"{here} training", "the list of parameters that were replaced", []),
-                *(result["replaced"], "Give a parameter other memory by `param.data = …`."),
-            )
+            cause = "Give a parameter other memory by `param.data = …`."
+            expect(f"{here} training: the replaced parameters", result["replaced"], [], cause)
 
 
 def _check_step(here: str, cls: str, kind: str, number: int, right: Any, got: Any) -> None:
@@ -141,37 +135,44 @@ def check_small_updates(grade: Grade, cls: str, n: int, cause: str) -> list[Any]
     """Check steps that 16 bits cannot hold; return the facts by rank."""
     by_rank = grade.run(b.take_small_steps, n, cls).results
     for rank, result in enumerate(by_rank):
-        check_equal(
+        expect(
             f"rank {rank} of {n}, after 32 steps of SGD with lr=2^-10 and gradients of 1.0, and "
-            "one with 512.0",
-            "the least and the greatest parameter in bfloat16, which were the 1.0 of rank 0 (rank "
-            "r had r + 1),",
-            *([0.46875, 0.46875], result["values"]),
+            "one with 512.0: the least and the greatest parameter in bfloat16, which were the 1.0 "
+            "of rank 0 (rank r had r + 1),",
+            *(result["values"], [0.46875, 0.46875]),
             f"16 bits cannot hold 1 - 2^-10: {cause}",
         )
     return by_rank
 
 
-# What both optimizers promise
+# Promises of both optimizers
 
 
 def _check_held(grade: Grade, cls: str, n: int, whole: int, sharded: int, **buckets: int) -> None:
     """Check memory: ``whole`` bytes per parameter on each rank, ``sharded`` on all together."""
-    most = (whole + sharded / n) * NUM_PARAMS
-    for rank, held in enumerate(_held(grade, cls, n, buckets)):
-        for when in ("after a backward pass", "after step"):
-            check(
-                held[when] <= 1.02 * most,
-                f"{cls}, rank {rank} of {n}, {when}: {NUM_PARAMS:,} parameters in 16 bits with "
-                f"Adam should take {whole}Ψ + {sharded}Ψ/N = {most:,.0f} bytes (2 % more are "
-                f"allowed); {held[when]:,} are held, {held[when] / NUM_PARAMS:.2f}Ψ. What is "
-                "sharded is held once by all ranks together; what a call needed for a moment "
-                "should be freed when it returns.",
-            )
+    for has_unused in (False, True) if buckets else (False,):
+        most_buckets = {"after a backward pass": 0, "after step": 0}
+        if buckets:  # where the first bucket never fills, it is held until the pass ends
+            most_buckets["in the backward pass"] = 3 + has_unused
+        body = (b.hold, n, cls, buckets, 0, has_unused)
+        for rank, held in enumerate(grade.run(*body, options=MEASURED, if_stuck=STUCK).results):
+            for when, num_buckets in most_buckets.items():
+                most = 1.02 * (whole + sharded / n) * NUM_PARAMS + num_buckets * BUCKET
+                check(
+                    held[when] <= most,
+                    f"{cls}, rank {rank} of {n}, {when}: {NUM_PARAMS:,} parameters in 16 bits with "
+                    f"Adam should take {whole}Ψ + {sharded}Ψ/N (2 % more are allowed) and "
+                    f"{num_buckets} buckets of {BUCKET:,} bytes, {most:,.0f} bytes in all; "
+                    f"{held[when]:,} are held. {_WHY_HELD[num_buckets > 0]}",
+                )
 
 
-def _held(grade: Grade, cls: str, n: int, keywords: dict[str, int], *more: Any) -> list[Any]:
-    return grade.run(b.hold, n, cls, keywords, *more, options=MEASURED, if_stuck=STUCK).results
+_WHY_HELD = (
+    "What is sharded is held once by all ranks together; what a call needed for a moment should be "
+    "freed when it returns.",
+    "Move each gradient into its bucket as soon as it is made, send a bucket off as soon as it is "
+    "full, whether those before it have left or not, and wait for it before the next one leaves.",
+)
 
 
 def _check_bytes(grade: Grade, cls: str, n: int, rounds: int, **buckets: int) -> None:
@@ -186,10 +187,17 @@ def _check_bytes(grade: Grade, cls: str, n: int, rounds: int, **buckets: int) ->
     whole = sum((size + -size % n) * width for size, width in parts)
     for rank, result in enumerate(stepped.results):
         here = f"{cls}, rank {rank} of {n}, 36 trained parameters in bfloat16 and 5 in float32"
-        check_equal(
-            *(here, "the values of a frozen parameter, which stay this rank's,"),
-            *([rank + 1.0] * len(result["frozen"]), result["frozen"]),
+        expect(
+            f"{here}: the values of a frozen parameter, which stay this rank's,",
+            *(result["frozen"], [rank + 1.0] * len(result["frozen"])),
             "Parameters that need no gradient are left alone: neither broadcast nor updated.",
+        )
+        sizes = [size for size, _ in parts]
+        check(
+            cls != GRADIENTS or result["parts"] == sizes,
+            f"{here}: the elements of each part should be {sizes}; they are {result['parts']}. The "
+            "backward pass makes the gradients of the last parameters first, so cut fills its "
+            "buckets from the last parameter on, and the first bucket of the list is full first.",
         )
         calls, received = made.collectives[rank], made.bytes_received[rank]
         check(
@@ -199,113 +207,90 @@ def _check_bytes(grade: Grade, cls: str, n: int, rounds: int, **buckets: int) ->
             f"receives {received:.0f}. Broadcast the flat tensors as they are, not each parameter, "
             "not in float32, no tied parameter twice, and no frozen one.",
         )
-        check_equal(
-            *(f"{here}, a step of two backward passes", "the number of bytes sent"),
-            round(rounds * whole * (n - 1) / n),
+        expect(
+            f"{here}, a step of two backward passes: the number of bytes sent",
             round(stepped.bytes_sent[rank] - made.bytes_sent[rank]),
+            round(rounds * whole * (n - 1) / n),
             f"That is {rounds} times (N-1)/N of {whole} bytes (padding included). {REDUCE_SCATTER}",
         )
-        check_equal(
-            *(f"{here}, a step of two backward passes", "the number of collectives"),
-            *(len(parts) * rounds, stepped.collectives[rank] - calls),
+        expect(
+            f"{here}, a step of two backward passes: the number of collectives",
+            *(stepped.collectives[rank] - calls, len(parts) * rounds),
             f"That is {rounds} for each dtype or bucket: flat memory lets many parameters travel "
             "in one.",
         )
-        check_equal(
-            *(here, "the dtypes of the masters", ["torch.float32"] * len(parts)),
-            *(result["masters"], "16 bits would lose small updates."),
-        )
+        masters = ["torch.float32"] * len(parts)
+        cause = "16 bits would lose small updates."
+        expect(f"{here}: the dtypes of the masters", result["masters"], masters, cause)
 
 
 def _check_small_updates(grade: Grade, cls: str) -> None:
     by_rank = check_small_updates(grade, cls, 3, KEEP_A_MASTER)
     for rank, result in enumerate(by_rank):
-        check_equal(
-            f"{cls}, rank {rank} of 3, gradients in bfloat16 of r + 1 on rank r",
-            "dtype and shard of the mean over the ranks, which reduce_gradients returns,",
+        expect(
+            f"{cls}, rank {rank} of 3, gradients in bfloat16 of r + 1 on rank r: dtype and shard "
+            "of the mean over the ranks, which reduce_gradients returns,",
+            result["reduced"],
             [["torch.bfloat16", [2.0] * 3 if rank < 2 else [2.0, 0.0, 0.0]]],
-            *(result["reduced"], "It divides by the number of ranks itself, and casts nothing."),
+            "It divides by the number of ranks itself, and casts nothing.",
         )
+
+
+def _tests_of(
+    number: str, name: str, cls: str, held: tuple[int, int], rounds: int, **buckets: dict[str, int]
+) -> dict[str, Callable[..., None]]:
+    """Return the tests of the promises that both optimizers make.
+
+    Args:
+        number: Task of the class.
+        name: Part of the training that it shards; it is in the names of the tests.
+        cls: Name of the class.
+        held: Bytes per parameter that each rank holds, and those that all hold together.
+        rounds: Reduce-scatters and all-gathers of everything, in a step of two backward passes.
+        buckets: Keywords of the class where memory and where traffic is counted.
+    """
+    of_memory, of_traffic = (buckets.get(key, {}) for key in ("memory", "traffic"))
+
+    def train_as_plain(grade: Grade) -> None:
+        check_trains_as_plain(grade, cls)
+
+    def train_inside_a_group(grade: Grade) -> None:
+        check_trains_in_group(grade, cls)
+
+    def lose_no_small_updates(grade: Grade) -> None:
+        _check_small_updates(grade, cls)
+
+    tests = {
+        "train_as_plain": train_as_plain,
+        "train_inside_a_group": train_inside_a_group,
+        "lose_no_small_updates": lose_no_small_updates,
+        "are_held_in_parts": over(
+            (1, 4), lambda grade, n: _check_held(grade, cls, n, *held, **of_memory)
+        ),
+        "send_what_an_all_reduce_does": over(
+            (2, 3, 5), lambda grade, n: _check_bytes(grade, cls, n, rounds, **of_traffic)
+        ),
+    }
+    return {
+        f"test_sharded_{name}_{key}": task(number, real=key == "train_as_plain")(test)
+        for key, test in tests.items()
+    }
 
 
 # 3.18 ShardedOptimizer
 
-
-@task("3.18", real=True)
-def test_sharded_state_trains_as_plain(grade: Grade) -> None:
-    check_trains_as_plain(grade, STATE)
-
-
-@task("3.18")
-def test_small_updates_are_not_lost(grade: Grade) -> None:
-    _check_small_updates(grade, STATE)
-
-
-@task("3.18")
-@pytest.mark.parametrize("n", [1, 4])
-def test_each_rank_holds_its_part_of_the_state(grade: Grade, n: int) -> None:
-    _check_held(grade, STATE, n, 4, 12)
-
-
-@task("3.18")
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_a_step_sends_what_an_all_reduce_does(grade: Grade, n: int) -> None:
-    _check_bytes(grade, STATE, n, 2)
-
-
-@task("3.18")
-def test_sharded_state_inside_a_group(grade: Grade) -> None:
-    check_trains_in_group(grade, STATE)
+globals().update(_tests_of("3.18", "states", STATE, (4, 12), 2))
 
 
 # 3.19 Reduction and ShardedGradientOptimizer
 
-
-@task("3.19", real=True)
-def test_sharded_gradients_train_as_plain(grade: Grade) -> None:
-    check_trains_as_plain(grade, GRADIENTS)
-
-
-@task("3.19")
-def test_small_updates_are_not_lost_by_sharded_gradients(grade: Grade) -> None:
-    _check_small_updates(grade, GRADIENTS)
-
-
-@task("3.19")
-@pytest.mark.parametrize("n", [1, 4])
-def test_each_rank_holds_its_part_of_the_gradients(grade: Grade, n: int) -> None:
-    _check_held(grade, GRADIENTS, n, 2, 14, bucket_bytes=BUCKET)
-
-
-@task("3.19")
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_each_backward_pass_reduces_each_bucket_once(grade: Grade, n: int) -> None:
-    _check_bytes(grade, GRADIENTS, n, 3, bucket_bytes=60)
-
-
-@task("3.19")
-def test_sharded_gradients_inside_a_group(grade: Grade) -> None:
-    check_trains_in_group(grade, GRADIENTS)
-
-
-@task("3.19")
-@pytest.mark.parametrize("has_unused", [False, True])
-def test_few_buckets_are_held_in_the_backward_pass(grade: Grade, has_unused: bool) -> None:
-    n = 4
-    buckets = 3 + has_unused
-    by_rank = _held(grade, GRADIENTS, n, {"bucket_bytes": BUCKET}, 0, has_unused)
-    most = 1.02 * (2 + 14 / n) * NUM_PARAMS + buckets * BUCKET
-    where = ", where the first bucket has a parameter that is not used" if has_unused else ""
-    for rank, result in enumerate(by_rank):
-        held = result["in the backward pass"]
-        check(
-            held <= most,
-            f"rank {rank} of {n}{where}: during the backward pass, {held:,} bytes are held, and at "
-            f"most {most:,.0f} should be: 2Ψ + 14Ψ/N and {buckets} buckets of {BUCKET:,} bytes. "
-            "Move each gradient into its bucket as soon as it is made, send a bucket off as soon "
-            "as it is full, whether those before it have left or not, and wait for it before the "
-            "next one leaves.",
-        )
+globals().update(
+    _tests_of(
+        *("3.19", "gradients", GRADIENTS, (2, 14), 3),
+        memory={"bucket_bytes": BUCKET},
+        traffic={"bucket_bytes": 60},
+    )
+)
 
 
 @task("3.19")
@@ -314,38 +299,17 @@ def test_one_reduction_is_under_way_at_a_time(grade: Grade) -> None:
     events = run.trace.events if run.trace else []
     for rank, used in enumerate(run.results):
         here = f"rank {rank} of 3, two reductions started and finish() called twice"
-        check_equal(
-            *(here, "the shards that use is called with, once each,", [[2.0] * 2, [4.0] * 2], used),
-            "finish waits, divides by the number of ranks, and forgets what it has used.",
-        )
+        what = f"{here}: the shards that use is called with, once each,"
+        cause = "finish waits, divides by the number of ranks, and forgets what it has used."
+        expect(what, used, [[2.0] * 2, [4.0] * 2], cause)
         calls = [e for e in events if e.rank == rank and e.kind == "collective"]
         names = [e.name for e in sorted(calls, key=lambda e: e.start_s)]
-        check_equal(
-            *(here, "the order of reductions and of barriers, which use calls,"),
-            ["reduction", "barrier"] * 2,
+        expect(
+            f"{here}: the order of reductions and of barriers, which use calls,",
             ["barrier" if "barrier" in name else "reduction" for name in names],
+            ["reduction", "barrier"] * 2,
             "The second reduction starts when the shard of the first has been used: in start, call "
             "finish before you start the next one.",
-        )
-
-
-@task("3.19")
-@pytest.mark.parametrize(
-    ("sizes", "bucket_bytes", "expected"),
-    [((2, 1, 1), 8, [[1, 2], [0]]), ((1, 1, 2, 1, 1), 12, [[3, 4], [1, 2], [0]])],
-    ids=["3 parameters", "5 parameters"],
-)
-def test_the_last_parameters_are_in_the_first_bucket(
-    grade: Grade, sizes: tuple[int, ...], bucket_bytes: int, expected: list[list[int]]
-) -> None:
-    for rank, parts in enumerate(grade.run(b.buckets_of, 2, sizes, bucket_bytes).results):
-        check_equal(
-            f"{GRADIENTS} of parameters of {[4 * size for size in sizes]} bytes, bucket_bytes "
-            f"{bucket_bytes}, rank {rank}",
-            "the parameters in each of its parts, sorted,",
-            *(expected, [sorted(part) for part in parts]),
-            "The backward pass makes the gradients of the last parameters first, so cut fills its "
-            "buckets from the last parameter on, and the first bucket of the list is full first.",
         )
 
 

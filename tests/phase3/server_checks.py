@@ -20,9 +20,7 @@ from judging.checks import (
     short,
     sizes_of,
 )
-from judging.comparing import check_equal
-from judging.expect import results_in_group
-from judging.groups import MEMBERS
+from judging.expect import expect
 from phase3 import servers as b
 from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SILENT, SURVIVORS, SYNCHRONOUS, Plan
 
@@ -64,12 +62,6 @@ def judge(
     if if_late:
         check_times(plan, run.results, schedule(plan), if_late)
     return run.results
-
-
-def judge_in_group(grade: Grade, plan: Plan) -> None:
-    """Check the promises inside a group, whose ranks have other numbers in the world."""
-    by_rank = results_in_group(grade, b.serve_and_count, plan)
-    check_served(plan, by_rank, f", inside the group {list(MEMBERS)}")
 
 
 def check_served(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
@@ -118,12 +110,12 @@ def late_replies(plan: Plan) -> Options:
 
 def check_messages(plan: Plan, run: Run) -> None:
     """Check that gradients and parameters travel once, in one message each."""
-    check_equal(
-        f"{counted(len(plan.workers), 'worker')} and {counted(len(plan.servers), 'server')} in "
-        f"{counted(plan.num_steps, 'step')}",
-        "the number of messages by their bytes",
-        {plan.num_bytes: 2 * len(plan.servers) * len(plan.workers) * plan.num_steps},
+    num_workers, num_servers = len(plan.workers), len(plan.servers)
+    expect(
+        f"{counted(num_workers, 'worker')} and {counted(num_servers, 'server')} in "
+        f"{counted(plan.num_steps, 'step')}: the number of messages by their bytes",
         dict(sorted(sizes_of(run).items())),
+        {plan.num_bytes: 2 * num_servers * num_workers * plan.num_steps},
         "Each gradient is answered by the parameters, once: send tensors as they are, and nothing "
         "besides them.",
     )
@@ -131,33 +123,33 @@ def check_messages(plan: Plan, run: Run) -> None:
 
 def _check_steps_alone(here: str, result: Mapping[str, Any]) -> None:
     """Check that no two threads stepped at once, and that the optimizer kept its state."""
-    check_equal(
-        *(here, "the number of steps that the optimizer's state knows of"),
-        *(len(result["weights"]), result["steps in state"]),
+    expect(
+        f"{here}: the number of steps that the optimizer's state knows of",
+        *(result["steps in state"], len(result["weights"])),
         "Momentum lives in optimizer.state: leave it alone between steps, and step with the "
         "optimizer that was given.",
     )
-    most = result["most_at_once"]
-    check(
-        most <= 1,
-        f"{here}: {most} threads were inside optimizer.step at once. They share the shard, its "
-        "grad and the optimizer's state: set the gradient and step while you hold the lock.",
+    expect(
+        f"{here}: the largest number of threads inside optimizer.step at once",
+        *(result["most_at_once"], 1 if result["weights"] else 0),
+        "They share the shard, its grad and the optimizer's state: set the gradient and step while "
+        "you hold the lock.",
     )
 
 
 def _check_means(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
     """Check that the optimizer stepped with the means."""
-    mean = [1 / len(plan.workers)] * len(plan.workers)
-    check_equal(
-        *(here, "the number of steps of the optimizer, one for all workers together,"),
-        *(plan.num_steps, len(result["weights"])),
-    )
-    for step, weights in enumerate(result["weights"]):
-        check_equal(
-            *(f"{here}, step {step}", "shard.grad, in gradients of the workers,", mean, weights),
-            *(_why_not_the_mean(weights), ROUNDING),
-        )
-    _check_shard(here, result, [weight * plan.num_steps for weight in mean])
+    num_workers, steps = len(plan.workers), result["weights"]
+    what = f"{here}: the number of steps of the optimizer, one for all workers together,"
+    expect(what, len(steps), plan.num_steps)
+    for step, weights in enumerate(steps):
+        what = f"{here}, step {step}: shard.grad, in gradients of the workers,"
+        right = [1 / num_workers] * num_workers
+        expect(what, weights, right, _why_not_the_mean(weights), ROUNDING)
+    _check_shard(here, result, [plan.num_steps / num_workers] * num_workers)
+
+
+NO_SUM = "None: shard.grad was None, or is made of parts of several gradients."
 
 
 def _why_not_the_mean(weights: Sequence[float] | None) -> str:
@@ -178,32 +170,25 @@ def _check_each_gradient_steps(here: str, plan: Plan, result: Mapping[str, Any])
     applied = schedule(plan).applied
     steps: list[list[float] | None] = result["weights"]
     for number, weights in enumerate(steps):
-        check_equal(
-            f"{here}, step {number} of the optimizer",
-            "shard.grad, sorted by workers' shares, the gradient of one worker, as it came,",
-            *([*[0] * (len(plan.workers) - 1), 1], weights and sorted(weights)),
+        expect(
+            f"{here}, step {number} of the optimizer: shard.grad, sorted by workers' shares, the "
+            "gradient of one worker, as it came,",
+            *(weights and sorted(weights), [*[0] * (len(plan.workers) - 1), 1]),
             _why_not_one(weights),
         )
-    counts = [sum(weights[i] for weights in steps if weights) for i in range(len(plan.workers))]
     pushed = [float(applied[worker]) for worker in plan.workers]
-    check_equal(
-        *(here, f"the number of steps with gradients of workers {[*plan.workers]}"),
-        *(pushed, counts),
-        "Is optimizer.step called once for every gradient that arrives?",
+    expect(
+        f"{here}: the number of steps with gradients of workers {[*plan.workers]}",
+        [sum(weights[i] for weights in steps if weights) for i in range(len(plan.workers))],
+        *(pushed, "Is optimizer.step called once for every gradient that arrives?"),
     )
     _check_shard(here, result, pushed)
 
 
-def _check_shard(here: str, result: Mapping[str, Any], wanted: Sequence[float]) -> None:
-    check_equal(
-        *(here, "the workers' gradients in the parameters, in the memory that was given,"),
-        *(wanted, result["shard"]),
-        "Only the optimizer writes into shard, and it does so in place.",
-        ROUNDING,
-    )
-
-
-NO_SUM = "None: shard.grad was None, or is made of parts of several gradients."
+def _check_shard(here: str, result: Mapping[str, Any], right: Sequence[float]) -> None:
+    what = f"{here}: the workers' gradients in the parameters, in the memory that was given,"
+    cause = "Only the optimizer writes into shard, and it does so in place."
+    expect(what, result["shard"], right, cause, ROUNDING)
 
 
 def _why_not_one(weights: Sequence[float] | None) -> str:
@@ -241,16 +226,13 @@ def _check_replies(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
             "the shard while it was being sent? Then send a copy, made while you hold the lock.",
         )
         if plan.function == SYNCHRONOUS:
-            check_equal(
-                *(here, "gradients of each worker in the parameters"),
-                *([(step + 1) / num_workers] * num_workers, counts),
-                "Step when all gradients are there, and then send the parameters.",
-                ROUNDING,
-            )
+            right, cause = [(step + 1) / num_workers] * num_workers, "Step when all gradients are"
+            what = f"{here}: gradients of each worker in the parameters"
+            expect(what, counts, right, f"{cause} there, and then send the parameters.", ROUNDING)
             continue
-        check_equal(
-            *(here, "the number of its own gradients in the parameters"),
-            *(step + 1, counts[plan.workers.index(worker)]),
+        expect(
+            f"{here}: the number of its own gradients in the parameters",
+            *(counts[plan.workers.index(worker)], step + 1),
             "Reply after the optimizer's step, with the parameters, to the worker whose gradient "
             "came.",
         )
@@ -314,26 +296,18 @@ def tolerance_s(plan: Plan) -> float:
 
 def check_times(plan: Plan, by_rank: Sequence[Any], right: Schedule, if_late: str) -> None:
     """Check that no reply comes later than it could, by the clock of the simulated world."""
-    for worker in plan.workers:
-        pulls = by_rank[worker]["pulls"]
-        check(
-            len(pulls) == len(right.pulls_s[worker]),
-            f"worker {worker} should get {counted(len(right.pulls_s[worker]), 'reply')}; it got "
-            f"{len(pulls)}.",
-        )
-        for step, (pull, right_s) in enumerate(zip(pulls, right.pulls_s[worker], strict=True)):
-            late_s = pull["pulled_s"] - right_s
+    paces = ", ".join(f"{1e3 * plan.pause_s(worker):g}" for worker in plan.workers)
+    for worker, right_s in right.pulls_s.items():
+        pulls_s = [pull["pulled_s"] for pull in by_rank[worker]["pulls"]]
+        expect(f"worker {worker}: the number of its replies", len(pulls_s), len(right_s))
+        for step, (pulled_s, best_s) in enumerate(zip(pulls_s, right_s, strict=True)):
             check(
-                late_s <= tolerance_s(plan),
-                f"worker {worker} of {[*plan.workers]}, which compute {_paces(plan)} ms a step, "
-                f"gets the reply to its gradient {step} after {1e3 * pull['pulled_s']:.1f} ms; "
-                f"{1e3 * right_s:.1f} ms would do, and messages and waking take "
+                pulled_s - best_s <= tolerance_s(plan),
+                f"worker {worker} of {[*plan.workers]}, which compute {paces} ms a step, gets the "
+                f"reply to its gradient {step} after {1e3 * pulled_s:.1f} ms; {1e3 * best_s:.1f} "
+                "ms would do, and messages and waking take "
                 f"{1e3 * tolerance_s(plan):.1f} ms at most, all together. {if_late}",
             )
-
-
-def _paces(plan: Plan) -> str:
-    return ", ".join(f"{1e3 * plan.pause_s(worker):g}" for worker in plan.workers)
 
 
 def _check_bound(plan: Plan, by_rank: Sequence[Any]) -> None:
@@ -356,11 +330,10 @@ def _check_bound(plan: Plan, by_rank: Sequence[Any]) -> None:
 def _check_returned(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
     fates = [f"{w} dies in step {step} {when}" for w, (step, when) in plan.deaths.items()]
     here = f"{here} {[*plan.workers]}, {' and '.join(fates) or 'of which none dies'}"
-    check_equal(
-        *(here, "the workers that have ended all steps, as returned,"),
-        *(plan.alive, result["returned"]),
+    expect(
+        f"{here}: the workers that have ended all steps, as returned,",
+        *(result["returned"], plan.alive),
         "They come in the order of pairs. A worker is alive unless nothing comes from it for "
         f"{plan.timeout_s:g} s, or its connection closes.",
     )
-    pairs = [*plan.workers]
-    check_equal(here, "pairs after the call", pairs, result["pairs"], "Only read it.")
+    expect(f"{here}: pairs after the call", result["pairs"], [*plan.workers], "Only read it.")

@@ -149,10 +149,8 @@ def _count(
     rank = dist.get_rank(group)
     if rank in plan.servers:
         return _serve(getattr(lesson, plan.function), plan, groups, group)
-    if rank in plan.workers:
-        with cause_told(CAUSES):
-            return {"pulls": _work(plan, rank, groups)}
-    return None
+    with cause_told(CAUSES):
+        return {"pulls": _work(plan, rank, groups)} if rank in plan.workers else None
 
 
 def _serve(
@@ -291,32 +289,26 @@ def push_and_pull(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     workers = [other for other in range(world_size) if other not in servers]
     sizes = {server: num_elements + 3 * place for place, server in enumerate(servers)}
+    zeros = {at: torch.zeros(size, dtype=getattr(torch, dtype)) for at, size in sizes.items()}
     if rank in servers:
         first = servers.index(rank) % len(workers)
         ordered = workers[first:] + workers[:first]
-        answer = _answer_in_turn if in_turn else _answer_all
-        arrived = torch.zeros(len(workers), sizes[rank], dtype=getattr(torch, dtype))
-        parts = dict(zip(ordered, arrived, strict=True))
-        return [answer(parts, group) for _ in range(num_steps)]
-    return _push_and_pull(lesson.push_pull, rank, servers, sizes, dtype, num_steps, group)
+        parts = {worker: zeros[rank].clone() for worker in ordered}
+        return [_answer(parts, in_turn, group) for _ in range(num_steps)]
+    first = rank % len(servers)
+    order = [*servers[first:], *servers[:first]]
+    shards = {server: zeros[server] for server in reversed(order)}
+    return _push_and_pull(lesson.push_pull, shards, rank, num_steps, group)
 
 
 def _push_and_pull(
-    push_pull: Callable[..., Any],
-    rank: int,
-    servers: Sequence[int],
-    sizes: Mapping[int, int],
-    dtype: str,
-    num_steps: int,
-    group: Any,
-) -> Any:
-    first = rank % len(servers)
-    order = [*servers[first:], *servers[:first]]
-    shards = {at: torch.zeros(sizes[at], dtype=getattr(torch, dtype)) for at in reversed(order)}
+    push_pull: Callable[..., Any], shards: dict[int, Tensor], rank: int, num_steps: int, group: Any
+) -> dict[str, Any]:
+    order = [*reversed(shards)]
     memory = {server: shard.view(-1) for server, shard in shards.items()}
     pulls, is_changed = [], False
     for step in range(num_steps):
-        gradients = {server: torch.full_like(shards[server], rank + step) for server in order}
+        gradients = {server: torch.full_like(memory[server], rank + step) for server in order}
         push_pull(gradients, shards, group)
         pulls.append({server: _span(memory[server]) for server in sorted(memory)})
         is_changed |= [*gradients] != order or [*shards] != order[::-1]
@@ -328,19 +320,12 @@ def _span(tensor: Tensor) -> list[float]:
     return [tensor.min().item(), tensor.max().item()]
 
 
-def _answer_all(parts: Mapping[int, Tensor], group: Any) -> list[Any]:
-    """Collect a gradient from every worker, then send each the sum."""
+def _answer(parts: Mapping[int, Tensor], in_turn: bool, group: Any) -> list[list[float]]:
+    """Answer a gradient of every worker: each at once with twice of it, or all with the sum."""
     for worker, part in parts.items():
         dist.recv(part, group=group, group_src=worker)
-    total = torch.stack([*parts.values()]).sum(0)
-    for worker in parts:
-        dist.send(total, group=group, group_dst=worker)
-    return [_span(parts[worker]) for worker in sorted(parts)]
-
-
-def _answer_in_turn(parts: Mapping[int, Tensor], group: Any) -> list[Any]:
-    """Answer every gradient at once, with twice of it."""
-    for worker, part in parts.items():
-        dist.recv(part, group=group, group_src=worker)
-        dist.send(2 * part, group=group, group_dst=worker)
+        if in_turn:
+            dist.send(2 * part, group=group, group_dst=worker)
+    for worker in () if in_turn else parts:
+        dist.send(torch.stack([*parts.values()]).sum(0), group=group, group_dst=worker)
     return [_span(parts[worker]) for worker in sorted(parts)]

@@ -37,11 +37,11 @@ CASES: tuple[Case, ...] = (
     ("unused", "SGD with momentum and decay"),
     (TWO, "Adam"),
 )
-# Shards compute in one dtype, and torch's optimizers skip what has no gradient.
+# Shards compute in one dtype, and torch's optimizers skip parameters without a gradient.
 CASES_IN_SHARDS = CASES[:5]
 IN_USE = "tied", "unused"  # models that have gradients before they are sharded
 NEXT_LR = 0.02
-# what comes before each step: calls of zero_grad, another learning rate, and backward passes of the
+# Actions before each step: calls of zero_grad, another learning rate, and backward passes of the
 # whole model or of one parameter
 LIFE = (
     ("a step with one backward pass", ("own", "pass")),
@@ -54,7 +54,7 @@ LIFE = (
     ("a step after zero_grad(), twice, without a backward pass", ("own", "own")),
     ("a step after a backward pass that uses the parameter scale alone", ("own", "scale")),
 )
-LIFE_IN_SHARDS = LIFE[:4]  # the optimizer is torch's, and skips what has no gradient
+LIFE_IN_SHARDS = LIFE[:4]  # torch's optimizer skips parameters without a gradient
 WALKED_TWICE = {
     "empty parameter list": "params is an iterator here, as model.parameters() is, and can be "
     "walked only once: if you need it twice, make a list of it first"
@@ -318,18 +318,6 @@ class Probe(nn.Module):
         return x
 
 
-class Spare(nn.Module):
-    """Has a parameter that it does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Pass the input on."""
-        return x
-
-
 def probed_chain(probe: Probe, num_frozen: int = 0, num_layers: int = LAYERS) -> nn.Sequential:
     """Return layers as in ``chain``, each with a probe; the first ones are frozen."""
     layers = chain(num_layers)
@@ -349,7 +337,8 @@ def hold(
     probe, held = Probe(), dict[str, int]()
     plain = probed_chain(probe, num_frozen)
     if has_unused:
-        plain.append(Spare())
+        plain.append(nn.Identity())
+        plain[-1].spare = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     half = torch.bfloat16
     sharded = Sharded(lesson, cls, plain, torch.optim.Adam, keywords, compute_dtype=half)
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -383,7 +372,7 @@ def _held_without_gradients(model: nn.Module, probe: Probe, x: Tensor) -> dict[s
 # Bytes
 
 NARROW, WIDE, FROZEN = ((7, 2), (13,), (9,)), ((5,),), (11,)
-PARTS = {  # elements and bytes of an element, of what travels together
+PARTS = {  # numbers of elements that travel together, and bytes of each of them
     STATE: [(14 + 13 + 9, 2), (5, 4)],
     GRADIENTS: [(5, 4), (13 + 9, 2), (14, 2)],  # buckets of 60 bytes
 }
@@ -395,7 +384,7 @@ def take_mixed_steps(lesson: Any, cls: str, keywords: dict[str, Any], steps: int
     The frozen parameter holds the rank plus 1, and one of the others comes twice.
 
     Returns:
-        Numbers of the frozen parameter, and the dtypes of the masters.
+        Numbers of the frozen parameter, dtypes of the masters, and elements of the parts, in order.
     """
     narrow = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in NARROW]
     wide = [nn.Parameter(torch.ones(shape)) for shape in WIDE]
@@ -409,8 +398,11 @@ def take_mixed_steps(lesson: Any, cls: str, keywords: dict[str, Any], steps: int
         _total([*narrow[:2], *wide]).backward()
         _total([*narrow, *wide]).backward()
         sharded.step()
-    masters = [str(master.dtype) for master in sharded.masters]
-    return {"frozen": frozen.tolist(), "masters": masters}
+    return {
+        "frozen": frozen.tolist(),
+        "masters": [str(master.dtype) for master in sharded.masters],
+        "parts": [sum(param.numel() for param in part) for part in sharded.parts],
+    }
 
 
 def _total(params: Sequence[Tensor]) -> Tensor:
@@ -425,7 +417,6 @@ def start_twice(lesson: Any) -> list[list[float]]:
 
     ``use`` calls a barrier, so that the trace shows what has started by then.
     """
-    rank, n = dist.get_rank(), dist.get_world_size()
     reduction, used = lesson.Reduction(None), list[list[float]]()
 
     def use(shard: Tensor) -> None:
@@ -433,18 +424,11 @@ def start_twice(lesson: Any) -> list[list[float]]:
         dist.barrier()
 
     for number in (1.0, 2.0):
-        reduction.start(torch.full((2 * n,), number * (rank + 1)), use)
+        whole = torch.full((2 * dist.get_world_size(),), number * (dist.get_rank() + 1))
+        reduction.start(whole, use)
     reduction.finish()
     reduction.finish()
     return used
-
-
-def buckets_of(lesson: Any, sizes: tuple[int, ...], bucket_bytes: int) -> list[list[int]]:
-    """Return the numbers of the parameters in each part of a sharded optimizer."""
-    params = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    sharded = lesson.ShardedGradientOptimizer(params, torch.optim.SGD, bucket_bytes=bucket_bytes)
-    numbers = {id(param): number for number, param in enumerate(params)}
-    return [[numbers[id(param)] for param in part] for part in sharded.parts]
 
 
 # Time
