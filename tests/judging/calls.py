@@ -24,11 +24,6 @@ def refused(lesson: Any, function: str, *args: Any, **kwargs: Any) -> dict[str, 
     return refusal_of(lambda: getattr(lesson, function)(*args, **kwargs))
 
 
-def all_refused(lesson: Any, function: str, cases: Sequence[Sequence[Any]]) -> list[dict[str, str]]:
-    """Return the refusals of several calls, each given by its arguments."""
-    return [refused(lesson, function, *case) for case in cases]
-
-
 REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from judging.calls import int_list, refusal_of, returned
+from judging.calls import int_list, refused, returned
 from judging.tensors import given_group
 
 Shards = list[list[int]]  # a shard for each rank
@@ -47,10 +47,8 @@ def _shard(
 def shards_refused(
     lesson: Any, cases: list[tuple[int, int, int, dict[str, Any]]]
 ) -> list[dict[str, str]]:
-    return [
-        refusal_of(lambda case=case, options=options: lesson.shard_indices(*case, **options))  # type: ignore[misc]
-        for *case, options in cases
-    ]
+    """Return the refusals of several (samples, rank, ranks, options)."""
+    return [refused(lesson, "shard_indices", *case, **options) for *case, options in cases]
 
 
 def shard_by_process(lesson: Any, options: dict[str, Any]) -> list[list[int]]:
@@ -207,8 +205,5 @@ def _shard_of_rank(
 
 
 def loads_refused(lesson: Any, cases: Sequence[tuple[int, int]]) -> list[dict[str, str]]:
-    """For every (samples, global batch), what ``build_loader`` raises."""
-    return [
-        refusal_of(lambda n=n, batch=batch: lesson.build_loader(Numbered(n), batch))  # type: ignore[misc]
-        for n, batch in cases
-    ]
+    """Return the refusals of several (samples, global batch)."""
+    return [refused(lesson, "build_loader", Numbered(n), batch) for n, batch in cases]

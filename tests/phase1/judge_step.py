@@ -19,7 +19,7 @@ from judging.checks import (
     same_loss,
     short,
 )
-from judging.expect import expect, results_in_group
+from judging.expect import expect, expect_on_all_ranks, results_in_group
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.models import CLASSES, Worn
 from phase1 import models, reference
@@ -307,9 +307,12 @@ def _check_moved(here: str, moved: dict[str, list[float]], by: float) -> None:
 def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> None:
     results = grade.run(b.step_without_data, 3, if_stuck=NOT_ON_EVERY_RANK).results
     check_refused(results, "A step where no rank has a target", text="alike")
-    for rank, result in enumerate(results):
-        what = f"rank {rank} of 3: whether a step that is refused changes parameters"
-        expect(what, result["changed"], False, "Raise the error before the optimizer's step.")
+    expect_on_all_ranks(
+        "whether a step that is refused changes parameters",
+        [result["changed"] for result in results],
+        False,
+        "Raise the error before the optimizer's step.",
+    )
 
 
 @task("1.11")
@@ -317,16 +320,16 @@ def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
     sizes = [4 * grade.random.randint(65, 124) + 3 for _ in range(2)]  # bfloat16 adds one to each
     wrong = [grade.random.randint(50, 120) for _ in sizes]
     expected = 64 * sum(wrong) / sum(sizes)
-    for rank, got in enumerate(grade.run(b.step_in_bfloat16, 2, sizes, wrong).results):
-        expect(
-            f"rank {rank} of 2, a model in bfloat16 and {sizes} targets, of which {wrong} have a "
-            "loss of 64 and the others 0: the loss",
-            got,
-            expected,
-            "bfloat16 has 8 significant bits, so 303 becomes 304. Count and add up in float32 or "
-            "float64.",
-            tolerance=1e-6 * expected,
-        )
+    expect_on_all_ranks(
+        "the loss",
+        grade.run(b.step_in_bfloat16, 2, sizes, wrong).results,
+        expected,
+        "bfloat16 has 8 significant bits, so 303 becomes 304. Count and add up in float32 or "
+        "float64.",
+        1e-6 * expected,
+        f", a model in bfloat16 and {sizes} targets, of which {wrong} have a loss of 64 and the "
+        "others 0",
+    )
 
 
 @task("1.11")

@@ -13,7 +13,7 @@ from torch.nn.functional import dropout
 
 from distlab.grade import WrongResult
 from distlab.sim.device.hooks import this_tracker
-from judging.calls import cause_told, refusal_of, returned, typed
+from judging.calls import cause_told, refused, returned, typed
 from judging.comparing import noting_changes
 from judging.models import DOUBLE
 
@@ -480,12 +480,7 @@ def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
     return sum(p.nbytes for layer in layers for p in layer.parameters())
 
 
-def refuse_segments(lesson: Any, cases: list[tuple[int, int]]) -> list[dict[str, str]]:
-    """Return the errors for numbers of segments that do not fit the numbers of layers."""
-    return [_refuse(lesson, *case) for case in cases]
-
-
-def _refuse(lesson: Any, num_layers: int, segments: int) -> dict[str, str]:
+def refuse_segments(lesson: Any, num_layers: int, segments: int) -> dict[str, str]:
+    """Return the refusal of a number of segments that does not fit the number of layers."""
     layers = [nn.Linear(4, 4) for _ in range(num_layers)]
-    x = torch.randn(2, 4)
-    return refusal_of(lambda: lesson.checkpoint_sequential(layers, segments, x))
+    return refused(lesson, "checkpoint_sequential", layers, segments, torch.randn(2, 4))

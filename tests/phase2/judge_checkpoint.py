@@ -260,8 +260,7 @@ def test_memory_is_that_of_inputs_and_one_segment(grade: Grade, segments: int) -
 
 @task("2.7")
 def test_segments_that_cannot_be_are_refused(grade: Grade) -> None:
-    cases = [(4, 5), (4, 0), (12, -1), (0, 1)]
-    found = grade.call(b.refuse_segments, cases)
-    for (num_layers, segments), refusal in zip(cases, found, strict=True):
+    for num_layers, segments in [(4, 5), (4, 0), (12, -1), (0, 1)]:
+        refusal = grade.call(b.refuse_segments, num_layers, segments)
         what = f"Cutting {counted(num_layers, 'layer')} into {counted(segments, 'segment')}"
         check_refused([refusal], what, str(num_layers), str(segments))

@@ -8,7 +8,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from judging.checks import check_collectives, is_close, of_members
-from judging.expect import expect, results_in_group
+from judging.expect import expect, expect_on_all_ranks, results_in_group
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import loss_scaling as s
 from phase2 import step_checks as reference
@@ -232,19 +232,18 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
 
 @task("2.4")
 def test_an_overflow_in_one_of_two_optimizers(grade: Grade) -> None:
-    for rank, found in enumerate(grade.run(s.two_optimizers, 2, grade.random.randrange(2)).results):
-        expect(
-            f"rank {rank} of 2, two optimizers, of which the second has a nan in the first of "
-            "three steps and the first in the second, scale 8, interval 1: steps taken, weights "
-            "and scale",
-            found,
-            [
-                [[True, False], [0.5, 1.0], 4.0],
-                [[False, True], [0.5, 0.0], 2.0],
-                [[True, True], [-1.5, -2.0], 4.0],
-            ],
-            "Each optimizer steps by its own gradients, and the scale falls if any had to skip.",
-        )
+    expect_on_all_ranks(
+        "steps taken, weights and scale",
+        grade.run(s.two_optimizers, 2, grade.random.randrange(2)).results,
+        [
+            [[True, False], [0.5, 1.0], 4.0],
+            [[False, True], [0.5, 0.0], 2.0],
+            [[True, True], [-1.5, -2.0], 4.0],
+        ],
+        "Each optimizer steps by its own gradients, and the scale falls if any had to skip.",
+        where=", two optimizers, of which the second has a nan in the first of three steps and the "
+        "first in the second, scale 8, interval 1",
+    )
 
 
 @task("2.4")
@@ -383,15 +382,14 @@ def _check_calls(here: str, found: Any, reduce_dtype: str) -> None:
 def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
     num_steps = grade.random.randint(8, 12)
     small = Small(1.0, 2.0**-13, [1.0, 1.0], [1, 1], num_steps=num_steps)
-    for rank, found in enumerate(grade.run(b.small_steps, 2, small).results):
-        expect(
-            f"rank {rank} of 2: a weight of 1.0 after {num_steps} updates of -0.000122",
-            found["weight"],
-            1 - num_steps * 2.0**-13,
-            "float16 has no number between 0.9995 and 1: the optimizer should update the "
-            "parameters in float32.",
-            1e-7,
-        )
+    expect_on_all_ranks(
+        f"a weight of 1.0 after {num_steps} updates of -0.000122",
+        [found["weight"] for found in grade.run(b.small_steps, 2, small).results],
+        1 - num_steps * 2.0**-13,
+        "float16 has no number between 0.9995 and 1: the optimizer should update the parameters "
+        "in float32.",
+        1e-7,
+    )
 
 
 @task("2.5")

@@ -10,6 +10,7 @@ import pytest
 from distlab.grade import Grade, Run, Wrong, check, task
 from distlab.sim import Options
 from distlab.util.text import clauses, counted, joined
+from judging.calls import refused
 from judging.checks import (
     MEASURED,
     check_refused,
@@ -118,24 +119,15 @@ def _check_in_flight(here: str, schedule: Schedule, most: list[int], cause: str)
         )
 
 
-def _check_order(here: str, schedule: Schedule, forward: list[int], backward: list[int]) -> None:
-    """Check the order of forward passes, and that of backward passes."""
-    for stage, actions in enumerate(schedule):
-        for kind, name, wanted in (("F", "forward", forward), ("B", "backward", backward)):
-            found = [action.micro_batch for action in actions if action.kind == kind]
-            what = f"{here}: the order of micro-batches that go {name} in stage {stage}"
-            expect(what, found, wanted, d.picture(schedule))
-
-
 @task("2.10")
 def test_gpipe_of_any_size(grade: Grade) -> None:
     for _, m, schedule, here in _schedules(grade, "gpipe_schedule", GPIPE, FORWARD_FIRST):
-        _check_order(here, schedule, [*range(m)], [*reversed(range(m))])
+        forward, backward = ([Action(kind, i) for i in range(m)] for kind in "FB")
         for stage, actions in enumerate(schedule):
             check(
-                [action.kind for action in actions] == ["F"] * m + ["B"] * m,
-                f"{here}: stage {stage} should do all {m} forward passes first, and then the "
-                f"backward passes.{d.picture(schedule)}",
+                actions == [*forward, *reversed(backward)],
+                f"{here}: stage {stage} does its actions in another order. {FORWARD_FIRST}"
+                f"{d.picture(schedule)}",
             )
 
 
@@ -153,7 +145,11 @@ def test_1f1b_holds_few_micro_batches(grade: Grade) -> None:
 def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
     """The drawings are the only order with that memory and that length."""
     for p, m, schedule, here in _schedules(grade, "one_f_one_b_schedule", ONE_F_ONE_B, DIFFER):
-        _check_order(here, schedule, [*range(m)], [*range(m)])
+        for stage, actions in enumerate(schedule):
+            for kind, name in (("F", "forward"), ("B", "backward")):
+                order = [action.micro_batch for action in actions if action.kind == kind]
+                what = f"{here}: the order of micro-batches that go {name} in stage {stage}"
+                expect(what, order, [*range(m)], d.picture(schedule))
         _check_length(
             *(here, schedule, m + p - 1),
             "Does each stage have enough forward passes ahead when it begins to take turns?",
@@ -196,8 +192,8 @@ def test_interleaving_holds_no_more_than_it_needs(grade: Grade) -> None:
 @task("2.13")
 def test_interleaving_refuses_a_remainder(grade: Grade) -> None:
     for p, m in ((2, 3), (4, 6), (grade.random.randint(3, 7), 1)):
-        found = grade.call(b.refusal_of_schedule, "interleaved_schedule", p, m, 2)
-        check_refused([found], f"m = {m}, which is not a multiple of p = {p},", str(m), str(p))
+        refusal = grade.call(refused, "interleaved_schedule", p, m, 2)
+        check_refused([refusal], f"m = {m}, which is not a multiple of p = {p},", str(m), str(p))
 
 
 STUCK = (

@@ -11,6 +11,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.util.text import counted
+from judging.calls import refused
 from judging.checks import (
     MEASURED,
     check_no_collective,
@@ -121,7 +122,7 @@ def test_a_deep_model_is_cut_at_once(grade: Grade, num_layers: int, p: int) -> N
 def test_impossible_numbers_are_refused(grade: Grade) -> None:
     for num_layers, p in ((6, 7), (0, 1), (12, 96), (3, 0), (5, -2)):
         what = f"to cut {counted(num_layers, 'layer')} into {counted(p, 'stage')}"
-        refusal = grade.call(b.refusal_of_cut, num_layers, p)
+        refusal = grade.call(refused, "partition_layers", [1.0] * num_layers, p)
         check_refused([refusal], what, str(num_layers), str(p))
 
 

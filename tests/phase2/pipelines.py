@@ -44,10 +44,6 @@ def _plain(call: str, action: Any) -> list[Any]:
     return [kind, *numbers]
 
 
-def refusal_of_schedule(lesson: Any, function: str, *numbers: int) -> dict[str, str]:
-    return refusal_of(lambda: getattr(lesson, function)(*numbers))
-
-
 WIDTH, CLASSES, LENGTH = 12, 3, 2
 KINDS = ("dense", "tokens", "frozen", "checkpointed", "detached", "bfloat16")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distlab.grade import WrongResult
-from judging.calls import case_told, cause_told, refusal_of, returned, typed
+from judging.calls import case_told, cause_told, returned, typed
 from judging.models import DOUBLE
 from judging.tensors import given_group
 from phase2_advanced.given import group_device
@@ -231,10 +231,6 @@ def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[st
     Tallied.count = 0
     cut = _cut(lesson.partition_layers([*map(Tallied, costs)], num_stages))
     return {"cut": cut, "count": Tallied.count}
-
-
-def refusal_of_cut(lesson: Any, num_layers: int, num_stages: int) -> dict[str, str]:
-    return refusal_of(lambda: lesson.partition_layers([1.0] * num_layers, num_stages))
 
 
 # 2.9: messages

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distlab.grade import WrongResult
-from judging.calls import cause_told, refusal_of, returned
+from judging.calls import cause_told, refusal_of, refused, returned
 from judging.comparing import noting_changes
 from judging.models import (
     CLASSES,
@@ -118,8 +118,8 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 
 
 def split_badly(lesson: Any, rows: Sequence[int], size: int) -> dict[str, str]:
-    whole = tuple(torch.zeros(count, 2) for count in rows)
-    return refusal_of(lambda: lesson.split_micro_batches(whole, size))
+    """Return the refusal of a batch of tensors with these rows."""
+    return refused(lesson, "split_micro_batches", tuple(torch.zeros(n, 2) for n in rows), size)
 
 
 # Steps of each function

@@ -323,9 +323,9 @@ def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], lis
         result = getattr(lesson, case.function)(full, **given_group(group), **more)
     if case.function not in LAYERS:
         return full, {"norms": seen}, []
-    is_kept, is_own = before == state_of(full), _is_untouched_by(full, result)
+    is_kept = before == state_of(full)
     memory = [StorageWeakRef(p.untyped_storage()) for p in full.parameters()]
-    return result, {"is_kept": is_kept, "is_own": is_own}, memory
+    return result, {"is_kept": is_kept}, memory
 
 
 def _passed(made: Any, case: Case, step: int, group: Any) -> dict[str, Any]:
@@ -357,18 +357,6 @@ def _input(x: Tensor, case: Case) -> Tensor:
         if x.requires_grad:
             x.retain_grad()
     return x
-
-
-def _is_untouched_by(full: nn.Module, made: nn.Module) -> bool:
-    """True if the parameters of a layer stay as they are while those of the full one are zero."""
-    before = [listed(p) for p in made.parameters()]
-    values = [p.detach().clone() for p in full.parameters()]
-    for parameter in full.parameters():
-        parameter.detach().zero_()
-    during = [listed(p) for p in made.parameters()]
-    for parameter, value in zip(full.parameters(), values, strict=True):
-        parameter.detach().copy_(value)
-    return before == during
 
 
 def _wrong_shapes(made: nn.Module, case: Case, place: tuple[int, int]) -> str:
