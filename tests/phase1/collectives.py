@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """Shape and dtypes of a batch, whose numbers are random bits."""
+    """Shape and dtypes of a batch of random bits."""
 
     rows: int
     image_dtype: str = "float32"
@@ -30,7 +30,7 @@ class Kind:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Its words in the name of a test."""
+        """Return the words for the name of a test."""
         strided = ", strided" if self.is_strided else ""
         return f"{self.rows} rows of {self.image_dtype} and {self.label_dtype}{strided}"
 
@@ -54,12 +54,12 @@ def _tensor(dtype: str, shape: Shape, seed: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The numbers of a tensor, bit by bit."""
+    """Return the numbers of a tensor, bit by bit."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def scatter(lesson: Any, kind: Kind, src: int | None, group: Any = None) -> dict[str, Any]:
-    """Return this rank's part of a batch; arguments that are None are left out."""
+    """Return this rank's part of a batch; an argument that is None is left out."""
     holds_it = dist.get_rank(group) == (src or 0)
     batch = kind.batch() if holds_it else None
     given = given_group(group) | ({"src": src} if src is not None else {})
@@ -95,7 +95,7 @@ WRONG_BATCHES = {
 
 
 def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -> dict[str, str]:
-    """Return the error that the rank raises when the source has no batch, or a wrong one."""
+    """Return the rank's error if the source has no batch, or a wrong one."""
     lengths = WRONG_BATCHES[what]
     holds_it = dist.get_rank(group) == src and lengths
     batch = (torch.zeros(lengths[0], 2), torch.zeros(lengths[1])) if holds_it else None
@@ -103,7 +103,7 @@ def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -
 
 
 def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[str, Any]:
-    """Return the devices of the rank's rows, and of the tensors that it has sent or received."""
+    """Return the devices of the rank's rows, and of the tensors it sends or receives."""
     with PretendDevice() as device:
         batch = None
         if dist.get_rank() == src:
@@ -130,8 +130,8 @@ def exchange_all_kinds(
 ) -> dict[str, list[Any]]:
     """Send every kind of tensor to ``dsts[rank]``; return what both tensors hold.
 
-    All ranks send the same kind, or in step i rank r kind i + r, so that what leaves and what
-    arrives differ in kind.
+    If the ranks are not alike, rank r sends kind i + r in step i, so that a rank sends and receives
+    different kinds.
     """
     rank, num_kinds = dist.get_rank(group), len(KINDS)
     src, mine = dsts.index(rank), [exact(kind, rank) for kind in KINDS]
@@ -144,7 +144,7 @@ def exchange_all_kinds(
 
 
 def exchange_once(lesson: Any, dsts: Sequence[int], lengths: Sequence[int]) -> None:
-    """Send as many numbers as the rank's length says, once."""
+    """Exchange once; each rank sends a tensor of its own length."""
     rank = dist.get_rank()
     src = dsts.index(rank)
     outgoing, incoming = torch.zeros(lengths[rank]), torch.zeros(lengths[src])
@@ -155,7 +155,7 @@ def exchange_then_write(lesson: Any) -> list[float]:
     """Overwrite what was sent as soon as exchange returns, while one rank comes late.
 
     Returns:
-        What the incoming tensor holds at once, and later.
+        Number in the incoming tensor at once, and later.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     outgoing, incoming = torch.full((4,), float(rank)), torch.full((4,), -1.0)
@@ -185,7 +185,7 @@ def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:
 
 
 Strategy = Callable[[Tensor, Any], None]
-Strategies = Callable[[Any], Mapping[str, Strategy]]  # makes them on a rank, for a lesson
+Strategies = Callable[[Any], Mapping[str, Strategy]]  # a factory that runs on a rank
 Schedule = Sequence[Sequence[Sequence[float]]]  # cell, rank, run: seconds
 
 
@@ -297,7 +297,7 @@ def measure_counting(
 
 
 def measure_elsewhere(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
-    """Measure on a pretended device; return the devices of what was run and sent."""
+    """Measure on a pretended device; return the devices of all tensors used and sent."""
     with PretendDevice() as device, devices_sent() as sent:
         calls = measure_counting(lesson, ["a"], sizes, {"device": device, "repeats": 2})
     return {"calls": calls["a"], "sent": sorted(set(sent)), "device": str(device)}
@@ -316,7 +316,7 @@ def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
     def start_work(x: Tensor, group: Any) -> None:
         _WORK_S[dist.get_rank()] = seconds
 
-    torch.cuda.synchronize = _synchronize  # this process belongs to the world alone
+    torch.cuda.synchronize = _synchronize  # this process serves only this world
     with PretendDevice("cuda:0") as device:
         more = {"repeats": 2, "device": device}
         return measure(lesson, lambda _: {"a": start_work}, (4, 8), more)["seconds"]["a"]  # type: ignore[no-any-return]

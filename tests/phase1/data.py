@@ -21,7 +21,7 @@ Shards = list[list[int]]  # a shard for each rank
 
 
 def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Shards]:
-    """For every (samples, ranks, options), the shards by rank; other draws come in between."""
+    """Return the shards by rank of every (samples, ranks, options), with other draws in between."""
     found = []
     for num_samples, num_ranks, options in cases:
         by_rank = []
@@ -33,7 +33,7 @@ def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Sh
 
 
 def own_shard(lesson: Any, num_samples: int, options: dict[str, Any]) -> list[int]:
-    """The shard of the rank that calls, in a world of several."""
+    """Return the shard of the calling rank, in a world of several."""
     return _shard(lesson, num_samples, dist.get_rank(), dist.get_world_size(), options)
 
 
@@ -52,7 +52,7 @@ def shards_refused(
 
 
 def shard_by_process(lesson: Any, options: dict[str, Any]) -> list[list[int]]:
-    """The order that two processes find: ``hash`` of a text differs between them."""
+    """Return the orders of two processes, whose ``hash`` of a text differs."""
     names, found = inspect.unwrap(lesson.shard_indices).__globals__, []
     for salt in (1, 2):
         names["hash"] = partial(_salted_hash, salt)
@@ -71,7 +71,7 @@ def _holds_text(value: Any) -> bool:
 
 
 def peak_of_shard(lesson: Any, num_samples: int, rank: int, num_ranks: int) -> int:
-    """The most bytes that Python and numpy held at once during the call."""
+    """Return the most bytes that Python and numpy held at once during the call."""
     tracemalloc.start()
     try:
         lesson.shard_indices(num_samples, rank, num_ranks)
@@ -81,7 +81,7 @@ def peak_of_shard(lesson: Any, num_samples: int, rank: int, num_ranks: int) -> i
 
 
 class Generators:
-    """The global generators, as they are when this is made."""
+    """A snapshot of the global generators."""
 
     def __init__(self) -> None:
         self.states = {
@@ -91,12 +91,12 @@ class Generators:
         }
 
     def moved(self) -> set[str]:
-        """Name those that have been moved, or seeded, since."""
+        """Name the generators that have been moved or seeded since."""
         return {name for name, state in Generators().states.items() if state != self.states[name]}
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Numbers and place: a draw moves the place alone, until the numbers are used up."""
+    """Return numbers and position: a draw only moves the position until the numbers run out."""
     _, numbers, *place = np.random.get_state()
     return numbers.tobytes(), *place  # type: ignore[union-attr]
 
@@ -105,7 +105,7 @@ def generators_moved(lesson: Any, cases: list[dict[str, Any]]) -> list[list[str]
     """For every case, name the global generators that a call has moved or seeded."""
     found = []
     for options in cases:
-        torch.rand(3), np.random.rand(3), random.random()  # a seed alone does not tell the place
+        torch.rand(3), np.random.rand(3), random.random()  # so that seeding again is noticed
         before = Generators()
         lesson.shard_indices(10, 0, 2, **options)
         found.append(sorted(before.moved()))
@@ -120,7 +120,7 @@ class Numbered(Dataset[tuple[Tensor, int]]):
     """Sample k is the number k, a random number from each source, and the process that made it.
 
     Attributes:
-        fetched: the numbers of the samples that this process has made.
+        fetched: Numbers of the samples that this process has made.
     """
 
     def __init__(self, size: int) -> None:
@@ -159,7 +159,7 @@ def _load(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
 
 
 def last_set(epochs: Sequence[int]) -> list[int]:
-    """The epochs that a loader is in: -1 stays in the epoch before it, at first in epoch 0."""
+    """Return the loader's epoch for each entry; -1 keeps the epoch before, at first epoch 0."""
     return [max([0, *[e for e in epochs[: i + 1] if e >= 0][-1:]]) for i, _ in enumerate(epochs)]
 
 
@@ -169,7 +169,7 @@ def _train() -> None:
 
 
 def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
-    """Load one epoch; -1: without ``set_epoch``."""
+    """Load one epoch; -1 means without ``set_epoch``."""
     before = Generators()
     if epoch >= 0:
         loader.set_epoch(epoch)
@@ -181,7 +181,7 @@ def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
         steps.append([int(label) for label in labels])
         _train()
         before = Generators()
-    fetched, data.fetched = data.fetched, []  # in the first epoch, while building too
+    fetched, data.fetched = data.fetched, []  # the first epoch includes the building
     *noise, processes = torch.cat(images).T.tolist() if images else [[]] * 4
     return {
         "steps": steps,

@@ -1,4 +1,4 @@
-"""Judges tasks 1.3 to 1.7: messages that arrive, who sends to whom, rounds and memory."""
+"""Judges tasks 1.3 to 1.7: messages that arrive, their senders and receivers, rounds, memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -43,6 +43,8 @@ ONLY_SOURCE_RAISES = (
 KINDS = [  # number of ranks, source, kind of batch
     (4, 0, b.Kind(10)),
     (5, 1, b.Kind(3, "float64", (2, 250), "float32", (3,))),
+]
+MORE_KINDS = [
     (4, 3, b.Kind(150, "float32", (2, 251), "bool")),
     (3, 1, b.Kind(8, "float16", (3, 4), "int16", (2,), is_strided=True)),
     (2, 1, b.Kind(1, "bfloat16", (3, 1, 2), "float64")),
@@ -54,7 +56,17 @@ KINDS = [  # number of ranks, source, kind of batch
 
 @task("1.3", real=True)
 @pytest.mark.parametrize(("n", "src", "kind"), KINDS, ids=str)
-def test_every_rank_gets_its_rows(grade: Grade, n: int, src: int | None, kind: b.Kind) -> None:
+def test_every_rank_gets_its_rows(grade: Grade, n: int, src: int, kind: b.Kind) -> None:
+    _check_kind(grade, n, src, kind)
+
+
+@task("1.3")
+@pytest.mark.parametrize(("n", "src", "kind"), MORE_KINDS, ids=str)
+def test_any_shapes_and_dtypes_arrive(grade: Grade, n: int, src: int | None, kind: b.Kind) -> None:
+    _check_kind(grade, n, src, kind)
+
+
+def _check_kind(grade: Grade, n: int, src: int | None, kind: b.Kind) -> None:
     kind = replace(kind, seed=grade.random.randrange(10**6))
     run = grade.run(b.scatter, n, kind, src)
     _check_scattered(run.results, kind, src or 0)
@@ -79,7 +91,7 @@ def _check_scattered(by_rank: Sequence[Any], kind: b.Kind, src: int) -> None:
 
 
 def _rows_of(rows: int, n: int, rank: int) -> range:
-    """The rows of a rank: 4 ranks share 10 rows as 3, 3, 2 and 2."""
+    """Return the rows of a rank: 4 ranks share 10 rows as 3, 3, 2 and 2."""
     starts = [k * (rows // n) + min(k, rows % n) for k in (rank, rank + 1)]
     return range(*starts)
 

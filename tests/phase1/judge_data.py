@@ -18,7 +18,7 @@ from phase1 import data as b
 SIZES = [(12, 4), (14, 4), (3, 8), (50, 3), (20, 7), (2, 3), (1, 2), (101, 5), (7, 1)]
 IMPOSSIBLE = [(10, 4, 4), (10, -1, 4), (10, 5, 4), (10, 0, 0), (0, 0, 1), (0, 1, 2), (-3, 0, 2)]
 ORDERS_OF_4, DRAWS = 24, 600  # a fair draw misses one of them once in 10^9 runs
-BYTES_PER_SAMPLE = 400  # a few lists of Python ints, which take 36 bytes each
+BYTES_PER_SAMPLE = 400  # a few lists of Python ints, 36 bytes each
 SLOW = "a shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
 
 
@@ -213,7 +213,7 @@ def test_the_cost_grows_with_the_data_set_alone(grade: Grade) -> None:
 NUMBER_OF_RANKS = r"rank \d of 3\b|\b3 (ranks|processes|workers)|% 3\b"
 NO_ADVICE = r"\b0 (or|and) 3\b|\b3 (or|and) 0\b"
 ADVICE = {64: ("63", "66"), 65: ("63", "66"), 10: ("9", "12"), 2: ("3",), 1: ("3",)}
-Loaded = Sequence[Mapping[str, Any]]  # by rank: what b.load returns for one case
+Loaded = Sequence[Mapping[str, Any]]  # results of b.load for one case, by rank
 
 
 @task("1.2")

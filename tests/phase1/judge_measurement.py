@@ -1,4 +1,4 @@
-"""Judges task 1.8: times of all-reduces, the table of them, and the line through points."""
+"""Judges task 1.8: times of all-reduces, their table, and the line through points."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def test_the_table_and_the_line_are_those_of_the_link(grade: Grade, n: int) -> N
         cluster=link,
         if_stuck=NO_COMMON_CALLS,
     )
-    messages = {2: (1, 2, 1), 4: (1, 5, 2)}[n]  # one after the other, in each column
+    messages = {2: (1, 2, 1), 4: (1, 5, 2)}[n]  # lengths of the chains of messages, by column
     for rank, table in enumerate(run.results):
         _check_names(table, [*names, "exchange"], sizes, rank)
         for name, num_messages in zip(["exchange", *names], messages, strict=True):
@@ -223,7 +223,7 @@ def test_the_slowest_rank_counts_in_the_median_run(grade: Grade, repeats: int) -
 
 
 def _drawn(random: Random, repeats: int) -> list[list[float]]:
-    """Draw seconds by rank and run, far apart; the first run does not count."""
+    """Draw seconds by rank and run, far apart, including a first run that does not count."""
     return [[round(10 ** random.uniform(0, 2), 2) for _ in range(repeats + 1)] for _ in range(3)]
 
 
@@ -241,7 +241,7 @@ def test_the_line_through_points_has_no_negative_coefficient(grade: Grade) -> No
 
 
 def _noisy(random: Random, num_points: int) -> tuple[list[int], list[float]]:
-    """Draw points off their line by up to 30 %, whose best line has no negative coefficient."""
+    """Draw points up to 30 % off a line; their best line has no negative coefficient."""
     while True:
         alpha_s, beta = random.uniform(5e-6, 5e-5), random.uniform(1e-10, 1e-9)
         sizes = [4 * random.randrange(10**k, 3 * 10**k) for k in range(2, 2 + num_points)]
@@ -254,7 +254,7 @@ def _noisy(random: Random, num_points: int) -> tuple[list[int], list[float]]:
 
 
 def _of_kind(random: Random, kind: str) -> tuple[list[int], list[float]]:
-    """Draw points whose best line without negative coefficients has a coefficient of 0."""
+    """Draw points whose best line without negative coefficients has no α or no β."""
     while True:
         sizes = [random.randrange(1000, 9000, 4) for _ in range(4)]
         seconds = [random.uniform(1e-6, 9e-6) for _ in sizes]
@@ -271,7 +271,7 @@ def _check_line(line: list[float], sizes: list[int], seconds: list[float]) -> No
         "argument w: pass 1 / seconds to it."
     )
     if beta == float_info.min:
-        is_level = len(set(seconds)) == 1  # then rounding decides the sign
+        is_level = len(set(seconds)) == 1  # rounding decides the sign of the slope
         most = 1e-12 * alpha_s / max(sizes) if is_level else 1e-300
         is_right = 0 < line[1] <= most and 1 / line[1] < float("inf")
         is_right = is_right and are_close(line[:1], [alpha_s], 1e-6)

@@ -254,7 +254,7 @@ def _check_first_loss(here: str, rank: int, got: float, sizes: list[int], length
 
 
 def _check_use(here: str, result: Any, num_rows: int) -> None:
-    """Check what the step did with its batch, and what it returned."""
+    """Check the use of the batch, and the types of the results."""
     expect(
         f"{here}: what the steps have changed of batches and buffers",
         result["changed"],
@@ -317,7 +317,9 @@ def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> Non
 
 @task("1.11")
 def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
-    sizes = [4 * grade.random.randint(65, 124) + 3 for _ in range(2)]  # bfloat16 adds one to each
+    sizes = [
+        4 * grade.random.randint(65, 124) + 3 for _ in range(2)
+    ]  # in bfloat16, each would be one larger
     wrong = [grade.random.randint(50, 120) for _ in sizes]
     expected = 64 * sum(wrong) / sum(sizes)
     expect_on_all_ranks(
@@ -376,7 +378,7 @@ def _check_evaluated(
         passes = [min(batch_size, len(share) - i) for i in range(0, len(share), batch_size)]
         expect(
             f"{here}: the samples of each forward pass, with batch_size {batch_size},",
-            [rows for rows in result["rows"] if rows],  # one without any row does no harm
+            [rows for rows in result["rows"] if rows],  # a pass without rows does no harm
             passes,
             "The caller sets batch_size to what fits in memory.",
         )
@@ -406,7 +408,7 @@ def test_a_forward_pass_has_256_samples_by_default(grade: Grade) -> None:
 @task("1.12")
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
 def test_modes_are_restored(grade: Grade, mode: bool) -> None:
-    """The model is in this mode; some of its parts are in the other."""
+    """The model is in this mode, and some of its parts are in the other."""
     parts = len(list(Moody().modules())) - 1
     modes = [mode, not mode, *(grade.random.random() < 0.5 for _ in range(parts - 1))]
     results = grade.run(b.evaluate, 2, grade.random.randint(4, 6), 0, None, modes).results
@@ -429,7 +431,7 @@ def test_modes_are_restored(grade: Grade, mode: bool) -> None:
 def test_evaluating_takes_one_small_all_reduce(grade: Grade) -> None:
     n, size = 8, grade.random.randint(20, 40)
     run = grade.run(b.evaluate, n, size, 0, {"batch_size": 2})
-    sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # log2 8 messages
+    sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # 3 = log2(8) messages
     check(
         max(run.collectives) <= 1 and max(sent) <= most and min(run.bytes_received) >= 3 * 4,
         f"one all-reduce of three sums of 8 bytes is enough, in which each of {n} ranks sends at "
@@ -447,7 +449,7 @@ def test_an_empty_data_set_is_refused_on_every_rank(grade: Grade) -> None:
 @task("1.12")
 def test_sums_are_exact_in_bfloat16(grade: Grade) -> None:
     share, num_wrong = 4 * grade.random.randint(65, 124) + 3, grade.random.randint(50, 250)
-    size = 2 * share  # bfloat16 would make a share one too large
+    size = 2 * share  # in bfloat16, a share would be one too large
     expected = [64 * num_wrong / size, 1 - num_wrong / size, size]
     for rank, found in enumerate(grade.run(b.evaluate_in_bfloat16, 2, size, num_wrong).results):
         expect(

@@ -1,4 +1,4 @@
-"""Judges task 1.13: the training as a whole is that of one process."""
+"""Judges task 1.13: the whole training equals that of one process."""
 
 import re
 from typing import Any
@@ -49,12 +49,12 @@ def orders_of(by_rank: list[Any], epochs: int) -> reference.Steps:
 
 
 def _batches(steps: reference.Steps) -> list[list[int]]:
-    """The samples of each global batch, in whatever order and on whatever rank."""
+    """Return the samples of each global batch, whatever their order and ranks."""
     return [sorted(sample for share in step for sample in share) for step in steps]
 
 
 def _check_fitted(by_rank: list[Any], calls: list[int], **settings: Any) -> None:
-    """Check histories and final state against those of one process, on every rank."""
+    """Check the histories and final states of all ranks against those of one process."""
     n, orders = len(by_rank), orders_of(by_rank, sum(calls))
     alone = reference.fit_alone(orders, tuple(calls), **settings)
     for rank, result in enumerate(by_rank):
@@ -106,7 +106,7 @@ def _check_histories(here: str, expected: list[Any], found: list[Any]) -> None:
 
 @task("1.13")
 def test_fit_called_again_trains_on(grade: Grade) -> None:
-    """In between, all ranks but rank 0 have changed their weights."""
+    """Between the calls, all ranks but rank 0 change their weights."""
     calls = [1, 6]  # enough epochs for the test loss to rise
     results = grade.run(t.fit, 2, calls).results
     orders = _batches(orders_of(results, sum(calls)))
@@ -211,7 +211,7 @@ def test_average_and_all_reduce_are_used(grade: Grade) -> None:
             [[True] * STEPS, [2] * STEPS],
             "self.step(batch) passes both on to train_step.",
         )
-    _check_fitted(results, [1], lr=n * LR)  # the average given sums
+    _check_fitted(results, [1], lr=n * LR)  # the given average sums
 
 
 @task("1.13")
@@ -272,7 +272,7 @@ def test_the_speed_is_that_of_all_ranks(grade: Grade) -> None:
 
 @task("1.13")
 def test_nothing_else_is_sent(grade: Grade) -> None:
-    """The lesson's own broadcast_parameters and evaluate determine what these may send."""
+    """The lesson's own broadcast_parameters and evaluate set the limit of their parts."""
     model = network(0, normalised=True)
     n, buffers = 4, len(list(model.buffers()))
     parts = grade.run(t.parts_of_fit, n, EPOCHS)
@@ -290,6 +290,6 @@ def test_nothing_else_is_sent(grade: Grade) -> None:
 
 
 def _broadcasts(run: Run, n: int) -> float:
-    """Count a rank's collectives, and all messages: N-1 of these count as one collective."""
+    """Count a rank's collectives, plus one for every N-1 messages of all ranks."""
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     return max(run.collectives) + sends / (n - 1)

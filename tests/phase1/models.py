@@ -1,4 +1,4 @@
-"""Models, batches and data sets that bodies, judges and references have in common."""
+"""Models, batches and data sets shared by bodies, judges and references."""
 
 import time
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ LR, FIRST_SEED = 0.3, 3  # rank r draws its first weights with seed 3 + r
 
 
 class Odd(nn.Module):
-    """Has what breaks careless code: buffers, frozen, tied, unused and channels_last parameters.
+    """A module that breaks careless code: buffers, frozen, tied, unused, channels_last parameters.
 
-    All that is trainable is in float64, the buffers are in many dtypes.
+    Trainable parameters are in float64, buffers in many dtypes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -42,7 +42,7 @@ class Odd(nn.Module):
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; those that are shared come once."""
+    """Return parameters and buffers by name, shared ones once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -52,15 +52,15 @@ def state_of(module: nn.Module) -> dict[str, list[float]]:
 
 
 def sizes_of_odd() -> list[int]:
-    """Bytes of each parameter and buffer."""
+    """Return the bytes of each parameter and buffer."""
     return [tensor.nbytes for tensor in tensors_of(Odd(0)).values()]
 
 
 def gradients_of(rank: int) -> dict[str, Tensor | None]:
-    """A rank's gradients after backward: odd ranks have not used ``sometimes``, no rank ``never``.
+    """Make a rank's gradients after backward: odd ranks lack ``sometimes``, all ranks ``never``.
 
-    Whole numbers, which are exact in every dtype, and on rank 2 an overflow; ``frozen`` has a
-    gradient from before. Rank 3 has none at all.
+    They are whole numbers, exact in every dtype, with an overflow on rank 2; ``frozen`` has an old
+    gradient. Rank 3 has no gradient at all.
     """
     gradients: dict[str, Tensor | None] = {}
     for number, (name, parameter) in enumerate(Odd(0).named_parameters()):
@@ -81,14 +81,14 @@ def classifier(seed: int) -> nn.Module:
 
 
 def batch_of(sizes: Sequence[int], rank: int, step: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """The rank's inputs and targets; ``length`` targets each for sequences."""
+    """Return the rank's inputs and targets; a sequence has ``length`` targets."""
     return batch((sizes[rank], length) if length else (sizes[rank],), 1000 * step + rank)
 
 
 class Watched(Dataset[tuple[Tensor, Tensor]]):
-    """Notes which samples are fetched, and when; each takes 1 ms, virtual where simulated.
+    """A data set that notes which samples are fetched, and when; each takes ``sample_s``.
 
-    A copy is the same data set: what is fetched from it is noted, too.
+    A copy is the same data set, so samples fetched from the copy are noted too.
     """
 
     def __init__(self, size: int, seed: int = 0, length: int = 0, sample_s: float = 0.001) -> None:
@@ -114,7 +114,7 @@ class Watched(Dataset[tuple[Tensor, Tensor]]):
 
 
 def network(seed: int, *, normalised: bool) -> nn.Module:
-    """A classifier; if ``normalised``, with a BatchNorm in use: its statistics differ by seed."""
+    """Make a classifier; a ``normalised`` one has a BatchNorm whose statistics differ by seed."""
     model = classifier(seed)
     if normalised:
         norm = nn.BatchNorm1d(8, **DOUBLE)
@@ -124,7 +124,7 @@ def network(seed: int, *, normalised: bool) -> nn.Module:
 
 
 class Seen(nn.Module):
-    """Counts positive numbers and keeps the largest of what it is trained with, in buffers."""
+    """Buffers with the number of positive inputs in training, and the largest of the last ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Seen(nn.Module):
 
 
 class Saturated(nn.Module):
-    """Logits 0 and ±64 in bfloat16, by the sign of x: target 0 costs 64 or 0, exactly."""
+    """Logits 0 and ±64 in bfloat16, by the sign of x: the loss of target 0 is exactly 64 or 0."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The judges' references: results of one process, which no rank imports.
 
-A body lies open to the submission that it calls, and must not be able to give these in its place.
+A submission can read the body that calls it, and must not find the references there.
 """
 
 from functools import cache
@@ -50,7 +50,7 @@ def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict
 
 @cache
 def evaluate_alone(size: int, length: int = 0, rank: int = 0, world_size: int = 1) -> list[float]:
-    """Loss, accuracy and targets of all samples, or of those of one rank."""
+    """Return loss, accuracy and targets of all samples, or of those of one rank."""
     data, model = Watched(size, length=length), classifier(7)
     with torch.no_grad():
         logits = model(data.inputs[rank::world_size]).flatten(0, -2)
@@ -67,7 +67,7 @@ Steps = tuple[tuple[tuple[int, ...], ...], ...]  # samples by step and rank
 def fit_alone(
     orders: Steps, calls: tuple[int, ...], *, normalised: bool = False, lr: float = LR
 ) -> dict[str, Any]:
-    """One process from rank 0's weights, on the batches that the ranks have fetched.
+    """Train one process from rank 0's weights, on the batches that the ranks have fetched.
 
     Each rank's part of a batch is normalised by itself, as on N ranks; after every epoch the
     statistics are those of rank 0.
@@ -89,7 +89,7 @@ class _Alone:
         self.model = network(FIRST_SEED, normalised=normalised)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         self.data, self.test = Watched(NUM_SAMPLES), Watched(NUM_TEST, seed=1)
-        self.buffers: dict[int, list[Tensor]] = {}  # buffers by rank, in this epoch
+        self.buffers: dict[int, list[Tensor]] = {}  # by rank, since the epoch began
 
     def step(self, by_rank: tuple[tuple[int, ...], ...]) -> float:
         count, total = sum(map(len, by_rank)), 0.0
@@ -108,7 +108,7 @@ class _Alone:
         return total
 
     def evaluate(self) -> list[float]:
-        """End the epoch: the model has the buffers of rank 0, and all ranks go on with them."""
+        """End the epoch: all ranks continue with the buffers of rank 0, which the model has."""
         self.buffers = {}
         self.model.eval()
         with torch.no_grad():
@@ -131,7 +131,7 @@ def state_at_start(normalised: bool) -> dict[str, list[float]]:
 
 @cache
 def first_losses(sizes: tuple[int, ...], length: int = 0) -> list[float]:
-    """The mean loss of each rank's own first batch; nan where it is empty."""
+    """Return the mean loss of each rank's own first batch; nan if it is empty."""
     with torch.no_grad():
         batches = [batch_of(sizes, rank, 0, length) for rank in range(len(sizes))]
         logits = [Worn()(inputs).flatten(0, -2) for inputs, _ in batches]

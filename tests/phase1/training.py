@@ -39,8 +39,8 @@ from phase1.models import (
 
 
 def broadcast_odd(lesson: Any, src: int | None, group: Any = None) -> dict[str, Any]:
-    """The module after a broadcast, and what has become of its tensors; None leaves src out."""
-    module = Odd(dist.get_rank(group) + 1).train(src is None)  # that changes no buffer
+    """Return the module's state after a broadcast, and the fate of its tensors."""
+    module = Odd(dist.get_rank(group) + 1).train(src is None)  # the mode makes no difference
     _set_gradients(module, gradients_of(dist.get_rank(group)))
     before, gradients = tensors_of(module), gradients_of_module(module)
     addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
@@ -58,7 +58,7 @@ def broadcast_odd(lesson: Any, src: int | None, group: Any = None) -> dict[str, 
 
 
 def _set_gradients(module: nn.Module, gradients: dict[str, Tensor | None]) -> None:
-    """Lay gradients out as the parameters are, as autograd does."""
+    """Set gradients with the memory layout of the parameters, as autograd does."""
     for name, parameter in module.named_parameters():
         drawn = gradients[name]
         if drawn is not None:
@@ -69,7 +69,7 @@ def _set_gradients(module: nn.Module, gradients: dict[str, Tensor | None]) -> No
 
 
 class Counted:
-    """An all-reduce as any of the lesson's; notes how much it was given, and when."""
+    """An all-reduce that notes the sizes of its tensors, and when it was done."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -91,9 +91,9 @@ MIXED = {"conv.weight": torch.float32, "first.weight": torch.bfloat16, "scale": 
 def average_odd(
     lesson: Any, function: str, mixed: bool = False, group: Any = None
 ) -> dict[str, Any]:
-    """The gradients after averaging, which lie elsewhere, and what the all-reduce was given.
+    """Return gradients after averaging, which of them have moved, and the all-reduce's bytes.
 
-    ``mixed``: parameters of many dtypes.
+    If ``mixed``, the parameters have many dtypes.
     """
     module = Odd(0)
     for name, parameter in module.named_parameters() if mixed else ():
@@ -116,7 +116,7 @@ def average_odd(
 
 
 def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
-    """Only the module is given."""
+    """Average the gradients with the defaults."""
     module = Odd(0)
     _set_gradients(module, gradients_of(dist.get_rank()))
     getattr(lesson, function)(module)
@@ -124,7 +124,7 @@ def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
 
 
 def average_nothing(lesson: Any) -> list[int]:
-    """Return the sizes of the all-reduces for a module where nothing is trainable."""
+    """Return the sizes of the all-reduces for a module without trainable parameters."""
     all_reduce = Counted()
     for function in ("average_gradients", "average_gradients_flat"):
         module = Odd(0).requires_grad_(False)
@@ -133,9 +133,10 @@ def average_nothing(lesson: Any) -> list[int]:
 
 
 def average_large(lesson: Any, function: str, size: int) -> list[int]:
-    """One layer of ``size`` squared parameters, and an all-reduce that needs no memory.
+    """Average a layer of ``size`` squared parameters, by an all-reduce that takes no memory.
 
-    Returns how many elements each call of it was given.
+    Returns:
+        Number of elements in each of its calls.
     """
     module, sizes = nn.Linear(size, size, bias=False), list[int]()
     module.weight.grad = torch.ones(size, size)
@@ -147,7 +148,7 @@ def average_large(lesson: Any, function: str, size: int) -> list[int]:
 
 
 def averaging(given: list[Any]) -> Callable[..., None]:
-    """Make an average as any of the lesson's, that notes which all-reduce it is given."""
+    """Make an average that sums instead, and notes the all-reduce it is given."""
 
     def average(module: nn.Module, all_reduce: Any, group: Any = None) -> None:
         given.append(all_reduce)
@@ -165,7 +166,9 @@ def train_steps(
 ) -> dict[str, Any]:
     """Return losses, final weights and rows seen; weights start equal, with old gradients."""
     rank, model = dist.get_rank(group), Worn()
-    model.frozen.grad = torch.full_like(model.frozen, 3.0)  # it may have been trained before
+    model.frozen.grad = torch.full_like(
+        model.frozen, 3.0
+    )  # an old gradient from before it was frozen
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses, changed = [], set[str]()
     for step in range(num_steps):
@@ -186,9 +189,9 @@ def train_steps(
 
 
 def step_with_arguments(lesson: Any, gradient: float, group: Any = None) -> dict[str, Any]:
-    """Return the arguments of the functions given, and by how much the weights moved.
+    """Return the arguments that the given functions got, and the changes of the weights.
 
-    The average given makes every gradient ``gradient``, which decides the step.
+    The given average sets every gradient to ``gradient``, which decides the step.
     """
     model, counted, given = Worn(), Counted(), list[list[bool]]()
     expected = model, counted, group
@@ -302,7 +305,7 @@ _PRINTED: dict[int, list[tuple[float, str]]] = {}
 
 
 class _ByRank(io.TextIOBase):
-    """Keeps what is printed, by rank: simulated ranks share one standard output."""
+    """Printed text by rank: simulated ranks share one standard output."""
 
     def write(self, text: str) -> int:
         _PRINTED.setdefault(dist.get_rank(), []).append((time.perf_counter(), text))
@@ -334,7 +337,7 @@ def fit(
     """
     sys.stdout = _ByRank()
     model = network(dist.get_rank(group) + FIRST_SEED, normalised=normalised).eval()
-    model.training = dist.get_rank(group) % 2 == 1  # and no part of it
+    model.training = dist.get_rank(group) % 2 == 1  # the mode of the model alone, not of its parts
     model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     trainer = lesson.Trainer(model, optimizer, **_named(group=group), **given)
@@ -372,7 +375,7 @@ def _change(model: nn.Module, by: int) -> None:
 
 
 def _noted_modes(model: nn.Module) -> set[str]:
-    """Note which modules are called for training while they are in evaluation mode."""
+    """Note the modules that are called for training while they are in evaluation mode."""
     found = set[str]()
 
     def before_forward(module: nn.Module, *_: object) -> None:
@@ -438,7 +441,7 @@ def fit_summing(lesson: Any) -> dict[str, Any]:
 
 
 def parts_of_fit(lesson: Any, epochs: int) -> None:
-    """Send what the lesson's own functions send for a training, without steps and buffers."""
+    """Call the lesson's own functions as a training does, without steps and buffers."""
     model, test = network(FIRST_SEED, normalised=True), Watched(NUM_TEST, 1)
     lesson.broadcast_parameters(model)
     for _ in range(epochs):

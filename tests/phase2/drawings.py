@@ -51,10 +51,6 @@ ANY_ORDER_2_4 = """
 F1 F2 F3 F0 B1 .  .  .  B0 B2 B3
 .  F1 B1 F2 F3 F0 B2 B0 B3 .  .
 """
-ONE_AT_A_TIME_2_2 = """
-F0 .  .  B0 F1 .  .  B1
-.  F0 B0 .  .  F1 B1 .
-"""
 
 
 def drawn(text: str) -> Schedule:

@@ -224,15 +224,10 @@ def _shares(grade: Grade, n: int) -> tuple[Share, ...]:
     return tuple(Share(0 if r == 1 and n > 2 else x, y) for r, (x, y) in enumerate(pairs))
 
 
-@task("2.3")
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_ranks_accumulate_as_one_process(grade: Grade, n: int) -> None:
-    _judge_ranks(grade, n)
-
-
 @task("2.3", real=True)
-def test_three_ranks_accumulate_as_one_process(grade: Grade) -> None:
-    _judge_ranks(grade, 3)
+def test_ranks_accumulate_as_one_process(grade: Grade) -> None:
+    for n in (1, 2, 4) if grade.is_simulated else (3,):
+        _judge_ranks(grade, n)
 
 
 def _judge_ranks(grade: Grade, n: int) -> None:

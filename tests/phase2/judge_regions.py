@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from distlab.grade import Grade, check, task
 from judging.checks import check_refused
-from judging.expect import expect, results_in_group
+from judging.expect import expect, over, results_in_group
 from judging.groups import MEMBERS
 from phase2 import tensor_parallel as b
 from phase2.sharding_checks import (
@@ -133,28 +132,15 @@ def _calls(function: str, n: int) -> dict[str, Calls]:
     return calls
 
 
-@task("2.14", real=True)
-@pytest.mark.parametrize("function", [COPY, REDUCE])
-def test_a_region_sums_one_way_and_passes_on_the_other(grade: Grade, function: str) -> None:
-    _judge_region(grade, function)
-
-
-@task("2.14")
-@pytest.mark.parametrize("function", [COPY, REDUCE])
-def test_regions_inside_a_group(grade: Grade, function: str) -> None:
-    _judge_region_in_group(grade, function)
-
-
-@task("2.19", real=True)
-@pytest.mark.parametrize("function", [GATHER, SCATTER])
-def test_a_region_joins_positions_one_way_and_sums_the_other(grade: Grade, function: str) -> None:
-    _judge_region(grade, function)
-
-
-@task("2.19")
-@pytest.mark.parametrize("function", [GATHER, SCATTER])
-def test_sequence_regions_inside_a_group(grade: Grade, function: str) -> None:
-    _judge_region_in_group(grade, function)
+OF_SUMS, OF_JOINS = (COPY, REDUCE), (GATHER, SCATTER)
+test_a_region_sums_one_way_and_passes_on_the_other = task("2.14", real=True)(
+    over(OF_SUMS, _judge_region)
+)
+test_regions_inside_a_group = task("2.14")(over(OF_SUMS, _judge_region_in_group))
+test_a_region_joins_positions_one_way_and_sums_the_other = task("2.19", real=True)(
+    over(OF_JOINS, _judge_region)
+)
+test_sequence_regions_inside_a_group = task("2.19")(over(OF_JOINS, _judge_region_in_group))
 
 
 @task("2.19")

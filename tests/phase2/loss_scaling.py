@@ -69,10 +69,6 @@ def _set_gradients(
         parameter.grad = gradient if has_one[number] else None
 
 
-def _gradients(parameters: Sequence[nn.Parameter]) -> list[list[float] | None]:
-    return [None if p.grad is None else p.grad.flatten().tolist() for p in parameters]
-
-
 def unscale_twice(
     lesson: Any, has_gradient: list[list[bool]], scale: float, group: Any = None
 ) -> dict[str, Any]:

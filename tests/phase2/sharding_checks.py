@@ -19,7 +19,7 @@ Calls = list[tuple[str, int]]  # name and bytes of each collective and message
 
 
 def sizes_for(grade: Grade) -> tuple[int, ...]:
-    """The numbers of ranks that a test goes through."""
+    """Return the numbers of ranks for a test."""
     return SIZES if grade.is_simulated else REAL_SIZES
 
 
@@ -32,9 +32,9 @@ def check_same(
         here: Rank and case.
         what: Subject of the sentence.
         expected: Right values; None if there should be none.
-        got: The same in nested lists.
+        got: Learner's values in nested lists.
         n: Number of ranks.
-        cause: The likely one.
+        cause: Likely cause.
     """
     if expected is not None and got is not None:
         shape = f"{here}: the shape of {what.removeprefix('the ')}"
@@ -76,7 +76,7 @@ def _multiple(expected: Tensor | None, got: Any, n: int) -> str:
 
 
 def check_graph(here: str, has_graph: bool) -> None:
-    """Check that the output requires a gradient, so that one can go back from it."""
+    """Check that the output requires a gradient."""
     check(
         has_graph,
         f"{here}: the output has the right values, but does not require grad, so no gradient goes "
@@ -87,7 +87,7 @@ def check_graph(here: str, has_graph: bool) -> None:
 
 
 def check_use(here: str, found: Mapping[str, Any]) -> None:
-    """Check that input and gradient stay as they are, also for other readers of the input."""
+    """Check that input and gradient stay unchanged, even for other readers of the input."""
     expect(
         f"{here}: what has changed of the tensors that the caller has given",
         found["changed"],
@@ -115,7 +115,7 @@ def check_state(
 
     Args:
         here: Rank and case.
-        state: Result of ``sharding.state_of``.
+        state: Result of ``tensor_parallel.state_of``.
         full: Full module after its backward passes.
         part_of: Returns the split dim of a parameter by its name.
         place: Rank and number of ranks.
@@ -169,15 +169,15 @@ def check_calls(
     cause: str = "",
     small_bytes: int = 0,
 ) -> None:
-    """Check what each rank has sent in each stage, and that it was nothing else.
+    """Check each rank's calls in each stage.
 
-    On one rank nothing need be sent, and what is, costs nothing.
+    A single rank need not send anything, and its calls cost nothing.
 
     Args:
         run: Run whose body calls a barrier between stages.
         what: Function and case.
         expected: Calls of each stage, by its name.
-        cause: Likely one.
+        cause: Likely cause.
         small_bytes: Further bytes that may be all-reduced backward.
     """
     for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():

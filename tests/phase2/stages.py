@@ -17,7 +17,7 @@ from judging.tensors import given_group
 from phase2_advanced.given import group_device
 
 NUM_BLOCKS, VOCABULARY, NUM_CLASSES, LR = 9, 11, 5, 0.1
-WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # what each block but the last returns
+WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # outputs of all blocks but the last
 
 
 class Plan(NamedTuple):
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     input_requires_grad: bool = False
     num_steps: int = 6
     evaluations: tuple[int, ...] = (2,)  # steps without backward
-    updates: tuple[int, ...] = (1, 4)  # steps that end with an update: gradients add up until then
+    updates: tuple[int, ...] = (1, 4)  # steps that end with an update; gradients add up until then
 
 
 ALL_TRAINED = Plan(input_requires_grad=True)
@@ -35,9 +35,9 @@ SOME_FROZEN = Plan(frozen=(0, 1, 2, 5, 8))
 
 
 class First(nn.Module):
-    """Turns tokens into the five tensors that go through all blocks; three are trained.
+    """Turn tokens into the five tensors that go through all blocks; three are trained.
 
-    One is laid out across, one is in float32, and on one, in bfloat16, nothing depends in the end.
+    One is transposed in memory, one in float32, and one in bfloat16 does not affect the loss.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class First(nn.Module):
 
 
 class Middle(nn.Module):
-    """Changes the first and the fourth tensor, which share a part of their graph."""
+    """Change the first and the fourth tensor, which share a part of their graph."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Middle(nn.Module):
 
 
 class Last(nn.Module):
-    """Returns logits, and a second term of the loss."""
+    """Return logits, and a second term of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def blocks_of(plan: Plan) -> nn.ModuleList:
 
 
 def batch_of(plan: Plan, step: int) -> list[Tensor]:
-    """Tokens, mask, scale and targets: another number of rows and of tokens in each step."""
+    """Make tokens, mask, scale and targets; their numbers differ from step to step."""
     generator = torch.Generator().manual_seed(step)
     rows, length = 2 + step % 4, 3 + step % 3
     tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
@@ -133,7 +133,7 @@ def update(module: nn.Module) -> None:
 
 
 def state_of(blocks: nn.ModuleList, numbers: Iterable[int]) -> dict[str, Any]:
-    """Values and gradients of the parameters of these blocks; no gradient counts as zero."""
+    """Return values and gradients of these blocks' parameters; no gradient counts as zero."""
     state = {}
     for i in numbers:
         for name, parameter in blocks[i].named_parameters():
@@ -153,7 +153,7 @@ class Alone(NamedTuple):
     state: dict[str, Any]
     passed: list[
         list[list[tuple[int, bool]]]
-    ]  # bytes, and whether it requires a gradient, by step and block
+    ]  # bytes and requires_grad of each tensor, by step and block
 
 
 @cache
@@ -188,7 +188,7 @@ Cut = list[list[int]]  # start and stop of each stage
 
 
 def cuts_of(lesson: Any, cases: Sequence[tuple[list[float], int]]) -> list[dict[str, Any]]:
-    """The cuts of several models, and their costs afterwards: lists and tuples in turn."""
+    """Return the cuts of several models, and their costs afterwards: lists and tuples in turn."""
     found = []
     for kind, (costs, p) in zip(cycle((list, tuple)), cases, strict=False):
         given = kind(costs)
@@ -227,7 +227,7 @@ for _name in ("add", "radd", "sub", "rsub", "lt", "le", "gt", "ge"):
 
 
 def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[str, Any]:
-    """A cut, and how many additions and comparisons of costs it has taken."""
+    """Return a cut, and the number of additions and comparisons of costs that it took."""
     Tallied.count = 0
     cut = _cut(lesson.partition_layers([*map(Tallied, costs)], num_stages))
     return {"cut": cut, "count": Tallied.count}
@@ -237,7 +237,7 @@ def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[st
 
 
 def tensors_of(rank: int) -> list[Tensor]:
-    """Tensors of many shapes, dtypes and layouts, with and without a gradient."""
+    """Make tensors of many shapes, dtypes and layouts, with and without a gradient."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(rank)
         grid = torch.randn(4, 6, dtype=torch.float64)
@@ -261,7 +261,7 @@ def tensors_of(rank: int) -> list[Tensor]:
 
 
 def lists_of(rank: int) -> list[list[Tensor]]:
-    """The lists that are sent, in order: each tensor by itself, several, none, all, many."""
+    """Make the lists to send, in order: each tensor by itself, several, none, all, many."""
     tensors = tensors_of(rank)
     many = [torch.full((1,) * (3 * i) + (2,), rank + i) for i in range(18)]  # a long header
     return [*([tensor] for tensor in tensors), tensors[:3], [], tensors[9:13], tensors, many]
@@ -288,7 +288,7 @@ def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
 
 
 def descriptions_from(rank: int) -> list[list[dict[str, Any]]]:
-    """Descriptions of the lists that should arrive from ``rank``."""
+    """Describe the lists that should arrive from ``rank``."""
     return [[_description_of(x) | {"leaf": True} for x in tensors] for tensors in lists_of(rank)]
 
 
@@ -358,7 +358,7 @@ def _step(runner: Any, plan: Plan, step: int, group: Any) -> dict[str, Any]:
 
 
 def kind_of(output: Any) -> str:
-    """Write what a forward returned in words: ``a tuple``, ``None``."""
+    """Describe the result of a forward pass in words: ``a tuple``, ``None``."""
     return "None" if output is None else f"a {type(output).__name__}"
 
 
@@ -376,7 +376,7 @@ def _pair(output: Any) -> tuple[Tensor, Tensor]:
 
 
 class Boxed(nn.Sequential):
-    """Returns a tensor and a tuple that holds only one in turn."""
+    """Return a tensor and a tuple of one tensor in turn."""
 
     calls = 0
 
@@ -389,11 +389,12 @@ class Boxed(nn.Sequential):
 def train_long(lesson: Any, num_steps: int) -> list[str]:
     """Train stages of one layer whose activations take much more memory than its weights.
 
-    Returns what ``forward`` has returned, step by step, in the words of ``kind_of``.
+    Returns:
+        Results of ``forward`` in each step, in the words of ``kind_of``.
     """
     stage = Boxed(nn.Linear(8, 8), nn.Tanh(), nn.Tanh())
     for parameter in stage.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # already there in the first step
+        parameter.grad = torch.zeros_like(parameter)  # as large in the first step as later
     runner, rank = lesson.StageRunner(stage), dist.get_rank()
     kinds = []
     for _ in range(num_steps):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distlab.grade import Grade, check
 from distlab.util.text import counted, joined, sentence
 from judging.checks import check_refused, is_close, same_loss
-from judging.expect import expect
+from judging.expect import expect, expect_on_all_ranks
 from judging.models import SGD, Worn, state_of
 from phase2 import steps as b
 from phase2.steps import (
@@ -42,7 +42,7 @@ def steps_alone(
 ) -> dict[str, Any]:
     """Train one process on the batches of all ranks put together.
 
-    ``with_zeros``: a parameter that nothing uses has a gradient of zero.
+    With ``with_zeros``, a parameter that nothing uses has a gradient of zero.
     """
     model = Worn()
     optimizer, losses, norms = _sgd(model), [], []
@@ -60,7 +60,7 @@ def steps_alone(
 
 
 class Part(NamedTuple):
-    """The first step's result for a micro-batch: gradient of the sum of losses, sum, targets."""
+    """A micro-batch in the first step: gradient of the sum of losses, this sum, and targets."""
 
     gradient: list[float]
     loss: float
@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
 @cache
 def parts_of_step(shares: Shares) -> list[list[Part]]:
-    """The parts of every micro-batch of the first step, by rank."""
+    """Return the parts of every micro-batch of the first step, by rank."""
     return [
         [
             _part(
@@ -98,7 +98,7 @@ def _used(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @cache
 def two_losses_alone(shares: Shares, loss: Loss) -> dict[str, Any]:
-    """Step on one batch that is shared by the ranks."""
+    """Step on one batch that the ranks share."""
     whole = batch_of_two(Share(sum(share.rows for share in shares), shares[0].size))
     with torch.random.fork_rng(devices=[]):
         model = Dropping()
@@ -202,13 +202,13 @@ def check_steps(
 
 
 def _sums(parts: Iterable[Part]) -> tuple[float, int]:
-    """The sum of losses, and the number of targets."""
+    """Return the sum of losses, and the number of targets."""
     losses, targets = zip(*((part.loss, part.targets) for part in parts), strict=True)
     return sum(losses), sum(targets)
 
 
 def norm_of_first(shares: Shares) -> float:
-    """The norm of the gradient of the first step."""
+    """Return the norm of the gradient of the first step."""
     parts = [*chain.from_iterable(parts_of_step(shares))]
     return hypot(*_added((part.gradient, 1.0) for part in parts)) / _sums(parts)[1]
 
@@ -278,7 +278,7 @@ def _check_first_gradient(
 ) -> None:
     """Check the gradient of the first step: its direction, then its length.
 
-    A gradient in an unknown wrong direction is left to the check of losses and weights.
+    The check of losses and weights finds gradients in other wrong directions.
     """
     parts = [*chain.from_iterable(parts_of_step(shares))]
     got = _moved(result)
@@ -324,9 +324,13 @@ def check_same_on_all(here: str, by_rank: Sequence[Any], *names: str) -> None:
 def check_nothing_steps(results: Sequence[Any], what: str) -> None:
     """Check that a step without any target is refused, and changes no parameter."""
     check_refused(results, what, text="alike")
-    for rank, result in enumerate(results):
-        changes = f"rank {rank} of {len(results)}, {what}: whether parameters change"
-        expect(changes, result["changed"], False, "Raise the error before the optimizer's step.")
+    expect_on_all_ranks(
+        "whether parameters change",
+        [result["changed"] for result in results],
+        False,
+        "Raise the error before the optimizer's step.",
+        where=f", {what}",
+    )
 
 
 def check_error_passed_on(grade: Grade, function: str) -> None:

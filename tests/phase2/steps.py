@@ -48,15 +48,15 @@ class Share(NamedTuple):
     """One rank's part of a step."""
 
     rows: int
-    size: int  # rows of a micro-batch; 0: the batch is not split
+    size: int  # rows of a micro-batch; 0 for a batch that is not split
 
     def starts(self) -> range:
-        """The first rows of the micro-batches."""
+        """Return the first row of each micro-batch."""
         return range(0, self.rows, self.size or max(1, self.rows))
 
 
 def batch_of(share: Share, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Sequences of a rank; about a third of their targets do not count.
+    """Make sequences of a rank; about a third of their targets do not count.
 
     The first micro-batch has one target that counts, and so differs from the others. Batches of
     even ranks have a flag in the last row.
@@ -93,7 +93,7 @@ class NotedAllReduce:
 
 
 def tensors_of(rows: int) -> tuple[Tensor, ...]:
-    """Tensors of many kinds; the last is not contiguous."""
+    """Make tensors of many kinds; the last is not contiguous."""
     images = torch.arange(rows * 6.0).view(rows, 3, 2)
     labels = torch.arange(rows) + 100
     masks = torch.arange(rows * 2).view(rows, 2) % 3 == 0
@@ -101,7 +101,7 @@ def tensors_of(rows: int) -> tuple[Tensor, ...]:
 
 
 def split(lesson: Any, rows: int, size: int, count: int) -> dict[str, Any]:
-    """Micro-batches of ``count`` tensors: values, dtypes, and whether they are views."""
+    """Split ``count`` tensors; return types, values, dtypes, and whether parts are views."""
     whole = tensors_of(rows)[:count]
     found = returned("split_micro_batches", lesson.split_micro_batches(whole, size))
     parts = [list(part) for part in found]
@@ -203,9 +203,9 @@ def _steps(
 
 
 def step_on_nothing(lesson: Any, function: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the error of a step where no target counts, and whether it has changed parameters.
+    """Return the error of a step without targets, and whether it has changed parameters.
 
-    One parameter is trainable.
+    Only one parameter is trainable.
     """
     model = Worn().requires_grad_(False)
     model.first.weight.requires_grad_()
@@ -313,9 +313,9 @@ def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> Non
 
 
 class TorchScaler:
-    """torch's GradScaler under the names of the lesson, and with one decision for all ranks.
+    """torch's GradScaler with the names of the lesson, and one decision for all ranks.
 
-    So a step is judged also where the learner's own scaler is not written yet.
+    A step can be judged with it before the learner's own scaler is written.
     """
 
     def __init__(self, init_scale: float, growth_interval: int = 2000, group: Any = None) -> None:
@@ -324,7 +324,7 @@ class TorchScaler:
         )
         self._is_finite: dict[Any, bool] = {}
         self.group, self.num_updates = group, 0
-        self._scaler.scale(torch.zeros(()))  # it makes its state when it is first used
+        self._scaler.scale(torch.zeros(()))  # the first use creates its state
 
     @property
     def value(self) -> float:
@@ -357,10 +357,10 @@ class TorchScaler:
 
 
 def _result(found: Any) -> tuple[float, bool, float]:
-    """Loss, decision and norm of what the learner's step has returned.
+    """Return loss, decision and norm from the result of the learner's step.
 
     Raises:
-        WrongResult: It returned something else.
+        WrongResult: The result is something else.
     """
     result = returned(MIXED, found)
     for name, kind in {"loss": float, "is_skipped": bool, "norm": float}.items():
@@ -433,11 +433,11 @@ def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) ->
 
 
 class Small(NamedTuple):
-    """Steps of one weight: its first value, and what moves it."""
+    """Steps of one weight: its first value, and its gradients."""
 
     start: float
     lr: float
-    factors: Sequence[float]  # one size of gradients for each rank
+    factors: Sequence[float]  # sizes of gradients by rank
     rows: Sequence[int]  # one for each rank
     reduce_dtype: str = "float32"
     num_steps: int = 1
@@ -487,7 +487,7 @@ def overflow(lesson: Any, by_step: list[list[float]], reduce_dtype: str) -> list
 
 
 def _noting(sums: list[list[float]], loss_sum: Any) -> Any:
-    """Make a loss that notes what it has returned."""
+    """Make a loss that notes its results."""
 
     def noted(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
         loss, num_targets = loss_sum(model, whole)

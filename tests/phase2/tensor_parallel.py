@@ -20,7 +20,7 @@ from phase2_advanced.given import MLP, Attention, Block
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    """Numbers from -1 to 1 in float64, the same wherever they are drawn."""
+    """Draw numbers from -1 to 1 in float64, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
 
@@ -31,22 +31,22 @@ def laid_out(x: Tensor, is_transposed: bool) -> Tensor:
 
 
 def rank_part(full: Tensor, rank: int, n: int, dim: int | None) -> Tensor:
-    """The rank's part of a dim; None: all of it."""
+    """Return the rank's part along a dim, or all of it if the dim is None."""
     return full if dim is None else full.chunk(n, dim)[rank]
 
 
 def place(group: Any) -> tuple[int, int]:
-    """Rank and number of ranks."""
+    """Return rank and number of ranks."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def listed(tensor: Any) -> Any:
-    """A tensor as lists; anything else as it is."""
+    """Return a tensor as lists, and anything else as it is."""
     return tensor.detach().tolist() if isinstance(tensor, Tensor) else tensor
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Values, gradients, dtypes and memory of the parameters, by name."""
+    """Return values, gradients, dtypes and memory of the parameters, by name."""
     return {name: _description_of(p) for name, p in module.named_parameters()}
 
 
@@ -62,7 +62,7 @@ def _description_of(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 class _End(torch.autograd.Function):
-    """The end of a graph; its backward pass hands on a gradient, the very tensor."""
+    """The end of a graph; its backward pass returns the given gradient, without a copy."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradient: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ class _End(torch.autograd.Function):
 def go_backward_with(y: Tensor, gradient: Tensor) -> None:
     """Do what ``y.backward(gradient)`` does, which would load SymPy.
 
-    An output without a graph, or of another shape, is left for the judge, who knows what is wrong.
+    It skips an output without a graph, or of another shape: the judge says what is wrong with it.
     """
     if y.requires_grad and y.shape == gradient.shape:
         _End.apply(y, gradient).backward()  # type: ignore[no-untyped-call]
 
 
 def is_alone_summed(x: Tensor) -> bool:
-    """True if the gradient of another reader of ``x`` arrives as it is; x.grad stays as it was."""
+    """True if the gradient of another reader of ``x`` arrives unchanged; x.grad is restored."""
     before, x.grad = x.grad, None
     gradient = x.detach().clone()
     go_backward_with(x, gradient)
@@ -93,19 +93,19 @@ def is_alone_summed(x: Tensor) -> bool:
 
 
 INFINITE, UNTRAINED, NUMBER, SHORT = "infinite on rank 0", "no gradient needed", "a number", "short"
-INNER = "inside of a graph"  # it is no leaf, so that nothing hinders a write into it
+INNER = "inside of a graph"  # not a leaf, so in-place writes are allowed
 SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", INNER, "bfloat16", UNTRAINED)
 SEQUENCE_KINDS = (*SEQUENCE_KINDS, "float32", SHORT)
 REGION_KINDS = (*SEQUENCE_KINDS, NUMBER, INFINITE)
 
 
 def shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a kind of tensor, where ``shape`` is usual; a short one has two dims."""
+    """Return the shape of a kind of tensor; ``shape`` is the usual one."""
     return {NUMBER: (), SHORT: (1, shape[1] // 2)}.get(kind, shape)
 
 
 def tensor_of(kind: str, rank: int, seed: int, shape: tuple[int, ...]) -> Tensor:
-    """Small whole numbers over 8, which sum exactly in every dtype."""
+    """Make small multiples of 1/8, whose sums are exact in every dtype."""
     dtype = getattr(torch, kind) if kind.startswith(("float", "bfloat")) else torch.float64
     generator = torch.Generator().manual_seed(97 * seed + rank)
     numbers = torch.randint(-15, 16, shape_of(kind, shape), generator=generator).to(dtype) / 8
@@ -123,10 +123,10 @@ def through_region(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     group: Any = None,
 ) -> list[dict[str, Any]]:
-    """Pass every kind of tensor through a region, and a gradient back; a barrier lies between.
+    """Pass every kind of tensor through a region, then a barrier, then gradients back.
 
     Args:
-        shapes: Shapes of what goes in and of what comes out.
+        shapes: Shapes of input and output.
     """
     rank, _ = place(group)
     given = [_input_of_region(kind, tensor_of(kind, rank, 0, shapes[0])) for kind in kinds]
@@ -181,7 +181,7 @@ COLUMN, ROW, EMBEDDING = "ColumnParallelLinear", "RowParallelLinear", "VocabPara
 MLP_SPLIT, ATTENTION_SPLIT, BLOCK_SPLIT = (
     f"parallelize_{kind}" for kind in ("mlp", "attention", "block")
 )
-LAYERS = COLUMN, ROW, EMBEDDING  # new ones are made from the full ones; the others split in place
+LAYERS = COLUMN, ROW, EMBEDDING  # made from the full ones; the others are split in place
 NORMS = "attention_norm", "mlp_norm"
 OF_LAYERS = dict.fromkeys(
     [f"{name}.{kind}" for name in ("query", "key", "value", "up") for kind in ("weight", "bias")], 0
@@ -194,8 +194,8 @@ class Kind:
 
     Attributes:
         make: Builds the full module.
-        parts: The split dim of the parameters, by the end of their names; others stay whole.
-        x_dim, y_dim: The split dims of input and output; None if every rank has all of it.
+        parts: Split dims of the parameters, by the end of their names; others stay whole.
+        x_dim, y_dim: Split dims of input and output; None if every rank has all of it.
     """
 
     make: Callable[..., nn.Module]
@@ -204,7 +204,7 @@ class Kind:
     y_dim: int | None = None
 
     def part_of(self, name: str) -> int | None:
-        """The split dim of a parameter; None if every rank holds it whole."""
+        """Return the split dim of a parameter; None if every rank holds it whole."""
         return next((dim for end, dim in self.parts.items() if name.endswith(end)), None)
 
 
@@ -223,14 +223,14 @@ class Case:
     """A full module, and what it is given.
 
     Attributes:
-        function: The name in the lesson of what splits it.
+        function: Name of the lesson's function or class that splits it.
         sizes: Inputs and outputs of a linear layer, vocabulary and width of an embedding, width
             and heads of a transformer's module.
-        rows: The dims of the input before its features.
+        rows: Dims of the input before its features.
         frozen: Ends of the names of parameters that are not trained.
-        is_transposed: Whether input and gradient are transposed in memory, and the input is no
-            leaf, so that nothing hinders a write into it.
-        num_passes: The number of forward and backward passes, whose gradients add up.
+        is_transposed: Whether input and gradient are transposed in memory, and the input is not a
+            leaf, so in-place writes are allowed.
+        num_passes: Number of forward and backward passes, whose gradients add up.
     """
 
     function: str
@@ -284,23 +284,21 @@ class Case:
         return module
 
     def x(self, step: int = 0) -> Tensor:
-        """The full input of a pass; of tokens all in turn, from the last to the first."""
+        """Return the full input of a pass; tokens are all in turn, from the last to the first."""
         if self.function == EMBEDDING:
             count = torch.Size(self.rows).numel()
             return (-1 - step - torch.arange(count)).remainder(self.sizes[0]).view(self.rows)
         return drawn(*self.rows, self.sizes[0], seed=61 + 2 * step).to(getattr(torch, self.dtype))
 
     def weights(self, step: int = 0) -> Tensor:
-        """The factors of the full output in the loss: its gradient."""
+        """Return the gradient of the full output: its factors in the loss."""
         width = self.sizes[self.function in LAYERS]
         return drawn(*self.rows, width, seed=62 + 2 * step).to(getattr(torch, self.dtype))
 
 
 def split_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
-    """Split a module and pass inputs through it, and gradients back; barriers lie between."""
-    torch.manual_seed(
-        place(group)[0]
-    )  # a layer that draws new weights has others than the full one
+    """Split a module, pass inputs through it, and gradients back, with barriers in between."""
+    torch.manual_seed(place(group)[0])  # a layer must not draw new weights
     made, about, memory = _made(lesson, case, group)
     gc.collect()
     about["is_freed"] = all(storage.expired() for storage in memory)
@@ -313,11 +311,13 @@ def split_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
 
 
 def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], list[Any]]:
-    """Split a module; return the result, its dependence on the full one, and the memory of that."""
+    """Split a module; return the result, the use of the full module, and the full one's memory."""
     full = case.full()
     before, more = state_of(full), {"gather_output": True} if case.gathers else {}
     seen = list[list[int]]()
-    for name in NORMS if case.function == BLOCK_SPLIT else ():  # before the hooks of the split
+    for name in (
+        NORMS if case.function == BLOCK_SPLIT else ()
+    ):  # registered before the hooks of the split
         getattr(full, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     with case_told(f"of {case}"):
         result = getattr(lesson, case.function)(full, **given_group(group), **more)
@@ -329,7 +329,7 @@ def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], lis
 
 
 def _passed(made: Any, case: Case, step: int, group: Any) -> dict[str, Any]:
-    """Output and gradient of one pass, and what has been changed."""
+    """Return output and gradients of one pass, and the names of changed tensors."""
     place_ = place(group)
     x = _input(rank_part(case.x(step), *place_, case.kind.x_dim).clone(), case)
     gradient = laid_out(
@@ -360,7 +360,7 @@ def _input(x: Tensor, case: Case) -> Tensor:
 
 
 def _wrong_shapes(made: nn.Module, case: Case, place: tuple[int, int]) -> str:
-    """Say which parameters have not the shape of the rank's part; "" if all have."""
+    """Say which parameters have another shape than the rank's part; "" for none."""
     expected = {
         name: [*rank_part(p, *place, case.kind.part_of(name)).shape]
         for name, p in case.full().named_parameters()
@@ -374,7 +374,7 @@ def _wrong_shapes(made: nn.Module, case: Case, place: tuple[int, int]) -> str:
 
 
 def refused_split(lesson: Any, case: Case) -> dict[str, Any]:
-    """Return the error for a module that cannot be split, and whether it stays as before."""
+    """Return the error for a module that cannot be split, and whether it is unchanged."""
     full = case.full()
     before = [id(module) for module in full.modules()]
     refusal = refusal_of(lambda: getattr(lesson, case.function)(full))
@@ -419,7 +419,7 @@ class Scores:
         return logits.transpose(0, 1) if self.is_transposed else logits
 
     def targets(self) -> Tensor:
-        """All tokens in turn; every third is ignored."""
+        """Return all tokens in turn; every third is ignored."""
         targets = torch.arange(torch.Size(self.shape).numel()).remainder(self.vocabulary)
         if self.has_ignored:
             targets[::3] = IGNORED
@@ -431,9 +431,9 @@ class Scores:
 
 
 def loss_case(lesson: Any, case: Scores, group: Any = None) -> dict[str, Any]:
-    """Compute the losses, and pass a gradient back; barriers lie between.
+    """Compute the losses, and pass a gradient back, with barriers in between.
 
-    Transposed logits are no leaf, so that nothing hinders a write into them.
+    Transposed logits are not a leaf, so in-place writes are allowed.
     """
     part = rank_part(case.logits(), *place(group), -1)
     logits = (part if case.is_transposed else part.clone()).detach().requires_grad_()
