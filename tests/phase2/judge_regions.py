@@ -13,6 +13,7 @@ from judging.groups import MEMBERS
 from phase2 import tensor_parallel as b
 from phase2.sharding_checks import (
     Calls,
+    calls_of,
     check_calls,
     check_graph,
     check_same,
@@ -78,7 +79,7 @@ def _judge_region(grade: Grade, function: str) -> None:
         _check_region(function, run.results)
         if grade.is_simulated:
             what, cause = f"{function} of many tensors", OF_CALLS[_is_of_positions(function)]
-            check_calls(run, what, _calls(function, n), cause)
+            check_calls(calls_of(run), what, _calls(function, n), cause)
 
 
 def _judge_region_in_group(grade: Grade, function: str) -> None:

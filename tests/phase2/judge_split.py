@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from phase2 import tensor_parallel as b
 from phase2.sharding_checks import (
     Calls,
     calls_of,
+    check_barriers,
     check_calls,
     check_graph,
     check_is_independent,
@@ -101,11 +103,11 @@ CAUSES = {
 
 def _judge(grade: Grade, n: int, *cases: Case) -> None:
     """Judge a split on n ranks: what it computes, what it leaves, and what it sends."""
-    for case in cases:
-        run = grade.run(b.split_case, n, case)
-        _check_split(case, run.results)
-        if grade.is_simulated:
-            _check_calls(run, case)
+    run = grade.run(b.split_cases, n, cases)
+    for case, by_rank in zip(cases, zip(*run.results, strict=True), strict=True):
+        _check_split(case, by_rank)
+    if grade.is_simulated and n > 1:
+        _check_calls(calls_of(run), cases)
 
 
 def _judge_refusal(grade: Grade, n: int, case: Case, *names: str) -> None:
@@ -172,8 +174,17 @@ def _check_pass(
     check_use(here, found)
 
 
-def _check_calls(run: Run, case: Case) -> None:
-    n, itemsize = len(run.results), getattr(torch, case.dtype).itemsize
+def _check_calls(by_rank: Sequence[Sequence[Calls]], cases: Sequence[Case]) -> None:
+    lengths = [1 + 2 * case.num_passes for case in cases]  # stages: the split and each pass
+    for rank, stages in enumerate(by_rank):
+        check_barriers(f"{cases[0].function}, rank {rank}", len(stages), 1 + sum(lengths))
+    for case, length, end in zip(cases, lengths, accumulate(lengths), strict=True):
+        stages_of_case = slice(1 + end - length, 1 + end)
+        _check_calls_of([stages[stages_of_case] for stages in by_rank], case)
+
+
+def _check_calls_of(by_rank: Sequence[Sequence[Calls]], case: Case) -> None:
+    n, itemsize = len(by_rank), getattr(torch, case.dtype).itemsize
     x, y = case.x().numel() * itemsize, case.weights().numel() * itemsize
     gather, scatter = ("all_gather", x // n), ("reduce_scatter", x)
     by_function: dict[str, tuple[Calls, Calls]] = {
@@ -192,7 +203,7 @@ def _check_calls(run: Run, case: Case) -> None:
         after = f" of pass {step}" * bool(step)
         expected |= {f"forward{after}": forward, f"backward{after}": backward}
     small = 6 * itemsize * case.sizes[0] if case.function == BLOCK_SPLIT else 0
-    check_calls(run, str(case), expected, CAUSES[case.function].x, small)
+    check_calls(by_rank, str(case), expected, CAUSES[case.function].x, small)
 
 
 Drawn = Callable[[Grade, int], list[Case]]  # cases for a number of ranks
@@ -239,9 +250,10 @@ class Contract:
         _judge(grade, 2, *self.variants(grade, 2))
 
     def _test_group(self, grade: Grade) -> None:
-        for case in self.of_sizes(grade, len(MEMBERS)):
-            results = results_in_group(grade, b.split_case, case)
-            _check_split(case, results, f" inside the group {list(MEMBERS)}")
+        cases = self.of_sizes(grade, len(MEMBERS))
+        results = results_in_group(grade, b.split_cases, cases)
+        for case, by_rank in zip(cases, zip(*results, strict=True), strict=True):
+            _check_split(case, by_rank, f" inside the group {list(MEMBERS)}")
 
     def _test_refusals(self, grade: Grade) -> None:
         for n, case, named in self.refused:
@@ -416,7 +428,7 @@ def _check_numbers(run: Run, case: Scores) -> None:
     most = numbers * getattr(torch, case.dtype).itemsize
     for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():
         here = f"{LOSS}, {case}, rank {rank} of {len(run.results)}"
-        check(len(by_stage) == 3, f"{here}: it calls a barrier, which it does not need.")
+        check_barriers(here, len(by_stage), 3)
         _, forward, backward = by_stage
         check(
             {name for name, _ in forward} <= {"all_reduce"}

@@ -1,6 +1,6 @@
 """Checks of tensor parallelism: comparison with the full module, and counted collectives."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ def calls_of(run: Run) -> list[list[Calls]]:
 
 
 def check_calls(
-    run: Run,
+    by_rank: Sequence[Sequence[Calls]],
     what: str,
     expected: Mapping[str, Calls],
     cause: str = "",
@@ -174,17 +174,16 @@ def check_calls(
     A single rank need not send anything, and its calls cost nothing.
 
     Args:
-        run: Run whose body calls a barrier between stages.
+        by_rank: Result of ``calls_of``, or some of its stages.
         what: Function and case.
         expected: Calls of each stage, by its name.
         cause: Likely cause.
         small_bytes: Further bytes that may be all-reduced backward.
     """
-    for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():
-        here = f"{what}, rank {rank} of {len(run.results)}"
-        check(
-            len(by_stage) == len(expected), f"{here}: it calls a barrier, which it does not need."
-        )
+    n = len(by_rank)
+    for rank, by_stage in enumerate(by_rank) if n > 1 else ():
+        here = f"{what}, rank {rank} of {n}"
+        check_barriers(here, len(by_stage), len(expected))
         for (stage, wanted), calls in zip(expected.items(), by_stage, strict=True):
             rest = calls
             if small_bytes and stage.startswith("backward"):
@@ -199,6 +198,11 @@ def check_calls(
                 sorted(rest) == sorted(wanted),
                 f"{here}: {stage} needs {_in_words(wanted)}; it made {_in_words(calls)}. {cause}",
             )
+
+
+def check_barriers(here: str, num_stages: int, expected: int) -> None:
+    """Check that all barriers are those of the body."""
+    check(num_stages == expected, f"{here}: it calls a barrier, which it does not need.")
 
 
 def _in_words(calls: Calls) -> str:

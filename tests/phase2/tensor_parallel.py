@@ -1,7 +1,7 @@
 """Bodies for tasks 2.14 to 2.19: regions, and modules and a loss that are split over the ranks."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -296,8 +296,16 @@ class Case:
         return drawn(*self.rows, width, seed=62 + 2 * step).to(getattr(torch, self.dtype))
 
 
-def split_case(lesson: Any, case: Case, group: Any = None) -> dict[str, Any]:
-    """Split a module, pass inputs through it, and gradients back, with barriers in between."""
+def split_cases(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
+    """Split a module for each case, pass inputs through it, and gradients back.
+
+    A barrier comes before each split, and before and after each forward pass.
+    """
+    return [_split_case(lesson, case, group) for case in cases]
+
+
+def _split_case(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
+    dist.barrier(group)
     torch.manual_seed(place(group)[0])  # a layer must not draw new weights
     made, about, memory = _made(lesson, case, group)
     gc.collect()
