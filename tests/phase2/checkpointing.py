@@ -52,7 +52,7 @@ def given_back(value: Any) -> Any:
 def counted(fn: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
     """Return ``fn`` with its calls counted; a module stays a module."""
     if isinstance(fn, nn.Module):
-        if not fn._forward_pre_hooks:  # it may be checkpointed in several places
+        if not fn._forward_pre_hooks:  # not yet counted: it may be used in several places
             fn.register_forward_pre_hook(lambda module, _: calls.update([type(module).__name__]))
         return fn
 
@@ -214,11 +214,11 @@ CASES: dict[str, Callable[[Checkpoint], Found]] = {
 
 
 def run_case(lesson: Any, case: str, seed: int) -> Found:
-    """Loss, gradients and numbers of calls.
+    """Return loss, gradients and numbers of calls.
 
     Raises:
         WrongResult: Results were lost.
-        RuntimeError: The graph of the outside was walked through twice.
+        RuntimeError: Backward went twice through the graph outside of the checkpoint.
     """
     torch.manual_seed(seed)
     calls: Counter[str] = Counter()
@@ -230,7 +230,7 @@ def run_case(lesson: Any, case: str, seed: int) -> Found:
         return {**CASES[case](checkpoint), "calls": dict(calls)}
 
 
-# 2.6: calls, how often, and with what
+# 2.6: number and arguments of calls
 
 
 class Watched:
@@ -257,7 +257,7 @@ def _callers() -> str:
 
 
 def watch_calls(lesson: Any) -> list[Found]:
-    """Note the calls of a function where x needs a gradient, and where y does."""
+    """Note the calls of a function if x needs a gradient, and if y does."""
     return [_watch(lesson, needing) for needing in ([True, False], [False, True])]
 
 
@@ -270,7 +270,7 @@ def _watch(lesson: Any, needing: list[bool]) -> Found:
 
 
 class Scaled(nn.Linear):
-    """Takes a keyword argument, without which it cannot be called."""
+    """A layer with a required keyword argument."""
 
     def forward(self, x: Tensor, *, scale: float) -> Tensor:  # type: ignore[override]
         return super().forward(x) * scale
@@ -321,7 +321,7 @@ DRAWN = {
 
 
 def draw(lesson: Any, seed: int) -> Found:
-    """Dropout and noise on every rank, each with a seed of its own."""
+    """Draw dropout and noise on every rank, each with another seed."""
     return draw_with(lesson.checkpoint, seed + dist.get_rank())
 
 
@@ -351,7 +351,7 @@ CASTS: list[tuple[Autocast, Autocast]] = [  # autocast of the forward and of the
 
 
 def cast(lesson: Any, seed: int) -> list[Found]:
-    """Checkpoint a function where autocast is not the same in both passes."""
+    """Checkpoint a function with different autocast in the two passes."""
     return [_cast(lesson, forward, backward, seed) for forward, backward in CASTS]
 
 
@@ -395,14 +395,14 @@ def block() -> nn.Module:
 
 
 def live_bytes() -> int:
-    """Bytes of this rank's tensors, in a world with ``Options(has_devices=True)``."""
+    """Return the bytes of this rank's tensors in a ``MEASURED`` world."""
     tracker = this_tracker()
     assert tracker is not None
     return tracker.live_bytes
 
 
 def hold(lesson: Any) -> Found:
-    """Count the bytes held once a checkpointed function's result has been used and deleted."""
+    """Count the bytes held after a checkpointed function's result has been used and deleted."""
     fn, x = block(), torch.randn(ROWS, WIDTH, requires_grad=True)
     before = live_bytes()
     h = x + 1
@@ -413,7 +413,7 @@ def hold(lesson: Any) -> Found:
 
 
 def train_chain(lesson: Any) -> int:
-    """One forward and one backward pass through blocks, each checkpointed; bytes of parameters."""
+    """Train checkpointed blocks for one step; return the bytes of the parameters."""
     blocks = [block() for _ in range(BLOCKS)]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     for fn in blocks:
@@ -426,7 +426,7 @@ def train_chain(lesson: Any) -> int:
 
 
 class Layer(nn.Module):
-    """Notes its number whenever it is called; each third layer is in evaluation mode."""
+    """A layer that notes its calls; every third one is in evaluation mode."""
 
     def __init__(self, number: int, calls: list[int], inner: nn.Module) -> None:
         super().__init__()
@@ -439,7 +439,7 @@ class Layer(nn.Module):
 
 
 def run_segments(lesson: Any, cases: list[tuple[int, int]], seed: int) -> list[Found]:
-    """Run sequences of several numbers of layers and segments."""
+    """Run several (layers, segments)."""
     return [_run_segments(lesson, *case, seed) for case in cases]
 
 
@@ -471,9 +471,9 @@ def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Fou
 
 
 def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
-    """One forward and one backward pass; bytes of the parameters."""
+    """Train for one step; return the bytes of the parameters."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
-    layers = tuple(blocks)  # any sequence will do
+    layers = tuple(blocks)  # any sequence is allowed
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     y = typed("checkpoint_sequential", lesson.checkpoint_sequential(layers, segments, x), Tensor)
     y.sum().backward()

@@ -54,7 +54,7 @@ F1 F2 F3 F0 B1 .  .  .  B0 B2 B3
 
 
 def drawn(text: str) -> Schedule:
-    """Read a schedule from its drawing; when something is done follows from its order."""
+    """Read a schedule from its drawing; the times follow from the order."""
     return [
         [Action(kind, int(i), int(chunk or 0)) for kind, i, chunk in CELL.findall(row)]
         for row in text.strip().splitlines()
@@ -62,12 +62,12 @@ def drawn(text: str) -> Schedule:
 
 
 def written(schedule: Schedule) -> str:
-    """The text from which ``drawn`` reads the schedule again."""
+    """Return the text that ``drawn`` reads as the schedule."""
     return "\n".join(" ".join(map(str, actions)) for actions in schedule)
 
 
 def redrawn(text: str) -> str:
-    """The drawing as ``grid`` writes it, without empty lines around it."""
+    """Return the drawing as ``grid`` writes it, without empty lines around it."""
     return "\n".join(row.rstrip() for row in text.strip("\n").splitlines())
 
 
@@ -77,12 +77,12 @@ def size_text(p: int, m: int) -> str:
 
 
 def length(schedule: Schedule, backward_time: int) -> int:
-    """Until when the last stage computes."""
+    """Return the time when the last stage ends."""
     return max((event.time for event in timeline(schedule, backward_time)), default=0)
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """The most passes that have gone forward and not yet backward, at any moment."""
+    """Return the most micro-batches between their forward and backward pass at any moment."""
     now = most = 0
     for action in actions:
         now += 1 if action.kind == "F" else -1
@@ -91,13 +91,13 @@ def in_flight(actions: Sequence[Action]) -> int:
 
 
 def picture(schedule: Schedule) -> str:
-    """The drawing below a message; of a wide one the beginning."""
+    """Return the drawing below a message, or the beginning of a wide one."""
     rows = grid(schedule).splitlines()
     return "".join(f"\n    {row if len(row) <= 110 else row[:108] + ' …'}" for row in rows)
 
 
 def shuffled(random: Random, p: int, m: int, v: int) -> Schedule:
-    """A schedule that can be run, in an order by chance."""
+    """Return a schedule that can be run, in a random order."""
     left = {
         (block, Action(kind, i, block // p))
         for block in range(v * p)
@@ -114,10 +114,7 @@ def shuffled(random: Random, p: int, m: int, v: int) -> Schedule:
 
 
 def why_stopped(schedule: Schedule) -> str:
-    """Name what the stage at the root, which all others wait for, waits for forever.
-
-    Empty for a schedule that can be run.
-    """
+    """Name the action that the stage at the root of all waiting needs; "" if none waits."""
     waits = _waits(schedule)
     if not waits:
         return ""
@@ -136,13 +133,12 @@ def why_stopped(schedule: Schedule) -> str:
     return f"{why} {marks} that never {'starts' if is_one else 'start'}."
 
 
-Waits = Mapping[
-    int, tuple[Action, int, Action]
-]  # stage: the action that waits, and the stage and action it needs
+# By stage: the action that waits, and the stage and action it needs.
+Waits = Mapping[int, tuple[Action, int, Action]]
 
 
 def _waits(schedule: Schedule) -> Waits:
-    """The first action of each stage that never starts, and one that it needs: its own stage's."""
+    """Return each stage's first action that never starts, and an action that it needs."""
     p = len(schedule)
     num_blocks = p * (1 + max(action.chunk for actions in schedule for action in actions))
     done = {(event.stage, event.action) for event in timeline(schedule)}
@@ -157,7 +153,7 @@ def _waits(schedule: Schedule) -> Waits:
 
 
 def _root(waits: Waits) -> int:
-    """A stage that waits for its own action, or else one of several that wait for each other."""
+    """Return a stage that waits for itself, or else one of several that wait for each other."""
     own = [stage for stage, (_, where, _) in waits.items() if where == stage]
     if own:
         return own[-1]  # backward begins at the last stage
@@ -166,7 +162,7 @@ def _root(waits: Waits) -> int:
         seen.append(stage)
         stage = waits[stage][1]
     circle = seen[seen.index(stage) :]
-    # The first action of another stage waits as this one does: look where one comes too late.
+    # Skip a stage whose partner waits for this very action: look for one that comes too late.
     return next(stage for stage in circle if waits[waits[stage][1]][0] != waits[stage][2])
 
 

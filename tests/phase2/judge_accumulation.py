@@ -187,7 +187,7 @@ def test_accumulation_without_any_target_is_refused(grade: Grade) -> None:
 
 @task("2.2")
 def test_memory_is_that_of_one_micro_batch(grade: Grade) -> None:
-    """Each of four ranks by itself, in 1, 2, 4 and 8 micro-batches."""
+    """Four independent ranks use 1, 2, 4 and 8 micro-batches."""
     args = ACCUMULATE, 1, WIDTH, ROWS, COUNTS
     check_peak(
         grade.run(b.accumulate_deep, 4, *args, options=MEASURED),
@@ -199,16 +199,16 @@ def test_memory_is_that_of_one_micro_batch(grade: Grade) -> None:
 
 
 def _memory_of_one(grade: Grade) -> list[float]:
-    """Bytes by rank: an ordinary step on one micro-batch, and the rest of the batch.
+    """Return bytes by rank: an ordinary step on one micro-batch, and the rest of the batch.
 
-    Gradients twice more: those so far, and all of a micro-batch before they are added.
+    Gradients count twice more: those so far, and a micro-batch's before they are added.
     """
     plain: Run = grade.run(b.plain_deep, len(COUNTS), WIDTH, ROWS, COUNTS, options=MEASURED)
     return [peak + _bytes_beside(WIDTH, ROWS, 2) for peak in plain.peak_bytes]
 
 
 def _bytes_beside(width: int, rows: int, num_gradients: int) -> int:
-    """Bytes of a batch, of gradients, and of scalars."""
+    """Return the bytes of a batch, of gradients, and of scalars."""
     gradients = sum(parameter.nbytes for parameter in Deep(width).parameters())
     return num_gradients * gradients + sum(x.nbytes for x in deep_batch(rows)) + 1024
 

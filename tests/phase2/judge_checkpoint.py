@@ -1,4 +1,4 @@
-"""Judges tasks 2.6 and 2.7: what is checkpointed has the results and gradients of the plain one."""
+"""Judges tasks 2.6 and 2.7: a checkpointed function has the results of the plain one."""
 
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Judges tasks 2.4 and 2.5: a loss scaler and a step in 16 bits that decide on all ranks alike."""
+"""Judges tasks 2.4 and 2.5: a loss scaler, and a step in 16 bits, decide alike on all ranks."""
 
 from collections.abc import Sequence
 from math import inf, nan
@@ -47,7 +47,7 @@ def test_a_loss_is_scaled_where_it_fits(grade: Grade) -> None:
 
 
 def _has_gradient(grade: Grade, n: int) -> list[list[bool]]:
-    """Draw by rank and parameter whether it has a gradient; rank 1 has none at all."""
+    """Draw which parameters have a gradient, by rank; rank 1 has none at all."""
     shares = [[grade.random.random() < 0.7 for _ in s.SHAPES] for _ in range(n)]
     shares[0] = [True] * len(s.SHAPES)
     return [[False] * len(s.SHAPES) if rank == 1 else row for rank, row in enumerate(shares)]
@@ -90,7 +90,7 @@ def _check_divided(by_rank: Sequence[Any], has_gradient: list[list[bool]], scale
     for rank, result in enumerate(by_rank):
         here = f"rank {rank} of {len(by_rank)}, scale {scale}"
         wanted = [s.gradient_of(rank, i).flatten().tolist() for i in range(len(s.SHAPES))]
-        wanted[-1] = [scale * x for x in wanted[-1]]  # is not the optimizer's
+        wanted[-1] = [scale * x for x in wanted[-1]]  # not a parameter of the optimizer
         rows = zip(wanted, has_gradient[rank], strict=True)
         expected = [row if has_one else None for row, has_one in rows]
         for when, found in result["after"].items():
@@ -107,7 +107,7 @@ def _check_divided(by_rank: Sequence[Any], has_gradient: list[list[bool]], scale
         expect(moved, result["moved"], [], "Divide in place.")
         what = "what unscale, again unscale, step, and unscale after update return"
         expect(f"{here}: {what}", result["answers"], [True] * 4)
-        # The gradients were halved after unscale, so that a step which divides again is found out.
+        # The gradients were halved after unscale, which exposes a step that divides again.
         for i, lr in enumerate((0.5, 0.25, 0.25)):
             gradient = expected[i] or [0.0] * len(result["weights"][i])
             expect(
@@ -155,7 +155,7 @@ def _check_decision(here: str, bad: s.Bad, step: Any) -> None:
 
 
 def _plan(grade: Grade, interval: int, n: int) -> list[s.Bad]:
-    """Draw good steps but one, an overflow, good steps but one, and what comes by chance."""
+    """Draw almost enough good steps, an overflow, almost enough again, and random steps."""
     bad = [(inf, grade.random.randrange(n), grade.random.randrange(4)) for _ in range(12)]
     almost: list[s.Bad] = [None] * (interval - 1)
     drawn = [grade.random.choice((None, None, None, one)) for one in bad[1:]]
@@ -261,7 +261,7 @@ def test_a_scaler_uses_the_all_reduce_it_is_given(grade: Grade) -> None:
 
 
 STEPS = 3
-MAX_NORM = 0.25  # less than the norm of some steps
+MAX_NORM = 0.25  # below the norms of some steps
 EVERY_CALL = (
     "Every rank must make the same calls, also one that has an empty batch or whose own gradients "
     "are not finite."
@@ -395,7 +395,7 @@ def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
 @task("2.5")
 @pytest.mark.parametrize("reduce_dtype", ["float16", "float32"])
 def test_small_gradients_survive(grade: Grade, reduce_dtype: str) -> None:
-    """Of 2**-26: float16 ends at 2**-24, so they must be scaled in backward and in the sum."""
+    """Gradients are 2**-26, but float16 ends at 2**-24: backward and sum must scale them."""
     factors, rows, lr = [2.0**-26, 3 * 2.0**-26], [3, 1], 2.0**20
     expected = -lr * (3 * factors[0] + factors[1]) / 4
     small = Small(0.0, lr, factors, rows, reduce_dtype)

@@ -43,7 +43,7 @@ INTERLEAVED = [  # stages, micro-batches, chunks
 def _schedules(
     grade: Grade, function: str, drawings: Mapping[tuple[int, int], str], cause: str
 ) -> Iterator[tuple[int, int, Schedule, str]]:
-    """Stages, micro-batches, what the learner's function returns, and the words for its size."""
+    """Yield stages, micro-batches, the learner's schedule, and the words for its size."""
     sizes = [*SIZES, (grade.random.randint(2, 6), grade.random.randint(2, 12))]
     for (p, m), schedule in zip(sizes, _called(grade, function, sizes), strict=True):
         here = d.size_text(p, m)
@@ -64,7 +64,7 @@ def _called(grade: Grade, function: str, sizes: Sequence[tuple[int, ...]]) -> li
 
 
 def _check_actions(here: str, schedule: Schedule, p: int, m: int, v: int = 1) -> None:
-    """Check that every stage does every action once, and that the schedule can be run."""
+    """Check that each stage does all its actions once, and that the schedule can be run."""
     check(
         len(schedule) == p,
         f"{here}: {counted(p, 'list')}, one for each stage, should come; {len(schedule)} came.",
@@ -157,7 +157,7 @@ def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
 
 
 def _interleaved(grade: Grade) -> Iterator[tuple[int, int, int, Schedule, str]]:
-    """Stages, micro-batches, chunks, the learner's schedule, and the words for its size."""
+    """Yield stages, micro-batches, chunks, the learner's schedule, and the words for its size."""
     p = grade.random.randint(2, 5)
     drawn = p, p * grade.random.randint(1, 3), grade.random.randint(2, 4)
     sizes = [*INTERLEAVED, drawn]
@@ -205,7 +205,7 @@ Result = dict[str, Any]
 
 
 def _sizes(grade: Grade, m: int) -> list[int]:
-    """Rows of m micro-batches, all different."""
+    """Draw the rows of m micro-batches, all different."""
     return grade.random.sample(range(3, 3 + 3 * m), m)
 
 
@@ -215,7 +215,7 @@ def _pipelines(
     kinds: Sequence[str] = ("dense",),
     options: Options | None = None,
 ) -> tuple[Run, list[list[int]]]:
-    """Run schedules for the same ranks, each with each kind of model; check loss and gradients."""
+    """Run each schedule with each kind of model on the same ranks; check loss and gradients."""
     p, cases = len(schedules[0]), []
     for schedule in schedules:
         for kind in kinds:
@@ -307,7 +307,7 @@ def _cause(wanted: list[float], got: list[float], means: list[float], num_target
 
 
 def _factor(one: list[float], other: list[float]) -> float | None:
-    """Return the number that makes ``other`` of ``one``; None if there is none."""
+    """Return the factor from ``one`` to ``other``; None if there is none."""
     largest = max(range(len(one)), key=lambda i: abs(one[i]))
     factor = other[largest] / one[largest] if one[largest] else 0.0
     is_multiple = is_close([factor * x for x in one], other, 1e-9 * max(1.0, abs(factor)))
@@ -369,7 +369,9 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, name: str) -> 
     run, (sizes,) = _pipelines(grade, schedule, kinds=(kind,))
     p, num_blocks = len(schedule), len(schedule) * _chunks(schedule)
     links = [(block % p, (block + 1) % p) for block in range(num_blocks - 1)]
-    back = [link[::-1] for link in links if kind != "frozen"]  # there, the last block alone learns
+    back = [
+        link[::-1] for link in links if kind != "frozen"
+    ]  # if frozen, only the last block learns
     expected = {link: b.CALLS * count for link, count in Counter([*links, *back]).items()}
     num_bytes = [(2 if kind == "bfloat16" else 8) * rows * 2 * WIDTH for rows in sizes]
     for size in num_bytes:
@@ -453,7 +455,7 @@ def test_nothing_is_kept_of_a_micro_batch_that_is_done(grade: Grade) -> None:
 # Refusals
 
 GOOD = "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"  # 3 micro-batches on 2 stages
-BROKEN = [  # what is wrong, a schedule with it, and which actions the error had best name
+BROKEN = [  # defect, a schedule with it, and the actions that an error should name
     ("B0 before F0 in stage 1", f"{GOOD[0]}\nB0 F0 F1 B1 F2 B2", "B0"),
     ("B2 before F2 in stage 0", f"F0 F1 B0 B2 B1 F2\n{GOOD[1]}", "B2 F2"),
     ("a circle of waiting stages", "F0 B0 F1 F2 B1 B2\nF1 F0 B0 B1 F2 B2", "B0 F1"),
@@ -496,7 +498,7 @@ def test_what_is_no_schedule_is_refused(grade: Grade) -> None:
 
 
 def _never_started(text: str) -> set[str]:
-    """The names of all actions that can never start; an error may name any of them."""
+    """Return the names of all actions that can never start; an error may name any of them."""
     schedule = d.drawn(text)
     started = {(event.stage, event.action) for event in d.timeline(schedule)}
     every = {(stage, action) for stage, actions in enumerate(schedule) for action in actions}

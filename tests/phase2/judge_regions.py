@@ -1,4 +1,4 @@
-"""Judges tasks 2.14 and 2.19: regions that do one thing forward, and its counterpart backward."""
+"""Judges tasks 2.14 and 2.19: regions with one operation forward, and its counterpart backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,9 +30,8 @@ OPERATIONS = {  # forward and backward
     GATHER: ("join", "scatter"),
     SCATTER: ("scatter", "join"),
 }
-RESULTS: dict[
-    str, Callable[[list[Tensor], int], Tensor]
-] = {  # all ranks' tensors and a rank: the result
+# Results of the operations, from the tensors of all ranks and the number of a rank.
+RESULTS: dict[str, Callable[[list[Tensor], int], Tensor]] = {
     "pass on": lambda xs, rank: xs[rank],
     "sum": lambda xs, rank: sum(xs[1:], xs[0]),
     "join": lambda xs, rank: torch.cat(xs, 1),
@@ -55,7 +54,7 @@ OF_CALLS = (
     "Send what each rank keeps, and no more: an all-reduce sends twice the bytes of a "
     "reduce-scatter.",
 )
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # the input's and the output's
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # input, output
 
 
 def _is_of_positions(function: str) -> bool:
@@ -63,7 +62,7 @@ def _is_of_positions(function: str) -> bool:
 
 
 def _kinds(function: str, n: int) -> tuple[str, ...]:
-    """Layouts and dtypes for n ranks: beyond three, only the number of ranks could go wrong."""
+    """Return layouts and dtypes for n ranks: with more than three, only n is of interest."""
     kinds = b.SEQUENCE_KINDS if _is_of_positions(function) else b.REGION_KINDS
     return kinds if n <= 3 else kinds[:2]
 
@@ -121,7 +120,7 @@ def _check_values(here: str, what: str, operation: str, of_all: list[Any], rank:
 
 
 def _calls(function: str, n: int) -> dict[str, Calls]:
-    """The collectives of each kind of tensor, forward and where it is needed backward."""
+    """Return the collectives of each kind of tensor, forward and, where needed, backward."""
     part, _ = _shapes(function if not _is_of_positions(function) else GATHER, n)
     calls: dict[str, Calls] = {}
     for stage, operation in zip(("forward", "backward"), OPERATIONS[function], strict=True):

@@ -1,4 +1,4 @@
-"""Judges tasks 2.15 to 2.19: what is split over the ranks computes what one rank computed."""
+"""Judges tasks 2.15 to 2.19: modules split over the ranks compute the same as on one rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +61,7 @@ OF_BLOCK = (
 
 
 class Causes(NamedTuple):
-    """The likely causes of what is wrong."""
+    """The likely causes of wrong results."""
 
     output: str
     x: str
@@ -102,7 +102,7 @@ CAUSES = {
 
 
 def _judge(grade: Grade, n: int, *cases: Case) -> None:
-    """Judge a split on n ranks: what it computes, what it leaves, and what it sends."""
+    """Judge splits on n ranks: results, side effects and messages."""
     run = grade.run(b.split_cases, n, cases)
     for case, by_rank in zip(cases, zip(*run.results, strict=True), strict=True):
         _check_split(case, by_rank)
@@ -211,7 +211,7 @@ Drawn = Callable[[Grade, int], list[Case]]  # cases for a number of ranks
 
 @dataclass(frozen=True)
 class Contract:
-    """The promises of a task about a module that is split, as cases.
+    """A task's promises about a module that is split, as cases.
 
     Attributes:
         task: Number of the task.
@@ -261,7 +261,7 @@ class Contract:
 
 
 def _plain(method: Callable[[Grade], None]) -> Callable[[Grade], None]:
-    """Return a function, which can be marked."""
+    """Return a plain function, since methods cannot be marked."""
 
     def test(grade: Grade) -> None:
         method(grade)
@@ -306,7 +306,7 @@ def _module(function: str, grade: Grade, n: int, **more: Any) -> Case:
     heads = n * grade.random.randint(1, 2)
     width = heads * grade.random.choice((2, 3))
     if function == MLP_SPLIT:
-        width = n // gcd(n, 4) * (3 if n % 2 == 0 else 1)  # n divides 4 times as much
+        width = n // gcd(n, 4) * (3 if n % 2 == 0 else 1)  # n divides four times the width
     rows = grade.random.choice((1, 3)), grade.random.choice((3, 5))
     return Case(function, (width, heads), rows, **more)
 
@@ -336,7 +336,7 @@ def _embedding(grade: Grade, n: int) -> list[Case]:
 
 
 def _block(grade: Grade, n: int, **more: Any) -> Case:
-    # Each rank returns all its weights: few of them on many ranks.
+    # Each rank returns all its weights, so many ranks get few of them.
     heads, head_width = (n * grade.random.randint(1, 2), 3) if n <= 3 else (n, 1)
     rows = grade.random.choice((1, 3)), n * grade.random.randint(1, 2)
     return Case(BLOCK_SPLIT, (head_width * heads, heads), rows, **more)

@@ -132,8 +132,8 @@ SENDS_STUCK = (
     "Every rank calls send_tensors first, and recv_tensors before it waits for the works: "
     "send_tensors must not wait for the receiver."
 )
-HEADER_BYTES, MORE_BYTES = 1024, 256  # up to four tensors; each one more
-HEADER = 2  # messages at most
+HEADER_BYTES, MORE_BYTES = 1024, 256  # up to four tensors; each further one
+HEADER = 2  # most messages of a header
 CAUSES = {
     "dtype": "The header tells the dtype: allocate what comes in it.",
     "shape": "The header tells the shape, also () and (0, 3).",
@@ -171,9 +171,9 @@ def _check_arrived(by_rank: Sequence[Any]) -> None:
 
 
 def _sizes_sent(run: Run, src: int, dst: int) -> list[int]:
-    """Bytes of the messages from one rank to another, in the order of their numbers.
+    """Return the bytes of the messages from one rank to another, in the order of their numbers.
 
-    They may arrive in another order: a short one overtakes a long one.
+    They may arrive in another order: a short message overtakes a long one.
     """
     pairs = run.trace.pairs() if run.trace else []
     sends = [send for send, recv in pairs if (send.rank, recv.rank) == (src, dst)]
@@ -184,7 +184,7 @@ def _check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int
     """Check the messages of several ``send_tensors`` from one rank to another.
 
     Args:
-        here: The two ranks, for the message.
+        here: Both ranks, at the beginning of the message.
         found: Bytes of all messages, in order.
         sent: Bytes of the tensors of each call, in order.
     """
@@ -227,7 +227,7 @@ ALL_BACK = (
     "their graph."
 )
 PLANS = [ALL_TRAINED, SOME_FROZEN]
-ROUNDING = 1e-6  # some numbers are in float32; a gradient that is wrong is so by more
+ROUNDING = 1e-6  # some numbers are in float32; wrong gradients differ by more
 
 
 def _cuts(random: Random, n: int) -> list[int]:
@@ -292,7 +292,7 @@ def _check_step(here: str, found: Any, alone: b.Alone, step: int, rank: int, is_
 
 
 def _sent(plan: Plan, cuts: Sequence[int], src: int, dst: int) -> list[list[int]]:
-    """Bytes of the tensors that go from one rank to another, call by call."""
+    """Return the bytes of the tensors that go from one rank to another, call by call."""
     if abs(src - dst) != 1:
         return []
     border = [step[cuts[max(src, dst)] - 1] for step in train_alone(plan).passed]

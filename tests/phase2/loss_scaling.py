@@ -42,20 +42,20 @@ def _scaled(lesson: Any, value: float, scale: float, dtype: torch.dtype) -> dict
     }
 
 
-# Gradients that are set as a backward pass would have left them
+# Gradients are set by hand, as a backward pass would leave them.
 
 
 def _parameters() -> list[nn.Parameter]:
-    """One of them in float64, which some models have for a part."""
+    """Make parameters, one of them in float64, as in some models."""
     dtypes = (torch.float32, torch.float32, torch.float64, torch.float32)
     pairs = zip(SHAPES, dtypes, strict=True)
     return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in pairs]
 
 
 def gradient_of(rank: int, number: int) -> Tensor:
-    """The gradient that a parameter should have once it is divided: whole numbers and a half.
+    """Make the gradient that a parameter should have after it is divided: whole numbers + 0.5.
 
-    It is laid out across, so that it is not contiguous.
+    It is transposed in memory, so it is not contiguous.
     """
     generator = torch.Generator().manual_seed(10 * rank + number)
     return (torch.randint(-8, 8, SHAPES[number][::-1], generator=generator) + 0.5).t()
@@ -72,9 +72,9 @@ def _set_gradients(
 def unscale_twice(
     lesson: Any, has_gradient: list[list[bool]], scale: float, group: Any = None
 ) -> dict[str, Any]:
-    """Return the answers of unscale, and the gradients after each; those of the step are halved.
+    """Return the answers of unscale, and the gradients after each; the step gets half of them.
 
-    The last parameter is not the optimizer's.
+    The last parameter does not belong to the optimizer.
     """
     rank, parameters = dist.get_rank(group), _parameters()
     settings = [{"params": parameters[:1]}, {"params": parameters[1:3], "lr": 0.25}]
@@ -103,7 +103,7 @@ def unscale_twice(
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
-    """Object and memory of each gradient."""
+    """Return object and memory of each gradient."""
     return [None if p.grad is None else (id(p.grad), p.grad.data_ptr()) for p in parameters]
 
 
@@ -129,7 +129,7 @@ def _one_step(
     if bad and bad[1] == rank:
         gradient = parameters[bad[2]].grad
         assert gradient is not None
-        # Of two large numbers, the sum is not finite; and 256 infs are none if a byte counts them.
+        # Two large numbers have an infinite sum; and a byte that counts 256 infs counts none.
         gradient.t().view(-1)[0 if bad[0] == torch.inf else -2 :] = bad[0]
     quotients = [p.grad / scaler.value for p in parameters if p.grad is not None]
     before = _everything(parameters, optimizer)
@@ -153,13 +153,13 @@ def _one_step(
 
 
 def _agree(gradient: Tensor, quotient: Tensor) -> bool:
-    """Tell whether two tensors are equal where the second is finite."""
+    """Return whether two tensors are equal where the second is finite."""
     is_finite = quotient.isfinite()
     return torch.allclose(gradient[is_finite], quotient[is_finite])
 
 
 def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
-    """Weights, and the optimizer's state and settings; as text, nan is equal to nan."""
+    """Return weights, and the optimizer's state and settings, as text: there, nan equals nan."""
     saved = optimizer.state_dict()
     moments = [
         torch.as_tensor(value).tolist()
@@ -172,7 +172,7 @@ def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
 def resume(
     lesson: Any, arguments: dict[str, Any], before: list[Bad], after: list[Bad]
 ) -> dict[str, Any]:
-    """Save after some steps, go on otherwise, load into a scaler in the middle of a bad step."""
+    """Save after some steps, take others, and load into a scaler in the middle of a bad step."""
     rank = dist.get_rank()
     saved, loaded = lesson.LossScaler(**arguments), lesson.LossScaler(**arguments)
     _follow(saved, before, rank)
@@ -183,7 +183,7 @@ def resume(
     saved.state_dict()
     has_changed = repr(state) != first
     _follow(loaded, [None], rank)
-    # It finds an inf, and the step ends before its update.
+    # This scaler finds an inf, and the step ends before its update.
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.full((1,), torch.inf)
     loaded.unscale(torch.optim.SGD([parameter], lr=0.0))
@@ -195,9 +195,9 @@ def resume(
 
 
 def count_with_defaults(lesson: Any) -> list[float]:
-    """The scale at first, after 1,999 and 2,000 good updates, an overflow, and one more update.
+    """Return the scale at first, after 1,999 and 2,000 good updates, an overflow, and one more.
 
-    Before one of the first updates nothing was unscaled.
+    One of the first updates comes without unscaled gradients.
     """
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -214,7 +214,7 @@ def count_with_defaults(lesson: Any) -> list[float]:
 
 
 def two_optimizers(lesson: Any, bad_rank: int) -> list[list[Any]]:
-    """Steps taken, weights and scale in three steps.
+    """Return the steps taken, weights and scale in three steps.
 
     The second optimizer's gradient is bad on one rank, then the first's.
     """

@@ -21,7 +21,7 @@ Rows = list[list[list[Any]]]  # a row of [kind, micro-batch, chunk] for each sta
 
 
 def rows_of_each(lesson: Any, function: str, sizes: list[list[int]]) -> list[Rows]:
-    """The schedules that a function returns for several sizes.
+    """Return the schedules of a function for several sizes.
 
     Raises:
         WrongResult: One of them is not a schedule.
@@ -49,7 +49,7 @@ KINDS = ("dense", "tokens", "frozen", "checkpointed", "detached", "bfloat16")
 
 
 class _Again(torch.autograd.Function):
-    """Computes a layer, and in the backward pass again; that starts a backward pass inside."""
+    """A layer that is computed again in the backward pass, by a backward pass inside."""
 
     @staticmethod
     def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
-        if not torch.autograd._is_checkpoint_valid():  # torch's own checkpoint refuses it too
+        if not torch.autograd._is_checkpoint_valid():  # as torch's own checkpoint does
             raise RuntimeError("checkpointed layers need backward(), not torch.autograd.grad()")
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
@@ -80,14 +80,14 @@ class Checkpointed(nn.Module):
 
 
 class Detached(nn.Module):
-    """Cuts the graph: what comes before it requires a gradient, and gets none."""
+    """A cut of the graph: blocks before it require a gradient, and get none."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.detach()
 
 
 class Across(nn.Module):
-    """Lays its input out across: it is not contiguous."""
+    """A transposition in memory: the result is not contiguous."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mT.contiguous().mT
@@ -105,7 +105,7 @@ class InDouble(nn.Module):
 
 
 def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
-    """One block of a model, with the same weights wherever it is built."""
+    """Build one block of a model, with the same weights on every rank."""
     torch.manual_seed(10 + number)
     is_last = number == num_blocks - 1
     linear = nn.Linear(WIDTH, CLASSES if is_last else WIDTH, **DOUBLE)
@@ -125,7 +125,7 @@ def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
 
 
 def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
-    """Inputs, and two tensors for the loss; some targets do not count."""
+    """Make inputs, and two tensors for the loss; some targets do not count."""
     generator = torch.Generator().manual_seed(number)
     targets = torch.randint(CLASSES, (rows, LENGTH), generator=generator)
     targets[torch.rand(rows, LENGTH, generator=generator) < 0.3] = -100
@@ -138,7 +138,7 @@ def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
 
 
 def weighted_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """A loss that uses all three tensors of a batch, and counts targets in its own way."""
+    """Return a loss that uses all three tensors of a batch, and counts targets in its own way."""
     inputs, targets, weights = batch
     errors = (model(inputs) - targets[..., None]).square().sum(dim=(1, 2))
     return (errors * weights).sum(), 3 * len(weights)
@@ -149,7 +149,7 @@ def loss_of(kind: str) -> LossSum:
 
 
 def alone(num_blocks: int, sizes: Sequence[int], kind: str) -> dict[str, Any]:
-    """Loss, number of targets, and gradients by block, of one process with all micro-batches."""
+    """Return loss, targets, and gradients by block, of one process with all micro-batches."""
     blocks = [block(number, num_blocks, kind) for number in range(num_blocks)]
     model, batches = nn.Sequential(*blocks), [micro_batch(*one, kind) for one in enumerate(sizes)]
     found = [loss_of(kind)(model, batch) for batch in batches]
@@ -197,7 +197,7 @@ Case = tuple[str, Sequence[int], str]  # a schedule as drawn; rows of micro-batc
 
 
 def run_pipelines(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
-    """For each case: loss and gradients of this rank's blocks, after the second of two calls."""
+    """Return, for each case, loss and gradients of this rank's blocks after the second call."""
     return [_run_pipeline(lesson, *case, group) for case in cases]
 
 
@@ -217,19 +217,19 @@ def _run_pipeline(
 
 
 def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
-    """The same loss, which notes the number of targets of each call."""
+    """Make the same loss, which notes the number of targets of each call."""
 
     def noted(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         loss, count = loss_sum(model, batch)
         calls.append(count)
         return loss, count
 
-    noted.__name__ = "loss_sum"  # the name in messages
+    noted.__name__ = "loss_sum"  # messages use the name
     return noted
 
 
 def _mine(text: str, sizes: Sequence[int], kind: str, group: Any) -> tuple[list[nn.Module], Any]:
-    """This rank's blocks, and of the micro-batches what it may read."""
+    """Return this rank's blocks, and the tensors of the micro-batches that it may read."""
     rank, p = dist.get_rank(group), dist.get_world_size(group)
     v = 1 + max(action.chunk for actions in drawn(text) for action in actions)
     chunks = [block(chunk * p + rank, v * p, kind) for chunk in range(v)]
@@ -252,7 +252,7 @@ def _seen(batch: Batch, is_first: bool, is_last: bool) -> tuple[Tensor | None, .
 
 
 def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[dict[str, str]]:
-    """Return the errors for schedules that are not for these micro-batches and one chunk a rank."""
+    """Return the errors for schedules that do not fit these micro-batches and one chunk a rank."""
     chunks = [block(dist.get_rank(), dist.get_world_size())]
     batches = [micro_batch(i, 3 + i) for i in range(num_micro_batches)]
     return [
@@ -278,7 +278,7 @@ def ideal(num_ranks: int) -> Cluster:
 
 
 class Shift(nn.Module):
-    """Adds a parameter: so the backward pass of the first block is as long as the others'."""
+    """An added parameter, which makes the first block's backward pass as long as the others'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -
     return typed("run_schedule", loss, float)
 
 
-# Memory: one micro-batch at a time, so that all that may be kept is the last message
+# Memory: with one micro-batch at a time, only the last message may be kept.
 
 KEPT_ROWS, KEPT_WIDTH = 2_000, 8
 KEPT_BYTES = 4 * KEPT_ROWS * KEPT_WIDTH  # an output, or a gradient
