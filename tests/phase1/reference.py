@@ -11,24 +11,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from judging.models import Worn
-from phase1.models import (
-    FIRST_SEED,
-    LR,
-    NUM_SAMPLES,
-    NUM_TEST,
-    STEPS,
-    Odd,
-    Watched,
-    batch_of,
-    classifier,
-    network,
-    state_of,
-)
+from phase1 import models
 
 
 @cache
 def odd_state(seed: int) -> dict[str, list[float]]:
-    return state_of(Odd(seed))
+    return models.state_of(models.Odd(seed))
 
 
 @cache
@@ -38,20 +26,20 @@ def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for step in range(num_steps):
-        parts = [batch_of(sizes, rank, step, length) for rank in range(len(sizes))]
+        parts = [models.batch_of(sizes, rank, step, length) for rank in range(len(sizes))]
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return {"losses": losses, "state": state_of(model)}
+    return {"losses": losses, "state": models.state_of(model)}
 
 
 @cache
 def evaluate_alone(size: int, length: int = 0, rank: int = 0, world_size: int = 1) -> list[float]:
     """Return loss, accuracy and targets of all samples, or of those of one rank."""
-    data, model = Watched(size, length=length), classifier(7)
+    data, model = models.Watched(size, length=length), models.classifier(7)
     with torch.no_grad():
         logits = model(data.inputs[rank::world_size]).flatten(0, -2)
         targets = data.targets[rank::world_size].flatten()
@@ -65,7 +53,7 @@ Steps = tuple[tuple[tuple[int, ...], ...], ...]  # samples by step and rank
 
 @cache
 def fit_alone(
-    orders: Steps, calls: tuple[int, ...], *, normalised: bool = False, lr: float = LR
+    orders: Steps, calls: tuple[int, ...], *, normalised: bool = False, lr: float = models.LR
 ) -> dict[str, Any]:
     """Train one process from rank 0's weights, on the batches that the ranks have fetched.
 
@@ -76,19 +64,22 @@ def fit_alone(
     for epochs in calls:
         history = []
         for epoch in range(epochs):
-            losses = [alone.step(next(steps)) for _ in range(STEPS)]
+            losses = [alone.step(next(steps)) for _ in range(models.STEPS)]
             history.append({"epoch": epoch + 1, "step_losses": losses, "test": alone.evaluate()})
         histories.append(history)
-    return {"histories": histories, "state": state_of(alone.model)}
+    return {"histories": histories, "state": models.state_of(alone.model)}
 
 
 class _Alone:
     """One process that keeps a set of buffers for each rank."""
 
     def __init__(self, normalised: bool, lr: float) -> None:
-        self.model = network(FIRST_SEED, normalised=normalised)
+        self.model = models.network(models.FIRST_SEED, normalised=normalised)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
-        self.data, self.test = Watched(NUM_SAMPLES), Watched(NUM_TEST, seed=1)
+        self.data, self.test = (
+            models.Watched(models.NUM_SAMPLES),
+            models.Watched(models.NUM_TEST, seed=1),
+        )
         self.buffers: dict[int, list[Tensor]] = {}  # by rank, since the epoch began
 
     def step(self, by_rank: tuple[tuple[int, ...], ...]) -> float:
@@ -126,14 +117,14 @@ class _Alone:
 
 @cache
 def state_at_start(normalised: bool) -> dict[str, list[float]]:
-    return state_of(network(FIRST_SEED, normalised=normalised))
+    return models.state_of(models.network(models.FIRST_SEED, normalised=normalised))
 
 
 @cache
 def first_losses(sizes: tuple[int, ...], length: int = 0) -> list[float]:
     """Return the mean loss of each rank's own first batch; nan if it is empty."""
     with torch.no_grad():
-        batches = [batch_of(sizes, rank, 0, length) for rank in range(len(sizes))]
+        batches = [models.batch_of(sizes, rank, 0, length) for rank in range(len(sizes))]
         logits = [Worn()(inputs).flatten(0, -2) for inputs, _ in batches]
         return [
             float(cross_entropy(a, b[1].flatten())) for a, b in zip(logits, batches, strict=True)

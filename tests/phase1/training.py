@@ -17,39 +17,23 @@ from judging.models import Worn
 from judging.models import gradients_of as gradients_of_module
 from judging.pretend_device import PretendDevice, device_of, devices_sent
 from judging.tensors import given_group
-from phase1.models import (
-    FIRST_SEED,
-    GLOBAL_BATCH,
-    LR,
-    NUM_SAMPLES,
-    NUM_TEST,
-    Moody,
-    Odd,
-    Saturated,
-    Watched,
-    batch_of,
-    classifier,
-    gradients_of,
-    network,
-    state_of,
-    tensors_of,
-)
+from phase1 import models
 
 # 1.9
 
 
 def broadcast_odd(lesson: Any, src: int | None, group: Any = None) -> dict[str, Any]:
     """Return the module's state after a broadcast, and the fate of its tensors."""
-    module = Odd(dist.get_rank(group) + 1).train(src is None)  # the mode makes no difference
-    _set_gradients(module, gradients_of(dist.get_rank(group)))
-    before, gradients = tensors_of(module), gradients_of_module(module)
+    module = models.Odd(dist.get_rank(group) + 1).train(src is None)  # the mode makes no difference
+    _set_gradients(module, models.gradients_of(dist.get_rank(group)))
+    before, gradients = models.tensors_of(module), gradients_of_module(module)
     addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
     trainable = [p.requires_grad for p in module.parameters()]
     arguments = [] if src is None else [src]
     lesson.broadcast_parameters(module, *arguments, **given_group(group))
-    after = tensors_of(module)
+    after = models.tensors_of(module)
     return {
-        "state": state_of(module),
+        "state": models.state_of(module),
         "replaced": [name for name in before if after.get(name) is not before[name]],
         "moved": [name for name in before if before[name].data_ptr() != addresses[name]],
         "changed": ["requires_grad"] * (trainable != [p.requires_grad for p in module.parameters()])
@@ -95,10 +79,10 @@ def average_odd(
 
     If ``mixed``, the parameters have many dtypes.
     """
-    module = Odd(0)
+    module = models.Odd(0)
     for name, parameter in module.named_parameters() if mixed else ():
         parameter.data = parameter.data.to(MIXED.get(name, torch.float64))
-    _set_gradients(module, gradients_of(dist.get_rank(group)))
+    _set_gradients(module, models.gradients_of(dist.get_rank(group)))
     before = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     addresses = {name: gradient.data_ptr() for name, gradient in before.items()}
     all_reduce = Counted()
@@ -117,8 +101,8 @@ def average_odd(
 
 def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
     """Average the gradients with the defaults."""
-    module = Odd(0)
-    _set_gradients(module, gradients_of(dist.get_rank()))
+    module = models.Odd(0)
+    _set_gradients(module, models.gradients_of(dist.get_rank()))
     getattr(lesson, function)(module)
     return {"means": gradients_of_module(module), "moved": []}
 
@@ -127,7 +111,7 @@ def average_nothing(lesson: Any) -> list[int]:
     """Return the sizes of the all-reduces for a module without trainable parameters."""
     all_reduce = Counted()
     for function in ("average_gradients", "average_gradients_flat"):
-        module = Odd(0).requires_grad_(False)
+        module = models.Odd(0).requires_grad_(False)
         getattr(lesson, function)(module, all_reduce)
     return all_reduce.sizes
 
@@ -172,7 +156,7 @@ def train_steps(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses, changed = [], set[str]()
     for step in range(num_steps):
-        inputs, targets = batch_of(sizes, rank, step, length)
+        inputs, targets = models.batch_of(sizes, rank, step, length)
         model.register_buffer("kept", torch.full((2,), float(rank)))
         with noting_changes(inputs=inputs, targets=targets, buffers=model.kept) as now_changed:
             loss = lesson.train_step(model, optimizer, (inputs, targets), **given_group(group))
@@ -182,7 +166,7 @@ def train_steps(
     return {
         "losses": [float(loss) for loss in losses],
         "types": sorted({type(loss).__name__ for loss in losses if not isinstance(loss, float)}),
-        "state": state_of(model),
+        "state": models.state_of(model),
         "rows": model.rows,
         "changed": sorted(changed),
     }
@@ -202,11 +186,11 @@ def step_with_arguments(lesson: Any, gradient: float, group: Any = None) -> dict
         for parameter in module.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
 
-    before = state_of(model)
-    batch = batch_of([3] * dist.get_world_size(group), dist.get_rank(group), 0)
+    before = models.state_of(model)
+    batch = models.batch_of([3] * dist.get_world_size(group), dist.get_rank(group), 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     lesson.train_step(model, optimizer, batch, all_reduce=counted, average=average, group=group)
-    after = state_of(model)
+    after = models.state_of(model)
     moved = {
         name: [b - a for a, b in zip(before[name], after[name], strict=True)] for name in after
     }
@@ -216,16 +200,16 @@ def step_with_arguments(lesson: Any, gradient: float, group: Any = None) -> dict
 def step_without_data(lesson: Any) -> dict[str, Any]:
     """Return the error of the step, and whether it has changed the parameters."""
     model = Worn()
-    before = state_of(model)
+    before = models.state_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
-    empty = batch_of([0] * dist.get_world_size(), dist.get_rank(), 0)
+    empty = models.batch_of([0] * dist.get_world_size(), dist.get_rank(), 0)
     refusal = refusal_of(lambda: lesson.train_step(model, optimizer, empty))
-    return {**refusal, "changed": state_of(model) != before}
+    return {**refusal, "changed": models.state_of(model) != before}
 
 
 def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> float:
     """Return the loss, in which each wrong target counts as 64, and all others as nothing."""
-    rank, model = dist.get_rank(), Saturated()
+    rank, model = dist.get_rank(), models.Saturated()
     inputs = _signs(sizes[rank], num_wrong[rank])
     targets = torch.zeros(sizes[rank], dtype=torch.int64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -257,23 +241,25 @@ def evaluate(
         given: Further arguments of the call.
         modes: Modes of the model's modules before the call, or nothing.
     """
-    model = Moody()
+    model = models.Moody()
     for module, mode in zip(model.modules(), modes, strict=False):
         module.training = mode
-    data, named = Watched(size, length=length), {**(given or {}), **given_group(group)}
+    data, named = models.Watched(size, length=length), {**(given or {}), **given_group(group)}
     return _evaluated(lesson, model, data, named)
 
 
 def evaluate_there(lesson: Any, size: int) -> dict[str, Any]:
     """Evaluate a model on a pretended device; also return the devices of the tensors sent."""
     with PretendDevice() as device, devices_sent() as sent:
-        model, data = Moody().to(device), Watched(size)
+        model, data = models.Moody().to(device), models.Watched(size)
         found = _evaluated(lesson, model, data, {"device": str(device)})
     return {**found, "sent": sent, "device": str(device)}
 
 
-def _evaluated(lesson: Any, model: Moody, data: Watched, given: dict[str, Any]) -> dict[str, Any]:
-    modes, before = [module.training for module in model.modules()], state_of(model)
+def _evaluated(
+    lesson: Any, model: models.Moody, data: models.Watched, given: dict[str, Any]
+) -> dict[str, Any]:
+    modes, before = [module.training for module in model.modules()], models.state_of(model)
     found = returned("evaluate", lesson.evaluate(model, data, **given))
     values = [found.loss, found.accuracy, found.num_targets]
     return {
@@ -284,18 +270,18 @@ def _evaluated(lesson: Any, model: Moody, data: Watched, given: dict[str, Any]) 
         "noted": sorted(model.notes.modes),
         "devices": sorted(model.notes.devices),
         "restored": modes == [module.training for module in model.modules()],
-        "changed": state_of(model) != before,
+        "changed": models.state_of(model) != before,
     }
 
 
 def evaluate_nothing(lesson: Any) -> dict[str, str]:
-    return refusal_of(lambda: lesson.evaluate(classifier(7), Watched(0)))
+    return refusal_of(lambda: lesson.evaluate(models.classifier(7), models.Watched(0)))
 
 
 def evaluate_in_bfloat16(lesson: Any, size: int, num_wrong: int) -> list[float]:
     """Return loss and accuracy; each wrong target counts as 64, and all others as nothing."""
     data = TensorDataset(_signs(size, num_wrong), torch.zeros(size, dtype=torch.int64))
-    found = returned("evaluate", lesson.evaluate(Saturated(), data, batch_size=size))
+    found = returned("evaluate", lesson.evaluate(models.Saturated(), data, batch_size=size))
     return [float(found.loss), float(found.accuracy), float(found.num_targets)]
 
 
@@ -336,25 +322,31 @@ def fit(
         given: Further arguments of the trainer.
     """
     sys.stdout = _ByRank()
-    model = network(dist.get_rank(group) + FIRST_SEED, normalised=normalised).eval()
+    model = models.network(dist.get_rank(group) + models.FIRST_SEED, normalised=normalised).eval()
     model.training = dist.get_rank(group) % 2 == 1  # the mode of the model alone, not of its parts
     model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=models.LR, momentum=0.9)
     trainer = lesson.Trainer(model, optimizer, **_named(group=group), **given)
-    train, test = Watched(NUM_SAMPLES, sample_s=sample_s), Watched(NUM_TEST, 1, sample_s=sample_s)
+    train, test = (
+        models.Watched(models.NUM_SAMPLES, sample_s=sample_s),
+        models.Watched(models.NUM_TEST, 1, sample_s=sample_s),
+    )
     histories = []
     for epochs in calls:
         _change(model, dist.get_rank(group) if histories else 0)
         found = trainer.fit(
-            *(train, test), epochs=epochs, global_batch_size=GLOBAL_BATCH, **_named(seed=seed)
+            *(train, test),
+            epochs=epochs,
+            global_batch_size=models.GLOBAL_BATCH,
+            **_named(seed=seed),
         )
         histories.append(returned("fit", found))
     return {
         "histories": [list(map(_entry, history)) for history in histories],
         "types": _wrong_types(lesson, histories),
         "images_per_s": [float(result.images_per_s) for h in histories for result in h],
-        "state": state_of(model),
-        "devices": sorted({str(device_of(tensor)) for tensor in tensors_of(model).values()}),
+        "state": models.state_of(model),
+        "devices": sorted({str(device_of(tensor)) for tensor in models.tensors_of(model).values()}),
         "modes": sorted(modes),
         "fetched": train.fetched,
         "num_tested": len(test.fetched),
@@ -370,7 +362,7 @@ def _named(**given: Any) -> dict[str, Any]:
 
 def _change(model: nn.Module, by: int) -> None:
     with torch.no_grad():
-        for tensor in tensors_of(model).values():
+        for tensor in models.tensors_of(model).values():
             tensor += by
 
 
@@ -442,14 +434,17 @@ def fit_summing(lesson: Any) -> dict[str, Any]:
 
 def parts_of_fit(lesson: Any, epochs: int) -> None:
     """Call the lesson's own functions as a training does, without steps and buffers."""
-    model, test = network(FIRST_SEED, normalised=True), Watched(NUM_TEST, 1)
+    model, test = (
+        models.network(models.FIRST_SEED, normalised=True),
+        models.Watched(models.NUM_TEST, 1),
+    )
     lesson.broadcast_parameters(model)
     for _ in range(epochs):
         lesson.evaluate(model, test)
 
 
 def fit_what_cannot_be_shared(lesson: Any) -> dict[str, str]:
-    model = network(FIRST_SEED, normalised=False)
-    trainer = lesson.Trainer(model, torch.optim.SGD(model.parameters(), lr=LR))
-    data = Watched(NUM_SAMPLES)
+    model = models.network(models.FIRST_SEED, normalised=False)
+    trainer = lesson.Trainer(model, torch.optim.SGD(model.parameters(), lr=models.LR))
+    data = models.Watched(models.NUM_SAMPLES)
     return refusal_of(lambda: trainer.fit(data, data, epochs=1, global_batch_size=7))

@@ -19,19 +19,8 @@ from judging.checks import (
 from judging.expect import expect
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.models import Deep, Worn, deep_batch, trainable
-from phase2 import step_checks as reference
+from phase2 import step_checks as c
 from phase2 import steps as b
-from phase2.step_checks import (
-    TOLERANCE,
-    Contract,
-    check_error_passed_on,
-    check_nothing_steps,
-    check_same_on_all,
-    check_steps,
-    described,
-    norm_of_first,
-)
-from phase2.steps import ACCUMULATE, OVER_RANKS, Loss, Share
 
 EVERY_ROW = (
     "Every row belongs to one micro-batch, also those of an incomplete last one; a batch without "
@@ -93,15 +82,15 @@ def test_micro_batches_need_a_size_and_equal_rows(grade: Grade) -> None:
 STEPS_ALONE, STEPS = 3, 2  # one rank alone, several ranks
 TRAINABLE = sum(p.numel() for p in trainable(Worn()))
 GONE = "Are gradients from before the step gone?"
-ALONE = Contract(
-    ACCUMULATE,
+ALONE = c.Contract(
+    b.ACCUMULATE,
     with_zeros=False,
     of_length="Divide the sum of all gradients once, by the number of targets that count.",
     of_end=GONE,
     of_unused="Nothing uses it: it gets no gradient, so that weight decay leaves it as it is.",
 )
-ON_RANKS = Contract(
-    OVER_RANKS,
+ON_RANKS = c.Contract(
+    b.OVER_RANKS,
     with_zeros=True,
     of_length="Sum up over micro-batches and ranks, and divide once, by the number of targets of "
     "all ranks.",
@@ -127,15 +116,15 @@ WIDTH, ROWS, COUNTS = 32, 2048, (1, 2, 4, 8)  # the model whose memory is measur
 @task("2.2")
 @pytest.mark.parametrize("size", SIZES)
 def test_accumulated_steps_are_those_of_the_batch(grade: Grade, size: str) -> None:
-    share = Share(grade.random.choice([7, 8]) if size != "whole" else 8, SIZES[size])
+    share = b.Share(grade.random.choice([7, 8]) if size != "whole" else 8, SIZES[size])
     run = grade.run(b.accumulate_steps, 1, share, STEPS_ALONE)
-    check_steps(ALONE, run.results, (share,), STEPS_ALONE)
+    c.check_steps(ALONE, run.results, (share,), STEPS_ALONE)
 
 
 def _check_step(result: Any, alone: Any, here: str, cause: str) -> None:
     expect(f"{here}: the loss", result["loss"], alone["loss"], cause, 1e-6)
     check(
-        is_close(alone["state"], result["state"], TOLERANCE),
+        is_close(alone["state"], result["state"], c.TOLERANCE),
         f"{here}: the weights differ from those of one process that steps with the sum of all "
         f"losses over the number of targets. {cause}",
     )
@@ -143,14 +132,14 @@ def _check_step(result: Any, alone: Any, here: str, cause: str) -> None:
 
 TWO_LOSSES = {
     "a loss of two parts, of a model with dropout": (
-        Loss(),
+        b.Loss(),
         "Each micro-batch goes through the model once, in order, in the mode that the model is in: "
         "a second pass draws other masks. The first micro-batch has a loss, but no target: it "
         "counts in the sum of the losses, and "
         "weighs nothing in the number of targets. Take both from the loss_sum given.",
     ),
     "losses that are all 0": (
-        Loss(0.0),
+        b.Loss(0.0),
         "There are targets, so the step is taken, and the weights decay. The norm is 0, too: don't "
         "divide by it.",
     ),
@@ -160,14 +149,14 @@ TWO_LOSSES = {
 @task("2.2")
 @pytest.mark.parametrize("what", TWO_LOSSES)
 def test_accumulation_of_two_losses(grade: Grade, what: str) -> None:
-    _judge_two_losses(grade, ACCUMULATE, (Share(grade.random.randint(6, 9), 2),), what)
+    _judge_two_losses(grade, b.ACCUMULATE, (b.Share(grade.random.randint(6, 9), 2),), what)
 
 
-def _judge_two_losses(grade: Grade, function: str, shares: tuple[Share, ...], what: str) -> None:
+def _judge_two_losses(grade: Grade, function: str, shares: tuple[b.Share, ...], what: str) -> None:
     loss, cause = TWO_LOSSES[what]
     args = b.two_losses, len(shares), function, shares, loss
     for rank, result in enumerate(grade.run(*args, if_stuck=UNEQUALLY_OFTEN).results):
-        here, share = f"{what}, {described(shares)}, rank {rank}", shares[rank]
+        here, share = f"{what}, {c.described(shares)}, rank {rank}", shares[rank]
         sizes = [min(share.size, share.rows - start) for start in share.starts()]
         expect(
             f"{here}: the calls of loss_sum, by whether each gets the model, and the rows of the 4 "
@@ -175,20 +164,20 @@ def _judge_two_losses(grade: Grade, function: str, shares: tuple[Share, ...], wh
             result["calls"],
             [(True, [size] * 4) for size in sizes],
         )
-        _check_step(result, reference.two_losses_alone(shares, loss), here, cause)
+        _check_step(result, c.two_losses_alone(shares, loss), here, cause)
 
 
 @task("2.2")
 def test_accumulation_without_any_target_is_refused(grade: Grade) -> None:
     for rows in (0, 5):
-        results = grade.run(b.step_on_nothing, 1, ACCUMULATE, [rows]).results
-        check_nothing_steps(results, f"a batch of {rows} rows without any target")
+        results = grade.run(b.step_on_nothing, 1, b.ACCUMULATE, [rows]).results
+        c.check_nothing_steps(results, f"a batch of {rows} rows without any target")
 
 
 @task("2.2")
 def test_memory_is_that_of_one_micro_batch(grade: Grade) -> None:
     """Four independent ranks use 1, 2, 4 and 8 micro-batches."""
-    args = ACCUMULATE, 1, WIDTH, ROWS, COUNTS
+    args = b.ACCUMULATE, 1, WIDTH, ROWS, COUNTS
     check_peak(
         grade.run(b.accumulate_deep, 4, *args, options=MEASURED),
         _memory_of_one(grade),
@@ -216,12 +205,12 @@ def _bytes_beside(width: int, rows: int, num_gradients: int) -> int:
 # 2.3
 
 
-def _shares(grade: Grade, n: int) -> tuple[Share, ...]:
+def _shares(grade: Grade, n: int) -> tuple[b.Share, ...]:
     """Draw rows and sizes: most micro-batches on rank 0, none on rank 1 of 3 or more."""
     rows = [grade.random.randint(6, 8), *(grade.random.randint(1, 5) for _ in range(n - 1))]
     sizes = [2, *(grade.random.randint(1, 3) for _ in range(n - 1))]
     pairs = zip(rows, sizes, strict=True)
-    return tuple(Share(0 if r == 1 and n > 2 else x, y) for r, (x, y) in enumerate(pairs))
+    return tuple(b.Share(0 if r == 1 and n > 2 else x, y) for r, (x, y) in enumerate(pairs))
 
 
 @task("2.3", real=True)
@@ -233,8 +222,8 @@ def test_ranks_accumulate_as_one_process(grade: Grade) -> None:
 def _judge_ranks(grade: Grade, n: int) -> None:
     shares = _shares(grade, n)
     run = grade.run(b.steps_over_ranks, n, shares, STEPS, if_stuck=UNEQUALLY_OFTEN)
-    check_steps(ON_RANKS, run.results, shares, STEPS)
-    check_same_on_all(described(shares), run.results, "losses")
+    c.check_steps(ON_RANKS, run.results, shares, STEPS)
+    c.check_same_on_all(c.described(shares), run.results, "losses")
     if grade.is_simulated:
         calls = run.collectives
         check(
@@ -262,7 +251,7 @@ def test_gradients_take_one_all_reduce_a_step(grade: Grade) -> None:
             and sum(sizes) == STEPS * (TRAINABLE + 2)
             and len(sizes) - len(large) <= STEPS
             and result["is_group_given"],
-            f"{described(shares)}, rank {rank}: in {STEPS} steps, the all_reduce given should be "
+            f"{c.described(shares)}, rank {rank}: in {STEPS} steps, the all_reduce given should be "
             f"called {STEPS} times, with the group given and the {TRAINABLE} numbers of all "
             "gradients (trainable parameters only, shared ones once) in one flat bucket. Two more "
             "are the loss and the number of targets, in the bucket or in a call of their own. It "
@@ -274,36 +263,36 @@ def test_gradients_take_one_all_reduce_a_step(grade: Grade) -> None:
         [run.collectives[member] for member in MEMBERS],
         [len(result["sizes"]) for result in results],
     )
-    check_steps(ON_RANKS, results, shares, STEPS)
+    c.check_steps(ON_RANKS, results, shares, STEPS)
 
 
 @task("2.3")
 def test_clipping_is_by_the_norm_of_the_mean(grade: Grade) -> None:
     shares = _shares(grade, 3)
     for factor in (grade.random.uniform(0.05, 0.1), 1.02):
-        max_norm = factor * norm_of_first(shares)
+        max_norm = factor * c.norm_of_first(shares)
         run = grade.run(b.steps_over_ranks, 3, shares, STEPS, max_norm, if_stuck=UNEQUALLY_OFTEN)
         clipping = ON_RANKS._replace(of_length=BY_COMMON_NORM, of_end=f"{BY_COMMON_NORM} {GONE}")
-        check_steps(clipping, run.results, shares, STEPS, max_norm)
+        c.check_steps(clipping, run.results, shares, STEPS, max_norm)
 
 
 @task("2.3")
 @pytest.mark.parametrize("what", TWO_LOSSES)
 def test_two_losses_are_accumulated_over_ranks(grade: Grade, what: str) -> None:
-    shares = (Share(grade.random.randint(4, 6), 2), Share(3, 1), Share(1, 2))
-    _judge_two_losses(grade, OVER_RANKS, shares, what)
+    shares = (b.Share(grade.random.randint(4, 6), 2), b.Share(3, 1), b.Share(1, 2))
+    _judge_two_losses(grade, b.OVER_RANKS, shares, what)
 
 
 @task("2.3")
 def test_ranks_without_any_target_refuse_together(grade: Grade) -> None:
-    args = b.step_on_nothing, 3, OVER_RANKS, [0, 2, 4]
+    args = b.step_on_nothing, 3, b.OVER_RANKS, [0, 2, 4]
     results = grade.run(*args, if_stuck=UNEQUALLY_OFTEN).results
-    check_nothing_steps(results, "a step where no rank has a target")
+    c.check_nothing_steps(results, "a step where no rank has a target")
 
 
 @task("2.3")
 def test_an_error_of_the_all_reduce_is_passed_on(grade: Grade) -> None:
-    check_error_passed_on(grade, OVER_RANKS)
+    c.check_error_passed_on(grade, b.OVER_RANKS)
 
 
 @task("2.3")
@@ -312,7 +301,7 @@ def test_memory_is_that_of_one_micro_batch_or_one_bucket(grade: Grade, large: st
     """Each of four ranks has 1, 2, 4 or 8 micro-batches in each of two steps."""
     width, rows = (WIDTH, ROWS) if large == "activations" else (128, 8)
     with_bucket = _bytes_beside(width, rows, 3)
-    args = OVER_RANKS, 2, width, rows, COUNTS
+    args = b.OVER_RANKS, 2, width, rows, COUNTS
     check_peak(
         grade.run(b.accumulate_deep, 4, *args, options=MEASURED),
         _memory_of_one(grade) if large == "activations" else [with_bucket] * len(COUNTS),

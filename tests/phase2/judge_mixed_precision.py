@@ -11,17 +11,8 @@ from judging.checks import check_collectives, is_close, of_members
 from judging.expect import expect, expect_on_all_ranks, results_in_group
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import loss_scaling as s
-from phase2 import step_checks as reference
+from phase2 import step_checks as c
 from phase2 import steps as b
-from phase2.step_checks import (
-    Contract,
-    check_error_passed_on,
-    check_first_loss,
-    check_nothing_steps,
-    check_same_on_all,
-    check_steps,
-    described,
-)
 from phase2.steps import MIXED, Share, Small
 
 LARGE = 3e38  # finite in float32, but twice as much is not
@@ -172,7 +163,7 @@ def _arguments(grade: Grade, interval: int) -> dict[str, Any]:
 def test_the_scale_falls_and_rises_as_torchs(grade: Grade) -> None:
     n, interval = 2, grade.random.randint(2, 4)
     arguments, plan = _arguments(grade, interval), _plan(grade, interval, n)
-    expected = reference.scales(arguments, [bad is not None for bad in plan])
+    expected = c.scales(arguments, [bad is not None for bad in plan])
     for rank, steps in enumerate(grade.run(s.follow, n, arguments, plan).results):
         for k, (want, step) in enumerate(zip(expected, steps, strict=True)):
             steps_so_far = " ".join("bad" if bad else "good" for bad in plan[: k + 1])
@@ -203,7 +194,7 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
     arguments, n = _arguments(grade, interval), 2
     before: list[s.Bad] = [None, (inf, 0, 0), *[None] * (interval - 1)]
     after: list[s.Bad] = [None, (nan, 1, 1), *[None] * (2 * interval)]
-    expected = reference.scales(arguments, [bad is not None for bad in before + after])
+    expected = c.scales(arguments, [bad is not None for bad in before + after])
     for rank, found in enumerate(grade.run(s.resume, n, arguments, before, after).results):
         here = f"rank {rank} of {n}"
         what = "what is no plain number in state_dict, which every checkpoint should hold,"
@@ -270,7 +261,7 @@ ORDER = (
     "Gradients are summed over the ranks, then unscaled, then clipped by the norm of all of them; "
     "those from before the step do not count."
 )
-CONTRACT = Contract(
+CONTRACT = c.Contract(
     MIXED,
     with_zeros=True,
     of_length=f"Each target of all ranks weighs the same. {ORDER}",
@@ -298,10 +289,10 @@ def test_mixed_steps_are_those_of_one_process(grade: Grade, n: int) -> None:
 
 
 def _check_all(by_rank: list[Any], shares: tuple[Share, ...]) -> None:
-    alone = reference.steps_alone(shares, STEPS, with_zeros=True, max_norm=MAX_NORM)
+    alone = c.steps_alone(shares, STEPS, with_zeros=True, max_norm=MAX_NORM)
     for rank, result in enumerate(by_rank):
-        here = f"{described(shares)}, rank {rank}"
-        check_first_loss(here, result["losses"][0], shares, rank)
+        here = f"{c.described(shares)}, rank {rank}"
+        c.check_first_loss(here, result["losses"][0], shares, rank)
         found, expected = result["norms"][0], alone["norms"][0]
         cause = (
             "Does each target of all ranks weigh the same, are old gradients gone, and does a "
@@ -320,8 +311,8 @@ def _check_all(by_rank: list[Any], shares: tuple[Share, ...]) -> None:
             [result["skipped"], *result["updates"]],
             [[False] * STEPS, STEPS, 2048.0],
         )
-    check_steps(CONTRACT, by_rank, shares, STEPS, MAX_NORM)
-    check_same_on_all(described(shares), by_rank, "losses", "norms")
+    c.check_steps(CONTRACT, by_rank, shares, STEPS, MAX_NORM)
+    c.check_same_on_all(c.described(shares), by_rank, "losses", "norms")
 
 
 @task("2.5")
@@ -468,10 +459,10 @@ def test_gradients_are_divided_before_the_sum(grade: Grade) -> None:
 
 @task("2.5")
 def test_an_error_of_the_all_reduce_ends_the_step(grade: Grade) -> None:
-    check_error_passed_on(grade, MIXED)
+    c.check_error_passed_on(grade, MIXED)
 
 
 @task("2.5")
 def test_a_mixed_step_without_any_target_is_refused(grade: Grade) -> None:
     results = grade.run(b.step_on_nothing, 3, MIXED, [2, 0, 1], if_stuck=EVERY_CALL).results
-    check_nothing_steps(results, "a step where no rank has a target")
+    c.check_nothing_steps(results, "a step where no rank has a target")

@@ -10,16 +10,8 @@ from distlab.grade import Grade, check, task
 from judging.checks import check_refused
 from judging.expect import expect, over, results_in_group
 from judging.groups import MEMBERS
+from phase2 import sharding_checks as c
 from phase2 import tensor_parallel as b
-from phase2.sharding_checks import (
-    Calls,
-    calls_of,
-    check_calls,
-    check_graph,
-    check_same,
-    check_use,
-    sizes_for,
-)
 from phase2.tensor_parallel import rank_part
 
 COPY, REDUCE = "copy_to_tensor_region", "reduce_from_tensor_region"
@@ -73,12 +65,12 @@ def _shapes(function: str, n: int) -> Shapes:
 
 
 def _judge_region(grade: Grade, function: str) -> None:
-    for n in sizes_for(grade):
+    for n in c.sizes_for(grade):
         run = grade.run(b.through_region, n, function, _kinds(function, n), _shapes(function, n))
         _check_region(function, run.results)
         if grade.is_simulated:
             what, cause = f"{function} of many tensors", OF_CALLS[_is_of_positions(function)]
-            check_calls(calls_of(run), what, _calls(function, n), cause)
+            c.check_calls(c.calls_of(run), what, _calls(function, n), cause)
 
 
 def _judge_region_in_group(grade: Grade, function: str) -> None:
@@ -97,11 +89,11 @@ def _check_region(what: str, by_rank: Sequence[Any]) -> None:
             of_all = [results[place] for results in by_rank]
             _check_values(here, "output", forward, of_all, rank)
             if kind != b.UNTRAINED:
-                check_graph(here, found["has_graph"])
+                c.check_graph(here, found["has_graph"])
                 _check_values(here, "gradient of x", backward, of_all, rank)
             expected, got = found["dtypes"]
             expect(f"{here}: the dtype of the output", got, expected)
-            check_use(here, found)
+            c.check_use(here, found)
             check(
                 not (function == COPY and found["is_copied"]),
                 f"{here}: the output should be x itself, or a view of it; it lies in memory of its "
@@ -116,13 +108,13 @@ def _check_values(here: str, what: str, operation: str, of_all: list[Any], rank:
     cause = CAUSES[operation]
     if "nan" in str(got):
         cause = "A difference of infinite numbers is nan: return the sum itself."
-    check_same(here, f"the {what}", expected, got, len(of_all), cause)
+    c.check_same(here, f"the {what}", expected, got, len(of_all), cause)
 
 
-def _calls(function: str, n: int) -> dict[str, Calls]:
+def _calls(function: str, n: int) -> dict[str, c.Calls]:
     """Return the collectives of each kind of tensor, forward and, where needed, backward."""
     part, _ = _shapes(function if not _is_of_positions(function) else GATHER, n)
-    calls: dict[str, Calls] = {}
+    calls: dict[str, c.Calls] = {}
     for stage, operation in zip(("forward", "backward"), OPERATIONS[function], strict=True):
         kinds = [k for k in _kinds(function, n) if stage == "forward" or k != b.UNTRAINED]
         times = n if operation == "scatter" else 1

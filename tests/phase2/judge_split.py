@@ -16,33 +16,8 @@ from distlab.util.text import counted
 from judging.checks import check_refused
 from judging.expect import expect, results_in_group
 from judging.groups import MEMBERS
+from phase2 import sharding_checks as c
 from phase2 import tensor_parallel as b
-from phase2.sharding_checks import (
-    Calls,
-    calls_of,
-    check_barriers,
-    check_calls,
-    check_graph,
-    check_is_independent,
-    check_same,
-    check_state,
-    check_use,
-    sizes_for,
-)
-from phase2.tensor_parallel import (
-    ATTENTION_SPLIT,
-    BLOCK_SPLIT,
-    COLUMN,
-    EMBEDDING,
-    LAYERS,
-    LOSS,
-    MLP_SPLIT,
-    NORMS,
-    ROW,
-    Case,
-    Scores,
-    rank_part,
-)
 
 ONCE = (
     "The layers that begin a module read one input: add up their gradients of it on the rank, and "
@@ -69,29 +44,29 @@ class Causes(NamedTuple):
 
 
 CAUSES = {
-    COLUMN: Causes(
+    b.COLUMN: Causes(
         "Rank r has the r-th of N equal parts of the output features, in their order.",
         "Each rank's outputs add to the gradient of x: it is summed over the ranks once, where x "
         "enters. After a gather, all ranks compute the same, and no sum is needed.",
     ),
-    ROW: Causes(
+    b.ROW: Causes(
         "Sum the partial products over the ranks, and add the bias once, to the sum.",
         "What follows the sum is the same on all ranks: its gradient is passed on as it is.",
         {"bias": "Each rank's output is the same: add the whole bias once, to the sum."},
     ),
-    EMBEDDING: Causes("A token's row is on one rank; each of the others adds zeros for it.", ""),
-    MLP_SPLIT: Causes(
+    b.EMBEDDING: Causes("A token's row is on one rank; each of the others adds zeros for it.", ""),
+    b.MLP_SPLIT: Causes(
         "Every hidden feature needs all inputs, and is used by itself until it is summed.", ONCE
     ),
-    ATTENTION_SPLIT: Causes(
+    b.ATTENTION_SPLIT: Causes(
         "A head needs its own query, key and value whole, and no other head's.", ONCE
     ),
-    BLOCK_SPLIT: Causes(
+    b.BLOCK_SPLIT: Causes(
         OF_BLOCK,
         OF_BLOCK,
         dict.fromkeys(
             (
-                *(f"{norm}.{name}" for norm in NORMS for name in ("weight", "bias")),
+                *(f"{norm}.{name}" for norm in b.NORMS for name in ("weight", "bias")),
                 "attention.out.bias",
                 "mlp.down.bias",
             ),
@@ -101,16 +76,16 @@ CAUSES = {
 }
 
 
-def _judge(grade: Grade, n: int, *cases: Case) -> None:
+def _judge(grade: Grade, n: int, *cases: b.Case) -> None:
     """Judge splits on n ranks: results, side effects and messages."""
     run = grade.run(b.split_cases, n, cases)
     for case, by_rank in zip(cases, zip(*run.results, strict=True), strict=True):
         _check_split(case, by_rank)
     if grade.is_simulated and n > 1:
-        _check_calls(calls_of(run), cases)
+        _check_calls(c.calls_of(run), cases)
 
 
-def _judge_refusal(grade: Grade, n: int, case: Case, *names: str) -> None:
+def _judge_refusal(grade: Grade, n: int, case: b.Case, *names: str) -> None:
     results, what = grade.run(b.refused_split, n, case).results, f"{case} on {counted(n, 'rank')}"
     check_refused(results, what, *names, str(n), text="same")
     for rank, found in enumerate(results):
@@ -128,7 +103,7 @@ class Whole(NamedTuple):
     inputs: list[Tensor | None]
 
 
-def _whole(case: Case) -> Whole:
+def _whole(case: b.Case) -> Whole:
     whole = Whole(case.full(), [], [])
     for step in range(case.num_passes):
         x = case.x(step)
@@ -141,11 +116,11 @@ def _whole(case: Case) -> Whole:
     return whole
 
 
-def _check_split(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
+def _check_split(case: b.Case, by_rank: Sequence[Any], where: str = "") -> None:
     whole, causes, n = _whole(case), CAUSES[case.function], len(by_rank)
     for rank, got in enumerate(by_rank):
         here, place = f"{case}, rank {rank} of {n}{where}", (rank, n)
-        if case.function == BLOCK_SPLIT:
+        if case.function == b.BLOCK_SPLIT:
             rows, length = case.rows
             what = "the shapes that the norms see, this rank's positions only,"
             part = [rows, length // n, case.sizes[0]]
@@ -153,60 +128,60 @@ def _check_split(case: Case, by_rank: Sequence[Any], where: str = "") -> None:
         for step, found in enumerate(got["passes"]):
             _check_pass(here, case, found, whole.outputs[step], whole.inputs[step], place)
         part_of = case.kind.part_of
-        check_state(here, got["state"], whole.module, part_of, place, causes.gradients)
-        if case.function in LAYERS:
-            check_is_independent(here, got)
+        c.check_state(here, got["state"], whole.module, part_of, place, causes.gradients)
+        if case.function in b.LAYERS:
+            c.check_is_independent(here, got)
 
 
 def _check_pass(
-    here: str, case: Case, found: Any, y: Tensor, x_grad: Tensor | None, place: tuple[int, int]
+    here: str, case: b.Case, found: Any, y: Tensor, x_grad: Tensor | None, place: tuple[int, int]
 ) -> None:
     causes, n = CAUSES[case.function], place[1]
-    wanted = rank_part(y, *place, case.y_dim)
-    check_same(here, "the output", wanted, found["output"], n, causes.output)
+    wanted = b.rank_part(y, *place, case.y_dim)
+    c.check_same(here, "the output", wanted, found["output"], n, causes.output)
     expect(f"{here}: the dtype of the output", found["dtype"], case.dtype)
-    if case.function == EMBEDDING:
+    if case.function == b.EMBEDDING:
         check(not found["changed"], f"{here}: tokens belong to the caller: do not change them.")
         return
-    check_graph(here, found["has_graph"])
-    part = None if x_grad is None else rank_part(x_grad, *place, case.kind.x_dim)
-    check_same(here, "the gradient of x", part, found["input"], n, causes.x)
-    check_use(here, found)
+    c.check_graph(here, found["has_graph"])
+    part = None if x_grad is None else b.rank_part(x_grad, *place, case.kind.x_dim)
+    c.check_same(here, "the gradient of x", part, found["input"], n, causes.x)
+    c.check_use(here, found)
 
 
-def _check_calls(by_rank: Sequence[Sequence[Calls]], cases: Sequence[Case]) -> None:
+def _check_calls(by_rank: Sequence[Sequence[c.Calls]], cases: Sequence[b.Case]) -> None:
     lengths = [1 + 2 * case.num_passes for case in cases]  # stages: the split and each pass
     for rank, stages in enumerate(by_rank):
-        check_barriers(f"{cases[0].function}, rank {rank}", len(stages), 1 + sum(lengths))
+        c.check_barriers(f"{cases[0].function}, rank {rank}", len(stages), 1 + sum(lengths))
     for case, length, end in zip(cases, lengths, accumulate(lengths), strict=True):
         stages_of_case = slice(1 + end - length, 1 + end)
         _check_calls_of([stages[stages_of_case] for stages in by_rank], case)
 
 
-def _check_calls_of(by_rank: Sequence[Sequence[Calls]], case: Case) -> None:
+def _check_calls_of(by_rank: Sequence[Sequence[c.Calls]], case: b.Case) -> None:
     n, itemsize = len(by_rank), getattr(torch, case.dtype).itemsize
     x, y = case.x().numel() * itemsize, case.weights().numel() * itemsize
     gather, scatter = ("all_gather", x // n), ("reduce_scatter", x)
-    by_function: dict[str, tuple[Calls, Calls]] = {
-        COLUMN: ([("all_gather", y // n)] if case.gathers else [], [("all_reduce", x)]),
-        ROW: ([("all_reduce", y)], []),
-        EMBEDDING: ([("all_reduce", y)], []),
-        MLP_SPLIT: ([("all_reduce", x)], [("all_reduce", x)]),
-        ATTENTION_SPLIT: ([("all_reduce", x)], [("all_reduce", x)]),
-        BLOCK_SPLIT: (2 * [gather, scatter], 2 * [gather, scatter]),
+    by_function: dict[str, tuple[c.Calls, c.Calls]] = {
+        b.COLUMN: ([("all_gather", y // n)] if case.gathers else [], [("all_reduce", x)]),
+        b.ROW: ([("all_reduce", y)], []),
+        b.EMBEDDING: ([("all_reduce", y)], []),
+        b.MLP_SPLIT: ([("all_reduce", x)], [("all_reduce", x)]),
+        b.ATTENTION_SPLIT: ([("all_reduce", x)], [("all_reduce", x)]),
+        b.BLOCK_SPLIT: (2 * [gather, scatter], 2 * [gather, scatter]),
     }
     forward, backward = by_function[case.function]
     if not case.is_input_trained:
         backward = []
-    expected: dict[str, Calls] = {"the split": []}
+    expected: dict[str, c.Calls] = {"the split": []}
     for step in range(case.num_passes):
         after = f" of pass {step}" * bool(step)
         expected |= {f"forward{after}": forward, f"backward{after}": backward}
-    small = 6 * itemsize * case.sizes[0] if case.function == BLOCK_SPLIT else 0
-    check_calls(by_rank, str(case), expected, CAUSES[case.function].x, small)
+    small = 6 * itemsize * case.sizes[0] if case.function == b.BLOCK_SPLIT else 0
+    c.check_calls(by_rank, str(case), expected, CAUSES[case.function].x, small)
 
 
-Drawn = Callable[[Grade, int], list[Case]]  # cases for a number of ranks
+Drawn = Callable[[Grade, int], list[b.Case]]  # cases for a number of ranks
 
 
 @dataclass(frozen=True)
@@ -225,7 +200,7 @@ class Contract:
     name: str
     of_sizes: Drawn
     variants: Drawn
-    refused: Sequence[tuple[int, Case, str]]
+    refused: Sequence[tuple[int, b.Case, str]]
 
     def tests(self) -> dict[str, Callable[[Grade], None]]:
         """Return the tests of a suite by name, marked as those of the task."""
@@ -243,7 +218,7 @@ class Contract:
         }
 
     def _test_sizes(self, grade: Grade) -> None:
-        for n in sizes_for(grade):
+        for n in c.sizes_for(grade):
             _judge(grade, n, *self.of_sizes(grade, n))
 
     def _test_variants(self, grade: Grade) -> None:
@@ -272,46 +247,46 @@ def _plain(method: Callable[[Grade], None]) -> Callable[[Grade], None]:
 # 2.15 and 2.16: linear layers
 
 
-def _linear(layer: str, grade: Grade, n: int) -> list[Case]:
+def _linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
     """Draw sizes whose parts are odd for each number of ranks, with bias and without."""
     a, c = grade.random.randint(1, 3), 2 * grade.random.randint(1, 2) + 1
     rows = grade.random.choice((1, 3, 5))
     cases = [
-        Case(layer, (a * n, c * n), (rows, 7), is_transposed=True),
-        Case(layer, (c * n, a * n), (rows,), has_bias=False, num_passes=2),
+        b.Case(layer, (a * n, c * n), (rows, 7), is_transposed=True),
+        b.Case(layer, (c * n, a * n), (rows,), has_bias=False, num_passes=2),
     ]
-    if layer == COLUMN:
+    if layer == b.COLUMN:
         cases += [replace(cases[0], gathers=True)]
     if n <= 3:  # one feature a rank, one row
-        cases += [Case(layer, (n, n), (), gathers=layer == COLUMN)]
+        cases += [b.Case(layer, (n, n), (), gathers=layer == b.COLUMN)]
     return cases
 
 
-def _variants_of_linear(layer: str, grade: Grade, n: int) -> list[Case]:
-    case = Case(layer, (2 * n, 3 * n), (3,))
+def _variants_of_linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
+    case = b.Case(layer, (2 * n, 3 * n), (3,))
     changes = [{"frozen": ("weight",)}, {"frozen": ("bias",)}, {"is_input_trained": False}]
     frozen = [replace(case, **change) for change in changes]  # type: ignore[arg-type]
-    return frozen + _dtypes(replace(case, gathers=layer == COLUMN))
+    return frozen + _dtypes(replace(case, gathers=layer == b.COLUMN))
 
 
-def _dtypes(case: Case) -> list[Case]:
+def _dtypes(case: b.Case) -> list[b.Case]:
     return [replace(case, dtype=dtype) for dtype in ("float32", "bfloat16")]
 
 
 # 2.17: an MLP and attention
 
 
-def _module(function: str, grade: Grade, n: int, **more: Any) -> Case:
+def _module(function: str, grade: Grade, n: int, **more: Any) -> b.Case:
     """Odd sizes; every rank gets one head or more, and n need not divide the width of an MLP."""
     heads = n * grade.random.randint(1, 2)
     width = heads * grade.random.choice((2, 3))
-    if function == MLP_SPLIT:
+    if function == b.MLP_SPLIT:
         width = n // gcd(n, 4) * (3 if n % 2 == 0 else 1)  # n divides four times the width
     rows = grade.random.choice((1, 3)), grade.random.choice((3, 5))
-    return Case(function, (width, heads), rows, **more)
+    return b.Case(function, (width, heads), rows, **more)
 
 
-def _variants_of_module(function: str, grade: Grade, n: int) -> list[Case]:
+def _variants_of_module(function: str, grade: Grade, n: int) -> list[b.Case]:
     frozen = "up.weight", "down.bias", "key.weight", "key.bias"
     case = partial(_module, function, grade, n)
     return [
@@ -325,24 +300,24 @@ def _variants_of_module(function: str, grade: Grade, n: int) -> list[Case]:
 # 2.18: an embedding
 
 
-def _embedding(grade: Grade, n: int) -> list[Case]:
+def _embedding(grade: Grade, n: int) -> list[b.Case]:
     shapes = (5,), (3, 7), (1, 2, 3)
     sizes = n * grade.random.randint(1, 3), grade.random.randint(2, 4)
-    cases = [Case(EMBEDDING, sizes, grade.random.choice(shapes), num_passes=2)]
-    return [*cases, *([Case(EMBEDDING, (2 * n, 3), ())] if n == 1 else [])]
+    cases = [b.Case(b.EMBEDDING, sizes, grade.random.choice(shapes), num_passes=2)]
+    return [*cases, *([b.Case(b.EMBEDDING, (2 * n, 3), ())] if n == 1 else [])]
 
 
 # 2.19: a block
 
 
-def _block(grade: Grade, n: int, **more: Any) -> Case:
+def _block(grade: Grade, n: int, **more: Any) -> b.Case:
     # Each rank returns all its weights, so many ranks get few of them.
     heads, head_width = (n * grade.random.randint(1, 2), 3) if n <= 3 else (n, 1)
     rows = grade.random.choice((1, 3)), n * grade.random.randint(1, 2)
-    return Case(BLOCK_SPLIT, (head_width * heads, heads), rows, **more)
+    return b.Case(b.BLOCK_SPLIT, (head_width * heads, heads), rows, **more)
 
 
-def _variants_of_block(grade: Grade, n: int) -> list[Case]:
+def _variants_of_block(grade: Grade, n: int) -> list[b.Case]:
     frozen = "mlp_norm.weight", "attention_norm.bias", "down.bias", "query.weight"
     case = partial(_block, grade, n)
     return [
@@ -355,40 +330,40 @@ def _variants_of_block(grade: Grade, n: int) -> list[Case]:
 
 CONTRACTS = [
     Contract(
-        *("2.15", "a_column_parallel_layer", partial(_linear, COLUMN)),
-        variants=partial(_variants_of_linear, COLUMN),
-        refused=[(4, Case(COLUMN, (8, 10), (1,)), "10")],
+        *("2.15", "a_column_parallel_layer", partial(_linear, b.COLUMN)),
+        variants=partial(_variants_of_linear, b.COLUMN),
+        refused=[(4, b.Case(b.COLUMN, (8, 10), (1,)), "10")],
     ),
     Contract(
-        *("2.16", "a_row_parallel_layer", partial(_linear, ROW)),
-        variants=partial(_variants_of_linear, ROW),
-        refused=[(4, Case(ROW, (10, 8), (1,)), "10")],
+        *("2.16", "a_row_parallel_layer", partial(_linear, b.ROW)),
+        variants=partial(_variants_of_linear, b.ROW),
+        refused=[(4, b.Case(b.ROW, (10, 8), (1,)), "10")],
     ),
     Contract(
-        *("2.17", "an_mlp", lambda grade, n: [_module(MLP_SPLIT, grade, n)]),
-        variants=partial(_variants_of_module, MLP_SPLIT),
-        refused=[(8, Case(MLP_SPLIT, (3, 1), (1, 2)), "12")],
+        *("2.17", "an_mlp", lambda grade, n: [_module(b.MLP_SPLIT, grade, n)]),
+        variants=partial(_variants_of_module, b.MLP_SPLIT),
+        refused=[(8, b.Case(b.MLP_SPLIT, (3, 1), (1, 2)), "12")],
     ),
     Contract(
-        *("2.17", "attention", lambda grade, n: [_module(ATTENTION_SPLIT, grade, n)]),
-        variants=partial(_variants_of_module, ATTENTION_SPLIT),
+        *("2.17", "attention", lambda grade, n: [_module(b.ATTENTION_SPLIT, grade, n)]),
+        variants=partial(_variants_of_module, b.ATTENTION_SPLIT),
         refused=[  # with one head, 6 rows a rank would be half of it
-            (2, Case(ATTENTION_SPLIT, (12, 3), (1, 2)), "3"),
-            (2, Case(ATTENTION_SPLIT, (8, 1), (1, 2)), "1"),
+            (2, b.Case(b.ATTENTION_SPLIT, (12, 3), (1, 2)), "3"),
+            (2, b.Case(b.ATTENTION_SPLIT, (8, 1), (1, 2)), "1"),
         ],
     ),
     Contract(
         *("2.18", "an_embedding", _embedding),
         variants=lambda _, n: [
-            *_dtypes(Case(EMBEDDING, (3 * n, 3), (4,))),
-            Case(EMBEDDING, (3 * n, 3), (4,), frozen=("weight",)),
+            *_dtypes(b.Case(b.EMBEDDING, (3 * n, 3), (4,))),
+            b.Case(b.EMBEDDING, (3 * n, 3), (4,), frozen=("weight",)),
         ],
-        refused=[(4, Case(EMBEDDING, (10, 4), (1,)), "10")],
+        refused=[(4, b.Case(b.EMBEDDING, (10, 4), (1,)), "10")],
     ),
     Contract(
         *("2.19", "a_block", lambda grade, n: [_block(grade, n)]),
         variants=_variants_of_block,
-        refused=[(2, Case(BLOCK_SPLIT, (12, 3), (1, 2)), "3")],
+        refused=[(2, b.Case(b.BLOCK_SPLIT, (12, 3), (1, 2)), "3")],
     ),
 ]
 for contract in CONTRACTS:
@@ -404,17 +379,17 @@ CAUSE = (
 )
 
 
-def _check_losses(case: Scores, by_rank: Sequence[Any], where: str = "") -> None:
+def _check_losses(case: b.Scores, by_rank: Sequence[Any], where: str = "") -> None:
     n = len(by_rank)
     logits = case.logits().detach().requires_grad_()
     flat = logits.flatten(0, -2) if case.shape else logits[None]
     losses = cross_entropy(flat, case.targets().flatten(), reduction="none").view(case.shape)
     (losses * case.weights()).sum().backward()
     for rank, got in enumerate(by_rank):
-        here = f"{LOSS}, {case}, rank {rank} of {n}{where}"
-        check_same(here, "the losses", losses, got["losses"], n, CAUSE)
-        part = rank_part(logits.grad, rank, n, -1)  # type: ignore[arg-type]
-        check_same(
+        here = f"{b.LOSS}, {case}, rank {rank} of {n}{where}"
+        c.check_same(here, "the losses", losses, got["losses"], n, CAUSE)
+        part = b.rank_part(logits.grad, rank, n, -1)  # type: ignore[arg-type]
+        c.check_same(
             *(here, "the gradient of logits", part, got["logits"], n),
             "It is softmax over the whole vocabulary, minus 1 at the target, times the gradient of "
             "the loss. Every rank has all that it takes.",
@@ -422,13 +397,13 @@ def _check_losses(case: Scores, by_rank: Sequence[Any], where: str = "") -> None
         expect(f"{here}: what has changed of logits and targets", got["changed"], [])
 
 
-def _check_numbers(run: Run, case: Scores) -> None:
+def _check_numbers(run: Run, case: b.Scores) -> None:
     """Check that three numbers per target travel, in three calls at most, and none backward."""
     numbers = 3 * torch.Size(case.shape).numel()
     most = numbers * getattr(torch, case.dtype).itemsize
-    for rank, by_stage in enumerate(calls_of(run)) if len(run.results) > 1 else ():
-        here = f"{LOSS}, {case}, rank {rank} of {len(run.results)}"
-        check_barriers(here, len(by_stage), 3)
+    for rank, by_stage in enumerate(c.calls_of(run)) if len(run.results) > 1 else ():
+        here = f"{b.LOSS}, {case}, rank {rank} of {len(run.results)}"
+        c.check_barriers(here, len(by_stage), 3)
         _, forward, backward = by_stage
         check(
             {name for name, _ in forward} <= {"all_reduce"}
@@ -442,7 +417,7 @@ def _check_numbers(run: Run, case: Scores) -> None:
         )
 
 
-def _judge_losses(grade: Grade, n: int, case: Scores) -> None:
+def _judge_losses(grade: Grade, n: int, case: b.Scores) -> None:
     run = grade.run(b.loss_case, n, case)
     _check_losses(case, run.results)
     if grade.is_simulated:
@@ -451,21 +426,21 @@ def _judge_losses(grade: Grade, n: int, case: Scores) -> None:
 
 @task("2.18", real=True)
 def test_a_cross_entropy_is_split_by_tokens(grade: Grade) -> None:
-    for n in sizes_for(grade):
+    for n in c.sizes_for(grade):
         shape = grade.random.choice(((5,), (3, 7), (1, 5)))
-        case = Scores(n * grade.random.randint(2, 4), shape, has_ignored=True)
+        case = b.Scores(n * grade.random.randint(2, 4), shape, has_ignored=True)
         _judge_losses(grade, n, case)
-    _judge_losses(grade, n, Scores(2 * n, ()))
+    _judge_losses(grade, n, b.Scores(2 * n, ()))
 
 
 @task("2.18")
 def test_losses_have_the_dtype_of_the_logits_and_are_finite(grade: Grade) -> None:
-    _judge_losses(grade, 2, Scores(6, (5,), dtype="float32"))
-    _judge_losses(grade, 3, Scores(6, (3, 4), scale=2000.0, is_transposed=True))
-    _judge_losses(grade, 3, Scores(6, (3, 4), offset=-2000.0))
+    _judge_losses(grade, 2, b.Scores(6, (5,), dtype="float32"))
+    _judge_losses(grade, 3, b.Scores(6, (3, 4), scale=2000.0, is_transposed=True))
+    _judge_losses(grade, 3, b.Scores(6, (3, 4), offset=-2000.0))
 
 
 @task("2.18")
 def test_a_cross_entropy_is_split_inside_a_group(grade: Grade) -> None:
-    case = Scores(6, (7,), has_ignored=True)
+    case = b.Scores(6, (7,), has_ignored=True)
     _check_losses(case, results_in_group(grade, b.loss_case, case), f" inside {list(MEMBERS)}")

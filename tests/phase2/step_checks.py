@@ -20,20 +20,9 @@ from judging.checks import check_refused, is_close, same_loss
 from judging.expect import expect, expect_on_all_ranks
 from judging.models import SGD, Worn, state_of
 from phase2 import steps as b
-from phase2.steps import (
-    LENGTH,
-    LR,
-    MOMENTUM,
-    WEIGHT_DECAY,
-    Dropping,
-    Loss,
-    Share,
-    batch_of,
-    batch_of_two,
-)
 from phase2_advanced.given import cross_entropy_sum
 
-Shares = tuple[Share, ...]  # one for each rank
+Shares = tuple[b.Share, ...]  # one for each rank
 
 
 @cache
@@ -47,7 +36,7 @@ def steps_alone(
     model = Worn()
     optimizer, losses, norms = _sgd(model), [], []
     for step in range(num_steps):
-        parts = [batch_of(share, rank, step) for rank, share in enumerate(shares)]
+        parts = [b.batch_of(share, rank, step) for rank, share in enumerate(shares)]
         optimizer.zero_grad()
         total, count = cross_entropy_sum(model, tuple(map(torch.cat, zip(*parts, strict=True))))
         (total / count).backward()
@@ -73,7 +62,7 @@ def parts_of_step(shares: Shares) -> list[list[Part]]:
     return [
         [
             _part(
-                *(tensor[start : start + share.starts().step] for tensor in batch_of(share, r, 0))
+                *(tensor[start : start + share.starts().step] for tensor in b.batch_of(share, r, 0))
             )
             for start in share.starts()
         ]
@@ -97,11 +86,11 @@ def _used(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @cache
-def two_losses_alone(shares: Shares, loss: Loss) -> dict[str, Any]:
+def two_losses_alone(shares: Shares, loss: b.Loss) -> dict[str, Any]:
     """Step on one batch that the ranks share."""
-    whole = batch_of_two(Share(sum(share.rows for share in shares), shares[0].size))
+    whole = b.batch_of_two(b.Share(sum(share.rows for share in shares), shares[0].size))
     with torch.random.fork_rng(devices=[]):
-        model = Dropping()
+        model = b.Dropping()
         sums = [loss.sum_of(model, part) for part in _split(whole, shares)]
     total, count = torch.stack([part for part, _ in sums]).sum(), sum(n for _, n in sums)
     (total / count).backward()
@@ -118,7 +107,7 @@ def _split(whole: Sequence[Tensor], shares: Shares) -> Iterator[tuple[Tensor, ..
 
 
 def _sgd(model: nn.Module) -> SGD:
-    return SGD(model, LR, MOMENTUM, WEIGHT_DECAY)
+    return SGD(model, b.LR, b.MOMENTUM, b.WEIGHT_DECAY)
 
 
 def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
@@ -233,7 +222,7 @@ def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
             fmean(every)
         ),
         "the mean over all targets, also those that do not count": (
-            total / (sum(share.rows for share in shares) * LENGTH)
+            total / (sum(share.rows for share in shares) * b.LENGTH)
         ),
     }
     known = [f"That is {cause}." for cause, loss in causes.items() if same_loss(loss, got)]
@@ -300,7 +289,7 @@ def _moved(result: Mapping[str, Any]) -> list[float]:
     model = Worn()
     before, after = state_of(model), result["states"][0]
     return [
-        (x - y) / LR - WEIGHT_DECAY * x
+        (x - y) / b.LR - b.WEIGHT_DECAY * x
         for name in _used(model)
         for x, y in zip(before[name], after[name], strict=True)
     ]
