@@ -133,12 +133,7 @@ def _check_traffic(run: Run, kind: b.Kind, src: int, members: Sequence[int]) -> 
     others = sorted({(e.rank, e.peer) for e in sends if e.rank != members[src]})
     expect("the messages of ranks other than the source, as (from, to),", others, [])
     _check_header(run, members)
-    unwaited = run.trace.unwaited
-    check(
-        not unwaited,
-        f"sends are still under way when scatter_batch returns:\n{chr(10).join(unwaited[:4])}\nThe "
-        "network may still read the rows: wait for each send.",
-    )
+    check_waited(run)
 
 
 def _check_header(run: Run, members: Sequence[int]) -> None:

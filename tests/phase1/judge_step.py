@@ -468,15 +468,14 @@ def test_everything_happens_on_the_device(grade: Grade) -> None:
     size = grade.random.randint(5, 8)
     results = grade.run(b.evaluate_there, 2, size).results
     _check_evaluated(results, size)
-    for rank, result in enumerate(results):
-        device = result["device"]
-        expect(
-            f"rank {rank}, with device={device!r}: the devices of tensors that the model is called "
-            "with, and that are sent,",
-            [result["devices"], sorted({*result["sent"]})],
-            [[device], [device]],
-            "NCCL only sends tensors on GPUs.",
-        )
+    device = results[0]["device"]
+    expect_on_all_ranks(
+        "the devices of tensors that the model is called with, and that are sent,",
+        [[result["devices"], sorted({*result["sent"]})] for result in results],
+        [[device], [device]],
+        "NCCL only sends tensors on GPUs.",
+        where=f", with device={device!r}",
+    )
 
 
 @task("1.12")

@@ -7,7 +7,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from judging.checks import UNIFORM, check_refused, is_close, short
-from judging.expect import expect
+from judging.expect import expect, expect_on_all_ranks
 from judging.groups import STUCK_IN_GROUP
 from phase1 import reference
 from phase1 import training as t
@@ -158,14 +158,13 @@ def _names(number: int, line: str) -> bool:
 @task("1.13")
 def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> None:
     results = grade.run(t.fit, 2, [EPOCHS], True).results
-    for rank, result in enumerate(results):
-        expect(
-            f"rank {rank} of 2: the modules that are in evaluation mode during a step",
-            result["modes"],
-            [],
-            "Switch to training mode at the start of each epoch: the caller may have evaluated the "
-            "model before.",
-        )
+    expect_on_all_ranks(
+        "the modules that are in evaluation mode during a step",
+        [result["modes"] for result in results],
+        [],
+        "Switch to training mode at the start of each epoch: the caller may have evaluated the "
+        "model before.",
+    )
     _check_fitted(results, [EPOCHS], normalised=True)
 
 
@@ -203,14 +202,13 @@ def test_runs_of_different_seeds_share_no_epoch(grade: Grade) -> None:
 def test_average_and_all_reduce_are_used(grade: Grade) -> None:
     n = 2
     results = grade.run(t.fit_summing, n).results
-    for rank, result in enumerate(results):
-        expect(
-            f"rank {rank} of {n}: whether each call of average, one in each of {STEPS} steps, gets "
-            "the trainer's all_reduce, and the sizes of tensors that all_reduce gets,",
-            [result["average"], result["sizes"]],
-            [[True] * STEPS, [2] * STEPS],
-            "self.step(batch) passes both on to train_step.",
-        )
+    expect_on_all_ranks(
+        f"whether each call of average, one in each of {STEPS} steps, gets the trainer's "
+        "all_reduce, and the sizes of tensors that all_reduce gets,",
+        [[result["average"], result["sizes"]] for result in results],
+        [[True] * STEPS, [2] * STEPS],
+        "self.step(batch) passes both on to train_step.",
+    )
     _check_fitted(results, [1], lr=n * LR)  # the given average sums
 
 
@@ -223,9 +221,10 @@ def test_a_batch_that_cannot_be_shared_stops_the_training(grade: Grade) -> None:
 @task("1.13")
 def test_the_training_happens_on_the_device(grade: Grade) -> None:
     results = grade.run(t.fit_there, 2, [1]).results
-    for rank, result in enumerate(results):
-        what = f"rank {rank}: the devices of the model after fit, which moves batches alone,"
-        expect(what, result["devices"], [result["device"]])
+    devices, right = [result["devices"] for result in results], [results[0]["device"]]
+    expect_on_all_ranks(
+        "the devices of the model after fit, which moves batches alone,", devices, right
+    )
     _check_fitted(results, [1], normalised=True)
 
 

@@ -76,10 +76,8 @@ class _Alone:
     def __init__(self, normalised: bool, lr: float) -> None:
         self.model = models.network(models.FIRST_SEED, normalised=normalised)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
-        self.data, self.test = (
-            models.Watched(models.NUM_SAMPLES),
-            models.Watched(models.NUM_TEST, seed=1),
-        )
+        self.data = models.Watched(models.NUM_SAMPLES)
+        self.test = models.Watched(models.NUM_TEST, seed=1)
         self.buffers: dict[int, list[Tensor]] = {}  # by rank, since the epoch began
 
     def step(self, by_rank: tuple[tuple[int, ...], ...]) -> float:

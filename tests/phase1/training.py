@@ -327,19 +327,13 @@ def fit(
     model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=models.LR, momentum=0.9)
     trainer = lesson.Trainer(model, optimizer, **_named(group=group), **given)
-    train, test = (
-        models.Watched(models.NUM_SAMPLES, sample_s=sample_s),
-        models.Watched(models.NUM_TEST, 1, sample_s=sample_s),
-    )
+    train = models.Watched(models.NUM_SAMPLES, sample_s=sample_s)
+    test = models.Watched(models.NUM_TEST, 1, sample_s=sample_s)
+    more = {"global_batch_size": models.GLOBAL_BATCH, **_named(seed=seed)}
     histories = []
     for epochs in calls:
         _change(model, dist.get_rank(group) if histories else 0)
-        found = trainer.fit(
-            *(train, test),
-            epochs=epochs,
-            global_batch_size=models.GLOBAL_BATCH,
-            **_named(seed=seed),
-        )
+        found = trainer.fit(train, test, epochs=epochs, **more)
         histories.append(returned("fit", found))
     return {
         "histories": [list(map(_entry, history)) for history in histories],
@@ -434,10 +428,8 @@ def fit_summing(lesson: Any) -> dict[str, Any]:
 
 def parts_of_fit(lesson: Any, epochs: int) -> None:
     """Call the lesson's own functions as a training does, without steps and buffers."""
-    model, test = (
-        models.network(models.FIRST_SEED, normalised=True),
-        models.Watched(models.NUM_TEST, 1),
-    )
+    model = models.network(models.FIRST_SEED, normalised=True)
+    test = models.Watched(models.NUM_TEST, 1)
     lesson.broadcast_parameters(model)
     for _ in range(epochs):
         lesson.evaluate(model, test)
