@@ -165,22 +165,16 @@ def test_nothing_is_sent_where_nothing_is_trainable(grade: Grade) -> None:
 
 
 @task("1.10")
-def test_flat_takes_memory_for_one_bucket(grade: Grade) -> None:
-    size = grade.random.randint(50, 90)
-    run = grade.run(b.average_large, 1, FUNCTIONS[1], size, options=MEASURED)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_large_gradients_are_not_cut_and_need_one_bucket(grade: Grade, function: str) -> None:
+    size = grade.random.randint(1100, 1200)
+    run = grade.run(b.average_large, 1, function, size, options=MEASURED)
+    expect(f"{function}: the sizes of the tensors that all_reduce gets", run.results, [[size**2]])
     check_peak(
         *(run, [3 * 4 * size**2 + 64]),
-        "average_gradients_flat needs memory for the parameters, the gradients, and one bucket as "
+        f"{function} needs memory for the parameters, the gradients, and at most one bucket as "
         "large as the gradients. Divide the bucket in place, and copy the means from views of it.",
     )
-
-
-@task("1.10")
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_large_gradients_are_not_cut(grade: Grade, function: str) -> None:
-    size = grade.random.randint(1100, 1200)
-    (sizes,) = grade.run(b.average_large, 1, function, size).results
-    expect(f"{function}: the sizes of the tensors that all_reduce gets", sizes, [size**2])
 
 
 @task("1.10")
