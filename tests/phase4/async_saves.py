@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from judging.pretend_device import PretendDevice, device_of
+from phase4.states import plain
 
 HELD_S = 3.0  # longest wait of a write, so that a save that waits for its own write ends too
 LATE_S = 0.3
@@ -94,17 +95,6 @@ def change(state: dict[str, Any]) -> None:
     state["optimizer"]["param_groups"][0]["params"].append(1)
     state["losses"].append(0.0)
     state["name"] = "run 4"
-
-
-def plain(part: Any) -> Any:
-    """Write a state without tensors."""
-    if isinstance(part, torch.Tensor):
-        return [str(part.dtype), str(part.device), part.detach().float().tolist()]
-    if isinstance(part, Mapping):
-        return {key: plain(value) for key, value in part.items()}
-    if isinstance(part, list | tuple):
-        return [type(part).__name__, *map(plain, part)]
-    return part
 
 
 def save_and_change(lesson: Any) -> dict[str, Any]:

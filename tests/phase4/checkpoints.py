@@ -3,7 +3,7 @@
 import errno
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from judging.calls import returned, typed
 from phase4 import stores
 from phase4.file_access import open_in
 from phase4.file_history import Sync, listening, syncs_replaced
+from phase4.states import same
 from phase4.stores import MANIFEST, Facts, Plan, Store, error_text, listing, name_of
 from phase4_production.given import Group, Loaded
 
@@ -29,17 +30,6 @@ def state_of(step: int) -> dict[str, Any]:
         "position": (step, None, True),
         "name": f"run {step:03d}",
     }
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return whether two states are equal: types, keys, dtypes and bits."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.device.type == "cpu" and torch.equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b)) and type(a) is type(b)
-    return bool(type(a) is type(b) and a == b)
 
 
 class Checkpoints(Store):
@@ -65,13 +55,6 @@ class Checkpoints(Store):
 def run(lesson: Any, root: str, body: str, *args: object) -> Any:
     """Run a body of ``stores``."""
     return getattr(stores, body)(Checkpoints(lesson, root), *args)
-
-
-def left_open(lesson: Any, root: str) -> list[str]:
-    """Save twice and load; return the files of the run that are still open."""
-    store = Checkpoints(lesson, root).prepare(Plan(0, there=(1, 2)))
-    store.load()
-    return open_in(store.folder.parent)
 
 
 class _Runs:

@@ -32,27 +32,16 @@ TORCHS, COURSES = "torch's DistributedDataParallel", "that of task 3.12"
 
 
 class Plan(NamedTuple):
-    """A training with a hook.
+    """A training with a hook."""
 
-    Attributes:
-        door: TORCHS or COURSES.
-        reduce: Kind of compressor, as in ``sent_of``.
-        steps: Number of steps.
-        dtype: Dtype of parameters and gradients.
-        seed: Seed of the gradients.
-        unused: Parameters of which rank 1 has no gradients in odd steps.
-        restart: Step before which new objects load the state; -1 for none.
-        spoiled: Step in which each gradient of rank 0 holds a NaN; -1 for never.
-    """
-
-    door: str
-    reduce: str = "coarse"
-    steps: int = 6
-    dtype: str = "float32"
-    seed: int = 0
-    unused: tuple[str, ...] = ()
-    restart: int = -1
-    spoiled: int = -1
+    door: str  # TORCHS or COURSES
+    reduce: str = "coarse"  # kind of compressor, as in ``sent_of``
+    steps: int = 6  # number of steps
+    dtype: str = "float32"  # dtype of parameters and gradients
+    seed: int = 0  # seed of the gradients
+    unused: tuple[str, ...] = ()  # parameters of which rank 1 has no gradients in odd steps
+    restart: int = -1  # step before which new objects load the state; -1 for none
+    spoiled: int = -1  # step in which each gradient of rank 0 holds a NaN; -1 for never
 
 
 def gradients_of(plan: Plan, rank: int, step: int) -> dict[str, Tensor]:

@@ -40,50 +40,42 @@ def draw_numbers(random: Random, case: Case, num_ranks: int, argument: Any) -> C
 
 @dataclass(frozen=True)
 class Compressor:
-    """A function that averages gradients in compressed form, and what its task promises.
+    """A function that averages gradients in compressed form, and what its task promises."""
 
-    Attributes:
-        task: Task that asks for it.
-        name: Name of the function.
-        worlds: Numbers of ranks, each with the argument of the function.
-        check_sent: Check of what a rank sent, called with the place in words, the argument, the
-            case, the gradients of all ranks, the rank and what it sent.
-        costs: Numbers of ranks, arguments and gradients whose bytes are counted.
-        most_bytes: Function of one of the costs that returns the bytes that a rank may send, and
-            what they consist of.
-        cases: Gradients to be reduced.
-        far: Argument with which the one number of a long gradient travels; None: no place does.
-        if_apart: Likely cause where the ranks' means differ.
-        draw: Function that gives a case other numbers.
-    """
-
-    task: str
-    name: str
-    worlds: Sequence[tuple[int, Any]]
+    task: str  # task that asks for it
+    name: str  # name of the function
+    worlds: Sequence[tuple[int, Any]]  # numbers of ranks, each with the argument of the function
+    # Check of what a rank sent, called with the place in words, the argument, the case, the
+    # gradients of all ranks, the rank and what it sent.
     check_sent: Callable[[str, Any, Case, Sequence[Numbers], int, Numbers], None]
+    # Numbers of ranks, arguments and gradients whose bytes are counted.
     costs: Sequence[tuple[int, Any, Case]]
+    # Function of one of the costs that returns the bytes that a rank may send, and what they
+    # consist of.
     most_bytes: Callable[[int, Any, Case], tuple[float, str]]
-    cases: Sequence[Case] = CASES
+    cases: Sequence[Case] = CASES  # gradients to be reduced
+    # Argument with which the one number of a long gradient travels; None: no place does.
     far: Any = None
+    # Likely cause where the ranks' means differ.
     if_apart: str = (
         "Add in the same order on all ranks, and let all of them decode the same bytes, or their "
         "models drift apart."
     )
+    # Function that gives a case other numbers.
     draw: Callable[[Random, Case, int, Any], Case] = draw_numbers
 
     def tests(self) -> dict[str, Callable[..., None]]:
         """Return the tests of a suite by name, marked as those of the task."""
         tests = {
             "averages_what_ranks_send": over(self.worlds, self._test_world, ids=str),
+            "on_processes": over(self.worlds[-1:], self._test_world, ids=str),
             "sends_few_bytes": over(self.costs, self._test_bytes, ids=str),
             "inside_a_group": over(self.worlds[-1:], self._test_group, ids=str),
         }
         if self.far is not None:
             tests["of_odd_gradients"] = over([self.worlds[-1]], self._test_odd, ids=str)
         return {
-            f"test_{self.name}_{promise}": task(self.task, real=promise.startswith("averages"))(
-                test
-            )
+            f"test_{self.name}_{promise}": task(self.task, real=promise == "on_processes")(test)
             for promise, test in tests.items()
         }
 

@@ -18,22 +18,16 @@ GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}  # inexac
 
 
 class Case(NamedTuple):
-    """A gradient.
+    """A gradient."""
 
-    Attributes:
-        n: Number of entries.
-        dtype: Name of its dtype.
-        kind: "normal" for random numbers. "zeros". "equal" for plus or minus 1. "strided" for every
-            second of twice as many random numbers. "nan" for small numbers, of which the last rank
-            has a NaN. "uneven" for random numbers below 1, but for 3r entries of rank r, which are
-            plus or minus 1 or 2.
-        seed: Seed of the numbers.
-    """
-
-    n: int
-    dtype: str = "float32"
+    n: int  # number of entries
+    dtype: str = "float32"  # name of its dtype
+    # "normal" for random numbers. "zeros". "equal" for plus or minus 1. "strided" for every second
+    # of twice as many random numbers. "nan" for small numbers, of which the last rank has a NaN.
+    # "uneven" for random numbers below 1, but for 3r entries of rank r, which are plus or minus 1
+    # or 2.
     kind: str = "normal"
-    seed: int = 0
+    seed: int = 0  # seed of the numbers
 
     def __str__(self) -> str:
         kind = "" if self.kind == "normal" else f" ({self.kind})"

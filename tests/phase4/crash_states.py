@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from distlab.util.text import joined
-from phase4.file_history import ROOT, Event, Named, Recorder, Synced, Tree, Written
+from phase4.file_history import ROOT, Event, Named, Recorder, Tree, Written, paths_in
 
 State = tuple[tuple[str, bytes | None], ...]  # path -> content; None: a folder
 Paths = tuple[tuple[str, int], ...]  # path -> node
@@ -68,7 +67,7 @@ class Disk:
         counts = [sum(_is_in(folder, step) for step in self.pending) for folder in folders]
         every = product(*(range(count + 1) for count in counts))
         names = (self._names(dict(zip(folders, reached, strict=True))) for reached in every)
-        return dict.fromkeys(map(_paths, names))
+        return dict.fromkeys(map(paths_in, names))
 
     def _names(self, reached: Mapping[int, int]) -> dict[tuple[int, str], int]:
         names, left = dict(self.names), dict(reached)
@@ -111,36 +110,6 @@ def states_at_the_end(recorder: Recorder) -> list[State]:
     return list(dict.fromkeys(disk.states()))
 
 
-def described(recorder: Recorder) -> list[str]:
-    """Describe each event: ``writes run/state.pt (1,705 bytes)``."""
-    paths = {ROOT: "."}
-    for key, node in sorted(recorder.start.names.items(), key=lambda item: item[1]):
-        paths[node] = _path(paths, key)
-    return [_described(event, paths) for event in recorder.events]
-
-
-def _described(event: Event, paths: dict[int, str]) -> str:
-    """Describe an event, and note new names in ``paths``."""
-    if isinstance(event, Written):
-        return f"writes {paths[event.node]} ({len(event.content):,} bytes)"
-    if isinstance(event, Synced):
-        return f"syncs {'everything' if event.node is None else paths[event.node]}"
-    old = {node: paths[node] for node in event.entries.values() if node in paths}
-    gone = [_path(paths, key) for key, node in event.entries.items() if node is None]
-    for key, node in event.entries.items():
-        if node is not None:
-            paths[node] = _path(paths, key)
-    if old:
-        return "renames " + joined([f"{name} to {paths[node]}" for node, name in old.items()])
-    new = [paths[node] for node in event.entries.values() if node is not None]
-    return f"makes {joined(new)}" if new else f"removes {joined(gone)}"
-
-
-def _path(paths: Mapping[int, str], key: tuple[int, str]) -> str:
-    folder, name = key
-    return f"{paths[folder]}/{name}".removeprefix("./")
-
-
 def build(state: State, folder: Path) -> None:
     """Make a folder that holds ``state``."""
     folder.mkdir(parents=True)
@@ -161,19 +130,3 @@ def _rename(names: dict[tuple[int, str], int], step: Mapping[tuple[int, str], in
             names.pop(key, None)
         else:
             names[key] = node
-
-
-def _paths(names: Mapping[tuple[int, str], int]) -> Paths:
-    """Return the paths in the folder, with their nodes."""
-    children: dict[int, list[tuple[str, int]]] = {}
-    for (folder, name), node in sorted(names.items()):
-        children.setdefault(folder, []).append((name, node))
-    paths: list[tuple[str, int]] = []
-
-    def collect(folder: int, prefix: str) -> None:
-        for name, node in children.get(folder, ()):
-            paths.append((prefix + name, node))
-            collect(node, f"{prefix}{name}/")
-
-    collect(ROOT, "")
-    return tuple(paths)

@@ -21,14 +21,7 @@ OPTIONS = ("num_samples", "global_batch", "num_epochs", "save_every", "micro_bat
 
 
 class Plan(NamedTuple):
-    """A run, and the fate of the workers of one start.
-
-    Attributes:
-        ends: Early end of the workers: an error "before" or "after" the parameters have changed, a
-            request to "stop", or "".
-        at: Step of this start in which, or after which, the workers end.
-        fails: Function that fails on rank 0: "load", "save" or "".
-    """
+    """A run, and the fate of the workers of one start."""
 
     num_samples: int = 23
     global_batch: int = 5
@@ -37,9 +30,11 @@ class Plan(NamedTuple):
     micro_batch: int = 2
     seed: int = 0
     width: int = 3  # number of weights of the model
+    # Early end of the workers: an error "before" or "after" the parameters have changed, a request
+    # to "stop", or "".
     ends: str = ""
-    at: int = 0
-    fails: str = ""
+    at: int = 0  # step of this start in which, or after which, the workers end
+    fails: str = ""  # function that fails on rank 0: "load", "save" or ""
 
     @property
     def sizes(self) -> list[int]:
@@ -58,12 +53,7 @@ class Interrupted(RuntimeError):
 
 
 class Model:
-    """A linear model, trained with momentum.
-
-    Attributes:
-        steps: Calls of ``add_gradients`` in each step: epoch and samples.
-        times_s: Times of all calls in each step.
-    """
+    """A linear model, trained with momentum."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.linear = plan, nn.Linear(plan.width, 1, dtype=torch.float64)
@@ -72,8 +62,9 @@ class Model:
             if rank % 2:  # "need not be cleared"
                 parameter.grad = torch.ones_like(parameter)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        # Calls of ``add_gradients`` in each step: epoch and samples.
         self.steps: list[list[tuple[int, list[int]]]] = [[]]
-        self.times_s: list[list[float]] = [[]]
+        self.times_s: list[list[float]] = [[]]  # times of all calls in each step
 
     def parameters(self) -> list[nn.Parameter]:
         return [*self.linear.parameters()]

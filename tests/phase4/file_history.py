@@ -13,12 +13,14 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from distlab.util.text import joined
 
 WATCHED = frozenset(
     f"{module}.{name}" if module else name
@@ -36,6 +38,7 @@ ROOT = 0  # node of the recorded folder itself
 class Named:
     """A folder has got names, or lost them (None); a rename from folder to folder changes two."""
 
+    text: str
     entries: dict[tuple[int, str], int | None]  # (folder, name) -> node
     files: frozenset[int] = frozenset()  # nodes that are files, empty if new
 
@@ -44,6 +47,7 @@ class Named:
 class Written:
     """A file has this content now."""
 
+    text: str
     node: int
     content: bytes
 
@@ -52,10 +56,12 @@ class Written:
 class Synced:
     """A file's content, or a folder's names, are safe; node None: everything is."""
 
+    text: str
     node: int | None
 
 
-Event = Named | Written | Synced
+Event = Named | Written | Synced  # each with a text, such as "writes run/state.pt (1,705 bytes)"
+Names = Mapping[tuple[int, str], int]  # (folder, name) -> node
 
 
 @dataclass
@@ -97,12 +103,12 @@ class Recorder:
     def sync(self, inode: int | None) -> None:
         """Note that a file or a folder is on the disk; None: everything is."""
         self.look()
+        nodes = {**self.seen.nodes, self.folder.stat().st_ino: ROOT}
         if inode is None:
-            self.events.append(Synced(None))
-        elif inode == self.folder.stat().st_ino:
-            self.events.append(Synced(ROOT))
-        elif inode in self.seen.nodes:
-            self.events.append(Synced(self.seen.nodes[inode]))
+            self.events.append(Synced("syncs everything", None))
+        elif inode in nodes:
+            path = _paths_by_node(self.seen.names).get(nodes[inode], ".")
+            self.events.append(Synced(f"syncs {path}", nodes[inode]))
 
     def _read(self) -> Tree:
         tree = Tree()
@@ -135,11 +141,39 @@ class Recorder:
         before = self.seen
         gone = dict.fromkeys(set(before.names) - set(now.names))
         new = {key: node for key, node in now.names.items() if before.names.get(key) != node}
+        old_paths, paths = _paths_by_node(before.names), _paths_by_node(now.names)
         if gone or new:
-            self.events.append(Named({**gone, **new}, frozenset(new.values()) & {*now.contents}))
+            moved = [f"{old_paths[n]} to {paths[n]}" for n in new.values() if n in old_paths]
+            removed = [old_paths[before.names[key]] for key in gone]
+            made = [paths[node] for node in new.values()]
+            verbs = {"renames": moved, "makes": made, "removes": removed}
+            text = next(f"{verb} {joined(names)}" for verb, names in verbs.items() if names)
+            files = frozenset(new.values()) & {*now.contents}
+            self.events.append(Named(text, {**gone, **new}, files))
         for node, content in now.contents.items():
             if before.contents.get(node, b"") != content:
-                self.events.append(Written(node, content))
+                text = f"writes {paths[node]} ({len(content):,} bytes)"
+                self.events.append(Written(text, node, content))
+
+
+def paths_in(names: Names) -> tuple[tuple[str, int], ...]:
+    """Return the paths in the folder, with their nodes."""
+    children: dict[int, list[tuple[str, int]]] = {}
+    for (folder, name), node in sorted(names.items()):
+        children.setdefault(folder, []).append((name, node))
+    paths: list[tuple[str, int]] = []
+
+    def collect(folder: int, prefix: str) -> None:
+        for name, node in children.get(folder, ()):
+            paths.append((prefix + name, node))
+            collect(node, f"{prefix}{name}/")
+
+    collect(ROOT, "")
+    return tuple(paths)
+
+
+def _paths_by_node(names: Names) -> dict[int, str]:
+    return {node: path for path, node in paths_in(names)}
 
 
 @contextmanager

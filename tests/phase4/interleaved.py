@@ -1,23 +1,22 @@
 """Two threads that meet at each line of a lesson, so that nothing depends on who is faster.
 
 While a thread walks through a method of the lesson, a second thread does something else at each of
-its lines, and wherever a generator goes on within one; the first one waits for it. So a race goes
+its lines, and wherever a generator continues within one; the first one waits for it. So a race goes
 wrong at once, whether the machine is fast or slow. The second thread may have to wait for a lock
-that the first one holds: then the first one goes on, and nothing more is begun until that is done.
+that the first one holds: then the first one continues, and nothing more is begun until that is
+done.
 """
 
 import linecache
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-PATIENCE_S = 20.0  # longest wait at a line, unless the second thread waits for a lock
-LOOK_S = 0.01
-NUM_LOOKS = 30  # looks at a thread without a movement, after which it waits for a lock
+PATIENCE_S = 20.0  # longest wait for the last event
+LOCKED_S = 2.0  # wait at a line after which the second thread is taken to wait for a lock
 MOST = 200  # largest number of meetings
 
 
@@ -83,30 +82,8 @@ class Meetings:
             self.lines.append(frame.f_lineno)
             self.thread = threading.Thread(target=self._run, daemon=True)
             self.thread.start()
-            self._wait()
+            self.thread.join(LOCKED_S)
 
     def _run(self) -> None:
         sys.settrace(None)
         self.event()
-
-    def _wait(self) -> None:
-        """Wait until the second thread has ended, or seems to wait for this one."""
-        until_s, places, num_looks = time.monotonic() + PATIENCE_S, [], 0
-        while self.thread.is_alive() and num_looks < NUM_LOOKS and time.monotonic() < until_s:
-            self.thread.join(LOOK_S)
-            before, places = places, self._waiting()
-            num_looks = num_looks + 1 if places and places == before else 0
-
-    def _waiting(self) -> list[tuple[int, ...]]:
-        """Return the places of other threads that are in the lesson, or in a lock of it."""
-        places = []
-        for thread, frame in sys._current_frames().items():
-            is_inside = frame.f_code.co_filename in (self.file, threading.__file__)
-            if is_inside and thread != threading.get_ident() and self._is_of_the_lesson(frame):
-                places.append((thread, id(frame), frame.f_lasti))
-        return places
-
-    def _is_of_the_lesson(self, frame: FrameType | None) -> bool:
-        while frame is not None and frame.f_code.co_filename != self.file:
-            frame = frame.f_back
-        return frame is not None

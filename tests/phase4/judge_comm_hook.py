@@ -192,7 +192,7 @@ def test_hook_inside_a_group(grade: Grade, door: str) -> None:
     _check(plan, results_in_group(grade, b.train, plan), "inside a group, ")
 
 
-@task("4.13", real=True)
+@task("4.13")
 @each_door
 @pytest.mark.parametrize("reduce", ["coarse", "alternating"])
 def test_loaded_residuals_go_on(grade: Grade, door: str, reduce: str) -> None:

@@ -211,7 +211,7 @@ def _bytes_of_codes(n: int, codec: str, case: Case) -> tuple[float, str]:
 QUANTIZED = Compressor(
     "4.11",
     "quantized",
-    worlds=[(1, "Int8"), (2, "Sign"), (3, "Int8"), (5, "Sign"), (5, "Exact"), (8, "Int8")],
+    worlds=[(1, "Int8"), (2, "Sign"), (5, "Exact"), (3, "Int8")],
     check_sent=_check_sent,
     costs=[(2, "Int8", Case(2431)), (5, "Sign", Case(2563)), (8, "Int8", Case(7))],
     most_bytes=_bytes_of_codes,

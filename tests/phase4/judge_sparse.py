@@ -91,7 +91,7 @@ def _bytes_of_the_fullest(n: int, least: float, case: Case) -> tuple[float, str]
 TOP = Compressor(
     "4.9",
     "top_k",
-    worlds=[(1, 1.0), (2, FRACTION), (3, 0.29), (5, RARE), (8, FRACTION)],
+    worlds=[(1, 1.0), (2, FRACTION), (5, RARE), (3, 0.29)],
     check_sent=_check_largest,
     costs=[(2, FRACTION, Case(431, "bfloat16")), (5, FRACTION, Case(563))],
     most_bytes=_bytes_with_places,
@@ -100,7 +100,7 @@ TOP = Compressor(
 RANDOM = Compressor(
     "4.10",
     "random_k",
-    worlds=[(1, FRACTION), (2, RARE), (3, 0.29), (5, FRACTION)],
+    worlds=[(1, FRACTION), (2, RARE), (5, FRACTION), (3, 0.29)],
     check_sent=_check_drawn,
     costs=[(2, FRACTION, Case(2431, "bfloat16")), (5, FRACTION, Case(1563))],
     most_bytes=_bytes_of_values,
@@ -110,7 +110,7 @@ RANDOM = Compressor(
 THRESHOLD = Compressor(
     "4.10",
     "threshold",
-    worlds=[(1, LEAST), (2, LEAST), (3, LEAST), (5, LEAST)],
+    worlds=[(1, LEAST), (5, LEAST), (2, LEAST)],
     check_sent=_check_large,
     costs=[(2, LEAST, Case(231, "bfloat16", "uneven")), (5, LEAST, Case(263, kind="uneven"))],
     most_bytes=_bytes_of_the_fullest,

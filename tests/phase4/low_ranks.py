@@ -29,23 +29,14 @@ NEVER = -9
 
 
 class Plan(NamedTuple):
-    """The gradients that are averaged, step by step.
+    """The gradients that are averaged, step by step."""
 
-    Attributes:
-        shapes: Shapes of the gradients, by name.
-        rank: Rank of PowerSGD.
-        steps: Number of steps.
-        dtype: Dtype of the gradients.
-        low_rank: Rank of the mean of each matrix over the ranks; 0 for full rank.
-        zero_step: Step in which all gradients are zero.
-    """
-
-    shapes: Shapes
-    rank: int = 2
-    steps: int = 3
-    dtype: str = "float32"
-    low_rank: int = 0
-    zero_step: int = NEVER
+    shapes: Shapes  # shapes of the gradients, by name
+    rank: int = 2  # rank of PowerSGD
+    steps: int = 3  # number of steps
+    dtype: str = "float32"  # dtype of the gradients
+    low_rank: int = 0  # rank of the mean of each matrix over the ranks; 0 for full rank
+    zero_step: int = NEVER  # step in which all gradients are zero
 
 
 def gradients_of(plan: Plan, rank: int, step: int, n: int) -> dict[str, Tensor]:

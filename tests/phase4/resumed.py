@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from distlab.grade import WrongResult
 from judging.calls import int_list, refusal_of, returned, typed
 from judging.tensors import given_group
+from phase4.states import plain
 
 AHEAD = 2  # number of batches that are asked for before they are trained on
 PARTS = ("model", "optimizer", "scheduler", "ema", "sampler", "drawing")
@@ -134,18 +135,6 @@ def ahead(sampler: Any) -> Iterator[list[int]]:
     yield from waiting
 
 
-def plain(part: Any) -> Any:
-    """Return a state as plain values that can be compared, bit for bit."""
-    if isinstance(part, Tensor):
-        values = part.detach().contiguous().reshape(-1)
-        return [str(part.dtype), [*part.shape], values.view(torch.uint8).numpy().tobytes().hex()]
-    if isinstance(part, Mapping):
-        return [[str(key), plain(part[key])] for key in sorted(part, key=str)]
-    if isinstance(part, list | tuple):
-        return [plain(value) for value in part]
-    return part
-
-
 def fingerprint(part: Any) -> str:
     """Return a few digits that change with any bit."""
     return hashlib.sha256(repr(plain(part)).encode()).hexdigest()[:12]
@@ -235,15 +224,10 @@ def look_ahead(lesson: Any, plan: Plan, taken: int, trained: int) -> dict[str, A
     for loader in (other, wider):
         loader.load_state_dict(state)
     facts |= {"left": [*other], "wider": [*wider], "length": len(other)}
-    return {**facts, "whole": whole, "unchanged": fingerprint(state) == before}
-
-
-def other_samples(lesson: Any, plan: Plan) -> dict[str, Any]:
-    """Load the state of a sampler of another dataset."""
-    sampler = sampler_of(lesson, plan, None)
-    sampler.advance()
-    other = sampler_of(lesson, plan._replace(num_samples=plan.num_samples + 6), None)
-    return refusal_of(lambda: other.load_state_dict(sampler.state_dict()))
+    longer = sampler_of(lesson, plan._replace(num_samples=plan.num_samples + 6), None)
+    refusal = refusal_of(lambda: longer.load_state_dict(state))
+    is_unchanged = fingerprint(state) == before
+    return {**facts, "whole": whole, "unchanged": is_unchanged, "refusal": refusal}
 
 
 def other_ranks(lesson: Any, plan: Plan, before: int, after: int, stop: int) -> dict[str, Any]:
@@ -286,41 +270,43 @@ def save_large(lesson: Any) -> None:
     training.load_state_dict(training.state_dict())
 
 
-class PretendedCuda:
-    """A pretended generator of a GPU, reached by torch.cuda's functions."""
-
-    def __init__(self) -> None:
-        self.state = torch.arange(16, dtype=torch.uint8)
-        self.is_there = True
-        functions = {
-            "is_available": lambda: self.is_there,
-            "is_initialized": lambda: self.is_there,
-            "device_count": lambda: int(self.is_there),
-            "current_device": lambda: 0,
-            "get_rng_state": lambda *_, **__: self.state.clone(),
-            "get_rng_state_all": lambda: [self.state.clone()],
-            "set_rng_state": lambda state, *_, **__: self._set(state),
-            "set_rng_state_all": lambda states: self._set(*states),
-        }
-        for name, function in functions.items():
-            setattr(torch.cuda, name, function)
-
-    def _set(self, state: Tensor) -> None:
-        if not self.is_there:
-            raise RuntimeError("No CUDA GPUs are available")
-        self.state = state.clone()
-
-
 def with_cuda(lesson: Any) -> tuple[bool, str]:
-    """Load where there is a GPU, and where not; return whether it is restored, and the error."""
-    cuda, training = PretendedCuda(), state_of(lesson, {}, None)
-    saved, before = written(training.state_dict()), cuda.state
-    cuda.state = 255 - before
+    """Load where torch.cuda pretends to have a GPU, and where it has none.
+
+    Returns:
+        Whether the generator of the GPU is restored, and the error where there is none.
+    """
+    is_there, states = [True], [torch.arange(16, dtype=torch.uint8)]
+
+    def set_state(state: Tensor, *_: object, **__: object) -> None:
+        if not is_there[0]:
+            raise RuntimeError("No CUDA GPUs are available")
+        states[0] = state.clone()
+
+    _pretend_cuda(is_there, states, set_state)
+    training, before = state_of(lesson, {}, None), states[0]
+    saved = written(training.state_dict())
+    states[0] = 255 - before
     training.load_state_dict(saved)
-    is_restored = torch.equal(cuda.state, before)
-    cuda.is_there = False
+    is_restored = torch.equal(states[0], before)
+    is_there[0] = False
     try:
         training.load_state_dict(saved)
     except RuntimeError as error:
         return is_restored, str(error)
     return is_restored, ""
+
+
+def _pretend_cuda(is_there: list[bool], states: list[Tensor], set_state: Any) -> None:
+    """Replace the functions of torch.cuda by which a lesson may reach a generator."""
+    functions: dict[str, Any] = {
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: is_there[0]),
+        "device_count": lambda: int(is_there[0]),
+        "current_device": lambda: 0,
+        "get_rng_state": lambda *_, **__: states[0].clone(),
+        "get_rng_state_all": lambda: [states[0].clone()],
+        "set_rng_state": set_state,
+        "set_rng_state_all": lambda states: set_state(*states),
+    }
+    for name, function in functions.items():
+        setattr(torch.cuda, name, function)

@@ -134,15 +134,6 @@ def load_with_other_lists(lesson: Any, root: str, slices: Slices) -> Facts:
     return facts
 
 
-def save_over_leftovers(lesson: Any, root: str, slices: Slices) -> list[str]:
-    """Save where a killed attempt of more ranks has left a file; return the checkpoint's files."""
-    store = Shards(lesson, root, slices)
-    stale = store.folder / f".{name_of(1)}.partial"
-    store.on_rank_0(lambda: stale.mkdir(parents=True))
-    store.on_rank_0(lambda: (stale / "rank-00007.bin").write_bytes(b"old"))
-    return listing(store.save(1))
-
-
 class Broken(NamedTuple):
     """Disks that fail whenever something is synced."""
 

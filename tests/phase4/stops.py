@@ -24,17 +24,12 @@ _handlers: dict[tuple[int, int], Any] = {}  # (thread of a simulated rank, signa
 
 
 class Plan(NamedTuple):
-    """The signals to the ranks.
+    """The signals to the ranks."""
 
-    Attributes:
-        arrivals: Rank, step and signal; it comes while the rank computes this step.
-        signals: Signals to be caught; empty for the default ones.
-        num_steps: Steps in which the ranks go on asking, whatever they hear.
-    """
-
+    # Rank, step and signal; it comes while the rank computes this step.
     arrivals: tuple[tuple[int, int, int], ...] = ()
-    signals: tuple[int, ...] = ()
-    num_steps: int = 5
+    signals: tuple[int, ...] = ()  # signals to be caught; empty for the default ones
+    num_steps: int = 5  # steps in which the ranks go on asking, whatever they hear
 
 
 def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
@@ -112,16 +107,12 @@ def _a_handler(number: int, frame: object) -> None:
 
 
 class Signals:
-    """Sends signals to this rank, and notes those that the request has not kept to itself.
-
-    Attributes:
-        let_through: Sentences about signals that reached an earlier handler, or none.
-        before: Handlers outside of the with statement.
-    """
+    """Sends signals to this rank, and notes those that the request has not kept to itself."""
 
     def __init__(self) -> None:
+        # Sentences about signals that reached an earlier handler, or none.
         self.let_through: list[str] = []
-        self.before: dict[int, Any] = {}
+        self.before: dict[int, Any] = {}  # handlers outside of the with statement
         self.thread = threading.get_ident()
         self.is_simulated = dist.get_backend() == "sim"
         if self.is_simulated:

@@ -1,6 +1,5 @@
-"""Bodies for tasks 4.1 and 4.3: saves that crash or are damaged, and what is loaded then."""
+"""Bodies for tasks 4.1 and 4.3: saves that crash or are damaged, and loads after these."""
 
-import operator
 import os
 import shutil
 import sys
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -18,13 +17,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distlab.sim import SimulationError
-from phase4.crash_states import State, build, crash_states, described, states_at_the_end
-from phase4.file_access import Read, reads_in
-from phase4.file_history import Recorder, listening, recorded
+from phase4.crash_states import Disk, State, build, crash_states, states_at_the_end
+from phase4.file_access import Read, open_in, reads_in
+from phase4.file_history import Recorder, Tree, listening, recorded
 from phase4_production.given import Group
 
 MANIFEST = "manifest.json"
-MORE = "more.pt"  # file that is in no manifest
+MORE = "rank-00007.bin"  # file that is in no manifest, as of a killed attempt of more ranks
 LONG_AGO_S = 1_000_000_000  # the year 2001
 RETURNED = "phase4.returned"  # name of an audit event
 KINDS = OSError, RuntimeError, ValueError
@@ -32,25 +31,16 @@ Facts = dict[str, Any]
 
 
 class Plan(NamedTuple):
-    """The folder before a checkpoint is saved.
+    """The folder before a checkpoint is saved."""
 
-    Attributes:
-        step: Step of the new checkpoint.
-        there: Steps of the checkpoints in the folder.
-        damaged: Steps of those that are damaged.
-        keep: Number of checkpoints that stay.
-        is_made: Whether the folder exists.
-        leftovers: Names of folders that a crash has left.
-        renamed: Steps of undamaged checkpoints that a save had just renamed, to be removed, when it
-            was killed: their old names may come back when the power fails.
-    """
-
-    step: int
-    there: tuple[int, ...] = ()
-    damaged: tuple[int, ...] = ()
-    keep: int = 3
-    is_made: bool = True
-    leftovers: tuple[str, ...] = ()
+    step: int  # step of the new checkpoint
+    there: tuple[int, ...] = ()  # steps of the checkpoints in the folder
+    damaged: tuple[int, ...] = ()  # steps of those that are damaged
+    keep: int = 3  # number of checkpoints that stay
+    is_made: bool = True  # whether the folder exists
+    leftovers: tuple[str, ...] = ()  # names of folders that a crash has left
+    # Steps of undamaged checkpoints that a save had just renamed, to be removed, when it was
+    # killed: their old names may come back when the power fails.
     renamed: tuple[int, ...] = ()
 
 
@@ -77,12 +67,7 @@ def error_text(error: Exception) -> str:
 
 
 class Store:
-    """The folder of a run, the same on all ranks, and this rank's calls of the lesson.
-
-    Attributes:
-        folder: Folder of the checkpoints, alone in another one.
-        is_unchanged: False once a save has changed what it was given.
-    """
+    """The folder of a run, the same on all ranks, and this rank's calls of the lesson."""
 
     loads = ""  # function of the lesson that loads
 
@@ -90,7 +75,8 @@ class Store:
         made = [tempfile.mkdtemp(dir=root)] if dist.get_rank(group) == 0 else [""]
         dist.broadcast_object_list(made, group=group, group_src=0)
         self.lesson, self.rank, self.group = lesson, dist.get_rank(group), group
-        self.folder, self.is_unchanged = Path(made[0]) / "run", True
+        self.folder = Path(made[0]) / "run"  # alone in another folder
+        self.is_unchanged = True  # False once a save has changed what it was given
 
     def save(self, step: int, *, keep: int = 9) -> Path:
         """Save a step; return the path that the lesson has returned."""
@@ -150,6 +136,7 @@ class Store:
         for name in plan.leftovers:
             shutil.copytree(self.folder / name_of(plan.there[-1]), self.folder / name)
             shorten(self.folder / name)
+            (self.folder / name / MORE).write_bytes(b"old")
         # The first checkpoint is dated last, as by a copy.
         for place, checkpoint in enumerate(sorted(self.folder.glob("step-*"), reverse=True)):
             os.utime(checkpoint, (LONG_AGO_S + place, LONG_AGO_S + place))
@@ -166,8 +153,8 @@ def crash(store: Store, plan: Plan) -> Facts:
     Returns:
         The operations of the save, in words; the folder after it; whether the path was right; and
         for each state that a crash may leave, the number of operations before it, whether a rank
-        has returned, the result of a load, and the ``step-…`` folders that can and can't be loaded
-        by themselves.
+        has returned, the result of a load, and the ``step-…`` folders, with what an undamaged
+        checkpoint holds or with anything else.
     """
     store.prepare(plan)
     alone, counts = dist.new_group([0]), list[int]()  # number of events before each return
@@ -192,9 +179,11 @@ def crash(store: Store, plan: Plan) -> Facts:
     ended.events = recorder.events[: min(counts)]
     states = [(count, False, state) for count, state in crash_states(recorder)]
     states += [(len(ended.events), True, state) for state in states_at_the_end(ended)]
-    damage_of = cache(partial(_damage_alone, store, alone))
-    loads = [_after_a_crash(store, alone, damage_of, *state) for state in states]
-    facts = {"operations": described(recorder), "left": listing(store.folder)}
+    undamaged = [step for step in plan.there if step not in plan.damaged]
+    intact = _contents(recorder.start, undamaged) | _contents(recorder.seen, [plan.step])
+    loads = [_after_a_crash(store, alone, intact, *state) for state in states]
+    operations = [event.text for event in recorder.events]
+    facts = {"operations": operations, "left": listing(store.folder)}
     return {**facts, "states": loads, "path": is_right}
 
 
@@ -210,41 +199,33 @@ def _count_at_return(recorder: Recorder, counts: list[int], name: str, _: object
         counts.append(len(recorder.events))
 
 
+def _contents(tree: Tree, steps: Sequence[int]) -> set[State]:
+    """Return the contents of checkpoints."""
+    (state,) = Disk.of(tree).states()
+    return {_inside(name_of(step), state) for step in steps}
+
+
+def _inside(name: str, state: State) -> State:
+    """Return the part of a state that is in a checkpoint."""
+    return tuple((path, c) for path, c in state if path.startswith(f"run/{name}/"))
+
+
 def _after_a_crash(
-    store: Store,
-    alone: Group,
-    damage_of: Callable[[str, State], str],
-    count: int,
-    is_end: bool,
-    state: State,
+    store: Store, alone: Group, intact: set[State], count: int, is_end: bool, state: State
 ) -> Facts:
     with tempfile.TemporaryDirectory() as outer:
         folder = Path(outer) / "all" / "run"
         build(state, folder.parent)
         names = [name for name in listing(folder) if name.startswith("step-")]
-        damages = {name: damage_of(name, _inside(f"{folder.name}/{name}", state)) for name in names}
+        is_intact = {name: _inside(name, state) in intact for name in names}
         return {
             "done": count,
             "is_end": is_end,
             "files": {path: len(content) for path, content in state if content is not None},
-            "broken": [f"{name}: {damage}" for name, damage in damages.items() if damage],
-            "intact": [name for name, damage in damages.items() if not damage],
+            "broken": [name for name in names if not is_intact[name]],
+            "intact": [name for name in names if is_intact[name]],
             **store.load(folder, alone=alone),
         }
-
-
-def _inside(path: str, state: State) -> State:
-    """Return the content of a folder, named from there."""
-    below = f"{path}/"
-    return tuple((name.removeprefix(below), c) for name, c in state if name.startswith(below))
-
-
-def _damage_alone(store: Store, alone: Group, name: str, content: State) -> str:
-    """Return the damage of a checkpoint that is alone in its folder, "" for none."""
-    with tempfile.TemporaryDirectory() as outer:
-        build(content, Path(outer) / "run" / name)
-        loaded = store.load(Path(outer) / "run", alone=alone)
-        return loaded["error"] or ("" if loaded["equal"] else "not what was saved")
 
 
 # Damage
@@ -291,18 +272,12 @@ def times_read(reads: Sequence[Read]) -> dict[str, int]:
 
 
 def names_a_file(reason: str, files: Sequence[str], damaged_file: str) -> bool:
-    """Return whether a reason names the damaged file, or any of ``files`` where it may be another.
+    """Return whether a reason names the damaged file, or any of ``files`` where it is "".
 
-    A damaged manifest no longer fits a file that is as it was. If a bit of it has flipped, it may
-    list a ``ctate.pt``, which is missing.
+    A damaged manifest may list any name: with a flipped bit, a ``ctate.pt``, which is missing.
     """
-    differences = 1 if damaged_file == MANIFEST else 0
-    to_blame = files if damaged_file in ("", MANIFEST) else [Path(damaged_file).name]
-    return any(
-        sum(map(operator.ne, reason[start : start + len(name)], name)) <= differences
-        for name in to_blame
-        for start in range(len(reason) - len(name) + 1)
-    )
+    to_blame = [Path(damaged_file).name] if damaged_file else files
+    return damaged_file == MANIFEST or any(name in reason for name in to_blame)
 
 
 def _damage_copy(whole: Path, folder: Path, damage: Damage) -> str:
@@ -379,7 +354,9 @@ def save_all(store: Store, steps: Sequence[int], plan: Plan) -> Facts:
             store.save(step, keep=plan.keep)
         left.append(store.on_rank_0(lambda: listing(store.folder)))
         read.append(times_read(reads))
-    return {"left": left, "unchanged": store.is_unchanged, "read": read, **store.load()}
+    facts = {"left": left, "unchanged": store.is_unchanged, "read": read, **store.load()}
+    files = store.on_rank_0(lambda: listing(store.folder / name_of(steps[-1])))
+    return {**facts, "files": files, "open": open_in(store.folder.parent)}
 
 
 def save_again(store: Store) -> Facts:

@@ -1,0 +1,22 @@
+"""States of all kinds, written as plain values that can be compared and shown."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def plain(part: Any) -> Any:
+    """Write a state without tensors, and with the keys of its mappings sorted."""
+    if isinstance(part, Tensor):
+        return [f"{part.dtype} on {part.device}", [*part.shape], part.detach().tolist()]
+    if isinstance(part, Mapping):
+        return {key: plain(part[key]) for key in sorted(part, key=str)}
+    if isinstance(part, list | tuple):
+        return [type(part).__name__, *map(plain, part)]
+    return part
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two states are equal: types, keys, dtypes, devices and bits."""
+    return repr(plain(a)) == repr(plain(b))
