@@ -182,11 +182,6 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
     }
 
 
-def reduce_once(lesson: Any, numel: int) -> None:
-    """All-reduce gradients of that size once, so that the bytes can be counted."""
-    dist.all_reduce(torch.zeros(numel, dtype=torch.float64))
-
-
 def step_of(path: Path) -> int:
     """Return the step of a checkpoint, by its name."""
     return int(path.name.removeprefix("step-"))

@@ -19,84 +19,52 @@ Curves = dict[str, list[tuple[int, float]]]
 
 # Lines of JSON
 
+Case = tuple[bytes | None, int | None, Sequence[Write]]  # file that is there, resume_after, writes
+
+
+def write_each(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Open a file of each case and write; return the errors, and the contents of the file.
+
+    Also the records that are read in the end.
+    """
+    return [_write_one(lesson, *case) for case in cases]
+
+
+def _write_one(
+    lesson: Any, content: bytes | None, after: int | None, writes: Sequence[Write]
+) -> dict[str, Any]:
+    with own_folder() as folder:
+        path, seen, records = folder / NAME, list[str](), list[Any]()
+
+        def write() -> None:
+            with closing(_writer(lesson.JsonlWriter, path, after)) as writer:
+                for metrics, step in writes:
+                    writer.write(metrics, step)
+                    seen.append(path.read_text(encoding="utf-8"))
+
+        if content is not None:
+            path.write_bytes(content)
+        before = "" if content is None else error_of(lambda: lesson.read_jsonl(path))
+        facts = {"before": before, "error": error_of(write), "seen": seen}
+        facts["file"] = path.read_text(encoding="utf-8")
+        return facts | {
+            "unread": error_of(lambda: records.extend(_read(lesson, path))),
+            "read": records,
+        }
+
+
+def _writer(kind: Any, path: Path, after: int | None) -> Any:
+    return kind(path) if after is None else kind(path, resume_after=after)
+
+
+def _read(lesson: Any, path: Path) -> list[tuple[int, dict[str, float]]]:
+    return [(r.step, dict(r.metrics)) for r in typed("read_jsonl", lesson.read_jsonl(path), list)]
+
 
 def _write(writer: Any, writes: Sequence[Write]) -> None:
     with closing(writer):
         for metrics, step in writes:
             writer.write(metrics, step)
-
-
-def _read(lesson: Any, path: Path) -> dict[str, Any]:
-    """Read a file; return the records, or the error."""
-    records: list[Any] = []
-    error = error_of(lambda: records.extend(_records(lesson, path)))
-    return {"read": records, "error": error}
-
-
-def _records(lesson: Any, path: Path) -> list[tuple[int, dict[str, float]]]:
-    return [(r.step, dict(r.metrics)) for r in typed("read_jsonl", lesson.read_jsonl(path), list)]
-
-
-def append(lesson: Any, writes: Sequence[Write]) -> dict[str, Any]:
-    """Write lines; return the file after each write, and what is read in the end."""
-    with own_folder() as folder:
-        path, seen = folder / NAME, []
-        with closing(lesson.JsonlWriter(path)) as writer:
-            for metrics, step in writes:
-                writer.write(metrics, step)
-                seen.append(path.read_text(encoding="utf-8"))
-        return {"seen": seen, **_read(lesson, path)}
-
-
-def kill_and_go_on(lesson: Any, writes: Sequence[Write], last: Write) -> list[dict[str, Any]]:
-    """Cut the file after each number of bytes; return what is read after one more write."""
-    with own_folder() as folder:
-        path, results = folder / NAME, []
-        _write(lesson.JsonlWriter(path), writes)
-        whole = path.read_bytes()
-        for cut in range(len(whole) + 1):
-            path.write_bytes(whole[:cut])
-            _write(lesson.JsonlWriter(path), [last])
-            text = path.read_text(encoding="utf-8")
-            results.append({"left": whole[:cut].decode(), "text": text, **_read(lesson, path)})
-        return results
-
-
-Resumption = tuple[Sequence[Write], int | None, Sequence[Write]]  # writes, after which step, again
-
-
-def resume_each(lesson: Any, cases: Sequence[Resumption]) -> list[Any]:
-    """Write, if there is anything, resume after a step and write again; return what is read."""
-    return [_resume(lesson, *case) for case in cases]
-
-
-def _resume(
-    lesson: Any, writes: Sequence[Write], after: int | None, again: Sequence[Write]
-) -> list[tuple[int, dict[str, float]]]:
-    with own_folder() as folder:
-        path = folder / NAME
-        if writes:
-            _write(lesson.JsonlWriter(path), writes)
-        _write(lesson.JsonlWriter(path, resume_after=after), again)
-        return _records(lesson, path)
-
-
-def damage_each(
-    lesson: Any, cases: Sequence[tuple[Sequence[str], int | None]]
-) -> list[dict[str, str]]:
-    """Read and open files of these lines; return the errors, and the files in the end."""
-    return [_damage(lesson, "".join(lines), after) for lines, after in cases]
-
-
-def _damage(lesson: Any, text: str, after: int | None) -> dict[str, str]:
-    with own_folder() as folder:
-        path = folder / NAME
-        path.write_text(text, encoding="utf-8")
-        return {
-            "read_jsonl": error_of(lambda: lesson.read_jsonl(path)),
-            "JsonlWriter": error_of(lambda: lesson.JsonlWriter(path, resume_after=after).close()),
-            "file": path.read_text(encoding="utf-8"),
-        }
 
 
 def watch(lesson: Any, text: str, after: int | None, last: Write) -> list[str]:
@@ -133,24 +101,21 @@ def _threads_after(before: set[threading.Thread]) -> list[str]:
 # TensorBoard
 
 
-def draw(lesson: Any, writes: Sequence[Write]) -> list[Curves]:
-    """Return the curves after the last write, and after close."""
-    with own_folder() as folder:
-        with closing(lesson.TensorBoardWriter(folder / "run")) as writer:
-            for metrics, step in writes:
-                writer.write(metrics, step)
-            curves = _curves(folder / "run")
-        return [curves, _curves(folder / "run")]
+Resumption = tuple[Sequence[Write], int | None, Sequence[Write]]  # writes, after which step, again
 
 
-def draw_each(lesson: Any, cases: Sequence[Resumption]) -> list[Curves]:
-    """Return the curves of runs that were resumed."""
+def draw_each(lesson: Any, cases: Sequence[Resumption]) -> list[tuple[Curves, Curves]]:
+    """Write, if there is anything, resume and write again; return the curves, also before close."""
     curves = []
     for writes, after, again in cases:
         with own_folder() as folder:
-            _write(lesson.TensorBoardWriter(folder), writes)
-            _write(lesson.TensorBoardWriter(folder, resume_after=after), again)
-            curves.append(_curves(folder))
+            if writes:
+                _write(lesson.TensorBoardWriter(folder), writes)
+            with closing(_writer(lesson.TensorBoardWriter, folder, after)) as writer:
+                for metrics, step in again:
+                    writer.write(metrics, step)
+                flushed = _curves(folder)
+            curves.append((flushed, _curves(folder)))
     return curves
 
 

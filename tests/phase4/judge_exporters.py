@@ -13,7 +13,7 @@ from distlab.util.text import joined
 from judging.checks import short
 from judging.expect import expect
 from phase4 import exports as b
-from phase4.exports import Resumption, Write
+from phase4.exports import Case, Write
 
 # Lines of JSON
 
@@ -34,16 +34,28 @@ WRITES: list[Write] = [
 STRINGS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
+def _write_each(grade: Grade, cases: Sequence[Case]) -> list[Any]:
+    """Write where nothing is damaged; return what came of each case."""
+    results: list[Any] = grade.call(b.write_each, cases)
+    for (content, after, _), facts in zip(cases, results, strict=True):
+        check(
+            not facts["error"],
+            f"a file that holds {short(content or b'nothing')} is opened with resume_after={after}:"
+            f" {facts['error']}. A last line without a line feed is cut off; no other is damaged.",
+        )
+    return results
+
+
 @task("4.17")
 def test_a_line_is_there_when_write_returns(grade: Grade) -> None:
-    facts = grade.call(b.append, WRITES)
+    (facts,) = _write_each(grade, [(None, None, WRITES)])
     for count, text in enumerate(facts["seen"], start=1):
         expect(
             f"the number of lines, each with a line feed, after {count} writes",
             *([text.count("\n"), text.endswith("\n")], [count, True]),
             "A process that is killed loses Python's buffer: flush each line.",
         )
-    for (metrics, step), line in zip(WRITES, facts["seen"][-1].splitlines(), strict=True):
+    for (metrics, step), line in zip(WRITES, facts["file"].splitlines(), strict=True):
         right = {name: STRINGS.get(str(value), value) for name, value in metrics.items()}
         expect(
             *(f"the line of write({metrics}, {step})", _parsed(line), {"step": step, **right}),
@@ -51,7 +63,7 @@ def test_a_line_is_there_when_write_returns(grade: Grade) -> None:
             "and Infinity without quotes, which other readers refuse; json.dumps(…, "
             "allow_nan=False) raises.",
         )
-    check(not facts["error"], f"reading what was written fails: {short(facts['error'])}")
+    check(not facts["unread"], f"reading what was written fails: {short(facts['unread'])}")
     _check_read(facts["read"], WRITES, "after five writes", "Values are those that were written.")
 
 
@@ -62,18 +74,26 @@ def _parsed(line: str) -> Any:
         return line
 
 
+def _file_of(grade: Grade, writes: Sequence[Write]) -> bytes:
+    content: str = _write_each(grade, [(None, None, writes)])[0]["file"]
+    return content.encode()
+
+
 @task("4.17")
 def test_a_file_goes_on_wherever_it_was_cut(grade: Grade) -> None:
     writes: list[Write] = [({"loss": 3.25}, 1), ({"loss": math.nan, "ä": 1.0}, 2), ({"b": 3.5}, 3)]
     last: Write = ({"loss": 0.5}, 4)
-    for facts in grade.call(b.kill_and_go_on, writes, last):
-        case = f"a run was killed, which left {facts['left'][-30:]!r} at the end; another went on"
+    whole = _file_of(grade, writes)
+    cases: list[Case] = [(whole[:cut], None, [last]) for cut in range(len(whole) + 1)]
+    for (left, *_), facts in zip(cases, _write_each(grade, cases), strict=True):
+        assert left is not None
+        case = f"a run was killed, which left {left[-30:]!r} at the end; another went on"
         check(
-            not facts["error"],
-            f"{case}. Reading then fails with {short(facts['error'])} The file: "
-            f"{short(facts['text'])}. Cut an unfinished last line off before the next is written.",
+            not facts["unread"],
+            f"{case}. Reading then fails with {short(facts['unread'])} The file: "
+            f"{short(facts['file'])}. Cut an unfinished last line off before the next is written.",
         )
-        kept = writes[: facts["left"].count("\n")]
+        kept = writes[: left.count(b"\n")]
         cause = "All lines with a line feed stay; one without is cut off."
         _check_read(facts["read"], [*kept, last], case, cause)
 
@@ -85,26 +105,27 @@ STEPS: list[Write] = [
 ]
 
 
-def _resumption(writes: list[Write], after: int | None) -> Resumption:
-    step = (writes[-1][1] if writes else 0) + 1 if after is None else after + 1
-    return writes, after, [({"loss": 0.5}, step), ({"loss": 0.25}, step + 1)]
+def _again(after: int) -> list[Write]:
+    return [({"loss": 0.5}, after + 1), ({"loss": 0.25}, after + 2)]
 
 
-def _left(case: Resumption) -> list[Write]:
-    """Return the writes that stay."""
-    writes, after, again = case
-    return [(m, s) for m, s in writes if after is None or s <= after] + [*again]
+def _kept(writes: Sequence[Write], after: int | None) -> list[Write]:
+    return [(m, step) for m, step in writes if after is None or step <= after]
 
 
 @task("4.17")
 def test_no_step_is_there_twice(grade: Grade) -> None:
-    cases = [_resumption(STEPS, after) for after in (None, -1, 0, 3, 5, 9)] + [_resumption([], 3)]
-    for case, records in zip(cases, grade.call(b.resume_each, cases), strict=True):
-        writes, after, _ = case
+    whole = _file_of(grade, STEPS)
+    cases: list[Case] = [
+        *((whole, after, _again(5 if after is None else after)) for after in (None, -1, 0, 3, 9)),
+        (None, 3, _again(3)),
+    ]
+    for (content, after, again), facts in zip(cases, _write_each(grade, cases), strict=True):
+        kept = _kept(STEPS, after) if content else []
         _check_read(
-            *(records, _left(case)),
-            f"{len(writes)} lines of the steps 0 to 5, opened with resume_after={after}, and two "
-            "more",
+            *(facts["read"], [*kept, *again]),
+            f"{'lines of the steps 0 to 5' if content else 'no file'}, opened with "
+            f"resume_after={after}, and two more",
             "Lines of later steps than resume_after go, all others stay.",
         )
 
@@ -122,23 +143,22 @@ DAMAGED = {  # second lines
 @task("4.17")
 def test_nothing_is_skipped_silently(grade: Grade) -> None:
     whats = [(what, rest) for what in DAMAGED for rest in ([THIRD], [], [HALF])]
-    cases = [([FIRST, DAMAGED[what], *rest], 9) for what, rest in whats]
-    for (what, rest), (lines, _), facts in zip(
-        whats, cases, grade.call(b.damage_each, cases), strict=True
-    ):
+    texts = ["".join((FIRST, DAMAGED[what], *rest)) for what, rest in whats]
+    results = grade.call(b.write_each, [(text.encode(), 9, []) for text in texts])
+    for (what, rest), text, facts in zip(whats, texts, results, strict=True):
         is_last = "" if THIRD in rest else ", the last one with a line feed"
-        for function in ("read_jsonl", "JsonlWriter"):
-            _check_named(facts[function], function, 2, f"line 2 of {b.NAME}{is_last}, is {what}")
+        for function, error in (("read_jsonl", "before"), ("JsonlWriter", "error")):
+            _check_named(facts[error], function, f"line 2 of {b.NAME}{is_last}, is {what}")
         expect(
             f"line 2 of {b.NAME} is {what}: the file after JsonlWriter has raised",
-            *(facts["file"], "".join(lines), "Look at all lines first, and cut then."),
+            *(facts["file"], text, "Look at all lines first, and cut then."),
         )
 
 
-def _check_named(text: str, function: str, line: int, case: str) -> None:
+def _check_named(text: str, function: str, case: str) -> None:
     place = text.replace(b.NAME, "", 1).partition("{")[0]
     check(
-        b.NAME in text and re.search(rf"(?<!\d){line}(?!\d)", place),
+        b.NAME in text and re.search(r"(?<!\d)2(?!\d)", place),
         f"{case}. {function} should raise a ValueError that names the file and the line, counted "
         f"from 1; it raises {short(text) if text else 'nothing'}.",
     )
@@ -147,14 +167,14 @@ def _check_named(text: str, function: str, line: int, case: str) -> None:
 @task("4.17")
 def test_what_may_be_damaged(grade: Grade) -> None:
     late = '{"step": 5, "loss": 1.5}\n'
-    cases = [([FIRST, late, HALF + "\n", "\n"], 1), ([FIRST, HALF], None)]
-    cut, unfinished = grade.call(b.damage_each, cases)
+    damaged: Case = f"{FIRST}{late}{HALF}\n\n".encode(), 1, []
+    cut, unfinished = grade.call(b.write_each, [damaged, (f"{FIRST}{HALF}".encode(), None, [])])
     expect(
         "with resume_after=1, where damaged lines follow one of step 5: error and file",
-        *([cut["JsonlWriter"], cut["file"]], ["", FIRST]),
+        *([cut["error"], cut["file"]], ["", FIRST]),
         "JsonlWriter cuts off the first later step and all that follows it, without reading on.",
     )
-    _check_named(unfinished["read_jsonl"], "read_jsonl", 2, "the last line is unfinished")
+    _check_named(unfinished["before"], "read_jsonl", "the last line is unfinished")
 
 
 @task("4.17")
@@ -202,7 +222,7 @@ def test_tensorboard_draws_the_curves(grade: Grade) -> None:
         ({"loss/train": 2.5, "accuracy": 0.5}, 2),
         ({"loss/train": 2.25}, 10),
     ]
-    flushed, closed = grade.call(b.draw, writes)
+    ((flushed, closed),) = grade.call(b.draw_each, [([], None, writes)])
     _check_curves(flushed, writes, "after the last write, before close (is it flushed?)")
     _check_curves(closed, writes, "after close")
 
@@ -210,9 +230,9 @@ def test_tensorboard_draws_the_curves(grade: Grade) -> None:
 @task("4.17")
 def test_tensorboard_hides_steps_that_come_again(grade: Grade) -> None:
     writes: list[Write] = [({"loss": 4.0 - step / 4}, step) for step in range(1, 5)]
-    cases = [_resumption(writes, after) for after in (None, 0, 2)]
-    for case, curves in zip(cases, grade.call(b.draw_each, cases), strict=True):
+    cases = [(writes, after, _again(4 if after is None else after)) for after in (None, 0, 2)]
+    for (_, after, again), (_, curves) in zip(cases, grade.call(b.draw_each, cases), strict=True):
         _check_curves(
-            *(curves, _left(case)),
-            f"steps 1 to 4, opened with resume_after={case[1]}, and two more",
+            *(curves, [*_kept(writes, after), *again]),
+            f"steps 1 to 4, opened with resume_after={after}, and two more",
         )

@@ -125,14 +125,15 @@ def test_handlers_come_back_also_after_an_error(grade: Grade) -> None:
 @task("4.7", real=True)
 @pytest.mark.parametrize("is_interrupted", [False, True], ids=["one signal", "two signals"])
 def test_ranks_leave_when_all_have_saved(grade: Grade, is_interrupted: bool) -> None:
-    _check_leaving(grade.run(b.leave, 3, is_interrupted, if_stuck=STUCK).results)
+    plan = Plan(((1, 0, TERM),), leaves=True, is_interrupted=is_interrupted)
+    _check_leaving(grade.run(b.train, 3, plan, if_stuck=STUCK).results)
 
 
 @task("4.7")
 def test_stopping_inside_a_group(grade: Grade) -> None:
     plan = Plan(((2, 1, TERM),), num_steps=3)
     _check_answers(plan, results_in_group(grade, b.train, plan))
-    _check_leaving(results_in_group(grade, b.leave, False))
+    _check_leaving(results_in_group(grade, b.train, plan._replace(leaves=True)))
 
 
 def _check_leaving(by_rank: Sequence[Any]) -> None:

@@ -30,20 +30,36 @@ class Plan(NamedTuple):
     arrivals: tuple[tuple[int, int, int], ...] = ()
     signals: tuple[int, ...] = ()  # signals to be caught; empty for the default ones
     num_steps: int = 5  # steps in which the ranks go on asking, whatever they hear
+    leaves: bool = False  # whether ranks leave when the answer is true
+    is_interrupted: bool = False  # whether a further signal comes while they save
 
 
 def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
-    """Train, and ask after every step whether to stop."""
+    """Train, and ask after every step whether to stop; each rank takes another time to save."""
     rank, computed, answers = dist.get_rank(group), [], []
+    saved_s, code = list[float](), None
     with _handled() as signals:
-        with _request(lesson, plan, group) as stop:
-            for step in range(plan.num_steps):
-                for asked, when, number in plan.arrivals:
-                    if (asked, when) == (rank, step):
-                        signals.send(number)
-                computed.append(step)
-                answers.append(typed("agreed", stop.agreed(), bool))
-        return {"answers": answers, "computed": computed, **signals.report()}
+
+        def save() -> None:
+            if plan.is_interrupted:
+                signals.send(signal.SIGTERM)
+            time.sleep(SAVE_S * rank)
+            saved_s.append(time.monotonic())
+
+        try:
+            with _request(lesson, plan, group) as stop:
+                for step in range(plan.num_steps):
+                    for asked, when, number in plan.arrivals:
+                        if (asked, when) == (rank, step):
+                            signals.send(number)
+                    computed.append(step)
+                    answers.append(typed("agreed", stop.agreed(), bool))
+                    if plan.leaves and answers[-1]:
+                        stop.leave(save)
+        except SystemExit as exit:
+            code = exit.code
+        facts = {"saved_s": saved_s, "left_s": time.monotonic(), "code": code}
+        return {"answers": answers, "computed": computed, **facts, **signals.report()}
 
 
 def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
@@ -72,29 +88,6 @@ def fail(lesson: Any) -> dict[str, Any]:
     except ArithmeticError:
         has_come_out = True
     return {"came out": has_come_out, "too early": too_early, **signals.report()}
-
-
-def leave(lesson: Any, is_interrupted: bool, group: Any = None) -> dict[str, Any]:
-    """Stop as soon as all agree; each rank takes another time to save."""
-    rank, saved_s, code = dist.get_rank(group), list[float](), None
-    with _handled() as signals:
-
-        def save() -> None:
-            if is_interrupted:
-                signals.send(signal.SIGTERM)
-            time.sleep(SAVE_S * rank)
-            saved_s.append(time.monotonic())
-
-        try:
-            with _request(lesson, Plan(), group) as stop:
-                if rank == 1:
-                    signals.send(signal.SIGTERM)
-                if stop.agreed():
-                    stop.leave(save)
-        except SystemExit as exit:
-            code = exit.code
-        left_s = time.monotonic()
-        return {"saved_s": saved_s, "left_s": left_s, "code": code, **signals.report()}
 
 
 def _request(lesson: Any, plan: Plan, group: Any) -> Any:
