@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distlab.util.text import joined
 
@@ -32,35 +32,7 @@ WATCHED = frozenset(
     for name in names.split()
 )
 ROOT = 0  # node of the recorded folder itself
-
-
-@dataclass(frozen=True)
-class Named:
-    """A folder has got names, or lost them (None); a rename from folder to folder changes two."""
-
-    text: str
-    entries: dict[tuple[int, str], int | None]  # (folder, name) -> node
-    files: frozenset[int] = frozenset()  # nodes that are files, empty if new
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file has this content now."""
-
-    text: str
-    node: int
-    content: bytes
-
-
-@dataclass(frozen=True)
-class Synced:
-    """A file's content, or a folder's names, are safe; node None: everything is."""
-
-    text: str
-    node: int | None
-
-
-Event = Named | Written | Synced  # each with a text, such as "writes run/state.pt (1,705 bytes)"
+EVERYTHING = -1  # stands for all nodes
 Names = Mapping[tuple[int, str], int]  # (folder, name) -> node
 
 
@@ -71,6 +43,14 @@ class Tree:
     names: dict[tuple[int, str], int] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)  # node of a file -> content
     nodes: dict[int, int] = field(default_factory=dict)  # inode -> node
+
+
+class Event(NamedTuple):
+    """A change, or a sync after which a file's content or the names in a folder are safe."""
+
+    text: str  # such as "writes run/state.pt (1,705 bytes)"
+    tree: Tree  # the folder after it
+    synced: int | None = None  # node of the file or folder
 
 
 class Recorder:
@@ -103,12 +83,11 @@ class Recorder:
     def sync(self, inode: int | None) -> None:
         """Note that a file or a folder is on the disk; None: everything is."""
         self.look()
-        nodes = {**self.seen.nodes, self.folder.stat().st_ino: ROOT}
-        if inode is None:
-            self.events.append(Synced("syncs everything", None))
-        elif inode in nodes:
-            path = _paths_by_node(self.seen.names).get(nodes[inode], ".")
-            self.events.append(Synced(f"syncs {path}", nodes[inode]))
+        nodes = {**self.seen.nodes, self.folder.stat().st_ino: ROOT, None: EVERYTHING}
+        if inode in nodes:
+            paths = {**_paths_by_node(self.seen.names), ROOT: ".", EVERYTHING: "everything"}
+            node = nodes[inode]
+            self.events.append(Event(f"syncs {paths[node]}", self.seen, node))
 
     def _read(self) -> Tree:
         tree = Tree()
@@ -138,22 +117,21 @@ class Recorder:
         return tree.nodes[inode]
 
     def _note(self, now: Tree) -> None:
-        before = self.seen
-        gone = dict.fromkeys(set(before.names) - set(now.names))
-        new = {key: node for key, node in now.names.items() if before.names.get(key) != node}
-        old_paths, paths = _paths_by_node(before.names), _paths_by_node(now.names)
-        if gone or new:
-            moved = [f"{old_paths[n]} to {paths[n]}" for n in new.values() if n in old_paths]
-            removed = [old_paths[before.names[key]] for key in gone]
-            made = [paths[node] for node in new.values()]
-            verbs = {"renames": moved, "makes": made, "removes": removed}
-            text = next(f"{verb} {joined(names)}" for verb, names in verbs.items() if names)
-            files = frozenset(new.values()) & {*now.contents}
-            self.events.append(Named(text, {**gone, **new}, files))
-        for node, content in now.contents.items():
-            if before.contents.get(node, b"") != content:
-                text = f"writes {paths[node]} ({len(content):,} bytes)"
-                self.events.append(Written(text, node, content))
+        """Note an event for the names that are new or gone, and one for each changed content."""
+        before, old_paths, paths = self.seen, *map(_paths_by_node, (self.seen.names, now.names))
+        new = [node for key, node in now.names.items() if before.names.get(key) != node]
+        verbs = {
+            "renames": [f"{old_paths[node]} to {paths[node]}" for node in new if node in old_paths],
+            "makes": [paths[node] for node in new],
+            "removes": [old_paths[n] for key, n in before.names.items() if key not in now.names],
+        }
+        texts = [f"{verb} {joined(names)}" for verb, names in verbs.items() if names][:1]
+        texts += [
+            f"writes {paths[node]} ({len(content):,} bytes)"
+            for node, content in now.contents.items()
+            if before.contents.get(node, b"") != content
+        ]
+        self.events += [Event(text, now) for text in texts]
 
 
 def paths_in(names: Names) -> tuple[tuple[str, int], ...]:

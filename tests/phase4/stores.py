@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from copy import copy
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distlab.sim import SimulationError
-from phase4.crash_states import Disk, State, build, crash_states, states_at_the_end
+from phase4.crash_states import Disk, State, build, crash_states
 from phase4.file_access import Read, open_in, reads_in
 from phase4.file_history import Recorder, Tree, listening, recorded
 from phase4_production.given import Group
@@ -175,13 +174,12 @@ def crash(store: Store, plan: Plan) -> Facts:
     if store.rank > 0:
         return {}
     is_right = str(path) == str(store.folder / name_of(plan.step))
-    ended = copy(recorder)
-    ended.events = recorder.events[: min(counts)]
-    states = [(count, False, state) for count, state in crash_states(recorder)]
-    states += [(len(ended.events), True, state) for state in states_at_the_end(ended)]
     undamaged = [step for step in plan.there if step not in plan.damaged]
     intact = _contents(recorder.start, undamaged) | _contents(recorder.seen, [plan.step])
-    loads = [_after_a_crash(store, alone, intact, *state) for state in states]
+    loads = [
+        _after_a_crash(store, alone, intact, *state)
+        for state in crash_states(recorder, min(counts))
+    ]
     operations = [event.text for event in recorder.events]
     facts = {"operations": operations, "left": listing(store.folder)}
     return {**facts, "states": loads, "path": is_right}
@@ -201,7 +199,7 @@ def _count_at_return(recorder: Recorder, counts: list[int], name: str, _: object
 
 def _contents(tree: Tree, steps: Sequence[int]) -> set[State]:
     """Return the contents of checkpoints."""
-    (state,) = Disk.of(tree).states()
+    (state,) = Disk(tree).states()
     return {_inside(name_of(step), state) for step in steps}
 
 
