@@ -9,11 +9,11 @@ from typing import Any
 from judging.calls import error_of, typed
 from judging.folders import own_folder
 from phase4.file_access import open_in
+from phase4.interleaved import threads_left
 from phase4.watched_file import watched
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
 NAME = "metrics.jsonl"
-NUM_LOOKS, LOOK_S = 100, 0.01
 Curves = dict[str, list[tuple[int, float]]]
 
 
@@ -85,17 +85,8 @@ def close_all(lesson: Any) -> dict[str, list[str]]:
             writer = getattr(lesson, kind)(folder / name)
             kept.append(writer)
             _write(writer, [({"loss": 1.0}, 1)])
-            left_of[kind] = open_in(folder) + _threads_after(before)
+            left_of[kind] = open_in(folder) + threads_left(before)
         return left_of
-
-
-def _threads_after(before: set[threading.Thread]) -> list[str]:
-    """Name the new threads that don't end within a second, or longer on a busy machine."""
-    for _ in range(NUM_LOOKS):
-        if not (left := {*threading.enumerate()} - before):
-            break
-        threading.Event().wait(LOOK_S)
-    return sorted(f"the thread {thread.name}" for thread in left)
 
 
 # TensorBoard

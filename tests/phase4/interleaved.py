@@ -1,4 +1,4 @@
-"""Two threads that meet at each line of a lesson, so that nothing depends on who is faster.
+"""Two threads that meet at each line of a lesson, so that nothing depends on speed.
 
 While a thread walks through a method of the lesson, a second thread does something else at each of
 its lines, and wherever a generator continues within one; the first one waits for it. So a race goes
@@ -10,14 +10,25 @@ done.
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 PATIENCE_S = 20.0  # longest wait for the last event
-LOCKED_S = 2.0  # wait at a line after which the second thread is taken to wait for a lock
+NUM_IDLE_LOOKS = 30  # looks at an idle process, after which its threads wait for a lock
 MOST = 200  # largest number of meetings
+NUM_LOOKS, LOOK_S = 500, 0.01
+
+
+def threads_left(before: Collection[threading.Thread]) -> list[str]:
+    """Wait for new threads to end; return the names of those that don't."""
+    for _ in range(NUM_LOOKS):
+        if not (left := {*threading.enumerate()} - {*before}):
+            break
+        time.sleep(LOOK_S)
+    return sorted(f"the thread {thread.name}" for thread in left)
 
 
 class Meetings:
@@ -82,8 +93,17 @@ class Meetings:
             self.lines.append(frame.f_lineno)
             self.thread = threading.Thread(target=self._run, daemon=True)
             self.thread.start()
-            self.thread.join(LOCKED_S)
+            self._wait()
 
     def _run(self) -> None:
         sys.settrace(None)
         self.event()
+
+    def _wait(self) -> None:
+        """Wait until the second thread has ended, or seems to wait for this one."""
+        num_looks = 0
+        while self.thread.is_alive() and num_looks < NUM_IDLE_LOOKS:
+            before_s = time.process_time()
+            self.thread.join(LOOK_S)
+            is_idle = time.process_time() - before_s < LOOK_S / 10
+            num_looks = num_looks + 1 if is_idle else 0

@@ -1,4 +1,4 @@
-"""Judges task 4.4: what training waits for, what is written, and that no error is lost."""
+"""Judges task 4.4: the waits of training, the written states, and errors that are reported."""
 
 import pytest
 

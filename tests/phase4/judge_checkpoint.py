@@ -1,4 +1,4 @@
-"""Judges task 4.1: crashes at every moment, damage, what stays, and disks that fail."""
+"""Judges task 4.1: crashes at every moment, damage, old checkpoints, and disks that fail."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Judges task 4.13: what is compressed, what gradients become, residuals, states and both doors."""
+"""Judges task 4.13: compressed gradients, their means, residuals and states, at both doors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

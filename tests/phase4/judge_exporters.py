@@ -1,4 +1,4 @@
-"""Judges task 4.17: files that are cut at any moment, and what TensorBoard draws."""
+"""Judges task 4.17: files that are cut at any moment, and TensorBoard's curves."""
 
 import json
 import math

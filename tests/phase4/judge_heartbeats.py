@@ -1,4 +1,4 @@
-"""Judges task 4.5: which rank is gone, which waits, which is slow, and that none is blamed wrongly.
+"""Judges task 4.5: ranks that are gone, that wait or are slow, and none that is blamed wrongly.
 
 Stories drawn at random are compared with a model of the monitor, poll by poll.
 """

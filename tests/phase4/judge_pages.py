@@ -1,4 +1,4 @@
-"""Judges task 4.17: the page that Prometheus gets to see, and what clients can do to training."""
+"""Judges task 4.17: the page for Prometheus, and clients that might disturb training."""
 
 import errno
 import math

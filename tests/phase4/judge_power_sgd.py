@@ -1,4 +1,4 @@
-"""Judges task 4.12: what travels, what comes of it, step by step, and orthonormal columns."""
+"""Judges task 4.12: means of low rank, their bytes, step by step, and orthonormal columns."""
 
 import math
 from collections.abc import Sequence
@@ -50,13 +50,14 @@ def _check_results(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
         )
         for place, (name, shape) in enumerate(plan.shapes.items()):
             gradients = [of_rank[name].double() for of_rank in of_ranks]
-            sent = [of_rank[place].view(shape) for of_rank in sents]
-            mean, what = means[0][place].view(shape), f"{here} on {n} ranks: {name}"
-            if _is_compressed(shape, plan.rank):
-                is_exact = plan.low_rank > 0 and step != plan.zero_step + 1  # Q begins again there
-                _check_compressed(plan, gradients, mean, sent, what, is_exact)
-            else:
-                _check_whole(plan, gradients, mean, sent, what)
+            what = f"{here} on {n} ranks: {name}"
+            is_low = _is_compressed(shape, plan.rank)
+            check_sent = _check_projected if is_low else _check_whole
+            for rank, (gradient, of_rank) in enumerate(zip(gradients, sents, strict=True)):
+                check_sent(plan, gradient, of_rank[place].view(shape), f"{what} on rank {rank}")
+            # After gradients of zeros, Q begins again: the next mean is not exact.
+            if not is_low or (plan.low_rank and step != plan.zero_step + 1):
+                _check_exact(plan, gradients, means[0][place].view(shape), what, is_low)
 
 
 def _is_compressed(shape: Sequence[int], r: int) -> bool:
@@ -66,72 +67,49 @@ def _is_compressed(shape: Sequence[int], r: int) -> bool:
     return r * (rows + columns) < rows * columns
 
 
-def _check_near(
-    plan: Plan, what: str, actual: Tensor, right: Tensor, gradients: Sequence[Tensor], cause: str
-) -> None:
-    """Check that two tensors differ by rounding alone, measured by the largest gradient."""
-    largest = max(
-        [float(gradient.abs().max()) for gradient in gradients if gradient.numel()], default=0
-    )
-    first, wanted = ([*x.flatten()[:3].tolist()] for x in (actual, right))
-    check(
-        bool(((actual - right).abs() <= TOLERANCES[plan.dtype] * largest + 1e-30).all()),
-        f"{what} should be {short_beside(wanted, first)}; it is {short_beside(first, wanted)}. "
-        f"{cause}",
-    )
+def _check_whole(plan: Plan, gradient: Tensor, sent: Tensor, here: str) -> None:
+    what = f"{here}, which is not compressed with r = {plan.rank}, in sent"
+    expect(what, sent.flatten().tolist(), gradient.flatten().tolist(), "All of it is sent.")
 
 
-def _check_whole(
-    plan: Plan, gradients: Sequence[Tensor], mean: Tensor, sent: Sequence[Tensor], what: str
-) -> None:
-    what = f"{what}, which is not compressed with r = {plan.rank},"
-    cause = "It is divided by the number of ranks, and travels with P, in the same all-reduce."
-    _check_near(
-        plan,
-        f"{what} in mean",
-        mean,
-        sum(gradients[1:], gradients[0]) / len(gradients),
-        gradients,
-        cause,
-    )
-    for rank, (gradient, part) in enumerate(zip(gradients, sent, strict=True)):
-        flat = [gradient.flatten().tolist(), part.flatten().tolist()]
-        expect(f"{what} in sent on rank {rank}", flat[1], flat[0], "All of it is sent.")
-
-
-def _check_compressed(
-    plan: Plan,
-    gradients: Sequence[Tensor],
-    mean: Tensor,
-    sent: Sequence[Tensor],
-    what: str,
-    is_exact: bool,
-) -> None:
-    """Check that each rank has sent the projection of its gradient onto r directions."""
+def _check_projected(plan: Plan, gradient: Tensor, sent: Tensor, here: str) -> None:
+    """Check that a rank has sent the projection of its gradient onto r directions."""
     tolerance = TOLERANCES[plan.dtype]
-    for rank, (gradient, part) in enumerate(zip(gradients, sent, strict=True)):
-        here = f"{what} on rank {rank}"
-        part, whole = part.flatten(1), gradient.flatten(1)
-        largest = float(whole.norm())
-        rank_of_sent = int((torch.linalg.svdvals(part) > 1e3 * tolerance * largest).sum())
-        check(
-            rank_of_sent <= plan.rank,
-            f"{here}: sent should be a product of factors with r = {plan.rank} columns, so of rank "
-            f"{plan.rank} at most; its rank is {rank_of_sent}.",
-        )
-        off = float((part.T @ (whole - part)).norm()) / max(largest**2, 1e-30)
-        check(
-            off <= 10 * tolerance,
-            f"{here}: what is sent and what is left, M - sent, should be at right angles, column "
-            f"by column; sentᵀ (M - sent) has {off:.2g} of the norm of MᵀM. sent is P (M_wᵀ P)ᵀ, "
-            "with this rank's own M_w: orthogonalize P after the all-reduce, and before Mᵀ P.",
-        )
-    if is_exact:
-        _check_near(
-            *(plan, f"{what}: the mean, of rank {plan.low_rank} with r = {plan.rank},"),
-            *(mean, sum(gradients[1:], gradients[0]) / len(gradients), gradients),
-            "P is the mean of all M Q first, and becomes orthonormal after that.",
-        )
+    part, whole = sent.flatten(1), gradient.flatten(1)
+    largest = float(whole.norm())
+    rank_of_sent = int((torch.linalg.svdvals(part) > 1e3 * tolerance * largest).sum())
+    check(
+        rank_of_sent <= plan.rank,
+        f"{here}: sent should be a product of factors with r = {plan.rank} columns, so of rank "
+        f"{plan.rank} at most; its rank is {rank_of_sent}.",
+    )
+    off = float((part.T @ (whole - part)).norm()) / max(largest**2, 1e-30)
+    check(
+        off <= 10 * tolerance,
+        f"{here}: what is sent and what is left, M - sent, should be at right angles, column "
+        f"by column; sentᵀ (M - sent) has {off:.2g} of the norm of MᵀM. sent is P (M_wᵀ P)ᵀ, "
+        "with this rank's own M_w: orthogonalize P after the all-reduce, and before Mᵀ P.",
+    )
+
+
+def _check_exact(
+    plan: Plan, gradients: Sequence[Tensor], mean: Tensor, what: str, is_low: bool
+) -> None:
+    """Check that the mean is that of the gradients, but for rounding."""
+    right = sum(gradients[1:], gradients[0]) / len(gradients)
+    largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0)
+    first, wanted = ([*x.flatten()[:3].tolist()] for x in (mean, right))
+    kind = f"of rank {plan.low_rank}" if is_low else "which is not compressed"
+    cause = (
+        "P is the mean of all M Q first, and becomes orthonormal after that."
+        if is_low
+        else "It is divided by the number of ranks, and travels with P, in the same all-reduce."
+    )
+    check(
+        bool(((mean - right).abs() <= TOLERANCES[plan.dtype] * largest + 1e-30).all()),
+        f"{what}, {kind} with r = {plan.rank}, in mean should be {short_beside(wanted, first)}; it "
+        f"is {short_beside(first, wanted)}. {cause}",
+    )
 
 
 # What travels, and what comes of it

@@ -1,4 +1,4 @@
-"""Judges task 4.18: which steps are recorded, and what of a trace is exposed communication."""
+"""Judges task 4.18: recorded steps, and the exposed communication in a trace."""
 
 import re
 from collections.abc import Sequence

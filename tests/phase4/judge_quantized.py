@@ -1,4 +1,4 @@
-"""Judges task 4.11: codes and their decoding, two phases in few bytes, and no error is lost."""
+"""Judges task 4.11: codes and their decoding, and an exchange in few bytes that loses nothing."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

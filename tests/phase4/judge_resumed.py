@@ -1,4 +1,4 @@
-"""Judges task 4.2: that a resumed run is the same run, and that each sample comes once an epoch."""
+"""Judges task 4.2: resumed runs that are the same run, and samples that come once an epoch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Judges tasks 4.9 and 4.10: which entries travel, in how many bytes, and that the rest comes."""
+"""Judges tasks 4.9 and 4.10: the entries that travel, their bytes, and feedback of the rest."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Judges task 4.14: what counts for which part of a step, and what gathering times costs.
+"""Judges task 4.14: the seconds of each part of a step, and the cost of gathering them.
 
 Programs of steps that are drawn at random are compared with a model (``step_times.expected``).
 """

@@ -1,4 +1,4 @@
-"""Judges task 4.7: that all ranks stop in one step, what handlers do, and how ranks leave."""
+"""Judges task 4.7: one step in which all ranks stop, handlers of signals, and leaving."""
 
 import signal
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Judges task 4.16: which ranks are slow and in what, and that it costs next to nothing.
+"""Judges task 4.16: slow ranks and their slow parts, found at next to no cost.
 
 Stories drawn at random are compared with a model of the detector (``stragglers.expected``).
 """

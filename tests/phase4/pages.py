@@ -13,8 +13,7 @@ import select
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from typing import Any
@@ -23,12 +22,11 @@ import psutil
 
 from distlab.grade import WrongResult
 from judging.calls import typed
-from phase4.interleaved import Meetings
+from phase4.interleaved import Meetings, threads_left
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
 Answer = tuple[int, str, str]  # status, content type, text
 PATIENCE_S = 20.0  # longest wait for an answer
-LOOK_S = 0.01
 TRIES = 5  # attempts, where another process may take the port first
 LOOPBACK = "127.0.0.1"
 ABOVE = 70_000  # a port that does not exist
@@ -128,16 +126,8 @@ def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], s
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 client.sendall(request)  # and close sends a reset
         statuses = {path: _fetch(port, path)[0] for path in paths}  # those before were accepted
-        _left_of(serving)
+        threads_left(serving)
     return statuses, printed.getvalue()
-
-
-def _left_of(before: Collection[threading.Thread]) -> list[str]:
-    """Wait for new threads to end; return the names of the others."""
-    until_s = time.monotonic() + PATIENCE_S
-    while (left := {*threading.enumerate()} - {*before}) and time.monotonic() < until_s:
-        time.sleep(LOOK_S)
-    return sorted(thread.name for thread in left)
 
 
 @_in_real_world
@@ -149,7 +139,7 @@ def say_nothing(lesson: Any) -> tuple[bool, list[str]]:
     with _short_timeouts(port), socket.create_connection((LOOPBACK, port), limit_s) as client:
         is_dropped = _hears(client, limit_s)
         exporter.close()
-    return is_dropped, _left_of(before) if is_dropped else []
+    return is_dropped, threads_left(before) if is_dropped else []
 
 
 def _hears(client: socket.socket, timeout_s: float) -> bool:
@@ -223,7 +213,7 @@ def _listen_again(lesson: Any) -> dict[str, Any]:
     except OSError as error:
         facts["error"] = f"{error}"
     # Threads that are not daemons stay, and are reported.
-    return facts | {"left": [] if threads else _left_of(before)}
+    return facts | {"left": [] if threads else threads_left(before)}
 
 
 def _daemons() -> set[threading.Thread]:

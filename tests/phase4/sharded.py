@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.grade import WrongResult
-from distlab.sim import SimulationError
-from judging.calls import returned
+from judging.calls import refusal_of, returned
 from judging.tensors import given_group
 from phase4 import stores
 from phase4.file_access import reads_in
 from phase4.file_history import Sync, syncs_replaced
-from phase4.stores import Facts, Plan, Store, error_text, listing, name_of
+from phase4.stores import Facts, Plan, Store, listing, name_of
 from phase4_production.given import Group, Shard
 
 Cut = tuple[str, int, int]  # tensor, start, stop
@@ -176,14 +175,8 @@ def load_what_is_missing(lesson: Any, root: str, slices: Slices, wanted: Slices)
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1,)))
     shards = wanted.empty(wanted.by_rank[store.rank])
     before = values_of(shards)
-    kind = text = ""
-    try:
-        lesson.load_sharded(shards, store.folder)
-    except (SimulationError, NotImplementedError):
-        raise
-    except (ValueError, RuntimeError, OSError) as error:
-        kind, _, text = error_text(error).partition(": ")
-    return {"refusal": {"type": kind, "text": text}, "unchanged": before == values_of(shards)}
+    refusal = refusal_of(lambda: lesson.load_sharded(shards, store.folder))
+    return {"refusal": refusal, "unchanged": before == values_of(shards)}
 
 
 # What a sharded checkpoint takes of disk, memory and reading

@@ -29,37 +29,38 @@ class Plan(NamedTuple):
     # Rank, step and signal; it comes while the rank computes this step.
     arrivals: tuple[tuple[int, int, int], ...] = ()
     signals: tuple[int, ...] = ()  # signals to be caught; empty for the default ones
-    num_steps: int = 5  # steps in which the ranks go on asking, whatever they hear
+    num_steps: int = 5  # steps in which the ranks ask, whatever the answer is
     leaves: bool = False  # whether ranks leave when the answer is true
     is_interrupted: bool = False  # whether a further signal comes while they save
 
 
 def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
     """Train, and ask after every step whether to stop; each rank takes another time to save."""
-    rank, computed, answers = dist.get_rank(group), [], []
-    saved_s, code = list[float](), None
+    facts: dict[str, Any] = {"answers": [], "computed": [], "saved_s": [], "code": None}
     with _handled() as signals:
-
-        def save() -> None:
-            if plan.is_interrupted:
-                signals.send(signal.SIGTERM)
-            time.sleep(SAVE_S * rank)
-            saved_s.append(time.monotonic())
-
         try:
             with _request(lesson, plan, group) as stop:
-                for step in range(plan.num_steps):
-                    for asked, when, number in plan.arrivals:
-                        if (asked, when) == (rank, step):
-                            signals.send(number)
-                    computed.append(step)
-                    answers.append(typed("agreed", stop.agreed(), bool))
-                    if plan.leaves and answers[-1]:
-                        stop.leave(save)
+                _train(stop, plan, dist.get_rank(group), signals, facts)
         except SystemExit as exit:
-            code = exit.code
-        facts = {"saved_s": saved_s, "left_s": time.monotonic(), "code": code}
-        return {"answers": answers, "computed": computed, **facts, **signals.report()}
+            facts["code"] = exit.code
+        return {**facts, "left_s": time.monotonic(), **signals.report()}
+
+
+def _train(stop: Any, plan: Plan, rank: int, signals: "Signals", facts: dict[str, Any]) -> None:
+    def save() -> None:
+        if plan.is_interrupted:
+            signals.send(signal.SIGTERM)
+        time.sleep(SAVE_S * rank)
+        facts["saved_s"].append(time.monotonic())
+
+    for step in range(plan.num_steps):
+        for asked, when, number in plan.arrivals:
+            if (asked, when) == (rank, step):
+                signals.send(number)
+        facts["computed"].append(step)
+        facts["answers"].append(typed("agreed", stop.agreed(), bool))
+        if plan.leaves and facts["answers"][-1]:
+            stop.leave(save)
 
 
 def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:

@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 MORE = "rank-00007.bin"  # file that is in no manifest, as of a killed attempt of more ranks
 LONG_AGO_S = 1_000_000_000  # the year 2001
 RETURNED = "phase4.returned"  # name of an audit event
-KINDS = OSError, RuntimeError, ValueError
+KINDS = FileExistsError, OSError, RuntimeError, ValueError
 Facts = dict[str, Any]
 
 
@@ -365,8 +365,6 @@ def save_again(store: Store) -> Facts:
         store.save(2)
     except NotImplementedError:
         raise
-    except FileExistsError:
-        refusal = "FileExistsError"
     except Exception as error:
         refusal = error_text(error)
     left = store.on_rank_0(lambda: listing(store.folder))

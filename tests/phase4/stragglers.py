@@ -1,4 +1,4 @@
-"""Bodies for task 4.16, and a model of what a detector should say."""
+"""Bodies for task 4.16, and a model of the detector."""
 
 from collections.abc import Mapping, Sequence
 from math import inf

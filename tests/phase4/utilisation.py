@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,47 +26,24 @@ def rate(
     return typed(function, getattr(lesson, function)(*mine, **given_group(group)), float)
 
 
-Step = tuple[nn.Module, Callable[[], object]]
+def _step(kind: str, m: int, k: int, h: int, n: int) -> tuple[nn.Module, Callable[[], object]]:
+    """Make a model and its step, of one of the kinds of ``judge_utilisation.COUNTS``."""
+    model: nn.Module = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Dropout(), nn.Linear(h, n))
+    x, recomputed = torch.randn(m, k), cast(Any, checkpoint)
+    if kind == "convolution":
+        model, x = nn.Conv2d(k, h, 3, padding=1), torch.randn(m, k, n, n)
 
+    def backward() -> None:
+        is_kept = kind != "recomputed"
+        (model(x) if is_kept else recomputed(model, x, use_reentrant=False)).sum().backward()
 
-def _layers(m: int, k: int, h: int, n: int) -> tuple[nn.Sequential, Tensor]:
-    model = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Dropout(), nn.Linear(h, n))
-    return model, torch.randn(m, k)
-
-
-def _trained(*sizes: int) -> Step:
-    model, x = _layers(*sizes)
-    return model, lambda: model(x).sum().backward()
-
-
-def _forward(*sizes: int) -> Step:
-    model, x = _layers(*sizes)
-    return model, lambda: model(x)
-
-
-def _recomputed(*sizes: int) -> Step:
-    model, x = _layers(*sizes)
-    recomputed: Any = checkpoint
-    return model, lambda: recomputed(lambda: model(x), use_reentrant=False).sum().backward()
-
-
-def _convolution(m: int, channels: int, filters: int, width: int) -> Step:
-    model, x = nn.Conv2d(channels, filters, 3, padding=1), torch.randn(m, channels, width, width)
-    return model, lambda: model(x).sum().backward()
-
-
-STEPS: dict[str, Callable[..., Step]] = {
-    "trained": _trained,
-    "forward only": _forward,
-    "recomputed": _recomputed,
-    "convolution": _convolution,
-}
+    return model, (lambda: model(x)) if kind == "forward only" else backward
 
 
 def count(lesson: Any, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
     """Count the FLOPs of a step, and compare its effects with a step that was not counted."""
     torch.manual_seed(5)
-    model, step = STEPS[kind](*sizes)
+    model, step = _step(kind, *sizes)
     calls, printed, generator = [], StringIO(), torch.get_rng_state()
 
     def counted() -> None:
