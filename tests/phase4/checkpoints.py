@@ -12,8 +12,7 @@ import torch
 
 from judging.calls import returned, typed
 from phase4 import stores
-from phase4.file_access import open_in
-from phase4.file_history import Sync, listening, syncs_replaced
+from phase4.file_history import Sync, listening, open_in, syncs_replaced
 from phase4.states import same
 from phase4.stores import MANIFEST, Facts, Plan, Store, error_text, listing, name_of
 from phase4_production.given import Group, Loaded

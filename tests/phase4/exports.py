@@ -8,7 +8,7 @@ from typing import Any
 
 from judging.calls import error_of, typed
 from judging.folders import own_folder
-from phase4.file_access import open_in
+from phase4.file_history import open_in
 from phase4.interleaved import threads_left
 from phase4.watched_file import watched
 

@@ -88,9 +88,9 @@ def _check(
 ) -> None:
     run = grade.run(b.seconds, 1, function, calls)
     check_silent(run, function)
-    for call, found_s in zip(calls, run.results[0], strict=True):
+    for call, answer_s in zip(calls, run.results[0], strict=True):
         *times_s, node_mtbf_s, num_nodes = call
         right_s = formula(*times_s, node_mtbf_s / num_nodes)
         what = f"{function}({', '.join(f'{number:g}' for number in call)})"
         why = f"{cause} {NODES}" if num_nodes > 1 else cause
-        expect(what, found_s, right_s, why, tolerance * right_s)
+        expect(what, answer_s, right_s, why, tolerance * right_s)

@@ -16,8 +16,7 @@ from distlab.grade import WrongResult
 from judging.calls import refusal_of, returned
 from judging.tensors import given_group
 from phase4 import stores
-from phase4.file_access import reads_in
-from phase4.file_history import Sync, syncs_replaced
+from phase4.file_history import Sync, reads_in, syncs_replaced
 from phase4.stores import Facts, Plan, Store, listing, name_of
 from phase4_production.given import Group, Shard
 

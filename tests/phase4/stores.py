@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -17,14 +17,12 @@ import torch.distributed as dist
 
 from distlab.sim import SimulationError
 from phase4.crash_states import Disk, State, build, crash_states
-from phase4.file_access import Read, open_in, reads_in
-from phase4.file_history import Recorder, Tree, listening, recorded
+from phase4.file_history import RETURNED, Read, Tree, open_in, reads_in, recorded
 from phase4_production.given import Group
 
 MANIFEST = "manifest.json"
 MORE = "rank-00007.bin"  # file that is in no manifest, as of a killed attempt of more ranks
 LONG_AGO_S = 1_000_000_000  # the year 2001
-RETURNED = "phase4.returned"  # name of an audit event
 KINDS = FileExistsError, OSError, RuntimeError, ValueError
 Facts = dict[str, Any]
 
@@ -156,14 +154,10 @@ def crash(store: Store, plan: Plan) -> Facts:
         checkpoint holds or with anything else.
     """
     store.prepare(plan)
-    alone, counts = dist.new_group([0]), list[int]()  # number of events before each return
-    with ExitStack() as watching:
-        if store.rank == 0:  # one process: it watches all ranks
-            parent = store.folder.parent
-            recorder = watching.enter_context(
-                recorded(parent, store.lesson, before_sync=_sleep_on_rank_0)
-            )
-            watching.enter_context(listening(partial(_count_at_return, recorder, counts)))
+    alone, recording = dist.new_group([0]), nullcontext()
+    if store.rank == 0:  # one process: it watches all ranks
+        recording = recorded(store.folder.parent, store.lesson, before_sync=_sleep_on_rank_0)
+    with recording as recorder:
         for step in plan.renamed:
             renamed = store.folder / f".{name_of(step)}.removed"
             store.on_rank_0(partial((store.folder / name_of(step)).rename, renamed))
@@ -176,10 +170,8 @@ def crash(store: Store, plan: Plan) -> Facts:
     is_right = str(path) == str(store.folder / name_of(plan.step))
     undamaged = [step for step in plan.there if step not in plan.damaged]
     intact = _contents(recorder.start, undamaged) | _contents(recorder.seen, [plan.step])
-    loads = [
-        _after_a_crash(store, alone, intact, *state)
-        for state in crash_states(recorder, min(counts))
-    ]
+    states = crash_states(recorder, min(recorder.returns))
+    loads = [_after_a_crash(store, alone, intact, *state) for state in states]
     operations = [event.text for event in recorder.events]
     facts = {"operations": operations, "left": listing(store.folder)}
     return {**facts, "states": loads, "path": is_right}
@@ -189,12 +181,6 @@ def _sleep_on_rank_0() -> None:
     """Take a second of the simulated world, while the other ranks continue."""
     if dist.get_rank() == 0:
         time.sleep(1)
-
-
-def _count_at_return(recorder: Recorder, counts: list[int], name: str, _: object) -> None:
-    if name == RETURNED:
-        recorder.look()
-        counts.append(len(recorder.events))
 
 
 def _contents(tree: Tree, steps: Sequence[int]) -> set[State]:
