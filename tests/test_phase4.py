@@ -16,16 +16,13 @@ from phase4.judge_async import *
 from phase4.judge_resumed import *
 
 # fault_tolerance
-from phase4.judge_heartbeats import *
-from phase4.judge_stops import *
-from phase4.judge_intervals import *
+from phase4.judge_fault_tolerance import *
 
 # elastic
 from phase4.judge_elastic import *
 
 # gradient_compression
-from phase4.judge_sparse import *
-from phase4.judge_quantized import *
+from phase4.judge_compression import *
 
 # power_sgd
 from phase4.judge_power_sgd import *
@@ -34,12 +31,9 @@ from phase4.judge_power_sgd import *
 from phase4.judge_comm_hook import *
 
 # monitoring
-from phase4.judge_steps import *
-from phase4.judge_utilisation import *
-from phase4.judge_stragglers import *
+from phase4.judge_monitoring import *
 
 # exporters
-from phase4.judge_pages import *
 from phase4.judge_exporters import *
 
 # profiling

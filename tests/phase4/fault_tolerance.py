@@ -1,22 +1,100 @@
-"""Bodies for task 4.7: training that is asked to stop.
-
-In the simulated world ranks are threads, which get no signals: handlers are noted there, and called
-as the interpreter would. Processes get real signals. A signal that reaches anything but the request
-that should catch it is noted too.
-"""
+"""Bodies for tasks 4.5, 4.7 and 4.8: ranks that report, training that stops, and intervals."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from judging.calls import typed
+from judging.calls import case_told, typed
 from judging.tensors import given_group
+
+# Ranks that report, fall silent or are slow, on the tests' own clock
+
+
+Event = tuple[Any, ...]  # ("beat", rank, step, busy_s), ("wait", seconds) or ("poll",)
+Poll = list[tuple[int, int, float, str]]  # rank by rank: rank, step, silent_s, status
+STORE_S = 0.5  # timeout of a get of a missing key
+
+
+class CountedStore(dist.Store):
+    """A store that notes the name of each method that is called: each is one message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.calls = dist.HashStore(), list[str]()
+        self.kept.set_timeout(timedelta(seconds=STORE_S))
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return a method of the kept store that notes its calls."""
+        if name.startswith("_") or name in ("kept", "calls"):
+            return super().__getattribute__(name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls.append(name)
+            return getattr(self.kept, name)(*args, **options)
+
+        return call
+
+
+def watch_all(lesson: Any, stories: Sequence[Any]) -> list[list[Poll]]:
+    """Let stories happen, each with ranks of its own; return the polls of each.
+
+    The last poll of a story is empty if it has waited for a key that is not there.
+    """
+    return [_watch(lesson, *story) for story in stories]
+
+
+def _watch(
+    lesson: Any, num_ranks: int, events: Sequence[Event], options: dict[str, Any]
+) -> list[Poll]:
+    store, now_s = CountedStore(), 1000.0
+    ranks = [lesson.Heartbeat(store, rank) for rank in range(num_ranks)]
+    monitor = lesson.HeartbeatMonitor(store, num_ranks, clock=lambda: now_s, **options)
+    polls: list[Poll] = []
+    for kind, *values in events:
+        if kind == "beat":
+            rank, step, busy_s = values
+            ranks[rank].beat(step, busy_s)
+        elif kind == "wait":
+            now_s += values[0]
+        else:
+            try:
+                ranks_of_poll = typed("poll", monitor.poll(), list)
+            except dist.DistStoreError:
+                return [*polls, []]
+            polls.append([(h.rank, h.step, h.silent_s, h.status) for h in ranks_of_poll])
+    return polls
+
+
+def send(lesson: Any, num_ranks: int, num_steps: int) -> dict[str, list[list[str]]]:
+    """Report and poll; return the calls of the store in each report and in each poll."""
+    store = CountedStore()
+    ranks = [lesson.Heartbeat(store, rank) for rank in range(num_ranks)]
+    monitor = lesson.HeartbeatMonitor(store, num_ranks, timeout_s=10.0, clock=lambda: 1000.0)
+    calls: dict[str, list[list[str]]] = {"report": [], "poll": []}
+    for step in range(num_steps):
+        for rank in ranks:
+            store.calls.clear()
+            rank.beat(step, 0.1)
+            calls["report"].append([*store.calls])
+        store.calls.clear()
+        monitor.poll()
+        calls["poll"].append([*store.calls])
+    return calls
+
+
+# Training that is asked to stop
+#
+# In the simulated world ranks are threads, which get no signals: handlers are noted there, and
+# called as the interpreter would. Processes get real signals. A signal that reaches anything but
+# the request that should catch it is noted too.
+
 
 SAVE_S = 20e-3
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -163,3 +241,16 @@ def _note(number: int, handler: Any) -> Any:
 
 def _noted(number: int) -> Any:
     return _handlers.get((threading.get_ident(), number), signal.SIG_DFL)
+
+
+# Intervals between saves
+
+
+def seconds(lesson: Any, function: str, calls: Sequence[Sequence[float]]) -> list[float]:
+    """Call a function with all arguments by position; the last one is the number of nodes."""
+    results = []
+    for call in calls:
+        arguments = call[:-1] if call[-1] == 1 else call  # 1 is the default
+        with case_told("with the arguments " + ", ".join(f"{number:g}" for number in arguments)):
+            results.append(float(typed(function, getattr(lesson, function)(*arguments), float)))
+    return results
