@@ -9,8 +9,6 @@ import sys
 
 # checkpoint
 from phase4.judge_checkpoint import *
-from phase4.judge_sharded import *
-from phase4.judge_async import *
 
 # training_state
 from phase4.judge_resumed import *
