@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from phase4.interleaved import Meetings
-from phase4.watched_file import watched
+from phase4.interleaved import Meetings, watched
 
 
 class Pair:

@@ -21,8 +21,7 @@ from distlab.grade import WrongResult
 from judging.calls import error_of, typed
 from judging.folders import own_folder
 from phase4.file_history import open_in
-from phase4.interleaved import Meetings, threads_left
-from phase4.watched_file import watched
+from phase4.interleaved import Meetings, threads_left, watched
 
 # Pages, fetched by clients of all kinds
 #

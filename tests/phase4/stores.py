@@ -16,8 +16,18 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distlab.sim import SimulationError
-from phase4.crash_states import Disk, State, build, crash_states
-from phase4.file_history import RETURNED, Read, Tree, open_in, reads_in, recorded
+from phase4.file_history import (
+    RETURNED,
+    Disk,
+    Read,
+    State,
+    Tree,
+    build,
+    crash_states,
+    open_in,
+    reads_in,
+    recorded,
+)
 from phase4_production.given import Group
 
 MANIFEST = "manifest.json"
