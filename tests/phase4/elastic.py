@@ -1,7 +1,7 @@
 """Bodies for task 4.6: a job that notes what it is given, and workers that are interrupted."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,69 +116,71 @@ def replay(plan: Plan, steps: Sequence[tuple[int, Sequence[int]]]) -> list[float
     return model.flat()
 
 
-def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, Any]:
-    """Be a worker, from one start to its end."""
-    rank = dist.get_rank(group)
-    # No order may depend on the global generator.
-    torch.manual_seed(1000 * dist.get_world_size(group) + rank)
-    folder, model = Path(root), Model(plan, rank)
-    saves: list[tuple[int, float]] = []
-    asked: list[int] = []
+class Worker:
+    """The functions that ``run_elastic`` gets, which note how they are called."""
 
-    def save(state: Mapping[str, Any], where: Path, step: int) -> Path:
-        if plan.fails == "save":
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank, self.job = plan, rank, Model(plan, rank)
+        self.saves: list[tuple[int, float]] = []
+        self.asked: list[int] = []
+
+    def save(self, state: Mapping[str, Any], where: Path, step: int) -> Path:
+        if self.plan.fails == "save":
             raise OSError(FULL)
         time.sleep(SAVE_S)
         path = Path(where) / f"step-{step:08d}"
         torch.save(dict(state), path)
-        saves.append((int(step), time.monotonic()))
+        self.saves.append((int(step), time.monotonic()))
         return path
 
-    def load(where: Path) -> Loaded | None:
-        if plan.fails == "load" and rank == 0:
+    def load(self, where: Path) -> Loaded | None:
+        if self.plan.fails == "load" and self.rank == 0:
             raise RuntimeError(DAMAGED)
         files = sorted(Path(where).glob("step-*"))
-        if rank > 0:  # an older list of files
-            files = [] if rank % 2 else files[:-1]
+        if self.rank > 0:  # an older list of files
+            files = [] if self.rank % 2 else files[:-1]
         if not files:
             return None
         return Loaded(step_of(files[-1]), torch.load(files[-1], weights_only=True), files[-1], {})
 
-    def should_stop() -> bool:
-        asked.append(len(model.steps) - 1)
-        return plan.ends == "stop" and asked[-1] == plan.at
+    def should_stop(self) -> bool:
+        self.asked.append(len(self.job.steps) - 1)
+        return self.plan.ends == "stop" and self.asked[-1] == self.plan.at
 
+    def end_of(self, run: Callable[[], object]) -> Any:
+        """Return what ``run`` returns, or its end in words."""
+        try:
+            return typed("run_elastic", run(), int)
+        except Interrupted:
+            return "interrupted"
+        except SystemExit as exit:
+            return f"exit {exit.code}"
+        except (RuntimeError, OSError) as error:
+            if not self.plan.fails:
+                raise
+            return f"{'OSError' if isinstance(error, OSError) else 'RuntimeError'}: {error}"
+
+
+def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, Any]:
+    """Be a worker, from one start to its end."""
+    rank, folder = dist.get_rank(group), Path(root)
+    # No order may depend on the global generator.
+    torch.manual_seed(1000 * dist.get_world_size(group) + rank)
     folder.mkdir(exist_ok=True)
-    ended: Any = None
-    try:
-        ended = lesson.run_elastic(
-            model,
-            folder,
-            **{name: getattr(plan, name) for name in OPTIONS},
-            save=save,
-            load=load,
-            should_stop=should_stop,
-            **({"seed": plan.seed} if plan.seed else {}),
-            **given_group(group),
-        )
-        typed("run_elastic", ended, int)
-    except Interrupted:
-        ended = "interrupted"
-    except SystemExit as exit:
-        ended = f"exit {exit.code}"
-    except (RuntimeError, OSError) as error:
-        if not plan.fails:
-            raise
-        ended = f"{'OSError' if isinstance(error, OSError) else 'RuntimeError'}: {error}"
-    is_open = ended == "interrupted"  # the step that was begun counts as a step
+    worker = Worker(plan, rank)
+    options = {name: getattr(plan, name) for name in OPTIONS} | given_group(group)
+    options |= {"seed": plan.seed} if plan.seed else {}
+    options |= {name: getattr(worker, name) for name in ("save", "load", "should_stop")}
+    ended = worker.end_of(lambda: lesson.run_elastic(worker.job, folder, **options))
+    steps, is_open = worker.job.steps, ended == "interrupted"  # a begun step counts as a step
     return {
         "ended": ended,
-        "steps": model.steps if is_open or model.steps[-1] else model.steps[:-1],
-        "times_s": model.times_s,
+        "steps": steps if is_open or steps[-1] else steps[:-1],
+        "times_s": worker.job.times_s,
         "left_s": time.monotonic(),
-        "parameters": model.flat(),
-        "saves": saves,
-        "asked": asked,
+        "parameters": worker.job.flat(),
+        "saves": worker.saves,
+        "asked": worker.asked,
     }
 
 
