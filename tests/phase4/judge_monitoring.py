@@ -16,7 +16,7 @@ from phase4.monitoring import Event, Story, Times, Verdict
 
 
 NAMES = ("step_s", "data_s", "compute_s", "communication_s")
-STUCK_TIMES = "All ranks gather their times together, by one collective that all of them call."
+STUCK = "All ranks put their numbers together, by collectives that all of them call."
 CAUSES_OF_TIMES = {  # likely causes of wrong times, by the events of a program: the first that fits
     "fail": "An error ends the parts that it leaves: put what comes after yield into finally.",
     "launch": "Starting kernels takes no time, and the device works on them until synchronize has "
@@ -123,7 +123,7 @@ def test_waiting_for_batches_is_data(grade: Grade, num_batches: int, leave: str)
 def test_waiting_for_the_slowest_rank_is_communication(grade: Grade) -> None:
     seconds = [grade.random.randrange(1, 40) / 8 for _ in range(4)]
     slowest = max(seconds)
-    run = grade.run(b.train, len(seconds), seconds, 3, if_stuck=STUCK_TIMES)
+    run = grade.run(b.train, len(seconds), seconds, 3, if_stuck=STUCK)
     for rank, times in enumerate(run.results):
         right = (slowest, 0.0, seconds[rank], slowest - seconds[rank])
         _check_times(
@@ -150,7 +150,7 @@ def _check_gathered(by_rank: Sequence[Any], right: Sequence[Times]) -> None:
 @task("4.14", real=True)
 def test_every_rank_knows_the_times_of_all(grade: Grade) -> None:
     right = _times(grade)
-    run = grade.run(b.gather, 3, right, if_stuck=STUCK_TIMES)
+    run = grade.run(b.gather, 3, right, if_stuck=STUCK)
     _check_gathered(run.results, right)
     if grade.is_simulated:
         check_small(run, 1, 32, "gather_times")
@@ -165,7 +165,6 @@ def test_gathering_times_inside_a_group(grade: Grade) -> None:
 # 4.15: rates of the job, FLOPs that are counted, and peaks of memory
 
 
-STUCK_RATES = "All ranks put their numbers together, by collectives that all of them call."
 MIB = 2**20
 Given = Sequence[tuple[float, ...]]  # arguments by rank
 
@@ -200,7 +199,7 @@ def _check_rate(by_rank: Sequence[float], function: str, given: Given) -> None:
 @pytest.mark.parametrize("function", CAUSES_OF_RATES)
 def test_the_rate_of_the_job(grade: Grade, function: str) -> None:
     given = _draw(grade, function)
-    run = grade.run(b.rate, len(given), function, given, if_stuck=STUCK_RATES)
+    run = grade.run(b.rate, len(given), function, given, if_stuck=STUCK)
     _check_rate(run.results, function, given)
     if grade.is_simulated:
         check_small(run, 2, BYTES[function], function)
@@ -218,7 +217,7 @@ UNEVEN: Sequence[tuple[str, Given]] = (
 @task("4.15")
 @pytest.mark.parametrize(("function", "given"), UNEVEN)
 def test_rates_of_uneven_ranks(grade: Grade, function: str, given: Given) -> None:
-    run = grade.run(b.rate, len(given), function, given, if_stuck=STUCK_RATES)
+    run = grade.run(b.rate, len(given), function, given, if_stuck=STUCK)
     _check_rate(run.results, function, given)
 
 
