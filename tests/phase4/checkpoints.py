@@ -28,7 +28,6 @@ from phase4_production.given import Group, Loaded, Shard
 
 # One process that saves, also on disks that are full or broken
 
-
 REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # names of audit events
 
 
@@ -174,7 +173,6 @@ def _files_of_at_most(num_bytes: int | None) -> Iterator[None]:
 
 
 # Ranks that save their shards, and any number of ranks that load them
-
 
 Cut = tuple[str, int, int]  # tensor, start, stop
 
@@ -382,7 +380,6 @@ def who_reads(
 
 
 # Writes that are held, and training that continues meanwhile
-
 
 HELD_S = 3.0  # longest wait of a write, so that a save that waits for its own write ends too
 LATE_S = 0.3

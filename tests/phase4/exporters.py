@@ -28,7 +28,6 @@ from phase4.interleaved import Meetings, threads_left, watched
 # Of the threads of simulated ranks one runs at a time, so that a rank would wait forever for its
 # own server. These bodies leave the simulated world, for a thread that it doesn't know.
 
-
 Write = tuple[Mapping[str, float], int]  # metrics and step
 Answer = tuple[int, str, str]  # status, content type, text
 PATIENCE_S = 20.0  # longest wait for an answer
@@ -266,7 +265,6 @@ def _is_open(port: int) -> bool:
 
 # Files that are cut, closed and damaged, and curves that are continued
 
-
 Write = tuple[Mapping[str, float], int]  # metrics and step
 NAME = "metrics.jsonl"
 Curves = dict[str, list[tuple[int, float]]]
@@ -345,7 +343,6 @@ def close_all(lesson: Any) -> dict[str, list[str]]:
 
 
 # TensorBoard
-
 
 Resumption = tuple[Sequence[Write], int | None, Sequence[Write]]  # writes, after which step, again
 

@@ -16,7 +16,6 @@ from judging.tensors import given_group
 
 # Ranks that report, fall silent or are slow, on the tests' own clock
 
-
 Event = tuple[Any, ...]  # ("beat", rank, step, busy_s), ("wait", seconds) or ("poll",)
 Poll = list[tuple[int, int, float, str]]  # rank by rank: rank, step, silent_s, status
 STORE_S = 0.5  # timeout of a get of a missing key
@@ -94,7 +93,6 @@ def send(lesson: Any, num_ranks: int, num_steps: int) -> dict[str, list[list[str
 # In the simulated world ranks are threads, which get no signals: handlers are noted there, and
 # called as the interpreter would. Processes get real signals. A signal that reaches anything but
 # the request that should catch it is noted too.
-
 
 SAVE_S = 20e-3
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -69,7 +69,6 @@ def test_loading_runs_no_code(grade: Grade) -> None:
 
 # Disks that fail
 
-
 FULL = {"the disk is full": 0, "the disk fills up": 2000, "the folder can't be made": None}
 
 
@@ -119,7 +118,6 @@ def _check_failure(facts: Facts, what: str, reason: str) -> None:
 
 
 # 4.3: any number of ranks loads, crashes leave whole checkpoints, ranks end alike
-
 
 STUCK = (
     "A rank that fails must say so before it raises: the others wait for it. Gather on all ranks "

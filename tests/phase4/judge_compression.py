@@ -18,7 +18,6 @@ from phase4.compressors import Case
 
 # 4.9 and 4.10: the entries that travel, and feedback of the rest
 
-
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 INDEX_BYTES = 4
 FRACTION, LEAST, RARE = 0.2, 1.0, 1e-9
@@ -188,7 +187,6 @@ def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
 
 
 # 4.11: codes and their decoding, and an exchange in few bytes that loses nothing
-
 
 DTYPES = ["float32", "float64", "bfloat16"]
 SCALE_SLACK = {"float32": 1e-5, "float64": 1e-5, "bfloat16": 1e-2}  # it may be taken in 16 bits

@@ -50,7 +50,6 @@ def _start(
 
 # Stories
 
-
 END = ("", 0)
 STORIES: dict[str, tuple[Plan, Sequence[Start]]] = {
     "interrupted in half a step": (

@@ -21,7 +21,6 @@ from phase4.exporters import Answer, Case, Write
 
 # The page for Prometheus, and clients that might disturb training
 
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = {"run": "a", "rank": "3", "host": "n17"}
 Sample = tuple[str, float]  # kind and value
@@ -146,7 +145,6 @@ def _legal(name: str) -> str:
 
 
 # Threads
-
 
 METRICS = ("a", "b", "c", "d_total")
 

@@ -17,7 +17,6 @@ from phase4.fault_tolerance import Event, Plan, Poll
 
 # 4.5: stories drawn at random are compared with a model of the monitor, poll by poll
 
-
 DEFAULTS = {"slow_factor": 2.0, "patience": 3}
 OPTIONS: Sequence[Mapping[str, float]] = ({}, {"patience": 2}, {"slow_factor": 4.0, "patience": 1})
 CAUSES = {  # likely causes of a wrong status, by the right one
@@ -338,7 +337,6 @@ def _check_leaving(by_rank: Sequence[Any]) -> None:
 
 
 # 4.8: the two intervals, and the expected duration
-
 
 DAY_S = 86_400.0
 NODES = (

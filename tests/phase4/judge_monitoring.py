@@ -14,7 +14,6 @@ from phase4.monitoring import Event, Story, Times, Verdict
 
 # 4.14: programs of steps drawn at random are compared with a model, ``times_of``
 
-
 NAMES = ("step_s", "data_s", "compute_s", "communication_s")
 STUCK = "All ranks put their numbers together, by collectives that all of them call."
 CAUSES_OF_TIMES = {  # likely causes of wrong times, by the events of a program: the first that fits
@@ -164,7 +163,6 @@ def test_gathering_times_inside_a_group(grade: Grade) -> None:
 
 # 4.15: rates of the job, FLOPs that are counted, and peaks of memory
 
-
 MIB = 2**20
 Given = Sequence[tuple[float, ...]]  # arguments by rank
 
@@ -229,7 +227,6 @@ def test_rates_inside_a_group(grade: Grade, function: str) -> None:
 
 
 # FLOPs
-
 
 COUNTS: dict[str, tuple[Callable[..., int], str]] = {  # kind -> FLOPs for its sizes, and the reason
     "trained": (
@@ -301,7 +298,6 @@ def test_the_peak_of_a_gpu(grade: Grade) -> None:
 
 
 # 4.16: stories drawn at random are compared with a model of the detector, ``verdicts_of``
-
 
 STUCK_MEDIANS = "All ranks call add after every step, and gather their medians in the same one."
 CAUSES_OF_VERDICTS = (  # likely causes of wrong ranks, parts and ratios

@@ -28,7 +28,6 @@ from phase4_production.given import StepTimes
 # ("part", name, program) is inside of a part, ("fail", names, program) is inside of several, nested
 # parts that an error leaves, and ("end",) ends a step.
 
-
 Event = tuple[Any, ...]
 Times = tuple[float, ...]  # step, data, compute, communication
 READING_S = 2.0**-30
@@ -243,7 +242,6 @@ def gather(lesson: Any, by_rank: Sequence[Times], group: Any = None) -> list[Tim
 
 # Rates of jobs, models with known FLOPs, and memory
 
-
 BYTES_OF_BALLAST = 160 * 2**20
 
 
@@ -326,7 +324,6 @@ def gpu_memory(lesson: Any, index: int, num_bytes: int) -> Any:
 
 
 # Slow ranks, and a model of the detector
-
 
 Work = tuple[float, float]  # data and compute of a rank in a step
 Verdict = list[tuple[int, str, float]]  # rank, part, ratio
