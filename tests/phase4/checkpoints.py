@@ -328,7 +328,10 @@ def load_what_is_missing(lesson: Any, root: str, slices: Slices, wanted: Slices)
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1,)))
     shards = wanted.empty(wanted.by_rank[store.rank])
     before = values_of(shards)
-    refusal = refusal_of(lambda: lesson.load_sharded(shards, store.folder))
+    try:
+        refusal = refusal_of(lambda: lesson.load_sharded(shards, store.folder))
+    except OSError as error:
+        refusal = {"type": "OSError", "text": f"{error}"}
     return {"refusal": refusal, "unchanged": before == values_of(shards)}
 
 
