@@ -170,11 +170,13 @@ def test_large_gradients_are_not_cut_and_need_one_bucket(grade: Grade, function:
     size = grade.random.randint(1100, 1200)
     run = grade.run(b.average_large, 1, function, size, options=MEASURED)
     expect(f"{function}: the sizes of the tensors that all_reduce gets", run.results, [[size**2]])
-    check_peak(
-        *(run, [3 * 4 * size**2 + 64]),
-        f"{function} needs memory for the parameters, the gradients, and at most one bucket as "
-        "large as the gradients. Divide the bucket in place, and copy the means from views of it.",
-    )
+    if function == "average_gradients_flat":
+        check_peak(
+            *(run, [3 * 4 * size**2 + 64]),
+            "average_gradients_flat needs memory for the parameters, the gradients, and one bucket "
+            "as large as the gradients. Divide the bucket in place, and copy the means from views "
+            "of it.",
+        )
 
 
 @task("1.10")
