@@ -1,8 +1,8 @@
 """The grading suite of Phase 3: collectives for clusters, and training on many of their nodes.
 
-The bodies, in tests/phase3, run on every rank with the learner's lesson as first argument and
-return values. What is asserted about these, and about the bytes, messages, memory and times of the
-run, is asserted in tests/phase3/judge_*.py, task by task; pytest collects it from here.
+Bodies run on every rank with the learner's lesson as first argument, and return values. Judges
+check these, and the bytes, messages, memory and times of the run. Both are in tests/phase3, task by
+task; pytest collects the tests from here.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Bodies for task 3.12, and the training in one process that theirs must equal."""
+"""Bodies for task 3.12, their models, and the training in one process that theirs must equal."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -10,17 +10,110 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.grade import WrongResult
-from judging.models import SGD, Odd, gradients_of
+from judging.models import FLAG, SGD, Odd, batch, gradients_of
 from judging.pretend_device import PretendDevice, device_of
-from phase3.ddp_models import (
-    Branches,
-    Layer,
-    NotedStart,
-    Slow,
-    loss_of,
-    names_in,
-    odd_batch,
-)
+
+
+def odd_batch(rows: int, rank: int, step: int) -> Tensor:
+    """Return inputs for an ``Odd``; those of even ranks have flags in steps after the first."""
+    inputs, _ = batch((rows,), 100 * step + rank)
+    if rank % 2 == 0 and step:
+        inputs[::2, :1] = FLAG
+    return inputs
+
+
+def loss_of(outputs: Tensor) -> Tensor:
+    """Return the sum over the rows."""
+    return (outputs - 0.5).square().sum()
+
+
+class _Slowly(torch.autograd.Function):
+    """Takes a while in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Layer(NamedTuple):
+    """Size of a layer, and the seconds of its backward pass."""
+
+    numel: int
+    backward_s: float
+
+
+class Slow(nn.Module):
+    """Layers with known backward times, used in a different order from their registration.
+
+    Before the first one comes something that has no parameters, but a backward pass too.
+    """
+
+    def __init__(self, layers: Sequence[Layer], order: Sequence[int], before_s: float) -> None:
+        super().__init__()
+        self.layers, self.order, self.before_s = layers, order, before_s
+        self.weights = nn.ParameterList(torch.zeros(layer.numel) for layer in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _Slowly.apply(x, self.before_s)  # type: ignore[no-untyped-call]
+        for i in self.order:
+            y = x + self.weights[i].sum()
+            x = _Slowly.apply(y, self.layers[i].backward_s)  # type: ignore[no-untyped-call]
+        return x
+
+
+class Call(NamedTuple):
+    """An all-reduce that was started."""
+
+    num_bytes: int
+    address: int
+    start_s: float
+
+    def holds(self, gradient: Tensor) -> bool:
+        """Return True if a gradient lies in the tensor that was reduced."""
+        return gradient.numel() > 0 and 0 <= gradient.data_ptr() - self.address < self.num_bytes
+
+
+class NotedStart:
+    """An all-reduce as the lesson takes it, which notes its calls; its handle can only wait."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __call__(self, x: Tensor, group: Any = None) -> "_Waitable":
+        if not x.is_contiguous():
+            raise ValueError("all_reduce was given a tensor that is not contiguous")
+        self.calls.append(Call(x.nbytes, x.data_ptr(), time.perf_counter()))
+        return _Waitable(dist.all_reduce(x, group=group, async_op=True))
+
+    def taken(self) -> list[Call]:
+        """Return the calls since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class _Waitable:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+def names_in(call: Call, module: nn.Module) -> list[str]:
+    """Return the names of the parameters in a reduced tensor, ordered by their addresses."""
+    addresses = {
+        name: parameter.grad.data_ptr()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and call.holds(parameter.grad)
+    }
+    return sorted(addresses, key=lambda name: addresses[name])
+
 
 PLAIN, IN_PARTS = "a backward pass", "backward passes inside, then one outside"
 INSIDE_ONLY, KEPT = "a backward pass inside only", "gradients kept from the step before"
@@ -42,13 +135,11 @@ class Plan(NamedTuple):
     Attributes:
         limits: Limits of the buckets.
         rows: Rows of the batches, by step and rank; a rank without rows computes nothing then.
-        is_noted: True if an all-reduce is given that notes its calls, False for the default.
         how: ``PLAIN``, or one of ``ACCUMULATIONS``.
     """
 
     limits: Limits
     rows: tuple[tuple[int, ...], ...]
-    is_noted: bool = True
     how: str = PLAIN
 
 
@@ -92,8 +183,7 @@ class Training:
             if parameter.requires_grad:
                 note = lambda _, name=name: self._note(name)  # noqa: E731
                 parameter.register_post_accumulate_grad_hook(note)
-        all_reduce = self.noted if plan.is_noted else None
-        self.ddp = wrapped(lesson, self.model, plan.limits, all_reduce=all_reduce, group=group)
+        self.ddp = wrapped(lesson, self.model, plan.limits, all_reduce=self.noted, group=group)
         self.optimizer = _optimizer(self.model)
 
     def _note(self, name: str) -> None:
@@ -116,7 +206,6 @@ class Training:
         self.optimizer.step()
         return {
             "gradients": gradients,
-            "state": state_of(self.model),
             "num_bytes": [call.num_bytes for call in calls],
             "names": [names_in(call, self.model) for call in calls],
             "before finish": num_before,
@@ -124,28 +213,22 @@ class Training:
         }
 
     def _go_back(self, x: Tensor, scale: float) -> None:
-        how, parts = self.plan.how, x.tensor_split(3)
-        if how == IN_PARTS:
-            with self._inside():
-                for part in parts[:-1]:
-                    self._loss(part, scale).backward()
-            self._loss(parts[-1], scale).backward()
-        elif how == FORWARD_BEFORE:
-            *losses, last = [self._loss(part, scale) for part in parts]
-            with self._inside():
-                for loss in losses:
-                    loss.backward()
-            last.backward()
-        elif how == INSIDE_ONLY:
-            with self._inside():
-                self._loss(x, scale).backward()
-        else:
-            if how == AFTER_ERROR:
-                _raise_inside(self.ddp)
-            self._loss(x, scale).backward()
+        how = self.plan.how
+        parts = x.tensor_split(3) if how in (IN_PARTS, FORWARD_BEFORE) else (x,)
+        early = [self._loss(part, scale) for part in parts] if how == FORWARD_BEFORE else []
+        num_inside = len(parts) - (how != INSIDE_ONLY)
+        if how == AFTER_ERROR:
+            _raise_inside(self.ddp)
+        for place, part in enumerate(parts):
+            with self._inside() if place < num_inside else nullcontext():
+                loss = early[place] if early else self._loss(part, scale)
+                loss.backward()
 
     def _loss(self, x: Tensor, scale: float) -> Tensor:
-        return scale * loss_of(self.ddp(x))
+        # Parameters that are used first get their gradients last: on odd ranks, the head does.
+        used = [0.0 * parameter.sum() for parameter in self.model.head.parameters()]
+        loss = scale * loss_of(self.ddp(x))
+        return loss + sum(used) if self.rank % 2 else loss
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -158,19 +241,14 @@ class Training:
         self.is_noting = was_noting
 
 
-class Boom(Exception):
-    """An error such as a learner's own code might raise."""
-
-
 def _raise_inside(ddp: Any) -> None:
-    boom = Boom("raised inside of no_sync")
-    with suppress(Boom):
+    with suppress(ArithmeticError):
         with ddp.no_sync():
-            raise boom
+            raise ArithmeticError("raised inside of no_sync")
         raise WrongResult(
-            "an error that is raised inside of no_sync should come out of it, but the program goes "
-            "on after the block as if nothing had happened. Put yield between "
-            "try and finally, without an except or a return that ends the error."
+            "an error that is raised inside of no_sync should come out of it, but the program "
+            "continues after the block as if nothing had happened. Put yield between try and "
+            "finally, without an except or a return that ends the error."
         )
 
 
@@ -184,7 +262,7 @@ def train_alone(plan: Plan) -> list[dict[str, Any]]:
     """Train in one process that has the batches of all ranks.
 
     Returns:
-        For each step, gradients and state; and under "own", each rank's gradients.
+        For each step, the gradients; and under "own", each rank's gradients.
     """
     model, steps = Odd(1), []
     optimizer = _optimizer(model)
@@ -198,7 +276,7 @@ def train_alone(plan: Plan) -> list[dict[str, Any]]:
         gradients = gradients_of(model)
         optimizer.step()
         listed = [{name: x.flatten().tolist() for name, x in of_rank.items()} for of_rank in own]
-        steps.append({"gradients": gradients, "state": state_of(model), "own": listed})
+        steps.append({"gradients": gradients, "own": listed})
     return steps
 
 
@@ -240,8 +318,8 @@ def start(lesson: Any) -> dict[str, Any]:
     return {"state": state, "values": values | {"the head's bias after load_state_dict": biases}}
 
 
-def evaluate_alone(lesson: Any) -> dict[str, Any]:
-    """After a step, let rank 0 alone evaluate, with gradients and without."""
+def evaluate_alone(lesson: Any) -> list[str]:
+    """After a step, let rank 0 alone evaluate; return the parameters with a gradient afterwards."""
     model = Odd(1)
     ddp, rank = lesson.DistributedDataParallel(model), dist.get_rank()
     loss_of(ddp(odd_batch(2, rank, 0))).backward()
@@ -251,7 +329,7 @@ def evaluate_alone(lesson: Any) -> dict[str, Any]:
     _forget_gradients(model)
     with torch.no_grad():
         ddp(odd_batch(2, rank, 1))
-    return {"with_gradient": [n for n, p in model.named_parameters() if p.grad is not None]}
+    return [name for name, p in model.named_parameters() if p.grad is not None]
 
 
 def _forget_gradients(model: nn.Module) -> None:
@@ -259,76 +337,39 @@ def _forget_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def in_different_orders(
-    lesson: Any, orders: Sequence[Sequence[int]], num_branches: int, dtype: str
-) -> list[Any]:
-    """Return gradients and buckets of three steps; rank r uses the branches in orders[r]."""
-    rank = dist.get_rank()
-    model = Branches(num_branches, getattr(torch, dtype))
-    noted, steps = NotedStart(), []
-    ddp = wrapped(lesson, model, Limits(24, 24), all_reduce=noted)
-    for step in range(3):
-        _forget_gradients(model)
-        ddp(torch.full((3,), float(rank + 1 + step)), orders[rank]).backward()
-        ddp.finish_gradient_synchronization()
-        calls, gradients = noted.taken(), [weight.grad for weight in model.weights]
-        steps.append(
-            {
-                "gradients": [None if g is None else g[0].item() for g in gradients],
-                "calls": [names_in(call, model) for call in calls],
-            }
-        )
-    return steps
-
-
 def timed(
     lesson: Any, layers: Sequence[Layer], order: Sequence[int], before_s: float, limits: Limits
 ) -> list[dict[str, Any]]:
-    """Return when gradients arrived, buckets left, and the step ended, since backward began.
+    """Return when gradients arrived and buckets left, in three steps, since backward began.
 
     Args:
         order: Order in which the layers are used.
-        before_s: Seconds of the backward pass of what comes before them.
+        before_s: Seconds of the backward pass before the first layer.
     """
-    model = Slow(layers, order, before_s)
+    model, noted, steps = Slow(layers, order, before_s), NotedStart(), []
     came_s: dict[str, float] = {}
     for name, parameter in model.named_parameters():
         note = lambda _, name=name: came_s.update({name: time.perf_counter()})  # noqa: E731
         parameter.register_post_accumulate_grad_hook(note)
-    noted = NotedStart()
     ddp = wrapped(lesson, model, limits, all_reduce=noted)
-    steps = []
     for _ in range(3):
         _forget_gradients(model)
         loss = ddp(torch.ones(2, requires_grad=True)).sum()
-        begin_s, computed_s = _seconds_of(loss.backward)
+        dist.barrier()
+        begin_s = time.perf_counter()
+        loss.backward()
+        computed_s = time.perf_counter() - begin_s
         ddp.finish_gradient_synchronization()
-        end_s, calls = time.perf_counter() - begin_s, noted.taken()
+        calls = noted.taken()
         steps.append(
             {
                 "came_s": [came_s[name] - begin_s for name, _ in model.named_parameters()],
                 "left_s": [call.start_s - begin_s for call in calls],
                 "num_bytes": [call.num_bytes for call in calls],
                 "computed_s": computed_s,
-                "end_s": end_s,
-                "alone_s": [_alone_s(call.num_bytes) for call in calls],
             }
         )
     return steps
-
-
-def _seconds_of(call: Callable[[], object]) -> tuple[float, float]:
-    """Call when all ranks are there; return when that was, and how long it took."""
-    dist.barrier()
-    begin_s = time.perf_counter()
-    call()
-    return begin_s, time.perf_counter() - begin_s
-
-
-def _alone_s(num_bytes: int) -> float:
-    """Return the seconds of an all-reduce by itself."""
-    x = torch.zeros(num_bytes // 4)
-    return _seconds_of(lambda: dist.all_reduce(x))[1]
 
 
 def on_another_device(lesson: Any) -> dict[str, str]:

@@ -97,21 +97,19 @@ def _sent_by(run: Run, rank: int) -> list[int]:
     return sorted(send.num_bytes for send, _ in pairs if send.rank == rank and send.num_bytes)
 
 
-def _check_sent(call: Call, rank: int, wanted: Sequence[int], which: str) -> None:
-    """Check that a rank sends chunks of the wanted bytes, in any order.
-
-    Args:
-        call: Call of the collective, as it ran.
-        rank: Sender.
-        wanted: Bytes of each message; an empty one need not be sent.
-        which: Name of what it should send.
-    """
-    sent, most = _sent_by(call.run, rank), len(wanted)
-    check(
-        sent == sorted(size for size in wanted if size) and call.run.messages[rank] <= most,
-        f"rank {rank} of {call.n} should send {which}: {_text(wanted)}. It sends "
-        f"{_text(sent, call.run.messages[rank])}. {_why_not_sent(sent, most, _chunk_bytes(call))}",
-    )
+def _check_chunks(call: Call, offset: int, which: str) -> None:
+    """Check that each rank r sends its neighbour every chunk but chunk r + offset, in any order."""
+    _check_neighbours(call.run)
+    chunks = _chunk_bytes(call)
+    for rank, count in enumerate(call.run.messages):
+        left_out = (rank + offset) % call.n
+        wanted = chunks[:left_out] + chunks[left_out + 1 :]
+        sent = _sent_by(call.run, rank)
+        check(
+            sent == sorted(size for size in wanted if size) and count <= len(wanted),
+            f"rank {rank} of {call.n} should send {which.format(left_out)}, once: {_text(wanted)}. "
+            f"It sends {_text(sent, count)}. {_why_not_sent(sent, len(wanted), chunks)}",
+        )
 
 
 def _text(sizes: Sequence[int], count: int | None = None) -> str:
@@ -123,15 +121,14 @@ def _text(sizes: Sequence[int], count: int | None = None) -> str:
 
 def _why_not_sent(sent: Sequence[int], num_messages: int, chunks: Sequence[int]) -> str:
     """Say the likely cause if a rank sends other bytes than it should."""
-    longest = max(sent, default=0)
     if {*sent} == {max(chunks)} and min(chunks) < max(chunks):
         return (
             "All messages are as long as the longest chunk: this is padding. Send every chunk as "
             "long as tensor_split cuts it."
         )
-    if longest == sum(chunks):
+    if max(sent, default=0) == sum(chunks):
         return "A message holds the whole tensor: send one chunk in each step."
-    if longest > max(chunks):
+    if max(sent, default=0) > max(chunks):
         return (
             "A message is longer than the longest chunk: are the chunks those of tensor_split, and "
             "do they travel in the dtype of x?"
@@ -147,19 +144,11 @@ def _why_not_sent(sent: Sequence[int], num_messages: int, chunks: Sequence[int])
 # 3.1 ring_reduce_scatter
 
 
-def _check_scatter(call: Call) -> None:
-    _check_neighbours(call.run)
-    chunks = _chunk_bytes(call)
-    for rank in range(call.n):
-        wanted = chunks[:rank] + chunks[rank + 1 :]
-        _check_sent(call, rank, wanted, f"every chunk but chunk {rank}, once")
-
-
 SCATTER = Contract(
     task="3.1",
     name="reduce_scatter",
     collective=ReduceScatter("ring_reduce_scatter", advice=CHUNKS_ARE_VIEWS),
-    traffic=_check_scatter,
+    traffic=lambda call: _check_chunks(call, 0, "every chunk but chunk {}"),
     messages=_messages_around,
     rounds=lambda n: n - 1,
     late=TOGETHER,
@@ -174,16 +163,6 @@ globals().update(SCATTER.tests())
 # 3.2 ring_all_gather
 
 
-def _check_gather(call: Call) -> None:
-    _check_neighbours(call.run)
-    chunks = _chunk_bytes(call)
-    for rank in range(call.n):
-        right = (rank + 1) % call.n
-        wanted = chunks[:right] + chunks[right + 1 :]
-        which = f"every chunk but chunk {right}, which rank {right} brings itself, once"
-        _check_sent(call, rank, wanted, which)
-
-
 GATHER = Contract(
     task="3.2",
     name="all_gather",
@@ -192,7 +171,9 @@ GATHER = Contract(
         advice="In each step, pass on the chunk that arrived last, and receive the one before it, "
         f"into its place in x. {CHUNKS_ARE_VIEWS}",
     ),
-    traffic=_check_gather,
+    traffic=lambda call: _check_chunks(
+        call, 1, "every chunk but chunk {0}, which rank {0} brings itself"
+    ),
     messages=_messages_around,
     rounds=lambda n: n - 1,
     late=TOGETHER,
@@ -271,12 +252,6 @@ SLOW_TO_ADD = Cluster(
 TOLERANCE = 0.1  # room for the first and the last of 16 segments in each step
 
 
-def _check_segmented(call: Call) -> None:
-    _check_neighbours(call.run)
-    _check_segments(call)
-    _check_bytes_of_all_reduce(call)
-
-
 def _check_segments(call: Call) -> None:
     segment_bytes, item_bytes = call.variant.keywords["segment_bytes"], call.kind.item_bytes
     chunk = max(_chunk_bytes(call))
@@ -297,6 +272,12 @@ def _check_segments(call: Call) -> None:
             f"{segments} for a chunk of {chunk:,} bytes in each of {2 * (call.n - 1)} steps. Every "
             "message costs a latency: make segments as long as they may be.",
         )
+
+
+def _check_segmented(call: Call) -> None:
+    _check_neighbours(call.run)
+    _check_segments(call)
+    _check_bytes_of_all_reduce(call)
 
 
 class _Segmented(Contract):
@@ -354,21 +335,7 @@ def test_the_next_segment_travels_while_one_is_added(grade: Grade, n: int) -> No
         run.seconds <= message_s * (1 + TOLERANCE),
         f"{n} ranks, whose devices add a segment in {ADDING_SHARE:.0%} of the time that its "
         f"message takes: the all-reduce should take {1 + TOLERANCE:.2f} times as long as its "
-        f"messages at most; yours takes {run.seconds / message_s:.2f} times as long. "
-        f"{_why_slow(run, ADDING_SHARE * message_s / 2)}",
-    )
-
-
-def _why_slow(run: Run, adding_s: float) -> str:
-    events = run.trace.events if run.trace else []
-    computed = [event for event in events if event.rank == 0 and event.kind == "compute"]
-    total_s = sum(event.end_s - event.start_s for event in computed)
-    if total_s > 1.01 * adding_s:
-        return (
-            f"Rank 0 computes for {total_s / adding_s:.2f} times as long as adding every segment "
-            "once takes: does it copy, clear or add more than it has to?"
-        )
-    return (
-        "At times, no segment is on its way to a rank that adds. Start the next exchange before "
-        "you add what has arrived."
+        f"messages at most; yours takes {run.seconds / message_s:.2f} times as long. At times, "
+        "no segment is on its way to a rank that adds: start the next exchange before you add what "
+        "has arrived, and do not copy, clear or add more than you have to.",
     )

@@ -2,17 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from random import Random
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster
 from distlab.util.text import counted
+from judging.calls import int_list, pair
 from judging.checks import (
     BYTE_S,
     LATENCY_S,
@@ -23,10 +25,38 @@ from judging.checks import (
     short,
     uneven,
 )
-from judging.collective import AllReduce, Call, Contract, check_results, use
-from judging.comparing import check_equal
+from judging.collective import AllReduce, Call, Contract, Numbers, check_results, use
+from judging.expect import expect
 from judging.tensors import LARGE, Kind, even_size, exact, powers
-from phase3 import trees as b
+
+Trees = tuple[list[int], list[int]]
+
+
+def trees_of(lesson: Any, sizes: Sequence[int]) -> list[Trees]:
+    """Return the two trees of each size, as the learner makes them."""
+    return [_trees(lesson, size) for size in sizes]
+
+
+def _trees(lesson: Any, size: int) -> Trees:
+    function = f"double_tree({size})"
+    first, second = pair(function, lesson.double_tree(size), "two lists of parents")
+    return int_list(function, first), int_list(function, second)
+
+
+@dataclass(frozen=True)
+class AlongTrees(AllReduce):
+    """An all-reduce that also returns the learner's trees, to judge its messages by."""
+
+    def call(self, lesson: Any, x: Tensor, group: Any) -> Any:
+        super().call(lesson, x, group)
+        return _trees(lesson, dist.get_world_size(group))
+
+    def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
+        return {"sum": super().found(x, None, rank, n), "trees": returned}
+
+    def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
+        super().check([found["sum"] for found in by_rank], kind, numbers, where)
+
 
 HAND_OVER = "In each round, half of the ranks that are left should hand over to the other half."
 PASS_ON = "In each round, every rank that has the sum should pass it on."
@@ -58,9 +88,9 @@ def _check_up_and_down(call: Call) -> None:
         "sums: it is the root of the tree, at which the way up ends.",
     )
     up, down = _up_and_down([(send.rank, recv.rank) for send, recv in pairs])
-    check_equal(
-        *(f"on {counted(n, 'rank')}", "the ranks that send a partial sum on the way to rank 0"),
-        *([*range(1, n)], sorted(src for src, _ in up)),
+    expect(
+        f"on {counted(n, 'rank')}: the ranks that send a partial sum on the way to rank 0",
+        *(sorted(src for src, _ in up), [*range(1, n)]),
         "Each sends one, once, before the whole sum comes back to it.",
     )
     ways = (("up", [(dst, src) for src, dst in up], HAND_OVER), ("down", down, PASS_ON))
@@ -110,7 +140,7 @@ globals().update(TREE.tests())
 @task("3.6")
 def test_no_rank_has_more_than_two_children_and_no_path_is_long(grade: Grade) -> None:
     sizes = [*range(1, 36), grade.random.randrange(36, 100), 127, 128, 129]
-    run = grade.run(b.trees_of, 2, sizes)
+    run = grade.run(trees_of, 2, sizes)
     check_silent(run, "double_tree")
     for n, trees, of_other in zip(sizes, *run.results, strict=True):
         check(
@@ -121,7 +151,7 @@ def test_no_rank_has_more_than_two_children_and_no_path_is_long(grade: Grade) ->
         _check_trees(n, trees)
 
 
-def _check_trees(n: int, trees: b.Trees) -> None:
+def _check_trees(n: int, trees: Trees) -> None:
     for which, parents in zip(("first", "second"), trees, strict=True):
         _check_tree(f"double_tree({n}), {which} tree", n, parents)
     first, second = (Counter(parents) for parents in trees)
@@ -146,16 +176,12 @@ def _check_tree(here: str, n: int, parents: Sequence[int]) -> None:
     most = ceil(log2(n))
     for rank in range(n):
         depth = _depth(parents, rank)
-        check(
-            depth < n,
-            f"{here}: the parents of rank {rank} lead round in a circle, not to the root: "
-            f"{short(parents)}.",
-        )
+        away = f"{depth} edges away from the root" if depth < n else "in a circle without a root"
         check(
             depth <= most,
-            f"{here}: rank {rank} is {depth} edges away from the root, and no rank should be more "
-            f"than ⌈log2 {n}⌉ = {most} away: {short(parents)}. Put the root in the middle of the "
-            "ranks, and do the same on both sides of it.",
+            f"{here}: rank {rank} is {away}, and no rank should be more than ⌈log2 {n}⌉ = {most} "
+            f"edges away: {short(parents)}. Put the root in the middle of the ranks, and do the "
+            "same on both sides of it.",
         )
 
 
@@ -189,11 +215,10 @@ def _check_along_trees(call: Call) -> None:
         sent[send.rank, recv.rank] += send.num_bytes
     expected = _bytes_along(trees, num_elements, call.kind.item_bytes)
     for src, dst in sorted({*sent, *expected}):
-        check_equal(
+        expect(
             f"on {counted(n, 'rank')} and with the trees of your double_tree, x of "
-            f"{num_elements:,} {call.kind.dtype}",
-            f"the bytes that rank {src} sends to rank {dst}",
-            *(expected[src, dst], sent[src, dst]),
+            f"{num_elements:,} {call.kind.dtype}: the bytes that rank {src} sends to rank {dst}",
+            *(sent[src, dst], expected[src, dst]),
             "Up and down each edge goes the half of x that belongs to the tree, once: the first "
             "half, as tensor_split cuts it, to the first tree.",
         )
@@ -206,7 +231,7 @@ def _check_along_trees(call: Call) -> None:
     )
 
 
-def _bytes_along(trees: b.Trees, num_elements: int, item_bytes: int) -> Counter[Edge]:
+def _bytes_along(trees: Trees, num_elements: int, item_bytes: int) -> Counter[Edge]:
     expected: Counter[Edge] = Counter()
     for parents, half in zip(trees, (-(-num_elements // 2), num_elements // 2), strict=True):
         for rank, parent in enumerate(parents):
@@ -226,7 +251,7 @@ class _DoubleTree(Contract):
 DOUBLE = _DoubleTree(
     task="3.6",
     name="a_double_tree",
-    collective=b.AlongTrees(
+    collective=AlongTrees(
         "double_binary_tree_all_reduce",
         {"segment_bytes": 5000},
         advice="Is every element in one segment, does every segment go up and down once, and is "
@@ -298,12 +323,11 @@ def test_any_size_is_cut_into_segments(grade: Grade, n: int) -> None:
     variants = [DOUBLE.collective.cut_into(num_bytes) for num_bytes in (8, 20, 64)]
     variants.append(replace(DOUBLE.collective, keywords={}))
     kinds = [Kind((size,), "float64") for size in (1, 2, 3, n, 2 * n + 1, 23)]
+    args = variants, kinds, exact
     run = grade.run(
-        *(use, n, variants, kinds, exact),
+        *(use, n, *args),
         options=uneven(grade.random, n),
         if_stuck="Do all ranks cut both halves into the same number of segments, even where some "
         "are empty?",
     )
-    for place, (variant, kind) in enumerate(product(variants, kinds)):
-        where = ", ".join(f"{name}={value}, " for name, value in variant.keywords.items())
-        variant.check([found[place] for found in run.results], kind, exact, where)
+    check_results(run.results, *args, f"segment_bytes one of 8, 20, 64 and {2**19}, ")

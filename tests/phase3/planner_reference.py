@@ -1,8 +1,11 @@
-"""The formulas of tasks 3.21 to 3.23, as the graders compute them."""
+"""The formulas of tasks 3.21 to 3.23, as the graders compute them, and cases of these."""
 
 from collections.abc import Iterator
 from itertools import product
+from random import Random
+from typing import Any
 
+from distlab.util.text import counted
 from phase3_multi_node.given import (
     CHECKPOINTING,
     Checkpointing,
@@ -16,6 +19,98 @@ from phase3_multi_node.given import (
     ring_seconds,
     send_seconds,
 )
+
+GPT3 = Transformer(96, 12288, 96, 2048, 51200)
+A100 = Machine(16, 8, 80 * 2**30, 2.039e12, 312e12, 228e9, 5.6e-6, 25e9, 10e-6, 0.81, 190.0)
+
+Case = tuple[Transformer, Layout, int]
+
+
+def drawn_model(random: Random) -> Transformer:
+    """Draw a model with heads divisible by 2, 3, 4 and 8, and layers by all stages and chunks.
+
+    Nothing need divide the vocabulary.
+    """
+    heads = random.choice((24, 48, 72))
+    width = heads * random.choice((64, 80, 128))
+    layers, length = random.choice((72, 144)), random.choice((1200, 2040, 4104))
+    return Transformer(layers, width, heads, length, random.randint(24_000, 72_000))
+
+
+def drawn_layout(random: Random) -> tuple[Layout, int]:
+    """Draw a valid layout of such a model, and a batch size."""
+    d, t, p = (random.choice(sizes) for sizes in ((1, 2, 3, 5, 8), (1, 2, 3, 4, 8), (1, 2, 3, 4)))
+    v, b = random.choice((1, 2, 3)) if p > 1 else 1, random.choice((1, 2, 3, 4))
+    m = p * random.randint(1, 6) if v > 1 else random.randint(1, 12)
+    zero = random.randint(0, 0 if d == 1 else 1 if p > 1 else 3)
+    is_split = t > 1 and random.random() < 0.5
+    return Layout(d, t, p, v, b, zero, random.choice(CHECKPOINTING), is_split), d * b * m
+
+
+def fixed_layouts() -> list[tuple[Layout, int]]:
+    """Return layouts that each show one thing, with batch sizes."""
+    by_zero = [(Layout(8, micro_batch=2, zero_stage=stage), 64) for stage in range(4)]
+    by_memory = [(Layout(2, 4, checkpointing=kind), 8) for kind in CHECKPOINTING]
+    split = [(Layout(2, 4, 1, 1, 2, 1, kind, True), 8) for kind in CHECKPOINTING]
+    pipelines = [(Layout(1, 2, 4, v), 16) for v in (1, 2, 3)] + [(Layout(1, 2, 4), 2)]
+    far = [(Layout(4, 8, 2, 2, 1, 1, "full"), 32), (Layout(16, 8, zero_stage=1), 16)]
+    return by_zero + by_memory + split + pipelines + far
+
+
+def cases(random: Random, num_drawn: int = 20) -> list[Case]:
+    """Return fixed and drawn cases, and the drawn ones with twice the batch."""
+    fixed = [(drawn_model(random), *layout) for layout in fixed_layouts()]
+    drawn = [(drawn_model(random), *drawn_layout(random)) for _ in range(num_drawn)]
+    return fixed + drawn + [(model, layout, 2 * size) for model, layout, size in drawn]
+
+
+def drawn_machine(random: Random) -> Machine:
+    """Draw a machine with links slow enough that messages are not always hidden."""
+    return A100._replace(
+        gpus_per_node=random.choice((4, 8, 16)),
+        memory_bytes_per_s=random.uniform(1e12, 4e12),
+        node_bytes_per_s=random.uniform(50e9, 300e9),
+        node_latency_s=random.uniform(1e-6, 9e-6),
+        network_bytes_per_s=random.uniform(1e9, 9e9),
+        network_latency_s=random.uniform(1e-5, 9e-5),
+        matmul_efficiency=random.uniform(0.5, 0.9),
+        matmul_padding=float(random.randint(0, 200)),
+    )
+
+
+def case_text(model: Transformer, layout: Layout, third: Any = 0, *_: Any) -> str:
+    """Write a case in the letters of the docstrings.
+
+    Args:
+        model: Transformer of the case.
+        layout: Its layout.
+        third: Third argument of the function: a batch size, a kind of checkpointing, or a machine.
+    """
+    letters = dict(zip("dtpvb", layout[:5], strict=True))
+    words = (
+        ", ".join(f"{name} = {size}" for name, size in letters.items() if size > 1) or "one GPU",
+        f"m = {layout.micro_batches(third)}" if isinstance(third, int) and third else "",
+        f"ZeRO {layout.zero_stage}" if layout.data > 1 else "",
+        f"checkpointing {third if isinstance(third, str) else layout.checkpointing}",
+        "sequence parallelism" if layout.sequence_parallel else "",
+    )
+    of = f"l = {model.layers}, h = {model.width}, a = {model.heads}, s = {model.length}"
+    return f"{', '.join(filter(None, words))} ({of}, V = {model.vocabulary})"
+
+
+def factor_text(
+    number: float, expected: float, _: Transformer, layout: Layout, third: Any = 0, *__: Any
+) -> str:
+    """Say how a number is related to the expected one, if that is one of the case's sizes."""
+    if not number or not expected:
+        return ""
+    sizes, times = dict(zip("dtpvb", layout[:5], strict=True)), number / expected
+    sizes |= {"m": layout.micro_batches(third)} if isinstance(third, int) and third else {}
+    for name, size in sizes.items():
+        if size > 1 and abs(max(times, 1 / times) / size - 1) < 1e-6:
+            part = name if times > 1 else f"1/{name}"
+            return f" That is {part} times as much, with {name} = {size}."
+    return f" That is {times:.3g} times as much."
 
 
 def unsplit(layout: Layout) -> int:
@@ -102,31 +197,41 @@ def step_time(model: Transformer, layout: Layout, batch_size: int, machine: Mach
     )
 
 
-def is_valid(model: Transformer, machine: Machine, batch_size: int, layout: Layout) -> bool:
-    d, t, p, v, b, zero, _, is_split = layout
-    m, rest = divmod(batch_size, d * b)
-    return (
-        d * t * p == machine.nodes * machine.gpus_per_node
-        and not (machine.gpus_per_node % t or model.heads % t)
-        and not (model.layers % (p * v) or rest)
-        and (v == 1 or (p > 1 and m % p == 0))
-        and zero <= (0 if d == 1 else 1 if p > 1 else 3)
-        and not (is_split and (t == 1 or model.length % t))
-    )
+def broken_rule(model: Transformer, machine: Machine, batch_size: int, layout: Layout) -> str:
+    """Return the first rule of the docstring that a layout breaks, "" if it is valid."""
+    d, t, p, v, micro_batch, zero, _, is_split = layout
+    if d * t * p != machine.gpus:
+        return f"d · t · p = {d * t * p}, but there are {counted(machine.gpus, 'GPU')}."
+    if machine.gpus_per_node % t or model.heads % t:
+        node, heads = counted(machine.gpus_per_node, "GPU"), counted(model.heads, "head")
+        return f"t = {t} should divide the {node} of a node and the {heads}."
+    if model.layers % (p * v):
+        return f"p · v = {p * v} should divide the {counted(model.layers, 'layer')}."
+    if batch_size % (d * micro_batch):
+        return f"d · b = {d * micro_batch} should divide the batch of {batch_size}."
+    m = layout.micro_batches(batch_size)
+    if v > 1 and (p == 1 or m % p):
+        return f"v = {v} needs a pipeline, and m to be a multiple of p: here p = {p}, m = {m}."
+    if is_split and (t == 1 or model.length % t):
+        return f"Sequence parallelism needs t > 1 that divides the length: t = {t}, {model.length}."
+    if zero > (0 if d == 1 else 1 if p > 1 else 3):
+        return f"ZeRO {zero} does not go with d = {d} and p = {p}."
+    return ""
 
 
 def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[Layout]:
-    gpus = machine.nodes * machine.gpus_per_node
-    sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    chunks = [v for v in range(1, model.layers + 1) if model.layers % v == 0]
-    batches = [b for b in range(1, batch_size + 1) if batch_size % b == 0]
+    sizes = _divisors(machine.gpus)
     for t, p in product(sizes, sizes):
-        if gpus % (t * p) == 0:
-            rest = product(chunks, batches, range(4), CHECKPOINTING, (False, True))
-            for sizes_of_rest in rest:
-                layout = Layout(gpus // (t * p), t, p, *sizes_of_rest)
-                if is_valid(model, machine, batch_size, layout):
-                    yield layout
+        d = machine.gpus // (t * p)
+        chunks, batches = _divisors(model.layers // p), _divisors(batch_size // d) if d else []
+        for others in product(chunks, batches, range(4), CHECKPOINTING, (False, True)):
+            layout = Layout(d, t, p, *others)
+            if not broken_rule(model, machine, batch_size, layout):
+                yield layout
+
+
+def _divisors(n: int) -> list[int]:
+    return [size for size in range(1, n + 1) if n % size == 0]
 
 
 def plans(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
