@@ -33,6 +33,7 @@ Answer = tuple[int, str, str]  # status, content type, text
 PATIENCE_S = 20.0  # longest wait for an answer
 TRIES = 5  # attempts, where another process may take the port first
 LOOPBACK = "127.0.0.1"
+FOREIGN = "192.0.2.1"  # an address for documentation, which no machine has
 ABOVE = 70_000  # a port that does not exist
 
 
@@ -168,7 +169,7 @@ def _short_timeouts(port: int) -> Iterator[None]:
 
 @_in_real_world
 def be_refused(lesson: Any) -> dict[str, Any]:
-    """Take two free ports, then one in use, and one that does not exist."""
+    """Take two free ports, then one in use, one that does not exist, and a foreign address."""
     with (
         closing(lesson.PrometheusExporter({"rank": "0"})) as first,
         closing(lesson.PrometheusExporter({"rank": "1"})) as second,
@@ -177,14 +178,15 @@ def be_refused(lesson: Any) -> dict[str, Any]:
         second.write({"loss": 2.0}, 1)
         ports = [_port(first), _port(second)]
         texts = [_fetch(port)[2] for port in ports]
-        in_use = _refusal(lesson, ports[0])
-    return {"ports": ports, "texts": texts, "in use": in_use, "above": _refusal(lesson, ABOVE)}
+        in_use = _refusal(lesson, LOOPBACK, ports[0])
+    above, elsewhere = _refusal(lesson, LOOPBACK, ABOVE), _refusal(lesson, FOREIGN, ports[0])
+    return {"ports": ports, "texts": texts, "in use": in_use, "never": [above, elsewhere]}
 
 
-def _refusal(lesson: Any, port: int) -> dict[str, str]:
+def _refusal(lesson: Any, host: str, port: int) -> dict[str, str]:
     """Try to listen; return the error's type and text."""
     try:
-        lesson.PrometheusExporter({}, port, LOOPBACK).close()
+        lesson.PrometheusExporter({}, port, host).close()
     except Exception as error:
         kind = OSError if isinstance(error, OSError) else type(error)
         return {"kind": kind.__name__, "text": f"{error}"}

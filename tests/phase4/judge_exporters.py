@@ -265,26 +265,33 @@ def test_a_port_that_cannot_be_taken(grade: Grade) -> None:
             f"of two exporters in one process, that of rank {rank} answers with {short(text)}. "
             "Each has a page of its own.",
         )
-    text = _checked_refusal(facts["in use"], first, os.strerror(errno.EADDRINUSE))
+    text = _checked_refusal(facts["in use"], b.LOOPBACK, first, os.strerror(errno.EADDRINUSE))
     check(
         re.search(r"\b0\b|other|free|own|different", text.replace("127.0.0.1", "")),
         f"the port {first} is in use. The text of the OSError should say what to do: another port "
         f"for each rank, or 0 for any free one. It is {text!r}.",
     )
-    text = _checked_refusal(facts["above"], b.ABOVE, "port must be 0-65535")
+    above, elsewhere = facts["never"]
+    _check_blame(above, b.LOOPBACK, b.ABOVE, "port must be 0-65535")
+    if elsewhere["kind"]:  # some machines can listen at any address
+        _check_blame(elsewhere, b.FOREIGN, first, os.strerror(errno.EADDRNOTAVAIL))
+
+
+def _check_blame(refusal: Mapping[str, str], host: str, port: int, reason: str) -> None:
+    text = _checked_refusal(refusal, host, port, reason)
     check(
         not re.search(r"(another|other|different) (process|rank|program)|in use", text),
-        f"no program can listen at the port {b.ABOVE}, and no other process is to blame. The text "
+        f"no program can listen at {host}, port {port}, and no other process is to blame. The text "
         "should say so only if the error is EADDRINUSE, and else what to check: the host, the "
         f"port. It is {text!r}.",
     )
 
 
-def _checked_refusal(refusal: Mapping[str, str], port: int, reason: str) -> str:
-    names = ("127.0.0.1", f"{port}", reason)
+def _checked_refusal(refusal: Mapping[str, str], host: str, port: int, reason: str) -> str:
+    names = (host, f"{port}", reason)
     check(
         refusal["kind"] == "OSError" and all(name in refusal["text"] for name in names),
-        f"listening at 127.0.0.1, port {port}, is impossible ({reason}): that should be an OSError "
+        f"listening at {host}, port {port}, is impossible ({reason}): that should be an OSError "
         f"whose text names host, port and this reason; it is {refusal['kind'] or 'none'} "
         f"{refusal['text']!r}. For ports that don't exist, Python raises an OverflowError.",
     )

@@ -266,12 +266,12 @@ def times_read(reads: Sequence[Read]) -> dict[str, int]:
 
 
 def names_a_file(reason: str, files: Sequence[str], damaged_file: str) -> bool:
-    """Return whether a reason names the damaged file, or any of ``files`` where it is "".
+    """Return whether a reason names the damaged file, or any of ``files`` if that may be another.
 
-    A damaged manifest may list any name: with a flipped bit, a ``ctate.pt``, which is missing.
+    A damaged manifest no longer fits a file that is as it was.
     """
-    to_blame = [Path(damaged_file).name] if damaged_file else files
-    return damaged_file == MANIFEST or any(name in reason for name in to_blame)
+    to_blame = files if damaged_file in ("", MANIFEST) else [Path(damaged_file).name]
+    return any(name in reason for name in to_blame)
 
 
 def _damage_copy(whole: Path, folder: Path, damage: Damage) -> str:
