@@ -33,8 +33,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from distlab import lessons
 from distlab.chaos.bits import counted, differences
-from distlab.chaos.gantt import Blow, draw_gantt
-from distlab.chaos.observer import Observer
+from distlab.chaos.observer import Blow, Observer, draw_gantt
 from distlab.production.config import split_arguments
 from distlab.production.errors import EXIT_CANNOT_SAVE, EXIT_WRONG, ConfigError
 from distlab.production.launching import config_of, environment

@@ -7,7 +7,6 @@ A torch.distributed program like any other: it calls ``init_process_group`` and 
 """
 
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,9 @@ MODEL_ELEMENTS = 65_994  # the CNN of `make demo`: 264 kB of gradients
 
 
 def main() -> None:
-    """Run the subject named on the command line."""
+    """Run the subject, a function of this file, that the command line names."""
     dist.init_process_group()
-    SUBJECTS[sys.argv[1]]()
+    globals()[sys.argv[1]]()
     dist.destroy_process_group()
 
 
@@ -76,20 +75,6 @@ def train_step() -> None:
     batch = torch.randn(1024, 1024), torch.randint(10, (1024,))
     trainer.train_step(model, optimizer, batch)
 
-
-SUBJECTS: dict[str, Callable[[], None]] = {
-    subject.__name__: subject
-    for subject in (
-        scatter_batch,
-        both_send_first,
-        exchange,
-        broadcast,
-        all_reduce_naive,
-        all_reduce_recursive_doubling,
-        measure,
-        train_step,
-    )
-}
 
 if __name__ == "__main__":
     main()

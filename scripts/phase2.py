@@ -6,7 +6,7 @@ A torch.distributed program like any other: it calls ``init_process_group`` and 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,22 +14,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
-from distlab.data.digits import load_digits
+from distlab.data.built_in import load_digits
 from phase2_advanced.given import Batch, Block, Group, LossSum, Schedule, cross_entropy_sum
-from solutions.phase2_advanced import (
-    gradient_accumulation,
-    model_parallel,
-    pipeline_parallel,
-    tensor_parallel,
-)
+from solutions.phase2_advanced import gradient_accumulation, pipeline_parallel, tensor_parallel
 from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
 from solutions.phase2_advanced.mixed_precision import LossScaler, mixed_precision_step
+from solutions.phase2_advanced.model_parallel import StageRunner
 
 
 def main() -> None:
-    """Run the subject named on the command line."""
+    """Run the subject, a function of this file, that the command line names."""
     dist.init_process_group()
-    SUBJECTS[sys.argv[1]]()
+    globals()[sys.argv[1]]()
     dist.destroy_process_group()
 
 
@@ -158,10 +154,10 @@ def checkpoint_segments() -> None:
 # model_parallel
 
 
-def four_stages() -> None:
+def model_parallel() -> None:
     """Run one step of stages of four layers each, with a batch of 1,024 rows."""
     stage = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
-    runner = model_parallel.StageRunner(stage)
+    runner = StageRunner(stage)
     output = runner.forward(torch.ones(1024, 1024)) if runner.rank == 0 else runner.forward()
     runner.backward(output.sum() if isinstance(output, torch.Tensor) else None)
 
@@ -232,27 +228,6 @@ def large_block(positions: int) -> tuple[Block, torch.Tensor]:
         block = Block(4096, 32).bfloat16()
         return block, torch.zeros(1, positions, 4096, dtype=torch.bfloat16, requires_grad=True)
 
-
-SUBJECTS: dict[str, Callable[[], None]] = {
-    # gradient_accumulation
-    "memory_of_micro_batches": memory_of_micro_batches,
-    "accumulate_over_ranks": accumulate_over_ranks,
-    # mixed_precision
-    "step_in_float16": step_in_float16,
-    "step_in_float32": step_in_float32,
-    "precisions": precisions,
-    # activation_checkpointing
-    "checkpoint_segments": checkpoint_segments,
-    # model_parallel
-    "model_parallel": four_stages,
-    # pipeline_parallel
-    "gpipe": gpipe,
-    "one_f_one_b": one_f_one_b,
-    "interleaved": interleaved,
-    # tensor_parallel
-    "tensor_block": tensor_block,
-    "sequence_block": sequence_block,
-}
 
 if __name__ == "__main__":
     main()

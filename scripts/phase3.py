@@ -18,19 +18,23 @@ from torch import nn
 
 from phase3_multi_node.given import node_groups
 from solutions.phase3_multi_node import (
-    ddp,
     parameter_server,
     ring_allreduce,
     topology,
     tree_allreduce,
     zero,
 )
+from solutions.phase3_multi_node.ddp import (
+    DistributedDataParallel,
+    FlatDataParallel,
+    PerParameterDataParallel,
+)
 
 
 def main() -> None:
-    """Run the subject named on the command line."""
+    """Run the subject, a function of this file, that the command line names."""
     dist.init_process_group()
-    SUBJECTS[sys.argv[1]]()
+    globals()[sys.argv[1]]()
     dist.destroy_process_group()
 
 
@@ -121,6 +125,10 @@ def step_with(wrap: Callable[..., Any], **limits: int) -> None:
     wrapped.finish_gradient_synchronization()
 
 
+ddp = partial(step_with, DistributedDataParallel, **BUCKETS)
+ddp_flat = partial(step_with, FlatDataParallel)
+ddp_per_parameter = partial(step_with, PerParameterDataParallel)
+
 # parameter_server
 
 
@@ -147,29 +155,6 @@ def fully_sharded() -> None:
     model = zero.FullyShardedDataParallel(layers, compute_dtype=torch.float32)
     model(torch.ones(256, 256)).sum().backward()
 
-
-SUBJECTS: dict[str, Callable[[], None]] = {
-    # ring_allreduce
-    "ring_reduce_scatter": ring_reduce_scatter,
-    "ring_all_reduce": ring_all_reduce,
-    "segmented_ring": segmented_ring,
-    "short_segments": short_segments,
-    # tree_allreduce
-    "tree_all_reduce": tree_all_reduce,
-    "double_tree_in_segments": double_tree_in_segments,
-    "double_tree_large": double_tree_large,
-    # topology
-    "hierarchical_all_reduce": hierarchical_all_reduce,
-    "flat_ring": flat_ring,
-    # ddp
-    "ddp": partial(step_with, ddp.DistributedDataParallel, **BUCKETS),
-    "ddp_flat": partial(step_with, ddp.FlatDataParallel),
-    "ddp_per_parameter": partial(step_with, ddp.PerParameterDataParallel),
-    # parameter_server
-    "bounded_staleness": bounded_staleness,
-    # zero
-    "fully_sharded": fully_sharded,
-}
 
 if __name__ == "__main__":
     main()

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from distlab import launch
 from distlab.bench import contest
-from distlab.bench.collectives import Collectives
-from distlab.bench.contest import Contest, Contestant, Lesson, Measured
+from distlab.bench.contest import Collectives, Contest, Contestant, Lesson, Measured
 from distlab.sim.device.device import Device
 from distlab.util.text import bytes_text, counted
 

@@ -7,18 +7,7 @@ from typing import Annotated
 
 import typer
 
-from distlab.cli import (
-    bench,
-    challenge,
-    completion,
-    learn,
-    plan,
-    sim,
-    tools,
-    trace,
-    train,
-    watch,
-)
+from distlab.cli import bench, challenge, completion, learn, plan, sim, tools, train
 from distlab.cli.streams import INTERRUPTED, complain
 from distlab.cli.whole_help import Group
 from distlab.util.text import did_you_mean, sentence
@@ -42,8 +31,8 @@ app = typer.Typer(
 app.command("status")(learn.show_status)
 app.command("check")(learn.check)
 app.command("grade")(learn.grade)
-app.command("watch")(watch.watch)
-app.command("trace")(trace.trace)
+app.command("watch")(learn.watch)
+app.command("trace")(learn.trace)
 app.command("hint")(learn.hint)
 app.command("diff")(learn.diff)
 app.command("reset")(learn.reset)

@@ -30,8 +30,8 @@ def _root() -> None:
 
 @app.command("launch")
 def launch(
-    ranks: int = typer.Option(4, "--ranks", min=1),
-    repeats: int = typer.Option(9, "--repeats", min=1, help="Number of runs; the median counts."),
+    ranks: int = typer.Option(4, min=1),
+    repeats: int = typer.Option(9, min=1, help="Number of runs; the median counts."),
 ) -> None:
     """Time from the call until every rank has returned: cold, warm, and torch's spawn."""
     from distlab.bench import launch as measurement
@@ -42,17 +42,15 @@ def launch(
 @app.command("all_reduce")
 def all_reduce(
     phase: Annotated[
-        Literal["1", "3"], typer.Option("--phase", help="Whose tasks; 3 has shared memory, too.")
+        Literal["1", "3"], typer.Option(help="Whose tasks; 3 has shared memory, too.")
     ] = "1",
-    ranks: int = typer.Option(4, "--ranks", min=2),
-    repeats: int = typer.Option(
-        21, "--repeats", min=1, help="Number of timed runs; the median counts."
-    ),
+    ranks: int = typer.Option(4, min=2),
+    repeats: int = typer.Option(21, min=1, help="Number of timed runs; the median counts."),
     impl: Annotated[
-        Impl, typer.Option("--impl", help="Whose all-reduces; mine: what you have written.")
+        Impl, typer.Option(help="Whose all-reduces; mine: what you have written.")
     ] = "solution",
     max_mib: float = typer.Option(
-        100, "--max-mib", min=0, help="Leave out larger tensors; there are some of up to 256 MiB."
+        100, min=0, help="Leave out larger tensors; there are some of up to 256 MiB."
     ),
     save: Folder = None,
 ) -> None:
@@ -100,10 +98,8 @@ def _add_comparison(name: str) -> None:
 
     @app.command(name, help=f"Compare {COMPARISONS[name]}.")
     def hold(
-        ranks: Annotated[int, typer.Option("--ranks", min=least)] = NUM_RANKS.get(name, 2),
-        repeats: Annotated[int, typer.Option("--repeats", min=1, help=STEPS)] = NUM_STEPS.get(
-            name, 21
-        ),
+        ranks: Annotated[int, typer.Option(min=least)] = NUM_RANKS.get(name, 2),
+        repeats: Annotated[int, typer.Option(min=1, help=STEPS)] = NUM_STEPS.get(name, 21),
         impl: Whose = "solution",
         save: Folder = None,
     ) -> None:
@@ -116,8 +112,8 @@ for comparison in COMPARISONS:
 
 @app.command("memory")
 def memory(
-    layers: int = typer.Option(36, "--layers", min=1, help="Number of layers, √L segments."),
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help=STEPS)] = 11,
+    layers: int = typer.Option(36, min=1, help="Number of layers, √L segments."),
+    repeats: Annotated[int, typer.Option(min=1, help=STEPS)] = 11,
     impl: Whose = "solution",
     save: Folder = None,
 ) -> None:
@@ -128,25 +124,23 @@ def memory(
 @app.command("trainer")
 def trainer(
     context: typer.Context,
-    ranks: int = typer.Option(2, "--ranks", min=1),
-    repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Number of rounds; the median counts.")
-    ] = 11,
+    ranks: int = typer.Option(2, min=1),
+    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 11,
     impl: Whose = "solution",
     save: Folder = None,
     model: Annotated[
-        str, typer.Option("--model", help="transformer, resnet18, resnet50, vit_s16 or vit_b16.")
+        str, typer.Option(help="transformer, resnet18, resnet50, vit_s16 or vit_b16.")
     ] = "transformer",
-    image_size: int = typer.Option(16, "--image-size", min=8),
-    batch_size: int = typer.Option(64, "--batch-size", min=1, help="Of all ranks together."),
-    steps: int = typer.Option(16, "--steps", min=1, help="Of each in a round."),
-    precision: str = typer.Option("fp32", "--precision", help="fp32 or bf16."),
+    image_size: int = typer.Option(16, min=8),
+    batch_size: int = typer.Option(64, min=1, help="Of all ranks together."),
+    steps: int = typer.Option(16, min=1, help="Of each in a round."),
+    precision: str = typer.Option("fp32", help="fp32 or bf16."),
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option("--device", help="cuda: a GPU for each rank.")
+        Literal["cpu", "cuda"], typer.Option(help="cuda: a GPU for each rank.")
     ] = "cpu",
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", help="A way of the trainer, as the table calls it; repeat it."),
+        typer.Option(help="A way of the trainer, as the table calls it; repeat it."),
     ] = None,
 ) -> None:
     """Compare the production trainer with plain loops that use torch's own strategies."""

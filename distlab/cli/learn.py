@@ -1,14 +1,17 @@
-"""`distlab status`, `check`, `grade`, `hint`, `diff`, `reset`: the learner's commands."""
+"""The learner's commands, from `distlab status` to `distlab trace`."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from queue import Queue
 from typing import Annotated, Any, Literal
 
 import typer
 
 from distlab.cli import completion
-from distlab.course import Task
+from distlab.course import HANG, Task
+from distlab.launch import fork_server
 from distlab.learner import (
     child_processes,
     compare,
@@ -16,9 +19,11 @@ from distlab.learner import (
     grading,
     hints,
     resetting,
+    source,
     state,
     status,
     templates,
+    trace_programs,
 )
 from distlab.util.text import joined, verb
 
@@ -56,6 +61,7 @@ Lend = Annotated[
 ]
 COLOURS = {"✔": typer.colors.GREEN, "✘": typer.colors.RED}
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Messages in full.")]
+CLEAR = "\x1b[2J\x1b[3J\x1b[H"
 DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.colors.CYAN}
 
 
@@ -150,16 +156,14 @@ def _grader(here: folder.CourseFolder, num_tasks: int) -> Iterator[grading.RunPy
 
 
 def grade(
-    phase: Annotated[int | None, typer.Option("--phase", help="Which one.  [default: all]")] = None,
+    phase: Annotated[int | None, typer.Option(help="Which one.  [default: all]")] = None,
     impl: Annotated[str, impl_option("What to grade.")] = "template",
     backend: Annotated[
-        Backend, typer.Option("--backend", help="auto: simulated, and real where a test says so.")
+        Backend, typer.Option(help="auto: simulated, and real where a test says so.")
     ] = "auto",
     report: Annotated[
         list[str] | None,
-        typer.Option(
-            "--report", metavar="FORMAT=PATH", help=f"{', '.join(grading.REPORTS)}; repeatable."
-        ),
+        typer.Option(metavar="FORMAT=PATH", help=f"{', '.join(grading.REPORTS)}; repeatable."),
     ] = None,
     world_timeout: WorldTimeout = None,
     lend: Lend = False,
@@ -178,11 +182,37 @@ def grade(
     raise typer.Exit(graded.code)
 
 
+def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend = False) -> None:
+    """Grade the current task on every save; without a terminal, once."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        check([task] if task else None, world_timeout, lend)
+        return
+    from distlab.learner import watch as watching
+    from distlab.learner.grader_server import WarmGrader
+    from distlab.learner.screen import Screen
+
+    here = folder.find()
+    first = choose(here, task)
+    options = [*grading.world_timeout(world_timeout), *grading.lend_option(here, lend)]
+    events: watching.Events = Queue()
+    grader = WarmGrader(here)
+    try:
+        with (
+            child_processes.ended_with_us(),
+            watching.saves_into(events, here),
+            watching.keys_into(events, grader.stop),
+        ):
+            screen = Screen(say, partial(typer.echo, CLEAR, nl=False))
+            watching.Watch(here, first, grader, screen, options).run(events)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+    finally:
+        grader.close()
+
+
 def hint(
     task: SomeTask = None,
-    level: Annotated[
-        int | None, typer.Option("--level", help="1: a question, 2: the idea, 3: names.")
-    ] = None,
+    level: Annotated[int | None, typer.Option(help="1: a question, 2: the idea, 3: names.")] = None,
 ) -> None:
     """Show one more hint each time, by default for the next task."""
     here = folder.find()
@@ -244,6 +274,38 @@ def reset(
     warn(progress)
     names = str(listed.template) if planned.is_whole else joined([*listed.functions])
     typer.echo(f"{names}: back to the start. Your old file: {old.relative_to(here.root)}")
+
+
+def trace(
+    task: Annotated[
+        str | None, task_argument("By default the last one graded, or the next one.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="From 2 to 8.  [default: 4 or 8, by task]")
+    ] = None,
+    impl: Annotated[str, impl_option("Whose function to run.")] = "template",
+) -> None:
+    """Run a function of Phase 1 on simulated ranks; draw its messages, or report a deadlock."""
+    here = folder.find()
+    listed, why = (here.task(task), "") if task else trace_programs.choose(here, state.load(here))
+    handed_in = grading.find_submission(here, impl)
+    count = trace_programs.count(listed.id, ranks)  # checked before torch is loaded
+    if impl == "template" and source.is_to_write(here, listed):
+        typer.echo(status.not_written(listed))
+        raise typer.Exit(1)
+    if why:
+        typer.echo(f"{listed.id} {listed.label}, {why}:")
+    with waiting(f"running {listed.label} …"):
+        fork_server.start_ahead()
+        from distlab.learner import trace as tracing
+
+        traced = tracing.trace(here, listed, handed_in, count)
+    typer.echo(traced.text)
+    if traced.picture is None:
+        raise typer.Exit(1)
+    if state.load(here).outcome(listed) == HANG:
+        typer.echo("It does not hang here, on any rank: the tests hang in another case.")
+    typer.echo(f"\n{traced.picture.relative_to(here.root)}: who did what when")
 
 
 def _print_markdown(text: str) -> None:

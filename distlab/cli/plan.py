@@ -24,19 +24,19 @@ BOUNDS = {
 
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Option("--model", help=HELP_MODEL)] = "gpt3-175b",
+    model: Annotated[str, typer.Option(help=HELP_MODEL)] = "gpt3-175b",
     cluster: Annotated[
-        str, typer.Option("--cluster", help="Preset, such as dgx-a100, dgx-h100, p4d.")
+        str, typer.Option(help="Preset, such as dgx-a100, dgx-h100, p4d.")
     ] = "dgx-a100",
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="How many.")] = 128,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences in a step.")] = 1536,
+    nodes: Annotated[int, typer.Option(min=1, help="How many.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 1536,
     length: Annotated[
         int | None,
-        typer.Option("--length", min=1, help="Tokens in a sequence.  [default: the model's]"),
+        typer.Option(min=1, help="Tokens in a sequence.  [default: the model's]"),
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many layouts to show.")] = 8,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 8,
     impl: Annotated[
-        Impl, typer.Option("--impl", help="Whose planner; mine: what you have written.")
+        Impl, typer.Option(help="Whose planner; mine: what you have written.")
     ] = "solution",
 ) -> None:
     """Print the fastest layouts that fit: data, tensor, pipeline parallelism, ZeRO and the rest.

@@ -51,40 +51,34 @@ def sim(
         typer.Argument(metavar="ARGUMENTS", show_default=False, help="The script's."),
     ] = None,
     cluster: Annotated[
-        str, typer.Option("--cluster", help="Preset, such as dgx-h100, p4d, laptop.")
+        str, typer.Option(help="Preset, such as dgx-h100, p4d, laptop.")
     ] = "dgx-h100",
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", min=1, help="How many.  [default: 1, or as the ranks need]"),
+        typer.Option(min=1, help="How many.  [default: 1, or as the ranks need]"),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="How many.  [default: one per GPU]")
+        int | None, typer.Option(min=1, help="How many.  [default: one per GPU]")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace", help="Write a .json for ui.perfetto.dev, or a folder with one per rank."
-        ),
+        typer.Option(help="Write a .json for ui.perfetto.dev, or a folder with one per rank."),
     ] = None,
     links: Annotated[
-        Path | None, typer.Option("--links", help="Write a .csv with the bytes of every link.")
+        Path | None, typer.Option(help="Write a .csv with the bytes of every link.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw who did what when: .png, .svg or .pdf.")
+        Path | None, typer.Option(help="Draw who did what when: .png, .svg or .pdf.")
     ] = None,
-    gantt: Annotated[
-        Path | None, typer.Option("--gantt", help="Draw where each rank's time went.")
-    ] = None,
+    gantt: Annotated[Path | None, typer.Option(help="Draw where each rank's time went.")] = None,
     title: Annotated[
         str | None,
-        typer.Option("--title", help="Of the pictures.  [default: the script's first line]"),
+        typer.Option(help="Of the pictures.  [default: the script's first line]"),
     ] = None,
-    algorithm: Annotated[
-        Algorithm, typer.Option("--algorithm", help="How built-in collectives work.")
-    ] = "auto",
+    algorithm: Annotated[Algorithm, typer.Option(help="How built-in collectives work.")] = "auto",
     eager_bytes: Annotated[
         int,
-        typer.Option("--eager-bytes", min=-1, help="Buffer sends up to this size; -1: none."),
+        typer.Option(min=-1, help="Buffer sends up to this size; -1: none."),
     ] = -1,
     strict: Annotated[
         bool, typer.Option("--strict", help="Report tensors changed while being sent.")
@@ -92,7 +86,6 @@ def sim(
     fault: Annotated[
         list[str] | None,
         typer.Option(
-            "--fault",
             metavar="'KIND …'",
             help="Repeatable: 'slow_rank RANK FACTOR', 'slow_link PATTERN FACTOR', "
             "'kill_rank RANK SECONDS', 'kill_at_step RANK STEP', 'delay FROM TO SECONDS', "
@@ -101,18 +94,17 @@ def sim(
     ] = None,
     memory_gib: Annotated[
         float | None,
-        typer.Option("--memory-gib", help="Memory of each GPU.  [default: as the preset says]"),
+        typer.Option(help="Memory of each GPU.  [default: as the preset says]"),
     ] = None,
     overlap_cost: Annotated[
         float,
         typer.Option(
-            "--overlap-cost",
             min=0,
             help="Share of its speed that computation loses beside collectives, such as 0.15.",
         ),
     ] = 0.0,
     seed: Annotated[
-        int, typer.Option("--seed", help="Seeds random and numpy on the ranks, and the jitter.")
+        int, typer.Option(help="Seeds random and numpy on the ranks, and the jitter.")
     ] = 0,
     no_devices: Annotated[
         bool, typer.Option("--no-devices", help="Computation takes no time; don't count memory.")
@@ -125,7 +117,8 @@ def sim(
     """
     with _usage_errors(context):
         own_arguments = _own_arguments(context, script, arguments or ())
-        _check_outputs({"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt})
+        outputs = {"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt}
+        _check_outputs(outputs)
         world, num_ranks = _world(cluster, nodes, ranks)
         faults = _faults(fault or (), seed, world, num_ranks)
         capacity_bytes = _capacity(memory_gib, no_devices)
@@ -151,7 +144,7 @@ def sim(
     if not no_devices and not any([*simulated.trace.compute_s, *simulated.trace.messages]):
         typer.echo(f"No rank computed or sent anything: does {script} call its main function?\n")
     heading = title or title_of(script)
-    _write(simulated, heading, trace=trace, links=links, plot=plot, gantt=gantt)
+    _write(simulated, heading, outputs)
 
 
 @contextmanager
@@ -249,18 +242,11 @@ def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster,
     return cluster, num_ranks
 
 
-def _write(
-    simulated: "Simulated[None]",
-    title: str,
-    *,
-    trace: Path | None,
-    links: Path | None,
-    plot: Path | None,
-    gantt: Path | None,
-) -> None:
+def _write(simulated: "Simulated[None]", title: str, outputs: dict[str, Path | None]) -> None:
     """Write the requested files, and say how to look at them."""
     from distlab.sim.results import diagram, exports
 
+    trace, links, plot, gantt = outputs.values()
     if trace and trace.suffix:
         exports.write_trace(simulated, trace)
         typer.echo(f"{trace}: open it at https://ui.perfetto.dev")

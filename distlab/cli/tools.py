@@ -11,7 +11,7 @@ from distlab.learner import handout as handouts
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the picture.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
 ) -> None:
     """Train a CNN on real images with 1 and with 4 workers, and compare. Under a minute."""
     from distlab import demo as comparison
@@ -40,16 +40,16 @@ def handout(
 
 def chaos(
     kills: Annotated[
-        int, typer.Option("--kills", min=0, help="How often a training process is killed.")
+        int, typer.Option(min=0, help="How often a training process is killed.")
     ] = 200,
     corruptions: Annotated[
-        int, typer.Option("--corruptions", min=0, help="How often a checkpoint is damaged.")
+        int, typer.Option(min=0, help="How often a checkpoint is damaged.")
     ] = 1000,
     impl: Annotated[
         Literal["solution", "mine"],
-        typer.Option("--impl", help="Whose checkpoints; mine: what you wrote for 4.1."),
+        typer.Option(help="Whose checkpoints; mine: what you wrote for 4.1."),
     ] = "solution",
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Kill trainings at random moments and damage checkpoints; nothing may be lost."""
     from distlab.chaos import campaigns

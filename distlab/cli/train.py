@@ -15,11 +15,10 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def train(
-    dataset: Annotated[Dataset, typer.Option("--dataset", help="What to train on.")] = "digits",
+    dataset: Annotated[Dataset, typer.Option(help="What to train on.")] = "digits",
     model: Annotated[
         Model | None,
         typer.Option(
-            "--model",
             help="gpt predicts pixel by pixel: small images only. "
             "[default: cnn, or gpt if --parallelism names pp or tp]",
         ),
@@ -27,7 +26,6 @@ def train(
     num_workers: Annotated[
         int | None,
         typer.Option(
-            "--num-workers",
             min=1,
             help="Number of ranks. [default: 4, or as many as torchrun, mpirun or srun started]",
         ),
@@ -35,69 +33,48 @@ def train(
     parallelism: Annotated[
         str | None,
         typer.Option(
-            "--parallelism",
             metavar="SIZES",
             help="Such as dp=2,pp=2,tp=2: replicas of the model, stages of a replica, shards of a "
             "stage. [default: dp alone]",
         ),
     ] = None,
-    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 10,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "--batch-size",
             min=1,
             help="Batch size of all workers together. [default: 64, rounded up to fit]",
         ),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option("--lr", help="Learning rate. [default: depends on the model]")
+        float | None, typer.Option(help="Learning rate. [default: depends on the model]")
     ] = None,
-    all_reduce: Annotated[
-        AllReduce, typer.Option("--all-reduce", help="How to sum gradients.")
-    ] = "native",
+    all_reduce: Annotated[AllReduce, typer.Option(help="How to sum gradients.")] = "native",
     gradients: Annotated[
         Gradients,
-        typer.Option("--gradients", help="flat: a single all-reduce instead of one for each."),
+        typer.Option(help="flat: a single all-reduce instead of one for each."),
     ] = "per_parameter",
     impl: Annotated[
-        Impl, typer.Option("--impl", help="Whose trainer to use; mine: what you wrote.")
+        Impl, typer.Option(help="Whose trainer to use; mine: what you wrote.")
     ] = "solution",
     backend: Annotated[
         Backend,
-        typer.Option(
-            "--backend", help="sim: a simulated cluster, in virtual time; mpi: under mpirun."
-        ),
+        typer.Option(help="sim: a simulated cluster, in virtual time; mpi: under mpirun."),
     ] = "auto",
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", help="With --backend sim: a preset, such as dgx-h100."),
+        typer.Option(help="With --backend sim: a preset, such as dgx-h100."),
     ] = None,
-    device: Annotated[Device, typer.Option("--device")] = "auto",
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    device: Annotated[Device, typer.Option()] = "auto",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     data_root: Annotated[
         Path | None,
-        typer.Option("--data-root", help="Folder of the images. [default: $DISTLAB_DATA or data]"),
+        typer.Option(help="Folder of the images. [default: $DISTLAB_DATA or data]"),
     ] = None,
 ) -> None:
     """Train a model with N workers, each on its share of every batch."""
+    options = locals()  # the parameters alone
     from distlab import training
 
-    config = training.make_config(
-        dataset=dataset,
-        model=model,
-        impl=impl,
-        num_workers=num_workers,
-        parallelism=parallelism,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        all_reduce=all_reduce,
-        gradients=gradients,
-        backend=backend,
-        cluster=cluster,
-        device=device,
-        seed=seed,
-        data_root=data_root,
-    )
+    config = training.make_config(**options)
     training.report(config, training.train(config))

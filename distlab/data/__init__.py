@@ -9,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distlab.data.digits import load_digits
-from distlab.data.download import data_root, rank_zero_first
+from distlab.data.built_in import load_digits, make_synthetic
+from distlab.data.download import data_root, load_cifar10, load_mnist, rank_zero_first
 from distlab.data.folders import load_image_folder
 from distlab.data.sequences import TokenSplits, tokens
 from distlab.data.splits import DataError, ImageShape, ImageTensors, SizedDataset, Splits
-from distlab.data.standard import load_cifar10, load_mnist
-from distlab.data.synthetic import make_synthetic
 from distlab.util.text import unknown_name
 
 __all__ = [

@@ -1,13 +1,103 @@
-"""Files from the internet: their folder, and one rank per machine that fetches them first."""
+"""MNIST and CIFAR-10: fetched and checked by torchvision, then held in memory.
 
+One rank of each machine fetches the files first.
+"""
+
+import http.client
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from distlab.data.splits import DataError
+from distlab.data.splits import DataError, ImageTensors, Splits
+from distlab.torchvision_repair import import_torchvision
+
+_WHITE = 255
+_SILENCE_S = 30.0  # longest silence of a connection; a firewall may drop packets silently
+# Errors that torchvision raises for a missing, incomplete or damaged file; one reader asserts.
+_FAILURES = (OSError, http.client.HTTPException, EOFError, RuntimeError, ValueError, AssertionError)
+
+
+def load_mnist(root: Path) -> Splits:
+    """Return the 70,000 handwritten digits of MNIST, 28 x 28, downloaded to ``root`` if missing.
+
+    Raises: DataError: The files are damaged, or neither present nor downloadable.
+    Cost: 66 MB on disk, 55 MB in memory; in a world, one collective (see `rank_zero_first`).
+    """
+    names = "{train,t10k}-images-idx3-ubyte.gz and {train,t10k}-labels-idx1-ubyte.gz"
+    files = f"{names} into {root / 'MNIST' / 'raw'}"
+    train, test = _fetch("MNIST", root, files)
+    halves = [(half.data.unsqueeze(1), half.targets) for half in (train, test)]
+    return _splits("mnist", halves, mean=(0.1307,), std=(0.3081,))
+
+
+def load_cifar10(root: Path) -> Splits:
+    """Return the 60,000 photographs of CIFAR-10, 32 x 32, downloaded to ``root`` if missing.
+
+    Raises: DataError: The files are damaged, or neither present nor downloadable.
+    Cost: 356 MB on disk, 184 MB in memory; in a world, one collective (see `rank_zero_first`).
+    """
+    train, test = _fetch("CIFAR10", root, f"cifar-10-python.tar.gz into {root}")
+    halves = [
+        (torch.from_numpy(half.data).movedim(-1, 1).contiguous(), torch.tensor(half.targets))
+        for half in (train, test)
+    ]
+    return _splits("cifar10", halves, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+
+
+def _splits(
+    name: str,
+    halves: list[tuple[torch.Tensor, torch.Tensor]],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Splits:
+    train, test = (
+        ImageTensors(pixels, labels, white=_WHITE, mean=mean, std=std) for pixels, labels in halves
+    )
+    channels, height, width = train.pixels.shape[1:]
+    return Splits(name, train, test, 10, (channels, height, width), mean, std)
+
+
+def _fetch(dataset: str, root: Path, files: str) -> list[Any]:
+    """Return torchvision's train and test object; ``files`` names the files to copy by hand."""
+    source = getattr(import_torchvision().datasets, dataset)
+    with rank_zero_first(), _give_up_after(_SILENCE_S):
+        try:
+            return [source(root, train=train, download=True) for train in (True, False)]
+        except _FAILURES as error:
+            raise DataError(_advice(dataset, root, files, error)) from None
+
+
+def _advice(dataset: str, root: Path, files: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    return (
+        f"{dataset} could not be read from {root}, nor downloaded to it.\n"
+        f"  cause: {type(error).__name__}: {reason}\n"
+        f"  do one of these:\n"
+        f"  - put {files} (from a machine with internet)\n"
+        f"  - give the folder that has them by --data-root (or DISTLAB_DATA)\n"
+        f"  - use --dataset digits, which needs no download\n"
+        f"  If the files are there, they are damaged: delete them and try again."
+    )
+
+
+@contextmanager
+def _give_up_after(seconds: float) -> Iterator[None]:
+    """Fail connections that are silent for ``seconds``; torchvision would wait forever."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+# Folder and order
 
 
 def data_root(root: str | Path | None = None) -> Path:

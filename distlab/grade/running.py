@@ -15,12 +15,11 @@ import torch
 import distlab
 from distlab import launch
 from distlab.course import Challenge, Task
-from distlab.grade import diagnosis
 from distlab.grade.called import Lesson
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, limits_of, raised_to, scaled_by, work
 from distlab.grade.outcomes import OUTSIDE
 from distlab.grade.submission import GIVEN, Submission
-from distlab.launch import LaunchError, Limits, RankExited, RankHung
+from distlab.launch import LaunchError, Limits, RankExited, RankFailed, RankHung, SetupError
 from distlab.launch.fork_server import load_ahead
 from distlab.launch.limits import metered
 from distlab.launch.stacks import is_of_program
@@ -31,6 +30,14 @@ CERTAIN = ("deadlock", "suspended")  # kinds of hangs that more time would not e
 # Kinds of hangs in which ranks wait for messages that never come, and in which they compute.
 WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")
 COMPUTING = ("endless loop", RankHung.KIND)
+# Kinds of errors whose line is known, so that a simulation would only hang there again, or whose
+# cause is not in the program's messages.
+KNOWN = ("endless loop", "blocked", "suspended", RankFailed.KIND, SetupError.KIND)
+SUCCEEDS = (
+    "The same program succeeds in the simulated world, so look for what differs on real processes: "
+    "a send that is still under way when the function returns, a work that is waited for twice, "
+    "timing, the file system, or state that the ranks of one process share."
+)
 _FRAME = re.compile(
     r'^  File "(?P<file>[^"\n]+)", line \d+, in .*\n(?:(?:    .*|  \[Previous line .*)\n)*',
     re.MULTILINE,
@@ -243,9 +250,28 @@ class Grade:
             )
         except LaunchError as error:
             same = partial(self._simulate, body, world_size, args, None, Options())
-            diagnosis.add_cause(error, lambda: same(submission, self._limits))
+            _add_cause(error, lambda: same(submission, self._limits))
             raise
         return Run(results)
+
+
+def _add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
+    """Add the simulated world's report on the same program, which is exact, to ``error``.
+
+    The verdict is that of the real processes. If all of them wait, and the program deadlocks in the
+    simulation, the hang is certain, and is not retried with more time.
+    """
+    if error.kind in KNOWN:
+        return
+    try:
+        simulate()
+    except LaunchError as simulated:
+        if (error.kind, simulated.kind) == ("all wait", "deadlock"):
+            error.kind, error.advice = "deadlock", simulated.advice
+        explanation = f"The same program in the simulated world: {simulated}"
+    else:
+        explanation = SUCCEEDS
+    error.args = (f"{error}\n\n{explanation}", *error.args[1:])
 
 
 def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, ...]:

@@ -67,10 +67,15 @@ def next_step(result: TaskResult) -> str:
     }.get(result.outcome, section)
 
 
+def wrong(result: GradeResult) -> list[TaskResult]:
+    """Return the tasks that have something to fix."""
+    return [task for task in result.tasks if message(task) and task.outcome is not Outcome.TODO]
+
+
 def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
     """Yield advice: the first failure in full, others in a line each, then the next TODO."""
-    wrong = [t for t in result.tasks if message(t) and t.outcome is not Outcome.TODO]
-    for place, task in enumerate(wrong):
+    tasks = wrong(result)
+    for place, task in enumerate(tasks):
         cause = result.cause(task)
         if cause:
             yield f"Task {task.task.id} builds on {cause.label}: {_fix_first(cause)}."
@@ -79,8 +84,8 @@ def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
         elif not cause:
             first, *more = message(task).splitlines()
             yield f"{clipped(first, WIDTH - 2)} …" if more else clipped(first, WIDTH)
-    if len(wrong) > 1 and not verbose:
-        yield f"({len(wrong) - 1} more, one line each; {IN_FULL} shows them in full)"
+    if len(tasks) > 1 and not verbose:
+        yield f"({len(tasks) - 1} more, one line each; {IN_FULL} shows them in full)"
     yield from _next_to_write(result)
 
 

@@ -73,7 +73,7 @@ def _describe_as_torchrun_does(task: Task) -> None:
 def _join(backend: str, device: torch.device, timeout_s: float | None) -> None:
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # torch would try for half an hour
-        world.init_process_group(backend, device, init_method="env://", timeout_s=timeout_s)
+        world.init_process_group(backend, device, timeout_s)
     except (OSError, RuntimeError) as error:
         raise SetupError(_why_not_joined(error)) from error
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -34,21 +33,15 @@ class ForkServer:
     """One fork server and the ranks it started, at most one world at a time."""
 
     def __init__(self) -> None:
-        """Start the fork server; returns when torch is loaded there.
-
-        Raises:
-            SetupError: The server did not start; the message contains its output.
-        """
+        """Start the process, which loads torch; ``await_answer`` waits for it."""
         self._owner_pid = os.getpid()
         self._buffer = b""
         self._preloaded: set[str] = set()
-        self._next_look = 0.0
-        self._stopped_since: float | None = None
+        self._next_look, self._last_running = 0.0, time.monotonic()
         self._exits: list[tuple[int, int]] = []
         self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 what the server prints
         self._socket, theirs = socket.socketpair()
-        _beginning.append(self)
         with theirs:
             arguments = [str(theirs.fileno()), str(self._folder), fork_server_main.METHOD]
             self.process = subprocess.Popen(
@@ -60,17 +53,20 @@ class ForkServer:
                 stderr=self._log,
                 start_new_session=True,  # ctrl-C is for the parent, which ends the ranks itself
             )
+
+    def await_answer(self) -> None:
+        """Wait until the server has loaded torch and listens.
+
+        Raises:
+            SetupError: The server did not start; the message contains its output.
+        """
         try:
+            self._socket.sendall(fork_server_main.PING)
             self._await(fork_server_main.READY)
-            self._folder.mkdir(mode=0o700)  # not before: a server that loads removes nothing
+            self._folder.mkdir(mode=0o700, exist_ok=True)  # a server that loads removes nothing
+            self._last_running = time.monotonic()
         except (OSError, SetupError) as error:
-            self.close()
             raise SetupError(f"the fork server did not start: {error}") from error
-        except BaseException:  # ctrl-C while torch is loading
-            self.close()
-            raise
-        finally:
-            _beginning.remove(self)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when ``exits`` has news."""
@@ -112,20 +108,17 @@ class ForkServer:
             return
         self._next_look = now + LOOK_S
         if not self.is_stopped():
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
-        elif now - self._stopped_since > STOPPED_S:
+            self._last_running = now
+        elif now - self._last_running > STOPPED_S:
             raise SetupError(
                 "the fork server was stopped (SIGSTOP); it was ended, the next run starts a new one"
             )
 
     def is_stopped(self) -> bool:
         """Return True if the server is stopped (SIGSTOP) or being traced."""
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.process.pid).status() in STOPPED
-        except psutil.NoSuchProcess:
-            return False
+        return False
 
     def preload(self, names: Iterable[str]) -> None:
         """Have modules imported ahead of the next world, without waiting for it."""
@@ -145,12 +138,12 @@ class ForkServer:
             time.sleep(0.002)  # the fork server reaps them
 
     def _descendants(self) -> list[psutil.Process]:
+        """Return the processes below the server that have not ended."""
         try:
-            found = psutil.Process(self.process.pid).children(recursive=True)
-            is_stopped = self.is_stopped()  # then it does not reap what has ended
-            return [process for process in found if not (is_stopped and _has_ended(process))]
+            below = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+        return [process for process in below if not _has_ended(process)]
 
     @contextlib.contextmanager
     def world_folder(self) -> Iterator[WorldFolder]:
@@ -166,16 +159,10 @@ class ForkServer:
         if self._owner_pid != os.getpid() or self.process.poll() is not None or self.is_stopped():
             return False
         try:
-            self._socket.sendall(fork_server_main.PING)
-            self._await(fork_server_main.READY)
-        except (OSError, SetupError):
+            self.await_answer()
+        except SetupError:
             return False
         return True
-
-    def abandon(self) -> None:
-        """Have the server end at once, also while another thread waits for it to start."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the fork server and, with it, everything it started."""
@@ -248,11 +235,7 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-_idle: list[ForkServer] = []
-_beginning: list[ForkServer] = []  # servers that still load torch
-_lock = threading.Lock()
-_starting: threading.Thread | None = None  # thread of ``start_ahead``
-_is_leaving = False  # True while Python exits
+_idle: list[ForkServer] = []  # some may still load torch
 
 
 @contextlib.contextmanager
@@ -263,28 +246,24 @@ def borrowed() -> Iterator[ForkServer]:
     report on that world. So is a stopped server, which reaps nothing.
     """
     fork_server = _take()
-    try:
+    with _closed_on_error(fork_server):
         yield fork_server
         if not fork_server.is_stopped():
-            with _lock:
-                _idle.append(fork_server)
+            _idle.append(fork_server)
             return
-    except BaseException:
-        fork_server.close()
-        raise
     fork_server.close()
 
 
 def start_ahead(*modules: str) -> None:
-    """Start a fork server in the background, for a program that will need one.
+    """Start a fork server, and don't wait for it: the program will need one later.
 
     This process and the server then import torch at the same time. The server also imports
     ``modules`` for the first world.
     """
-    global _starting
-    if _starting is None and not _idle:
-        _starting = threading.Thread(target=_start_idle, args=modules, daemon=True)
-        _starting.start()
+    if not _idle:
+        with contextlib.suppress(OSError):  # whoever needs a server tries again, and reports
+            _idle.append(ForkServer())
+            _idle[-1].preload(modules)
 
 
 def load_ahead(modules: Iterable[str]) -> None:
@@ -297,50 +276,42 @@ def load_ahead(modules: Iterable[str]) -> None:
             fork_server.preload(modules)
 
 
-def _start_idle(*modules: str) -> None:
-    with contextlib.suppress(SetupError, OSError):  # who needs one tries again, and reports
-        if _is_leaving:
-            return
-        fork_server = ForkServer()
-        fork_server.preload(modules)
-        with _lock:
-            _idle.append(fork_server)
-
-
 def _take() -> ForkServer:
-    if _starting is not None:
-        _starting.join()
-    while (fork_server := _popped()) is not None:
-        try:
-            if fork_server.is_usable():
-                return fork_server
-        except BaseException:  # ctrl-C while it was asked
-            fork_server.close()
-            raise
-        fork_server.close()
-    return ForkServer()
+    while (idle := _popped()) is not None:
+        with _closed_on_error(idle):
+            if idle.is_usable():
+                return idle
+        idle.close()
+    fresh = ForkServer()
+    with _closed_on_error(fresh):
+        fresh.await_answer()
+    return fresh
 
 
 def _popped() -> ForkServer | None:
-    with _lock:
-        return _idle.pop() if _idle else None
+    with contextlib.suppress(IndexError):  # another thread may have taken the last one
+        return _idle.pop()
+    return None
+
+
+@contextlib.contextmanager
+def _closed_on_error(fork_server: ForkServer) -> Iterator[None]:
+    """Close a server that does not answer, also if ctrl-C interrupts the wait for its answer."""
+    try:
+        yield
+    except BaseException:
+        fork_server.close()
+        raise
 
 
 def close_idle() -> None:
     """End the fork servers that wait for a next world."""
-    if _starting is not None:
-        _starting.join()
-    with _lock:
-        while _idle:
-            _idle.pop().close()
+    while _idle:
+        _idle.pop().close()
 
 
 @atexit.register
 def _leave() -> None:
     """End all fork servers, also those that are still loading."""
-    global _is_leaving
-    _is_leaving = True
     processes.ignore_ctrl_c()  # this process is ending as it is
-    for fork_server in list(_beginning):
-        fork_server.abandon()
     close_idle()

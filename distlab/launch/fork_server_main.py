@@ -62,7 +62,6 @@ def main() -> None:
     exits = _wake_on_exit()
     try:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            parent.sendall(RECORD.pack(READY, 0, 0))
             while _serve_one(parent, exits, start):
                 pass
     finally:

@@ -39,7 +39,7 @@ def dumps(value: object) -> bytes:
     """Encode plain data that is not nested deeply.
 
     Raises:
-        NotPlainError: it contains something else.
+        NotPlainError: It contains something else.
     """
     blobs: list[bytes] = []
     text = _encode(_tagged(value, blobs)).encode("utf-8", "surrogatepass")
@@ -50,7 +50,7 @@ def loads(data: bytes) -> object:
     """Decode what ``dumps`` returned, or anything else that claims to be that.
 
     Raises:
-        NotPlainError: it cannot be read, would take too much memory or time, or is a refusal.
+        NotPlainError: It cannot be read, would take too much memory or time, or is a refusal.
     """
     end = data.find(b"\n")
     text = data[: end if end >= 0 else len(data)]
@@ -66,26 +66,21 @@ def loads(data: bytes) -> object:
 
 
 def dumps_result(result: object) -> bytes:
-    """Encode a result for ``loads_result``; what cannot be judged is encoded as the reason."""
+    """Encode a result, or the reason why it cannot be judged, which ``loads_result`` raises."""
     try:
         check(result)
         data = dumps(result)
         _check_size(len(data), f"a {type(result).__name__} of ")
     except NotPlainError as error:
-        return dumps_refusal(str(error))
+        return _encode({_REFUSED: str(error)}).encode("utf-8", "surrogatepass")
     return data
-
-
-def dumps_refusal(reason: str) -> bytes:
-    """Encode why there is no data: ``loads`` raises it."""
-    return _encode({_REFUSED: reason}).encode("utf-8", "surrogatepass")
 
 
 def loads_result(data: bytes) -> object:
     """Decode a result that a judge can walk, compare and print.
 
     Raises:
-        NotPlainError: it is not plain, or exceeds one of the limits above.
+        NotPlainError: It is not plain, or exceeds one of the limits above.
     """
     _check_size(len(data))
     result = loads(data)
@@ -97,7 +92,7 @@ def check(result: object) -> None:
     """Refuse what a judge cannot walk, compare or print.
 
     Raises:
-        NotPlainError: names what exceeds which limit.
+        NotPlainError: The message names what exceeds which limit.
     """
     num_items, level = 0, [result]
     for _ in range(MAX_DEPTH + 1):

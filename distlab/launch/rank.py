@@ -6,6 +6,7 @@ asked for its text.
 
 import contextlib
 import os
+import pickle
 import re
 import signal
 import socket
@@ -24,6 +25,7 @@ import psutil
 import torch
 
 from distlab.launch import plain, stacks
+from distlab.launch.errors import RankFailed
 from distlab.launch.protocol import Outcome, Report
 from distlab.util.tracebacks import headline, keep_frames
 
@@ -70,10 +72,7 @@ class RankProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it was waiting for a processor or a disk, or using it, at each of the last looks.
-
-        ``is_idle`` looks.
-        """
+        """True if it waited for a processor or a disk, or used it, whenever ``is_idle`` looked."""
         return self.looks_ready >= READY_LOOKS
 
     def text(self) -> str:
@@ -177,13 +176,31 @@ def encoded(result: object, *, plain_results: bool) -> bytes:
         ) from None
 
 
+def decoded(results: Sequence[bytes], *, plain_results: bool) -> list[Any]:
+    """Decode what all ranks have ``encoded``.
+
+    Raises:
+        RankFailed: A result is not plain, although it has to be.
+    """
+    if not plain_results:
+        return [pickle.loads(result) for result in results]
+    values = []
+    for rank, result in enumerate(results):
+        try:
+            values.append(plain.loads_result(result))
+        except plain.NotPlainError as error:
+            who = f"rank {rank} of {len(results)}"
+            raise RankFailed(f"{who} returned {error}", rank=rank) from None
+    return values
+
+
 def report_of_error(error: BaseException, launcher_file: str, given: Sequence[str] = ()) -> Report:
     """Report an exception.
 
     Args:
-        error: what the function has raised.
-        launcher_file: the frames of this file around the function are left out.
-        given: folders of the caller's machinery: left out too, and with them the libraries, where
+        error: Exception that the function has raised.
+        launcher_file: File whose frames around the function are left out.
+        given: Folders of the caller's machinery, which is left out too; so are the libraries, if
             a line of the program is left.
     """
     if isinstance(error, SystemExit):
@@ -222,14 +239,14 @@ def _tells_of_a_lost_peer(error: BaseException) -> bool:
 
 
 def _is_of_distributed(error: BaseException) -> bool:
-    """Whether a process group or its store raised it, not a download that the function made."""
+    """Return True if a process group or its store raised it, not a download by the function."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     named = re.search("gloo|nccl|store", _beginning(error), re.IGNORECASE)
     return bool(named) or any("torch/distributed" in file for file in files)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, and those it was raised from or while handling."""
+    """Yield the exception, and those it was raised from or while handling."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -238,7 +255,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _beginning(error: BaseException) -> str:
-    """As much of its text as can be searched at once: megabytes would take seconds."""
+    """Return as much of its text as can be searched at once: megabytes would take seconds."""
     return _text(error)[:MAX_SEARCHED]
 
 
@@ -250,7 +267,7 @@ def _text(error: BaseException) -> str:
 
 
 def _headline(error: BaseException) -> str:
-    if isinstance(error, SyntaxError):  # whose report begins with the line, not with the message
+    if isinstance(error, SyntaxError):  # its report begins with the line, not with the message
         return f"{type(error).__name__}: {_text(error)}"
     return headline(error)
 

@@ -13,7 +13,6 @@ Results are encoded separately, because they may have to be pickled.
 
 import gc
 import mmap
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +33,7 @@ from distlab.launch.errors import (
 )
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import MAX_TEXT, WORD_BYTES, SimulationSpec, Spec, WorldFolder
-from distlab.launch.rank import RankProcess, encoded
+from distlab.launch.rank import RankProcess, decoded, encoded
 from distlab.sim.engine.trace import Event
 from distlab.sim.reporting.errors import EXIT
 from distlab.util.text import rank_names
@@ -46,7 +45,7 @@ def check_simulation(simulation: SimulationSpec) -> None:
     """Refuse too many ranks, a cluster that does not exist or is too small, faults of no rank.
 
     Raises:
-        SetupError: with what there is instead.
+        SetupError: The message says what there is instead.
     """
     try:
         sim.choose_cluster(simulation.cluster, simulation.num_ranks)
@@ -60,9 +59,9 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
     """Run the simulation that ``spec`` describes; return its report.
 
     Raises:
-        TypeError: a result cannot be pickled.
+        TypeError: A result cannot be pickled.
     """
-    gc.unfreeze()  # the simulation freezes again; to see that much is frozen it would count, 20 ms
+    gc.unfreeze()  # the simulation freezes again, and counting what is frozen would take it 20 ms
     running = _shared_words(folder.running, 1 + simulation.num_ranks)
     try:
         simulated = sim.simulate(
@@ -96,7 +95,7 @@ def _on_cpu(spec: Spec) -> object:
 
 
 def _run_program(fn: Callable[..., object], args: Sequence[object]) -> object:
-    """Call it and nothing else, so that its frame is known."""
+    """Call the program and nothing else, so that this frame is known."""
     return fn(*args)
 
 
@@ -120,14 +119,14 @@ def read_outcome(
     exceeded: Exceeded | None,
     plain_results: bool,
 ) -> object:
-    """Return what the simulation sent, or the LaunchError that tells what ended it.
+    """Return what the simulation sent, or the LaunchError that says what ended it.
 
     Args:
-        process: of the simulation.
-        simulation: what was asked for.
-        folder: of its world.
-        exceeded: the limit that ended it, if one did.
-        plain_results: accept no others.
+        process: Process of the simulation.
+        simulation: Simulation that was asked for.
+        folder: Folder of its world.
+        exceeded: Limit that ended it, or None.
+        plain_results: True to accept plain data only.
     """
     if process.has_returned and process.report:
         try:
@@ -160,7 +159,7 @@ def _others(number: int, folder: WorldFolder, given: Sequence[str]) -> str:
 def _lost_simulation(
     process: RankProcess, simulation: SimulationSpec, folder: WorldFolder, exceeded: Exceeded | None
 ) -> LaunchError:
-    """The error of a simulation that crashed, left or did not end: say which rank was running."""
+    """Return the error of a simulation that crashed, left or did not end, with the running rank."""
     number, ident = _running(folder, simulation.num_ranks)
     place = stacks.read_place(folder.read_stacks(0), ident, given_of(simulation))
     who = f"simulated rank {number} of {simulation.num_ranks}"
@@ -256,8 +255,7 @@ def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> obj
     """Return the simulation, its results alone if no trace was asked for, or its LaunchError.
 
     Raises:
-        NotPlainError: something else was sent than the above; or in a result, if these must be
-            plain.
+        NotPlainError: The data are not such a report, or a result is not plain but must be.
     """
     try:
         values: Any = plain.loads(sent)
@@ -268,23 +266,8 @@ def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> obj
         return error
     except plain.NotPlainError:
         raise
-    except Exception as error:  # whatever what was sent may lead to
+    except Exception as error:  # strangers' data may lead to any
         raise plain.NotPlainError(f"no simulation ({error})") from None
-
-
-def _own_results(pickled: list[bytes]) -> list[Any]:
-    return [pickle.loads(result) for result in pickled]
-
-
-def _plain_results(pickled: list[bytes]) -> list[Any]:
-    results = []
-    for rank, result in enumerate(pickled):
-        try:
-            results.append(plain.loads_result(result))
-        except plain.NotPlainError as error:
-            who = f"rank {rank} of {len(pickled)}"
-            raise RankFailed(f"{who} returned {error}", rank=rank) from None
-    return results
 
 
 def _error(values: dict[str, Any]) -> LaunchError:
@@ -299,8 +282,7 @@ def _error(values: dict[str, Any]) -> LaunchError:
 
 
 def _simulated(values: dict[str, Any], simulation: SimulationSpec, plain_results: bool) -> object:
-    load = _plain_results if plain_results else _own_results
-    results = load(values["results"])
+    results = decoded(values["results"], plain_results=plain_results)
     if not simulation.wants_trace:
         return results
     return sim.Simulated(

@@ -95,12 +95,6 @@ def read_place(dump: str, ident: int | None = None, given: Sequence[str] = ()) -
     return machinery or Place("", frames[0] if frames else None)
 
 
-def read_crash(dump: str, given: Sequence[str] = ()) -> Place | None:
-    """Find out where a rank crashed; None if the signal left no dump (SIGKILL never does)."""
-    place = read_place(dump, given=given)
-    return place if place.frame else None
-
-
 def _thread(dump: str, ident: int | None) -> list[Frame]:
     main = _MAIN.search(dump)
     if ident is None and main:

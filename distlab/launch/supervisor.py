@@ -199,9 +199,8 @@ class Supervisor:
             if rank := by_pid.get(pid):
                 rank.exit_status, rank.exited_at_ns = status, time.monotonic_ns()
                 if os.WIFSIGNALED(status) and not rank.place:
-                    rank.place = stacks.read_crash(
-                        self.folder.read_stacks(rank.number), self.spec.given
-                    )
+                    place = self._place(rank)
+                    rank.place = place if place.frame else None  # SIGKILL leaves no dump
 
     def _note_output(self, rank: RankProcess) -> None:
         try:
@@ -295,10 +294,10 @@ class Supervisor:
         self._ask_for_stacks(stuck, DUMP_FROM_C_SIGNAL, DUMP_S)
         for rank in ranks:
             if rank.is_running:  # not one that ended meanwhile
-                place = stacks.read_place(
-                    self.folder.read_stacks(rank.number), given=self.spec.given
-                )
-                rank.place = stacks.SUSPENDED if rank.is_suspended() else place
+                rank.place = stacks.SUSPENDED if rank.is_suspended() else self._place(rank)
+
+    def _place(self, rank: RankProcess) -> stacks.Place:
+        return stacks.read_place(self.folder.read_stacks(rank.number), given=self.spec.given)
 
     def _ask_for_stacks(self, ranks: list[RankProcess], number: int, seconds: float) -> None:
         for rank in ranks:

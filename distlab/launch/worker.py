@@ -70,20 +70,16 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
     device = torch.device(spec.devices[rank])
     try:
         if spec.simulation:
-            from distlab.launch import (
-                simulation,  # with all of the simulator: only where needed
-            )
+            from distlab.launch import simulation  # all of the simulator, only where needed
 
             _start_together(control)
             return report_of_result(simulation.simulate_in_child(spec, spec.simulation, folder))
         with world.on_device(device):
             world.init_process_group(
-                spec.backend,
-                device,
+                *(spec.backend, device, spec.collective_timeout_s),
                 init_method=f"file://{folder.rendezvous}",
                 rank=rank,
                 world_size=spec.world_size,
-                timeout_s=spec.collective_timeout_s,
             )
             _start_together(control)
             fn, args = spec.function_and_arguments()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,23 +52,12 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def init_process_group(
-    backend: str,
-    device: torch.device,
-    *,
-    init_method: str,
-    rank: int = -1,
-    world_size: int = -1,
-    timeout_s: float | None = None,
+    backend: str, device: torch.device, timeout_s: float | None, **meeting: Any
 ) -> None:
-    """Join the process group: by file inside ``run``, by ``env://`` under torchrun."""
-    dist.init_process_group(
-        backend,
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
-        device_id=device if backend == "nccl" else None,
-    )
+    """Join the process group; ``meeting`` says where, if not as torchrun's variables do."""
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    own = device if backend == "nccl" else None
+    dist.init_process_group(backend, timeout=timeout, device_id=own, **meeting)
 
 
 def use_loopback() -> None:

@@ -6,5 +6,5 @@ tests/test_phase1.py   ──▶ grading, grader_server  the verdict, from anoth
 .distlab/              ──▶ state                   progress by task, never trusted
 
 The commands of ``distlab.cli`` are thin: they print what the functions here return. Nothing here
-imports torch, except ``trace`` and ``trace_bodies``.
+imports torch, except ``trace``.
 """

@@ -1,7 +1,7 @@
 """The tasks with a small standard program, which shows the messages of their function.
 
-``distlab trace`` runs the program; ``trace_bodies`` has its code. This module does not import
-torch, because some commands only look a task up.
+``distlab trace`` runs the program; ``trace`` has its code. This module does not import torch,
+because some commands only look a task up.
 """
 
 from collections.abc import Mapping

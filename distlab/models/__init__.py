@@ -5,10 +5,8 @@ from collections.abc import Callable
 from torch import nn
 
 from distlab.data.splits import ImageShape
-from distlab.models.cnn import build_cnn
 from distlab.models.gpt import GPT, build_gpt
-from distlab.models.resnet import build_resnet18
-from distlab.models.vit import build_vit
+from distlab.models.vision import build_cnn, build_resnet18, build_vit
 from distlab.util.text import unknown_name
 
 __all__ = ["GPT", "MODELS", "build"]

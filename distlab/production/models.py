@@ -7,18 +7,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.models.gpt import Attention
-from distlab.models.vit import build_vit
+from distlab.models.vision import VIT_HEADS, build_vit, fit_stem
 from distlab.production.config import Config
-from distlab.production.images import SMALL
 from distlab.torchvision_repair import import_torchvision
 
 VITS: dict[str, dict[str, int]] = {  # Dosovitskiy et al. 2020, table 1; Touvron et al. 2021 for S
     "vit_s16": {"num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536},
     "vit_b16": {"num_heads": 12, "hidden_dim": 768, "mlp_dim": 3072},
 }
-
-
-SMALL_VIT_HEADS = 4  # the value in distlab.models.vit
 
 
 def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
@@ -49,18 +45,8 @@ def _build(config: Config, num_classes: int) -> nn.Module:
             **sizes, **VITS[config.model], num_classes=num_classes
         )
         return vit
-    build = getattr(models, config.model)
-    return _with_stem_for(build(num_classes=num_classes), side)
-
-
-def _with_stem_for(resnet: Any, side: int) -> nn.Module:
-    """Replace the stem for small images, because the one for 224 x 224 keeps 1/16 of them."""
-    if side <= SMALL:
-        resnet.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
-        nn.init.kaiming_normal_(resnet.conv1.weight, mode="fan_out", nonlinearity="relu")
-        resnet.maxpool = nn.Identity()
-    model: nn.Module = resnet
-    return model
+    resnet = getattr(models, config.model)(num_classes=num_classes)
+    return fit_stem(resnet, (3, side, side))
 
 
 # Layers, for pipelines
@@ -168,4 +154,4 @@ def split_heads(vit: nn.Module) -> None:
 
 def num_heads(config: Config) -> int:
     """Return the number of heads of a ViT's attention."""
-    return VITS[config.model]["num_heads"] if config.model in VITS else SMALL_VIT_HEADS
+    return VITS[config.model]["num_heads"] if config.model in VITS else VIT_HEADS

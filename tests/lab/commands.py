@@ -13,8 +13,8 @@ from own_phases import copy_first_phases
 
 from distlab import course
 from distlab.cli import main
+from distlab.grade import reports
 from distlab.grade.outcomes import Outcome, Verdict
-from distlab.grade.reports import json_report
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.submission import Submission
 from distlab.learner import folder, grading, source, state
@@ -140,7 +140,7 @@ def reporting(code: int, *results: TaskResult, output: str = "") -> grading.RunP
     def run(arguments: list[str]) -> tuple[int, str]:
         if results:
             report = Path(arguments[-1].removeprefix("json="))
-            report.write_text(json_report.text(GradeResult("here", results, 1.0)))
+            report.write_text(reports.FORMATS["json"](GradeResult("here", results, 1.0)))
             assert json.loads(report.read_text())["tasks"]
         return code, output
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from distlab import chosen, launch
 from distlab.bench import all_reduce, compression, contest, ddp, harness, phase2, trainer, zero
-from distlab.bench.collectives import Collectives
-from distlab.bench.contest import Contest, Contestant, Measured
+from distlab.bench.contest import Collectives, Contest, Contestant, Measured
 from distlab.bench.trainer import Match, Sizes, matches, matches_of
 from distlab.cli import main
 

@@ -18,8 +18,7 @@ from matplotlib.image import imread
 from rich.progress import Progress
 
 from distlab.chaos.bits import counted, differences
-from distlab.chaos.gantt import COLOURS, MARKS, Blow, draw_gantt
-from distlab.chaos.observer import STATES, Observer, Span
+from distlab.chaos.observer import COLOURS, MARKS, Blow, Observer, Span, draw_gantt
 from scripts import chaos
 from scripts.chaos import Blows, Chaos, TrainingFailedError
 
@@ -67,7 +66,8 @@ def test_the_states_of_a_rank(sleeper: "subprocess.Popen[bytes]", tmp_path: Path
     observer = Observer(tmp_path, log, 1, 2)
     observer.look(os.getpid())
     observer.look(os.getpid())
-    assert states(observer) == ["starting"]
+    starting, training, evaluating, *ends_in = COLOURS
+    assert states(observer) == [starting, training, evaluating, training, *ends_in]
     os.utime(heartbeat, ns=(1, 1))  # whatever the clock says
     observer.look(os.getpid())
     assert observer.all_run
@@ -83,17 +83,18 @@ def test_the_states_of_a_rank(sleeper: "subprocess.Popen[bytes]", tmp_path: Path
     sleeper.kill()
     sleeper.wait()
     observer.look(os.getpid())
-    assert states(observer) == [*STATES[:3], "training", *STATES[3:]]
+    starting, training, evaluating, *ends_in = COLOURS
+    assert states(observer) == [starting, training, evaluating, training, *ends_in]
     ends = [span.end_s for span in observer.spans[0]]
     assert ends[:-1] == [span.begin_s for span in observer.spans[0][1:]]
 
 
 def test_it_draws_all_states_and_marks(tmp_path: Path) -> None:
-    rows = [[Span(state, i, i + 1) for i, state in enumerate(STATES)]] * 3
+    rows = [[Span(state, i, i + 1) for i, state in enumerate(COLOURS)]] * 3
     blows = [Blow(kind, 1, 0.5 + i, 10) for i, kind in enumerate(MARKS)]
     draw_gantt(rows, blows, tmp_path / "gantt.png")
     pixels = imread(tmp_path / "gantt.png")[..., :3].reshape(-1, 3)
-    for state in STATES:
+    for state in COLOURS:
         is_there = np.abs(pixels - np.array(to_rgb(COLOURS[state]))).max(1) < 0.01
         assert is_there.sum() > 1000, state
 

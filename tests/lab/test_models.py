@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader
 
 from distlab.data import ImageShape, load, tokens
 from distlab.models import GPT, MODELS, build
-from distlab.models.cnn import build_cnn
 from distlab.models.gpt import Attention, build_gpt
-from distlab.models.resnet import build_resnet18
-from distlab.models.vit import build_vit, patch_side
+from distlab.models.vision import build_cnn, build_resnet18, build_vit, patch_side
 
 DIGITS, MNIST, CIFAR = (1, 8, 8), (1, 28, 28), (3, 32, 32)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from commands import COURSE, FILE, RIGHT, copy_course, distlab, grade_as, write_exchange
 
-from distlab.learner import state, trace_bodies, trace_programs
+from distlab.learner import state, trace, trace_programs
 from distlab.learner.folder import CourseFolder
 
 Printed = pytest.CaptureFixture[str]
@@ -39,7 +39,7 @@ def test_the_default_is_the_last_graded_then_the_first_written_then_the_next(
 
 def test_every_program_has_its_body() -> None:
     ids = {task.id for task in COURSE.tasks}
-    assert trace_programs.PROGRAMS.keys() == trace_bodies.BODIES.keys() <= ids
+    assert trace_programs.PROGRAMS.keys() == trace.BODIES.keys() <= ids
 
 
 def test_what_is_not_written_is_one_line(here: CourseFolder, capfd: Printed) -> None:
@@ -75,7 +75,7 @@ def test_a_run_that_fails_is_reported_with_the_learners_lines_alone(
     printed = " ".join(capfd.readouterr().out.split())
     assert says in printed
     assert "/distlab/" not in printed
-    assert "trace_bodies.py" not in printed
+    assert "trace.py" not in printed
 
 
 def test_it_draws_what_the_function_sends_and_says_so(here: CourseFolder, capfd: Printed) -> None:

@@ -13,8 +13,7 @@ import torch
 from commands import COURSE, PHASE, ROOT
 from fresh_pytest import FreshPytest
 
-from distlab.grade import invocation
-from distlab.grade.reports import gradescope
+from distlab.grade import invocation, reports
 from distlab.grade.results import GradeResult
 from distlab.learner import grading
 
@@ -59,7 +58,9 @@ def my_suite(folder: Path, body: str) -> Path:
 def test_a_collection_error_is_neither_success_nor_a_zero(pytest_run: Run, tmp_path: Path) -> None:
     suite, report = tmp_path / "test_broken.py", tmp_path / "report.json"
     suite.write_text("import no_such_module\n")
-    report.write_text(gradescope.text(GradeResult("here", [], 1.0)))  # of an earlier run
+    report.write_text(
+        reports.FORMATS["gradescope"](GradeResult("here", [], 1.0))
+    )  # of an earlier run
     ended = pytest_run("--report", f"gradescope={report}", suite=suite)
     assert ended.returncode == 2, ended.stdout
     assert "no_such_module" in ended.stdout
