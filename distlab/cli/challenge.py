@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from distlab.cli.learn import choose, impl_option, say, waiting
-from distlab.learner import folder, grading
+from distlab.grade import submission
+from distlab.learner import folder
 from distlab.util.text import counted
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def challenge(
     task = chosen_phase.challenge
     if task is None:
         raise folder.LearnerError(f"phase {chosen_phase.number} has no open task")
-    handed_in = grading.find_submission(here, impl)
+    handed_in = submission.find(impl, here.root)
     chosen = random.randrange(SEEDS) if seed is None else seed
     drawn = counted(clusters, "cluster")
     with waiting(f"running {task.function} on {drawn} …"):

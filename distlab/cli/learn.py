@@ -11,6 +11,7 @@ import typer
 
 from distlab.cli import completion
 from distlab.course import HANG, Task
+from distlab.grade import submission
 from distlab.launch import fork_server
 from distlab.learner import (
     child_processes,
@@ -18,7 +19,6 @@ from distlab.learner import (
     folder,
     grading,
     hints,
-    resetting,
     source,
     state,
     status,
@@ -174,7 +174,7 @@ def grade(
     phases = here.course.phases if phase is None else (here.course.phase(phase),)
     arguments = grading.suites(here, phases) + grading.world_timeout(world_timeout)
     arguments += grading.lend_option(here, lend)
-    arguments += ["--impl", str(grading.find_submission(here, impl).root), "--backend", backend]
+    arguments += ["--impl", str(submission.find(impl, here.root).root), "--backend", backend]
     arguments += grading.find_reports(report or ())
     graded = grading.grade(here, arguments + [grading.VERBOSE] * verbose, grading.shown_in(here))
     if impl == "template":
@@ -189,7 +189,6 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend 
         return
     from distlab.learner import watch as watching
     from distlab.learner.grader_server import WarmGrader
-    from distlab.learner.screen import Screen
 
     here = folder.find()
     first = choose(here, task)
@@ -202,7 +201,7 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend 
             watching.saves_into(events, here),
             watching.keys_into(events, grader.stop),
         ):
-            screen = Screen(say, partial(typer.echo, CLEAR, nl=False))
+            screen = watching.Screen(say, partial(typer.echo, CLEAR, nl=False))
             watching.Watch(here, first, grader, screen, options).run(events)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
@@ -260,14 +259,14 @@ def reset(
         raise folder.LearnerError(
             f"cannot ask for confirmation here: use distlab reset {listed.id} --yes"
         )
-    planned = resetting.plan(here, listed)
+    planned = templates.plan_reset(here, listed)
     replaced = f"{joined([*listed.functions])} in {listed.template}"
     if planned.is_whole:
         replaced = f"all of {listed.template}, where {listed.label} cannot be replaced alone,"
     if not yes and not typer.confirm(f"Replace {replaced} with the template?"):
         typer.echo("Nothing was changed.")
         raise typer.Exit(1)
-    old = resetting.carry_out(here, listed, planned)
+    old = templates.reset(here, listed, planned)
     progress = state.load(here)
     progress.records.pop(listed.id, None)
     progress.save()
@@ -288,7 +287,7 @@ def trace(
     """Run a function of Phase 1 on simulated ranks; draw its messages, or report a deadlock."""
     here = folder.find()
     listed, why = (here.task(task), "") if task else trace_programs.choose(here, state.load(here))
-    handed_in = grading.find_submission(here, impl)
+    handed_in = submission.find(impl, here.root)
     count = trace_programs.count(listed.id, ranks)  # checked before torch is loaded
     if impl == "template" and source.is_to_write(here, listed):
         typer.echo(status.not_written(listed))

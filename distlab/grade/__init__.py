@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from distlab.grade.checks import Wrong, WrongResult, check
     from distlab.grade.outcomes import Outcome
     from distlab.grade.running import Grade, Run
-    from distlab.grade.tasks import task
+    from distlab.grade.suites import task
 
-_MODULES = ("checks", "tasks", "outcomes", "running")  # the fastest to import first
+_MODULES = ("checks", "suites", "outcomes", "running")  # the fastest to import first
 
 __all__ = ["Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"]
 

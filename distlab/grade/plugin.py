@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from distlab import course
-from distlab.grade import invocation, report_paths, reports, submission, table
+from distlab.grade import report_paths, reports, submission, suites, table
 from distlab.grade.lending import NO_LENDER, Loan, loan_for
 from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
-from distlab.grade.tasks import is_real_too, task_of
+from distlab.grade.suites import is_real_too, task_of
 
 TIMEOUT_S = 10.0  # limit of one world by the clock; the limit of computing finds hangs in 2 s
 BACKENDS = ("auto", "sim", "gloo", "nccl")
@@ -89,12 +89,12 @@ def pytest_configure(config: pytest.Config) -> None:
             are not the course's.
     """
     config.addinivalue_line("markers", "task(id, real=False): the task of course.toml it grades")
-    invocation.check_settings(config)
+    suites.check_settings(config)
     if config.getoption("backend") == "nccl" and not torch.cuda.device_count():
         raise pytest.UsageError("--backend nccl: torch sees no GPU here; see distlab doctor")
-    suites = [argument for argument in config.args if "test_phase" in argument]
-    if suites and getattr(config.option, "numprocesses", None):
-        raise pytest.UsageError(f"{suites[0]}: {ONE_BY_ONE}")
+    files = [argument for argument in config.args if "test_phase" in argument]
+    if files and getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError(f"{files[0]}: {ONE_BY_ONE}")
     config.pluginmanager.register(Grader(config), "distlab-grader")
 
 
@@ -160,7 +160,7 @@ class Grader:
             return
         if hasattr(self.config, "workerinput"):  # a worker of pytest-xdist
             raise pytest.UsageError(ONE_BY_ONE)
-        invocation.check_environment()
+        suites.check_environment()
         listed = course.load(self.course_root)
         for task in listed.tasks:
             if task.id.partition(".")[0] in phases and self._is_asked_for(task.id):

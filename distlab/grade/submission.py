@@ -25,6 +25,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from distlab import course
+from distlab.course import CourseError
 from distlab.grade import lending
 from distlab.grade.lending import Functions, Loan
 from distlab.grade.outcomes import LessonError
@@ -235,17 +236,17 @@ def find(choice: str, course_root: Path) -> Submission:
     """Return the submission that ``--impl`` names: "template", "solution" or a folder.
 
     Raises:
-        ValueError: There is no such folder, or it has none of the course's phases.
+        CourseError: There is no such folder, or it has none of the course's phases.
     """
     solutions = course_root / SOLUTIONS
     root = {"template": course_root, "solution": solutions}.get(choice, Path(choice)).resolve()
     if choice == "solution" and not root.is_dir():
-        raise ValueError(f"--impl solution: this copy of the course comes without {SOLUTIONS}/")
+        raise CourseError(f"--impl solution: this copy of the course comes without {SOLUTIONS}/")
     if not root.is_dir():
-        raise ValueError(f"--impl {choice}: no such folder; use template, solution or a folder")
+        raise CourseError(f"--impl {choice}: no such folder; use template, solution or a folder")
     phases = [phase.folder for phase in course.load(course_root).phases]
     if not any((root / phase).is_dir() for phase in phases):
-        raise ValueError(
+        raise CourseError(
             f"--impl {choice}: contains none of {', '.join(phases)}; put the files of a hand-in "
             f"into {Path(choice) / phases[0]}"
         )

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # if first loaded later, it keeps the process group alive
 
-from distlab.launch import choices, world
+from distlab.launch import choices, launchers, world
 from distlab.launch.errors import SetupError
-from distlab.launch.launchers import Launched, Task, speaks_for_its_machine, this_task
+from distlab.launch.launchers import Launched
 from distlab.util.text import counted
 from distlab.util.tracebacks import is_message_enough
 
@@ -42,8 +42,10 @@ def run_joined(
             too few GPUs, or the ranks do not find each other.
     """
     _check_size(found, world_size)
-    if found.launcher == "srun" and (task := this_task()):
-        _describe_as_torchrun_does(task)
+    if found.launcher == "srun" and (task := launchers.this_task()):
+        os.environ.update(task)
+        if launchers.is_on_one_node():
+            world.use_loopback()
     chosen, own = choices.own_device(backend, device, found)
     if not dist.is_initialized():
         _join(chosen, own, timeout_s)
@@ -62,12 +64,6 @@ def _check_size(found: Launched, world_size: int) -> None:
             f"{found.launcher} started {started} and the script asks for {world_size}: "
             "make the two numbers equal"
         )
-
-
-def _describe_as_torchrun_does(task: Task) -> None:
-    os.environ.update(task.torchrun_variables())
-    if task.is_on_one_node:
-        world.use_loopback()
 
 
 def _join(backend: str, device: torch.device, timeout_s: float | None) -> None:
@@ -136,7 +132,7 @@ def _report_once() -> None:
     ) -> None:
         if not is_message_enough(error):
             show(kind, error, frames)
-        elif speaks_for_its_machine():
+        elif launchers.speaks_for_its_machine():
             print(error, file=sys.stderr)
 
     sys.excepthook = show_once

@@ -56,7 +56,7 @@ def speaks_for_its_machine() -> bool:
 
 
 def _of_torchrun() -> Launched | None:
-    """torchrun, or another launcher that sets its variables."""
+    """Return the place that torchrun gave, or another launcher that sets its variables."""
     if any(name not in os.environ for name in _TORCHRUN):
         return None
     return Launched("torchrun", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -71,8 +71,8 @@ def _of_mpirun() -> Launched | None:
 
 def _of_srun() -> Launched | None:
     task = this_task()
-    is_several = task is not None and task.world_size > 1
-    return Launched("srun", task.rank, task.world_size) if task and is_several else None
+    found = task and Launched("srun", int(task["RANK"]), int(task["WORLD_SIZE"]))
+    return found if found and found.world_size > 1 else None
 
 
 # Ports below those that Linux gives out by itself, and above those of well-known services.
@@ -83,45 +83,30 @@ LOOPBACK = "127.0.0.1"
 _NEEDED = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
 
 
-@dataclass(frozen=True)
-class Task:
-    """This process among those of its job step."""
+def this_task() -> dict[str, str] | None:
+    """Return the variables that torchrun would have set; None if srun has not started this process.
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    is_on_one_node: bool  # True if all tasks of the step are
-    master_address: str
-    master_port: int
-
-    def torchrun_variables(self) -> dict[str, str]:
-        """Return what torchrun would have set; where to meet, the user may have chosen."""
-        meeting = {"MASTER_ADDR": self.master_address, "MASTER_PORT": str(self.master_port)}
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            **{name: os.environ.get(name, value) for name, value in meeting.items()},
-        }
-
-
-def this_task() -> Task | None:
-    """Return this process's place in its job step; None if srun has not started it."""
+    Where to meet, the user may have chosen.
+    """
     if any(name not in os.environ for name in _NEEDED):
         return None
     nodes = os.environ["SLURM_STEP_NODELIST"]
-    is_on_one_node = os.environ.get("SLURM_STEP_NUM_NODES") == "1"
-    return Task(
-        rank=int(os.environ["SLURM_PROCID"]),
-        world_size=_num_tasks(),
-        local_rank=int(os.environ["SLURM_LOCALID"]),
-        local_world_size=_tasks_of_this_node(),
-        is_on_one_node=is_on_one_node,
-        master_address=LOOPBACK if is_on_one_node else first_host(nodes),
-        master_port=_meeting_port(),
-    )
+    meeting = {
+        "MASTER_ADDR": LOOPBACK if is_on_one_node() else first_host(nodes),
+        "MASTER_PORT": str(_meeting_port()),
+    }
+    return {
+        "RANK": os.environ["SLURM_PROCID"],
+        "WORLD_SIZE": _num_tasks(),
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": _tasks_of_this_node(),
+        **{name: os.environ.get(name, value) for name, value in meeting.items()},
+    }
+
+
+def is_on_one_node() -> bool:
+    """Return True if all tasks of the job step are on this node."""
+    return os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def has_own_gpus() -> bool:
@@ -129,9 +114,9 @@ def has_own_gpus() -> bool:
     return "SLURM_GPUS_PER_TASK" in os.environ
 
 
-def _num_tasks() -> int:
+def _num_tasks() -> str:
     """Return the number of tasks of the step; in salloc's shell, SLURM_NTASKS is the job's."""
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"]))
+    return os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"])
 
 
 def _meeting_port() -> int:
@@ -139,9 +124,9 @@ def _meeting_port() -> int:
     return FIRST_PORT + (job * STEPS_APART + step) % NUM_PORTS
 
 
-def _tasks_of_this_node() -> int:
+def _tasks_of_this_node() -> str:
     if counts := os.environ.get("SLURM_STEP_TASKS_PER_NODE"):
-        return tasks_per_node(counts)[int(os.environ.get("SLURM_NODEID", "0"))]
+        return str(tasks_per_node(counts)[int(os.environ.get("SLURM_NODEID", "0"))])
     return _num_tasks()
 
 

@@ -63,12 +63,13 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
     """
     gc.unfreeze()  # the simulation freezes again, and counting what is frozen would take it 20 ms
     running = _shared_words(folder.running, 1 + simulation.num_ranks)
+    options = simulation.options or sim.Options()  # reports leave the launcher's frames out, too
     try:
         simulated = sim.simulate(
             partial(_on_cpu, spec),
             simulation.num_ranks,
             cluster=simulation.cluster,
-            options=_with_our_frames_left_out(simulation.options),
+            options=replace(options, given=(*options.given, str(Path(__file__).parent))),
             running=running,
         )
     except sim.SimulationError as error:
@@ -76,12 +77,6 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
     return of_simulation(
         simulated, wants_trace=simulation.wants_trace, plain_results=spec.plain_results
     )
-
-
-def _with_our_frames_left_out(options: sim.Options | None) -> sim.Options:
-    """Let reports and tracebacks leave out the launcher, too."""
-    options = options or sim.Options()
-    return replace(options, given=(*options.given, str(Path(__file__).parent)))
 
 
 def _on_cpu(spec: Spec) -> object:

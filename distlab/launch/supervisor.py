@@ -16,23 +16,11 @@ from typing import IO
 
 import psutil
 
-from distlab.launch import output, plain, stacks
+from distlab.launch import output, plain, protocol, stacks
 from distlab.launch.errors import SetupError
 from distlab.launch.fork_server import ForkServer
 from distlab.launch.limits import Exceeded, Limits, note_use, num_cores, start_timeout_s
-from distlab.launch.protocol import (
-    DUMP_FROM_C_SIGNAL,
-    DUMP_SIGNAL,
-    GO,
-    MAX_REPORT_BYTES,
-    RELEASE,
-    REPORTED,
-    STARTED,
-    Outcome,
-    Report,
-    Spec,
-    WorldFolder,
-)
+from distlab.launch.protocol import Outcome, Report, Spec, WorldFolder
 from distlab.launch.rank import RankProcess
 
 GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
@@ -74,9 +62,11 @@ class Supervisor:
         self._next_look = 0.0
         self._idle_since = 0.0
         self._used_bytes = 0
-        self._max_bytes = limits.memory_bytes or _share_of_free_bytes()
+        self._max_bytes = limits.memory_bytes or int(
+            MEMORY_SHARE * psutil.virtual_memory().available
+        )
         is_plain = spec.plain_results
-        self._max_report_bytes = plain.MAX_REPORT_BYTES if is_plain else MAX_REPORT_BYTES
+        self._max_report_bytes = plain.MAX_REPORT_BYTES if is_plain else protocol.MAX_REPORT_BYTES
         self._selector = selectors.DefaultSelector()
         self._files: dict[int, IO[bytes]] = {}
         self._screen = output.Screen(MAX_SHOWN_BYTES if is_plain else None)
@@ -156,7 +146,7 @@ class Supervisor:
         for rank in self.ranks:
             rank.baseline_bytes, rank.baseline_cpu_s = rank.own_bytes(), rank.cpu_s()
             with contextlib.suppress(OSError):
-                rank.control.sendall(GO)
+                rank.control.sendall(protocol.GO)
 
     def _turn(self, seconds: float) -> None:
         self.fork_server.check()
@@ -176,11 +166,11 @@ class Supervisor:
             words = rank.control.recv(16)
         except ConnectionResetError:
             words = b""
-        if STARTED in words and not self._has_gone:
+        if protocol.STARTED in words and not self._has_gone:
             rank.has_started = True
             if all(other.has_started for other in self.ranks):
                 self._go()
-        if REPORTED in words:
+        if protocol.REPORTED in words:
             rank.report = self._read_report(rank)
             note_use(rank.cpu_s() - rank.baseline_cpu_s, time.monotonic() - self._clock_started)
         if not words:  # the rank's end is closed; its exit comes through the fork server
@@ -288,10 +278,10 @@ class Supervisor:
             for rank in ranks:
                 rank.place = stacks.READY if rank.has_started else stacks.STARTING
             return
-        self._ask_for_stacks(ranks, DUMP_SIGNAL, ASK_S)
-        self._turn_until(lambda: not any(self._may_answer(rank) for rank in ranks), ASK_BUSY_S)
+        self._ask_for_stacks(ranks, protocol.DUMP_SIGNAL, ASK_S)
+        self._turn_until(lambda: not any(map(self._may_answer, ranks)), ASK_BUSY_S)
         stuck = [rank for rank in ranks if not self._has_dumped(rank)]
-        self._ask_for_stacks(stuck, DUMP_FROM_C_SIGNAL, DUMP_S)
+        self._ask_for_stacks(stuck, protocol.DUMP_FROM_C_SIGNAL, DUMP_S)
         for rank in ranks:
             if rank.is_running:  # not one that ended meanwhile
                 rank.place = stacks.SUSPENDED if rank.is_suspended() else self._place(rank)
@@ -318,7 +308,7 @@ class Supervisor:
     def _release(self) -> None:
         for rank in self.ranks:
             with contextlib.suppress(OSError):
-                rank.control.sendall(RELEASE)
+                rank.control.sendall(protocol.RELEASE)
         self._turn_until(self._all_exited, EXIT_S)
 
     def _all_exited(self) -> bool:
@@ -345,7 +335,3 @@ class Supervisor:
             os.close(rank.output)
         for file in self._files.values():
             file.close()
-
-
-def _share_of_free_bytes() -> int:
-    return int(MEMORY_SHARE * psutil.virtual_memory().available)

@@ -62,7 +62,8 @@ def _failure(rank: RankProcess, ranks: Sequence[RankProcess]) -> LaunchError:
         parts.append(rank.report.traceback.rstrip())
     elif rank.place and rank.place.frame:
         parts.append(f"  {rank.place.frame}  {rank.place.frame.source}")
-    parts += [*_hints(rank), *_output(rank), *_others(rank, ranks)]
+    parts += [hint for pattern, hint in _HINTS if pattern.search(rank.text())]
+    parts += [*_output(rank), *_others(rank, ranks)]
     exception = rank.report.exception if rank.report else ""
     return kind("\n\n".join(parts), rank=rank.number, fates=_fates(ranks), exception=exception)
 
@@ -176,10 +177,6 @@ def _is_secondary(rank: RankProcess) -> bool:
 
 def _failed_at_ns(rank: RankProcess) -> int:
     return rank.report.at_ns if rank.report else rank.exited_at_ns
-
-
-def _hints(rank: RankProcess) -> list[str]:
-    return [hint for pattern, hint in _HINTS if pattern.search(rank.text())]
 
 
 def _output(rank: RankProcess) -> list[str]:

@@ -21,20 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.launch import world
-from distlab.launch.protocol import (
-    CANNOT_REPORT,
-    DUMP_FROM_C_SIGNAL,
-    DUMP_SIGNAL,
-    GO,
-    RELEASE,
-    REPORTED,
-    STARTED,
-    Outcome,
-    Report,
-    Spec,
-    WorldFolder,
-)
+from distlab.launch import protocol, world
+from distlab.launch.protocol import Outcome, Report, Spec, WorldFolder
 from distlab.launch.rank import encoded, report_of_error, report_of_result
 from distlab.util import processes
 
@@ -91,8 +79,8 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
 
 def _start_together(control: socket.socket) -> None:
     """Wait until all ranks are up: a late one must find those that return at once still there."""
-    control.sendall(STARTED)
-    if control.recv(1) != GO:
+    control.sendall(protocol.STARTED)
+    if control.recv(1) != protocol.GO:
         os._exit(0)  # the parent has gone
 
 
@@ -100,18 +88,18 @@ def _send(report: Report, rank: int, folder: WorldFolder, control: socket.socket
     try:
         folder.write_report(rank, report)
         _flush_output()
-        control.sendall(REPORTED)
+        control.sendall(protocol.REPORTED)
     except OSError:  # the disk is full, or fn has closed what it did not open
         with contextlib.suppress(Exception):
             traceback.print_exc()
-        os._exit(CANNOT_REPORT)
+        os._exit(protocol.CANNOT_REPORT)
 
 
 def _linger(control: socket.socket) -> None:
     """Stay connected until all ranks are done, or for a moment."""
     with contextlib.suppress(OSError):
         readable, _, _ = select.select([control], [], [], LINGER_S)
-        if readable and control.recv(1) == RELEASE and dist.is_initialized():
+        if readable and control.recv(1) == protocol.RELEASE and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -153,5 +141,7 @@ def _keep_stacks(stacks: IO[str]) -> None:
     """Write all stacks when the parent asks, and from C when it asks so or the rank crashes."""
     print(f"main {threading.main_thread().ident:#x}", file=stacks, flush=True)
     faulthandler.enable(file=stacks, all_threads=True)
-    faulthandler.register(DUMP_FROM_C_SIGNAL, file=stacks, all_threads=True, chain=False)
-    signal.signal(DUMP_SIGNAL, lambda *_: faulthandler.dump_traceback(stacks, all_threads=True))
+    faulthandler.register(protocol.DUMP_FROM_C_SIGNAL, file=stacks, all_threads=True, chain=False)
+    signal.signal(
+        protocol.DUMP_SIGNAL, lambda *_: faulthandler.dump_traceback(stacks, all_threads=True)
+    )

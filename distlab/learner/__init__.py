@@ -1,7 +1,7 @@
 """The work of a learner's commands: progress, checks, hints, diffs, resets, traces, watching.
 
 course.toml, templates ──▶ folder, source          the course, and the learner's functions
-                       ──▶ templates, resetting    the original templates
+                       ──▶ templates               the original templates, and resets
 tests/test_phase1.py   ──▶ grading, grader_server  the verdict, from another process
 .distlab/              ──▶ state                   progress by task, never trusted
 

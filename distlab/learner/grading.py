@@ -16,11 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from distlab.course import Phase, Task
-from distlab.grade import report_paths, submission, table
+from distlab.grade import report_paths, table
 from distlab.grade.lending import LEND, NO_LENDER
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import GradeResult, TaskResult
-from distlab.grade.submission import Submission
 from distlab.learner import child_processes, source, state, templates
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.lessons import SOLUTIONS
@@ -70,18 +69,6 @@ class Grading:
     def lends(self) -> bool:
         """True if it was run with ``--lend``."""
         return LEND in self.options
-
-
-def find_submission(folder: CourseFolder, choice: str) -> Submission:
-    """Return the submission that ``--impl`` names.
-
-    Raises:
-        LearnerError: There is no such folder, or it has none of the course's phases.
-    """
-    try:
-        return submission.find(choice, folder.root)
-    except ValueError as error:
-        raise LearnerError(str(error)) from None
 
 
 def find_reports(options: Sequence[str]) -> list[str]:

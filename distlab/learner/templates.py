@@ -1,13 +1,20 @@
-"""The original templates: in git, or in the copy that the first command made."""
+"""The original templates, in git or in the copy that the first command made, and resets to them.
+
+A reset always keeps the old file. If it parses and has the task's functions, only these are
+replaced; otherwise the whole file becomes the template.
+"""
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from time import strftime
 
 from distlab.course import Task
-from distlab.learner.folder import CourseFolder, LearnerError
-from distlab.learner.source import read, to_write
+from distlab.learner import source
+from distlab.learner.folder import CourseFolder, LearnerError, WriteError
 from distlab.util import files
 
 MAX_VERSIONS = 100  # number of versions of a file to look at in git
@@ -34,7 +41,7 @@ def untouched(folder: CourseFolder, task: Task) -> str:
         LearnerError: Neither git nor the copy has such a text.
     """
     for text in _versions(folder, task):
-        if to_write(task, text).keys() >= {*task.functions}:
+        if source.to_write(task, text).keys() >= {*task.functions}:
             return text
     raise LearnerError(
         f"neither git nor {folder.private.name}/templates has {task.template} "
@@ -48,7 +55,7 @@ def _versions(folder: CourseFolder, task: Task) -> Iterator[str]:
     commits = _git(root, "rev-list", f"--max-count={MAX_VERSIONS}", "HEAD", "--", str(path))
     for commit in commits.split():
         yield _git(root, "show", f"{commit}:./{path.as_posix()}")
-    yield read(_copy(folder, task))
+    yield source.read(_copy(folder, task))
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -60,3 +67,96 @@ def _git(root: Path, *arguments: str) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+# Resets
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prepared reset.
+
+    Attributes:
+        before: Contents of the learner's file.
+        after: Contents after the reset.
+        is_whole: True if the whole file is replaced, not only the task's functions.
+    """
+
+    before: bytes
+    after: bytes
+    is_whole: bool
+
+
+def plan_reset(folder: CourseFolder, task: Task) -> Plan:
+    """Prepare a reset without changing a file.
+
+    Raises:
+        LearnerError: There is no template.
+    """
+    original = untouched(folder, task)
+    before = _bytes(folder.root / task.template)
+    after = _with_functions(before, task, original)
+    return Plan(before, original.encode() if after is None else after, after is None)
+
+
+def reset(folder: CourseFolder, task: Task, planned: Plan) -> Path:
+    """Write the new file; return where the old one is kept.
+
+    Raises:
+        WriteError: The copy or the file cannot be written; the file was not changed.
+    """
+    path, parent = folder.root / task.template, folder.private / "reset" / task.id
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        old = _unused(parent, path.name)
+        old.write_bytes(planned.before)
+        files.write_whole(path, planned.after)
+    except OSError as error:
+        reason = f"{error.filename or parent}: {error.strerror or error}"
+        raise WriteError(f"nothing was changed: {reason}") from None
+    return old
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return files.read_regular(path, files.MAX_SOURCE_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def _unused(parent: Path, name: str) -> Path:
+    """Return a new file name with the time, so that no copy overwrites an older one."""
+    stamp = strftime("%Y-%m-%d_%H.%M.%S")
+    count = len(list(parent.glob(f"{stamp}*")))
+    return parent / f"{stamp}{f'_{count}' if count else ''}_{name}"
+
+
+def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
+    """Return the file with the functions of the original; None if the result would be broken."""
+    try:
+        text, encoding = source.decoded(data)
+    except source.UNREADABLE:
+        return None
+    spliced = _spliced(text, source.to_write(task, original))
+    after = spliced.encode(encoding, errors="backslashreplace")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(after, "", "exec", dont_inherit=True)  # also finds a return outside a function
+    except source.UNPARSABLE:
+        return None
+    is_complete = source.to_write(task, after.decode(encoding)).keys() >= {*task.functions}
+    return after if is_complete else None
+
+
+def _spliced(text: str, originals: Mapping[str, str]) -> str:
+    """Replace the first definition of each function by the original, and remove further ones."""
+    lines, tree = source.split(text), source.parse(text)
+    places = [(source.span(node), name) for name, node in source.defined(tree)] if tree else []
+    first = {name: place for place, name in reversed(places)}
+    for place, name in sorted(places, key=lambda entry: -entry[0].start):
+        if name in originals:
+            end = "\r\n" if lines[place.start].endswith("\r\n") else "\n"
+            original = originals[name].replace("\r\n", "\n").replace("\n", end)
+            lines[place] = [original] if place == first[name] else []
+    return "".join(lines)

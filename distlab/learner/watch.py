@@ -8,9 +8,11 @@ Events during a grading: q leaves at once; a save is graded once more afterwards
 kept, one of each, and answered after the verdict.
 """
 
+import shutil
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
@@ -18,13 +20,78 @@ from queue import Empty, Queue
 from distlab.course import HINTS, CourseError, Task
 from distlab.learner import compare, grading, hints, state, status
 from distlab.learner.folder import CourseFolder, LearnerError
-from distlab.learner.screen import Screen, paragraphs
 
 SAVED, QUIT = "saved", "q"
 QUIET_MS, LONGEST_MS = 20, 200  # a save may be several writes: wait for silence, but not for long
 LOOK_UP_S = 0.5
 LEAVE_MS = 200  # interval at which the watcher checks whether to stop
 Events = Queue[str]
+
+
+# Output: lines wrapped at words, and a verdict that stays visible
+
+CUT = "… (all of it again: save)"
+LIST = ("- ", "* ", "|", "    ", "```")  # beginnings of lines that must not be joined
+
+
+class Screen:
+    """A terminal with a size in columns and lines."""
+
+    def __init__(
+        self,
+        say: Callable[[Iterable[str]], None],
+        clear: Callable[[], None],
+        size: Callable[[], tuple[int, int]] = shutil.get_terminal_size,
+    ) -> None:
+        self._say, self._clear, self._size = say, clear, size
+
+    def show(self, lines: Iterable[str]) -> None:
+        """Clear the screen and print lines."""
+        self._clear()
+        self.add(lines)
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Print lines below the present ones."""
+        self._say(wrapped(lines, self._size()[0]))
+
+    def show_below(self, verdict: Iterable[str], answer: Iterable[str]) -> None:
+        """Print an answer below as much of a verdict as there is room for."""
+        self._clear()
+        self._say(fitted(verdict, answer, *self._size()))
+
+
+def wrapped(lines: Iterable[str], width: int) -> list[str]:
+    """Break lines between words; continuations of an indented line get two more columns."""
+    return [part for line in lines for part in _wrapped(line, width)]
+
+
+def _wrapped(line: str, width: int) -> Sequence[str]:
+    if len(line) <= width:
+        return (line,)
+    indent = line[: len(line) - len(line.lstrip())]
+    indent += "  " if indent else ""
+    return textwrap.wrap(
+        line, width, subsequent_indent=indent, replace_whitespace=False, break_on_hyphens=False
+    )
+
+
+def fitted(verdict: Iterable[str], answer: Iterable[str], width: int, height: int) -> list[str]:
+    """Return verdict and answer, wrapped; the verdict is cut if they do not fit the screen."""
+    top, below = wrapped(verdict, width), wrapped(answer, width)
+    room = height - 1 - len(below)  # the cursor has the last line
+    return [*(top if len(top) <= room else [*top[: max(room - 1, 1)], CUT]), *below]
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield each paragraph of a text as one line, because it was wrapped for another width."""
+    for place, paragraph in enumerate(text.split("\n\n")):
+        lines = paragraph.splitlines()
+        yield from [""] * bool(place)
+        is_plain = not any(line.startswith(LIST) for line in lines)
+        yield from [" ".join(lines)] if is_plain else lines
+
+
+# The session
 
 
 class Watch:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 
 from mpi4py import MPI
 
-from distlab.mpi.errors import Mismatch
 from distlab.mpi.memory import Operand, flat, joined, raw, write
+from distlab.mpi.runtime import Mismatch
 from distlab.process_group.call import Call
 
 Exchange = Generator[list[MPI.Request], list[MPI.Status], None]

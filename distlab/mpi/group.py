@@ -9,10 +9,9 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from distlab.mpi.errors import Mismatch
 from distlab.mpi.exchanges import EXCHANGES
 from distlab.mpi.memory import raw
-from distlab.mpi.runtime import Operation, Runtime
+from distlab.mpi.runtime import Mismatch, Operation, Runtime
 from distlab.mpi.work import SAME_SIZE, MpiWork, Steps
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.call import Call, describe

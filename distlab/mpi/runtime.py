@@ -6,6 +6,11 @@ listens for goodbyes meanwhile.
 
 MPI moves data only while one of its calls runs: all operations progress whenever this rank waits
 for any of them, and none while it computes.
+
+MpiError
+├── Mismatch  two ranks called the same collective, or send and recv, differently
+├── RankLeft  a rank has ended that this one still waits for
+└── TimeIsUp  an operation took longer than its group allows
 """
 
 import contextlib
@@ -30,6 +35,22 @@ MANY_UNFINISHED = 64
 
 _GOODBYE, _RETURNED, _ROLL_CALL = 1, 2, 3  # tags
 _NOTHING = [bytearray(), MPI.BYTE]
+
+
+class MpiError(RuntimeError):
+    """An operation that cannot be completed; the message names ranks and call."""
+
+
+class Mismatch(MpiError):
+    """Ranks disagree on an operation: its kind, its order, a size, a dtype, a root."""
+
+
+class RankLeft(MpiError):
+    """A rank ended, by ``sys.exit`` or at the end of its program, and others need it."""
+
+
+class TimeIsUp(MpiError):
+    """No rank failed and none left, but the operation is not done."""
 
 
 class Operation(Protocol):

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from distlab.mpi.errors import Mismatch, MpiError, RankLeft, TimeIsUp
-from distlab.mpi.runtime import Operation, Runtime
+from distlab.mpi.runtime import Mismatch, MpiError, Operation, RankLeft, Runtime, TimeIsUp
 
 Steps = Generator[list[MPI.Request], list[MPI.Status], None]
 SAME_SIZE = "but a send and its recv need the same number of elements and the same dtype"

@@ -8,14 +8,9 @@ from pathlib import Path
 
 from distlab.chosen import NotThereError
 from distlab.data import DataError
+from distlab.production import errors
 from distlab.production.config import Config, load_config, split_arguments
-from distlab.production.errors import (
-    EXIT_CANNOT_SAVE,
-    EXIT_STOPPED,
-    EXIT_WRONG,
-    CannotSaveError,
-    ConfigError,
-)
+from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons, find_lessons
 from distlab.production.saving import leave_code
 
@@ -39,18 +34,18 @@ def run_program(
         config, impl = _read(given)
     except ConfigError as error:
         for run_dir in _named_run_dirs(given):  # the launcher must not retry after a wrong key
-            leave_code(run_dir, EXIT_WRONG)
-        return _refused(error, EXIT_WRONG)
+            leave_code(run_dir, errors.EXIT_WRONG)
+        return _refused(error, errors.EXIT_WRONG)
     code = 1
     try:
         train(config, find_lessons(impl, config))
         code = 0
     except (ConfigError, DataError, NotThereError) as error:
-        code = _refused(error, EXIT_WRONG)
-    except CannotSaveError as error:
-        code = _refused(error, EXIT_CANNOT_SAVE)
+        code = _refused(error, errors.EXIT_WRONG)
+    except errors.CannotSaveError as error:
+        code = _refused(error, errors.EXIT_CANNOT_SAVE)
     except KeyboardInterrupt:
-        code = _refused(InterruptedError(INTERRUPTED), EXIT_STOPPED)
+        code = _refused(InterruptedError(INTERRUPTED), errors.EXIT_STOPPED)
     except SystemExit as stopped:
         code = stopped.code if isinstance(stopped.code, int) else 1
     finally:

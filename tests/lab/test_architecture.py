@@ -50,6 +50,7 @@ MAY_IMPORT = {
             "course",
             "demo",
             "doctor",
+            "grade",
             "launch",
             "learner",
             "planning",

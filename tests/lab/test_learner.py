@@ -34,7 +34,7 @@ from distlab.grade.results import GradeResult, TaskResult
 from distlab.learner import folder as folders
 from distlab.learner import grading, hints, source, state, status, templates, watch
 from distlab.learner.folder import CourseFolder
-from distlab.learner.screen import Screen, wrapped
+from distlab.learner.watch import Screen, wrapped
 
 Printed = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

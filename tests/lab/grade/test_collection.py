@@ -13,7 +13,7 @@ import torch
 from commands import COURSE, PHASE, ROOT
 from fresh_pytest import FreshPytest
 
-from distlab.grade import invocation, reports
+from distlab.grade import reports, suites
 from distlab.grade.results import GradeResult
 from distlab.learner import grading
 
@@ -166,14 +166,14 @@ def test_options_from_the_environment_pick_no_tests_and_no_submission(
 ) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", options)
     with pytest.raises(pytest.UsageError, match="options for the display only"):
-        invocation.check_environment()
+        suites.check_environment()
 
 
 def test_options_of_the_display_may_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "-v --color=no -rA -x --tb=short --durations=3")
-    invocation.check_environment()
+    suites.check_environment()
 
 
 def test_a_suite_is_not_graded_as_the_environment_says(pytest_run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Checks of pytest's invocation before a suite is graded.
+"""A suite as pytest sees it: the mark that assigns a test to a task, and checks of the invocation.
 
 PYTEST_DONT_REWRITE: a suite that is run as a script has imported this before pytest could.
 """
@@ -6,6 +6,7 @@ PYTEST_DONT_REWRITE: a suite that is run as a script has imported this before py
 import os
 import re
 import shlex
+from typing import Any
 
 import pytest
 
@@ -45,3 +46,24 @@ def check_environment() -> None:
             f"PYTEST_ADDOPTS={options}: with a grading suite it may hold options for the display "
             "only; give others on the command line"
         )
+
+
+def task(task_id: str, *, real: bool = False) -> Any:
+    """Mark a test as one of a task.
+
+    Args:
+        task_id: Id in course.toml, such as "1.5".
+        real: True to run the test in the simulated world, then on real processes.
+    """
+    return pytest.mark.task(task_id, real=real)
+
+
+def task_of(item: pytest.Item) -> str | None:
+    """Return the id of the task that a test belongs to."""
+    mark = item.get_closest_marker("task")
+    return str(mark.args[0]) if mark else None
+
+
+def is_real_too(mark: pytest.Mark) -> bool:
+    """Return True if a marked test also runs on real processes."""
+    return bool(mark.kwargs.get("real"))
