@@ -25,9 +25,6 @@ FILE = "course.toml"
 HINTS = (1, 2, 3)  # a question; the idea; names and number of lines
 DIFFICULTIES = range(1, 6)
 LABEL_WIDTH = 32  # minimum width of a column of labels
-# Outcomes that the commands treat specially, and all outcomes except "passed".
-PASSED, TODO, HANG, GRADER_ERROR = "passed", "todo", "hang", "grader error"
-OUTCOMES = ("failed", TODO, HANG, "crash", "oom", "import error", "not run", GRADER_ERROR)
 
 
 Entry = TypeVar("Entry")

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from distlab.cli import completion
-from distlab.course import HANG, Task
-from distlab.grade import submission
+from distlab.course import Task
+from distlab.grade import report_paths, submission
+from distlab.grade.outcomes import Outcome
 from distlab.launch import fork_server
 from distlab.learner import (
     child_processes,
@@ -163,7 +164,7 @@ def grade(
     ] = "auto",
     report: Annotated[
         list[str] | None,
-        typer.Option(metavar="FORMAT=PATH", help=f"{', '.join(grading.REPORTS)}; repeatable."),
+        typer.Option(metavar="FORMAT=PATH", help=f"{', '.join(report_paths.HEADS)}; repeatable."),
     ] = None,
     world_timeout: WorldTimeout = None,
     lend: Lend = False,
@@ -302,7 +303,7 @@ def trace(
     typer.echo(traced.text)
     if traced.picture is None:
         raise typer.Exit(1)
-    if state.load(here).outcome(listed) == HANG:
+    if state.load(here).outcome(listed) == Outcome.HANG:
         typer.echo("It does not hang here, on any rank: the tests hang in another case.")
     typer.echo(f"\n{traced.picture.relative_to(here.root)}: who did what when")
 

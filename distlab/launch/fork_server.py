@@ -38,6 +38,7 @@ class ForkServer:
         self._buffer = b""
         self._preloaded: set[str] = set()
         self._next_look, self._last_running = 0.0, time.monotonic()
+        self._has_answered = False  # until then it loads torch, and has nothing to clean up
         self._exits: list[tuple[int, int]] = []
         self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 what the server prints
@@ -64,7 +65,7 @@ class ForkServer:
             self._socket.sendall(fork_server_main.PING)
             self._await(fork_server_main.READY)
             self._folder.mkdir(mode=0o700, exist_ok=True)  # a server that loads removes nothing
-            self._last_running = time.monotonic()
+            self._last_running, self._has_answered = time.monotonic(), True
         except (OSError, SetupError) as error:
             raise SetupError(f"the fork server did not start: {error}") from error
 
@@ -170,6 +171,7 @@ class ForkServer:
         if self._owner_pid == os.getpid():
             if self.is_stopped():
                 self.kill_leftovers()
+            if self.is_stopped() or not self._has_answered:
                 self.process.kill()
             try:
                 self.process.wait(timeout=KILL_TIMEOUT_S)

@@ -15,7 +15,6 @@ folder of its worlds and ends.
 """
 
 import contextlib
-import fcntl
 import importlib
 import itertools
 import os
@@ -26,8 +25,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 
 import psutil
 
@@ -43,7 +41,6 @@ METHOD = "spawn" if sys.platform == "darwin" else "fork"
 COMMAND = "from distlab.launch.fork_server_main import main; main()"
 RANK_COMMAND = "from distlab.launch.worker import main_of_fresh_process; main_of_fresh_process()"
 
-SignalAction = signal.Handlers | Callable[[int, FrameType | None], None]
 Start = Callable[[socket.socket, int, int, int], int]
 _uses = itertools.count(1)
 
@@ -56,8 +53,9 @@ def main() -> None:
     for number in (DUMP_SIGNAL, DUMP_FROM_C_SIGNAL):
         signal.signal(number, signal.SIG_IGN)  # a rank inherits this until it can answer
     if method == "fork":
-        with _ended_without(parent, signal.SIG_DFL):
-            _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
+        processes.die_with_parent()  # an import does not watch the socket
+        _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
+        processes.outlive_parent()  # from now on, there is something to clean up
     processes.adopt_orphans()
     exits = _wake_on_exit()
     try:
@@ -67,33 +65,6 @@ def main() -> None:
     finally:
         _kill_descendants()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _ended_without(parent: socket.socket, action: SignalAction) -> Iterator[None]:
-    """Let the kernel signal that the parent has gone, because an import does not watch its socket.
-
-    Args:
-        parent: Socket whose other end is closed when the parent goes.
-        action: Reaction to any news of the parent; the default ends this process, also inside C.
-    """
-    flags = fcntl.fcntl(parent, fcntl.F_GETFL)
-    signal.signal(signal.SIGIO, action)
-    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent, fcntl.F_SETFL, flags | os.O_ASYNC)
-    _leave_without(parent)  # it had gone before the kernel was asked
-    try:
-        yield
-    finally:
-        fcntl.fcntl(parent, fcntl.F_SETFL, flags)
-        signal.signal(signal.SIGIO, signal.SIG_IGN)
-
-
-def _leave_without(parent: socket.socket) -> None:
-    """Exit if the parent has gone; leave what it has sent in the socket."""
-    with contextlib.suppress(BlockingIOError):
-        if not parent.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-            sys.exit(0)
 
 
 def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
@@ -113,9 +84,7 @@ def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
             os.close(descriptor)
         parent.sendall(RECORD.pack(STARTED, pid, 0))
     elif request == PRELOAD:
-        names = _read_line(parent).split()
-        with _ended_without(parent, lambda *_: _leave_without(parent)):
-            _preload(names)
+        _preload(_read_line(parent).split())
     elif request == PING:
         parent.sendall(RECORD.pack(READY, 0, 0))
         if next(_uses) == MANY_USES:  # and none runs now: shared pages stay as they are
@@ -148,7 +117,6 @@ def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGIO, signal.SIG_DFL)
         os.setsid()
         parent.close()
         os.close(exits)

@@ -175,8 +175,7 @@ class WorldFolder:
         """Read a rank's report, whatever its function has done to the file.
 
         Raises:
-            OSError: There is no such file, or it is not a regular one.
-            FileTooLargeError: The file has more than ``max_bytes``.
+            OSError: There is no such file, it is not a regular one, or it is too large.
             NotPlainError: The content is not a report.
         """
         path = self._report(rank)

@@ -31,7 +31,6 @@ PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sy
 REMEMBERING = "distlab.learner.pytest_progress"  # plugin that remembers direct runs of pytest
 NO_PYTEST = "grading needs pytest, which is not installed here: pip install pytest"
 NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
-REPORTS = tuple(report_paths.HEADS)
 
 RunPytest = Callable[[list[str]], "tuple[int, str]"]  # arguments -> exit code and output
 

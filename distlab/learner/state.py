@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.course import HINTS, OUTCOMES, PASSED, Task
+from distlab.course import HINTS, Task
+from distlab.grade.outcomes import Outcome
 from distlab.grade.results import TaskResult
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder
@@ -48,11 +49,11 @@ class Progress:
 
     def has_passed(self, task: Task) -> bool:
         """Return True if the task passed when it was last graded."""
-        return self.outcome(task) == PASSED
+        return self.outcome(task) == Outcome.PASSED
 
     def has_passed_as(self, task_id: str, digest: str) -> bool:
         """Return True if a task passed when last graded, with the functions of this digest."""
-        return bool(digest) and self.records.get(task_id) == Record(PASSED, digest)
+        return bool(digest) and self.records.get(task_id) == Record(Outcome.PASSED.value, digest)
 
     def is_edited(self, folder: CourseFolder, task: Task) -> bool:
         """Return True if the learner's file has changed since it was last graded."""
@@ -100,7 +101,7 @@ def load(folder: CourseFolder) -> Progress:
         tables = json.loads(files.read_regular(progress.path, MAX_BYTES))
     tasks = {task.id for task in folder.course.tasks}
     for id, record in _entries(tables, "tasks", tasks):
-        if isinstance(record, dict) and record.get("outcome") in (PASSED, *OUTCOMES):
+        if isinstance(record, dict) and record.get("outcome") in list(Outcome):
             progress.records[id] = Record(record["outcome"], str(record.get("digest", "")))
     for id, level in _entries(tables, "hints", tasks):
         if type(level) is int and level in HINTS:
@@ -154,6 +155,6 @@ def remember_results(
     records = {
         result.task.id: Record(result.outcome.value, digests.get(result.task.id, ""))
         for result in judged
-        if result.is_complete or result.outcome.value != PASSED
+        if result.is_complete or result.outcome is not Outcome.PASSED
     }
     return remember(folder, records, {result.task.id for result in judged if result.is_waiting})

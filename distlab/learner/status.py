@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from distlab.course import GRADER_ERROR, PASSED, TODO, Phase, Task, anchor, label_width
+from distlab.course import Phase, Task, anchor, label_width
 from distlab.grade import table
 from distlab.grade.lending import LEND, lendable
 from distlab.grade.outcomes import Outcome
@@ -18,6 +18,7 @@ from distlab.util.text import joined, verb
 BAR_WIDTH = 24
 ALL_PASSED = "All tasks have passed.  Run: distlab grade"
 BUILT = "What you have built"  # a section of each phase's guidelines.md
+NOT_FAILED = ("", Outcome.PASSED, Outcome.TODO)  # the first one of a task that was never graded
 LAST_LINES = 20  # lines shown of the output of a grader that failed
 # Contents of the picture for each kind of verdict; an endless loop has no picture.
 PICTURES = {
@@ -70,7 +71,7 @@ def built(phase: Phase, progress: Progress) -> Iterator[str]:
 def task_line(folder: CourseFolder, task: Task, progress: Progress, width: int) -> str:
     """Write the outcome of a task; ``width`` aligns the outcomes of several tasks."""
     outcome = progress.outcome(task)
-    sign = {PASSED: "✔", "": "·", TODO: "·"}.get(outcome, "✘")
+    sign = {"passed": "✔", "": "·", "todo": "·"}.get(outcome, "✘")
     words = f"{outcome}, edited since" if progress.is_edited(folder, task) else outcome
     return f"  {sign} {task.id:<5} {task.label:<{width}} {words}".rstrip()
 
@@ -103,7 +104,7 @@ def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | N
     tasks = folder.course.tasks
     if after is None or tasks.index(task) >= tasks.index(after):
         return ""
-    has_failed = progress.outcome(task) not in ("", PASSED, TODO)
+    has_failed = progress.outcome(task) not in NOT_FAILED
     if has_failed and progress.is_edited(folder, task):
         return ", edited since it failed"
     return ", which has not passed yet"
@@ -171,7 +172,7 @@ def fix_first(
     for other in folder.course.builds_on(task):
         if other in result.lent:
             continue
-        if progress.outcome(other) not in ("", PASSED, TODO, GRADER_ERROR):
+        if progress.outcome(other) not in (*NOT_FAILED, Outcome.GRADER_ERROR):
             state = (
                 f"which failed and {verb(other.names, 'were', 'was')} edited since. Grade "
                 f"{other.id} again"

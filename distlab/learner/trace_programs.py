@@ -7,7 +7,8 @@ because some commands only look a task up.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distlab.course import TODO, Task
+from distlab.course import Task
+from distlab.grade.outcomes import Outcome
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.learner.state import Progress
@@ -51,7 +52,7 @@ def choose(folder: CourseFolder, progress: Progress) -> tuple[Task, str]:
         LearnerError: No task of this course has a program.
     """
     drawn = [task for task in folder.course.tasks if task.id in PROGRAMS]
-    graded = [task for task in progress.graded(folder) if progress.outcome(task) != TODO]
+    graded = [task for task in progress.graded(folder) if progress.outcome(task) != Outcome.TODO]
     left = [task for task in drawn if not progress.has_passed(task)]
     written = [task for task in left if not source.is_to_write(folder, task)]
     groups = ((graded, "the last one graded"), (written, "which is written"), (left, "the next"))

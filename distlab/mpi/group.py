@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distlab.mpi.exchanges import EXCHANGES
 from distlab.mpi.memory import raw
-from distlab.mpi.runtime import Mismatch, Operation, Runtime
+from distlab.mpi.runtime import Mismatch, Runtime
 from distlab.mpi.work import SAME_SIZE, MpiWork, Steps
 from distlab.process_group.base import BaseGroup
 from distlab.process_group.call import Call, describe
@@ -47,7 +47,7 @@ class MpiGroup(BaseGroup):
         members = runtime.comm.Get_group().Incl(ranks)
         self._comm = runtime.comm.Create_group(members)  # for messages, and what ranks have called
         self._data = self._comm.Dup()  # for collectives
-        self._queue: deque[Operation] = deque()
+        self._queue: deque[MpiWork] = deque()
         runtime.queues.append(self._queue)
 
     def _assemble(self) -> None:

@@ -20,9 +20,12 @@ import time
 from collections import Counter, deque
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
+
+if TYPE_CHECKING:
+    from distlab.mpi.work import MpiWork
 
 # With a core for each rank, the answer usually comes within these attempts; otherwise a nap lets
 # others run.
@@ -53,26 +56,6 @@ class TimeIsUp(MpiError):
     """No rank failed and none left, but the operation is not done."""
 
 
-class Operation(Protocol):
-    """An operation that a rank can wait for."""
-
-    def is_completed(self) -> bool:
-        """Let it progress; return True if it is done or has failed."""
-        ...
-
-    def is_success(self) -> bool:
-        """Let it progress; return True if it is done and has not failed."""
-        ...
-
-    def take_turn(self) -> bool:
-        """Start to exchange data if all ranks have made the call; return True if they have."""
-        ...
-
-    def give_up(self, gone: set[int], waited_s: float) -> None:
-        """Raise if waiting is pointless, because ranks are gone or time is up."""
-        ...
-
-
 class Runtime:
     """This process among those that mpirun started. Making one is a collective call.
 
@@ -93,10 +76,10 @@ class Runtime:
         self._left: set[int] = set()
         self._returns: Counter[int] = Counter()  # functions that have returned, by rank
         self._num_runs = 0  # functions from which all ranks have returned
-        self._unfinished: set[Operation] = set()
-        self.queues: list[deque[Operation]] = []  # operations that await their turn, by group
+        self._unfinished: set[MpiWork] = set()
+        self.queues: list[deque[MpiWork]] = []  # operations that await their turn, by group
 
-    def keep(self, operation: Operation) -> None:
+    def keep(self, operation: "MpiWork") -> None:
         """Hold an operation, whose memory MPI uses, until it is done, even if nothing else does.
 
         MPI continues an operation that has failed for us, so its memory is held forever.
@@ -114,7 +97,7 @@ class Runtime:
             while queue and queue[0].take_turn():
                 queue.popleft()
 
-    def wait(self, operation: Operation) -> None:
+    def wait(self, operation: "MpiWork") -> None:
         """Block until it is done.
 
         Raises:
@@ -130,7 +113,7 @@ class Runtime:
         if operation.is_success():
             self._unfinished.discard(operation)
 
-    def _wait_long(self, operation: Operation) -> None:
+    def _wait_long(self, operation: "MpiWork") -> None:
         start_s = noticed_s = time.monotonic()
         while not operation.is_completed():
             waited_s = time.monotonic() - start_s

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from distlab.mpi.runtime import Mismatch, MpiError, Operation, RankLeft, Runtime, TimeIsUp
+from distlab.mpi.runtime import Mismatch, MpiError, RankLeft, Runtime, TimeIsUp
 
 Steps = Generator[list[MPI.Request], list[MPI.Status], None]
 SAME_SIZE = "but a send and its recv need the same number of elements and the same dtype"
@@ -39,7 +39,7 @@ class MpiWork(dist.Work):
         tensors: Sequence[Tensor] = (),
         *,
         any_peer: bool = False,
-        queue: deque[Operation] | None = None,
+        queue: "deque[MpiWork] | None" = None,
     ) -> None:
         super().__init__()
         self._runtime, self._steps, self._text = runtime, steps, text

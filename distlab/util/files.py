@@ -9,10 +9,6 @@ from pathlib import Path
 MAX_SOURCE_BYTES = 2**20  # limit for one Python file; the largest solution has 16 KiB
 
 
-class FileTooLargeError(OSError):
-    """A file is larger than the limit for its kind."""
-
-
 def read_regular(path: Path, max_bytes: int, *, follows_links: bool = True) -> bytes:
     """Return the content of a regular file of at most ``max_bytes``.
 
@@ -28,7 +24,7 @@ def read_regular(path: Path, max_bytes: int, *, follows_links: bool = True) -> b
         data = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
     num_bytes = max(len(data), status.st_size)  # the file may be growing
     if num_bytes > max_bytes:
-        raise FileTooLargeError(f"{path.name} has {num_bytes:,} bytes, limit {max_bytes:,}")
+        raise OSError(f"{path.name} has {num_bytes:,} bytes, limit {max_bytes:,}")
     return data
 
 

@@ -63,6 +63,12 @@ def die_with_parent() -> None:
         _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def outlive_parent() -> None:
+    """Undo ``die_with_parent``."""
+    if sys.platform == "linux":
+        _libc().prctl(PR_SET_PDEATHSIG, 0)
+
+
 def adopt_orphans() -> None:
     """Become the parent of processes that descendants leave behind; Linux only."""
     if sys.platform == "linux":
