@@ -51,7 +51,7 @@ def trace(folder: CourseFolder, task: Task, handed_in: Submission, ranks: int) -
     program = trace_programs.PROGRAMS[task.id]
     try:
         simulated: Simulated[None] = launch.simulate(
-            *(on_rank, ranks, handed_in, task, BODIES[task.id], ()),
+            *(on_rank, ranks, handed_in, task, _run, (task.id,)),
             cluster=CLUSTER,
             options=Options(
                 given=(str(Path(distlab.__file__).parent),), p2p_order=program.p2p_order
@@ -88,60 +88,41 @@ def _report(folder: CourseFolder, error: LaunchError) -> str:
 NUMBERS = 65_994  # float32 numbers in the gradient of the CNN of `make demo`
 
 
-def exchange_round_a_ring(lesson: Any) -> None:
-    """Every rank sends to its right neighbour and receives from its left one."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    lesson.exchange(_mine(), (rank + 1) % size, _mine(), (rank - 1) % size)
-
-
-def broadcast_from_rank_0(lesson: Any) -> None:
-    """Broadcast the data of rank 0."""
-    lesson.broadcast(_mine(), 0)
-
-
-def all_reduce_naive(lesson: Any) -> None:
-    """One all-reduce of a gradient."""
-    lesson.all_reduce_naive(_mine())
-
-
-def all_reduce_recursive_doubling(lesson: Any) -> None:
-    """One all-reduce of a gradient."""
-    lesson.all_reduce_recursive_doubling(_mine())
-
-
-def scatter_a_batch(lesson: Any) -> None:
-    """Scatter a global batch of small images from rank 0."""
-    batch = (torch.zeros(BATCH, 1, 8, 8), torch.zeros(BATCH, dtype=torch.int64))
-    lesson.scatter_batch(batch if dist.get_rank() == 0 else None)
-
-
-def broadcast_two_layers(lesson: Any) -> None:
-    """Broadcast the parameters of two layers from rank 0."""
-    lesson.broadcast_parameters(_two_layers())
-
-
-def average_two_layers(lesson: Any) -> None:
-    """Average the gradients of two layers, a message each."""
-    module = _two_layers()
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    lesson.average_gradients(module)
-
-
 def _mine() -> Tensor:
     return torch.full((NUMBERS,), float(dist.get_rank()))
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    return torch.zeros(BATCH, 1, 8, 8), torch.zeros(BATCH, dtype=torch.int64)
 
 
 def _two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 10))
 
 
-BODIES: Mapping[str, Callable[[Any], None]] = {
-    "1.3": scatter_a_batch,
-    "1.4": exchange_round_a_ring,
-    "1.5": broadcast_from_rank_0,
-    "1.6": all_reduce_naive,
-    "1.7": all_reduce_recursive_doubling,
-    "1.9": broadcast_two_layers,
-    "1.10": average_two_layers,
+def _average_two_layers(lesson: Any) -> None:
+    module = _two_layers()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    lesson.average_gradients(module)
+
+
+def _exchange_round_a_ring(lesson: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lesson.exchange(_mine(), (rank + 1) % size, _mine(), (rank - 1) % size)
+
+
+def _run(lesson: Any, task_id: str) -> None:
+    """Run a program on a rank, and drop what the learner's function returns."""
+    BODIES[task_id](lesson)
+
+
+BODIES: Mapping[str, Callable[[Any], object]] = {
+    "1.3": lambda lesson: lesson.scatter_batch(_batch() if dist.get_rank() == 0 else None),
+    "1.4": _exchange_round_a_ring,
+    "1.5": lambda lesson: lesson.broadcast(_mine(), 0),
+    "1.6": lambda lesson: lesson.all_reduce_naive(_mine()),
+    "1.7": lambda lesson: lesson.all_reduce_recursive_doubling(_mine()),
+    "1.9": lambda lesson: lesson.broadcast_parameters(_two_layers()),
+    "1.10": _average_two_layers,
 }
