@@ -46,7 +46,7 @@ def load(name: str, *, root: str | Path | None = None, **options: Any) -> Splits
         synthetic      as you like      image_shape, num_classes, train_size, test_size, seed
         mnist          (1, 28, 28)      none
         cifar10        (3, 32, 32)      none
-        imagefolder    (3, S, S)        image_size (S, 224 by default), augment
+        imagefolder    (3, S, S)        image_size (S, 224 by default)
 
     Args:
         root: Folder of the files, by default $DISTLAB_DATA, else ./data; the first two need none.

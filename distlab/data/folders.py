@@ -13,25 +13,20 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 _CROP = 0.875  # share of the shorter side that the centre crop keeps
 
 
-def load_image_folder(root: Path, *, image_size: int = 224, augment: bool = False) -> Splits:
+def load_image_folder(root: Path, *, image_size: int = 224) -> Splits:
     """Return the images under ``root``, decoded on access.
 
         root/train/<class>/*.jpg
         root/val/<class>/*.jpg       or test/
 
-    Args:
-        image_size: Side of the images, which are resized, and cropped at their centre.
-        augment: True to train on random crops, half of them mirrored.
+    Args: image_size: Side of the images, which are resized, and cropped at their centre.
     Raises: DataError: A folder is missing, has no classes or an empty one, or the two folders
         have different classes.
     """
-    train_folder, test_folder = check_folders(root)
-    classes = _classes(train_folder)
-    plain = _transform(image_size, augment=False)
-    train = open_folder(train_folder, _transform(image_size, augment=True) if augment else plain)
-    test = open_folder(test_folder, plain)
+    halves, transform = check_folders(root), _transform(image_size)
+    train, test = (open_folder(half, transform) for half in halves)
     image_shape = (3, image_size, image_size)
-    return Splits("imagefolder", train, test, len(classes), image_shape, MEAN, STD)
+    return Splits("imagefolder", train, test, len(train.classes), image_shape, MEAN, STD)
 
 
 OPTION = "--data-root (or DISTLAB_DATA)"
@@ -44,14 +39,11 @@ def check_folders(root: Path, option: str = OPTION) -> tuple[Path, Path]:
 
     Raises: DataError: As for ``load_image_folder``.
     """
-    train_folder, test_folder = root / "train", _test_folder(root)
+    candidates = [root / "val", root / "test"]
+    train_folder = root / "train"
+    test_folder = next((folder for folder in candidates if folder.is_dir()), candidates[0])
     _check_same(_classes(train_folder, option), _classes(test_folder, option), test_folder)
     return train_folder, test_folder
-
-
-def _test_folder(root: Path) -> Path:
-    candidates = [root / "val", root / "test"]
-    return next((folder for folder in candidates if folder.is_dir()), candidates[0])
 
 
 def _classes(folder: Path, option: str = OPTION) -> list[str]:
@@ -95,12 +87,9 @@ def open_folder(folder: Path, transform: Any = None) -> Any:
         raise DataError(f"{folder}: {error}") from None
 
 
-def _transform(image_size: int, *, augment: bool) -> Any:
+def _transform(image_size: int) -> Any:
     v2 = transforms()
-    if augment:
-        shape = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
-    else:
-        shape = [v2.Resize(round(image_size / _CROP)), v2.CenterCrop(image_size)]
+    shape = [v2.Resize(round(image_size / _CROP)), v2.CenterCrop(image_size)]
     numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     return v2.Compose([*shape, *numbers, v2.ToPureTensor()])
 

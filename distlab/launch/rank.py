@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -83,22 +83,26 @@ class RankProcess:
 
     def own_bytes(self) -> int:
         """Return the memory that it has allocated, without mapped files, which ranks share."""
-        with contextlib.suppress(psutil.Error):
-            memory = psutil.Process(self.pid).memory_info()
-            return int(memory.rss) - int(getattr(memory, "shared", 0))
-        return 0
+        memory = self._ask(psutil.Process.memory_info)
+        return int(memory.rss - getattr(memory, "shared", 0)) if memory else 0
 
     def cpu_s(self) -> float:
         """Return the processor time of all its threads."""
-        with contextlib.suppress(psutil.Error):
-            times = psutil.Process(self.pid).cpu_times()
-            return float(times.user + times.system)
-        return 0.0
+        times = self._ask(psutil.Process.cpu_times)
+        return float(times.user + times.system) if times else 0.0
 
     def is_suspended(self) -> bool:
+        return bool(self._ask(psutil.Process.status) == psutil.STATUS_STOPPED)
+
+    def has_children(self) -> bool:
+        """Return True if the rank has processes of its own, for which it may wait."""
+        return bool(self._ask(psutil.Process.children))
+
+    def _ask(self, question: Callable[[psutil.Process], Any]) -> Any:
+        """Ask the system about the process; return None if it has ended."""
         with contextlib.suppress(psutil.Error):
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
-        return False
+            return question(psutil.Process(self.pid))
+        return None
 
     def is_idle(self) -> bool:
         """Return True if the rank computes nothing, and waits for neither a processor nor a disk.
@@ -114,12 +118,6 @@ class RankProcess:
     def wants_processor(self) -> bool:
         """Return True if a thread computes, or waits for a processor or a disk, at this moment."""
         return not _states_of_threads(self.pid).isdisjoint(READY_STATES)
-
-    def has_children(self) -> bool:
-        """Return True if the rank has processes of its own, for which it may wait."""
-        with contextlib.suppress(psutil.Error):
-            return bool(psutil.Process(self.pid).children())
-        return False
 
     def kill(self) -> None:
         """Kill the rank and all processes of its session."""

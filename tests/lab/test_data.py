@@ -26,9 +26,9 @@ from distlab.data import (
     DataError,
     ImageTensors,
     Splits,
+    download,
     load,
     rank_zero_first,
-    standard,
     tokens,
 )
 from distlab.data.download import data_root
@@ -290,7 +290,7 @@ def test_offline_the_error_says_what_to_put_where(
 def test_a_server_that_never_answers_ends_in_the_same_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(standard, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(download, "_SILENCE_S", 0.2)
     with listener() as address:
         offline(address)
         with pytest.raises(DataError, match="timed out"):
@@ -326,17 +326,6 @@ def test_an_image_folder_is_resized_and_normalised(half: str, tmp_path: Path) ->
     assert (type(image), image.dtype, image.shape, label) == (Tensor, torch.float32, (3, 8, 8), 1)
     pixels = image[:, 4, 4] * torch.tensor(splits.std) + torch.tensor(splits.mean)
     torch.testing.assert_close(pixels * 255, torch.tensor([255.0, 100.0, 0.0]), rtol=0, atol=1e-2)
-
-
-def test_augmentation_crops_at_random_in_training_only(tmp_path: Path) -> None:
-    noise = np.random.RandomState(0).randint(0, 256, (16, 20, 3), dtype=np.uint8)
-    for half in ("train", "val"):
-        write_images(tmp_path, half, "a")
-        Image.fromarray(noise).save(tmp_path / half / "a" / "1.png")
-    splits = load("imagefolder", root=tmp_path, image_size=8, augment=True)
-    assert splits.train[0][0].shape == (3, 8, 8)
-    assert not torch.equal(splits.train[0][0], splits.train[0][0])
-    assert torch.equal(splits.test[0][0], splits.test[0][0])
 
 
 def test_a_missing_folder_is_named_with_the_layout(tmp_path: Path) -> None:
@@ -432,5 +421,5 @@ def test_downloads_wait_for_rank_zero(tmp_path: Path, monkeypatch: pytest.Monkey
         write_mnist(tmp_path / "MNIST" / "raw")
         yield
 
-    monkeypatch.setattr(standard, "rank_zero_first", write_then_go)
+    monkeypatch.setattr(download, "rank_zero_first", write_then_go)
     assert len(load("mnist", root=tmp_path).train) == 5
