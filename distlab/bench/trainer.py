@@ -251,8 +251,8 @@ def measure_on_rank(
             contestants[rival[0]] = rival[1](setting)
         check({name: _mean(train(steps)) for name, train in contestants.items()})  # also warms up
         rounds = {name: partial(_finish, train, steps) for name, train in contestants.items()}
-        tell = partial(_tell, terminal, repeats)
-        seconds = harness.in_turns(rounds, repeats, harness.together, tell)
+        report = partial(_report, terminal, repeats)
+        seconds = harness.in_turns(rounds, repeats, harness.together, report)
         slowest = harness.of_all_ranks(seconds.to(lessons.given_4.group_device())).cpu()
         mfu_of_1 = _mfu_of_an_image(setting)
     rates = (steps * setting.config.batch_size / slowest).tolist()
@@ -268,7 +268,7 @@ def _finish(train: Train, steps: int) -> None:
         torch.cuda.synchronize()
 
 
-def _tell(terminal: TextIO, repeats: int, number: int, seconds: float) -> None:
+def _report(terminal: TextIO, repeats: int, number: int, seconds: float) -> None:
     if dist.get_rank() == 0:
         print(f"round {number} of {repeats}: {seconds:.0f} s", file=terminal, flush=True)
 

@@ -150,7 +150,7 @@ def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
 
 
 def fixed_batch(setting: Setting, group: Group) -> Batch:
-    """Return a random batch on the device, for which a GPU need not wait."""
+    """Return a random batch that is on the device already, so that a GPU need not wait."""
     config, _, device = setting
     random = torch.Generator(device).manual_seed(dist.get_rank(group))
     shape = (config.batch_size // dist.get_world_size(group), 3, *2 * [config.image_size])

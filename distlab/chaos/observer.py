@@ -11,7 +11,7 @@ import psutil
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-COLOURS = {  # by state of a rank
+COLOURS = {  # state of a rank -> colour
     "starting": "#e3c567",
     "training": "#3b6fb6",
     "evaluating": "#6fb07f",

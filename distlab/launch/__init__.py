@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distlab.launch.limits import Limits
     from distlab.launch.world import Context, context
 
-_HOMES = ("errors", "limits", "world", "api")  # what loads least comes first
+_HOMES = ("errors", "limits", "world", "api")  # the fastest to import first
 
 __all__ = [
     "Context",

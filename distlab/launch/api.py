@@ -41,7 +41,7 @@ def run(
 
         run(dist.get_rank, 3)  ->  [0, 1, 2]
 
-    Inside, the process group is initialised and ``context()`` tells the device. The first call
+    Inside, the process group is initialised and ``context()`` names the device. The first call
     starts a fork server, later ones only fork. Under torchrun, mpirun or srun, this process joins
     their world instead and every rank gets all results; the launcher then watches the processes,
     and the timeout bounds each collective. Ranks end without running what ``atexit`` holds.
@@ -99,7 +99,7 @@ def run(
 
 
 def _options(given: Sequence[str]) -> "Options | None":
-    from distlab.sim import Options  # with all of the simulator: only where needed
+    from distlab.sim import Options  # all of the simulator, only where needed
 
     return Options(given=tuple(given)) if given else None
 

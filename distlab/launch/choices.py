@@ -101,7 +101,7 @@ def devices(backend: str, device: str, num_ranks: int) -> tuple[str, tuple[str, 
     """Choose backend and devices for the ranks of this machine.
 
     Raises:
-        SetupError: there are too few GPUs.
+        SetupError: There are too few GPUs.
     """
     num_gpus = torch.cuda.device_count()
     if backend == "auto":
@@ -123,7 +123,7 @@ def own_device(backend: str, device: str, found: Launched) -> tuple[str, torch.d
     """Choose backend and device for this process, which torchrun or srun has started.
 
     Raises:
-        SetupError: there are too few GPUs.
+        SetupError: There are too few GPUs.
     """
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # if first loaded later, it keeps the process group alive
+import torch.distributed.nn.functional  # loaded later, it keeps the process group alive
 
 from distlab.launch import choices, launchers, world
 from distlab.launch.errors import SetupError
@@ -38,7 +38,7 @@ def run_joined(
     as they are: the launcher watches and ends the ranks. ``timeout_s`` bounds each collective.
 
     Raises:
-        SetupError: the launcher started another number of ranks than ``world_size``, there are
+        SetupError: The launcher started another number of ranks than ``world_size``, there are
             too few GPUs, or the ranks do not find each other.
     """
     _check_size(found, world_size)
@@ -112,7 +112,7 @@ def run_under_mpirun(
         _report_once()
     _check_size(found, world_size)
     try:
-        import mpi4py.MPI  # noqa: F401  (starts MPI, or tells why it cannot)
+        import mpi4py.MPI  # noqa: F401  (starts MPI, or says why it cannot)
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library
         raise SetupError(f"backend mpi does not work here ({error}): {MPI_FIX}") from error
     from distlab.mpi import world as mpi

@@ -38,7 +38,7 @@ class ForkServer:
         self._buffer = b""
         self._preloaded: set[str] = set()
         self._next_look, self._last_running = 0.0, time.monotonic()
-        self._has_answered = False  # until then it loads torch, and has nothing to clean up
+        self._has_answered = False  # False while it loads torch, and has nothing to clean up
         self._exits: list[tuple[int, int]] = []
         self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 what the server prints
@@ -178,7 +178,7 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-            shutil.rmtree(self._folder, ignore_errors=True)  # if the server was killed
+            shutil.rmtree(self._folder, ignore_errors=True)  # the server may have been killed
         self._log.close()
 
     def _await(self, kind: bytes) -> int:

@@ -55,7 +55,7 @@ def main() -> None:
     if method == "fork":
         processes.die_with_parent()  # an import does not watch the socket
         _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
-        processes.outlive_parent()  # from now on, there is something to clean up
+        processes.outlive_parent()  # there will be something to clean up
     processes.adopt_orphans()
     exits = _wake_on_exit()
     try:

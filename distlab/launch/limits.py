@@ -2,7 +2,7 @@
 
 with metered() as used:
     launch.run(fn, 4)
-used.cpu_s     # of the rank that has computed most
+used.cpu_s     # processor time of the rank that has computed most
 """
 
 import contextlib
@@ -67,13 +67,13 @@ class Exceeded:
     seconds: float
 
     def __str__(self) -> str:
-        behind = {
+        suffixes = {
             "start": " to start",
             "time": "",
             "computing": " of computing",
             "idle": " in which no rank computed",
         }
-        return f"{self.seconds:g} s{behind[self.limit]}"
+        return f"{self.seconds:g} s{suffixes[self.limit]}"
 
 
 @dataclass
@@ -111,7 +111,7 @@ def note_use(cpu_s: float, wall_s: float) -> None:
 
 
 MAX_PER_CORE = 4
-START_TIMEOUT_S = 120.0  # for all ranks to join the process group
+START_TIMEOUT_S = 120.0  # time for all ranks to join the process group
 # For each rank beyond MAX_PER_CORE of a core: ten times what 200 ranks took on two busy cores.
 START_MORE_S = 2.0
 

@@ -29,9 +29,9 @@ from distlab.launch.errors import RankFailed
 from distlab.launch.protocol import Outcome, Report
 from distlab.util.tracebacks import headline, keep_frames
 
-READY_LOOKS = 5  # in a row: then it waits for a processor or a disk, and did not just poll
-READY_STATES = "RD"  # of threads, as the system calls them
-POLLING_S = 0.03  # of processor time; eight ranks that wait on gloo use 0.01 s in 2 s, each
+READY_LOOKS = 5  # looks in a row after which a rank is waiting, and not just polling
+READY_STATES = "RD"  # letters of threads that wait for a processor or a disk, or compute
+POLLING_S = 0.03  # processor time; each of eight ranks that wait on gloo uses 0.01 s in 2 s
 
 
 @dataclass
@@ -46,15 +46,15 @@ class RankProcess:
     report: Report | None = None
     exit_status: int | None = None  # as from os.waitpid
     exited_at_ns: int = 0
-    place: stacks.Place | None = None  # where it was when it had to be stopped, or crashed
+    place: stacks.Place | None = None  # place at which it was stopped, or crashed
     exceeded_memory: bool = False
-    was_stopped: bool = False  # by the parent, because the world had to end
+    was_stopped: bool = False  # True if the parent stopped it, because the world had to end
     tail: bytearray = field(default_factory=bytearray)
     pending_line: bytes = b""
     is_silent: bool = False  # nothing more can come from its output
-    baseline_bytes: int = 0  # what it had allocated before the function was called
-    baseline_cpu_s: float = 0.0  # what it had computed before the function was called
-    idle_cpu_s: float = 0.0  # what it had computed when the world was last seen to compute
+    baseline_bytes: int = 0  # memory allocated before the function was called
+    baseline_cpu_s: float = 0.0  # processor time before the function was called
+    idle_cpu_s: float = 0.0  # processor time when the world was last seen to compute
     looks_ready: int = 0  # how often in a row it was seen to wait for a processor or a disk
 
     @property
@@ -130,7 +130,7 @@ def _states_of_threads(pid: int) -> set[str]:
     states = set()
     with contextlib.suppress(OSError):
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-            with contextlib.suppress(OSError):  # of a thread that has just ended
+            with contextlib.suppress(OSError):  # the thread has just ended
                 states.add(stat.read_text().rpartition(")")[2].split()[0])
     return states
 

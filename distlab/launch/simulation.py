@@ -1,7 +1,7 @@
 """The world ``sim``, supervised: the simulated cluster runs in a process of its own.
 
 An endless loop, a crash or ``os._exit`` in a simulated rank is one clear error in time, as in the
-other worlds, and a simulation leaves nothing behind in the calling process. Its process reports
+other worlds, and a simulation leaves nothing in the calling process. Its process reports
 plain data:
 
     {"results": [bytes of each], "seconds": …, "flops": […], "trace": {…} or None}
@@ -171,7 +171,7 @@ def _lost_simulation(
         return RankHung(f"{message}{others}", kind=kind, rank=number)
     if process.report:
         return RankFailed(f"{process.report.headline}\n\n{process.report.traceback}".rstrip())
-    process.place = None  # of the main thread, which only waits for the ranks
+    process.place = None  # the main thread's, which only waits for the ranks
     error, headline = verdict.cause(process)
     where = f" {place}" if place.frame else ""
     return error(f"{who} was running when its process {headline}{where}", rank=number)

@@ -23,10 +23,10 @@ from distlab.launch.limits import Exceeded, Limits, note_use, num_cores, start_t
 from distlab.launch.protocol import Outcome, Report, Spec, WorldFolder
 from distlab.launch.rank import RankProcess
 
-GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
-ASK_S, ASK_BUSY_S = 0.1, 0.5  # for interpreters to write all stacks; for those that compute
-DUMP_S = 1.0  # for the others to write them from C
-EXIT_S = 3.0  # for released ranks to leave before they are killed
+GRACE_S = 0.5  # time after the first failure in which other ranks may report theirs
+ASK_S, ASK_BUSY_S = 0.1, 0.5  # time for interpreters to write all stacks, idle and computing
+DUMP_S = 1.0  # time for the others to write them from C
+EXIT_S = 3.0  # time for released ranks to leave before they are killed
 TICK_S = 0.1  # interval between checks of time and memory
 # A world that uses this share of its memory may compute this many times longer: filling memory
 # takes long on a busy machine, and endless growth should be reported as that.
@@ -58,7 +58,7 @@ class Supervisor:
         # From the last start of the clock on.
         self.limit_s: float | None = start_timeout_s(spec.world_size, num_cores())
         self._clock_started = time.monotonic()
-        self._has_gone = False  # all ranks were told to call the function
+        self._has_gone = False  # True once all ranks may call the function
         self._next_look = 0.0
         self._idle_since = 0.0
         self._used_bytes = 0
@@ -84,7 +84,7 @@ class Supervisor:
                 self._start(number)
                 self._show_start()
             self._selector.register(self.fork_server, selectors.EVENT_READ, self._note_exits)
-            self._note_exits()  # of ranks that ended while others were being started
+            self._note_exits()  # some ranks may have ended while others were being started
             self._watch()
         finally:
             self._display.close()

@@ -1,7 +1,7 @@
 """From what is known of every rank to one error: who is to blame, why, and what the others did.
 
 Blame goes to the first *primary* failure. A rank that only lost its connection is secondary: it
-tells that another one went away, whatever the clocks say.
+only says that another one went away, whatever the clocks say.
 """
 
 import os

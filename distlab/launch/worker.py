@@ -1,7 +1,7 @@
 """One rank: join the world, call the function, report, wait to be released.
 
 Runs in a fresh process, forked from the fork server or started by it. Its standard output and
-error are the parent's pipe; everything it has to say besides goes through ``protocol``.
+error are the parent's pipe; everything else it has to say goes through ``protocol``.
 """
 
 import contextlib

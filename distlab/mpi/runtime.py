@@ -69,7 +69,7 @@ class Runtime:
         self._news = MPI.COMM_WORLD.Dup()
         on_this_machine = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = on_this_machine.rank, on_this_machine.size
-        on_this_machine.Barrier()  # until all have opened the files that the first removes
+        on_this_machine.Barrier()  # all have opened the files that the first removes
         if self.local_rank == 0:
             _unlink_shared_memory()
         on_this_machine.Free()
@@ -162,7 +162,7 @@ class Runtime:
         return [self._news.Isend(_NOTHING, first, _ROLL_CALL)]
 
     def answer_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
-        """Start to tell the others that all are here."""
+        """Start to let the others know that all are here."""
         first, *others = ranks
         if self.comm.rank == first:
             return [self._news.Isend(_NOTHING, rank, _ROLL_CALL) for rank in others]
@@ -180,7 +180,7 @@ class Runtime:
 def _unlink_shared_memory() -> None:
     """Remove the files of MPICH's shared memory; it lasts as long as the processes that map it.
 
-    MPICH removes them when it ends well, so one that is killed would leave megabytes behind.
+    MPICH removes them when it ends well, so one that is killed would leave megabytes there.
     """
     with contextlib.suppress(OSError):  # only Linux has these files
         maps = Path("/proc/self/maps").read_text()

@@ -59,7 +59,7 @@ def _make_group(options: Any, _: object) -> MpiGroup:
 
 
 def _shared_store(comm: MPI.Intracomm) -> Store:
-    """Make a store on a port that the system chooses, and tell the others by MPI."""
+    """Make a store on a port that the system chooses, and send its address to the others by MPI."""
     is_one_machine = len(set(comm.allgather(MPI.Get_processor_name()))) == 1
     address: tuple[str, int] | None = None
     if comm.rank == 0:

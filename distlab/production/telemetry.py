@@ -33,7 +33,7 @@ def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
     """Count the FLOPs of a model, and find the peak of the device that it is on."""
     device, side = next(model.parameters()).device, config.image_size
     image = torch.zeros(1, 3, side, side, device=device)
-    model.eval()  # with gradients, because torch's attention is not counted without them
+    model.eval()  # gradients stay on: torch's attention is not counted without them
     forward = lessons("monitoring").count_flops(lambda: model(image))
     model.train()
     return Costs(device, 3.0 * forward, peak_flops_per_s(device, DTYPES[config.precision]))
