@@ -304,8 +304,7 @@ class Grader:
 def _exit_code(result: GradeResult) -> pytest.ExitCode:
     if any(task.outcome is Outcome.GRADER_ERROR for task in result.tasks):
         return pytest.ExitCode.INTERNAL_ERROR
-    has_full_marks = result.has_full_marks
-    return pytest.ExitCode.OK if has_full_marks else pytest.ExitCode.TESTS_FAILED
+    return pytest.ExitCode.OK if result.has_full_marks else pytest.ExitCode.TESTS_FAILED
 
 
 def _is_last_word(report: pytest.TestReport) -> bool:

@@ -165,7 +165,9 @@ class Grade:
             LaunchError: The submission failed, crashed, did not end, or is still to be written.
         """
         self.runs, self.world_size = self.runs + 1, world_size
-        is_real = not self.is_simulated and self._has_processes_for(world_size)
+        is_real = not self.is_simulated
+        if self.world == "nccl" and world_size > torch.cuda.device_count():
+            is_real = False  # fewer GPUs than ranks
         world = partial(self._on_processes if is_real else self._simulate, body, world_size, args)
         if not is_real:
             world = partial(world, cluster, options or Options())
@@ -206,10 +208,6 @@ class Grade:
                 world(self._reference, limits_of(REFERENCE_TIMEOUT_S))
         larger = scaled_by if self._reference is None else raised_to
         return larger(self._limits, used)
-
-    def _has_processes_for(self, world_size: int) -> bool:
-        """Return False for NCCL with fewer GPUs than ranks: such worlds stay simulated."""
-        return self.world != "nccl" or world_size <= torch.cuda.device_count()
 
     def _simulate(
         self,

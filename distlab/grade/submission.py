@@ -112,12 +112,9 @@ class Submission:
 
     def _last_frame(self, error: BaseException) -> traceback.FrameSummary | None:
         """Return the last line of the submission's phases that led to an error."""
+        below = f"{self.root}{os.sep}phase"
         frames = reversed(traceback.extract_tb(error.__traceback__))
-        return next((frame for frame in frames if self._holds(Path(frame.filename))), None)
-
-    def _holds(self, file: Path) -> bool:
-        below = file.relative_to(self.root).parts if file.is_relative_to(self.root) else ()
-        return bool(below) and below[0].startswith("phase")
+        return next((frame for frame in frames if frame.filename.startswith(below)), None)
 
 
 def _problem(error: SyntaxError) -> str:

@@ -34,9 +34,9 @@ def message(result: TaskResult) -> str:
     task, verdict = result.task, result.verdict
     if verdict.outcome is Outcome.PASSED:
         return "" if result.is_complete else f"Task {task.id}: {INCOMPLETE}."
-    if verdict.outcome is Outcome.TODO:
-        return _todo(result)
     text = verdict.message.rstrip()
+    if verdict.outcome is Outcome.TODO:
+        return text if result.is_todo else f"Task {task.id} needs another task first. {text}"
     is_drawn = text.rpartition("\n")[2].startswith(" ")  # the last line
     report = f"{text}\n" if is_drawn else f"{sentence(text)} "
     return f"Task {task.id}: {report}{next_step(result)}".rstrip()
@@ -46,12 +46,6 @@ def lent(result: TaskResult) -> str:
     """Write ``graded with the course's 1.4 and 1.6``, "" if nothing was lent."""
     ids = [task.id for task in result.lent]
     return f"graded with the course's {joined(ids)}" if ids else ""
-
-
-def _todo(result: TaskResult) -> str:
-    """Say which task is to be written: this one, or an earlier one that it needs."""
-    text = result.verdict.message
-    return text if result.is_todo else f"Task {result.task.id} needs another task first. {text}"
 
 
 def next_step(result: TaskResult) -> str:

@@ -208,21 +208,12 @@ def _world(
     """Run a world to its end; yield its ranks, its folder and the time limit that it exceeded."""
     with fork_server.borrowed() as home, home.world_folder() as folder:
         folder.write_spec(spec)
-        supervisor = Supervisor(home, folder, spec, limits, _made(output_dir))
+        logs = None if output_dir is None else Path(output_dir)
+        if logs:
+            logs.mkdir(parents=True, exist_ok=True)
+        supervisor = Supervisor(home, folder, spec, limits, logs)
         ranks = supervisor.run()
-        home.preload(_slow_imports(ranks))
+        # The slow, harmless modules that ranks have imported are ready for the next world.
+        imported = {name for rank in ranks if rank.report for name in rank.report.modules}
+        home.preload(imported.intersection(SLOW_IMPORTS))
         yield ranks, folder, supervisor.exceeded
-
-
-def _made(output_dir: Path | str | None) -> Path | None:
-    if output_dir is None:
-        return None
-    path = Path(output_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _slow_imports(ranks: list[RankProcess]) -> list[str]:
-    """Return slow, harmless modules that ranks have imported, for the server to preload."""
-    loaded = {name for rank in ranks if rank.report for name in rank.report.modules}
-    return sorted(loaded.intersection(SLOW_IMPORTS))

@@ -91,9 +91,10 @@ def this_task() -> dict[str, str] | None:
     if any(name not in os.environ for name in _NEEDED):
         return None
     nodes = os.environ["SLURM_STEP_NODELIST"]
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", "0"))
     meeting = {
         "MASTER_ADDR": LOOPBACK if is_on_one_node() else first_host(nodes),
-        "MASTER_PORT": str(_meeting_port()),
+        "MASTER_PORT": str(FIRST_PORT + (job * STEPS_APART + step) % NUM_PORTS),
     }
     return {
         "RANK": os.environ["SLURM_PROCID"],
@@ -117,11 +118,6 @@ def has_own_gpus() -> bool:
 def _num_tasks() -> str:
     """Return the number of tasks of the step; in salloc's shell, SLURM_NTASKS is the job's."""
     return os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"])
-
-
-def _meeting_port() -> int:
-    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ.get("SLURM_STEP_ID", "0"))
-    return FIRST_PORT + (job * STEPS_APART + step) % NUM_PORTS
 
 
 def _tasks_of_this_node() -> str:

@@ -45,7 +45,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not _is_positive(value):
+            is_positive = isinstance(value, Real) and float(value) > 0
+            if value is not None and not is_positive:
                 raise SetupError(f"{name} must be positive or None, got {value!r}")
 
     @property
@@ -53,10 +54,6 @@ class Limits:
         """``timeout_s``, or None if no clock counts that far."""
         is_finite = self.timeout_s is not None and self.timeout_s < FOREVER_S
         return self.timeout_s if is_finite else None
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, Real) and float(value) > 0
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def hints(folder: CourseFolder, task: Task) -> list[Hint]:
         LearnerError: guidelines.md does not have them.
     """
     guide = folder.guide(task)
-    texts = _HINT.findall(_section(_read(guide), task.heading))
+    _, _, rest = _read(guide).partition(f"\n## {task.heading}\n")
+    texts = _HINT.findall(rest.partition("\n## ")[0])
     if len(texts) != len(HINTS):
         raise LearnerError(f"{guide} has no section '## {task.heading}' with {len(HINTS)} hints")
     return [
@@ -44,22 +45,13 @@ def _read(guide: Path) -> str:
         return ""
 
 
-def _section(guide: str, heading: str) -> str:
-    _, _, rest = guide.partition(f"\n## {heading}\n")
-    return rest.partition("\n## ")[0]
-
-
-def next_level(task: Task, progress: Progress) -> int:
-    """Return the level after the last one shown, at first the question."""
-    return min(progress.hints.get(task.id, 0) + 1, HINTS[-1])
-
-
 def take(folder: CourseFolder, task: Task, progress: Progress, level: int | None = None) -> Hint:
     """Return the next hint, or the one of ``level``, and record that it was shown."""
     if level is not None and level not in HINTS:
         raise LearnerError(f"--level {level}: a task has hints {HINTS[0]} to {HINTS[-1]}")
     has_all = level is None and progress.hints.get(task.id) == HINTS[-1]
-    hint = hints(folder, task)[(level or next_level(task, progress)) - HINTS[0]]
+    following = min(progress.hints.get(task.id, 0) + 1, HINTS[-1])  # at first the question
+    hint = hints(folder, task)[(level or following) - HINTS[0]]
     progress.hints[task.id] = max(hint.level, progress.hints.get(task.id, 0))
     progress.save()
     return Hint(hint.level, hint.title, hint.text, is_repeated=has_all)

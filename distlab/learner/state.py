@@ -51,10 +51,6 @@ class Progress:
         """Return True if the task passed when it was last graded."""
         return self.outcome(task) == Outcome.PASSED
 
-    def has_passed_as(self, task_id: str, digest: str) -> bool:
-        """Return True if a task passed when last graded, with the functions of this digest."""
-        return bool(digest) and self.records.get(task_id) == Record(Outcome.PASSED.value, digest)
-
     def is_edited(self, folder: CourseFolder, task: Task) -> bool:
         """Return True if the learner's file has changed since it was last graded."""
         record = self.records.get(task.id)
@@ -135,7 +131,8 @@ def remember(
     """
     progress = load(folder)
     for task_id, record in records.items():
-        if task_id in waiting and progress.has_passed_as(task_id, record.digest):
+        has_passed = progress.records.get(task_id) == Record(Outcome.PASSED.value, record.digest)
+        if task_id in waiting and record.digest and has_passed:
             continue
         if len(records) == 1 or progress.records.get(task_id) != record:
             progress.records.pop(task_id, None)
