@@ -108,8 +108,8 @@ class Observer:
             lines = log.readlines()
             self.offset = log.tell()
         for line in lines:
-            if found := STEP.match(line):
-                self.step, self.num_steps = (int(text.replace(",", "")) for text in found.groups())
+            if match := STEP.match(line):
+                self.step, self.num_steps = (int(text.replace(",", "")) for text in match.groups())
                 self.is_evaluating = self.step % (self.num_steps // self.num_epochs) == 0
             elif EPOCH.match(line):
                 self.is_evaluating = False

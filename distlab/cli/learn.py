@@ -135,7 +135,7 @@ def _check(
     if graded.code != grading.FULL_MARKS:
         say(status.fix_first(here, task, graded, progress))
         say(status.explanation(here, task, graded))
-    say(status.go_on(here, task, graded, progress) if is_alone else [""])
+    say(status.next_steps(here, task, graded, progress) if is_alone else [""])
     warn(progress)
     return graded.code
 

@@ -76,16 +76,18 @@ def run(
     """
     choices.check(fn, world_size, backend, device)
     limits = choices.limits_of(timeout_s, limits)
-    found = launched(backend)
-    is_mpi = backend == "mpi" or (found is not None and found.launcher == "mpirun")
+    started_by = launched(backend)
+    is_mpi = backend == "mpi" or (started_by is not None and started_by.launcher == "mpirun")
     choices.check_for_backend("mpi" if is_mpi else backend, device, cluster, output_dir)
     if backend == "sim":
         simulation = SimulationSpec(world_size, cluster, _options(given), wants_trace=False)
         return cast("list[T]", _simulated(fn, args, simulation, limits, plain_results))
     if is_mpi:
-        return run_under_mpirun(fn, world_size, args, found, limits.finite_timeout_s)
-    if found:
-        return run_joined(fn, world_size, args, found, backend, device, limits.finite_timeout_s)
+        return run_under_mpirun(fn, world_size, args, started_by, limits.finite_timeout_s)
+    if started_by:
+        return run_joined(
+            fn, world_size, args, started_by, backend, device, limits.finite_timeout_s
+        )
 
     chosen, devices = choices.devices(backend, device, world_size)
     with _refusals():

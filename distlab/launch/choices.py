@@ -39,10 +39,10 @@ def check(fn: object, world_size: int, backend: str, device: str) -> None:
     for name, value, valid in (("backend", backend, BACKENDS), ("device", device, DEVICES)):
         if value not in valid:
             raise SetupError(f"{name} must be one of {', '.join(valid)}; got {value!r}")
-    found = launched(backend)
-    if found and found.world_size > 1:
-        _check_launcher(found.launcher, world_size, backend)
-    if dist.is_initialized() and not found:
+    started_by = launched(backend)
+    if started_by and started_by.world_size > 1:
+        _check_launcher(started_by.launcher, world_size, backend)
+    if dist.is_initialized() and not started_by:
         raise SetupError("run was called inside a world: a rank cannot start another world")
 
 
@@ -119,7 +119,7 @@ def devices(backend: str, device: str, num_ranks: int) -> tuple[str, tuple[str, 
     return backend, ("cpu",) * num_ranks
 
 
-def own_device(backend: str, device: str, found: Launched) -> tuple[str, torch.device]:
+def own_device(backend: str, device: str, started_by: Launched) -> tuple[str, torch.device]:
     """Choose backend and device for this process, which torchrun or srun has started.
 
     Raises:
@@ -127,7 +127,7 @@ def own_device(backend: str, device: str, found: Launched) -> tuple[str, torch.d
     """
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if found.launcher == "srun" and has_own_gpus():
+    if started_by.launcher == "srun" and has_own_gpus():
         num_local, local_rank = 1, 0
     chosen, of_ranks = devices(backend, device, num_local)
     return chosen, torch.device(of_ranks[local_rank])

@@ -27,7 +27,7 @@ def run_joined(
     fn: Callable[..., T],
     world_size: int,
     args: tuple[object, ...],
-    found: Launched,
+    started_by: Launched,
     backend: str,
     device: str,
     timeout_s: float | None,
@@ -41,12 +41,12 @@ def run_joined(
         SetupError: The launcher started another number of ranks than ``world_size``, there are
             too few GPUs, or the ranks do not find each other.
     """
-    _check_size(found, world_size)
-    if found.launcher == "srun" and (task := launchers.this_task()):
+    _check_size(started_by, world_size)
+    if started_by.launcher == "srun" and (task := launchers.this_task()):
         os.environ.update(task)
         if launchers.is_on_one_node():
             world.use_loopback()
-    chosen, own = choices.own_device(backend, device, found)
+    chosen, own = choices.own_device(backend, device, started_by)
     if not dist.is_initialized():
         _join(chosen, own, timeout_s)
         atexit.register(_leave)
@@ -57,11 +57,11 @@ def run_joined(
     return results  # type: ignore[return-value]
 
 
-def _check_size(found: Launched, world_size: int) -> None:
-    if found.world_size != world_size:
-        started = counted(found.world_size, "rank")
+def _check_size(started_by: Launched, world_size: int) -> None:
+    if started_by.world_size != world_size:
+        started = counted(started_by.world_size, "rank")
         raise SetupError(
-            f"{found.launcher} started {started} and the script asks for {world_size}: "
+            f"{started_by.launcher} started {started} and the script asks for {world_size}: "
             "make the two numbers equal"
         )
 
@@ -91,7 +91,7 @@ def run_under_mpirun(
     fn: Callable[..., T],
     world_size: int,
     args: tuple[object, ...],
-    found: Launched | None,
+    started_by: Launched | None,
     timeout_s: float | None,
 ) -> list[T]:
     """Call ``fn`` as this rank of mpirun's world; return the results of all ranks.
@@ -103,14 +103,14 @@ def run_under_mpirun(
         SetupError: mpirun did not start this process, or started another number of ranks, or there
             is no mpi4py that works.
     """
-    if found is None:
+    if started_by is None:
         raise SetupError(
             "backend mpi needs ranks that mpirun started: put mpirun -np "
             f"{world_size} in front of the same command"
         )
     if not dist.is_initialized():
         _report_once()
-    _check_size(found, world_size)
+    _check_size(started_by, world_size)
     try:
         import mpi4py.MPI  # noqa: F401  (starts MPI, or says why it cannot)
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI library

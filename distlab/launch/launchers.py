@@ -35,19 +35,18 @@ def launched(backend: str = "auto") -> Launched | None:
     mpirun, of_srun = _of_mpirun(), _of_srun()
     if backend == "mpi":
         return mpirun
-    if found := _of_torchrun():
-        is_same = of_srun and (of_srun.rank, of_srun.world_size) == (found.rank, found.world_size)
-        return of_srun if is_same else found
-    if mpirun and mpirun.world_size > 1:
-        is_same = of_srun and (of_srun.rank, of_srun.world_size) == (mpirun.rank, mpirun.world_size)
-        return of_srun if is_same and backend in ("gloo", "nccl") else mpirun
-    return of_srun
+    other = _of_torchrun() or (mpirun if mpirun and mpirun.world_size > 1 else None)
+    if other is None or of_srun is None:
+        return other or of_srun
+    is_same = (of_srun.rank, of_srun.world_size) == (other.rank, other.world_size)
+    is_for_srun = other.launcher == "torchrun" or backend in ("gloo", "nccl")
+    return of_srun if is_same and is_for_srun else other
 
 
 def launcher_of_several() -> str | None:
     """Return the launcher that started this process and others; None if it is alone."""
-    found = launched()
-    return found.launcher if found and found.world_size > 1 else None
+    started_by = launched()
+    return started_by.launcher if started_by and started_by.world_size > 1 else None
 
 
 def speaks_for_its_machine() -> bool:
@@ -71,8 +70,9 @@ def _of_mpirun() -> Launched | None:
 
 def _of_srun() -> Launched | None:
     task = this_task()
-    found = task and Launched("srun", int(task["RANK"]), int(task["WORLD_SIZE"]))
-    return found if found and found.world_size > 1 else None
+    if task is None or int(task["WORLD_SIZE"]) == 1:
+        return None
+    return Launched("srun", int(task["RANK"]), int(task["WORLD_SIZE"]))
 
 
 # Ports below those that Linux gives out by itself, and above those of well-known services.

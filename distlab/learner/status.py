@@ -224,7 +224,9 @@ def failure(grading: Grading) -> Iterator[str]:
         yield from (grading.advice or grading.output.strip().splitlines())[-LAST_LINES:]
 
 
-def go_on(folder: CourseFolder, task: Task, grading: Grading, progress: Progress) -> Iterator[str]:
+def next_steps(
+    folder: CourseFolder, task: Task, grading: Grading, progress: Progress
+) -> Iterator[str]:
     """Yield the next steps after a grading of one task."""
     result = grading.tasks.get(task.id)
     if result and result.outcome is Outcome.PASSED:

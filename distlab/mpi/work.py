@@ -60,15 +60,15 @@ class MpiWork(dist.Work):
         if not self._has_turn:
             self._runtime.take_turns()
         if self._has_turn and not self._is_done:
-            self._go_on()
+            self._advance()
         return self._is_done
 
     def take_turn(self) -> bool:
         """At the head of the queue, continue if the ranks have agreed; return True if they have."""
-        self._go_on()
+        self._advance()
         return self._has_turn
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         try:
             while MPI.Request.Testall(self._requests, self._statuses):
                 self._has_turn, statuses, self._statuses = True, self._statuses, []
@@ -77,9 +77,9 @@ class MpiWork(dist.Work):
             self._is_done = True
         except (MPI.Exception, MpiError) as error:
             self._has_turn = self._is_done = True
-            self._error = self._told(error)
+            self._error = self._located(error)
 
-    def _told(self, error: Exception) -> MpiError:
+    def _located(self, error: Exception) -> MpiError:
         if isinstance(error, MpiError):
             return type(error)(f"{self._where()}: {error}")
         codes = [status.Get_error() for status in self._statuses]

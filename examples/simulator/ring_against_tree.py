@@ -72,9 +72,9 @@ def print_table(rows: Sequence[Row]) -> None:
     print("GPUs" + f"{'ring':>11}{'tree':>11}" * 2 + f"{'simulated':>13}{'formula':>11}")
     for row in rows:
         times = (row.ring_s[0], row.tree_s[0], row.ring_s[1], row.tree_s[1])
-        found, expected = size_text(row.crossing_bytes()), size_text(crossing_bytes(row.gpus))
+        simulated, expected = size_text(row.crossing_bytes()), size_text(crossing_bytes(row.gpus))
         cells = "".join(f"{seconds_text(time):>11}" for time in times)
-        print(f"{row.gpus:>4}{cells}{found:>13}{expected:>11}")
+        print(f"{row.gpus:>4}{cells}{simulated:>13}{expected:>11}")
 
 
 def size_text(num_bytes: float) -> str:
