@@ -36,7 +36,8 @@ from distlab.chaos.bits import counted, differences
 from distlab.chaos.observer import Blow, Observer, draw_gantt
 from distlab.production.config import split_arguments
 from distlab.production.errors import EXIT_CANNOT_SAVE, EXIT_WRONG, ConfigError
-from distlab.production.launching import config_of, environment
+from distlab.production.launching import environment
+from distlab.production.program import config_of
 
 KINDS = ("kill", "pause", "stop", "agent")
 GAP_S = (2.0, 8.0)  # time from the moment when all ranks run to the next blow

@@ -21,7 +21,7 @@ Exit codes: 0 done · 75 stopped and saved, run it again · 78 the configuration
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +33,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from distlab import lessons
 from distlab.chosen import NotThereError
 from distlab.launch.limits import num_cores
-from distlab.production.config import Config, load_config, split_arguments
+from distlab.production.config import Config, split_arguments
 from distlab.production.errors import EXIT_STOPPED, EXIT_WRONG, ConfigError
 from distlab.production.lessons import find_lessons
-from distlab.production.program import DEFAULT, impl_of
+from distlab.production.program import config_of, impl_of
 from distlab.production.saving import say
 from distlab.production.world import stop_signals
 
@@ -146,16 +146,6 @@ def processes_of(config: Config) -> int:
 
 
 # The command line
-
-
-def config_of(given: Mapping[str, str]) -> Config:
-    """Read the configuration that a command line names.
-
-    Raises:
-        ConfigError: The configuration is wrong.
-    """
-    keys = {key: value for key, value in given.items() if key not in ("config", "impl")}
-    return load_config(Path(given.get("config", str(DEFAULT))), keys)
 
 
 def _nodes(given: dict[str, str]) -> Nodes:

@@ -69,8 +69,17 @@ def _refused(error: Exception, code: int) -> int:
 def _read(arguments: Sequence[str]) -> tuple[Config, str]:
     given = split_arguments(arguments)
     impl = impl_of(given)
-    given.pop("impl", None)
-    return load_config(Path(given.pop("config", str(DEFAULT))), given), impl
+    return config_of(given), impl
+
+
+def config_of(given: Mapping[str, str]) -> Config:
+    """Read the configuration that a command line names.
+
+    Raises:
+        ConfigError: The configuration is wrong.
+    """
+    keys = {key: value for key, value in given.items() if key not in ("config", "impl")}
+    return load_config(Path(given.get("config", str(DEFAULT))), keys)
 
 
 def impl_of(given: Mapping[str, str]) -> str:
