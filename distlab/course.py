@@ -212,7 +212,7 @@ def anchor(heading: str) -> str:
 
 
 def _course(table: Table) -> Course:
-    values = _values(Course, "course", table, nested=["phase"])
+    values = _values(Course, "course", table)
     course = Course(**values, phases=tuple(map(_phase, _tables(table, "phase"))))
     open_tasks = [phase.challenge.function for phase in course.phases if phase.challenge]
     functions = [name for task in course.tasks for name in task.functions]
@@ -225,8 +225,7 @@ def _course(table: Table) -> Course:
 
 
 def _phase(table: Table) -> Phase:
-    where = f"phase {table.get('number', '?')}"
-    values = _values(Phase, where, table, nested=["lesson"], optional=["challenge"])
+    values = _values(Phase, f"phase {table.get('number', '?')}", table)
     number, folder = values["number"], values["folder"]
     lessons = tuple(_lesson(number, folder, lesson) for lesson in _tables(table, "lesson"))
     challenge = _challenge(folder, table["challenge"]) if "challenge" in table else None
@@ -239,50 +238,44 @@ def _challenge(folder: str, table: object) -> Challenge:
     if not isinstance(table, dict):
         raise CourseError(f"challenge of {folder} must be a table, [phase.challenge]")
     where = f"challenge {table.get('function', '?')}"
-    return Challenge(**_values(Challenge, where, table, inherited=["folder"]), folder=folder)
+    return Challenge(**_values(Challenge, where, table, "folder"), folder=folder)
 
 
 def _lesson(phase: int, folder: str, table: Table) -> Lesson:
-    where = f"phase {phase}, lesson {table.get('name', '?')}"
-    values = _values(Lesson, where, table, nested=["task"])
+    values = _values(Lesson, f"phase {phase}, lesson {table.get('name', '?')}", table)
     tasks = tuple(_task(folder, values["name"], task) for task in _tables(table, "task"))
     return Lesson(**values, tasks=tasks)
 
 
 def _task(folder: str, lesson: str, table: Table) -> Task:
     where = f"task {table.get('id', '?')}"
-    values = _values(Task, where, table, inherited=["lesson", "folder"])
+    values = _values(Task, where, table, "lesson", "folder")
     if values["difficulty"] not in DIFFICULTIES:
         raise CourseError(f"{where}: difficulty must be 1 to 5, not {values['difficulty']}")
     return Task(**values, lesson=lesson, folder=folder)
 
 
-def _values(
-    kind: type,
-    where: str,
-    table: Table,
-    *,
-    nested: Sequence[str] = (),
-    optional: Sequence[str] = (),
-    inherited: Sequence[str] = (),
-) -> dict[str, Any]:
+def _values(kind: type, where: str, table: Table, *inherited: str) -> dict[str, Any]:
     """Return a table's values for a dataclass's plain fields; fields with defaults are optional.
 
+    Tables inside of it, such as ``[[phase.lesson]]`` for ``lessons``, are only checked to be there.
+
     Args:
-        nested: Further required keys.
-        optional: Further allowed keys.
         inherited: Fields that do not come from the table.
     """
-    plain = [f for f in fields(kind) if f.type in _CHECKS and f.name not in inherited]
-    needed = [*(field.name for field in plain if field.default is MISSING), *nested]
-    known = [*needed, *(field.name for field in plain if field.name not in needed), *optional]
+    by_key = {_key(field): field for field in fields(kind) if field.name not in inherited}
     for key in table:
-        if key not in known:
-            raise CourseError(f"{where}: unknown key {key!r}. {_nearest(key, known)}")
-    for key in needed:
-        if key not in table:
+        if key not in by_key:
+            raise CourseError(f"{where}: unknown key {key!r}. {_nearest(key, by_key)}")
+    for key, field in by_key.items():
+        if field.default is MISSING and key not in table:
             raise CourseError(f"{where}: {key} is missing")
-    return {f.name: _checked(where, f, table[f.name]) for f in plain if f.name in table}
+    plain = [f for f in by_key.values() if f.type in _CHECKS and f.name in table]
+    return {field.name: _checked(where, field, table[field.name]) for field in plain}
+
+
+def _key(field: Field[Any]) -> str:
+    return field.name if field.type in _CHECKS else field.name.removesuffix("s")
 
 
 def _is_text(value: object) -> bool:
