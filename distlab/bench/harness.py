@@ -8,7 +8,6 @@ one of medians of the same run.
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from distlab.launch.limits import num_cores
 from distlab.util import files
 
 if TYPE_CHECKING:
@@ -148,10 +148,9 @@ def save(
 
 def machine() -> dict[str, object]:
     """Describe the machine: processor, system and versions."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": _processor(),
-        "cores": usable,
+        "cores": num_cores(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import cloudpickle
 
@@ -137,8 +137,6 @@ class Report:
     modules: tuple[str, ...] = ()  # slow imports it made, to be made ahead next time
 
 
-_TYPES: dict[str, type] = {"outcome": Outcome, "at_ns": int, "result": bytes, "modules": tuple}
-_TYPES |= dict.fromkeys(("exception", "headline", "traceback"), str)
 MAX_REPORT_BYTES = 2**32  # limit for one's own program, which may return tensors
 MAX_DUMP_BYTES = 16 * 2**20  # 1024 threads, 100 frames each, with room to spare
 WORD_BYTES = 8  # size of the number of a rank or thread
@@ -187,7 +185,7 @@ class WorldFolder:
             raise plain.NotPlainError(f"no report ({error})") from None
         for field in fields(Report):
             value = getattr(report, field.name)
-            if type(value) is not _TYPES[field.name]:
+            if type(value) is not (get_origin(field.type) or field.type):
                 kind = type(value).__name__
                 raise plain.NotPlainError(f"a report whose {field.name} is of type {kind}")
         if any(type(name) is not str for name in report.modules):
