@@ -49,6 +49,11 @@ Body = Callable[..., Any]
 World = Callable[[Submission, Limits], "Run"]  # runs a body with a submission
 
 
+def _counted(name: str) -> Any:
+    """Return a property of ``Run`` that has a count of the trace by rank."""
+    return property(lambda run: getattr(run._trace, name))
+
+
 @dataclass(frozen=True)
 class Run:
     """Results and costs of one world.
@@ -63,30 +68,11 @@ class Run:
     trace: Trace | None = None
     seconds: float = 0.0
 
-    @property
-    def messages(self) -> list[int]:
-        """Number of messages that each rank has sent, also inside built-in collectives."""
-        return self._trace.messages
-
-    @property
-    def bytes_sent(self) -> list[float]:
-        """Bytes that each rank has sent."""
-        return self._trace.bytes_sent
-
-    @property
-    def bytes_received(self) -> list[float]:
-        """Bytes that each rank has received."""
-        return self._trace.bytes_received
-
-    @property
-    def collectives(self) -> list[int]:
-        """Built-in collectives that each rank has called."""
-        return self._trace.collectives
-
-    @property
-    def peak_bytes(self) -> list[int]:
-        """Peak memory of each rank's tensors, with ``Options(has_devices=True)``."""
-        return self._trace.peak_bytes
+    messages = _counted("messages")  # number sent, also inside built-in collectives
+    bytes_sent = _counted("bytes_sent")
+    bytes_received = _counted("bytes_received")
+    collectives = _counted("collectives")  # number of built-in ones that were called
+    peak_bytes = _counted("peak_bytes")  # memory of tensors, with ``Options(has_devices=True)``
 
     @property
     def _trace(self) -> Trace:

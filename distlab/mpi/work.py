@@ -123,12 +123,10 @@ class MpiWork(dist.Work):
         return self.is_completed() and not self._error
 
     def synchronize(self) -> None:
-        """Block until it is done."""
+        """Block until it is done; a CPU has no streams."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Block until it is done: a CPU has no streams."""
-        self.wait()
+    block_current_stream = synchronize
 
     def result(self) -> list[Tensor]:
         """Return the tensors that were written."""
