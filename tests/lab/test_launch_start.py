@@ -279,6 +279,22 @@ def _stop_the_server() -> None:
     time.sleep(3600)
 
 
+def test_a_server_started_ahead_is_that_of_the_next_world() -> None:
+    fork_server.close_idle()
+    fork_server.start_ahead("json")
+    (server,) = fork_server._idle
+    assert launch.run(dist.get_rank, 2) == [0, 1]
+    assert fork_server._idle == [server]
+
+
+def test_a_server_that_still_loads_ends_without_having_loaded() -> None:
+    fork_server.close_idle()
+    fork_server.start_ahead()
+    (server,) = fork_server._idle
+    fork_server.close_idle()
+    assert server.process.returncode == -signal.SIGKILL
+
+
 # What the machine refuses
 
 
