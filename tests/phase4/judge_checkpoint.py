@@ -46,6 +46,7 @@ CHECKPOINTS = StoreContract(
             [(2, 3, 4, 5), (4, 5, 6)],
         ),
         "an earlier step than others": ((3,), Plan(0, there=(1, 5, 6), keep=2), [(3, 5, 6)]),
+        "one stays": ((4,), Plan(0, there=(1, 2), keep=1), [(4,)]),
         "a damaged one is replaced": ((3,), Plan(0, there=(1, 2, 3), damaged=(3,)), [(1, 2, 3)]),
         "a crash has left folders": (
             *((4,), Plan(0, (1, 2, 3), leftovers=(".step-00000004.partial", ".step-1.removed"))),
