@@ -24,7 +24,7 @@ from distlab.grade.submission import Submission
 from distlab.launch.launchers import launched, launcher_of_several
 from distlab.parallel import Parallelism, Part
 from distlab.process_group.base import BaseGroup
-from distlab.process_group.counts import Counts
+from distlab.process_group.call import Counts
 from distlab.util.text import bytes_text, counted, rank_names, seconds_text
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.process_group import moves
-from distlab.process_group.call import Call
+from distlab.process_group.call import Call, Counts
 from distlab.process_group.checks import (
     check_contiguous,
     check_one_per_rank,
@@ -26,7 +26,6 @@ from distlab.process_group.checks import (
     check_reduction,
     op_name,
 )
-from distlab.process_group.counts import Counts
 
 Splits = Sequence[int] | None
 
@@ -101,6 +100,31 @@ class BaseGroup(dist.ProcessGroup):
         self.counts.add(call)
         return self._take_part(call, call.outputs if results is None else results)
 
+    def _meet_alike(
+        self,
+        name: str,
+        like: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        root: int | None = None,
+        op: Any = None,
+        num_parts: int = 1,
+    ) -> dist.Work:
+        """Take part in a collective of tensors that are equally large on all ranks.
+
+        Args:
+            like: Tensors whose sizes and dtypes must agree.
+            root: Number of the root, on which the ranks must agree too, if there is one.
+            op: Reduction on which they must agree, if it is one.
+            num_parts: Size of the whole buffer, in times ``like``.
+        """
+        must_agree: dict[str, object] = {} if op is None else {"op": op_name(op)}
+        must_agree |= {} if root is None else {"root": root}
+        must_agree |= moves.alike(like)
+        num_bytes = moves.nbytes(like) * num_parts
+        return self._meet(Call(name, must_agree, num_bytes, inputs, outputs, root or 0, op))
+
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> dist.Work:
         """Start the group's next collective; a future of the work holds ``results``."""
         raise NotImplementedError
@@ -108,57 +132,26 @@ class BaseGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Copy the root's tensors to all ranks."""
         check_contiguous("broadcast", tensors, or_channels_last=True)
-        root = int(opts.rootRank) if opts else 0
-        return self._meet(
-            Call(
-                "broadcast",
-                {"root": root, **moves.alike(tensors)},
-                moves.nbytes(tensors),
-                tensors if self._me == root else (),
-                tensors,
-                root,
-            )
-        )
+        root = _root_of(opts)
+        inputs = tensors if self._me == root else ()
+        return self._meet_alike("broadcast", tensors, inputs, tensors, root=root)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce over all ranks, in place."""
+        """Reduce over all ranks, in place; several tensors are one call."""
         op = moves.op_of(opts)
         check_reduction(op, tensors)
         can_be_sparse = self.adds_sparse and op == dist.ReduceOp.SUM
         check_contiguous("all_reduce", tensors, or_channels_last=True, or_sparse=can_be_sparse)
-        return self._meet(
-            Call(
-                "all_reduce",
-                {"op": op_name(op), **moves.alike(tensors)},
-                moves.nbytes(tensors),
-                tensors,
-                tensors,
-                op=op,
-                is_coalesced=len(tensors) > 1,
-            )
-        )
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce several tensors as one call."""
-        return self.allreduce(tensors, opts)
+        return self._meet_alike("all_reduce", tensors, tensors, tensors, op=op)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce to the root; the tensors of other ranks keep their values."""
-        op, root = moves.op_of(opts), int(opts.rootRank) if opts else 0
+        op, root = moves.op_of(opts), _root_of(opts)
         tensors = moves.as_reals(op, tensors)
         check_reduction(op, tensors)
         check_contiguous("reduce", tensors, or_channels_last=True)
-        return self._meet(
-            Call(
-                "reduce",
-                {"op": op_name(op), "root": root, **moves.alike(tensors)},
-                moves.nbytes(tensors),
-                tensors,
-                tensors if self._me == root else (),
-                root,
-                op,
-            )
-        )
+        outputs = tensors if self._me == root else ()
+        return self._meet_alike("reduce", tensors, tensors, outputs, root=root, op=op)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -173,15 +166,7 @@ class BaseGroup(dist.ProcessGroup):
 
     def _all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dist.Work:
         check_contiguous("all_gather", inputs)
-        return self._meet(
-            Call(
-                "all_gather",
-                moves.alike(inputs),
-                moves.nbytes(inputs) * self.size(),
-                inputs,
-                outputs,
-            )
-        )
+        return self._meet_alike("all_gather", inputs, inputs, outputs, num_parts=self.size())
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -204,39 +189,23 @@ class BaseGroup(dist.ProcessGroup):
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Give the root the tensors of all ranks."""
-        root = int(opts.rootRank) if opts else 0
+        root, size = _root_of(opts), self.size()
+        parts = outputs[0] if self._me == root else []
         check_contiguous("gather", inputs)
         if self._me == root:
-            check_one_per_rank("gather", outputs[0], self.size(), inputs[0])
-        return self._meet(
-            Call(
-                "gather",
-                {"root": root, **moves.alike(inputs)},
-                moves.nbytes(inputs) * self.size(),
-                inputs,
-                outputs[0] if self._me == root else (),
-                root,
-            )
-        )
+            check_one_per_rank("gather", parts, size, inputs[0])
+        return self._meet_alike("gather", inputs, inputs, parts, root=root, num_parts=size)
 
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
         """Give every rank one of the root's tensors."""
-        root = int(opts.rootRank) if opts else 0
-        check_contiguous("scatter", [*outputs, *(inputs[0] if self._me == root else ())])
+        root, size = _root_of(opts), self.size()
+        parts = inputs[0] if self._me == root else []
+        check_contiguous("scatter", [*outputs, *parts])
         if self._me == root:
-            check_one_per_rank("scatter", inputs[0], self.size(), outputs[0])
-        return self._meet(
-            Call(
-                "scatter",
-                {"root": root, **moves.alike(outputs)},
-                moves.nbytes(outputs) * self.size(),
-                inputs[0] if self._me == root else (),
-                outputs,
-                root,
-            )
-        )
+            check_one_per_rank("scatter", parts, size, outputs[0])
+        return self._meet_alike("scatter", outputs, parts, outputs, root=root, num_parts=size)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -267,19 +236,11 @@ class BaseGroup(dist.ProcessGroup):
         outputs, inputs = moves.as_reals(op, outputs), moves.as_reals(op, inputs)
         check_reduction(op, outputs)
         check_contiguous("reduce_scatter", [*outputs, *inputs])
-        must_agree = moves.alike(outputs)
+        must_agree: dict[str, object] = {"op": op_name(op), **moves.alike(outputs)}
         if len({tensor.numel() for tensor in inputs}) > 1:
             must_agree["size"] = [tensor.numel() for tensor in inputs]
-        return self._meet(
-            Call(
-                "reduce_scatter",
-                {"op": op_name(op), **must_agree},
-                moves.nbytes(inputs),
-                inputs,
-                outputs,
-                op=op,
-            )
-        )
+        num_bytes = moves.nbytes(inputs)
+        return self._meet(Call("reduce_scatter", must_agree, num_bytes, inputs, outputs, op=op))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Send the k-th input to rank k, receive into the k-th output from rank k."""
@@ -294,16 +255,9 @@ class BaseGroup(dist.ProcessGroup):
                 f"all_to_all over {self.size()} ranks needs as many input and output tensors, got "
                 f"{len(inputs)} and {len(outputs)}"
             )
-        return self._meet(
-            Call(
-                "all_to_all",
-                {"dtype": inputs[0].dtype if inputs else None},
-                moves.nbytes(inputs),
-                inputs,
-                outputs,
-            ),
-            results,
-        )
+        num_bytes = moves.nbytes(inputs)
+        call = Call("all_to_all", {"dtype": inputs[0].dtype}, num_bytes, inputs, outputs)
+        return self._meet(call, results)
 
     def all_to_all_single(
         self,
@@ -329,6 +283,7 @@ class BaseGroup(dist.ProcessGroup):
         """Wait for all ranks. (torch itself only allows this for gloo's groups.)"""
         self.barrier().wait()
 
+    allreduce_coalesced = allreduce
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -348,3 +303,7 @@ class BaseGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Do nothing, because a group has no connection of its own."""
+
+
+def _root_of(opts: Any) -> int:
+    return int(opts.rootRank) if opts else 0

@@ -1,5 +1,6 @@
-"""One rank's call of a collective, in whatever form ``torch.distributed`` was called."""
+"""One rank's call of a collective, whatever the form of the call, and counts of calls."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ class Call:
             reduce-scattered at once: the parts of the first for all ranks, then of the second, …
         root: Number of the root inside the group.
         op: Kind of reduction, if it is one.
-        is_coalesced: True if it represents several calls, one for each input.
     """
 
     name: str
@@ -30,7 +30,11 @@ class Call:
     outputs: Sequence[Tensor]
     root: int = 0
     op: Any = None
-    is_coalesced: bool = False
+
+    @property
+    def is_coalesced(self) -> bool:
+        """True if it represents several calls, one for each input."""
+        return self.name == "all_reduce" and len(self.inputs) > 1
 
 
 class Form(NamedTuple):
@@ -43,3 +47,30 @@ class Form(NamedTuple):
 def describe(tensor: Tensor | Form) -> str:
     """Write ``(4, 3) float32``."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+class Counts:
+    """Calls and bytes by the name of the collective.
+
+    Bytes are those of the tensors, as in the cost formulas: the whole buffer of an all_gather. The
+    traffic depends on the algorithm. (``torch.distributed`` sends objects as two collectives, sizes
+    first; both count.)
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+
+    def __sub__(self, earlier: "Counts") -> "Counts":
+        difference = Counts()
+        difference.calls = self.calls - earlier.calls
+        difference.num_bytes = self.num_bytes - earlier.num_bytes
+        return difference
+
+    def __copy__(self) -> "Counts":
+        return self - Counts()
+
+    def add(self, call: Call) -> None:
+        """Count a call."""
+        self.calls[call.name] += 1
+        self.num_bytes[call.name] += call.num_bytes
