@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import inf
+from typing import Any
 
 from distlab.sim.hardware.presets import CLUSTERS, GPUS, PRESETS, Number, assumed
 from distlab.sim.hardware.topology import TOPOLOGIES, Place, Shape, Topology
@@ -85,7 +86,7 @@ class Route:
 
 
 @dataclass(frozen=True, eq=False)
-class Cluster:
+class Cluster(Shape):
     """GPUs and the links between them.
 
         topology           inside a node               between nodes
@@ -120,19 +121,12 @@ class Cluster:
     Raises: ValueError: a value is invalid; the text says what is valid, in one line.
     """
 
-    nodes: int = 1
-    gpus_per_node: int = 8
     _: KW_ONLY
     topology: str = "switch"
     gpu: GPU | None = None
-    nics_per_node: int = 0
-    nvlink_bytes_per_s: float = 300e9
-    nic_bytes_per_s: float = 25e9
     latency_s: float = 5e-6
     net_latency_s: float = 10e-6
     hop_latency_s: float = 1e-6
-    oversubscription: float = 1.0
-    nodes_per_leaf: int = 1
     switch_adds: bool = False
     network_adds: bool = False
     numbering: str = "block"
@@ -150,16 +144,7 @@ class Cluster:
             default = self.gpus_per_node if TOPOLOGIES[self.topology].nic_per_gpu else 1
             object.__setattr__(self, "nics_per_node", default)
         _check(self)
-        shape = Shape(
-            self.nodes,
-            self.gpus_per_node,
-            self.nics_per_node,
-            self.nvlink_bytes_per_s,
-            self.nic_bytes_per_s,
-            self.oversubscription,
-            self.nodes_per_leaf,
-        )
-        object.__setattr__(self, "_map", TOPOLOGIES[self.topology](shape))
+        object.__setattr__(self, "_map", TOPOLOGIES[self.topology](self))
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> "Cluster":
@@ -171,20 +156,12 @@ class Cluster:
         if name not in CLUSTERS:
             raise unknown_name("preset", name, PRESETS)
         preset = CLUSTERS[name]
-        return cls(
-            nodes,
-            int(preset.gpus_per_node.value),
-            topology=preset.topology,
-            gpu=GPU.preset(preset.gpu) if preset.gpu else None,
-            nics_per_node=int(preset.nics_per_node.value),
-            nvlink_bytes_per_s=preset.nvlink_bytes_per_s.value,
-            nic_bytes_per_s=preset.nic_bytes_per_s.value,
-            latency_s=preset.latency_s.value,
-            net_latency_s=preset.net_latency_s.value,
-            hop_latency_s=preset.hop_latency_s.value,
-            switch_adds=preset.switch_adds,
-            name=name,
-        )
+        fields: dict[str, Any] = {
+            key: field.value if isinstance(field, Number) else field
+            for key, field in vars(preset).items()
+        }
+        fields["gpu"] = GPU.preset(preset.gpu) if preset.gpu else None
+        return cls(nodes, name=name, **fields)
 
     @property
     def num_gpus(self) -> int:
@@ -263,7 +240,7 @@ class Cluster:
         lines = _assumed_lines("", values, vars(preset) if preset else {})
         if self.gpu:
             lines += _assumed_lines("gpu.", self.gpu.numbers(), GPUS.get(self.gpu.name, {}))
-        return lines + self._fault_lines()
+        return lines
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -276,9 +253,6 @@ class Cluster:
         base_s = self.latency_s if src.node == dst.node else self.net_latency_s
         links = tuple(self._index[name] for name in path.links)
         return Route(links, base_s + path.relays * self.hop_latency_s)
-
-    def _fault_lines(self) -> list[str]:
-        return [f"{pattern} is {factor:g} times slower" for pattern, factor in self.faults]
 
 
 MAX_RANKS = 1024

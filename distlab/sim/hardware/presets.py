@@ -11,7 +11,7 @@ Simulated times use achievable FLOP/s, and utilisation (MFU) the peak, so both a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -226,6 +226,24 @@ def _ethernet(gigabit: float, net_latency_s: float) -> Preset:
     )
 
 
+_DGX_H100 = Preset(
+    "rail-optimised",
+    gpu="H100-80GB",
+    gpus_per_node=_BOARD(8),
+    nics_per_node=_BOARD(8),
+    nvlink_bytes_per_s=measured(376e9, f"p2p, sheet 450e9; {_ALL_REDUCE_BENCH}"),
+    nic_bytes_per_s=spec(400 * Gbps, "DGX H100 data sheet: 8 x ConnectX-7 NDR"),
+    latency_s=assumed(41e-6 / 14, "as dgx-h200: the same NVLink"),
+    net_latency_s=assumed(10e-6, _NCCL_TABLE),
+    hop_latency_s=_relayed(3e-6),
+    switch_adds=True,
+)
+_RENTED_H100 = replace(
+    _DGX_H100,
+    nvlink_bytes_per_s=assumed(376e9, "as dgx-h100: the same board"),
+    latency_s=assumed(41e-6 / 14, "as dgx-h100: the same board"),
+)
+
 CLUSTERS: dict[str, Preset] = {
     "laptop": Preset(
         "ethernet",
@@ -238,66 +256,41 @@ CLUSTERS: dict[str, Preset] = {
         net_latency_s=assumed(100e-6, "a TCP message through a home switch"),
         hop_latency_s=_NO_RELAY,
     ),
-    "dgx-a100": Preset(
-        "rail-optimised",
+    "dgx-a100": replace(
+        _DGX_H100,
         gpu="A100-80GB",
-        gpus_per_node=_BOARD(8),
-        nics_per_node=_BOARD(8),
         nvlink_bytes_per_s=measured(274e9, f"p2p, sheet 300e9; {_ALL_REDUCE_BENCH}"),
         nic_bytes_per_s=spec(200 * Gbps, "DGX A100 data sheet: 8 x ConnectX-6 HDR"),
         latency_s=assumed(79e-6 / 14, f"shortest all_reduce 79 µs; {_IF_RING}"),
-        net_latency_s=assumed(10e-6, _NCCL_TABLE),
         hop_latency_s=_relayed(5e-6),
+        switch_adds=False,
     ),
-    "dgx-h100": Preset(
-        "rail-optimised",
-        gpu="H100-80GB",
-        gpus_per_node=_BOARD(8),
-        nics_per_node=_BOARD(8),
-        nvlink_bytes_per_s=measured(376e9, f"p2p, sheet 450e9; {_ALL_REDUCE_BENCH}"),
-        nic_bytes_per_s=spec(400 * Gbps, "DGX H100 data sheet: 8 x ConnectX-7 NDR"),
-        latency_s=assumed(41e-6 / 14, "as dgx-h200: the same NVLink"),
-        net_latency_s=assumed(10e-6, _NCCL_TABLE),
-        hop_latency_s=_relayed(3e-6),
-        switch_adds=True,
-    ),
-    "dgx-h200": Preset(
-        "rail-optimised",
+    "dgx-h100": _DGX_H100,
+    "dgx-h200": replace(
+        _DGX_H100,
         gpu="H200-141GB",
-        gpus_per_node=_BOARD(8),
-        nics_per_node=_BOARD(8),
         nvlink_bytes_per_s=measured(396e9, f"p2p, sheet 450e9; {_ALL_REDUCE_BENCH}"),
         nic_bytes_per_s=spec(400 * Gbps, "DGX H200 data sheet: 8 x ConnectX-7 NDR"),
         latency_s=assumed(41e-6 / 14, f"shortest all_reduce 41 µs; {_IF_RING}"),
-        net_latency_s=assumed(10e-6, _NCCL_TABLE),
-        hop_latency_s=_relayed(3e-6),
-        switch_adds=True,
     ),
-    "hgx-b200": Preset(
-        "rail-optimised",
+    "hgx-b200": replace(
+        _DGX_H100,
         gpu="B200-180GB",
-        gpus_per_node=_BOARD(8),
-        nics_per_node=_BOARD(8),
         nvlink_bytes_per_s=assumed(
             746e9, "as gb200-nvl72: ring busbw of both is 680e9; sheet 900e9"
         ),
         nic_bytes_per_s=spec(400 * Gbps, "DGX B200 data sheet: 8 x ConnectX-7 NDR"),
         latency_s=assumed(4e-6, "between dgx-h200 and dgx-a100"),
-        net_latency_s=assumed(10e-6, _NCCL_TABLE),
         hop_latency_s=_relayed(4e-6),
-        switch_adds=True,
     ),
-    "gb200-nvl72": Preset(  # one rack is a node, with 72 GPUs on one NVLink switch
-        "rail-optimised",
+    "gb200-nvl72": replace(  # one rack is a node, with 72 GPUs on one NVLink switch
+        _DGX_H100,
         gpu="GB200-186GB",
         gpus_per_node=spec(72, "18 trays x 4 GPUs on one NVLink switch"),
         nics_per_node=spec(72, "DGX GB200 user guide: 4 x ConnectX-7 per tray of 4 GPUs"),
         nvlink_bytes_per_s=measured(746e9, f"p2p, sheet 900e9; {_ALL_REDUCE_BENCH}"),
         nic_bytes_per_s=spec(400 * Gbps, "DGX GB200: ConnectX-7 (AWS P6e has 800)"),
         latency_s=assumed(3e-6, "near dgx-h200"),
-        net_latency_s=assumed(10e-6, _NCCL_TABLE),
-        hop_latency_s=_relayed(3e-6),
-        switch_adds=True,
     ),
     "p4d": Preset(
         "switch",
@@ -310,29 +303,18 @@ CLUSTERS: dict[str, Preset] = {
         net_latency_s=fitted(83.6e-6),
         hop_latency_s=_NO_RELAY,
     ),
-    "p5": Preset(
-        "rail-optimised",
-        gpu="H100-80GB",
-        gpus_per_node=_BOARD(8),
+    "p5": replace(
+        _RENTED_H100,
         nics_per_node=assumed(8, "AWS P5: 32 x 100 Gb/s EFA, four for each GPU, taken as one"),
-        nvlink_bytes_per_s=assumed(376e9, "as dgx-h100: the same board"),
         nic_bytes_per_s=spec(400 * Gbps, "AWS P5: 4 x 100 Gb/s EFA for each GPU"),
-        latency_s=assumed(41e-6 / 14, "as dgx-h100: the same board"),
         net_latency_s=fitted(30.7e-6),
-        hop_latency_s=_relayed(3e-6),
-        switch_adds=True,
     ),
-    "a3-mega": Preset(
-        "rail-optimised",
-        gpu="H100-80GB",
+    "a3-mega": replace(
+        _RENTED_H100,
         gpus_per_node=spec(8, "Google A3 Mega"),
         nics_per_node=spec(8, "Google A3 Mega: without the front-end NIC in its 1,800 Gb/s"),
-        nvlink_bytes_per_s=assumed(376e9, "as dgx-h100: the same board"),
         nic_bytes_per_s=spec(200 * Gbps, "Google A3 Mega, GPUDirect-TCPXO: 8 x 200 Gb/s"),
-        latency_s=assumed(41e-6 / 14, "as dgx-h100: the same board"),
         net_latency_s=assumed(80e-6, "TCPXO: two nodes need 124 µs to add up a few bytes"),
-        hop_latency_s=_relayed(3e-6),
-        switch_adds=True,
     ),
     "ethernet-10g": _ethernet(10, net_latency_s=50e-6),
     "ethernet-25g": _ethernet(25, net_latency_s=30e-6),

@@ -10,7 +10,7 @@ A cable carries both directions at full speed, so each direction is a link of it
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 
@@ -28,17 +28,18 @@ class Path(NamedTuple):
     relays: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
     """Sizes and speeds that all topologies need; see `cluster.Cluster` for the fields."""
 
-    nodes: int
-    gpus_per_node: int
-    nics_per_node: int
-    nvlink_bytes_per_s: float
-    nic_bytes_per_s: float
-    oversubscription: float
-    nodes_per_leaf: int
+    nodes: int = 1
+    gpus_per_node: int = 8
+    _: KW_ONLY
+    nics_per_node: int = 0
+    nvlink_bytes_per_s: float = 300e9
+    nic_bytes_per_s: float = 25e9
+    oversubscription: float = 1.0
+    nodes_per_leaf: int = 1
 
 
 class Switch:

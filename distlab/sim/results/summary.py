@@ -1,7 +1,6 @@
 """A simulated run in words: a table with the totals of each rank, and the assumptions."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import isclose
 from statistics import median
 from typing import Any, NamedTuple
@@ -84,7 +83,7 @@ def label(simulated: Simulated[Any]) -> str:
 
 def assumed(simulated: Simulated[Any]) -> list[str]:
     """List the numbers in use that are neither taken from a data sheet nor measured."""
-    lines = replace(simulated.cluster, faults=()).assumptions()
+    lines = simulated.cluster.assumptions()
     if not any(simulated.trace.collectives):
         lines = [line for line in lines if not line.startswith("gpu.protocol")]
     if has_compute(simulated):

@@ -185,7 +185,6 @@ def test_slowed_returns_a_slower_copy() -> None:
     assert speeds(sick)["node1.nic0.out"] == speeds(sick)["node1.nic0.in"] == 2.5e9
     assert speeds(sick)["node1.nic1.out"] == speeds(healthy)["node1.nic0.out"] == 25e9
     assert sick.route(0, 2) == healthy.route(0, 2)
-    assert sick.assumptions()[-1] == "node1.nic0.* is 10 times slower"
 
 
 def test_slowed_says_which_links_exist_if_none_matches() -> None:
