@@ -21,7 +21,7 @@ from matplotlib import rcParams
 
 from distlab.explore import IDEAL
 from distlab.sim import GPU, Cluster, Options, Simulated
-from distlab.sim.device.device import Device, Devices
+from distlab.sim.device.device import Device
 from distlab.sim.engine.clock import Clock
 from distlab.sim.results.diagram import space_time
 from distlab.sim.script import run_script
@@ -97,7 +97,7 @@ class MemoryFigure(Figure):
         curves: list[list[tuple[float, int]]] = [[] for _ in range(self.ranks)]
         make_devices = Simulation._make_devices
 
-        def make_watched_devices(simulation: Simulation) -> Devices:
+        def make_watched_devices(simulation: Simulation) -> list[Device]:
             devices = make_devices(simulation)
             for device, curve in zip(devices, curves, strict=True):
                 device.advance = partial(_advance, device, device.advance, simulation.clock, curve)

@@ -9,7 +9,7 @@ import torch
 from distlab.process_group.call import Call
 from distlab.sim.collectives import algorithms
 from distlab.sim.collectives.phases import Phase
-from distlab.sim.device.device import Devices
+from distlab.sim.device.device import Device
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.overlap import Overlap
 from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped
@@ -62,7 +62,8 @@ class Simulation:
         self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
         self.devices = self._make_devices()
         self.places = Places(options.given)
-        self.handles, self.refusals, self.exits = Handles(), Refusals(), Exits(self.places)
+        self.handles, self.exits = Handles(), Exits(self.places)
+        self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
         self.failures = Failures(self._explained, self.scheduler.end_world)
         traffic = Traffic(cluster, self.scheduler, self.trace, options.faults)
         buffers = Buffers(
@@ -84,23 +85,24 @@ class Simulation:
             self._in_another_thread,
         )
 
-    def _make_devices(self) -> Devices | None:
+    def _make_devices(self) -> list[Device]:
         """Give every rank a device, if computation and memory are to be accounted for."""
-        wanted = self.options.has_devices
-        if not (self.cluster.gpu is not None if wanted is None else wanted):
-            return None
-        return Devices(
-            self.num_ranks,
-            self.cluster.gpu,
-            advance=self.clock.advance,
-            capacity_bytes=self.options.capacity_bytes,
-            slow_ranks=self.options.faults.slow_ranks,
-        )
+        options, gpu = self.options, self.cluster.gpu
+        if not (gpu is not None if options.has_devices is None else options.has_devices):
+            return []
+        return [
+            Device(
+                gpu,
+                advance=lambda seconds, _: self.clock.advance(seconds),
+                capacity_bytes=options.capacity_bytes,
+                slowdown=options.faults.slow_ranks.get(rank, 1.0),
+            )
+            for rank in range(self.num_ranks)
+        ]
 
     def _unnoticed(self) -> contextlib.AbstractContextManager[object]:
-        if self.devices is None:
-            return contextlib.nullcontext()
-        return self.devices.unnoticed(self.rank_states.current)
+        """Return a context whose operations do not count as work of the running rank."""
+        return self.devices[self.rank_states.current].unnoticed()
 
     def _plan(self, call: Call, group: tuple[int, ...]) -> list[Phase]:
         name, root = self.options.algorithm, call.root
@@ -128,26 +130,13 @@ class Simulation:
         self._note_what_is_left()
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
         self.trace.network_s = max(end_s, self.scheduler.now_s)
-        flops = [device.flops for device in self.devices or ()] or [0] * self.num_ranks
+        flops = [device.flops for device in self.devices] or [0] * self.num_ranks
         return Simulated(results, self.trace, end_s, self.cluster, self.options, flops)
 
     @contextlib.contextmanager
     def _process_prepared(self) -> Iterator[None]:
-        faults = self.options.faults
-        rank_host = patches.RankHost(
-            self.clock,
-            self.rank_states,
-            self.groups,
-            self.refusals,
-            self.handles,
-            self.threads,
-            self.places,
-            self.exits,
-            self._exit_process,
-            self.mailbox.lanes,
-        )
-        dying = deaths_due(faults, self.scheduler, self.clock, self.rank_states)
-        with patches.installed(rank_host), host.prepared(), dying:
+        dying = deaths_due(self.options.faults, self.scheduler, self.clock, self.rank_states)
+        with patches.installed(self), host.prepared(), dying:
             yield
 
     def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
@@ -175,7 +164,7 @@ class Simulation:
     def _others(self, failed: Collection[int]) -> str:
         return doing_of_others(failed, self.scheduler.ranks, self.places, self._history())
 
-    def _exit_process(self, status: int) -> None:
+    def exit_process(self, status: int) -> None:
         """End the world, because a rank has called ``os._exit``, without running any clean-up.
 
         Real processes of other ranks would continue, and fail as soon as they need this one.
@@ -188,7 +177,7 @@ class Simulation:
     @contextlib.contextmanager
     def _on_device(self, rank: Rank) -> Iterator[None]:
         """Run the thread's operations on the rank's device, and then record its peak memory."""
-        if self.devices is None:
+        if not self.devices:
             yield
             return
         device = self.devices[rank.number]
@@ -241,7 +230,7 @@ class Simulation:
                 if isinstance(rank.last_call, Pending)
             },
             self.trace.arrived(),
-            self.groups.roster.groups,
+            self.groups.made,
             self.exits.known,
             self.meetings.splits,
             is_in_order=self.mailbox.lanes is not None,

@@ -81,8 +81,8 @@ LESSONS = [path for path in ROOT.glob("solutions/**/*.py") if path != TRAINER]
 # Folders and files of the simulator, floor by floor from the lowest: each imports from lower floors
 # and from itself.
 FLOORS_OF_SIM = (
-    {"reporting", "hardware", "device"},
-    {"engine", "collectives"},
+    {"reporting", "hardware"},
+    {"device", "engine", "collectives"},
     {"network", "results"},
     {"messages"},
     {"isolation", "postmortem"},

@@ -12,9 +12,9 @@ roofline). A GPU of 800 TFLOP/s and 4.8 TB/s breaks even at 167 FLOPs per byte:
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,20 +31,10 @@ from distlab.sim.device import meta_cache
 from distlab.sim.device.flops import Cost, Operation, describe, op_cost
 from distlab.sim.device.hooks import SharedInstallation
 from distlab.sim.device.memory import MemoryTracker
+from distlab.sim.hardware.cluster import GPU
 
 aten = torch.ops.aten
 _innermost_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
-
-
-class Gpu(Protocol):
-    """A GPU, as its device sees it."""
-
-    @property
-    def memory_bytes(self) -> float: ...
-    @property
-    def memory_bytes_per_s(self) -> float: ...
-    @property
-    def achievable_flops(self) -> Mapping[str, float]: ...  # per second, by name of the dtype
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,7 +58,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        gpu: Gpu | None,
+        gpu: GPU | None,
         *,
         advance: Callable[[float, str], None],
         capacity_bytes: int | None = None,
@@ -152,7 +142,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             _pop_mode()
 
-    def _charge(self, gpu: Gpu, op: Operation, cost: Cost) -> None:
+    def _charge(self, gpu: GPU, op: Operation, cost: Cost) -> None:
         self.flops += cost.flops
         self.bytes_moved += cost.bytes
         seconds = cost.bytes / gpu.memory_bytes_per_s
@@ -168,7 +158,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.memory.meet(value)
 
 
-def _rates_by_dtype(gpu: Gpu) -> dict[torch.dtype | None, float]:
+def _rates_by_dtype(gpu: GPU) -> dict[torch.dtype | None, float]:
     return {getattr(torch, name): rate for name, rate in gpu.achievable_flops.items()}
 
 
@@ -228,43 +218,3 @@ def _install_kernels() -> Callable[[], None]:
 
 
 _KERNELS = SharedInstallation(_install_kernels)
-
-
-class Devices:
-    """One device for each rank.
-
-    Args:
-        gpu: Model of all GPUs; None to account for memory alone.
-        advance: Function that advances the running rank's clock by some seconds.
-        capacity_bytes: Memory of each device; None for that of the GPU, or for no limit.
-        slow_ranks: rank -> factor on the time of its computation.
-    """
-
-    def __init__(
-        self,
-        num_ranks: int,
-        gpu: Gpu | None,
-        *,
-        advance: Callable[[float], None],
-        capacity_bytes: int | None,
-        slow_ranks: Mapping[int, float],
-    ) -> None:
-        self._devices = [
-            Device(
-                gpu,
-                advance=lambda seconds, _: advance(seconds),
-                capacity_bytes=capacity_bytes,
-                slowdown=slow_ranks.get(rank, 1.0),
-            )
-            for rank in range(num_ranks)
-        ]
-
-    def __getitem__(self, rank: int) -> Device:
-        return self._devices[rank]
-
-    def __iter__(self) -> Iterator[Device]:
-        return iter(self._devices)
-
-    def unnoticed(self, rank: int) -> contextlib.AbstractContextManager[object]:
-        """Return a context whose operations do not count as the rank's work."""
-        return self._devices[rank].unnoticed()

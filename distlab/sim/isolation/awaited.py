@@ -17,11 +17,7 @@ from distlab.sim.engine.scheduler import Strand
 from distlab.sim.messages.thread_wait import Awaited, thread_name
 
 Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (self of the method, waiting strand)
-_LOCKS, _RESTORE = f"{__package__}.threads", "_acquire_restore"
-_MODULES = (
-    _LOCKS,
-    *(module.__name__ for module in (threading, queue, futures, pools)),
-)
+_MODULES = tuple(module.__name__ for module in (threading, queue, futures, pools))
 RESULT = Awaited(
     "the result of a task of its own", "Does that task wait for this thread, or for a free worker?"
 )
@@ -40,18 +36,22 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
     description: Awaited | None = None
     while frame and frame.f_globals.get("__name__") in _MODULES and frame.f_code is not _RUN:
         if describe := _MADE_OF_LOCKS.get(frame.f_code):
-            description = describe(frame.f_locals.get("self"), me)
+            owner = frame.f_locals.get("self")
+            description = (
+                Awaited(describe[0].format(owner), describe[1])
+                if isinstance(describe, tuple)
+                else describe(owner, me)
+            )
         frame = frame.f_back
     return description or _lock(holder, me)
 
 
 def _is_in_the_way(frame: FrameType) -> bool:
     """Return whether the lock is the one inside a condition, which may be held for any reason."""
-    while frame.f_code.co_name != _RESTORE and frame.f_globals.get("__name__") == _LOCKS:
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return frame.f_code is _ENTER or frame.f_code.co_name == _RESTORE
+    outer = frame.f_back if frame.f_code is _ACQUIRE_AGAIN else frame
+    return outer is not None and (
+        outer.f_code is _ENTER or outer.f_code.co_name == "_acquire_restore"
+    )
 
 
 def end_of(thread: Strand) -> Awaited:
@@ -89,13 +89,6 @@ def _lock(holder: Strand | None, me: Strand) -> Awaited:
     return Awaited(f"a lock of its own, held by {name}", advice, holder, is_lock=True)
 
 
-def _item(_: Any, me: Strand) -> Awaited:
-    return Awaited(
-        "an item of a queue of its own",
-        "Is a put() missing, or does the thread end that should put one more?",
-    )
-
-
 def _room(full: Any, me: Strand) -> Awaited:
     return Awaited(
         f"room in a queue of its own, which is full ({full._qsize()} of {full.maxsize})",
@@ -112,35 +105,6 @@ def _done(worked_on: Any, me: Strand) -> Awaited:
         "task_done())",
         is_taken if taken else "Is a get() missing, or does the thread end that takes items out?",
     )
-
-
-def _event(_: Any, me: Strand) -> Awaited:
-    return Awaited(
-        "an event of its own", "Is its set() missing, or does the thread end that sets it?"
-    )
-
-
-def _condition(_: Any, me: Strand) -> Awaited:
-    return Awaited("a condition of its own", "Is a notify() missing, or was it too early?")
-
-
-def _semaphore(semaphore: Any, me: Strand) -> Awaited:
-    return Awaited(
-        f"a semaphore of its own, which is at {semaphore._value}",
-        "Is a release() missing for one of the acquire()?",
-    )
-
-
-def _barrier(barrier: Any, me: Strand) -> Awaited:
-    return Awaited(
-        "other threads at a barrier of its own, where "
-        f"{barrier._count} of {barrier.parties} have come",
-        "Do as many threads come as the barrier was made for?",
-    )
-
-
-def _results(_: Any, me: Strand) -> Awaited:
-    return RESULT
 
 
 def _result(future: Any, me: Strand) -> Awaited:
@@ -180,29 +144,41 @@ def _workers(me: Strand) -> Iterator[tuple[Strand, Any, list[Any]]]:
             frame = frame.f_back
 
 
-def _task(_: Any, me: Strand) -> Awaited:
-    return Awaited(
-        "a task for its pool", "Does the program wait for more than it has given to the pool?"
-    )
-
-
+_EVENT = "an event of its own", "Is its set() missing, or does the thread end that sets it?"
+_CONDITION = "a condition of its own", "Is a notify() missing, or was it too early?"
+_SEMAPHORE = (
+    "a semaphore of its own, which is at {0._value}",
+    "Is a release() missing for one of the acquire()?",
+)
+_BARRIER = (
+    "other threads at a barrier of its own, where {0._count} of {0.parties} have come",
+    "Do as many threads come as the barrier was made for?",
+)
+_ITEM = (
+    "an item of a queue of its own",
+    "Is a put() missing, or does the thread end that should put one more?",
+)
+_TASK = "a task for its pool", "Does the program wait for more than it has given to the pool?"
 _ENTER = threading.Condition.__enter__.__code__
+_ACQUIRE_AGAIN = threading._PyRLock.acquire.__code__  # type: ignore[attr-defined]
 _RUN, _WORK = pools._WorkItem.run.__code__, pools._worker.__code__
-_MADE_OF_LOCKS: dict[CodeType, Describe] = {
-    function.__code__: describe
-    for function, describe in (
-        (threading.Event.wait, _event),
-        (threading.Condition.wait, _condition),
-        (threading.Semaphore.acquire, _semaphore),
-        (threading.Barrier.wait, _barrier),
-        (queue.Queue.get, _item),
-        (queue._PySimpleQueue.get, _item),  # type: ignore[attr-defined]
+# By function of Python's library: a description of its wait, or a text and advice. A text may show
+# attributes of the object.
+_MADE_OF_LOCKS: dict[CodeType, Describe | tuple[str, str]] = {
+    function.__code__: description
+    for function, description in (
+        (threading.Event.wait, _EVENT),
+        (threading.Condition.wait, _CONDITION),
+        (threading.Semaphore.acquire, _SEMAPHORE),
+        (threading.Barrier.wait, _BARRIER),
+        (queue.Queue.get, _ITEM),
+        (queue._PySimpleQueue.get, _ITEM),  # type: ignore[attr-defined]
         (queue.Queue.put, _room),
         (queue.Queue.join, _done),
         (futures.Future.result, _result),
         (futures.Future.exception, _result),
-        (futures.wait, _results),
-        (futures.as_completed, _results),
-        (pools._worker, _task),
+        (futures.wait, RESULT[:2]),
+        (futures.as_completed, RESULT[:2]),
+        (pools._worker, _TASK),
     )
 }

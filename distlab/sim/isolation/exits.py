@@ -54,7 +54,7 @@ class Exits:
         finally:
             if is_free:
                 sys.settrace(None)
-            self._note(rank, program.last_line())
+            self._note(rank, program.last)
 
     def _note(self, rank: int, site: Site | None) -> None:
         if site is not None:
@@ -81,7 +81,7 @@ class _Program:
         self._frame: FrameType | None = None
         self._main: FrameType | None = None
         self._main_called_at = 0  # line of the script
-        self._last: Site | None = None
+        self.last: Site | None = None  # line on which the program ended
         self._num_calls = 0
 
     def look(self, frame: FrameType, *_: object) -> None:
@@ -107,17 +107,13 @@ class _Program:
             frame = frame.f_back
         self._main, self._main_called_at = frame, script.f_lineno
 
-    def last_line(self) -> Site | None:
-        """Return the line on which the program ended, or None if it is not known."""
-        return self._last
-
     def let_go(self) -> None:
         """Note the last line, and drop the frames, which keep the program's variables alive."""
         last, frames = self._frame, [self._frame, self._main]
         if self._main and self._frame and self._frame.f_lineno == self._main_called_at:
             last = self._main  # the script did nothing after the call
         if last:
-            self._last = last.f_code.co_filename, last.f_lineno, last.f_code.co_name
+            self.last = last.f_code.co_filename, last.f_lineno, last.f_code.co_name
         self._frame = self._main = None
         for frame in filter(None, frames):
             frame.clear()

@@ -10,9 +10,8 @@ from distlab.sim.isolation.rank_states import RankWorld
 from distlab.sim.messages.group import Shared, SimGroup
 from distlab.sim.messages.limits import group_limit_s
 from distlab.sim.messages.meetings import FOUNDING
-from distlab.sim.messages.roster import MadeGroup, Roster
+from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.store import SimStore
-from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.sites import CallSite
 
 BACKEND = "sim"
@@ -29,12 +28,12 @@ class Groups:
 
     Attributes:
         store: Store of the world.
-        roster: All groups that were made.
+        made: All groups that the program has made, by name, in the order of their creation.
     """
 
     def __init__(self, shared: Shared, tables: RankWorld) -> None:
         self.store = SimStore(shared.clock, shared.places)
-        self.roster = Roster()
+        self.made: dict[object, MadeGroup] = {}
         self._shared, self._tables = shared, tables
         num_ranks = shared.clock.num_ranks
         self._everyone = tuple(range(num_ranks))
@@ -87,11 +86,12 @@ class Groups:
         members, number = ranks or self._everyone, self._shared.clock.current.number
         place = (self._joins[number], key)  # a rank that joins again makes other groups
         call_site = self._shared.places.call_site()
-        try:
-            self.roster.enter(place, MadeGroup(members, call_site[0], description, number))
-        except Mismatch as error:
+        group = MadeGroup(members, call_site[0], description, number)
+        first = self.made.setdefault(place, group)
+        if first.members != members:
+            error = first.mismatch(group)
             self._shared.failures.note(error)
-            raise
+            raise error
         rank, limit_s = members.index(number), group_limit_s(timeout)
         self._await_members(place, members, call_site, limit_s)
         return SimGroup(self._shared, members, rank, place, str(key), limit_s)

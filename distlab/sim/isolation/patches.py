@@ -16,8 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # a rank's import would bind its group as default
 
 from distlab.sim.engine.clock import Clock
-from distlab.sim.isolation import profiling, refusals
+from distlab.sim.isolation import profiling
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import BACKEND, Groups
 from distlab.sim.isolation.meta_device import MetaHandle
@@ -40,21 +39,16 @@ from distlab.sim.isolation.rank_states import (
 )
 from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.threads import Threads
-from distlab.sim.messages.message import Lanes
+from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.work import Handles
 from distlab.sim.reporting.errors import SimulationError
-from distlab.sim.reporting.sites import Places
 from distlab.util.text import rank_names
 
+OfRanks = Callable[[Any, str, Callable[..., Any]], None]  # (owner, name, function of a rank)
 
-@dataclass(frozen=True)
-class RankHost:
-    """Parts of a world that the patches of torch and Python use.
 
-    Attributes:
-        exit_process: Function that a rank calls with its status instead of ``os._exit``.
-        lanes: Streams of the ranks; None if messages have no order.
-    """
+class RankHost(Protocol):
+    """A world, as the patches of torch and Python see it."""
 
     clock: Clock
     rank_states: RankStates
@@ -62,10 +56,11 @@ class RankHost:
     refusals: Refusals
     handles: Handles
     threads: Threads
-    places: Places
     exits: Exits
-    exit_process: Callable[[int], None]
-    lanes: Lanes | None
+    mailbox: Mailbox
+
+    def exit_process(self, status: int) -> None:
+        """End the world, because the running rank has called ``os._exit``."""
 
 
 _occupied = threading.Lock()  # held while this process hosts simulated ranks
@@ -88,16 +83,21 @@ def installed(host: RankHost) -> Iterator[None]:
         undo.callback(isolate._set_thread_isolation_mode, False)
         _register_backend(host)
         _patch_groups(undo, host)
+        _patch_making_of_groups(undo, host)
+        _patch_default_group(undo, host)
+        _patch_checks(undo, host)
+        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
         replace = functools.partial(_replace, undo)
-        refusals.install(
-            replace, host.clock, host.rank_states, host.refusals, host.exits, host.places
-        )
-        _patch_clocks(undo, host)
+        host.refusals.install(replace)
+        of_ranks = functools.partial(_replace_on_ranks, undo, host.rank_states)
+        _patch_clocks(of_ranks, host)
         host.threads.install(replace)
         profiling.install(replace, host.rank_states)
-        _patch_process(undo, host)
-        _patch_host(undo, host.rank_states)
-        _patch_generators(undo, host.rank_states)
+        undo.callback(host.rank_states.leave)
+        _patch_process(of_ranks, host)
+        _patch_host(of_ranks, host.rank_states)
+        undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+        _patch_generators(of_ranks, host.rank_states)
         _patch_environment(undo, host.rank_states)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
         undo.callback(delattr, torch, "meta")
@@ -122,6 +122,23 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -
     undo.callback(setattr, owner, name, original)
     setattr(owner, name, value)
     return original
+
+
+def _replace_on_ranks(
+    undo: contextlib.ExitStack,
+    rank_states: RankStates,
+    owner: Any,
+    name: str,
+    of_rank: Callable[..., Any],
+) -> None:
+    """Replace a function for the threads of ranks; all others keep the original."""
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (of_rank if rank_states.is_in_rank() else real)(*args, **kwargs)
+
+    _replace(undo, owner, name, choose)
 
 
 def _register_backend(host: RankHost) -> None:
@@ -199,15 +216,9 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         _replace(undo, owner, "init_process_group", init_process_group)
         _replace(undo, owner, "new_group", new_simulated_group)
         _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch's works only on gloo
-    _patch_insides(undo, host)
 
 
-def _patch_insides(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Patch inner functions of torch, so that names that a program imported earlier also work."""
-    _patch_making_of_groups(undo, host)
-    _patch_default_group(undo, host)
-    _patch_checks(undo, host)
-    undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
+# Inner functions of torch, so that names that a program imported earlier also work
 
 
 def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
@@ -259,117 +270,73 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
                 "to send or receive"
             )
         check(p2p_ops)
-        if host.lanes is not None:
-            host.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
+        if host.mailbox.lanes is not None:
+            host.mailbox.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
 
     # batch_isend_irecv calls this first, whatever name a program has imported it by.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
 
 
-def _patch_clocks(undo: contextlib.ExitStack, host: RankHost) -> None:
+def _patch_clocks(of_ranks: OfRanks, host: RankHost) -> None:
     """Make clocks show a rank its virtual time, and sleeping take virtual time only."""
-    for name, per_second in (
-        ("perf_counter", None),
-        ("monotonic", None),
-        ("time", None),
-        ("perf_counter_ns", 10**9),
-        ("monotonic_ns", 10**9),
-        ("time_ns", 10**9),
-    ):
-        _replace(undo, time, name, _virtual(getattr(time, name), per_second, host))
-    sleep = time.sleep
 
-    @functools.wraps(sleep)
-    def virtual_sleep(seconds: float) -> None:
-        if not host.rank_states.is_in_rank():
-            return sleep(seconds)
+    def read_ns() -> int:
+        return round(host.clock.read() * 10**9)
+
+    def sleep(seconds: float) -> None:
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
-        return host.clock.sleep(seconds)
+        host.clock.sleep(seconds)
 
-    _replace(undo, time, "sleep", virtual_sleep)
-
-
-def _virtual(
-    real: Callable[[], float], per_second: int | None, host: RankHost
-) -> Callable[[], float]:
-    def clock() -> float:
-        if not host.rank_states.is_in_rank():
-            return real()
-        now_s = host.clock.read()
-        return round(now_s * per_second) if per_second else now_s
-
-    return clock
+    for name in ("perf_counter", "monotonic", "time"):
+        of_ranks(time, name, host.clock.read)
+        of_ranks(time, f"{name}_ns", read_ns)
+    of_ranks(time, "sleep", sleep)
 
 
-def _patch_process(undo: contextlib.ExitStack, host: RankHost) -> None:
+def _patch_process(of_ranks: OfRanks, host: RankHost) -> None:
     """Give each rank a working folder and an exit of its own, and refuse it signal handlers."""
-    rank_states = host.rank_states
-    change_folder, handle, end = os.chdir, signal.signal, os._exit
-
-    def chdir(path: Any) -> None:
-        if rank_states.is_in_rank():
-            rank_states.change_folder(path)
-        else:
-            change_folder(path)
-
-    def end_rank(status: int) -> None:
-        if rank_states.is_in_rank():
-            host.exit_process(status)
-        end(status)
 
     def refuse(number: Any, handler: Any) -> Any:
-        if not rank_states.is_in_rank():
-            return handle(number, handler)
         raise ValueError(
-            f"rank {rank_states.current} cannot handle {signal.Signals(number).name}: signals come "
-            "to the process, which all simulated ranks share. On real processes it can"
+            f"rank {host.rank_states.current} cannot handle {signal.Signals(number).name}: signals "
+            "come to the process, which all simulated ranks share. On real processes it can"
         )
 
-    undo.callback(rank_states.leave)
-    _replace(undo, os, "chdir", chdir)
-    _replace(undo, os, "_exit", end_rank)
-    _replace(undo, signal, "signal", refuse)
+    of_ranks(os, "chdir", host.rank_states.change_folder)
+    of_ranks(os, "_exit", host.exit_process)
+    of_ranks(signal, "signal", refuse)
 
 
-def _patch_host(undo: contextlib.ExitStack, rank_states: RankStates) -> None:
+def _patch_host(of_ranks: OfRanks, rank_states: RankStates) -> None:
     """Give each rank the name of its node, so that it can find the ranks on the same one."""
     uname = os.uname
 
-    def name_of_rank(real: Callable[[], str]) -> str:
-        return rank_states.state().host if rank_states.is_in_rank() else real()
+    def name_of_rank() -> str:
+        return rank_states.state().host
 
     def uname_of_rank() -> os.uname_result:
-        system, node, *rest = uname()
-        return os.uname_result((system, name_of_rank(lambda: node), *rest))
+        system, _, *rest = uname()
+        return os.uname_result((system, name_of_rank(), *rest))
 
-    for owner, name in ((socket, "gethostname"), (platform, "node")):
-        _replace(undo, owner, name, functools.partial(name_of_rank, getattr(owner, name)))
-    _replace(undo, os, "uname", uname_of_rank)
+    of_ranks(socket, "gethostname", name_of_rank)
+    of_ranks(platform, "node", name_of_rank)
+    of_ranks(os, "uname", uname_of_rank)
 
 
-def _patch_generators(undo: contextlib.ExitStack, rank_states: RankStates) -> None:
+def _patch_generators(of_ranks: OfRanks, rank_states: RankStates) -> None:
     """Let ``random.random`` and ``np.random.rand`` draw from the running rank's generators."""
-    undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
-    for name in PYTHON_FUNCTIONS:
-        draw = getattr(random, name)
-        _replace(undo, random, name, _of_rank("python_rng", draw, rank_states))
-    for name in NUMPY_FUNCTIONS:
-        draw = getattr(np.random, name)
-        _replace(undo, np.random, name, _of_rank("numpy_rng", draw, rank_states))
+    for module, generator, names in (
+        (random, "python_rng", PYTHON_FUNCTIONS),
+        (np.random, "numpy_rng", NUMPY_FUNCTIONS),
+    ):
+        for name in names:
+            of_ranks(module, name, functools.partial(_draw, rank_states, generator, name))
 
 
-def _of_rank(
-    generator: str, draw: Callable[..., Any], rank_states: RankStates
-) -> Callable[..., Any]:
-    @functools.wraps(draw)
-    def draw_of_rank(*args: Any, **kwargs: Any) -> Any:
-        if not rank_states.is_in_rank():
-            return draw(*args, **kwargs)
-        return getattr(getattr(rank_states.state(), generator), draw.__name__)(*args, **kwargs)
-
-    return draw_of_rank
+def _draw(rank_states: RankStates, generator: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(getattr(rank_states.state(), generator), name)(*args, **kwargs)
 
 
 def _patch_environment(undo: contextlib.ExitStack, rank_states: RankStates) -> None:

@@ -34,25 +34,11 @@ _LISTS = {  # call -> its argument that lists one object per rank
 class Refusals:
     """By rank, the last error that a call of ``torch.distributed`` raised there."""
 
-    def __init__(self) -> None:
-        self._by_rank: dict[int, tuple[str, int]] = {}
-        self._outside: dict[int, str] = {}
-
-    def note(self, rank: int, call: str, error: BaseException | None, num_calls: int) -> None:
-        """Keep an error, unless it only says that the world has ended.
-
-        Args:
-            rank: Rank on which the error was raised.
-            call: Name of the call that raised it.
-            error: Error, or None if there is none.
-            num_calls: Number of successful calls on this rank so far.
-        """
-        if error is not None and not isinstance(error, SimulationError | Stopped | Killed):
-            self._by_rank[rank] = f"{call} raised {error_line(error)}.", num_calls
-
-    def note_outside(self, rank: int, call: str, where: str) -> None:
-        """Record that a rank made a call on a group that it is not in."""
-        self._outside.setdefault(rank, f"called {call} on a group that it is not in, {where}")
+    def __init__(self, clock: Clock, rank_states: RankStates, exits: Exits, places: Places) -> None:
+        self._clock, self._rank_states = clock, rank_states
+        self._exits, self._places = exits, places
+        self._by_rank: dict[int, tuple[str, int]] = {}  # the error, and earlier successful calls
+        self._outside: dict[int, str] = {}  # a call on a group that the rank is not in
 
     def outside_note(self, rank: int) -> str:
         """Return a note on a call that torch left out with only a warning, or ""."""
@@ -76,51 +62,89 @@ class Refusals:
             for rank, error in recent.items()
         )
 
+    def install(self, replace: Replace) -> None:
+        """Make torch's errors say what a program can change, and note what torch refuses."""
+        self._note_refusals(replace)
+        self._speak_of_members(replace)
+        self._refuse_self(replace)
+        self._speak_of_the_end(replace)
+        replace(c10d, "_warn_not_in_group", self._warn_and_note)
 
-def install(
-    replace: Replace,
-    clock: Clock,
-    rank_states: RankStates,
-    refusals: Refusals,
-    exits: Exits,
-    places: Places,
-) -> None:
-    """Make torch's errors say what a program can change, and note what torch refuses."""
-    _note_refusals(replace, clock, rank_states, refusals)
-    _speak_of_groups(replace, rank_states)
-    _note_outsiders(replace, rank_states, refusals, places)
-    _speak_of_the_end(replace, rank_states, exits)
+    def _note_refusals(self, replace: Replace) -> None:
+        """Keep each error, unless it only says that the world has ended."""
 
+        def note_and_describe(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            error = sys.exc_info()[1]
+            if self._rank_states.is_in_rank():
+                _speak_of_objects(name, error, args, kwargs)
+                rank = self._clock.current.rank
+                if error is not None and not isinstance(error, SimulationError | Stopped | Killed):
+                    text = f"{name} raised {error_line(error)}."
+                    self._by_rank[rank.number] = text, rank.num_calls
+            with contextlib.suppress(Exception):  # torch's function fails outside of a group
+                return dict(describe_call(name, *args, **kwargs))
+            return {}
 
-def _note_refusals(
-    replace: Replace, clock: Clock, rank_states: RankStates, refusals: Refusals
-) -> None:
-    describe_call = c10d_logger._get_msg_dict
+        describe_call = replace(c10d_logger, "_get_msg_dict", note_and_describe)
 
-    def note_and_describe(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        error = sys.exc_info()[1]
-        if rank_states.is_in_rank():
-            _speak_of_objects(name, error, args, kwargs)
-            rank = clock.current.rank
-            refusals.note(rank.number, name, error, rank.num_calls)
-        with contextlib.suppress(Exception):  # torch's function fails outside of a group
-            return describe_call(name, *args, **kwargs)
-        return {}
-
-    replace(c10d_logger, "_get_msg_dict", note_and_describe)
-
-
-def _note_outsiders(
-    replace: Replace, rank_states: RankStates, refusals: Refusals, places: Places
-) -> None:
-    """Note calls that torch leaves out with only a warning."""
-
-    def warn_and_note(call: str) -> None:
-        rank, where = rank_states.current, place(places.call_site()[0])
-        refusals.note_outside(rank, call, where)
+    def _warn_and_note(self, call: str) -> None:
+        """Note a call that torch leaves out with only a warning."""
+        rank, where = self._rank_states.current, place(self._places.call_site()[0])
+        self._outside.setdefault(rank, f"called {call} on a group that it is not in, {where}")
         warnings.warn(f"rank {rank} calls {call} on a group that it is not in", stacklevel=3)
 
-    replace(c10d, "_warn_not_in_group", warn_and_note)
+    def _speak_of_the_end(self, replace: Replace) -> None:
+        """Make errors after ``destroy_process_group`` say where the rank called it."""
+        exits, states = self._exits, self._rank_states
+
+        def update_default_group(group: Any) -> None:
+            if group is None and states.is_in_rank():  # destroy_process_group()
+                exits.left(states.current)
+            update(group)
+
+        def get_default_group() -> Any:
+            known = exits.known.get(states.current)
+            if known is None or known.left_group_at is None or dist.is_initialized():
+                return find()
+            raise ValueError(
+                f"rank {states.current} has destroyed its process group at "
+                f"{place(known.left_group_at)}: what communicates comes before that"
+            )
+
+        update = replace(c10d, "_update_default_pg", update_default_group)
+        find = replace(c10d, "_get_default_group", get_default_group)
+
+    def _speak_of_members(self, replace: Replace) -> None:
+        """Make the error about a rank outside of a group list the group's ranks."""
+        number_in_group, tables = c10d.get_group_rank, self._rank_states.tables
+
+        def get_group_rank(group: Any, global_rank: int) -> int:
+            if group is tables.default_pg:  # torch does the same in several steps
+                return int(global_rank)
+            members = _members(group)
+            if members and global_rank not in members:
+                raise ValueError(
+                    f"rank {global_rank} is not in the group of {rank_names(members)}. "
+                    f"{_counts(members)}"
+                )
+            return int(number_in_group(group, global_rank))
+
+        for owner in (c10d, dist):
+            replace(owner, "get_group_rank", get_group_rank)
+
+    def _refuse_self(self, replace: Replace) -> None:
+        """Make the error about a message to oneself say how ranks are counted, inside a group."""
+
+        def check_not_self_rank(group: Any, rank: int, rank_type: str) -> None:
+            try:
+                check(group, rank, rank_type)
+            except ValueError as error:
+                members = _members(group)
+                if not members or len(members) == self._rank_states.num_ranks:
+                    raise
+                raise ValueError(f"{error} {_counts(members)}") from None
+
+        check = replace(c10d, "_check_not_self_rank", check_not_self_rank)
 
 
 def _speak_of_objects(
@@ -140,63 +164,10 @@ def _speak_of_objects(
             )
 
 
-def _speak_of_the_end(replace: Replace, rank_states: RankStates, exits: Exits) -> None:
-    """Make errors after ``destroy_process_group`` say where the rank called it."""
-    update, find = c10d._update_default_pg, c10d._get_default_group
-
-    def update_default_group(group: Any) -> None:
-        if group is None and rank_states.is_in_rank():  # destroy_process_group()
-            exits.left(rank_states.current)
-        update(group)
-
-    def get_default_group() -> Any:
-        known = exits.known.get(rank_states.current)
-        if known is None or known.left_group_at is None or dist.is_initialized():
-            return find()
-        raise ValueError(
-            f"rank {rank_states.current} has destroyed its process group at "
-            f"{place(known.left_group_at)}: what communicates comes before that"
-        )
-
-    replace(c10d, "_update_default_pg", update_default_group)
-    replace(c10d, "_get_default_group", get_default_group)
-
-
-def _speak_of_groups(replace: Replace, rank_states: RankStates) -> None:
-    number_in_group, tables = c10d.get_group_rank, rank_states.tables
-
-    def get_group_rank(group: Any, global_rank: int) -> int:
-        if group is tables.default_pg:  # torch does the same in several steps
-            return int(global_rank)
-        members = _members(group)
-        if members and global_rank not in members:
-            raise ValueError(_not_a_member(global_rank, members))
-        return int(number_in_group(group, global_rank))
-
-    refuse_self = c10d._check_not_self_rank
-
-    def check_not_self_rank(group: Any, rank: int, rank_type: str) -> None:
-        try:
-            refuse_self(group, rank, rank_type)
-        except ValueError as error:
-            members = _members(group)
-            if not members or len(members) == rank_states.num_ranks:
-                raise
-            raise ValueError(f"{error} {_counts(members)}") from None
-
-    replace(c10d, "_check_not_self_rank", check_not_self_rank)
-    for owner in (c10d, dist):
-        replace(owner, "get_group_rank", get_group_rank)
-
-
 def _members(group: Any) -> list[int]:
     """Return the global ranks of a group; none for the world, or for an unknown group."""
     known = c10d._world.pg_group_ranks
     return [] if group is dist.GroupMember.WORLD or group not in known else [*known[group]]
-
-
-def _not_a_member(rank: int, members: list[int]) -> str:
-    return f"rank {rank} is not in the group of {rank_names(members)}. {_counts(members)}"
 
 
 def _counts(members: list[int]) -> str:

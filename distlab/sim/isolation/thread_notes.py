@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from distlab.sim.engine.scheduler import Strand
+from distlab.sim.isolation.rank_states import Replace
 from distlab.sim.reporting.report import WHO, error_line, merged_notes, place, place_suffix
 from distlab.sim.reporting.sites import Places, Site
 
 FAILURE = "_distlab_failure"  # attribute of a future whose task has failed
-Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the original
 
 
 @dataclass
@@ -89,21 +89,18 @@ class ThreadNotes:
                 setattr(future, FAILURE, note)
             fail(future, error)
 
-        def result(future: Any, timeout: float | None = None) -> Any:
-            try:
-                return get(future, timeout)
-            finally:
-                self._ask(future)
+        def asking(get: Callable[..., Any]) -> Callable[..., Any]:
+            def ask(future: Any, timeout: float | None = None) -> Any:
+                try:
+                    return get(future, timeout)
+                finally:
+                    self._ask(future)
 
-        def exception(future: Any, timeout: float | None = None) -> Any:
-            try:
-                return get_error(future, timeout)
-            finally:
-                self._ask(future)
+            return ask
 
         fail = replace(futures.Future, "set_exception", set_exception)
-        get = replace(futures.Future, "result", result)
-        get_error = replace(futures.Future, "exception", exception)
+        replace(futures.Future, "result", asking(futures.Future.result))
+        replace(futures.Future, "exception", asking(futures.Future.exception))
 
     def _ask(self, future: Any) -> None:
         """Mark all failures of a rank as known, once its program asks for one of them.

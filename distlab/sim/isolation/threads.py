@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import _base as futures
 from itertools import count
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from distlab.sim.engine.clock import Clock
@@ -105,7 +104,9 @@ class Threads:
 
     def _rlock(self) -> Any:
         is_of_rank = self.is_virtual() and not _is_for_processes()
-        return RankRLock(self) if is_of_rank else threading._CRLock()  # type: ignore[attr-defined]
+        # Python's own lock of Python code is made of `_allocate_lock`, and so of a RankLock.
+        kind: Any = threading._PyRLock if is_of_rank else threading._CRLock  # type: ignore[attr-defined]
+        return kind()
 
     @contextlib.contextmanager
     def _plain_locks(self) -> Iterator[None]:
@@ -276,30 +277,7 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda thread, *args, **kwargs: function(thread, *args, **kwargs)
 
 
-class _ContextLock:
-    """A lock that ``with`` can hold."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Release the lock."""
-        raise NotImplementedError
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-
-class RankLock(_ContextLock):
+class RankLock:
     """``threading.Lock`` for the threads of ranks."""
 
     def __init__(self, threads: Threads) -> None:
@@ -339,6 +317,11 @@ class RankLock(_ContextLock):
         if self._threads.is_virtual():
             self._threads.wake(self._waiting)
 
+    __enter__ = acquire
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def locked(self) -> bool:
         """Return whether a thread holds the lock."""
         return self._lock.locked()
@@ -346,46 +329,3 @@ class RankLock(_ContextLock):
     def _at_fork_reinit(self) -> None:
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._waiting.clear()
-
-
-class RankRLock(_ContextLock):
-    """``threading.RLock`` for the threads of ranks."""
-
-    def __init__(self, threads: Threads) -> None:
-        self._block = RankLock(threads)
-        self._owner, self._count = 0, 0
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock, or count one more acquisition by the thread that holds it."""
-        me = threading.get_ident()
-        if self._owner == me:
-            self._count += 1
-            return True
-        is_taken = self._block.acquire(blocking, timeout)
-        if is_taken:
-            self._owner, self._count = me, 1
-        return is_taken
-
-    def release(self) -> None:
-        """Undo one acquisition; undoing the last one releases the lock."""
-        if self._owner != threading.get_ident():
-            raise RuntimeError("cannot release un-acquired lock")
-        self._count -= 1
-        if not self._count:
-            self._owner = 0
-            self._block.release()
-
-    # Methods that threading.Condition calls
-
-    def _is_owned(self) -> bool:
-        return self._owner == threading.get_ident()
-
-    def _release_save(self) -> tuple[int, int]:
-        state = self._count, self._owner
-        self._count = self._owner = 0
-        self._block.release()
-        return state
-
-    def _acquire_restore(self, state: tuple[int, int]) -> None:
-        self._block.acquire()
-        self._count, self._owner = state

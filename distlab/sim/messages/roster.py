@@ -5,9 +5,9 @@ for different groups, or not at all, different groups share a name: over gloo th
 the wrong ranks.
 """
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
+from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row, mismatch, place
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import rank_names
@@ -49,29 +49,12 @@ class MadeGroup(NamedTuple):
         """Return the group's row of a report."""
         return Row((self.rank,), self.text(), place(self.site))
 
-
-class Roster:
-    """Compares the members that each rank names for a group with those that the first rank named.
-
-    Attributes:
-        groups: All groups by name, in the order of their creation.
-    """
-
-    def __init__(self) -> None:
-        self.groups: dict[Hashable, MadeGroup] = {}
-
-    def enter(self, name: Hashable, group: MadeGroup) -> None:
-        """Note that ``group.rank`` makes the group of this name.
-
-        Raises:
-            Mismatch: another rank has made a group with other members under this name.
-        """
-        first = self.groups.setdefault(name, group)
-        if first.members != group.members:
-            raise mismatch(
-                "operation mismatch",
-                f"{first.text()} on rank {first.rank}, but {group.text()} on rank {group.rank}",
-                [first.row(), group.row()],
-                "Every rank has to call new_group for every group in the same order, even for "
-                "groups that it is not in.",
-            )
+    def mismatch(self, other: "MadeGroup") -> Mismatch:
+        """Make the error for a group of the same name whose members are others."""
+        return mismatch(
+            "operation mismatch",
+            f"{self.text()} on rank {self.rank}, but {other.text()} on rank {other.rank}",
+            [self.row(), other.row()],
+            "Every rank has to call new_group for every group in the same order, even for groups "
+            "that it is not in.",
+        )
