@@ -61,9 +61,10 @@ def _knot(still: Standstill, ranks: list[int]) -> Cause:
         is_cycle = cause.kind == "send/recv cycle"
         cause = cause._replace(advice=by_torch if is_cycle else f"{by_torch} {cause.advice}")
     for rank in cause.involved:
-        if lock := thread_waits.held_during(still.blocked[rank]):
-            advice = f"{lock.advice} If not: {lowered(cause.advice)}"
-            return cause._replace(words=f"{cause.words}; {lock.words}", advice=advice)
+        words, advice = thread_waits.held_during(still.blocked[rank])
+        if words:
+            advice = f"{advice} If not: {lowered(cause.advice)}"
+            return cause._replace(words=f"{cause.words}; {words}", advice=advice)
     return cause
 
 

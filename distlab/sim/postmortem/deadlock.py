@@ -6,67 +6,40 @@ deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits 
 Both wait in a send, which is done only when it is received. Let one of the two …
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
-from distlab.sim.messages.pending import Pending
 from distlab.sim.postmortem import near_misses, rows
 from distlab.sim.postmortem.causes import Cause, find_causes
-from distlab.sim.postmortem.standstill import History, Standstill
+from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.errors import BlockedCall, Deadlock
 from distlab.sim.reporting.report import table
-from distlab.sim.reporting.sites import Site
 from distlab.util.text import lowered
 
 MAX_ROWS = 12
 MAX_CAUSES = 3
 
 
-def explain(
-    blocked: Mapping[int, Pending],
-    ended: Iterable[int] = (),
-    killed: Iterable[int] = (),
-    unmatched: Iterable[Message] = (),
-    queued: Iterable[Message] = (),
-    waits_at: Mapping[int, Site] | None = None,
-    history: History | None = None,
-    beside: Iterable[Pending] = (),
-) -> Deadlock:
-    """Make the error for a world in which no rank can continue.
-
-    Args:
-        blocked: Operations that block ranks, by rank.
-        ended: Ranks that have returned or were killed.
-        killed: Ranks that a fault has killed, which are also in ``ended``.
-        unmatched: Sends and recvs that have started and have not met.
-        queued: Sends and recvs that have not started, because their rank's earlier ones run.
-        waits_at: Line on which a rank waits, by rank, which may not be that of the call.
-        history: Earlier calls of the ranks.
-        beside: Operations that block further threads of ranks.
-    """
-    history, beside = history or History(), list(beside)
-    still = Standstill(blocked, ended, killed, history)
-    unmatched = sorted(unmatched, key=lambda message: message.rank)
-    queued = sorted(queued, key=lambda message: message.rank)
+def explain(still: Standstill) -> Deadlock:
+    """Make the error for a world in which no rank can continue."""
     causes = find_causes(still)
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
     calls = [
-        (rows.row_of(wait, (waits_at or {}).get(rank), still.group_names.name(wait)), wait)
+        (rows.row_of(wait, still.waits_at.get(rank), still.group_names.name(wait)), wait)
         for rank, wait in still.blocked.items()
     ]
-    advice = "\n".join(_advice(causes[0], still, unmatched, queued, beside))
+    advice = "\n".join(_advice(causes[0], still))
     if shift := _shift(causes[0], still):
         advice = f"{shift}\nIf not: {lowered(advice)}"
+    idle = [message for message in still.unmatched if message not in still.beside]
     lines = [
         *_headlines(causes),
         *table(rows.fitting(calls, MAX_ROWS, ranks) + rows.ends(still)),
-        *rows.in_other_threads(beside),
-        *rows.also_posted(
-            [m for m in unmatched if m not in beside], still.blocked, "never matched"
-        ),
-        *rows.also_posted(queued, still.blocked, "not started"),
+        *rows.in_other_threads(still.beside),
+        *rows.also_posted(idle, still.blocked, "never matched"),
+        *rows.also_posted(still.queued, still.blocked, "not started"),
         advice,
     ]
     return Deadlock("\n".join(lines), sorted(ranks), kind, _blocked_calls(calls), advice)
@@ -91,21 +64,15 @@ def _shift(cause: Cause, still: Standstill) -> str:
     return ""
 
 
-def _advice(
-    cause: Cause,
-    still: Standstill,
-    unmatched: Sequence[Message],
-    queued: Sequence[Message],
-    beside: Sequence[Pending],
-) -> list[str]:
+def _advice(cause: Cause, still: Standstill) -> list[str]:
     """Put hints on calls that nearly matched first, often alone: they are more specific."""
-    if hint := near_misses.kept_apart(queued, unmatched, still.blocked, cause.involved):
+    if hint := near_misses.kept_apart(still, cause.involved):
         return [hint]
     waits = (still.blocked[rank] for rank in cause.involved)
     waiting = [wait for wait in waits if isinstance(wait, Message)]
     if hint := near_misses.on_a_closed_connection(waiting):
         return [cause.advice, hint]
-    pairs = list(near_misses.near_pairs(unmatched, waiting))
+    pairs = list(near_misses.near_pairs(still.unmatched, waiting))
     if hint := near_misses.between_the_same_ranks(pairs) or near_misses.counted_inside_the_group(
         pairs
     ):
@@ -113,9 +80,9 @@ def _advice(
     if hint := near_misses.taken_by_another(waiting):
         return [hint, f"If not: {lowered(cause.advice)}"]
     is_cycle = cause.kind == "send/recv cycle"
-    doubtful = near_misses.doubtful(pairs, still, cause.involved, beside, is_cycle=is_cycle)
+    doubtful = near_misses.doubtful(pairs, still, cause.involved, is_cycle=is_cycle)
     hint = near_misses.with_another_rank(doubtful)
-    if hint and is_cycle and _have_posted_the_other_side(waiting, unmatched):
+    if hint and is_cycle and _have_posted_the_other_side(waiting, still.unmatched):
         return [hint]  # the cycle's advice, to post the other side, does not fit
     return [cause.advice, f"Or else: {hint}"] if hint else [cause.advice]
 

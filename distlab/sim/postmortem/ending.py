@@ -40,7 +40,7 @@ def standstill_error(
     blocked = {rank.number: waiting(rank) for rank in ranks}
     firsts = {number: strands[0] for number, strands in blocked.items() if strands}
     frames = sys._current_frames()
-    report = explain(
+    still = Standstill(
         {number: strand.waits_in for number, strand in firsts.items()},
         ended=[rank.number for rank in ranks if rank.has_left],
         killed=[rank.number for rank in ranks if rank.is_killed],
@@ -50,7 +50,7 @@ def standstill_error(
         waits_at={number: waits_at(strand, places, frames) for number, strand in firsts.items()},
         beside=[strand.waits_in for strands in blocked.values() for strand in strands[1:]],
     )
-    return first_error(report, ranks, places)
+    return first_error(explain(still), ranks, places)
 
 
 def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) -> SimulationError:
@@ -138,8 +138,8 @@ def doing_of_others(
     ]
     ended = [other.number for other in ranks if other.has_left and other.number not in failed]
     killed = [other.number for other in ranks if other.is_killed]
-    still = Standstill({}, ended, killed, history)
-    lines = [*rows.fitting(calls, MAX_ROWS), *rows.ends(still)]
+    ends = rows.ends(Standstill({}, ended, killed, history))
+    lines = [*rows.fitting(calls, MAX_ROWS), *ends]
     running = [
         other
         for other in ranks

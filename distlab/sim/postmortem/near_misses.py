@@ -59,7 +59,6 @@ def doubtful(
     pairs: Iterable[Pair],
     still: Standstill,
     ranks: Collection[int],
-    beside: Iterable[Pending],
     *,
     is_cycle: bool,
 ) -> list[Pair]:
@@ -71,13 +70,11 @@ def doubtful(
 
     Args:
         ranks: Ranks whose waits are in the pairs.
-        beside: Operations that block further threads of ranks.
         is_cycle: True if the ranks wait for each other.
     """
-    beside = list(beside)
     first = (still.blocked[rank] for rank in ranks)
-    repeated = set(_addresses(first)).intersection(_addresses(beside))
-    if not repeated and not {wait.rank for wait in beside}.isdisjoint(ranks):
+    repeated = set(_addresses(first)).intersection(_addresses(still.beside))
+    if not repeated and not {wait.rank for wait in still.beside}.isdisjoint(ranks):
         return []
     return [
         pair
@@ -196,26 +193,19 @@ _OF_BATCHES = (
 )
 
 
-def kept_apart(
-    queued: Sequence[Message],
-    unmatched: Sequence[Message],
-    blocked: Mapping[int, Pending],
-    ranks: Collection[int],
-) -> str:
+def kept_apart(still: Standstill, ranks: Collection[int]) -> str:
     """Say which messages would match if they were not waiting for their turns; "" if none would.
 
     Rank 0's irecv from rank 1 waits behind its isend to rank 1: on NCCL …
 
     Args:
-        queued: Messages that have not started.
-        unmatched: Messages that have started but have no match.
-        blocked: Operations that block ranks, by rank.
         ranks: Ranks whose messages count.
     """
-    apart = list(_kept_apart([m for m in queued if m.rank in ranks], [*unmatched, *queued]))
+    queued = [message for message in still.queued if message.rank in ranks]
+    apart = list(_kept_apart(queued, [*still.unmatched, *still.queued]))
     if not apart:
         return ""
-    apart_words = [_clause(message, blocked) for message in apart[:MAX_APART]]
+    apart_words = [_clause(message, still.blocked) for message in apart[:MAX_APART]]
     is_of_batches = any(message.is_in_batch for message in apart)
     words = clauses(apart_words) + (", and so on" if len(apart) > MAX_APART else "")
     return f"{words[0].upper()}{words[1:]}: {_OF_BATCHES if is_of_batches else _OF_PAIRS}"

@@ -17,7 +17,7 @@ from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.shifts import Splits
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.postmortem.group_names import GroupNames
-from distlab.sim.reporting.sites import Exit
+from distlab.sim.reporting.sites import Exit, Site
 from distlab.util.text import clauses, rank_names, verb
 
 MAX_CLAUSES = 3  # clauses of a sentence; longer ones show the first two and an end
@@ -83,6 +83,9 @@ class History(NamedTuple):
     is_in_order: bool = False
 
 
+NO_HISTORY = History()
+
+
 class Standstill:
     """The waits of all ranks.
 
@@ -91,20 +94,30 @@ class Standstill:
         ended: Ranks that have returned or were killed.
         killed: Ranks that a fault has killed, which are also in ``ended``.
         history: Earlier calls of the ranks.
+        unmatched: Sends and recvs that have started and have not met.
+        queued: Sends and recvs that have not started, because their rank's earlier ones run.
+        waits_at: Line on which a rank waits, by rank, which may not be that of the call.
+        beside: Operations that block further threads of ranks.
     """
 
     def __init__(
         self,
         blocked: Mapping[int, Pending],
-        ended: Iterable[int],
-        killed: Iterable[int],
-        history: History,
+        ended: Iterable[int] = (),
+        killed: Iterable[int] = (),
+        history: History = NO_HISTORY,
+        unmatched: Iterable[Message] = (),
+        queued: Iterable[Message] = (),
+        waits_at: Mapping[int, Site] = MappingProxyType({}),
+        beside: Iterable[Pending] = (),
     ) -> None:
         self.history = history
         self.group_names = GroupNames(blocked.values(), history.groups)
         self.blocked = dict(sorted(blocked.items()))
-        self.killed = set(killed)
-        self.ended = set(ended)
+        self.ended, self.killed = set(ended), set(killed)
+        self.unmatched = sorted(unmatched, key=lambda message: message.rank)
+        self.queued = sorted(queued, key=lambda message: message.rank)
+        self.waits_at, self.beside = waits_at, list(beside)
         self.waits_for = {rank: self._peers(wait) for rank, wait in self.blocked.items()}
 
     def _peers(self, wait: Pending) -> list[int]:

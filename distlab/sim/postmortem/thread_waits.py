@@ -1,20 +1,12 @@
 """Sentences about threads of a rank that wait for each other, and about locks held too long."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.thread_wait import ThreadWait, beside, thread_name
 from distlab.util.text import clauses, rank_names, verb
 
 HELD, HELD_BY_EACH = "which it holds itself", "which each of them holds itself"
-
-
-class HeldLock(NamedTuple):
-    """A lock that a thread holds while it communicates, and that another thread waits for."""
-
-    words: str
-    advice: str
 
 
 def alike(waits: Iterable[ThreadWait]) -> list[list[ThreadWait]]:
@@ -50,19 +42,23 @@ def advice(wait: ThreadWait) -> str:
     return "Threads that wait for each other never go on: one of them must not wait."
 
 
-def held_during(wait: Pending) -> HeldLock | None:
-    """Find a lock that the waiting thread holds, and that another thread of the rank needs."""
+def held_during(wait: Pending) -> tuple[str, str]:
+    """Describe a lock that the waiting thread holds, and that another thread of the rank needs.
+
+    Returns:
+        Words and advice; "" without such a lock.
+    """
     for other in beside(wait):
         chain = other.chain()
         links = [link.awaited for link in chain]
         if chain[-1].following() is wait and any(link.is_lock for link in links):
-            return HeldLock(
+            return (
                 f"on rank {wait.rank} {_of_thread(other)}",
                 f"On rank {wait.rank} {thread_name(wait.waiters[0])} holds a lock while it waits "
                 f"in {wait.name}. If a rank waits for what {thread_name(other.waiters[0])} does "
                 "with that lock, release it before communicating.",
             )
-    return None
+    return "", ""
 
 
 def _circle(chain: Sequence[ThreadWait]) -> list[ThreadWait]:

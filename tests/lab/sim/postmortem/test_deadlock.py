@@ -15,12 +15,16 @@ from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.store import KeyWait
-from distlab.sim.postmortem.deadlock import explain
-from distlab.sim.postmortem.standstill import History
+from distlab.sim.postmortem import deadlock
+from distlab.sim.postmortem.standstill import History, Standstill
 
 SCREEN_LINES = 24
 SITE = ("/home/me/ring.py", 41, "exchange")
 FORM = Form(torch.Size([4]), torch.float32)
+
+
+def explain(blocked: dict[int, Pending], **others: Any) -> Deadlock:
+    return deadlock.explain(Standstill(blocked, **others))
 
 
 def hand_made(kind: type[Any], rank: int, name: str, group: Sequence[int], **others: Any) -> Any:
