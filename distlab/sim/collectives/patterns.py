@@ -2,7 +2,7 @@
 
     members   the GPUs of the group in the order of their positions 0 … p-1; a root is at position 0
     n         bytes of the whole buffer; a share of it is n/p
-    α, β      seconds per message, seconds per byte; costs are for equal links without sharing
+    α, β      seconds per message, seconds per byte; `algorithms` has a table of all costs
     lg        logarithm to base 2
 
 Reductions are missing here, because each is a distribution run backwards (`phases.mirrored`): a
@@ -25,7 +25,6 @@ def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
     One lap is an all-gather or a reduce-scatter, two are an all-reduce. p = 4, n = 1000, two laps:
         every member sends 250 bytes to the right, 6 times: 1500 bytes each
 
-    Cost: laps·((p-1)α + n(p-1)/p β).
     Source: Patarasuk and Yuan 2009 (all-reduce); Thakur, Rabenseifner and Gropp 2005, section 4.1.
     """
     p = len(members)
@@ -38,17 +37,13 @@ def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
 
 
 def ring_twice(members: Sequence[int], n: float) -> Phases:
-    """All-reduce: a lap of reduce-scatter, then a lap of all-gather.
-
-    Cost: 2(p-1)α + 2n(p-1)/p β.
-    """
+    """All-reduce: a lap of reduce-scatter, then a lap of all-gather."""
     return ring(members, n, laps=2)
 
 
 def pairwise(members: Sequence[int], n: float) -> Phases:
     """All-to-all: in round s every member sends one share to the member s positions further.
 
-    Cost: (p-1)α + n(p-1)/p β.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.3.
     """
     p = len(members)
@@ -59,10 +54,7 @@ def pairwise(members: Sequence[int], n: float) -> Phases:
 
 
 def one_by_one(members: Sequence[int], n: float) -> Phases:
-    """Scatter: the root sends every other member its share, one after the other.
-
-    Cost: (p-1)α + n(p-1)/p β.
-    """
+    """Scatter: the root sends every other member its share, one after the other."""
     root, *receivers = members
     return [Phase(((root, receiver, n / len(members)),)) for receiver in receivers]
 
@@ -88,7 +80,6 @@ def _branches(p: int) -> Iterator[tuple[int, range]]:
 def tree_broadcast(members: Sequence[int], n: float) -> Phases:
     """Copy the root's buffer to all, along a binomial tree.
 
-    Cost: ⌈lg p⌉(α + nβ).
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2.
     """
     return [
@@ -98,19 +89,13 @@ def tree_broadcast(members: Sequence[int], n: float) -> Phases:
 
 
 def tree_all_reduce(members: Sequence[int], n: float) -> Phases:
-    """Reduce to position 0 and broadcast from there.
-
-    Cost: 2⌈lg p⌉(α + nβ).
-    """
+    """Reduce to position 0 and broadcast from there."""
     down = tree_broadcast(members, n)
     return mirrored(down) + down
 
 
 def tree_scatter(members: Sequence[int], n: float) -> Phases:
-    """Hand each subtree the shares of all its members. p = 4, n = 1000: 500 bytes, then 250.
-
-    Cost: ⌈lg p⌉α + n(p-1)/p β.
-    """
+    """Hand each subtree the shares of all its members. p = 4, n = 1000: 500 bytes, then 250."""
     p = len(members)
     return [
         Phase(
@@ -133,7 +118,6 @@ def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
     the one ``distance`` to the left, and in the last round only the shares that are missing there.
     Run backwards, they are recursive halving and Träff's reduce-scatter.
 
-    Cost: ⌈lg p⌉α + n(p-1)/p β.
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4; Träff 2024, arXiv 2410.14234.
     """
     p = len(members)
@@ -148,7 +132,6 @@ def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
 def ring_broadcast(members: Sequence[int], n: float) -> Phases:
     """Scatter along a tree, then all-gather along the ring.
 
-    Cost: (⌈lg p⌉ + p-1)α + 2n(p-1)/p β.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2.
     """
     return tree_scatter(members, n) + ring(members, n)
@@ -157,7 +140,6 @@ def ring_broadcast(members: Sequence[int], n: float) -> Phases:
 def doubling_broadcast(members: Sequence[int], n: float) -> Phases:
     """Scatter along a tree, then all-gather by doubling. Run backwards: Rabenseifner's reduce.
 
-    Cost: 2⌈lg p⌉α + 2n(p-1)/p β.
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.5.
     """
     return tree_scatter(members, n) + doubling_all_gather(members, n)
@@ -182,7 +164,6 @@ def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
 def dissemination(members: Sequence[int], n: float) -> Phases:
     """Barrier: notify the member 1, 2, 4, … positions further of all arrivals known so far.
 
-    Cost: ⌈lg p⌉α.
     Source: Hensgen, Finkel and Manber 1988.
     """
     return [_shift(members, distance, n) for distance in _doublings(len(members))]

@@ -102,10 +102,6 @@ class Clock:
         if len(strand.rank.strands) > 1:
             self.scheduler.act()
 
-    def when(self, time_s: float, action: Callable[[], None]) -> None:
-        """Call ``action`` at a virtual time, now or later; then ranks continue in their order."""
-        self.scheduler.at(time_s, action)
-
     def collective_begins(self, ranks: Iterable[int], at_s: float) -> None:
         """Note that bytes of a collective begin to travel."""
         if self._overlap:

@@ -187,7 +187,7 @@ class Scheduler:
     def _be_rank(self, rank: Rank, body: Callable[[Rank], None]) -> None:
         me: Any = threading.current_thread()
         me._daemonic = False  # inherited by threads that it starts
-        self._be(rank, lambda: body(rank))
+        self.be(rank, lambda: body(rank))
 
     def spawn(self, name: str, *, is_daemon: bool) -> Strand:
         """Make another strand of the running rank, whose thread is to call ``be``."""
@@ -199,13 +199,7 @@ class Scheduler:
         return strand
 
     def be(self, strand: Strand, body: Callable[[], None]) -> None:
-        """Run ``body`` as a spawned strand, when it is that strand's turn.
-
-        An error in ``body`` ends the world.
-        """
-        self._be(strand, body)
-
-    def _be(self, strand: Strand, body: Callable[[], None]) -> None:
+        """Run ``body`` as a strand, when it is that strand's turn; an error ends the world."""
         strand.baton.acquire()
         try:
             if not self.is_stopping and not strand.is_killed:

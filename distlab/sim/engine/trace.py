@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from distlab.sim.reporting.sites import Site
 
 NOWHERE: Site = ("", 0, "")
+Row = tuple[int, str, str, float, float, int, int, Site, int]  # an Event, which is slower to make
 
 
 class Event(NamedTuple):
@@ -32,24 +33,6 @@ class Event(NamedTuple):
     message: int = -1
 
 
-class DoneOperation(Protocol):
-    """A finished operation, as the trace sees it.
-
-    Attributes: rank, kind, name, posted_s, done_s, num_bytes, peer, site, number: fields of an
-        ``Event``, in that order.
-    """
-
-    rank: int
-    kind: str
-    name: str
-    posted_s: float
-    done_s: float
-    num_bytes: int
-    peer: int
-    site: Site
-    number: int
-
-
 class Trace:
     """Collects events and totals while the world runs.
 
@@ -67,7 +50,7 @@ class Trace:
         self.unwaited: list[str] = []  # handles that were never waited for, a line each, by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> virtual time
         self.network_s = 0.0  # time at which the last bytes had arrived, or the last rank ended
-        self._rows: list[tuple[Any, ...]] = []  # fields of events; plain tuples are faster to make
+        self._rows: list[Row] = []
         self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # messages, by source
         self.bytes_sent = [0.0] * num_ranks
         self.bytes_received = [0.0] * num_ranks
@@ -113,28 +96,16 @@ class Trace:
         self.bytes_received[dst] += num_bytes
         self.messages[src] += messages
 
-    def record(self, operation: DoneOperation) -> None:
+    def record(self, event: Row) -> None:
         """Record a finished operation."""
-        rank, kind, peer = operation.rank, operation.kind, operation.peer
+        rank, kind, peer = event[0], event[1], event[6]
         if kind == "collective":
             self.collectives[rank] += 1
         elif kind == "recv":
             arrived = self._arrived[rank]
             arrived[peer] = arrived.get(peer, 0) + 1
         if self.has_events:
-            self._rows.append(
-                (
-                    rank,
-                    kind,
-                    operation.name,
-                    operation.posted_s,
-                    operation.done_s,
-                    operation.num_bytes,
-                    peer,
-                    operation.site,
-                    operation.number,
-                )
-            )
+            self._rows.append(event)
 
     def waited(self, rank: int, name: str, site: Site, start_s: float, end_s: float) -> None:
         """Record that a rank waited for an operation."""

@@ -229,7 +229,7 @@ class Meeting:
         self._begin_s = clock.current.clock_s
         clock.collective_begins(self.group, self._begin_s)
         if call is FOUNDING:
-            clock.when(self._begin_s, lambda: self._end(self._begin_s))
+            clock.scheduler.at(self._begin_s, lambda: self._end(self._begin_s))
         else:
             calls = (attendance.call for attendance in self.attendances.values())
             largest = max(calls, key=lambda call: call.num_bytes)  # only sparse ones may differ

@@ -12,7 +12,7 @@ gives to one ``batch_isend_irecv`` start together, on the group's stream:
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -132,7 +132,7 @@ class Message(Pending):
     @property
     def is_in_batch(self) -> bool:
         """True while the message is part of an unfinished batch."""
-        return self.turn is not None and self.turn.lane.is_of_batches
+        return self.turn is not None and self.turn.is_batch
 
     def toward(self) -> str:
         """Write ``to rank 2``, ``from itself`` or ``from any rank``."""
@@ -149,31 +149,30 @@ class Message(Pending):
         return f"{self.full_name()} {toward} {peer}, {describe(Form(*self.form))}{tag}{group}"
 
 
-class Lane:
-    """A stream of one rank: its turns run one after the other, and the first one is under way."""
-
-    def __init__(self, *, is_of_batches: bool) -> None:
-        self.is_of_batches = is_of_batches
-        self.turns: deque[Turn] = deque()
-
-
 class Turn:
-    """The unfinished messages of a batch, which start together, or a single message."""
+    """The unfinished messages of a batch, which start together, or a single message.
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
+    Args:
+        lane: A stream of one rank: its turns run one after the other, and the first is under way.
+    """
+
+    def __init__(self, lane: "Lane", *, is_batch: bool) -> None:
+        self.lane, self.is_batch = lane, is_batch
         self.members: list[Message] = []
-        lane.turns.append(self)
+        lane.append(self)
 
     def ahead(self) -> list[Message]:
         """Return the messages of the lane's first turn, or none if that is this turn."""
-        first = self.lane.turns[0]
+        first = self.lane[0]
         return [] if first is self else first.members
 
     def add(self, message: Message) -> None:
         """Add a message to this turn."""
         self.members.append(message)
         message.turn = self
+
+
+Lane: TypeAlias = deque[Turn]
 
 
 class Lanes:
@@ -201,9 +200,9 @@ class Lanes:
         if turn is None:
             if message.peer == ANY_SOURCE:  # NCCL has no such recv, so no lane orders it
                 return True
-            turn = Turn(self._lane(message, message.peer))
+            turn = Turn(self._lane(message, message.peer), is_batch=False)
         turn.add(message)
-        return turn.lane.turns[0] is turn
+        return turn.lane[0] is turn
 
     def _batch_turn(self, message: Message) -> Turn | None:
         """Return the turn of the batch that the rank is posting, or None if it posts none."""
@@ -211,16 +210,12 @@ class Lanes:
         if not num_missing:
             return None
         if turn is None or not turn.members:  # its earlier members were done at once
-            turn = Turn(self._lane(message, _BATCHES))
+            turn = Turn(self._lane(message, _BATCHES), is_batch=True)
         self._batches[message.rank] = (num_missing - 1, turn)
         return turn
 
     def _lane(self, message: Message, peer: int) -> Lane:
-        key = (message.key, message.rank, peer)
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = Lane(is_of_batches=peer == _BATCHES)
-        return lane
+        return self._lanes.setdefault((message.key, message.rank, peer), deque())
 
     def done(self, message: Message, at_s: float) -> None:
         """Let the next turn of the lane start, if the message was the last of its turn."""
@@ -230,10 +225,10 @@ class Lanes:
         turn.members.remove(message)
         if turn.members:
             return
-        turns = turn.lane.turns
-        turns.popleft()
-        if turns:
-            self._due.append((turns[0], at_s))
+        lane = turn.lane
+        lane.popleft()
+        if lane:
+            self._due.append((lane[0], at_s))
             self._start_due()
 
     def _start_due(self) -> None:
@@ -253,5 +248,5 @@ class Lanes:
     def waiting(self) -> Iterator[Message]:
         """Yield the messages that were posted and have not started."""
         for lane in self._lanes.values():
-            for turn in [*lane.turns][1:]:
+            for turn in [*lane][1:]:
                 yield from turn.members

@@ -61,7 +61,8 @@ class Pending:
         self.is_done = True
         self.done_s = at_s
         if self.is_recorded:
-            self.clock.trace.record(self)
+            of_rank = self.rank, self.kind, self.name, self.posted_s, at_s, self.num_bytes
+            self.clock.trace.record((*of_rank, self.peer, self.site, self.number))
         for waiter in self.waiters:
             self.clock.ready(waiter, at_s)
 

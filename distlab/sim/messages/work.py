@@ -93,13 +93,7 @@ class SimWork(dist.Work):
         """Return whether the operation is done; a failed one raises in its rank instead."""
         return self.is_completed()
 
-    def synchronize(self) -> None:
-        """Block until the operation is done."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Block until the operation is done: a rank is its own stream."""
-        self.wait()
+    synchronize = block_current_stream = wait  # type: ignore[assignment]  # a rank is its own stream
 
     def result(self) -> list[Tensor]:
         """Return the tensors that were written."""

@@ -34,10 +34,9 @@ class SimulationError(RuntimeError):
         advice: Advice that the message contains, or "".
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, ranks: Sequence[int] = (), advice: str = "") -> None:
         super().__init__(message)
-        self.ranks = tuple(ranks)
-        self.advice = ""
+        self.ranks, self.advice = tuple(ranks), advice
 
     def note(self, causes: Sequence[str], remarks: Sequence[str]) -> None:
         """Insert causes before the advice, which becomes "Or else: …", and append remarks."""
@@ -51,9 +50,6 @@ class SimulationError(RuntimeError):
             text = "\n".join([text, *causes])
         self.args = ("\n".join([text, *remarks]),)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (str(self), self.ranks))
-
 
 EXIT = "os._exit"
 
@@ -64,9 +60,6 @@ class RankError(SimulationError):
     def __init__(self, message: str, ranks: Sequence[int] = (), exception: str = "") -> None:
         super().__init__(message, ranks)
         self.exception = exception  # the name of its type, or EXIT
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (str(self), self.ranks, self.exception))
 
 
 class Mismatch(SimulationError):
@@ -79,12 +72,8 @@ class Mismatch(SimulationError):
         kind: MismatchKind = "operation mismatch",
         advice: str = "",
     ) -> None:
-        super().__init__(message, ranks)
+        super().__init__(message, ranks, advice)
         self.kind = kind
-        self.advice = advice
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (str(self), self.ranks, self.kind, self.advice))
 
 
 @dataclass(frozen=True)
@@ -114,10 +103,5 @@ class Deadlock(SimulationError):
         calls: Sequence[BlockedCall] = (),
         advice: str = "",
     ) -> None:
-        super().__init__(message, ranks)
-        self.kind = kind
-        self.calls = tuple(calls)
-        self.advice = advice
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (str(self), self.ranks, self.kind, self.calls, self.advice))
+        super().__init__(message, ranks, advice)
+        self.kind, self.calls = kind, tuple(calls)
