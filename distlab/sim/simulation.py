@@ -78,11 +78,7 @@ class Simulation:
         )
         self.groups = Groups(shared, self.rank_states.tables)
         self.threads = Threads(
-            self.scheduler,
-            self.clock,
-            self.rank_states,
-            self.places,
-            self._in_another_thread,
+            self.scheduler, self.clock, self.rank_states, self.places, self._in_another_thread
         )
 
     def _make_devices(self) -> list[Device]:

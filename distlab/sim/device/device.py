@@ -120,7 +120,9 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _innermost_mode(_FAKE) is not None:  # DTensor computes the shapes of a new operation
             return func(*args, **(kwargs or {}))
         if types and _has_wrapper(types):  # a DTensor, whose local tensors come here by themselves
-            self._meet_parameters(args)
+            for value in args:
+                if isinstance(value, Parameter):
+                    self.memory.meet(value)
             return NotImplemented
         kwargs, op = kwargs or {}, describe(func)
         if op.is_composite:
@@ -151,11 +153,6 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seconds = max(seconds, cost.flops / rate)
         if seconds:
             self.advance(seconds * self.slowdown, op.name)
-
-    def _meet_parameters(self, args: tuple[Any, ...]) -> None:
-        for value in args:
-            if isinstance(value, Parameter):
-                self.memory.meet(value)
 
 
 def _rates_by_dtype(gpu: GPU) -> dict[torch.dtype | None, float]:

@@ -48,24 +48,25 @@ class GPU:
         """Return a GPU of the table in presets.py, such as "H100-80GB"."""
         if name not in GPUS:
             raise unknown_name("GPU", name, GPUS)
-        values = {key: number.value for key, number in GPUS[name].items()}
-        return cls(
-            name,
-            memory_bytes=values["memory_bytes"],
-            memory_bytes_per_s=values["memory_bytes_per_s"],
-            peak_flops=_below(values, "peak_flops."),
-            achievable_flops=_below(values, "achievable_flops."),
-            protocol_efficiency=_below(values, "protocol_efficiency."),
-        )
+        fields: dict[str, Any] = {}
+        for key, number in GPUS[name].items():
+            field_name, _, entry = key.partition(".")
+            if entry:
+                fields.setdefault(field_name, {})[entry] = number.value
+            else:
+                fields[field_name] = number.value
+        return cls(name, **fields)
 
     def numbers(self) -> dict[str, float]:
         """Return all numbers under their names in the table, such as "peak_flops.float16"."""
         return {
             "memory_bytes": self.memory_bytes,
             "memory_bytes_per_s": self.memory_bytes_per_s,
-            **{f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()},
-            **{f"achievable_flops.{dtype}": v for dtype, v in self.achievable_flops.items()},
-            **{f"protocol_efficiency.{name}": v for name, v in self.protocol_efficiency.items()},
+            **{
+                f"{name}.{entry}": value
+                for name in ("peak_flops", "achievable_flops", "protocol_efficiency")
+                for entry, value in getattr(self, name).items()
+            },
         }
 
 
@@ -294,10 +295,6 @@ def _assumed_lines(
         if number.status == "assumed":
             lines.append(f"{prefix}{key} = {value:g} (assumed: {number.source})")
     return lines
-
-
-def _below(values: Mapping[str, float], prefix: str) -> dict[str, float]:
-    return {key[len(prefix) :]: value for key, value in values.items() if key.startswith(prefix)}
 
 
 def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:

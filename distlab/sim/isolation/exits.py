@@ -54,12 +54,9 @@ class Exits:
         finally:
             if is_free:
                 sys.settrace(None)
-            self._note(rank, program.last)
-
-    def _note(self, rank: int, site: Site | None) -> None:
-        if site is not None:
-            known = self.known.get(rank)
-            self.known[rank] = Exit(site, known.left_group_at if known else None)
+            if program.last is not None:
+                known = self.known.get(rank)
+                self.known[rank] = Exit(program.last, known.left_group_at if known else None)
 
     def joined(self, rank: int) -> None:
         """Note that a rank enters the world; a script does so in a call below its ``main()``."""

@@ -20,20 +20,20 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.autograd.profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # a rank's import would bind its group as default
 
 from distlab.sim.engine.clock import Clock
-from distlab.sim.isolation import profiling
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import BACKEND, Groups
-from distlab.sim.isolation.meta_device import MetaHandle
 from distlab.sim.isolation.rank_states import (
     NUMPY_FUNCTIONS,
     PYTHON_FUNCTIONS,
     RankStates,
     RankVariables,
+    Replace,
     set_warning_state,
     warning_state,
 )
@@ -77,6 +77,8 @@ def installed(host: RankHost) -> Iterator[None]:
         raise SimulationError("a process can simulate only one world at a time")
     with contextlib.ExitStack() as undo:
         undo.callback(_occupied.release)
+        _restore_afterwards(undo)
+        undo.callback(host.rank_states.leave)
         _replace(undo, c10d, "_world", host.rank_states.tables)
         isolate: Any = torch._C._distributed_c10d  # groups by name, per thread; not in the stubs
         isolate._set_thread_isolation_mode(True)
@@ -86,29 +88,32 @@ def installed(host: RankHost) -> Iterator[None]:
         _patch_making_of_groups(undo, host)
         _patch_default_group(undo, host)
         _patch_checks(undo, host)
-        undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
         replace = functools.partial(_replace, undo)
         host.refusals.install(replace)
         of_ranks = functools.partial(_replace_on_ranks, undo, host.rank_states)
         _patch_clocks(of_ranks, host)
         host.threads.install(replace)
-        profiling.install(replace, host.rank_states)
-        undo.callback(host.rank_states.leave)
+        _patch_profiler(replace, host.rank_states)
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)
-        undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         _patch_generators(of_ranks, host.rank_states)
         _patch_environment(undo, host.rank_states)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
         undo.callback(delattr, torch, "meta")
-        undo.callback(set_warning_state, warning_state())
-        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-        undo.callback(_set_deterministic, torch.are_deterministic_algorithms_enabled())
-        undo.callback(setattr, sys, "stdout", sys.stdout)  # redirections of ranks interleave
-        undo.callback(setattr, sys, "stderr", sys.stderr)
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # otherwise each rank's thread gets its own pool
         yield
+
+
+def _restore_afterwards(undo: contextlib.ExitStack) -> None:
+    """Put back the settings of the process that ranks may change."""
+    undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
+    undo.callback(setattr, sys, "stdout", sys.stdout)  # redirections of ranks interleave
+    undo.callback(setattr, sys, "stderr", sys.stderr)
+    undo.callback(set_warning_state, warning_state())
+    undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+    undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+    undo.callback(_set_deterministic, torch.are_deterministic_algorithms_enabled())
+    undo.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(1)  # otherwise each rank's thread gets its own pool
 
 
 def _set_deterministic(wanted: bool) -> None:
@@ -186,11 +191,7 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Simulate all groups, whatever backend the program names."""
 
     def init_process_group(
-        backend: object = None,
-        init_method: object = None,
-        timeout: Any = None,
-        *_: object,
-        **__: object,
+        backend: object = None, init_method: object = None, timeout: Any = None, *_: Any, **__: Any
     ) -> None:
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
@@ -363,3 +364,71 @@ def _put_back(process: dict[bytes, bytes], written: set[bytes]) -> None:
             os.putenv(name, process[name])
         else:
             os.unsetenv(name)
+
+
+def _patch_profiler(replace: Replace, rank_states: RankStates) -> None:
+    """Refuse the profiler to a rank while another one uses it.
+
+    A process has only one, and starting it in two threads crashes the process (SIGSEGV).
+    """
+    profiler: Any = torch.autograd.profiler
+    owner: list[int] = []  # rank that uses it; empty if none does
+
+    def take(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_alone(*args: Any, **kwargs: Any) -> Any:
+            me = rank_states.current
+            if owner and owner[0] != me:
+                raise RuntimeError(
+                    f"rank {me} cannot start a profiler while rank {owner[0]} has one: simulated "
+                    "ranks share a process, and so its profiler. Profile on one rank, or look at "
+                    "the trace of the simulation (distlab sim --trace)"
+                )
+            owner[:] = [me]
+            return begin(*args, **kwargs)
+
+        return begin_alone
+
+    end = profiler._disable_profiler
+
+    def give_back(*args: Any, **kwargs: Any) -> Any:
+        owner.clear()
+        return end(*args, **kwargs)
+
+    replace(profiler, "_prepare_profiler", take(profiler._prepare_profiler))
+    replace(profiler, "_enable_profiler", take(profiler._enable_profiler))
+    replace(profiler, "_disable_profiler", give_back)
+
+
+# ``torch.meta`` is the counterpart of ``torch.cuda``: FSDP2 needs it to shard over a "meta" mesh.
+# FSDP takes a parameter on meta for one that was left there by mistake, and refuses to train. For
+# simulated ranks, meta is the GPU that holds models too large for this machine.
+
+_OWNER = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+
+class MetaHandle:
+    """Streams and events of meta tensors: the CPU's, which do nothing.
+
+    Args: undo: Stack that undoes the change to FSDP, made when a program first uses it.
+    """
+
+    def __init__(self, undo: contextlib.ExitStack) -> None:
+        self._undo = undo
+        self._is_used = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        """Return the number of the device; FSDP asks for it before anything else."""
+        owner = sys.modules.get(_OWNER)
+        if owner is not None and not self._is_used:
+            self._is_used = True
+            self._let_train(owner.FSDPParamGroup)
+        return 0
+
+    def _let_train(self, groups: Any) -> None:
+        """Drop FSDP's check, but not earlier, because importing FSDP takes a second."""
+        check = groups._validate_no_meta_params
+        self._undo.callback(setattr, groups, "_validate_no_meta_params", check)
+        groups._validate_no_meta_params = lambda _: None

@@ -205,7 +205,6 @@ class SimGroup(BaseGroup):
         """Let time pass for a call on a closed group, which is about to be refused."""
         shared = self._shared
         meeting = Meeting(shared.meetings, self._key, self._ranks, self._num_calls)
-        site = shared.places.call_site()
-        attendance = Attendance(shared.clock, self._ranks, call, meeting, site)
+        attendance = Attendance(meeting, call, shared.places.call_site())
         meeting.attendances[attendance.rank] = attendance
         shared.clock.refused(attendance)

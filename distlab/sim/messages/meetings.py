@@ -48,15 +48,8 @@ class Attendance(Pending):
 
     __slots__ = ("call", "forms", "kept", "meeting")
 
-    def __init__(
-        self,
-        clock: Clock,
-        group: tuple[int, ...],
-        call: Call,
-        meeting: "Meeting",
-        site: CallSite,
-    ) -> None:
-        super().__init__(clock, call.name, group, nbytes(call.inputs), site)
+    def __init__(self, meeting: "Meeting", call: Call, site: CallSite) -> None:
+        super().__init__(meeting.clock, call.name, meeting.group, nbytes(call.inputs), site)
         self.call = call  # deleted at the end, as it holds tensors
         tensors = call.inputs if call.is_coalesced else [*call.inputs, *call.outputs][:1]
         self.forms = [Form(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -112,10 +105,8 @@ class Meeting:
     # ended holds no attendance, so that no handle keeps the tensors of other ranks alive.
 
     def __init__(self, world: "Meetings", key: object, group: tuple[int, ...], number: int) -> None:
-        self._world = world
-        self.key = key
-        self.group = group
-        self.number = number
+        self._world, self.clock = world, world.clock
+        self.key, self.group, self.number = key, group, number
         self.attendances: dict[int, Attendance] = {}  # keys: global ranks
         self._under_way = 0  # number of transfers of the current phase
         self._begin_s = 0.0
@@ -132,9 +123,9 @@ class Meeting:
             Mismatch: the calls of the ranks cannot be one collective.
         """
         if self._error_of is not None:
-            raise self._error_of(self._world.clock.current.number)
+            raise self._error_of(self.clock.current.number)
         kind = Founding if call is FOUNDING else Attendance
-        attendance = kind(self._world.clock, self.group, call, self, site)
+        attendance = kind(self, call, site)
         self.attendances[attendance.rank] = attendance
         if self._world.buffers.is_strict:
             attendance.kept = [self._world.buffers.copied(tensor) for tensor in call.inputs]
@@ -189,7 +180,7 @@ class Meeting:
 
     def _thread(self, attendance: Attendance) -> str:
         """Return the name of the thread that waits or has just arrived; "" for the first thread."""
-        current = self._world.clock.scheduler.current
+        current = self.clock.scheduler.current
         newcomer = [current] if attendance.rank == current.number else []
         return next((strand.name for strand in attendance.waiters or newcomer), "")
 
@@ -197,7 +188,7 @@ class Meeting:
         """Return whether more than one thread of a rank is in a call of this group."""
         users = [
             strand.number
-            for rank in self._world.clock.scheduler.ranks
+            for rank in self.clock.scheduler.ranks
             for strand in rank.strands
             if isinstance(call := strand.waits_in, Attendance) and call.meeting.key == self.key
         ]
@@ -217,7 +208,7 @@ class Meeting:
         if self._has_begun:
             return
         self._error_of, self.is_disputed = error_of, False
-        now_s = self._world.clock.current.clock_s
+        now_s = self.clock.current.clock_s
         for rank, attendance in self.attendances.items():
             attendance.fail(error_of(rank), now_s)
         self.attendances.clear()
@@ -225,7 +216,7 @@ class Meeting:
     def _begin(self, call: Call) -> None:
         """Let the bytes travel, now that all ranks have arrived."""
         self._has_begun = True
-        clock = self._world.clock
+        clock = self.clock
         self._begin_s = clock.current.clock_s
         clock.collective_begins(self.group, self._begin_s)
         if call is FOUNDING:
@@ -254,7 +245,7 @@ class Meeting:
         return None
 
     def _end(self, at_s: float) -> None:
-        self._world.clock.collective_ends(self.group, at_s)
+        self.clock.collective_ends(self.group, at_s)
         members = [self.attendances[rank] for rank in self.group]
         if any(member.site != members[0].site for member in members):
             self._world.splits.note(self.key, self.number, {m.rank: m.site for m in members})

@@ -184,17 +184,13 @@ def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
     )
     missing = _directly_missing(still, present)
     words = f"{still.sentence(still.mates[present])}, but {still.sentences(missing)}"
-    advice = _joined(
+    advice = (
         wrong_group(still, ranks, still.mates[present]),
         ways_out.of_absence(still, missing, present)
         or "Every rank of a group must make the same collective calls in the same order.",
         f"Or {verb(missing, 'do', 'does')} {rank_names(missing)} skip a call?",
     )
-    return Cause("missing rank", missing, ranks, words, advice)
-
-
-def _joined(*sentences: str) -> str:
-    return " ".join(filter(None, sentences))
+    return Cause("missing rank", missing, ranks, words, " ".join(filter(None, advice)))
 
 
 def _directly_missing(still: Standstill, present: int) -> list[int]:
