@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from distlab.grade import WrongResult
-from distlab.sim.device.hooks import this_tracker
+from distlab.sim.device.memory import this_tracker
 from judging.calls import cause_told, refused, returned, typed
 from judging.comparing import noting_changes
 from judging.models import DOUBLE

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.sim.device.hooks import this_tracker
+from distlab.sim.device.memory import this_tracker
 from judging.calls import cause_told
 
 STATE, GRADIENTS = "ShardedOptimizer", "ShardedGradientOptimizer"

@@ -29,8 +29,7 @@ from torch.utils._python_dispatch import (
 
 from distlab.sim.device import meta_cache
 from distlab.sim.device.flops import Cost, Operation, describe, op_cost
-from distlab.sim.device.hooks import SharedInstallation
-from distlab.sim.device.memory import MemoryTracker
+from distlab.sim.device.memory import MemoryTracker, SharedInstallation
 from distlab.sim.hardware.cluster import GPU
 
 aten = torch.ops.aten

@@ -14,18 +14,25 @@ that fragments, much more. The account misses memory inside an operation, tensor
 or from before, and tensors made without an operation (``torch.Tensor([1.0])``).
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from distlab.sim.device import hooks
 from distlab.sim.device.flops import Operation, tensors_in
 from distlab.sim.device.ledger import Account, Category
 from distlab.util.text import bytes_text
@@ -42,6 +49,32 @@ _PLAIN = (Tensor, Parameter)
 
 class OutOfMemory(RuntimeError):
     """A rank needed more memory than its device has; the message lists the memory's contents."""
+
+
+class SharedInstallation:
+    """A change to the process that stays as long as at least one thread needs it.
+
+    Args: install: Function that makes the change and returns a function that undoes it.
+    """
+
+    def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
+        self._install = install
+        self._lock, self._users = threading.Lock(), 0
+        self._undo: Callable[[], None]
+
+    def enter(self) -> None:
+        """Make the change, unless another thread has made it."""
+        with self._lock:
+            if self._users == 0:
+                self._undo = self._install()
+            self._users += 1
+
+    def leave(self) -> None:
+        """Undo the change, unless another thread still needs it."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._undo()
 
 
 class MemoryTracker:
@@ -62,13 +95,22 @@ class MemoryTracker:
         return self
 
     def serve(self) -> None:
-        """Account for the calling thread."""
-        hooks.start_serving(self)
+        """Account for the calling thread.
+
+        Raises: RuntimeError: the thread already has a tracker.
+        """
+        if this_tracker() is not None:
+            raise RuntimeError(
+                "this thread's memory is already tracked: use one tracker per thread"
+            )
+        _HOOKS.enter()
+        _thread.tracker = self
 
     def stop_serving(self) -> None:
         """Stop accounting for the calling thread."""
         self._update()
-        hooks.stop_serving()
+        _thread.tracker = None
+        _HOOKS.leave()
 
     def __exit__(self, *exception: object) -> None:
         self.stop_serving()
@@ -147,7 +189,7 @@ class MemoryTracker:
             handle = None
             if parameter.requires_grad and parameter.is_leaf:
                 register: Any = parameter.register_post_accumulate_grad_hook
-                handle = register(hooks.on_gradient)
+                handle = register(_on_gradient)
             self._parameters[id(parameter)] = (ref(parameter), handle)
 
     def resize(self, storage: UntypedStorage, nbytes: int) -> None:
@@ -204,7 +246,7 @@ class MemoryTracker:
     def _require(self, nbytes: int, op_name: str) -> None:
         capacity = self.capacity_bytes
         if capacity is not None and self._account.live_bytes + nbytes > capacity:
-            hooks.recognise_optimizer_state()  # the state of a first step is not known yet
+            _recognise_optimizer_state()  # the state of a first step is not known yet
             raise OutOfMemory(_explain(self._update(), nbytes, capacity, op_name))
 
 
@@ -241,3 +283,79 @@ def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
             f"what may help: {_REMEDIES[held[0][0]]}",
         ]
     )
+
+
+# Hooks and patches. Ranks are threads, but torch's hooks belong to the process. They are installed
+# once, look up the tracker of the calling thread, and are removed with the last tracker.
+
+_thread = threading.local()
+_plain_resize = UntypedStorage.resize_
+
+
+def this_tracker() -> MemoryTracker | None:
+    """Return the memory tracker of this thread, or None without a device."""
+    tracker: MemoryTracker | None = getattr(_thread, "tracker", None)
+    return tracker
+
+
+def _install_hooks() -> Callable[[], None]:
+    handles = [
+        register_module_parameter_registration_hook(_on_registration),
+        register_optimizer_step_pre_hook(_before_step),
+        register_optimizer_step_post_hook(_after_step),
+    ]
+    # FSDP2 frees and restores parameters by resize_, which is not a tensor operation.
+    UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+
+    def undo() -> None:
+        del UntypedStorage.resize_  # uncovers the inherited method
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+_HOOKS = SharedInstallation(_install_hooks)
+
+
+def _on_registration(module: object, name: str, parameter: Tensor | None) -> None:
+    if (tracker := this_tracker()) and parameter is not None:
+        tracker.meet(parameter)
+
+
+def _on_gradient(parameter: Tensor) -> None:
+    """Serve as post-accumulate hook of a parameter."""
+    if (tracker := this_tracker()) and parameter.grad is not None:
+        tracker.reclassify(parameter.grad, "gradients")
+
+
+def _before_step(optimizer: Optimizer, *arguments: object) -> None:
+    if tracker := this_tracker():
+        _thread.optimizer = ref(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                tracker.meet(parameter)
+
+
+def _after_step(optimizer: Optimizer, *arguments: object) -> None:
+    if tracker := this_tracker():
+        _classify_state(tracker, optimizer)
+
+
+def _recognise_optimizer_state() -> None:
+    """Report the state of this thread's current or latest optimizer to its tracker."""
+    tracker, optimizer = this_tracker(), getattr(_thread, "optimizer", lambda: None)()
+    if tracker and optimizer is not None:
+        _classify_state(tracker, optimizer)
+
+
+def _classify_state(tracker: MemoryTracker, optimizer: Optimizer) -> None:
+    for leaf in tree_leaves(list(optimizer.state.values())):
+        if isinstance(leaf, Tensor):
+            tracker.reclassify(leaf, "optimizer_state")
+
+
+def _resize(storage: UntypedStorage, nbytes: int) -> Any:
+    if tracker := this_tracker():
+        tracker.resize(storage, nbytes)
+    return _plain_resize(storage, nbytes)

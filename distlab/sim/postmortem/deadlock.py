@@ -17,7 +17,6 @@ from distlab.sim.reporting.errors import BlockedCall, Deadlock
 from distlab.sim.reporting.report import table
 from distlab.util.text import lowered
 
-MAX_ROWS = 12
 MAX_CAUSES = 3
 
 
@@ -36,7 +35,7 @@ def explain(still: Standstill) -> Deadlock:
     idle = [message for message in still.unmatched if message not in still.beside]
     lines = [
         *_headlines(causes),
-        *table(rows.fitting(calls, MAX_ROWS, ranks) + rows.ends(still)),
+        *table(rows.fitting(calls, rows.MAX_ROWS, ranks) + rows.ends(still)),
         *rows.in_other_threads(still.beside),
         *rows.also_posted(idle, still.blocked, "never matched"),
         *rows.also_posted(still.queued, still.blocked, "not started"),

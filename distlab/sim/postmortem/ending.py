@@ -17,7 +17,7 @@ from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.thread_wait import ThreadWait
 from distlab.sim.postmortem import rows
-from distlab.sim.postmortem.deadlock import MAX_ROWS, explain
+from distlab.sim.postmortem.deadlock import explain
 from distlab.sim.postmortem.handlers import exceptions_of, handler_around, raises
 from distlab.sim.postmortem.standstill import History, Standstill
 from distlab.sim.reporting.errors import EXIT, RankError, SimulationError
@@ -139,7 +139,7 @@ def doing_of_others(
     ended = [other.number for other in ranks if other.has_left and other.number not in failed]
     killed = [other.number for other in ranks if other.is_killed]
     ends = rows.ends(Standstill({}, ended, killed, history))
-    lines = [*rows.fitting(calls, MAX_ROWS), *ends]
+    lines = [*rows.fitting(calls, rows.MAX_ROWS), *ends]
     running = [
         other
         for other in ranks

@@ -61,13 +61,10 @@ def _described(still: Standstill, wait: Pending) -> str:
 def _same_call_elsewhere(still: Standstill, ranks: Sequence[int], wait: Attendance) -> str:
     """Look for a rank that waits for one of ``ranks`` in the same call, but on another group."""
     for rank, other in still.blocked.items():
-        if not isinstance(other, Attendance) or (other.name, rank in wait.group) != (
-            wait.name,
-            True,
-        ):
+        if not isinstance(other, Attendance) or other.name != wait.name:
             continue
-        missed = set(ranks).intersection(still.waits_for[rank])
-        if missed and other.group != wait.group:
+        is_elsewhere = rank in wait.group and other.group != wait.group
+        if is_elsewhere and not set(ranks).isdisjoint(still.waits_for[rank]):
             return (
                 f"Rank {wait.rank} calls {wait.name} on {_described(still, wait)}, and rank {rank} "
                 f"on {_described(still, other)}: "

@@ -221,9 +221,7 @@ def _kept_apart(queued: Sequence[Message], posted: Sequence[Message]) -> Iterato
 
 def _meeting_point(message: Message, name: str) -> tuple[object, ...]:
     """Return the address of a message; its match has the same one with the other name."""
-    is_send = message.name == "send"
-    ends = (message.rank, message.peer) if is_send else (message.peer, message.rank)
-    return message.key, *ends, message.tag, name
+    return message.key, *_ends(message), message.tag, name
 
 
 def _clause(message: Message, blocked: Mapping[int, Pending]) -> str:

@@ -27,7 +27,7 @@ from torch.optim import AdamW
 
 from distlab.models.gpt import GPT, Block
 from distlab.sim import simulate
-from distlab.sim.device import hooks
+from distlab.sim.device.memory import this_tracker
 
 WIDTH, HEADS, VOCABULARY, TOKENS = 4096, 32, 50_304, 2048  # tokens: one sequence on each rank
 LAYERS = 32
@@ -72,7 +72,7 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, then: Callable[[],
     cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
     then()
     optimizer.step()
-    tracker = hooks.this_tracker()
+    tracker = this_tracker()
     assert tracker is not None
     return count(model), time.perf_counter() - start_s, tracker.live_by_category
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import linear, pad
 
-from distlab.sim.device import hooks
+from distlab.sim.device.memory import this_tracker
 
 LAYERS, WIDTH = 3, 50_000
 PARAMETERS = LAYERS * WIDTH**2
@@ -125,7 +125,7 @@ def model_states(stage: int) -> tuple[Bytes, Bytes]:
             for parameter in (*layers, *owned):
                 parameter.grad = None
             train_step(stage, layers, owned, optimizer)
-    tracker = hooks.this_tracker()
+    tracker = this_tracker()
     assert tracker is not None
     return tracker.live_by_category, tracker.peak_by_category
 
