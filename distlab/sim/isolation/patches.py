@@ -32,7 +32,6 @@ from distlab.sim.isolation.rank_states import (
     NUMPY_FUNCTIONS,
     PYTHON_FUNCTIONS,
     RankStates,
-    RankVariables,
     Replace,
     set_warning_state,
     warning_state,
@@ -78,7 +77,7 @@ def installed(host: RankHost) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         undo.callback(_occupied.release)
         _restore_afterwards(undo)
-        undo.callback(host.rank_states.leave)
+        undo.callback(host.rank_states.leave, os.environ._data)  # type: ignore[attr-defined]
         _replace(undo, c10d, "_world", host.rank_states.tables)
         isolate: Any = torch._C._distributed_c10d  # groups by name, per thread; not in the stubs
         isolate._set_thread_isolation_mode(True)
@@ -97,7 +96,6 @@ def installed(host: RankHost) -> Iterator[None]:
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)
         _patch_generators(of_ranks, host.rank_states)
-        _patch_environment(undo, host.rank_states)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
         undo.callback(delattr, torch, "meta")
         yield
@@ -338,32 +336,6 @@ def _patch_generators(of_ranks: OfRanks, rank_states: RankStates) -> None:
 
 def _draw(rank_states: RankStates, generator: str, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(getattr(rank_states.state(), generator), name)(*args, **kwargs)
-
-
-def _patch_environment(undo: contextlib.ExitStack, rank_states: RankStates) -> None:
-    """Set the variables that torchrun would set."""
-    variables = RankVariables(
-        os.environ._data,  # type: ignore[attr-defined]
-        lambda: rank_states.state().variables,
-    )
-    process = _replace(undo, os.environ, "_data", variables)
-    undo.callback(_put_back, process, variables.written)
-    common = {
-        "WORLD_SIZE": rank_states.num_ranks,
-        "LOCAL_WORLD_SIZE": rank_states.num_local_ranks,
-        "MASTER_ADDR": "simulated",
-        "MASTER_PORT": 0,
-    }
-    variables.update({name.encode(): str(value).encode() for name, value in common.items()})
-
-
-def _put_back(process: dict[bytes, bytes], written: set[bytes]) -> None:
-    """Undo changes to the real environment, which child processes inherit."""
-    for name in written:
-        if name in process:
-            os.putenv(name, process[name])
-        else:
-            os.unsetenv(name)
 
 
 def _patch_profiler(replace: Replace, rank_states: RankStates) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,8 +22,8 @@ from distlab.sim.engine.scheduler import Strand
 from distlab.sim.hardware.topology import Place
 
 Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the original
-VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 _warnings: Any = warnings  # the stubs do not know its inner names
+_environ: Any = os.environ
 
 # Functions called at every hand-over, and so looked up only once.
 _get_torch_rng = torch.default_generator.get_state
@@ -74,21 +74,19 @@ class RankState:
     """The process-wide state of one rank while another runs.
 
     torch's generator is one object, whose state is copied at every hand-over. Each rank has objects
-    of its own for everything else: the generators of ``random`` and numpy, the variables with its
-    number, its host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if
+    of its own for everything else: the generators of ``random`` and numpy, the environment, its
+    host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if
     redirected, and the default dtype.
     """
 
-    def __init__(self, rank: int, place: Place, seed: int) -> None:
+    def __init__(self, rank: int, place: Place, seed: int, common: Mapping[bytes, bytes]) -> None:
         self.tables = new_tables()
         # As in separate processes, ranks that do not seed draw different numbers.
         self.torch_rng = torch.Generator().manual_seed(seed * 1_000_003 + rank).get_state()
         node, local = place
         self.host = f"node{node}"
-        self.variables = {
-            name.encode(): str(value).encode()
-            for name, value in zip(VARIABLES, (rank, local, node, rank), strict=True)
-        }
+        numbers = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": node, "ROLE_RANK": rank}
+        self.variables = {**common, **_encoded(numbers)}
         self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
         self.streams = sys.stdout, sys.stderr
         self.dtype = torch.get_default_dtype()
@@ -114,7 +112,7 @@ class RankState:
 
     def bring_out(self, world: RankWorld) -> None:
         """Make this rank's state the process's."""
-        world.__dict__ = self.tables
+        world.__dict__, _environ._data = self.tables, self.variables
         _set_torch_rng(self.torch_rng)
         _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = self.warnings
         sys.stdout, sys.stderr = self.streams
@@ -135,37 +133,11 @@ PYTHON_FUNCTIONS = functions_of(random, random._inst)
 NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # seed is no method
 
 
-class RankVariables(dict[bytes, bytes]):
-    """Data of ``os.environ``: variables of all ranks, overlaid by those of the running one."""
-
-    def __init__(
-        self, values: dict[bytes, bytes], of_rank: Callable[[], dict[bytes, bytes]]
-    ) -> None:
-        super().__init__(values)
-        self._of_rank = of_rank
-        self.written: set[bytes] = set()
-
-    def __getitem__(self, name: bytes) -> bytes:
-        variables = self._of_rank()
-        return variables[name] if name in variables else super().__getitem__(name)
-
-    def __setitem__(self, name: bytes, value: bytes) -> None:
-        self._of_rank()[name] = value
-        self.written.add(name)
-
-    def __delitem__(self, name: bytes) -> None:
-        if self._of_rank().pop(name, None) is None:
-            super().__delitem__(name)
-        self.written.add(name)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter({**dict.fromkeys(super().__iter__()), **self._of_rank()})
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 _chdir = os.chdir
+
+
+def _encoded(variables: Mapping[str, object]) -> dict[bytes, bytes]:
+    return {name.encode(): str(value).encode() for name, value in variables.items()}
 
 
 class RankStates:
@@ -195,7 +167,14 @@ class RankStates:
             [0] * (1 + num_ranks) if running is None else running
         )
         self._folder = self._home = ""  # folder of the running rank, and of the process before
-        self._states = [RankState(rank, place, seed) for rank, place in enumerate(places)]
+        torchrun = {
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": self.num_local_ranks,
+            "MASTER_ADDR": "simulated",
+            "MASTER_PORT": 0,
+        }
+        common = {**_environ._data, **_encoded(torchrun)}
+        self._states = [RankState(rank, place, seed, common) for rank, place in enumerate(places)]
 
     def forget(self) -> None:
         """Stop hosting ranks, in a process that a rank has forked."""
@@ -232,10 +211,20 @@ class RankStates:
         _chdir(folder or self._home)
         self._folder = folder
 
-    def leave(self) -> None:
-        """Go back to the folder of the process before the world began."""
+    def leave(self, process: dict[bytes, bytes]) -> None:
+        """Go back to the folder and the environment of the process before the world began.
+
+        Child processes inherit the real environment, which ranks change with their own.
+        """
         if self._folder:
             self._go_to("")
+        _environ._data = process
+        changes = (state.variables.items() ^ process.items() for state in self._states)
+        for name in {name for change in changes for name, _ in change}:
+            if name in process:
+                os.putenv(name, process[name])
+            else:
+                os.unsetenv(name)
 
     @property
     def current(self) -> int:

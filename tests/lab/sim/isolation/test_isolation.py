@@ -3,6 +3,7 @@
 import os
 import platform
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -137,6 +138,24 @@ def test_a_variable_that_a_rank_sets_is_its_own_and_gone_afterwards() -> None:
     command = [sys.executable, "-c", "import os; print(os.getenv('MASTER_PORT'))"]
     inherited = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert inherited.strip() == str(os.environ.get("MASTER_PORT"))
+
+
+def forks() -> str:
+    dist.barrier()
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, os.environ["RANK"].encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_that_a_rank_forks_keeps_its_variables() -> None:
+    assert simulate(forks, 3).results == ["0", "1", "2"]
 
 
 def warns() -> list[str]:
