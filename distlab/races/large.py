@@ -41,19 +41,15 @@ def race(
     yours_s = partial(checked_s, handed_in, challenge)
     for num_ranks, num_elements in SMALL_WORLDS:
         yours_s(num_elements, Cluster(1, num_ranks))
-    clusters = draw(numbers, num_clusters)
+    clusters = [drawn(numbers) for _ in range(num_clusters)]
     seconds = {name: tuple(rival_s(name, cluster) for cluster in clusters) for name in RIVALS}
     seconds[YOURS] = tuple(yours_s(NUM_BYTES // 4, cluster) for cluster in clusters)
     shapes = tuple(f"{c.nodes}x{c.gpus_per_node} GPUs" for c in clusters)
     return (Standings("", shapes, seconds, BASELINE),)
 
 
-def draw(numbers: random.Random, count: int) -> tuple[Cluster, ...]:
-    """Draw clusters of 2 to 16 ranks, with log-uniform speeds and latencies."""
-    return tuple(_drawn(numbers) for _ in range(count))
-
-
-def _drawn(numbers: random.Random) -> Cluster:
+def drawn(numbers: random.Random) -> Cluster:
+    """Draw a cluster of 2 to 16 ranks, with log-uniform speeds and latencies."""
     nodes = numbers.choice(NODES)
     gpus = numbers.choice([count for count in GPUS if nodes * count <= MAX_RANKS])
     inside = between(numbers, NVLINK_BYTES_PER_S)

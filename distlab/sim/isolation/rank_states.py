@@ -122,11 +122,8 @@ class RankState:
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:
     """List the functions of a module that are methods of its hidden generator."""
-    return [name for name in dir(module) if _owner(getattr(module, name)) is owner]
-
-
-def _owner(function: object) -> object:
-    return getattr(function, "__self__", None)
+    owners = {name: getattr(value, "__self__", None) for name, value in vars(module).items()}
+    return sorted(name for name in owners if owners[name] is owner)
 
 
 PYTHON_FUNCTIONS = functions_of(random, random._inst)

@@ -89,7 +89,8 @@ def _suppresses(node: ast.With) -> bool:
 
 
 def _innermost(site: Site, kinds: tuple[type[Node], ...]) -> Node | None:
-    around = [node for node in _nodes(site[0]) if isinstance(node, kinds) and _holds(node, site[1])]
+    nodes = ast.walk(_module(site[0]))
+    around = [node for node in nodes if isinstance(node, kinds) and _holds(node, site[1])]
     return max(around, key=lambda node: node.lineno, default=None)
 
 
@@ -107,10 +108,6 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(node, _SCOPES):
             yield node
             yield from _own_nodes(node)
-
-
-def _nodes(file: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(_module(file)))
 
 
 def _module(file: str) -> ast.Module:
