@@ -6,7 +6,6 @@ and says nothing of a daemon that ends with its process.
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import _base as futures
-from dataclasses import dataclass
 from typing import Any
 
 from distlab.sim.engine.scheduler import Strand
@@ -14,22 +13,7 @@ from distlab.sim.isolation.rank_states import Replace
 from distlab.sim.reporting.report import WHO, error_line, merged_notes, place, place_suffix
 from distlab.sim.reporting.sites import Places, Site
 
-FAILURE = "_distlab_failure"  # attribute of a future whose task has failed
-
-
-@dataclass
-class Failure:
-    """The error of a thread, or one that a future holds.
-
-    Attributes:
-        rank: Rank that owns the thread.
-        text: Description of the error and its place.
-        is_known: True once the program has asked for it.
-    """
-
-    rank: int
-    text: str
-    is_known: bool = False
+FAILED_ON = "_distlab_failed_on"  # attribute of a future whose task has failed: its rank
 
 
 class ThreadNotes:
@@ -37,22 +21,20 @@ class ThreadNotes:
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self._failures: list[Failure] = []
+        self._failures: list[tuple[int, str]] = []  # those that no program has asked for
         self._abandoned: list[tuple[int, str]] = []
 
     def failed(self, rank: int, name: str, error: BaseException) -> None:
         """Keep the error that has ended a thread."""
-        self._failures.append(
-            Failure(rank, f"On {WHO}, thread {name!r} ended with {self._describe(error)}.")
-        )
+        text = f"On {WHO}, thread {name!r} ended with {self._describe(error)}."
+        self._failures.append((rank, text))
 
-    def future_failed(self, rank: int, name: str, error: BaseException) -> Failure:
+    def future_failed(self, rank: int, name: str, error: BaseException) -> None:
         """Keep the error that a future holds, unless the program asks for it later."""
         by = f" in thread {name!r}" if name else ""
         ending = f"ended with {self._describe(error)}"
-        failure = Failure(rank, f"On {WHO}, what ran{by} {ending}, and nobody has asked for it.")
-        self._failures.append(failure)
-        return failure
+        text = f"On {WHO}, what ran{by} {ending}, and nobody has asked for it."
+        self._failures.append((rank, text))
 
     def abandoned(self, rank: int, name: str, site: Site, start: Site) -> None:
         """Keep where a daemon was when its rank ended, or where it was started."""
@@ -63,8 +45,7 @@ class ThreadNotes:
 
     def failures(self) -> list[str]:
         """Report the errors that the program has not asked for."""
-        unknown = [failure for failure in self._failures if not failure.is_known]
-        return merged_notes((failure.rank, failure.text) for failure in unknown)
+        return merged_notes(self._failures)
 
     def of_daemons(self, ranks: Iterable[int]) -> list[str]:
         """Report where the daemons of ranks were when those ranks ended."""
@@ -85,8 +66,8 @@ class ThreadNotes:
 
         def set_exception(future: Any, error: BaseException | None) -> None:
             if error is not None and (strand := running()):
-                note = self.future_failed(strand.number, strand.name, error)
-                setattr(future, FAILURE, note)
+                self.future_failed(strand.number, strand.name, error)
+                setattr(future, FAILED_ON, strand.number)
             fail(future, error)
 
         def asking(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,10 +84,9 @@ class ThreadNotes:
         replace(futures.Future, "exception", asking(futures.Future.exception))
 
     def _ask(self, future: Any) -> None:
-        """Mark all failures of a rank as known, once its program asks for one of them.
+        """Forget all failures of a rank, once its program asks for one of them.
 
         ``Executor.map`` asks for the first error only.
         """
-        failure: Failure | None = getattr(future, FAILURE, None)
-        for other in self._failures if failure else ():
-            other.is_known = other.is_known or (failure is not None and other.rank == failure.rank)
+        rank = getattr(future, FAILED_ON, None)
+        self._failures = [failure for failure in self._failures if failure[0] != rank]
