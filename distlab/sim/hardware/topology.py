@@ -64,7 +64,8 @@ class Switch:
         shape = self.shape
         links: dict[str, float] = {}
         for node in range(shape.nodes):
-            links |= self._links_inside(node)
+            for gpu in range(shape.gpus_per_node):
+                links |= _duplex(f"node{node}.gpu{gpu}", shape.nvlink_bytes_per_s)
             if shape.nodes > 1:
                 for nic in range(shape.nics_per_node):
                     links |= _duplex(f"node{node}.nic{nic}", shape.nic_bytes_per_s)
@@ -73,12 +74,6 @@ class Switch:
     def path(self, src: Place, dst: Place) -> Path:
         """Return the path from ``src`` to ``dst``, two different GPUs."""
         return self._inside(src, dst) if src.node == dst.node else self._between(src, dst)
-
-    def _links_inside(self, node: int) -> dict[str, float]:
-        links: dict[str, float] = {}
-        for gpu in range(self.shape.gpus_per_node):
-            links |= _duplex(f"node{node}.gpu{gpu}", self.shape.nvlink_bytes_per_s)
-        return links
 
     def _inside(self, src: Place, dst: Place) -> Path:
         return Path((f"{_gpu(src)}.out", f"{_gpu(dst)}.in"))

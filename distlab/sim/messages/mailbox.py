@@ -10,7 +10,6 @@ import copy
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain, count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,23 +27,7 @@ ORDER = "Messages from one rank to another with the same tag meet in the order o
 MAX_TAKEN = 8  # messages taken by recvs from any rank, remembered per receiving rank
 Pair = tuple[object, int, int]  # group and two ranks, the lower one first
 Address = tuple[object, int, int, int]  # group, source, destination, tag
-
-
-class TimedOut(NamedTuple):
-    """A message whose wait has timed out."""
-
-    rank: int
-    text: str
-
-
-class TakenMessage(NamedTuple):
-    """A message that a recv from any rank took."""
-
-    key: object
-    source: int
-    tag: int
-    form: tuple[torch.Size, torch.dtype]
-    site: Site
+Taken = tuple[object, int, int, tuple[torch.Size, torch.dtype]]  # group, source, tag, form
 
 
 class Mailbox:
@@ -56,7 +39,7 @@ class Mailbox:
 
     Attributes:
         lanes: Streams of messages that wait to start; None if all start when they are posted.
-        closed: Closed connections, with the message that timed out on each.
+        closed: Closed connections, with the rank and the message that timed out on each.
     """
 
     def __init__(
@@ -68,8 +51,9 @@ class Mailbox:
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
         self._has_any_source = False  # True once a recv from any rank was posted
         self._numbers = count()
-        self.closed: dict[Pair, TimedOut] = {}
-        self._taken: dict[int, deque[TakenMessage]] = {}  # keys: receiving ranks
+        self.closed: dict[Pair, tuple[int, str]] = {}  # rank that has waited, and its message
+        # By receiving rank: messages that recvs from any rank took, and the places of these recvs.
+        self._taken: dict[int, deque[tuple[Taken, Site]]] = {}
 
     def next_number(self) -> int:
         """Return the number of the next send."""
@@ -143,8 +127,7 @@ class Mailbox:
         All messages posted there fail, and so will later ones.
         """
         pair = _pair_of(late)
-        timed_out = TimedOut(late.rank, f"{late.text()}, {late.where()}")
-        self.closed[pair] = timed_out
+        self.closed[pair] = timed_out = late.rank, f"{late.text()}, {late.where()}"
         now_s = late.clock.current.clock_s
         for queue in (*self._sends.values(), *self._recvs.values()):
             for message in [m for m in queue if _pair_of(m) == pair]:
@@ -165,17 +148,13 @@ class Mailbox:
     def why_closed(self, message: Message) -> str:
         """Say which rank closed the connection of a message; "" while it is open."""
         timed_out = self.closed.get(_pair_of(message))
-        return (
-            f"rank {timed_out.rank} had waited long enough in its {timed_out.text}"
-            if timed_out
-            else ""
-        )
+        return "rank {} had waited long enough in its {}".format(*timed_out) if timed_out else ""
 
     def taken_at(self, recv: Message) -> Site | None:
         """Return where a recv from any rank took a message that would have fit this recv."""
         wanted = (recv.key, recv.peer, recv.tag, recv.form)
         taken = self._taken.get(recv.rank, ())
-        return next((took.site for took in reversed(taken) if took[:4] == wanted), None)
+        return next((site for message, site in reversed(taken) if message == wanted), None)
 
     def unmatched(self) -> Iterator[Message]:
         """Yield the messages that have started, and not met their other side."""
@@ -207,7 +186,7 @@ class Mailbox:
             raise error
         if recv.peer == ANY_SOURCE:
             taken = self._taken.setdefault(recv.rank, deque(maxlen=MAX_TAKEN))
-            taken.append(TakenMessage(recv.key, send.rank, recv.tag, recv.form, recv.site))
+            taken.append(((recv.key, send.rank, recv.tag, recv.form), recv.site))
         send.meet(recv)
 
     def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:
