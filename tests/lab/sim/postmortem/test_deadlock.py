@@ -65,7 +65,7 @@ def recv(rank: int, peer: int, **others: Any) -> Message:
 
 def collective(present: Iterable[int], group: Sequence[int], number: int = 0) -> dict[int, Pending]:
     """Let ``present`` wait in an all_reduce for the rest of the group."""
-    world: Any = None
+    world: Any = SimpleNamespace(clock=None)
     meeting = Meeting(world, "0", tuple(group), number)
     for rank in present:
         meeting.attendances[rank] = hand_made(
