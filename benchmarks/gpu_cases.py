@@ -1,4 +1,4 @@
-"""Calls of the solutions on tensors of any device, with which benchmarks/gpu.py tries a GPU.
+"""Calls of the solutions on tensors of any device, for benchmarks/gpu.py to try on a GPU.
 
 A case prepares a call; what the call returns should be the same on every device. All numbers are
 drawn on the CPU, so that they are the same, too.
@@ -145,7 +145,7 @@ def on_numbers(use: Callable[[Tensor], Any]) -> Case:
 def differentiated(
     make: Callable[[], nn.Module], *shape: int, use: Callable[[nn.Module], Any] = lambda m: m
 ) -> Case:
-    """A module of which ``use`` makes something else, forward and backward; its gradients."""
+    """Run a module forward and backward after ``use`` has wrapped it; return its gradients."""
 
     def case(device: torch.device) -> Call:
         torch.manual_seed(0)
@@ -264,7 +264,7 @@ def profiled(device: torch.device) -> Call:
     return lambda: (profiling.exposed_communication(run()), [])[1]
 
 
-CASES: dict[str, Case] = {  # by task
+CASES: dict[str, Case] = {  # keys: tasks
     "1.3": scatter,
     "1.4": on_numbers(exchange),
     "1.5": on_numbers(by_hand.broadcast),
@@ -322,7 +322,7 @@ MESSAGES = ("1.3", "1.4", "1.5", "1.6", "1.7", "2.9", "2.12", "3.3", "3.4", "3.5
 def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any]]:
     """Call each case twice; return what came of it, and where the second call made the host wait.
 
-    An error is the result of its case, and the next one goes on.
+    An error is the result of its case, and the next case runs.
     """
     device, found = torch.device(device_name), dict[str, dict[str, Any]]()
     for name in names:
@@ -342,7 +342,7 @@ def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any
 def host_syncs(device: torch.device) -> Iterator[Counter[str]]:
     """Count the operations that make the host wait for the GPU, by line of the course's code."""
     sites: Counter[str] = Counter()
-    with warnings.catch_warnings():  # of the whole process: simulated ranks would share it
+    with warnings.catch_warnings():  # one filter per process: simulated ranks would share it
         if device.type == "cuda" and dist.get_backend() != "sim":
             warnings.simplefilter("always")
             warnings.showwarning = lambda message, *_: _note(f"{message}", sites)

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py trains: contestants of one process, in turns, samples per second."""
+"""Trainings of benchmarks/gpu.py: contestants of one process take turns; samples per second."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from distlab.models.gpt import GPT
 from solutions.phase1_data_parallel import trainer
 from solutions.phase2_advanced import mixed_precision
 
-Train = Callable[[int], object]  # for a number of steps
+Train = Callable[[int], object]  # argument: number of steps
 Step = Callable[[], Any]
 
 
@@ -146,7 +146,7 @@ def train_tokens(sizes: Mapping[str, int], rows: int, steps: int, repeats: int) 
 
 
 def _in_16_bits(step: Step, device: torch.device) -> Step:
-    """Enter autocast anew for every step: it keeps 16-bit copies of the weights until it ends."""
+    """Enter autocast again for every step: it keeps 16-bit copies of the weights until it ends."""
 
     def run() -> None:
         with torch.autocast(device.type, torch.bfloat16):

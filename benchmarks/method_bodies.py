@@ -30,7 +30,7 @@ TARGETS, VOCABULARY = 512, 4096
 
 
 def kept_by(model: nn.Module, step: Callable[[], Any]) -> int:
-    """Return the most bytes that a step keeps for its backward pass, besides the weights."""
+    """Return the peak bytes that a step keeps for its backward pass, weights excluded."""
     meter = programs.Meter([model])
     with meter.step():
         step()

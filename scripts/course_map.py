@@ -116,7 +116,7 @@ def draw_band(axes: Axes, box: Box, text: str) -> None:
 
 
 def draw_worlds(axes: Axes) -> None:
-    """Draw the worlds in which the same code runs."""
+    """Draw the worlds that run the same code."""
     for box, (head, body) in zip(columns(len(WORLDS), 0.2, 9.8), WORLDS, strict=True):
         box.draw(axes, PALE)
         box.head(axes, head)

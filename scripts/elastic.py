@@ -35,7 +35,7 @@ class Digits:
     """A small model that learns the bundled digits, and records its samples."""
 
     def __init__(self, folder: Path) -> None:
-        """Prepare to train in a folder, next to which the ledger and the pace are."""
+        """Prepare to train in a folder; the ledger and the pace are files next to it."""
         torch.manual_seed(0)
         self.data = load("digits")
         self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

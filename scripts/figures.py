@@ -64,7 +64,7 @@ class Figure:
 
     @property
     def path(self) -> Path:
-        """File of the picture, to which the guidelines link."""
+        """File of the picture that the guidelines link to."""
         (folder,) = ROOT.glob(f"phase{self.phase}_*")
         return folder / f"figures/{self.name}.svg"
 

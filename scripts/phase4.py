@@ -26,7 +26,7 @@ NUM_SAMPLES, GLOBAL_BATCH = 1000, 32  # an epoch ends in the 32nd step, between 
 
 
 class Run:
-    """The model and the state from which its training continues."""
+    """The model and the state that its training continues from."""
 
     def __init__(self) -> None:
         """Start with a different seed of dropout on each rank."""

@@ -160,7 +160,7 @@ def _error(message: str, where: str, indent: str) -> str:
 
 
 def _new_template(solution: Source, tasks: Sequence[Task]) -> str:
-    """Return a template of a docstring and imports, to which the rest is added."""
+    """Return a template with a docstring and imports; the rest is added to it."""
     ids = " and ".join(task.id for task in tasks)
     header = HEADER.format(ids=ids, id=tasks[0].id)
     imports = solution.lines[_end(solution.body[0]) : solution.end_of_imports]

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to run where pytest was told to leave the course's settings out.
 
-    Whom pytest-xdist starts inherits the number of threads, as do the programs that tests start.
+    Workers of pytest-xdist inherit the number of threads, as do the programs that tests start.
     OpenMP's threads wait for one another by spinning: with more of them than cores, a training in
     a test took six times as long, and kept the cores from the other tests.
 

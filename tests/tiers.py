@@ -1,8 +1,9 @@
 """The two tiers of tests: ``make test`` runs the first, ``make test-all`` everything.
 
-The first tier has what anyone should run after a change. Left for the second are whole programs on
-real processes, campaigns of kills, comparisons with other libraries and with published figures, and
-all wrong answers of a task but one. A file that is named on the command line always runs whole.
+The first tier has what anyone should run after a change. The second adds whole programs on real
+processes, campaigns of kills, comparisons with other libraries, with published figures and with
+figures quoted on pages, and all wrong answers of a task but one. A file named on the command line
+always runs whole.
 """
 
 import re
@@ -22,18 +23,25 @@ SECOND_TIER = (
     "lab/production/test_production_loading.py",
     "lab/production/test_production_resume.py",
     "lab/production/test_production_strategies.py",
+    "lab/sim/collectives/test_fidelity.py",
     "lab/sim/hardware/test_published.py",
     "lab/sim/test_against_gloo.py",
     "lab/sim/test_torch_suite.py",
+    "lab/sim/test_tour.py",
     "lab/test_bench.py",
     "lab/test_challenge_anywhere.py",
     "lab/test_chaos.py",
     "lab/test_chaos_training.py",
+    "lab/test_comm_hook.py",
+    "lab/test_demo.py",
+    "lab/test_deployment.py",
     "lab/test_deployment_monitoring.py",
     "lab/test_deployment_processes.py",
     "lab/test_dry_run.py",
     "lab/test_elastic.py",
+    "lab/test_explore.py",
     "lab/test_gpu_script.py",
+    "lab/test_guidelines.py",
     "lab/test_handout.py",
     "lab/test_heartbeats.py",
     "lab/test_launch_scripts.py",
@@ -41,13 +49,16 @@ SECOND_TIER = (
     "lab/test_learner_processes.py",
     "lab/test_lend_command.py",
     "lab/test_lesson_programs.py",
+    "lab/test_messages_phase2.py",
     "lab/test_methods.py",
     "lab/test_mnist_mpi.py",
     "lab/test_mpi.py",
+    "lab/test_own_phases.py",
     "lab/test_parallelism.py",
+    "lab/test_plan.py",
     "lab/test_quoted_phase2.py",
     "lab/test_quoted_phase3.py",
-    "lab/test_real_disks.py",
+    "lab/test_results.py",
     "lab/test_seed_commands.py",
     "lab/test_sharding.py",
     "lab/test_shared_memory.py",

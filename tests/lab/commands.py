@@ -99,7 +99,7 @@ def hand_in(folder: Path, **files: str) -> Submission:
 
 
 def write_exchange(here: CourseFolder, body: str) -> None:
-    """Put a body in place of the TODO of 1.4, or of an earlier body."""
+    """Replace the TODO of 1.4, or an earlier body, with a body."""
     lines = (ROOT / FILE).read_text().splitlines(keepends=True)
     (place,) = (k for k, line in enumerate(lines) if line.startswith(TODO))
     lines[place] = body

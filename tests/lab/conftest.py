@@ -1,14 +1,14 @@
-"""What several files of tests share."""
+"""Fixtures that several files of tests share."""
 
 import gc
 import socket
 import sys
+import uuid
 from collections.abc import Iterator
 
 import forked_python
-import fresh_pytest as fresh_pytest_module
+import processes
 import pytest
-from fresh_pytest import FreshPytest
 from hypothesis import HealthCheck, settings
 
 # How fast inputs are drawn says something about the machine only.
@@ -40,6 +40,15 @@ def forked(program_source: socket.socket | None) -> Iterator[None]:
 
 
 @pytest.fixture
-def fresh_pytest(forked: None) -> FreshPytest:
-    """Run pytest in a process of its own."""
-    return fresh_pytest_module.run
+def fresh_pytest(forked: None) -> processes.FreshPytest:
+    """Run pytest in a fork; tests of its start, or of signals to it, start a real process."""
+    return processes.fresh_pytest
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A variable of all processes of a test, which are ended after it."""
+    name = uuid.uuid4().hex
+    yield name
+    for process in processes.marked(name):
+        process.kill()

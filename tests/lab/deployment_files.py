@@ -98,7 +98,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def _after_entrypoint(script: str) -> list[str]:
-    """Return the words of a shell script's command behind the entrypoint; variables stay names."""
+    """Return the words after the entrypoint in a shell script; variables stay names."""
     [line] = [line for line in _joined(script) if "entrypoint.py" in line]
     line = line.partition(" || ")[0]
     return shlex.split(line[line.index("torchrun") :])

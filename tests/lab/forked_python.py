@@ -1,12 +1,12 @@
-"""Programs in Python as new processes run them, without the two seconds in which each loads torch.
+"""Python programs in new processes, without the two seconds that each needs to load torch.
 
     Popen ──arguments, folder, variables, descriptors──▶ source: a process with torch imported
           ◀─pid───────────────────────────────────────── └─fork─fork──▶ the program
 
-The program is a child of who asked, as any other: the process between it and the source has ended,
-and Linux gives it to the one that adopts orphans just then. Nothing of the course is imported
-before the fork. A program has a source of its own, so what it starts in turn is forked too: the
-grader, its fork server. Where there is no Linux, all start as usual.
+The program is a child of the process that asked, as usual: the process between it and the source
+has ended, and Linux gives it to the process that adopts orphans at that moment. Nothing of the
+course is imported before the fork. A program has a source of its own, so what it starts in turn is
+forked too: the grader, its fork server. Without Linux, all start as usual.
 
 Tests of how a process starts or ends, of signals or of a terminal do not use this.
 """
@@ -28,19 +28,19 @@ LENGTH = struct.Struct("=q")
 SERVE = "__import__('program_source').serve()"
 UNBUFFERED = "-u"
 PR_SET_CHILD_SUBREAPER = 36
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # of a core that many share
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # many programs share a core
 
 RealPopen = subprocess.Popen
 _lock = threading.Lock()
 _source: socket.socket | None = None
-source_pid = 0  # of a child of this process, once there is one
+source_pid = 0  # pid of the source that this process has started; 0: none
 
 
 class Request(NamedTuple):
     """A program to start.
 
     Attributes:
-        places: the numbers that the descriptors which come along are to have.
+        places: Numbers that the descriptors sent along are to have.
     """
 
     arguments: list[str]
@@ -74,7 +74,7 @@ class ForkingPopen(RealPopen):  # type: ignore[type-arg]
 
 
 def _can_be_forked(asked: dict[str, Any]) -> bool:
-    """Whether it is Python that is to start as the source did; scripts begin with their path."""
+    """Return True if the command is Python with the settings of the source."""
     words = asked["args"]
     if isinstance(words, (str, bytes)) or os.fspath(words[0]) != sys.executable:
         return False
@@ -84,7 +84,7 @@ def _can_be_forked(asked: dict[str, Any]) -> bool:
 
 
 def _settings(variables: dict[str, str] | None) -> dict[str, str]:
-    """What Python reads when it starts; but for its path, which can be changed afterwards."""
+    """Return the variables that Python reads at its start, except its path."""
     known = os.environ if variables is None else variables
     return {
         name: text

@@ -1,4 +1,4 @@
-"""What mpirun starts in the tests and what is to fail there: ``mpi_failures.py PROGRAM``.
+"""Programs that fail under mpirun in the tests: ``mpi_failures.py PROGRAM``.
 
 Every rank first prints the files of the shared memory that MPI has made.
 """
@@ -21,10 +21,6 @@ def by_raising() -> None:
     if dist.get_rank() == 1:
         raise ValueError("bad luck")
     dist.barrier()
-
-
-def by_raising_everywhere() -> None:
-    raise ValueError("bad luck for all")
 
 
 def by_being_killed() -> None:
@@ -52,12 +48,6 @@ def by_calling_something_else() -> None:
         dist.broadcast(x, 0)
 
 
-def after_the_run_by_ending() -> None:
-    if dist.get_rank() == 0:
-        dist.barrier()
-    sys.exit(0)
-
-
 def waits() -> None:
     time.sleep(3600)
 
@@ -68,12 +58,10 @@ def print_files_of_shared_memory() -> None:
     print("up", *set(re.findall(r"/dev/shm/mpich_shm_\w+", text)), flush=True)
 
 
-FAILURES = [name for name in dir() if name.startswith(("by_", "after_"))]
+FAILURES = [name for name in dir() if name.startswith("by_")]
 
 if __name__ == "__main__":
-    gc.freeze()  # to look for garbage in all of torch at the end takes 0.4 s
+    gc.freeze()  # the last collection would take 0.4 s to search all of torch
     failure = globals()[sys.argv[1]]
     launch.run(print_files_of_shared_memory, 2)
-    if sys.argv[1].startswith("after_"):
-        failure()
     launch.run(failure, 2)

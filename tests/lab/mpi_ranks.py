@@ -1,13 +1,11 @@
-"""What mpirun starts in the tests: ``mpi_ranks.py WORLD_SIZE OUTPUT``.
+"""Program that mpirun starts in the tests: ``mpi_ranks.py WORLD_SIZE OUTPUT``.
 
 Rank 0 writes the results of all ranks to OUTPUT.
 """
 
 import gc
-import os
 import pickle
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +16,6 @@ import programs
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from distlab import launch, training
 from distlab.process_group.base import BaseGroup
@@ -48,16 +45,12 @@ def all_of_it() -> dict[str, object]:
     }
     return {
         "calls": calls,
-        "trainings": trainings_of_torch() if dist.get_world_size() == TRAINED_ON else None,
+        "trainings": trainings_of_torch(),
         "counts": counts_of_a_known_program(),
         "forgotten": sends_that_nobody_waits_for(),
-        "overlap": waiting_for_one_lets_all_go_on(),
-        "half sums": sum_of_halves(),
-        "not numbers": extremes_with_nan(),
         "refusals": what_is_refused(),
         "disagreements": what_ranks_disagree_on(),
         "store listens on": where_the_store_listens(),
-        "environment": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
         "losses": {
             gradients: training.train_on_rank(
                 course_training(dist.get_world_size(), gradients, "mpi")
@@ -68,7 +61,7 @@ def all_of_it() -> dict[str, object]:
 
 
 def where_the_store_listens() -> list[str]:
-    """Addresses of this process's sockets with the port of the store in which all ranks meet."""
+    """Return the addresses where this process listens on the port of the default store."""
     store: Any = dist.distributed_c10d._get_default_store()
     port = store.underlying_store.port
     sockets = psutil.Process().net_connections("inet")
@@ -101,44 +94,11 @@ def sends_that_nobody_waits_for() -> list[float]:
     for k in range(100):
         dist.isend(torch.full((20_000,), float(k)), right)
     gc.collect()
-    torch.full((2_000_000,), -1.0)  # what was freed is overwritten
+    torch.full((2_000_000,), -1.0)  # overwrites memory that was freed
     arrived = [torch.zeros(20_000) for _ in range(100)]
     for x in arrived:
         dist.recv(x, left)
     return [x.mean().item() for x in arrived]
-
-
-def waiting_for_one_lets_all_go_on() -> list[bool]:
-    tensors = [torch.ones(1000) for _ in range(5)]
-    works = [dist.all_reduce(x, async_op=True) for x in tensors]
-    works[-1].wait()
-    dist.barrier()
-    deadline = time.monotonic() + 10
-    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return [work.is_completed() and work.is_success() for work in works]
-
-
-def sum_of_halves() -> list[Tensor]:
-    """Sums that halves cannot hold on the way: added as whole ones, they are rounded once."""
-    x = torch.full((2,), 1 + dist.get_rank() * 2**-8)
-    sums = [x.to(dtype) for dtype in (torch.float16, torch.bfloat16)]
-    for tensor in sums:
-        dist.all_reduce(tensor)
-    return sums
-
-
-def extremes_with_nan() -> list[Tensor]:
-    """The least and the largest of all ranks', k-th of which rank k does not know."""
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    results = []
-    for dtype in dtypes:
-        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-            x = torch.full((5,), 1.0 + dist.get_rank(), dtype=dtype)
-            x[dist.get_rank()] = torch.nan
-            dist.all_reduce(x, op)
-            results.append(x)
-    return results
 
 
 def what_is_refused() -> list[str]:
@@ -200,5 +160,5 @@ def main(world_size: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # to look for garbage in all of torch at the end takes 0.4 s
+    gc.freeze()  # the last collection would take 0.4 s to search all of torch
     main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -40,5 +40,5 @@ def mpirun(
 
 
 def left_behind(mark: str) -> list[psutil.Process]:
-    """Return processes that a job has left, after ten seconds in which they may end."""
+    """Return the processes of a job that are still alive ten seconds after its end."""
     return psutil.wait_procs(processes.marked(mark), timeout=10)[1]

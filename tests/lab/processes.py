@@ -1,12 +1,22 @@
-"""Finding processes that a test has started, however many parents ended in between."""
+"""Processes of tests: starting pytest, waiting, and finding what is left of a test."""
 
 import gc
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import forked_python
 import psutil
 
-MARK = "DISTLAB_OF_TEST"  # in the environment of the first, and so of all that it starts
+ROOT = Path(__file__).parents[2]
+LONGEST_S = 1200.0  # far above what a busy machine takes
+FreshPytest = Callable[..., "subprocess.CompletedProcess[str]"]
+MARK = "DISTLAB_OF_TEST"  # a variable of the first process, inherited by all that it starts
 
 
 def children(*, recursive: bool = True) -> list[psutil.Process]:
@@ -36,3 +46,37 @@ def end_fork_server() -> None:
     gc.collect()
     for server in (forkserver._forkserver, resource_tracker._resource_tracker):
         server._stop()  # type: ignore[attr-defined]
+
+
+def fresh_pytest(
+    *arguments: object, folder: Path = ROOT, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run pytest in a process of its own.
+
+    Args:
+        arguments: Arguments of pytest.
+        folder: Working folder.
+        environment: Additional variables.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+    )
+
+
+def wait_until(is_so: Callable[[], bool], otherwise: Callable[[], str] = str) -> None:
+    """Wait for a condition; fail with a text if it does not come true."""
+    end_s = time.monotonic() + LONGEST_S
+    while not is_so():
+        assert time.monotonic() < end_s, otherwise()
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

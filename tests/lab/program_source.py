@@ -27,7 +27,7 @@ def serve() -> NoReturn:
     import torch._dynamo  # the first optimizer imports it, for a second
     import torch.distributed  # noqa: F401
 
-    gc.freeze()  # what programs collect is their own, and their pages stay shared
+    gc.freeze()  # programs collect only their own garbage, and pages stay shared
     gc.enable()
     asking = socket.socket(fileno=int(sys.argv[1]))
     own_path = [place for place in sys.path if place not in ("", os.path.dirname(__file__))]

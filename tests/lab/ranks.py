@@ -1,4 +1,4 @@
-"""What rank functions of several test files need, such as a group that is not 0 … k."""
+"""Helpers for functions on ranks, such as a group that is not 0 … k."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,12 @@ MEMBERS = (1, 2, 4)
 def on_ranks(
     call: Callable[..., Any], world_size: int, *args: object, **settings: Any
 ) -> list[Any]:
-    """``launch.run`` with an end to waiting."""
+    """Call ``launch.run`` with a limit."""
     return launch.run(call, world_size, *args, timeout_s=TIMEOUT_S, **settings)
 
 
 def on_members(call: Callable[..., Any], *args: object) -> list[Any]:
-    """What ``call(*args, group=…)`` returned on ``MEMBERS``; the other ranks do nothing."""
+    """Return the results of ``call(*args, group=…)`` on ``MEMBERS``; other ranks do nothing."""
     results = on_ranks(_inside_group, OUTER_WORLD_SIZE, call, *args)
     return [results[member] for member in MEMBERS]
 
@@ -34,7 +34,7 @@ def _inside_group(call: Callable[..., Any], *args: object) -> Any:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """The text of the ValueError that ``call`` raises."""
+    """Return the text of the ValueError that ``call`` raises."""
     try:
         call()
     except ValueError as error:

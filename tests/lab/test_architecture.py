@@ -1,7 +1,6 @@
-"""Who may import whom: folders in one direction, no cycles, solutions in plain torch."""
+"""Imports: folders in one direction, no cycles, solutions in plain torch."""
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -90,18 +89,6 @@ FLOORS_OF_SIM = (
     {"script"},
     {""},  # distlab.sim itself
 )
-PUBLIC = {
-    "sim": (
-        *("BlockedCall", "Cluster", "Deadlock", "Event", "Faults", "GPU", "Mismatch", "Options"),
-        *("PRESETS", "RankError", "Simulated", "SimulationError", "Trace", "choose_cluster"),
-        *("simulate", "unwaited"),
-    ),
-    "launch": (
-        *("Context", "LaunchError", "Limits", "RankCrashed", "RankExited", "RankFailed"),
-        *("RankFate", "RankHung", "RankOutOfMemory", "SetupError", "context", "run", "simulate"),
-    ),
-    "grade": ("Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"),
-}
 
 
 class Arrow(NamedTuple):
@@ -273,10 +260,6 @@ def test_all_of_distlab_is_imported_without_the_course() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_table_of_folders_has_no_cycle() -> None:
-    assert in_cycles({(a, b) for a, others in MAY_IMPORT.items() for b in others}) == set()
-
-
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert in_cycles({(a.importer, a.imported) for a in arrows() if not a.is_for_types}) == set()
 
@@ -298,83 +281,3 @@ def test_not_even_types_import_each_other_inside_sim() -> None:
 )
 def test_lessons_need_torch_numpy_and_the_standard_library_only(path: Path) -> None:
     assert foreign(path.read_text()) == set()
-
-
-@pytest.mark.parametrize("package", PUBLIC)
-def test_public_names(package: str) -> None:
-    module = importlib.import_module(f"distlab.{package}")
-    assert sorted(module.__all__) == sorted(PUBLIC[package])
-    for name in module.__all__:
-        assert getattr(module, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = module.nothing
-
-
-# What breaks them is found
-
-
-@pytest.mark.parametrize(
-    ("importer", "text"),
-    [
-        ("distlab.sim.engine.trace", "from distlab.grade import outcomes"),
-        ("distlab.sim.engine.trace", "def later():\n    import distlab.course"),
-        ("distlab.process_group.base", "from distlab.sim.engine.trace import Trace"),
-        ("distlab.launch.api", "from distlab.grade.outcomes import Outcome"),
-        ("distlab.util.text", "from distlab.sim import Cluster"),
-        ("distlab.new_folder.file", "from distlab.sim import Cluster"),
-    ],
-)
-def test_an_import_from_above_is_refused(importer: str, text: str) -> None:
-    (arrow,) = arrows_of(importer, ast.parse(text))
-    assert refused(arrow)
-
-
-def test_an_import_for_types_is_told_from_others() -> None:
-    text = (
-        "if TYPE_CHECKING:\n    from distlab.sim.engine import trace\n"
-        "from distlab.sim.isolation.host import prepared"
-    )
-    found = {
-        (arrow.imported, arrow.is_for_types)
-        for arrow in arrows_of("distlab.sim.new", ast.parse(text))
-    }
-    assert found == {("distlab.sim.engine.trace", True), ("distlab.sim.isolation.host", False)}
-
-
-@pytest.mark.parametrize(
-    ("importer", "text", "expected"),
-    [
-        ("distlab.sim.engine.trace", "from distlab.sim.messages.pending import Pending", True),
-        ("distlab.sim.engine.trace", "from distlab.sim.collectives.phases import Phase", True),
-        ("distlab.sim.engine.trace", "from distlab.sim.simulation import Simulation", True),
-        ("distlab.sim.engine.trace", "from distlab.sim.engine.faults import Faults", False),
-        ("distlab.sim.engine.trace", "from distlab.sim.reporting.sites import Site", False),
-        ("distlab.sim.messages.group", "from distlab.sim.network.traffic import Traffic", False),
-    ],
-)
-def test_an_import_that_climbs_is_found(importer: str, text: str, expected: bool) -> None:
-    (arrow,) = arrows_of(importer, ast.parse(text))
-    assert climbs(arrow) is expected
-
-
-def test_a_cycle_is_found() -> None:
-    assert in_cycles({("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")}) == {"b", "c"}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "from phase4_production.given import Group",
-        "def later():\n    import solutions.phase1_data_parallel.trainer",
-        "TRAINER = 'solutions.phase4_production.imagenet_trainer'",
-        "run_module(f'{phase}.given')",
-    ],
-)
-def test_another_way_to_a_lesson_is_found(text: str) -> None:
-    tree = ast.parse(text)
-    assert [*finds_lessons(tree)] or imports_by_name(tree)
-
-
-def test_a_foreign_import_of_a_lesson_is_found() -> None:
-    text = "import torch.nn\nfrom distlab.sim import Cluster\ndef f():\n    import pydantic"
-    assert foreign(text) == {"distlab", "pydantic"}

@@ -13,9 +13,9 @@ from ranks import on_ranks
 from torch import nn
 
 from distlab import chosen, launch
-from distlab.bench import all_reduce, compression, contest, ddp, harness, phase2, trainer, zero
+from distlab.bench import all_reduce, compression, contest, ddp, phase2, trainer, zero
 from distlab.bench.contest import Collectives, Contest, Contestant, Measured
-from distlab.bench.trainer import Match, Sizes, matches, matches_of
+from distlab.bench.trainer import Match, Sizes, matches
 from distlab.cli import main
 
 FLOAT_BYTES = 4
@@ -30,27 +30,6 @@ def bench(*arguments: str) -> int | str | None:
 
 
 # --- the harness ---------------------------------------------------------------------------------
-
-
-def test_contestants_take_turns_forwards_and_backwards() -> None:
-    order: list[str] = []
-    runs = {name: partial(order.append, name) for name in "abc"}
-    rounds: list[int] = []
-    seconds = harness.in_turns(runs, 2, after_round=lambda number, _: rounds.append(number))
-    assert "".join(order) == "abccba"
-    assert seconds.shape == (3, 2)
-    assert rounds == [1, 2]
-    assert harness.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == {"q1": 2.0, "median": 3.0, "q3": 4.0}
-
-
-def test_a_saved_file_replaces_the_last_one_and_names_the_machine(tmp_path: Path) -> None:
-    for number in (1, 2):
-        harness.save(tmp_path, "some", {"figure_s": number})
-    path = tmp_path / "some.json"
-    saved = json.loads(path.read_text())
-    assert (saved["benchmark"], saved["figure_s"]) == ("some", 2)
-    assert saved["machine"]["cores"] >= 1
-    assert [*tmp_path.iterdir()] == [path]
 
 
 def count_calls() -> tuple[int, int]:
@@ -130,21 +109,6 @@ def test_contestants_must_compute_the_same() -> None:
     )
     for text, problem in zip(texts[1:], expected, strict=True):
         assert text == f"ours and torch's do not compute the same: {problem}"
-
-
-def test_ours_must_train_what_its_rival_trains() -> None:
-    sizes = zero.Sizes(rows=3, width=24, layers=1)
-    first = dict(zero.model_of(sizes).named_parameters())
-    theirs = {name: param.detach() + 1.0 for name, param in first.items()}
-    rounded = {name: param + 1e-6 * torch.ones_like(param) for name, param in theirs.items()}
-    zero.check_values(rounded, theirs, sizes, "ours and theirs")
-    with pytest.raises(launch.RankFailed, match="ours and theirs do not train the same: on rank 0"):
-        launch.run(check_half, 1, sizes, theirs)
-
-
-def check_half(sizes: zero.Sizes, theirs: dict[str, torch.Tensor]) -> None:
-    half = {name: param / 2 for name, param in theirs.items()}
-    zero.check_values(half, theirs, sizes, "ours and theirs")
 
 
 # --- contests: small, with exact counts ----------------------------------------------------------
@@ -248,12 +212,6 @@ def test_hooks_send_as_many_bytes_as_their_codes_have(tmp_path: Path) -> None:
     assert all(row["loss"] > 0 for row in measured.values())
 
 
-def test_every_comparison_is_a_command() -> None:
-    contests = (phase2.PIPELINE, phase2.TENSOR_PARALLEL, ddp.CONTEST, zero.CONTEST)
-    for a_contest in (*contests, compression.CONTEST, phase2.MEMORY):
-        assert bench(a_contest.name, "--help") == 0
-
-
 # --- all-reduces ---------------------------------------------------------------------------------
 
 NAMES = ["gloo", "ring", "segmented ring", "tree", "two trees", "shared memory", "registered"]
@@ -274,22 +232,6 @@ def test_all_reduces_of_phase_3_are_multiples_of_gloos(
     assert saved["message"]["alpha_s"] > 0
     assert list(saved["seconds_by_bytes"]) == NAMES
     assert (tmp_path / "phase3_all_reduce_2_ranks.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_table_of_all_sizes_fits_into_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = {size: [1e-3] for size in all_reduce.SIZES_BYTES}
-    times = all_reduce.Times(dict.fromkeys(NAMES, runs), alpha_s=1e-6, beta_s_per_byte=1e-9)
-    harness.print_table("2 gloo ranks", times.headings(), times.rows(), texts=range(7))
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
-def test_phase_1_saves_its_medians(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ("--ranks", "2", "--repeats", "1", "--max-mib", "0", "--save", str(tmp_path))
-    assert bench("all_reduce", *options) == 0
-    saved = json.loads((tmp_path / "phase1_all_reduce_2_ranks.json").read_text())
-    assert saved["medians"]["sizes_bytes"] == [4, 4096]
-    assert saved["medians"]["seconds"]["native"][0] > 0
-    assert "one message: α" in capsys.readouterr().out
 
 
 def started_and_refused() -> tuple[float, float, str]:
@@ -338,43 +280,3 @@ def test_the_trainer_learns_what_its_rivals_learn_and_a_line_for_each_is_saved(
     for name, row in measured.items():
         assert f"\n{name} " in printed
         assert row["ratio"] is None or f"{row['ratio']:.3f} (" in printed
-
-
-def test_contestants_that_learn_something_else_are_refused() -> None:
-    trainer.check({"ring": 2.0, "DistributedDataParallel": 2.001})
-    with pytest.raises(ValueError, match=r"the mean loss of ring is 2\.1, and another's is 2$"):
-        trainer.check({"ring": 2.1, "DistributedDataParallel": 2.0})
-
-
-def test_a_ratio_is_that_of_the_medians_and_its_quartiles_those_of_the_rounds() -> None:
-    ours = {"images_per_s": [10.0, 20.0, 60.0], "mfu": None}
-    theirs = {"images_per_s": [10.0, 40.0, 30.0], "mfu": None}
-    row = trainer.compared(ours, "DistributedDataParallel", theirs)
-    assert row["ratio"] == 20 / 30
-    assert row["ratios"] == {"q1": 0.75, "median": 1.0, "q3": 1.5}
-
-
-def test_ways_that_need_several_ranks_or_attention_are_left_out_elsewhere() -> None:
-    names = {name for match in matches(1, "resnet50") for name in match.ours}
-    assert {"ddp", "ring", "ZeRO 3"} <= names
-    assert names.isdisjoint({"pipeline", "tensor", "server"})
-    assert "tensor" not in {name for match in matches(2, "resnet18") for name in match.ours}
-    two = matches_of(["ZeRO 3", "ring"], 2, "resnet18")
-    assert [list(match.ours) for match in two] == [["ring"], ["ZeRO 3"]]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (("trainer", "--model", "resnet"), "use one of resnet18, resnet50"),
-        (("trainer", "--only", "zero"), "no way 'zero' here: use ddp, native, ring"),
-        (("all_reduce", "--phase", "2"), "'1', '3'"),
-    ],
-)
-def test_a_wrong_option_gets_one_line(
-    options: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench(*options) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert text in " ".join(printed.err.split())

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 
-from distlab import chosen, data, doctor, models, plot, training
+from distlab import chosen, data, doctor, models, training
 from distlab.bench import all_reduce
 from distlab.cli import main, train
-from distlab.data import DataError
 from distlab.launch import choices
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
-from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS, EpochResult
+from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS
 
 
 def distlab(*arguments: str) -> int:
@@ -65,11 +63,6 @@ def test_bad_options_get_one_line_that_names_the_valid_ones(
     assert line in printed.err
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert distlab("--version") == 0
-    assert re.fullmatch(r"distlab \d+\.\d+\.\d+\n", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -100,12 +93,6 @@ def test_options_that_cannot_work_get_one_line_with_ones_that_do(
 ) -> None:
     assert distlab("train", *options.split()) == 2
     assert capfd.readouterr() == ("", f"distlab train: {line}\n")
-
-
-def test_more_workers_than_images_are_refused_with_the_number_of_images() -> None:
-    config = training.make_config(dataset="digits", model="cnn", epochs=1, num_workers=2000)
-    with pytest.raises(training.ConfigError, match="use at most 1437 workers"):
-        training.check_batch_size(config, num_images=1437)
 
 
 def test_errors_of_a_rank_made_for_people_come_without_traceback(
@@ -152,22 +139,6 @@ def test_the_first_line_says_that_simulated_times_are_virtual(
     assert " after 1 epoch (best" in last
 
 
-def test_unset_batch_size_is_64_rounded_up_to_fit() -> None:
-    sizes = {
-        workers: training.make_config(
-            dataset="digits", model="cnn", epochs=1, num_workers=workers
-        ).batch_size
-        for workers in (1, 3, 4, 5, 100)
-    }
-    assert sizes == {1: 64, 3: 66, 4: 64, 5: 65, 100: 100}
-
-
-def test_curves_are_drawn(tmp_path: Path) -> None:
-    history = [EpochResult(e, (1.0 / e, 0.5 / e), 0.4, 0.9, 100.0) for e in (1, 2)]
-    plot.training_curves({1: history, 4: history}, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_bench_all_reduce_prints_times_by_size_and_strategy_and_the_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,34 +165,6 @@ def test_the_doctor_runs_what_it_reports(capsys: pytest.CaptureFixture[str]) -> 
         assert subject in report
 
 
-@pytest.mark.parametrize(
-    ("version", "cuda", "hip", "says"),
-    [
-        ("2.13.0+cpu", None, None, "torch 2.13.0 (CPU build)"),
-        ("2.13.0", "13.0", None, "torch 2.13.0 (CUDA 13.0 build)"),
-        ("2.13.0+rocm7.0", None, "7.0.5", "torch 2.13.0 (ROCm 7.0.5 build)"),
-    ],
-)
-def test_the_build_of_torch_is_named_by_its_processors(
-    monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None, hip: str | None, says: str
-) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert doctor.torch_build() == says
-
-
-def test_the_doctor_says_what_to_do_about_what_is_broken(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> doctor.Finding:
-        raise DataError("the disk is gone")
-
-    monkeypatch.setattr(doctor, "CHECKS", (broken,))
-    assert distlab("doctor") == 1
-    assert "DataError: the disk is gone" in capsys.readouterr().out
-
-
 def test_the_doctor_reports_a_gloo_that_cannot_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,17 +175,6 @@ def test_the_doctor_reports_a_gloo_that_cannot_start(
     assert "broken" in report
     assert "nowhere0" in report
     assert "GLOO_SOCKET_IFNAME" in report, "what to do"
-
-
-def test_the_doctor_folds_long_paths_and_cuts_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = "/" + "/".join(f"folder{number}" for number in range(20))
-    found = doctor.Finding("python", doctor.OK, path)
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: found,))
-    assert distlab("doctor") == 0
-    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
-    assert "".join(row[3].strip() for row in rows) == path
 
 
 @pytest.mark.parametrize("command", ["demo", "doctor"])

@@ -26,27 +26,6 @@ def test_fit_reproduces_points_that_lie_on_a_line(
     assert fitted_alpha == pytest.approx(alpha, abs=1e-6 * min(seconds))
 
 
-def test_fit_example_of_the_docstring() -> None:
-    assert fit_alpha_beta([0, 1000, 2000], [5e-6, 6e-6, 7e-6]) == pytest.approx((5e-6, 1e-9))
-
-
-def test_fit_keeps_the_latency_when_the_largest_message_is_off_the_line() -> None:
-    sizes = [0, 10**3, 10**6, 10**8]
-    seconds = [10e-6 + size * 1e-9 for size in sizes]
-    seconds[-1] *= 1.2  # plain least squares gives α = -57 µs
-    assert fit_alpha_beta(sizes, seconds)[0] == pytest.approx(10e-6, rel=0.2)
-
-
-def test_fit_gives_a_positive_beta_when_larger_messages_were_faster() -> None:
-    alpha, beta = fit_alpha_beta([4, 4096], [3e-5, 2e-5])
-    assert 0 < beta < 1e-300
-    assert 2e-5 < alpha < 3e-5
-
-
-def test_fit_gives_no_negative_alpha_when_small_messages_were_faster_than_their_bytes() -> None:
-    assert fit_alpha_beta([1000, 2000], [1e-6, 3e-6]) == pytest.approx((0.0, 15 / 13 * 1e-9))
-
-
 times_ = st.floats(1e-6, 1e-2)
 
 
@@ -95,14 +74,3 @@ def test_table_has_a_row_for_each_size_and_a_column_for_each_strategy() -> None:
     assert last == "one message: α = 15.0 µs, 1/β = 2.500 GB/s"
     assert last == times.fit
     assert len({len(line) for line in (head, *rows)}) == 1
-
-
-@pytest.mark.parametrize(
-    ("alpha_s", "bandwidth", "says"),
-    [
-        (0.0, 2.5e9, "α not measurable: small messages took no longer than their bytes, 1/β = 2."),
-        (1e-5, 1e300, "α = 10.0 µs, 1/β not measurable: larger messages took no longer"),
-    ],
-)
-def test_what_the_noise_hides_is_said(alpha_s: float, bandwidth: float, says: str) -> None:
-    assert says in AllReduceTimes((4, 8), {"exchange": (1e-5, 1e-5)}, alpha_s, bandwidth).fit

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ import promql_parser
 import pytest
 import yaml
 from deployment_files import DEPLOYMENT, services
+from processes import free_port
 from test_deployment import METRICS_PORT, RANKS_OF_A_NODE
 
 from distlab.production.reports import METRICS
@@ -23,7 +23,7 @@ from solutions.phase4_production.exporters import PrometheusExporter
 GRAFANA = DEPLOYMENT / "grafana"
 DASHBOARD = json.loads((GRAFANA / "dashboards/dashboard.json").read_text(encoding="utf-8"))
 CONFIG = yaml.safe_load((DEPLOYMENT / "prometheus.yml").read_text(encoding="utf-8"))
-STEP = "step"  # which each page has beside what the trainer writes
+STEP = "step"  # each page has it beside the metrics of the trainer
 TIMEOUT_S = 60
 
 PANELS = {panel["title"]: panel for panel in DASHBOARD["panels"]}
@@ -93,7 +93,7 @@ def test_promtool_accepts_the_configuration() -> None:
 
 
 def samples_of(rank: int) -> dict[str, float]:
-    """A number for each metric, which tells the ranks apart where they differ."""
+    """Return a number for each metric, another one for each rank where they differ."""
     return {**dict.fromkeys(METRICS, 1.0), "data_s": 0.5 * (1 + rank), "loss": float("nan")}
 
 
@@ -106,12 +106,6 @@ def pages() -> Iterator[list[int]]:
     yield [exporter.port for exporter in exporters]
     for exporter in exporters:
         exporter.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,16 @@
-"""What a container runs beside the trainer: its entrypoint and its probe, as processes."""
+"""Entrypoint and probe of a container, as processes."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from deployment_files import DEPLOYMENT, MODULE, ROOT
-from processes import MARK, marked
+from processes import MARK, marked, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers run Linux")
 
@@ -40,16 +39,6 @@ if what == "wait":
     time.sleep(600)
 leave(int(what))
 """
-SILENT = "import sys, pathlib; sys.exit(int(sys.argv[1]))"  # and leaves nothing
-
-
-@pytest.fixture
-def mark() -> Iterator[str]:
-    """What is in the environment of all processes of a test; they are ended after it."""
-    name = uuid.uuid4().hex
-    yield name
-    for process in marked(name):
-        process.kill()
 
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -70,13 +59,6 @@ def start(mark: str, tmp_path: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.wait()
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.01)
 
 
 # --- the entrypoint ------------------------------------------------------------------------------
@@ -113,24 +95,13 @@ def test_the_real_trainer_saves_at_sigterm_with_workers_that_load(
     """torchrun signals the whole group of a rank. The probe sees the run start, and live."""
     run_dir = tmp_path / "run"
     process = start(real_trainer(run_dir), PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo")
-    wait_for(lambda: probe(run_dir, "--started") == (0, ""))
+    wait_until(lambda: probe(run_dir, "--started") == (0, ""))
     assert probe(run_dir) == (0, "")
-    wait_for(lambda: "step" in (run_dir / "metrics.rank0.jsonl").read_text())
+    wait_until(lambda: "step" in (run_dir / "metrics.rank0.jsonl").read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_S) == 75
     assert list(run_dir.glob("checkpoints/step-*"))
-    wait_for(lambda: marked(mark) == [])  # a worker sees within seconds that its rank has ended
-
-
-def test_what_an_earlier_run_has_left_is_not_believed(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "exit_code").write_text("75")
-    assert start(entrypoint(tmp_path, 3, SILENT)).wait(TIMEOUT_S) == 3
-
-
-@pytest.mark.parametrize("left", ["0", "\xff"])
-def test_a_damaged_note_is_not_believed(start: Start, tmp_path: Path, left: str) -> None:
-    writes = f"import pathlib; pathlib.Path('exit_code').write_bytes({left.encode('latin1')!r});"
-    assert start(entrypoint(tmp_path, 3, writes + SILENT)).wait(TIMEOUT_S) == 3
+    wait_until(lambda: marked(mark) == [])  # a worker sees within seconds that its rank has ended
 
 
 def test_a_killed_command_ends_with_128_and_its_signal(start: Start, tmp_path: Path) -> None:
@@ -138,16 +109,10 @@ def test_a_killed_command_ends_with_128_and_its_signal(start: Start, tmp_path: P
     assert start(entrypoint(tmp_path, 0, kills)).wait(TIMEOUT_S) == 137
 
 
-def test_torchrun_is_told_to_let_nodes_join_later(start: Start, tmp_path: Path) -> None:
-    """What it does then is tested with scripts/elastic.py."""
-    reads = "import os; os._exit(41 + int(os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE']));"
-    assert start(entrypoint(tmp_path, 0, reads)).wait(TIMEOUT_S) == 42
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_lets_the_trainer_save(start: Start, tmp_path: Path, number: int) -> None:
     process = start(entrypoint(tmp_path, "wait"))
-    wait_for((tmp_path / "ready0").exists)
+    wait_until((tmp_path / "ready0").exists)
     process.send_signal(number)
     assert process.wait(TIMEOUT_S) == 75
 
@@ -158,7 +123,7 @@ def test_sigusr1_to_every_process_interrupts_no_save(
     """Slurm does that before the end of a job's time. Torchrun does not handle it."""
     unheeded = TRAINER.replace("signal.signal(signal.SIGUSR1, save)", "")
     process = start(entrypoint(tmp_path, "wait", unheeded))
-    wait_for((tmp_path / "ready0").exists)
+    wait_until((tmp_path / "ready0").exists)
     for one_of_ours in marked(mark):
         one_of_ours.send_signal(signal.SIGUSR1)
     assert process.wait(TIMEOUT_S) == 75
@@ -168,29 +133,10 @@ def test_sigusr1_to_every_process_interrupts_no_save(
 def test_a_second_signal_changes_nothing(start: Start, tmp_path: Path) -> None:
     """As from a user who presses Ctrl-C twice: a terminal signals the whole group."""
     process = start(entrypoint(tmp_path, "wait"))
-    wait_for((tmp_path / "ready0").exists)
+    wait_until((tmp_path / "ready0").exists)
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
         os.killpg(process.pid, number)
     assert process.wait(TIMEOUT_S) == 75
-
-
-def test_stopped_before_there_are_workers_it_is_to_be_run_again(
-    start: Start, tmp_path: Path
-) -> None:
-    """SIGTERM kills torchrun while it waits for other nodes."""
-    waits = f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(600)"
-    process = start(entrypoint(tmp_path, 0, waits))
-    wait_for((tmp_path / "up").exists)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT_S) == 75
-
-
-@pytest.mark.parametrize("command", [[], ["torchrun"], ["torchrun", "--run_dir"]])
-def test_without_a_run_directory_nothing_is_run(command: list[str]) -> None:
-    whole = [sys.executable, str(DEPLOYMENT / "entrypoint.py"), *command]
-    ended = subprocess.run(whole, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert ended.stderr == "usage: entrypoint.py COMMAND … --run_dir DIR\n"
-    assert ended.returncode == 2
 
 
 # --- the probe -----------------------------------------------------------------------------------
@@ -210,7 +156,7 @@ def start_rank(start: Start, folder: Path, rank: int) -> None:
     """Start what looks like a rank, and return when it does, and is older than the clock's tick."""
     process = start([*RANK, str(folder)], RANK=str(rank))
     cmdline = Path(f"/proc/{process.pid}/cmdline")
-    wait_for(lambda: b"--run_dir" in cmdline.read_bytes())
+    wait_until(lambda: b"--run_dir" in cmdline.read_bytes())
     time.sleep(0.1)
 
 
@@ -251,15 +197,6 @@ def test_a_new_process_gets_time_whatever_its_predecessor_left(
     assert (code, text.rpartition(" in ")[0]) == (1, "rank 0 has given no heartbeat")
 
 
-def test_a_rank_without_a_heartbeat_has_not_started(start: Start, tmp_path: Path) -> None:
-    start_rank(start, tmp_path, 0)
-    start_rank(start, tmp_path, 1)
-    beat(tmp_path, 0)
-    assert probe(tmp_path) == (0, "")
-    code, text = probe(tmp_path, "--started")
-    assert (code, text.rpartition(" in ")[0]) == (1, "rank 1 has given no heartbeat")
-
-
 def test_ranks_of_other_nodes_and_other_runs_are_not_its_business(
     start: Start, tmp_path: Path
 ) -> None:
@@ -272,17 +209,3 @@ def test_ranks_of_other_nodes_and_other_runs_are_not_its_business(
     start_rank(start, others, 5)
     assert probe(ours) == (0, "")
     assert probe(ours, "--started") == (0, "")
-
-
-def test_while_torchrun_waits_there_is_nothing_to_complain_about(tmp_path: Path) -> None:
-    assert probe(tmp_path) == (0, "")
-    assert probe(tmp_path, "--started") == (1, "no rank runs here yet")
-
-
-def test_the_youngest_process_of_a_rank_hides_nothing(start: Start, tmp_path: Path) -> None:
-    """A worker of its DataLoader has the same command line and environment."""
-    start_rank(start, tmp_path, 0)
-    time.sleep(0.3)
-    beat(tmp_path, 0, ago_s=60)
-    start_rank(start, tmp_path, 0)
-    assert probe(tmp_path, max_age_s=0.2)[0] == 1

@@ -56,11 +56,3 @@ def test_slurm_queues_the_job_again_only_if_it_was_stopped(tmp_path: Path, code:
     assert requeued.exists() == (code == 75)
     assert not requeued.exists() or requeued.read_text() == "requeue 17\n"
     assert "--rdzv-endpoint=node7:29400 --rdzv-id=17-0 " in (tmp_path / "srun.txt").read_text()
-
-
-def test_a_file_keeps_slurm_from_starting_again(tmp_path: Path) -> None:
-    (tmp_path / "out/imagenet").mkdir(parents=True)
-    (tmp_path / "out/imagenet/stop").touch()
-    ended = run_slurm(tmp_path, 0)
-    assert (ended.returncode, ended.stdout) == (0, "out/imagenet/stop is there: not started\n")
-    assert not (tmp_path / "srun.txt").exists()

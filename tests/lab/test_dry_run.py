@@ -1,24 +1,22 @@
 """The dry run of a recipe: against formulas where they are simple, and one published figure."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distlab.production import dry_run
 from distlab.production.config import make_config
 from distlab.production.dry_run import Prediction, main, predict
 from distlab.production.simulated_step import Step
 from distlab.sim import GPU, Cluster
 
 A100 = GPU.preset("A100-80GB")
-SLOW_BYTES_PER_S = 1e8  # of a network that takes much longer than computing
+SLOW_BYTES_PER_S = 1e8  # a network that takes much longer than computing
 SLOW = Cluster(4, 1, topology="ethernet", gpu=A100, nic_bytes_per_s=SLOW_BYTES_PER_S)
 SMALL = {"model": "resnet18", "data": "synthetic", "image_size": 16, "batch_size": 64}
-WEIGHTS = 11_173_962  # of a ResNet-18 with a 3 x 3 stem and 10 classes
+WEIGHTS = 11_173_962  # a ResNet-18 with a 3 x 3 stem and 10 classes
 RING_S = 2 * 3 / 4 * 4 * WEIGHTS / SLOW_BYTES_PER_S  # each of 4 ranks sends 2 (N - 1) / N of all
 RESNET_50 = {"model": "resnet50", "data": "imagefolder", "data_dir": "none", "image_size": 224}
 CONFIG = Path(__file__).parents[2] / "configs/digits_cpu.yaml"
@@ -47,7 +45,7 @@ def test_one_gpu_waits_for_nobody_and_figures_follow_from_its_step() -> None:
 
 
 def test_a_step_on_one_gpu_takes_what_the_published_one_takes() -> None:
-    """NVIDIA's 2,470 images/s, to which the efficiency was fitted."""
+    """The efficiency was fitted to NVIDIA's 2,470 images/s."""
     keys = {**RESNET_50, "batch_size": 256, "precision": "bf16"}
     found = predicted(keys, Cluster(1, 1, gpu=A100))
     assert found.images_per_s == pytest.approx(2470, rel=0.03)
@@ -55,29 +53,11 @@ def test_a_step_on_one_gpu_takes_what_the_published_one_takes() -> None:
     assert 4.0e9 < found.step.forward_flops / 2 < 4.2e9  # products and sums
 
 
-def test_stage_1_waits_for_all_it_sends() -> None:
-    """Nothing overlaps there: a reduce-scatter and an all-gather follow the backward pass."""
-    assert on_slow(zero_redundancy=1).exposed_s == pytest.approx(RING_S, rel=0.05)
-
-
 @pytest.mark.parametrize("pattern", ["native", "ring"])
 def test_a_step_waits_for_what_the_backward_pass_does_not_hide(pattern: str) -> None:
     step = on_slow(communication_pattern=pattern)
     computing_s = step.step_s - step.exposed_s
     assert RING_S - computing_s <= step.exposed_s <= 1.05 * RING_S
-
-
-def test_gradients_of_several_micro_batches_are_sent_once() -> None:
-    assert on_slow(accumulate=4).exposed_s < 1.05 * RING_S
-
-
-def test_nodes_of_several_gpus_send_less_in_a_hierarchy() -> None:
-    nodes = replace(SLOW, nodes=2, gpus_per_node=4)
-    flat, nested = (
-        predicted({"strategy": "course", "communication_pattern": name}, nodes).step.exposed_s
-        for name in ("ring", "hierarchical")
-    )
-    assert nested < flat
 
 
 def test_sharding_needs_less_memory() -> None:
@@ -89,17 +69,6 @@ def test_sharding_needs_less_memory() -> None:
     assert none["optimizer_state"] == pytest.approx(2 * 4 * WEIGHTS, rel=0.01)
     assert state["optimizer_state"] == pytest.approx(none["optimizer_state"] / 4, rel=0.01)
     assert sum(all_sharded.values()) < sum(state.values()) < sum(none.values())
-
-
-def test_epochs_with_small_images_count_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def simulated(config: object, cluster: Cluster, side: int, num_classes: int) -> Step:
-        return Step("ddp", side / 1000, 0.0, 0.001, 1, {}, 1.0)
-
-    monkeypatch.setattr(dry_run, "simulated_step", simulated)
-    keys = {"progressive_resize": {0: 16, 2: 32}, "epochs": 5}
-    found = predicted(keys, SLOW)
-    assert found.training_s == pytest.approx(32 * (2 * 0.016 + 3 * 0.032))
-    assert found.step.step_s == 0.032
 
 
 def test_a_table_is_printed_with_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a new user types on the first day, and what the command line makes of it."""
+"""Commands of a new user on the first day, right and wrong ones."""
 
 import io
 import math
@@ -6,15 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from commands import COURSE, ROOT, distlab
+from commands import ROOT, distlab
 
 from distlab import training
-from distlab.cli import completion
-from distlab.launch import limits, output
+from distlab.launch import output
 
 
 @pytest.mark.parametrize(
@@ -31,25 +29,6 @@ def test_elsewhere_the_line_says_where_to_go(
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert printed.err.endswith(f"; cd {ROOT}\n")
-
-
-# Help
-
-
-@pytest.mark.parametrize("names", [[], ["sim"], ["bench", "launch"]])
-def test_help_is_a_command_too(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert distlab(*names, "--help") == 0
-    expected = capsys.readouterr().out
-    assert distlab("help", *names) == 0
-    assert capsys.readouterr().out == expected
-    assert f"Usage: {' '.join(['distlab', *names])} " in expected
-
-
-def test_help_of_what_is_no_command_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert distlab("help", "trian") == 2
-    line = capsys.readouterr().err
-    assert line.startswith("distlab: No such command 'trian'. Did you mean 'train'")
-    assert "Valid commands: bench, challenge, chaos, check" in line
 
 
 # Training
@@ -106,19 +85,6 @@ def test_ranks_are_counted_while_a_long_start_takes(monkeypatch: pytest.MonkeyPa
     assert sys.stderr.getvalue() == f"{erase}{line}{erase}"
 
 
-def test_few_workers_are_not_warned_of() -> None:
-    assert limits.crowd(8, num_cores=2) == ""
-    assert limits.crowd(9, num_cores=2).startswith("9 workers share 2 cores, more than 4 a core")
-
-
-def test_nothing_is_shown_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    display = output.Display(10_000)
-    time.sleep(output.QUIET_S)
-    display.show(3, 1)
-    display.close()
-    assert capsys.readouterr() == ("", "")
-
-
 # Completion
 
 
@@ -138,13 +104,3 @@ def test_bash_is_offered_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     env = {**os.environ, "PATH": beside}
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.stdout.split() == ["broadcast", "broadcast_parameters"]
-
-
-def test_tasks_are_offered_by_the_beginning_of_their_ids_in_the_course_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    like_1_1 = [task.id for task in COURSE.tasks if task.id.startswith("1.1")]
-    assert [name for name, _ in completion.tasks("1.1")] == like_1_1
-    monkeypatch.chdir(tmp_path)
-    assert completion.tasks("1.") == []

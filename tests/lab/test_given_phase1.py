@@ -1,4 +1,4 @@
-"""What Phase 1 gives to its lessons: messages and a bar of progress, each from the right ranks."""
+"""Given code of Phase 1: messages and a progress bar, each from the right ranks."""
 
 import io
 import sys

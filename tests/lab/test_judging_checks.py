@@ -1,4 +1,4 @@
-"""What the judges' shared checks say to a learner."""
+"""Messages of the judges' shared checks to a learner."""
 
 from math import inf, nan
 

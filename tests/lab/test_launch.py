@@ -4,7 +4,6 @@ import math
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -95,7 +94,7 @@ def test_a_changed_module_is_seen_by_the_next_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    for answer in (1, 22):  # of different lengths: a cached .pyc is told apart by size and second
+    for answer in (1, 22):  # two lengths: size and second identify a cached .pyc
         (tmp_path / "edited_by_learner.py").write_text(f"ANSWER = {answer}\n")
         assert launch.run(_answer_of_edited_module, 2) == [answer] * 2
 
@@ -137,15 +136,6 @@ def _two_of_three_talk_late() -> float:
     return float(x)
 
 
-def test_a_thread_left_running_does_not_keep_a_rank_alive() -> None:
-    assert launch.run(_leave_a_thread, 2, timeout_s=20) == [0, 1]
-
-
-def _leave_a_thread() -> int:
-    threading.Thread(target=time.sleep, args=(3600,)).start()
-    return dist.get_rank()
-
-
 def test_worlds_can_run_side_by_side() -> None:
     def sums(offset: float) -> list[list[float]]:
         worlds = [launch.run(ring_sum, 3, offset) for _ in range(4)]
@@ -178,15 +168,6 @@ def _optimizer_was_ready() -> bool:
     ready = "torch._dynamo" in sys.modules
     torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # imports torch._dynamo: a second
     return ready
-
-
-def test_a_world_can_be_asked_for_while_the_fork_server_is_busy_preloading() -> None:
-    launch.run(rank_and_size, 2)
-    home = fork_server._idle[-1]
-    home.process.send_signal(signal.SIGSTOP)  # so that both requests are in its socket at once
-    threading.Timer(0.3, home.process.send_signal, [signal.SIGCONT]).start()
-    home.preload(["json"])
-    assert launch.run(rank_and_size, 2, timeout_s=20) == [(0, 2), (1, 2)]
 
 
 def test_context_outside_a_rank_says_where_to_call_it() -> None:
@@ -242,26 +223,6 @@ def test_a_limit_that_is_not_positive_is_refused_where_it_is_written(
 ) -> None:
     with pytest.raises(launch.SetupError, match=f"^{message}$"):
         Limits(**limit)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "sim"])
-@pytest.mark.parametrize("timeout_s", [math.inf, 1e300, None])
-def test_without_an_end_to_waiting_a_world_waits_forever(
-    backend: str, timeout_s: float | None
-) -> None:
-    answers = launch.run(rank_and_size, 2, backend=backend, timeout_s=timeout_s)
-    assert answers == [(0, 2), (1, 2)]
-
-
-def test_a_simulation_takes_the_same_limits() -> None:
-    outcome = launch.simulate(rank_and_size, 2, limits=Limits(60, 50, 40, 2**30))
-    assert outcome.results == [(0, 2), (1, 2)]
-
-
-def test_windows_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(launch.SetupError, match="use WSL2"):
-        launch.run(rank_and_size, 2)
 
 
 def test_what_cannot_be_pickled_is_named() -> None:

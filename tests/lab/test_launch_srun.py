@@ -1,4 +1,4 @@
-"""launch.run and distlab train as tasks of Slurm's srun, which tells each who it is."""
+"""launch.run and distlab train as tasks of Slurm's srun, which numbers them."""
 
 import os
 import subprocess
@@ -127,32 +127,11 @@ def test_a_task_is_described_as_torchrun_would(as_task: Any) -> None:
     }
 
 
-def test_where_the_tasks_meet_can_be_chosen(as_task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_task()
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    task = launchers.this_task() or {}
-    assert (task["MASTER_ADDR"], task["MASTER_PORT"]) == ("10.0.0.1", "29500")
-
-
-def test_tasks_of_one_node_meet_on_the_loopback(as_task: Any) -> None:
-    as_task(SLURM_STEP_NUM_NODES="1", SLURM_STEP_TASKS_PER_NODE="4", SLURM_NODEID="0")
-    task = launchers.this_task() or {}
-    assert (task["MASTER_ADDR"], task["LOCAL_WORLD_SIZE"]) == ("127.0.0.1", "4")
-    assert launchers.is_on_one_node()
-
-
 def test_a_batch_script_is_no_task_of_srun(as_task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     as_task()
     monkeypatch.delenv("SLURM_STEP_NODELIST")
     assert launchers.this_task() is None
     assert launch.run(dist.get_rank, 2) == [0, 1]
-
-
-def test_the_shell_of_an_allocation_is_one_process(as_task: Any) -> None:
-    of_the_step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-    as_task(**of_the_step, SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
-    assert launchers.launched() is None
 
 
 def test_the_variables_that_older_versions_lack_are_not_needed(
@@ -163,16 +142,6 @@ def test_the_variables_that_older_versions_lack_are_not_needed(
         monkeypatch.delenv(f"SLURM_STEP_{name}")
     task = launchers.this_task() or {}
     assert (task["RANK"], task["WORLD_SIZE"], task["MASTER_ADDR"]) == ("3", "4", "node01")
-
-
-def test_two_jobs_and_two_steps_have_ports_of_their_own(as_task: Any) -> None:
-    ports = set()
-    for job in range(100, 110):
-        for step in range(5):
-            as_task(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))
-            ports.add(int((launchers.this_task() or {})["MASTER_PORT"]))
-    assert len(ports) == 50
-    assert all(1024 < port < 32768 for port in ports)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +157,6 @@ def test_two_jobs_and_two_steps_have_ports_of_their_own(as_task: Any) -> None:
 )
 def test_the_first_host_of_a_list_is_written_out(nodes: str, first: str) -> None:
     assert launchers.first_host(nodes) == first
-
-
-@pytest.mark.parametrize(
-    ("counts", "expanded"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,12(x2)", [1, 12, 12])]
-)
-def test_the_tasks_of_each_node_are_written_out(counts: str, expanded: list[int]) -> None:
-    assert launchers.tasks_per_node(counts) == expanded
 
 
 # What does not fit
@@ -216,11 +178,6 @@ def test_worlds_that_need_one_process_are_refused(as_task: Any) -> None:
         training.check_is_alone()
 
 
-def test_a_single_task_starts_its_own_ranks(as_task: Any) -> None:
-    as_task(SLURM_NTASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
-    assert launch.run(dist.get_rank, 2) == [0, 1]
-
-
 def test_ranks_of_an_mpi_that_srun_started_use_mpi_unless_told_otherwise(
     as_task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,16 +186,6 @@ def test_ranks_of_an_mpi_that_srun_started_use_mpi_unless_told_otherwise(
     monkeypatch.setenv("PMI_SIZE", "4")
     found = [launchers.launched(backend) for backend in ("auto", "mpi", "gloo", "nccl")]
     assert [it and it.launcher for it in found] == ["mpirun", "mpirun", "srun", "srun"]
-
-
-def test_processes_of_an_mpirun_inside_a_job_are_mpiruns(
-    as_task: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_task(SLURM_NTASKS="2", SLURM_PROCID="1")  # srun starts a helper of mpirun on each node
-    monkeypatch.setenv("PMI_RANK", "5")
-    monkeypatch.setenv("PMI_SIZE", "8")
-    with pytest.raises(launch.SetupError, match="mpirun started several of these processes"):
-        launch.run(dist.get_rank, 8, backend="gloo")
 
 
 @pytest.mark.parametrize(

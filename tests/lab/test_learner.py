@@ -1,10 +1,7 @@
 """The learner's commands on a copy of the course; nothing here starts the grader."""
 
 import shutil
-import signal
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -152,13 +149,6 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert line in printed.err
 
 
-def test_a_task_is_found_by_any_of_its_functions() -> None:
-    here = CourseFolder(ROOT, COURSE)
-    for name in ("LossScaler", "LossScaler.step", "2.4"):
-        assert here.task(name).id == "2.4"
-    assert here.task("send_tensors").id == "2.9"
-
-
 def test_a_folder_that_cannot_be_written_is_named_and_nothing_else_fails(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
@@ -176,18 +166,6 @@ def test_a_folder_that_cannot_be_written_is_named_and_nothing_else_fails(
         assert printed.out.startswith(begin)
         assert printed.err == error
     assert here.private.read_text() == "not a folder"
-
-
-def test_a_folder_that_has_been_removed_says_where_to_go(
-    here: CourseFolder, monkeypatch: Patch, capsys: Printed
-) -> None:
-    gone = here.root / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert distlab("status") == 2
-    assert capsys.readouterr().err == f"this folder has been removed: cd {ROOT}\n"
-    monkeypatch.chdir(here.root)  # pytest asks for the folder
 
 
 # --- hints and diff ------------------------------------------------------------------------------
@@ -243,12 +221,6 @@ def test_diff_shows_the_helpers_that_hold_the_answer_and_no_docstrings(
     assert '"""' not in printed
 
 
-def test_diff_says_when_there_is_none(here: CourseFolder, capsys: Printed) -> None:
-    shutil.copy(here.root / here.task("1.4").solution, here.root / FILE)
-    assert distlab("diff", "1.4", "--spoil") == 0
-    assert capsys.readouterr().out == "exchange is the same as the solution's.\n"
-
-
 # --- reset ---------------------------------------------------------------------------------------
 
 
@@ -300,16 +272,6 @@ def test_reset_puts_one_function_back_and_leaves_all_else_byte_for_byte(
 SECOND = "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zero_()\n"
 
 
-def test_reset_takes_decorators_and_further_definitions_along(here: CourseFolder) -> None:
-    templates.keep(here)
-    write_exchange(here, WRONG)
-    text = (here.root / FILE).read_text() + SECOND
-    decorated = text.replace("def exchange(", "@torch.no_grad()\ndef exchange(")
-    (here.root / FILE).write_text(decorated)
-    assert distlab("reset", "1.4", "--yes") == 0
-    assert (here.root / FILE).read_text().rstrip() == (ROOT / FILE).read_text().rstrip()
-
-
 @pytest.mark.parametrize(
     "old",
     [
@@ -329,41 +291,6 @@ def test_reset_replaces_a_broken_file_as_a_whole_and_keeps_it(
     assert (kept.root / FILE).read_bytes() == (ROOT / FILE).read_bytes()
     assert backup(kept) == old
     assert capsys.readouterr().out.startswith(f"{FILE}: back to the start. Your old file: ")
-
-
-def test_reset_of_a_method_in_a_class_with_tabs_leaves_a_file_that_works(
-    here: CourseFolder,
-) -> None:
-    templates.keep(here)
-    task = here.task("1.13")
-    path = here.root / task.template
-    path.write_text("class Trainer:\n\tdef fit(self):\n\t\treturn []\n")
-    assert distlab("reset", "1.13", "--yes") == 0
-    compile(path.read_text(), "", "exec")
-    assert set(source.to_write(task, path.read_text())) == {"Trainer.fit"}
-
-
-def test_reset_knows_the_template_from_a_commit_in_which_another_task_is_written(
-    kept: CourseFolder,
-) -> None:
-    path = kept.root / FILE
-    untouched = path.read_text()
-    path.write_text(untouched.replace('"Task 1.8: fit_alpha_beta, ', '"written, '))
-    if (kept.root / ".git").is_dir():
-        git(kept, "commit", "-qam", "a part")
-    assert distlab("reset", "1.8", "--yes") == 0
-    assert path.read_text() == untouched
-
-
-def test_reset_keeps_the_encoding_of_a_file(here: CourseFolder) -> None:
-    templates.keep(here)
-    write_exchange(here, WRONG)
-    text = "# -*- coding: latin-1 -*-\n# Jos\xe9\n" + (here.root / FILE).read_text()
-    (here.root / FILE).write_bytes(text.encode("latin-1", errors="backslashreplace"))
-    assert distlab("reset", "1.4", "--yes") == 0
-    after = (here.root / FILE).read_bytes()
-    assert after.splitlines()[1] == "# Jos\xe9".encode("latin-1")
-    assert set(source.to_write(here.task("1.4"), source.read(here.root / FILE))) == {"exchange"}
 
 
 def no_template(here: CourseFolder, _: Patch) -> None:
@@ -459,25 +386,6 @@ def test_only_a_complete_report_of_full_marks_is_a_success(
     assert grading.grade(here, [], run).code == code
 
 
-def test_a_report_that_is_cut_off_is_none(here: CourseFolder) -> None:
-    def cut_off(arguments: list[str]) -> tuple[int, str]:
-        code, output = reporting(0, PASSED_1_4)(arguments)
-        report = Path(arguments[-1].removeprefix("json="))
-        report.write_text(report.read_text()[:-100])
-        return code, output
-
-    assert grading.grade(here, [], cut_off).code == grading.GRADER_FAILED
-
-
-def test_a_report_of_the_learner_is_neither_read_nor_removed(here: CourseFolder) -> None:
-    report = here.root / "a.json"
-    asked = ["--report", f"json={report}"]
-    reporting(0, PASSED_1_4)(asked)
-    before = report.read_bytes()
-    assert grading.grade(here, asked, reporting(0)).code == grading.GRADER_FAILED
-    assert report.read_bytes() == before
-
-
 BROADCAST = ("1.5", "broadcast")
 
 
@@ -568,20 +476,6 @@ def test_commands_that_are_printed_lend_where_the_one_that_was_typed_did(
     lines = check(monkeypatch, capsys, passed, "--lend")
     assert lines[0].endswith(" 0.1 s, graded with the course's 1.4)")
     assert lines[-1] == "Run:  distlab check --lend 1.8   or: distlab watch --lend 1.8"
-
-
-@pytest.mark.parametrize(("function", "named"), [("scale", "LossScaler"), ("step", "X.step")])
-def test_a_task_of_several_functions_is_named_as_a_whole_until_some_are_written(
-    two_phases: CourseFolder, monkeypatch: Patch, capsys: Printed, function: str, named: str
-) -> None:
-    missing = ("2.4", f"LossScaler.{function}")
-    if function == "step":
-        path = two_phases.root / two_phases.task("2.4").template
-        path.write_text(path.read_text().replace("Task 2.4: LossScaler.scale, ", "written, "))
-    lines = check(monkeypatch, capsys, result_of("2.4", "todo", missing=missing))
-    assert lines[0].startswith("· 2.4 LossScaler: ")
-    named = named.replace("X", "LossScaler")
-    assert lines[1] == f"Write {named} in phase2_advanced/template_mixed_precision.py."
 
 
 @pytest.mark.parametrize(
@@ -681,18 +575,6 @@ def test_a_phase_is_finished_before_another_is_begun(two_phases: CourseFolder) -
     assert next_id(two_phases) == next_id(two_phases, "1.1") == ""
 
 
-def test_what_was_skipped_or_edited_is_called_so_when_it_is_next(here: CourseFolder) -> None:
-    ids = [task.id for task in here.course.tasks]
-    state.remember(here, {id: state.Record("passed") for id in ids[1:]})
-    last = here.task(ids[-1])
-    line = next(status.whats_next(here, state.load(here), last))
-    assert line.endswith("(15 minutes), which has not passed yet")
-    assert next(status.whats_next(here, state.load(here))).endswith("(15 minutes)")
-    state.remember(here, {ids[0]: state.Record("failed", digest="of another file")})
-    line = next(status.whats_next(here, state.load(here), last))
-    assert line.endswith("(15 minutes), edited since it failed")
-
-
 # --- watch ---------------------------------------------------------------------------------------
 
 
@@ -741,11 +623,6 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
     assert "+++ solution: exchange" in lines
 
 
-def test_c_says_why_the_grader_failed(here: CourseFolder) -> None:
-    _, lines = session(here, reporting(3, output="INTERNALERROR> no disk"), "c")
-    assert "INTERNALERROR> no disk" in lines[lines.index("grading all tasks …") :]
-
-
 def failing_while(
     events: "Queue[str]", *batches: Sequence[str]
 ) -> tuple[grading.RunPytest, list[str]]:
@@ -776,13 +653,6 @@ def test_keys_of_a_grading_are_answered_after_it_and_a_save_before_them(
     assert shown == [*verdict, *verdict, verdict[1], "Hint 1", verdict[1], refusal]
 
 
-def test_q_during_a_grading_leaves_before_anything_else(here: CourseFolder) -> None:
-    events: Queue[str] = Queue()
-    run, asked = failing_while(events, ["h", watch.SAVED, "q", "c"])
-    _, lines = session(here, run, events=events)
-    assert (asked, lines) == (["1.4"], ["grading 1.4 exchange …"])
-
-
 def test_c_shows_each_verdict_as_it_comes_and_q_leaves_in_between(here: CourseFolder) -> None:
     events = typed("c")
     run, asked = failing_while(events, [], [], [], ["q"])
@@ -793,24 +663,6 @@ def test_c_shows_each_verdict_as_it_comes_and_q_leaves_in_between(here: CourseFo
         "✘ 1.1 shard_indices: failed",
         "✘ 1.2 build_loader: failed",
     ]
-
-
-def test_a_signal_that_comes_just_before_a_wait_ends_it(here: CourseFolder) -> None:
-    """Nothing would wake the main thread then: here, another thread gets the signal."""
-    events: Queue[str] = Queue()
-    is_over = threading.Event()
-
-    def strike() -> None:
-        time.sleep(0.3)
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-        if not is_over.wait(60):
-            events.put(watch.QUIT)  # nothing has noticed the signal
-
-    threading.Thread(target=strike, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        session(here, FAILED_1_4, events=events)
-    is_over.set()
-    assert events.empty(), "it was noticed with the next event only"
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 100), (80, 24), (60, 20)])
@@ -841,17 +693,3 @@ def test_lines_break_between_words() -> None:
         "    receive.",
         "",
     ]
-
-
-def test_the_last_verdict_leads_to_what_was_built(here: CourseFolder, capsys: Printed) -> None:
-    built = "phase1_data_parallel/guidelines.md#what-you-have-built"
-    state.remember(here, {task.id: state.Record("passed") for task in here.course.tasks})
-    _, lines = session(here, reporting(0, PASSED_1_4))
-    assert any(line.endswith(built) for line in lines)
-    assert status.ALL_PASSED in lines
-    assert distlab("status") == 0
-    assert capsys.readouterr().out.count(built) == 1
-    assert (
-        f"\n## {status.BUILT}\n"
-        in (ROOT / here.course.phases[0].folder / "guidelines.md").read_text()
-    )

@@ -1,6 +1,5 @@
 """The learner's commands as processes: real gradings, signals, terminals, closed streams."""
 
-import json
 import os
 import re
 import select
@@ -8,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -21,13 +20,12 @@ from commands import (
     WRONG,
     copy_course,
     distlab,
-    grade_as,
     started,
     write_exchange,
 )
-from fresh_pytest import FreshPytest
+from processes import FreshPytest, wait_until
 
-from distlab.learner import grading, state, watch
+from distlab.learner import grading, watch
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grader_server import WarmGrader
 
@@ -61,23 +59,6 @@ def test_the_first_hour(here: CourseFolder, capfd: pytest.CaptureFixture[str]) -
     assert "distlab diff 1.4" in printed
     assert "Next: 1.5" in printed
     assert "\x1b" not in printed
-
-
-@pytest.mark.usefixtures("forked")
-def test_grade_grades_everything_again_and_writes_reports(
-    here: CourseFolder, capfd: pytest.CaptureFixture[str]
-) -> None:
-    grade_as(here, t1_4="passed", t1_5="passed")
-    assert distlab("grade", "--report", "json=a.json", "--report", "markdown=b.md") == 3
-    assert "the suite has no test for it" in capfd.readouterr().out
-    outcomes = {
-        task["id"]: task["outcome"] for task in json.loads(Path("a.json").read_text())["tasks"]
-    }
-    assert (outcomes["1.4"], outcomes["1.5"]) == ("todo", "grader error")
-    assert Path("b.md").stat().st_size > 0
-    progress = state.load(here)
-    assert progress.outcome(here.task("1.4")) == "todo"
-    assert progress.outcome(here.task("1.5")) == "passed", "it has no new verdict"
 
 
 def test_verdicts_of_pytest_on_the_templates_count_in_status_too(
@@ -132,13 +113,6 @@ def save_until_noticed(here: CourseFolder, body: str, events: "Queue[str]") -> N
 
 
 # --- ends ----------------------------------------------------------------------------------------
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONGEST_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def write_endless(here: CourseFolder) -> Path:
@@ -213,16 +187,6 @@ def test_watch_on_a_terminal_answers_keys_and_leaves_nothing_behind(here: Course
         assert psutil.wait_procs(family, timeout=LONGEST_S)[1] == []
 
 
-def test_q_leaves_a_grading_at_once(here: CourseFolder) -> None:
-    begun = write_endless(here)
-    with on_a_terminal("watch", "1.4", "--world-timeout", "3600") as (process, terminal):
-        wait_until(begun.exists)
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.write(terminal, b"q")
-        assert process.wait(LONGEST_S) == 0, "and not after the many minutes of the grading"
-        assert psutil.wait_procs(family, timeout=LONGEST_S)[1] == []
-
-
 # --- how the command begins and ends -------------------------------------------------------------
 
 
@@ -254,14 +218,6 @@ def test_closed_streams_leave_the_exit_code_true(
     assert subprocess.run(["sh", "-c", command]).returncode == code
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full device")
-def test_output_without_room_is_an_error_in_one_line(here: CourseFolder) -> None:
-    with open("/dev/full", "w") as full:
-        done = started("status", stdout=full)
-    assert done.returncode == 1
-    assert done.stderr == "distlab: standard output: No space left on device\n"
-
-
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
@@ -281,7 +237,7 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
 import distlab.cli
-if {module!r} == "inside exec":  # as dataclasses do when a module is loaded
+if {module!r} == "inside exec":  # dataclasses call exec when a module is loaded
     import distlab.cli.app
     distlab.cli.app.run = lambda _: exec("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
 distlab.cli.main({arguments.split()!r})

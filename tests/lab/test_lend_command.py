@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import COURSE, FILE, PHASE, ROOT, copy_course, distlab
-from fresh_pytest import FreshPytest
+from processes import FreshPytest
 
 from distlab.learner import state
 from distlab.learner.folder import CourseFolder
@@ -19,7 +19,7 @@ Printed = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
-    """A copy in which 1.7 is right, and 1.4 wrong."""
+    """A copy whose 1.7 is right and whose 1.4 is wrong."""
     copied = copy_course(tmp_path)
     solved = (ROOT / "solutions" / PHASE / "collectives.py").read_text()
     before, head, rest = solved.partition("def broadcast(")

@@ -1,4 +1,4 @@
-"""A phase of one's own, as docs/grading.md tells how to add one."""
+"""A phase of one's own, added as docs/grading.md says."""
 
 import shutil
 from pathlib import Path

@@ -1,6 +1,5 @@
 """`distlab train --parallelism`: replicas, stages and shards lose what one process does."""
 
-import os
 import re
 from functools import cache
 from pathlib import Path
@@ -8,11 +7,10 @@ from typing import Any
 
 import pytest
 from commands import distlab
-from ranks import on_ranks, refusal
+from ranks import on_ranks
 
-from distlab import chosen, parallel, training
+from distlab import chosen, training
 from distlab.grade.submission import Submission
-from distlab.models import GPT
 from distlab.parallel import Parallelism
 from solutions.phase1_data_parallel.trainer import EpochResult
 
@@ -186,31 +184,6 @@ def test_sizes_come_in_any_order_and_those_left_out_are_1(
     assert Parallelism.parse(written) == sizes
 
 
-@pytest.mark.parametrize("item", ["", "dp", "dp=0", "dp=-1", "dp=2.0", "xp=2", "dp=2=2", "tp:2"])
-def test_what_is_not_a_size_is_named(item: str) -> None:
-    says = f"{item!r} is not dp, pp or tp with a size, 1 or more: write {ALL}"
-    assert refusal(lambda: Parallelism.parse(f"dp=2,{item}")) == says
-
-
-def test_replicas_alone_are_the_workers_of_any_model() -> None:
-    config = config_of(parallelism="dp=3")
-    assert config == config_of(num_workers=3)
-    assert config.model == "cnn"
-    assert config_of(parallelism="dp=3,tp=2").model == "gpt"
-
-
-@pytest.mark.parametrize("one", ["tp=1", "pp=1", "dp=2,pp=1", "pp=1,tp=1"])
-def test_one_stage_or_shard_trains_the_model_that_more_would(one: str) -> None:
-    assert config_of(parallelism=one).model == "gpt"
-    assert config_of(parallelism=one, model="cnn").model == "cnn", "it is not split"
-
-
-def test_an_unset_batch_gives_each_replica_a_sample_for_every_stage() -> None:
-    sizes = {"dp=2,tp=2": 64, "dp=3,pp=2": 66, "dp=20,pp=4": 80}
-    chosen = {text: config_of(parallelism=text, batch_size=None).batch_size for text in sizes}
-    assert chosen == sizes
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -256,26 +229,3 @@ def test_sizes_that_cannot_work_get_one_line_with_ones_that_do(
     where = ["--backend", "sim", "--dataset", "synthetic"]
     assert distlab("train", *where, "--parallelism", *options.split()) == 2
     assert capfd.readouterr() == ("", f"distlab train: {line}\n")
-
-
-def test_a_launcher_that_started_another_number_of_ranks_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, "PMI_RANK": "0", "PMI_SIZE": "4"})
-    says = "--parallelism pp=2: 1 x 2 x 1 = 2 ranks, but mpirun started 4: start 2"
-    assert refusal(lambda: config_of(parallelism="pp=2")) == says
-    assert config_of(parallelism="pp=2,tp=2").num_workers == 4
-
-
-def check_elsewhere() -> str:
-    gpt = GPT(11, 9).to("meta")  # as "cuda" would be
-    parallel.check(gpt, Parallelism(tp=2))  # the group moves its own tensors
-    return refusal(lambda: parallel.check(gpt, Parallelism(pp=2)))
-
-
-def test_stages_are_where_their_tensors_travel() -> None:
-    says = (
-        "over gloo, stages exchange tensors that are on the cpu, and the model is on meta: "
-        "leave --device out"
-    )
-    assert on_ranks(check_elsewhere, 1, backend="gloo") == [says]

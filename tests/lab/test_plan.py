@@ -3,20 +3,18 @@
 import re
 import runpy
 from pathlib import Path
-from statistics import mean
 
 import pytest
 from commands import distlab
 
 from distlab import planning
-from distlab.sim import Cluster
 
 ROOT = Path(__file__).parents[2]
 FIDELITY = runpy.run_path(str(ROOT / "benchmarks/plan_fidelity.py"))
 PAGE = (ROOT / "docs/plan_fidelity.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "phase3_multi_node/guidelines.md").read_text(encoding="utf-8")
 MAX_MEAN_ERROR = 0.12
-BILLIONS = {  # as published, for models that are GPTs
+BILLIONS = {  # published sizes of models that are GPTs
     "gpt3-175b": 174.6,
     "megatron-22b": 22.0,
     "megatron-145b": 145.6,
@@ -71,14 +69,6 @@ def test_a_model_that_is_no_gpt_is_planned_as_one_and_says_so(
     assert "counted as a GPT of its layers and width" in capfd.readouterr().out
 
 
-def test_only_as_many_layouts_as_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
-    options = "--model megatron-22b --nodes 1 --batch 4 --top 2 --length 1024"
-    assert distlab("plan", *options.split()) == 0
-    printed = capfd.readouterr().out
-    assert len(rows_of(printed)) == 2
-    assert "sequences of 1,024 tokens" in printed
-
-
 def test_known_models_have_their_published_sizes() -> None:
     given = planning.load("solution").given
     lesson = planning.load("solution").lesson
@@ -87,12 +77,6 @@ def test_known_models_have_their_published_sizes() -> None:
         assert lesson.parameters_per_rank(model, given.Layout()) / 1e9 == pytest.approx(
             billions, rel=0.005
         )
-
-
-def test_a_gpu_has_its_share_of_the_network() -> None:
-    numbers = planning.numbers_of(Cluster.preset("p4d", 2))
-    assert numbers["network_bytes_per_s"] == 4 * 100e9 / 8 / 8
-    assert (numbers["nodes"], numbers["gpus_per_node"]) == (2, 8)
 
 
 def test_predictions_are_close_to_published_steps_also_where_nothing_was_fitted() -> None:
@@ -109,21 +93,6 @@ def test_predictions_are_close_to_published_steps_also_where_nothing_was_fitted(
 def error_of(row: object) -> float:
     error: float = abs(row.error())  # type: ignore[attr-defined]
     return error
-
-
-def test_the_constants_are_those_that_the_fit_finds() -> None:
-    fitted = FIDELITY["of_half"](FIDELITY["rows"](), "fitted")
-    found = FIDELITY["fit"](fitted)
-    assert found == (planning.MATMUL_EFFICIENCY, planning.MATMUL_PADDING)
-
-
-def test_one_layer_is_as_close_as_the_page_says() -> None:
-    found = [row.error() for row in FIDELITY["layer_rows"]()]
-    average = mean(map(abs, found))
-    assert average < MAX_MEAN_ERROR
-    assert (
-        f"| one layer, in neither half | 5 | {average:.1%} | {max(found, key=abs):+.1%} |" in PAGE
-    )
 
 
 def test_the_tables_of_the_page_are_todays() -> None:

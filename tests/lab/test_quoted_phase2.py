@@ -1,4 +1,4 @@
-"""What the guidelines of Phase 2 quote is what ``scripts/phase2.py`` prints, takes and holds."""
+"""Figures in the guidelines of Phase 2 are those of ``scripts/phase2.py``."""
 
 import math
 import re

@@ -40,22 +40,6 @@ def test_what_a_command_names_is_there(command: str) -> None:
     assert missing(command) == []
 
 
-@pytest.mark.parametrize(
-    ("command", "found"),
-    [
-        ("distlab bench zero --ranks 2", []),
-        ("distlab bench zero --rnks 2", ["distlab bench zero --rnks 2"]),
-        ("python benchmarks/simulated_tables.py zero", []),
-        ("python benchmarks/simulated_tables.py zro", ["zro"]),
-        ("python benchmarks/tables.py", ["benchmarks/tables.py"]),
-        ("pytest tests/lab/test_lost.py -s", ["tests/lab/test_lost.py"]),
-        ("mpirun -np 4 python -m distlab trian", ["mpirun -np 4 python -m distlab trian"]),
-    ],
-)
-def test_what_is_missing_is_found(command: str, found: list[str]) -> None:
-    assert missing(command) == found
-
-
 @pytest.mark.parametrize("page", [README, RESULTS], ids=["README", "results"])
 def test_commands_of_the_trainer_are_there(page: str) -> None:
     lines = re.findall(r"^scripts/.*$", page, flags=re.MULTILINE)
@@ -76,10 +60,6 @@ def test_virtual_times_are_those_of_the_simulator(row: tuple[str, ...]) -> None:
     world = Cluster.preset(cluster)
     run = run_script(ROOT / program, [subject], int(ranks), world, Options())
     assert seconds_text(run.seconds) == quoted
-
-
-def test_each_row_of_simulated_runs_was_read() -> None:
-    assert len(SIMULATED) == RESULTS.count("`distlab sim --cluster ") > 10
 
 
 # --- the picture ---------------------------------------------------------------------------------

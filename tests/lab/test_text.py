@@ -1,4 +1,4 @@
-"""What messages are made of: numbers, ranks, times, sizes, lists, and names that do not exist."""
+"""Parts of messages: ranks, times, sizes, and names that do not exist."""
 
 from collections.abc import Iterable
 
@@ -6,16 +6,10 @@ import pytest
 
 from distlab.util.text import (
     bytes_text,
-    clauses,
     clipped,
-    counted,
     did_you_mean,
-    joined,
     rank_names,
     seconds_text,
-    sentence,
-    unknown_name,
-    verb,
 )
 
 
@@ -33,26 +27,6 @@ from distlab.util.text import (
 )
 def test_ranks_are_named_shortly(ranks: Iterable[int], words: str) -> None:
     assert rank_names(ranks) == words
-
-
-@pytest.mark.parametrize(
-    ("items", "words", "sentences"),
-    [
-        ([], "", ""),
-        (["a"], "a", "a"),
-        (["a", "b"], "a and b", "a, and b"),
-        (["a", "b", "c"], "a, b and c", "a, b, and c"),
-    ],
-)
-def test_words_and_clauses_are_joined(items: list[str], words: str, sentences: str) -> None:
-    assert (joined(items), clauses(items)) == (words, sentences)
-
-
-def test_words_follow_the_number() -> None:
-    assert [counted(n, "rank") for n in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]
-    assert [counted(n, "batch", "batches") for n in (1, 2)] == ["1 batch", "2 batches"]
-    assert (verb([5], "wait"), verb([5, 6], "wait")) == ("waits", "wait")
-    assert (verb([5], "have", "has"), verb([5, 6], "have", "has")) == ("has", "have")
 
 
 @pytest.mark.parametrize(
@@ -92,19 +66,6 @@ def test_sizes_have_binary_units(num_bytes: int, text: str) -> None:
 )
 def test_a_wrong_name_is_answered_with_the_one_it_is_like(wrong: str, answer: str) -> None:
     assert did_you_mean(wrong, ["digits", "CIFAR10"]) == answer
-
-
-def test_the_error_for_a_wrong_name_lists_the_valid_ones() -> None:
-    assert str(unknown_name("model", "cn", ["cnn", "gpt"])) == (
-        "unknown model 'cn'; valid: cnn, gpt. Did you mean 'cnn'?"
-    )
-    assert str(unknown_name("model", "x", ["cnn", "gpt"])) == "unknown model 'x'; valid: cnn, gpt."
-
-
-def test_a_sentence_ends_once() -> None:
-    assert sentence("It is wrong ") == "It is wrong."
-    for text in ("It is wrong.", "Why?", "Thus:", "And …"):
-        assert sentence(text) == text
 
 
 def test_a_line_is_shortened_in_its_paths_before_its_reason() -> None:

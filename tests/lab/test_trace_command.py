@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from commands import COURSE, FILE, RIGHT, copy_course, distlab, grade_as, write_exchange
+from commands import FILE, RIGHT, copy_course, distlab, grade_as, write_exchange
 
-from distlab.learner import state, trace, trace_programs
+from distlab.learner import state, trace_programs
 from distlab.learner.folder import CourseFolder
 
 Printed = pytest.CaptureFixture[str]
@@ -35,11 +35,6 @@ def test_the_default_is_the_last_graded_then_the_first_written_then_the_next(
     grade_as(here, t1_7="passed")
     grade_as(here, t1_5="todo", t1_13="failed")
     assert chosen(here) == "1.7, the last one graded"
-
-
-def test_every_program_has_its_body() -> None:
-    ids = {task.id for task in COURSE.tasks}
-    assert trace_programs.PROGRAMS.keys() == trace.BODIES.keys() <= ids
 
 
 def test_what_is_not_written_is_one_line(here: CourseFolder, capfd: Printed) -> None:
@@ -87,11 +82,3 @@ def test_it_draws_what_the_function_sends_and_says_so(here: CourseFolder, capfd:
     assert "It does not hang here, on any rank: the tests hang in another case." in lines
     assert lines[-1] == "out/trace-1.4.png: who did what when"
     assert (here.root / "out/trace-1.4.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_without_room_is_an_error_in_one_line(
-    here: CourseFolder, capsys: Printed
-) -> None:
-    (here.root / "out").write_text("not a folder")
-    assert distlab("trace", "1.4", "--impl", "solution", "--ranks", "2") == 1
-    assert capsys.readouterr().err == f"the picture {here.root}/out/trace-1.4.png: File exists\n"

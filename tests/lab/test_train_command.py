@@ -1,6 +1,5 @@
 """distlab train: every model learns, in each world, whatever starts the ranks."""
 
-import math
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import psutil
 import pytest
 from test_cli import distlab
 
-from distlab import demo, models, training
+from distlab import models, training
 
 
 @pytest.mark.parametrize("model", models.MODELS)
@@ -22,27 +21,7 @@ def test_train_learns_with_every_model(model: str, capfd: pytest.CaptureFixture[
     assert epoch.startswith("rank 0/2  epoch 1  loss ")
     assert last.startswith("test accuracy ")
     accuracy = float(last.removeprefix("test accuracy ").split("%")[0])
-    assert accuracy > 25  # of 10 digits, or of 17 grey values
-
-
-def test_gpt_trains_on_synthetic_images_of_few_tokens(capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--dataset", "synthetic", "--model", "gpt", "--num-workers", "2", "--epochs", "1"]
-    assert distlab("train", *options) == 0
-    headline, epoch, _ = capfd.readouterr().out.splitlines()
-    assert "on synthetic (512 images of 63 tokens), cpu, batch 64 = 2 x 32, " in headline
-    assert float(epoch.split("  test loss ")[1].split()[0]) < math.log(17), "worse than a guess"
-
-
-def first_loss(*options: str, capfd: pytest.CaptureFixture[str]) -> str:
-    assert distlab("train", "--num-workers", "1", "--epochs", "1", *options) == 0
-    return capfd.readouterr().out.split("  loss ")[1].split()[0]
-
-
-def test_learning_rate_and_seed_decide_the_training(capfd: pytest.CaptureFixture[str]) -> None:
-    settings = ([], ["--seed", "0"], ["--lr", "0.05"], ["--seed", "1"], ["--lr", "0.01"])
-    default, seed_0, lr_005, *others = (first_loss(*options, capfd=capfd) for options in settings)
-    assert default == seed_0 == lr_005
-    assert len({default, *others}) == 3
+    assert accuracy > 25  # percent; there are 10 digits, or 17 grey values
 
 
 def test_ctrl_c_ends_the_training_with_one_line() -> None:
@@ -87,14 +66,3 @@ def test_training_on_the_simulated_cluster_learns_exactly_the_same() -> None:
         histories[backend, cluster] = training.train(config)
     (real,), *simulated = histories.values()
     assert [epoch.step_losses for (epoch,) in simulated] == [real.step_losses] * 2
-
-
-def test_four_workers_lose_exactly_what_one_does_in_float64() -> None:
-    histories = []
-    for workers in (1, 4):
-        config = training.make_config(dataset="digits", model="cnn", epochs=2, num_workers=workers)
-        double = training.TrainConfig(**{**vars(config), "dtype": "float64"})
-        histories.append(training.train(double))
-    assert demo.largest_difference(*histories) < 1e-6
-    one, four = histories
-    assert [e.test_accuracy for e in one] == [e.test_accuracy for e in four]

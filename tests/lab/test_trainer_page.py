@@ -9,7 +9,6 @@ import yaml
 
 from distlab.production import errors
 from distlab.production.config import Config
-from distlab.production.lessons import PATTERNS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/trainer.md").read_text(encoding="utf-8")
@@ -43,18 +42,7 @@ def test_all_choices_are_named(key: str) -> None:
     assert {*choices} <= {*named}
 
 
-def test_all_strategies_are_there() -> None:
-    text = " ".join(row[0] for row in table("Strategies"))
-    for name in (*get_args(Config.model_fields["strategy"].annotation), *PATTERNS):
-        assert name == "native" or name in text
-
-
 def test_the_exit_codes_are_those_of_the_trainer() -> None:
     codes = {int(row[0]) for row in table("How it ends") if row[0].isdecimal()}
     said = {int(code) for code in re.findall(r"^(\d+) ", errors.__doc__ or "", re.MULTILINE)}
     assert codes == said == {0, 1, 74, 75, 78}
-
-
-def test_each_configuration_is_there() -> None:
-    for path in ROOT.glob("configs/*.yaml"):
-        assert f"[`{path.name}`](../configs/{path.name})" in PAGE

@@ -1,4 +1,4 @@
-"""What a task builds on: course.toml says it as the solutions call it; verdicts start there."""
+"""Tasks build on others: course.toml lists what the solutions call, and verdicts start there."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.course import CourseError, Task, load
+from distlab.course import Task, load
 from distlab.grade import table
 from distlab.grade.outcomes import Outcome, Verdict
 from distlab.grade.results import GradeResult, TaskResult, TestResult
@@ -75,13 +75,6 @@ def test_what_it_builds_on_includes_what_that_builds_on() -> None:
     assert COURSE.builds_on(COURSE.task("1.4")) == ()
 
 
-def test_only_earlier_tasks_can_be_used(tmp_path: Path) -> None:
-    text = (ROOT / "course.toml").read_text().replace('uses = ["1.5"]', 'uses = ["1.9"]', 1)
-    (tmp_path / "course.toml").write_text(text)
-    with pytest.raises(CourseError, match=r"task 1\.6: uses '1.9', which is not an earlier task"):
-        load(tmp_path)
-
-
 def graded(**outcomes: Outcome) -> GradeResult:
     """A grading of tasks, as t1_4, one test each."""
     tasks = []
@@ -130,22 +123,3 @@ def test_a_check_of_one_task_knows_of_the_failure_that_it_builds_on(tmp_path: Pa
     ]
     passed = grading.Grading(0, graded(t1_8=Outcome.PASSED))
     assert list(status.fix_first(here, task, passed, state.load(here))) == []
-
-
-def test_a_task_of_several_functions_is_built_on_by_all_their_names(tmp_path: Path) -> None:
-    here = CourseFolder(tmp_path, COURSE)
-    failed = grading.Grading(1, graded(t2_17=Outcome.FAILED))
-
-    def said(id: str) -> list[str]:
-        path = tmp_path / ".distlab/progress.json"
-        path.unlink(missing_ok=True)
-        progress = state.remember(here, {id: state.Record("failed")})
-        return list(status.fix_first(here, COURSE.task("2.17"), failed, progress))
-
-    assert said("2.15") == [
-        "2.17 builds on ColumnParallelLinear, which fails too. Fix 2.15 first: distlab check 2.15"
-    ]
-    assert said("2.14") == [
-        "2.17 builds on copy_to_tensor_region and 1 more, which fail too. Fix 2.14 first: "
-        "distlab check 2.14"
-    ]

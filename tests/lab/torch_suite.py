@@ -37,12 +37,12 @@ from distlab.sim import SimulationError, simulate
 NUM_RANKS = 3
 SEED = 1234
 TIMEOUT_S = 60.0
-RANK = "--rank"  # what is started by mpirun
+RANK = "--rank"  # marks a process of mpirun
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 class Outcome(NamedTuple):
-    """What became of a test, and why."""
+    """Outcome of a test, and its reason."""
 
     kind: str
     reason: str = ""

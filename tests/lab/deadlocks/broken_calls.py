@@ -30,18 +30,6 @@ def every_rank_its_own_root() -> None:
     dist.broadcast(data(), me())
 
 
-@mismatch(2, OPERATION, (0, 1), "all_reduce with op SUM on rank 0, but with op MAX on rank 1")
-def sum_and_maximum() -> None:
-    """One rank sums, the other takes the maximum."""
-    dist.all_reduce(data(), op=dist.ReduceOp.MAX if me() else dist.ReduceOp.SUM)
-
-
-@mismatch(2, SHAPE, (0, 1), "all_reduce with device cpu on rank 0, but with device meta on rank 1")
-def one_rank_has_no_data() -> None:
-    """A tensor without data meets one with data."""
-    dist.all_reduce(data(4) if me() == 0 else data(4).to("meta"))
-
-
 @mismatch(
     2,
     SHAPE,
@@ -56,24 +44,6 @@ def receives_less_than_is_sent() -> None:
         dist.send(data(), 1)
     else:
         dist.recv(data(3), 0)
-
-
-@mismatch(
-    2,
-    SHAPE,
-    (0, 1),
-    "rank 0 sends (2,) float32, and rank 1 receives (4,) float32",
-    "same dtype. But rank 0's send with tag 1 has (4,) float32: are the tags swapped?",
-)
-def tags_of_two_tensors_swapped() -> None:
-    """Weight and bias have a tag each, and the receiver takes one for the other."""
-    weight, bias = data(4), data(2)
-    if me() == 0:
-        works = [dist.isend(weight, 1, tag=1), dist.isend(bias, 1, tag=2)]
-    else:
-        works = [dist.irecv(weight, 0, tag=2), dist.irecv(bias, 0, tag=1)]
-    for work in works:
-        work.wait()
 
 
 @mismatch(

@@ -8,25 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 @deadlock(
-    4,
-    MISSING,
-    (0,),
-    "ranks 1-3 wait in all_reduce (call 1 of ranks 0-3) for rank 0, but rank 0 waits for rank 3 "
-    "to send",
-    "Rank 0 cannot go on until rank 3 sends, and rank 3 waits for rank 0 in this all_reduce. "
-    "Let rank 3 send before the all_reduce, or let rank 0 receive after it. Or does rank 0 "
-    "skip a call?",
-)
-def waits_for_a_report_first() -> None:
-    """Rank 0 wants a message that rank 3 sends only after the all_reduce."""
-    if me() == 0:
-        dist.recv(data(), 3)
-    dist.all_reduce(data())
-    if me() == 3:
-        dist.send(data(), 0)
-
-
-@deadlock(
     2,
     MISSING,
     (1,),
@@ -124,22 +105,6 @@ def group_made_by_one_rank() -> None:
 @deadlock(
     4,
     ORDER,
-    (0, 1, 2, 3),
-    "rank 0 waits in new_group of ranks 0-3 for ranks 1-3",
-    "Every rank of a group has to call new_group for it, at the same place among its other calls.",
-)
-def group_made_too_late() -> None:
-    """Rank 0 makes a group before a barrier, the others after it."""
-    if me() == 0:
-        dist.new_group(range(4))
-    dist.barrier()
-    if me() != 0:
-        dist.new_group(range(4))
-
-
-@deadlock(
-    4,
-    ORDER,
     (0, 1),
     "Or else: at broken_collectives.py:",
     "rank 0 calls all_reduce on ranks 0 and 1, and rank 1 calls it on ranks 0-3: is group= "
@@ -155,20 +120,6 @@ def group_forgotten_on_one_rank() -> None:
 @deadlock(
     4,
     ORDER,
-    (0, 2, 3),
-    "rank 3 calls all_reduce on ranks 2 and 3 (axis tp), and rank 2 calls it on ranks 0 and 2 "
-    "(axis dp): is group= wrong on one of them? If not: ranks that share several groups",
-)
-def one_rank_on_the_other_axis() -> None:
-    """The barrier after it, in which others wait, is right."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dist.all_reduce(data(), group=mesh.get_group("dp" if me() == 2 else "tp"))
-    dist.barrier()
-
-
-@deadlock(
-    4,
-    ORDER,
     (0, 1, 2, 3),
     "ranks 0 and 3 wait on axis tp, and ranks 1 and 2 wait on axis dp, each for the next of 0, 1, "
     "3, 2, 0",
@@ -179,33 +130,3 @@ def axes_in_two_orders() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for name in ("tp", "dp") if me() in (0, 3) else ("dp", "tp"):
         dist.all_reduce(data(), group=mesh.get_group(name))
-
-
-@deadlock(
-    2,
-    ORDER,
-    (0, 1),
-    "rank 0 waits in barrier (call 1 of ranks 0 and 1) on the default group for rank 1, and rank "
-    "1 waits in barrier (call 1 of ranks 0 and 1) on their 1st group for rank 0",
-    "Rank 0 waits on the default group, and rank 1 waits on the 1st group of ranks 0 and 1 (made "
-    "at broken_collectives.py:",
-)
-def own_group_and_the_default_one() -> None:
-    """A group of all ranks is not the default group."""
-    everyone = dist.new_group()
-    dist.barrier(everyone if me() else None)
-
-
-@deadlock(
-    4,
-    ENDED,
-    (2, 3),
-    "There is a group of ranks 0 and 1, which would not wait for ranks 2 and 3: is group= missing "
-    "in this all_reduce?",
-    "ranks 2 and 3 returned without communicating",
-)
-def group_forgotten_by_all() -> None:
-    """A pair reduces, and both forget the group that they have made for it."""
-    dist.new_group([0, 1])
-    if me() < 2:
-        dist.all_reduce(data())

@@ -21,7 +21,7 @@ from distlab.sim import Faults
     "a call under an `if` on the rank?",
 )
 def barrier_under_an_if() -> None:
-    """Only rank 0 saves the checkpoint, and only rank 0 meets the barrier behind it."""
+    """Only rank 0 saves the checkpoint, and only rank 0 reaches the barrier after it."""
     if me() == 0:
         dist.barrier()
 
@@ -77,7 +77,7 @@ def any_recv_takes_what_a_named_one_waits_for() -> None:
     if_buffered=PASSES,
 )
 def send_that_nobody_receives() -> None:
-    """A send has no recv; nobody would know, had its rank not waited."""
+    """A send has no recv, and would go unnoticed if its rank did not wait."""
     if me() == 0:
         dist.isend(data(), 1).wait()
 
@@ -99,37 +99,6 @@ def loses_a_rank() -> None:
 
 
 @deadlock(
-    4,
-    ENDED,
-    (3,),
-    "rank 2 waits for rank 3 to send, but rank 3 has returned",
-    "and also (send/recv cycle): rank 0 waits for rank 1 to send",
-)
-def two_mistakes() -> None:
-    """A cycle, and, independently of it, an early return."""
-    if me() < 2:
-        dist.recv(data(), 1 - me())
-    elif me() == 2:
-        dist.recv(data(), 3)
-
-
-@deadlock(
-    3,
-    ENDED,
-    (1,),
-    "rank 0 waits for rank 1 to send, but rank 1 has returned",
-    or_else=PASSES,
-)
-def any_source_takes_the_wrong_one() -> None:
-    """A race. Any source may take the message of rank 1, for which the next recv then waits."""
-    if me() == 0:
-        dist.recv(data())
-        dist.recv(data(), 1)
-    else:
-        dist.isend(data(), 0)
-
-
-@deadlock(
     3,
     KEY,
     (1, 2),
@@ -138,7 +107,7 @@ def any_source_takes_the_wrong_one() -> None:
     "in misspelt_key: is one misspelled?",
 )
 def misspelt_key() -> None:
-    """Rank 0 sets another key than the one the others wait for, and goes on."""
+    """Rank 0 sets another key than the one the others wait for, and continues."""
     store = _get_default_store()
     if me() == 0:
         store.set("raedy", "1")
@@ -175,19 +144,6 @@ def root_counted_inside_the_group() -> None:
     group = dist.new_group([2, 3])
     if me() >= 2:
         dist.broadcast(data(), src=0, group=group)
-
-
-@rank_error(
-    3,
-    "ValueError",
-    (),
-    "the group has no rank -1, its ranks are 0 to 2; in a ring, the neighbour is",
-)
-def ring_without_modulo() -> None:
-    """The first rank has no left neighbour, and the last one no right one."""
-    work = dist.isend(data(), me() + 1)
-    dist.recv(data(), me() - 1)
-    work.wait()
 
 
 @rank_error(2, "ValueError", (), "Invalid destination rank")

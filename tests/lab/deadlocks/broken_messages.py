@@ -81,7 +81,7 @@ def waits_for_itself() -> None:
     if_buffered=PASSES,
 )
 def no_one_can_go_first() -> None:
-    """Every send has its recv, in an order that nobody can begin."""
+    """Every send has its recv, in an order in which no rank can be first."""
     if me() == 0:
         dist.send(data(), 1)
         dist.send(data(), 2)
@@ -91,65 +91,6 @@ def no_one_can_go_first() -> None:
     else:
         dist.recv(data(), 0)
         dist.send(data(), 1)
-
-
-@deadlock(3, CYCLE, (0, 1, 2), "ranks 0-2 wait for any rank to send", "recv from any rank")
-def everybody_listens() -> None:
-    """All receive from any source, so nobody sends."""
-    dist.recv(data())
-    dist.send(data(), (me() + 1) % size())
-
-
-@deadlock(
-    5,
-    CYCLE,
-    (0, 1),
-    "rank 2 recv from rank 1",
-    "ranks 3 and 4 barrier (call 1 of ranks 0-4)",
-)
-def victims_of_a_cycle() -> None:
-    """Two ranks wait for each other; the others, in a recv and in a barrier, only for them."""
-    if me() < 2:
-        dist.recv(data(), 1 - me())
-        dist.send(data(), 1 - me())
-    elif me() == 2:
-        dist.recv(data(), 1)
-    dist.barrier()
-
-
-@deadlock(
-    2,
-    CYCLE,
-    (0, 1),
-    "Before, 1 message went from rank 0 to rank 1, and none back: should rank 0 receive now, or "
-    "rank 1 once more before it sends?",
-    if_buffered=PASSES,
-)
-def header_and_payload() -> None:
-    """Rank 0 sends a size and the data; rank 1 receives only one of them before it answers."""
-    if me() == 0:
-        dist.send(data(), 1)
-        dist.send(data(), 1)
-        dist.recv(data(), 1)
-    else:
-        dist.recv(data(), 0)
-        dist.send(data(), 0)
-
-
-@deadlock(
-    2,
-    CYCLE,
-    (0, 1),
-    "Before, 1 message went from rank 0 to rank 1, and none back: is a send missing on rank 1?",
-)
-def answer_is_missing() -> None:
-    """Rank 0 wants an answer; rank 1 waits for a second question."""
-    if me() == 0:
-        dist.send(data(), 1)
-        dist.recv(data(), 1)
-    else:
-        dist.recv(data(), 0)
-        dist.recv(data(), 0)
 
 
 @deadlock(

@@ -3,60 +3,20 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from catalogue import (
     ENDED,
     MISSING,
-    OPERATION,
-    SHAPE,
     THREAD,
     deadlock,
     me,
-    mismatch,
     rank_error,
     value,
 )
 
 # Exceptions that are caught
-
-
-@mismatch(3, SHAPE, (2,), "can hide an error: did a rank come through it")
-def skips_a_round_of_other_sizes() -> None:
-    """Rank 2 leaves out a round, and each round has tensors of another size."""
-    for step in range(3):
-        try:
-            if (step, me()) == (1, 2):
-                raise ValueError("bad sample")
-            dist.all_reduce(torch.ones(step + 1))
-        except ValueError:
-            pass
-
-
-@deadlock(3, ENDED, (0,), never=("broadcast raised",))
-def is_refused_long_before() -> None:
-    """A refusal that all ranks have got does not explain what happens later."""
-    with suppress(ValueError, RuntimeError):
-        dist.broadcast(torch.ones(2, 2).T, 0)
-    for _ in range(3 if me() else 2):
-        dist.barrier()
-
-
-@mismatch(3, OPERATION, (1,), "can hide an error: did a rank come through it, and so leave out")
-def has_a_barrier_in_its_finally() -> None:
-    """Rank 1 leaves its loop early, and comes to the barrier of all."""
-    try:
-        for step in range(3):
-            if (step, me()) == (1, 1):
-                raise ValueError("bad sample")
-            dist.all_reduce(value(1))
-    except ValueError:
-        return
-    finally:
-        dist.barrier()
 
 
 class Unprintable(Exception):
@@ -82,40 +42,6 @@ def handles_what_cannot_be_printed() -> None:
 
 
 # Threads
-
-
-@deadlock(
-    3,
-    THREAD,
-    (0, 1, 2),
-    "deadlock (thread wait): on ranks 0 and 1 thread 'saver' waits for an event of its own, "
-    "and the main thread waits for the end of thread 'saver' and also (thread wait): rank 2 "
-    "waits for a semaphore of its own, which is at 0, and no thread of it can go on",
-    never=("waits for an event of its own in given",),
-)
-def threads_of_two_ranks_wait_alike() -> None:
-    """Two ranks make the same mistake, a third another one."""
-    if me() == 2:
-        threading.Semaphore(0).acquire()
-    thread = threading.Thread(target=threading.Event().wait, name="saver")
-    thread.start()
-    thread.join()
-
-
-@deadlock(
-    1,
-    THREAD,
-    (0,),
-    "thread 'saver' waits for a lock of its own, held by the main thread",
-    "Release the lock before waiting for a thread that needs it.",
-)
-def joins_with_a_lock() -> None:
-    """The main thread holds the lock that its thread needs to end."""
-    lock = threading.Lock()
-    with lock:
-        thread = threading.Thread(target=lock.acquire, name="saver")
-        thread.start()
-        thread.join()
 
 
 @deadlock(1, THREAD, (0,), "waits for an event of its own (20 times) broken_notes.py:")
@@ -165,25 +91,6 @@ def knows_the_error_of_its_task() -> None:
             assert isinstance(task.exception(), OSError)
 
 
-@deadlock(2, ENDED, (0,), never=("disk full",))
-def catches_the_error_of_its_task() -> None:
-    """Rank 0 has caught the exception of its task."""
-    with ThreadPoolExecutor(1) as pool:
-        task = pool.submit(save)
-        if me() == 0:
-            with suppress(OSError):
-                task.result()
-
-
-@deadlock(2, ENDED, (1,), never=("what ran",))
-def asks_for_the_first_error_of_a_map() -> None:
-    """All results of a map have the error for which the rank has asked."""
-    with ThreadPoolExecutor(1) as pool, suppress(ValueError):
-        list(pool.map(int, "xyz"))
-    if me() == 0:
-        dist.barrier()
-
-
 @deadlock(2, ENDED, (0,), never=("daemon",))
 def leaves_a_sleeper_behind() -> None:
     """Rank 1 has a thread that ends with it, and is not to blame."""
@@ -203,12 +110,6 @@ def meets_alone(group: dist.ProcessGroup) -> None:
         dist.barrier(group)
 
 
-@deadlock(2, ENDED, (1,), "waits in barrier (call 1 of ranks 0 and 1) for rank 1")
-def two_groups_of_which_one_is_used() -> None:
-    """A group has a number only where another one of the same ranks is in use."""
-    meets_alone([dist.new_group(), dist.new_group()][1])
-
-
 @deadlock(2, ENDED, (1,), "on group 'metrics' for rank 1")
 def group_with_a_description() -> None:
     """A group is called what the program calls it."""
@@ -216,40 +117,6 @@ def group_with_a_description() -> None:
 
 
 # The other ranks of an error
-
-
-@rank_error(
-    4,
-    "ValueError",
-    (2,),
-    "The other ranks: rank 0 recv from rank 2, (1,) float32 broken_notes.py:",
-    "rank 1 returned without communicating broken_notes.py:",
-    "rank 3 running",
-)
-def others_wait_return_and_run() -> None:
-    """Rank 2 fails, while one rank waits for it, one has returned, and one has not begun."""
-    if me() == 0:
-        dist.recv(value(0), 2)
-    elif me() == 2:
-        raise ValueError("bad sample")
-    elif me() == 3:
-        time.sleep(1)
-
-
-@rank_error(
-    3,
-    "RuntimeError",
-    (0,),
-    "Timed out waiting 1000ms",
-    "rank 1 send to rank 0, (1,) float32",
-    "rank 2 returned without communicating",
-)
-def waits_for_the_wrong_rank_for_a_second() -> None:
-    """A limit passes on rank 0; rank 1 has sent what it does not ask for."""
-    if me() == 0:
-        dist.irecv(value(0), 2).wait(timedelta(seconds=1))
-    elif me() == 1:
-        dist.send(value(1), 0)
 
 
 @rank_error(2, "RuntimeError", (0,), "rank 1 running broken_notes.py:")

@@ -1,16 +1,14 @@
-"""Broken programs: threads of a rank, swallowed errors, and questions that nobody answers."""
+"""Broken programs: threads of a rank, swallowed errors, and endless polling."""
 
 import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from catalogue import (
     CYCLE,
-    ENDED,
     KEY,
     MISSING,
     OPERATION,
@@ -87,29 +85,6 @@ def two_threads_take_two_locks() -> None:
 
 
 @deadlock(
-    2,
-    ENDED,
-    (1,),
-    "rank 0 waits for rank 1 to send, but rank 1 has returned",
-    "other threads wait too",
-    "rank 0 waits for the end of thread 'receiver'",
-)
-def a_thread_receives_once_too_often() -> None:
-    """A thread of rank 0 takes two messages; rank 1 sends one."""
-    if me() == 1:
-        dist.send(data(), 0)
-        return
-
-    def receive() -> None:
-        for _ in range(2):
-            dist.recv(data(), 1)
-
-    thread = threading.Thread(target=receive, name="receiver")
-    thread.start()
-    thread.join()
-
-
-@deadlock(
     3,
     MISSING,
     (2,),
@@ -130,7 +105,7 @@ def a_saver_waits_for_the_step_after() -> None:
 
 @mismatch(2, SHAPE, (0, 1), "all_reduce with size 2 on rank 0, but with size 3 on rank 1")
 def a_thread_reduces_another_size() -> None:
-    """The sizes differ between the ranks, in a thread whose exceptions nobody sees."""
+    """The sizes differ between the ranks, in a thread whose exceptions go unnoticed."""
     thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(2 + me()),))
     thread.start()
     thread.join()
@@ -150,27 +125,6 @@ def a_mismatch_is_swallowed_and_the_rank_leaves() -> None:
     except RuntimeError:
         return
     dist.barrier()
-
-
-@mismatch(2, SHAPE, (0, 1), "rank 0 sends (4,) float32, and rank 1 receives (5,) float32")
-def a_retry_after_a_mismatch() -> None:
-    """Rank 1 expects more than rank 0 sends, and tries again."""
-    for count in (5, 4):
-        with suppress(RuntimeError):
-            if me() == 0:
-                dist.send(data(), 1)
-            else:
-                dist.recv(data(count), 0)
-            return
-
-
-@mismatch(2, SHAPE, (0, 1), "all_reduce with dtype float32 on rank 0, but with dtype float64")
-def another_error_in_place_of_a_mismatch() -> None:
-    """Rank 1's dtype is another one; both ranks raise what says nothing."""
-    try:
-        dist.all_reduce(data().double() if me() else data())
-    except RuntimeError:
-        raise ValueError("something went wrong") from None
 
 
 # Questions without an answer
@@ -197,37 +151,12 @@ def polls_for_a_key() -> None:
         time.sleep(0.001)
 
 
-@deadlock(2, ENDED, (1,), "rank 0 waits for rank 1 to send, but rank 1 has returned")
-def one_polls_while_its_thread_waits() -> None:
-    """Rank 0 polls in one thread and waits for work in another one."""
-    if me() == 1:
-        return
-    threading.Thread(target=queue.Queue[int]().get).start()
-    work = dist.irecv(data(), 1)
-    while not work.is_completed():
-        pass
-
-
-@deadlock(1, THREAD, (0,), "rank 0 waits for a semaphore of its own", "Is a release() missing")
-def never_gives_a_permit_back() -> None:
-    """A semaphore for two is taken three times."""
-    permits = threading.Semaphore(2)
-    for _ in range(3):
-        permits.acquire()
-
-
 @deadlock(1, THREAD, (0,), "waits for other threads at a barrier of its own", "Do as many threads")
 def makes_a_barrier_for_too_many() -> None:
-    """A barrier for three threads, of which there are two."""
+    """A barrier for three threads, but only two exist."""
     barrier = threading.Barrier(3)
     threading.Thread(target=barrier.wait).start()
     barrier.wait()
-
-
-@deadlock(1, THREAD, (0,), "waits for an event of its own", "Is its set() missing")
-def waits_for_an_event() -> None:
-    """Nobody sets the event."""
-    threading.Event().wait()
 
 
 @deadlock(1, THREAD, (0,), "waits for room in a queue of its own", "Is a get() missing")

@@ -1,7 +1,7 @@
 """The catalogue of broken and of correct programs, and the helpers that they share.
 
 Broken programs cannot end well: each makes one mistake, and the table says what its report must
-say. Read them as a catalogue of the ways in which programs hang; over gloo, in real processes, they
+say. Read them as a catalogue of ways to hang; over gloo, in real processes, they
 fail as well, mostly by hanging.
 
 Correct ones look as if they might hang, and do not: the table says what every rank returns, whether
@@ -40,11 +40,10 @@ class Broken:
         error: Class of the error.
         num_ranks: Size of the world.
         kind: Kind of the error; of a RankError, the name of the exception.
-        ranks: Ranks to blame; of a Mismatch and a race, some of them.
+        ranks: Ranks to blame; of a Mismatch, some of them.
         says: Phrases of the message.
         never: Phrases that the message must not have.
         if_buffered: Kind if sends are buffered, where it is another one.
-        or_else: Other kind of a program whose end depends on the order of events.
         faults: Faults of the simulation.
     """
 
@@ -56,17 +55,14 @@ class Broken:
     says: tuple[str, ...]
     never: tuple[str, ...] = ()
     if_buffered: str = ""
-    or_else: str = ""
     faults: Faults = field(default_factory=Faults)
 
     @property
     def name(self) -> str:
         return self.program.__name__
 
-    def kinds(self, *, is_buffered: bool) -> set[str]:
-        """Return the kinds that are right."""
-        kind = self.if_buffered if is_buffered else ""
-        return {kind or self.kind, self.or_else} - {""}
+    def right_kind(self, *, is_buffered: bool) -> str:
+        return (is_buffered and self.if_buffered) or self.kind
 
 
 BROKEN: list[Broken] = []

@@ -34,7 +34,7 @@ def ring_with_isend() -> object:
 
 @returns([None, [3, 2, 1]])
 def tags_out_of_order() -> object:
-    """Messages are told apart by their tags, in whatever order they are awaited."""
+    """Tags distinguish messages, in whatever order they are awaited."""
     if me() == 0:
         works = [dist.isend(value(tag), 1, tag=tag) for tag in (1, 2, 3)]
         for work in works:
@@ -102,7 +102,7 @@ def never_waits_for_its_isend() -> object:
 
 @returns([None, None])
 def message_for_nobody() -> object:
-    """An isend is never received, an irecv never served, and nobody waits for either."""
+    """An isend is never received, an irecv never served, and no rank waits for either."""
     if me() == 0:
         dist.isend(value(5), 1)
     else:
@@ -125,7 +125,7 @@ def asks_until_it_is_there() -> object:
 
 @returns([[2, 1], [0, 2], [1, 0]])
 def batch_in_both_directions() -> object:
-    """A halo exchange as one batch, the receives behind the sends."""
+    """A halo exchange as one batch, the receives after the sends."""
     right, left = (me() + 1) % size(), (me() - 1) % size()
     from_left, from_right = empty(), empty()
     calls = [

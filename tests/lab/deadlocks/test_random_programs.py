@@ -29,7 +29,7 @@ Program = list[list[Call]]  # calls by rank
 
 
 def random_program(seed: int) -> Program:
-    """A program without mistakes, two calls of which are then moved, dropped or doubled."""
+    """Draw a correct program, then move, drop or double two of its calls."""
     rng = random.Random(seed)
     program: Program = [[] for _ in range(rng.choice((2, 3, 4)))]
     for _ in range(rng.randint(2, 6)):
@@ -75,7 +75,7 @@ def run_program(program: Program) -> None:
 
 
 def standstill(program: Program) -> dict[int, Call]:
-    """Return the call in which each rank is stuck; a rank that is not has ended."""
+    """Return the call that each stuck rank is in; all other ranks have ended."""
     done = [0] * len(program)
 
     def current(rank: int) -> Call | None:
@@ -115,7 +115,7 @@ def reachable(rank: int, stuck: dict[int, Call]) -> set[int]:
 
 
 def knots(stuck: dict[int, Call]) -> list[set[int]]:
-    """Sets of ranks of which each waits for all, by their lowest rank."""
+    """Return the sets of ranks that all wait for one another, by their lowest rank."""
     sets = [reachable(rank, stuck) for rank in sorted(stuck)]
     closed = [ranks for ranks in sets if all(reachable(r, stuck) == ranks for r in ranks)]
     return [ranks for place, ranks in enumerate(closed) if ranks not in closed[:place]]
@@ -164,7 +164,7 @@ def test_the_report_agrees_with_an_interpreter(block: int) -> None:
 
 def check(report: Deadlock, kind: str, ranks: set[int]) -> None:
     assert report.kind == kind, report
-    if kind == "missing rank":  # in the knot are also those that wait in the collective
+    if kind == "missing rank":  # the knot includes the ranks that wait in the collective
         assert set(report.ranks) < ranks, report
     else:
         assert set(report.ranks) == ranks, report

@@ -1,4 +1,4 @@
-"""How pytest is called: what it then grades and says, and the code with which it ends."""
+"""Calls of pytest: what it grades and says, and its exit code."""
 
 import json
 import re
@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from commands import COURSE, PHASE, ROOT
-from fresh_pytest import FreshPytest
+from processes import FreshPytest
 
 from distlab.grade import reports, suites
 from distlab.grade.results import GradeResult
-from distlab.learner import grading
 
 SUITE = "tests/test_phase1.py"
 MY_SUITE = """
@@ -58,9 +57,7 @@ def my_suite(folder: Path, body: str) -> Path:
 def test_a_collection_error_is_neither_success_nor_a_zero(pytest_run: Run, tmp_path: Path) -> None:
     suite, report = tmp_path / "test_broken.py", tmp_path / "report.json"
     suite.write_text("import no_such_module\n")
-    report.write_text(
-        reports.FORMATS["gradescope"](GradeResult("here", [], 1.0))
-    )  # of an earlier run
+    report.write_text(reports.FORMATS["gradescope"](GradeResult("here", [], 1.0)))  # an earlier run
     ended = pytest_run("--report", f"gradescope={report}", suite=suite)
     assert ended.returncode == 2, ended.stdout
     assert "no_such_module" in ended.stdout
@@ -77,18 +74,6 @@ def test_one_test_asked_for_by_name_does_not_earn_the_points_of_its_task(
     assert "broadcast" not in ended.stdout, "only what was asked for is in the table"
     (task,) = ET.parse(junit).getroot()
     assert (task.get("name"), task.get("errors")) == ("1.4 exchange", "1"), "CI must not be green"
-
-
-def test_the_tests_that_failed_last_are_not_the_whole_task(pytest_run: Run, tmp_path: Path) -> None:
-    body = "grade.call(nothing)\n    check(not __import__('os').environ.get('BREAK'), 'wrong')"
-    my_suite(tmp_path, body)
-    second = "\n@task('1.4')\ndef test_more(grade):\n    grade.call(nothing)\n"
-    (tmp_path / "test_mine.py").write_text((tmp_path / "test_mine.py").read_text() + second)
-    cache = ("-o", f"cache_dir={tmp_path / 'cache'}", "-k", "1.4")
-    assert pytest_run(*cache, suite=tmp_path, BREAK="yes").returncode == 1
-    ended = pytest_run(*cache, "--lf", suite=tmp_path)
-    assert f"0/{COURSE.task('1.4').points}" in ended.stdout, ended.stdout
-    assert ended.returncode == 1
 
 
 def test_tasks_are_picked_by_their_ids(pytest_run: Run) -> None:
@@ -133,13 +118,6 @@ def test_nccl_without_gpus_is_refused_before_anything_runs(pytest_run: Run) -> N
     assert (ended.returncode, "torch sees no GPU here" in ended.stderr) == (4, True)
 
 
-def test_tests_of_one_task_are_not_spread_over_workers(pytest_run: Run, tmp_path: Path) -> None:
-    ended = pytest_run("-n", "2", "-k", "1.1")
-    assert (ended.returncode, "leave -n out" in ended.stderr) == (4, True)
-    ended = pytest_run("-n", "2", "-k", "1.4", suite=my_suite(tmp_path, "grade.call(nothing)"))
-    assert ended.returncode not in (0, 1), "a worker judges a part: that must not pass for all"
-
-
 # --- settings, and options of the environment ----------------------------------------------------
 
 
@@ -147,13 +125,6 @@ def one_line(text: str) -> str:
     """Return what a usage error says."""
     (line,) = [line for line in text.splitlines() if line]
     return line
-
-
-def test_a_list_of_tests_is_not_a_grading(pytest_run: Run) -> None:
-    ended = pytest_run("--collect-only", "-k", "1.1")
-    assert ended.returncode == 5, ended.stdout
-    assert "nothing was graded: --collect-only lists tests and runs none" in ended.stdout
-    assert "points" not in ended.stdout
 
 
 PLANTED = "open({mark!r}, 'w').close()\n"
@@ -169,23 +140,10 @@ def test_options_from_the_environment_pick_no_tests_and_no_submission(
         suites.check_environment()
 
 
-def test_options_of_the_display_may_come_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-v --color=no -rA -x --tb=short --durations=3")
-    suites.check_environment()
-
-
 def test_a_suite_is_not_graded_as_the_environment_says(pytest_run: Run) -> None:
     ended = pytest_run(PYTEST_ADDOPTS="--collect-only")
     assert ended.returncode == 4, ended.stdout
     assert one_line(ended.stderr).startswith("ERROR: PYTEST_ADDOPTS=--collect-only: with a")
-
-
-def test_the_commands_hand_no_options_of_pytests_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")
-    monkeypatch.setenv("PYTEST_PLUGINS", "evil")
-    assert {"PYTEST_ADDOPTS", "PYTEST_PLUGINS"}.isdisjoint(grading.environment())
 
 
 @pytest.mark.parametrize(

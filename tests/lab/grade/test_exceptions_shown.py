@@ -1,4 +1,4 @@
-"""What a verdict shows of an exception: the call on one line, the case, and the learner's lines."""
+"""An exception in a verdict: the call on one line, the case, and the learner's lines."""
 
 import shutil
 from collections.abc import Callable

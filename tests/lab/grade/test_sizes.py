@@ -1,4 +1,4 @@
-"""What a submission prints, or writes as its report, is bounded; for results see test_plain."""
+"""The output and the report of a submission are bounded; for results see test_plain."""
 
 import os
 import re

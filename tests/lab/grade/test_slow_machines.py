@@ -35,7 +35,7 @@ RIGHT = f"""{HEAD}
     for work in both:
         work.wait()
 """
-LIMIT_S = 1.0  # by the clock, and 0.2 s of computing
+LIMIT_S = 1.0  # wall clock; 0.2 s of computing
 
 
 def exchange_slowly(lesson: Any) -> float:

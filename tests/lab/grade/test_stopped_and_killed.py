@@ -15,9 +15,7 @@ import psutil
 import pytest
 
 from distlab import launch
-from distlab.grade import prestart, submission
 from distlab.launch import fork_server
-from distlab.launch.fork_server import ForkServer
 from distlab.learner import child_processes, folder, grading
 from distlab.learner.grader_server import WarmGrader
 
@@ -74,19 +72,6 @@ def test_a_child_that_was_stopped_is_ended(sleeper: "subprocess.Popen[str]") -> 
     assert sleeper.returncode == -signal.SIGKILL
 
 
-def test_a_child_that_continues_in_time_is_left_alone(
-    sleeper: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child_processes, "LOOK_S", 0.01)
-    monkeypatch.setattr(child_processes, "STOPPED_S", LONGEST_S)
-    with child_processes.not_left_stopped(sleeper):
-        os.kill(sleeper.pid, signal.SIGSTOP)
-        time.sleep(0.1)
-        os.kill(sleeper.pid, signal.SIGCONT)
-        time.sleep(0.1)
-        assert sleeper.poll() is None
-
-
 @pytest.mark.slow
 def test_a_warm_grader_that_was_stopped_is_an_error_and_the_next_one_works() -> None:
     grader = WarmGrader(folder.find(ROOT))
@@ -124,25 +109,6 @@ def ended_by_ctrl_c(command: list[str], after_s: float) -> tuple[int, str, list[
     for orphan in left:
         orphan.kill()
     return process.returncode, output, left
-
-
-def test_ctrl_c_in_the_grader_is_shown_in_the_test_that_called_it() -> None:
-    with pytest.raises(ValueError, match="--impl") as caught:
-        submission.find("nowhere", ROOT)
-    prestart.pytest_keyboard_interrupt(caught)
-    shown = caught.getrepr().reprcrash
-    assert shown
-    assert Path(shown.path) == Path(__file__)
-
-
-def test_ctrl_c_while_a_fork_server_is_put_aside_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_server: object) -> bool:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), fork_server.borrowed() as borrowed:
-        monkeypatch.setattr(ForkServer, "is_stopped", interrupted)
-    assert borrowed.process.poll() is not None
 
 
 _RANDOM = random.Random(7)

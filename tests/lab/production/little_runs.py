@@ -21,7 +21,7 @@ from solutions.phase4_production import imagenet_trainer
 from solutions.phase4_production.imagenet_trainer import Training
 
 CPU = torch.device("cpu")
-NUM_TRAIN, NUM_TEST, NUM_CLASSES = 21, 7, 4  # in batches of 8: 8, 8 and 5; 7
+NUM_TRAIN, NUM_TEST, NUM_CLASSES = 21, 7, 4  # batches: 8, 8 and 5; 7
 Case = dict[str, Any]
 Outcome = dict[str, Any]
 
@@ -119,7 +119,7 @@ def digest(state: Any) -> str:
 
 
 def in_world(call: Any, size: int, *args: object) -> list[Any]:
-    """Call a function in a world of ranks, each of which imports torchvision first."""
+    """Call a function in a world of ranks that import torchvision first."""
     return launch.run(call, size, *args, backend="gloo", timeout_s=900)
 
 
@@ -161,7 +161,7 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
     labels = data.test.source.labels
     right = {
         "top1": float((logits.argmax(1) == labels).float().mean()),
-        "top5": 1.0,  # of four classes
+        "top5": 1.0,  # there are four classes
     }
     return {"losses": losses, "logits": logits.tolist(), **right}
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import yaml
 from little_runs import little
 from picture_folders import of_folder, write_pictures
+from processes import free_port
 
-from distlab.production import reports, watch, world
+from distlab.production import reports, world
 from distlab.production.config import Config
 from distlab.production.program import run_program
 from solutions.phase4_production import imagenet_trainer
@@ -48,7 +49,7 @@ def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Start:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Twenty-four pictures, one of which is damaged."""
+    """Twenty-four pictures, one damaged."""
     folder = write_pictures(tmp_path / "data", {"ant": 12, "bee": 12})
     (folder / "train" / "bee" / "7.jpg").write_bytes(b"\xff\xd8 no picture")
     return folder
@@ -92,11 +93,6 @@ def test_a_wrong_command_line_starts_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_program(train, "", ["--config", str(tmp_path / "none.yaml")]) == 78
-    assert "No such file or directory" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_help_says_how_to_use_it(capfd: pytest.CaptureFixture[str], word: str) -> None:
     assert run_program(train, imagenet_trainer.__doc__ or "", ["--lr", "1", word]) == 0
@@ -128,44 +124,16 @@ def test_ctrl_c_before_the_first_step_is_one_line(
     assert "start the same command again" in told
 
 
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_what_its_starter_ignores_stops_no_training(handler: signal.Handlers) -> None:
-    before = signal.signal(signal.SIGHUP, handler)
-    try:
-        found = world.stop_signals()
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert (signal.SIGHUP in found) == (handler is signal.SIG_DFL)  # nohup ignores it
-    assert {signal.SIGTERM, signal.SIGUSR1} < {*found}
-
-
 def test_a_rank_that_does_not_come_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "JOIN_S", 0.5)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **address}.items():
         monkeypatch.setenv(name, value)
     config = little(tmp_path / "run").model_copy(update={"heartbeat_timeout_s": 1.0})
     with pytest.raises(dist.DistError, match="1/2 clients joined"), world.joined(config):
         pass
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
-@pytest.mark.parametrize("words", [("--run_dir", "RUN"), ("--run_dir=RUN",)])
-def test_a_rank_leaves_its_code_for_the_launcher(
-    words: tuple[str, ...], start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    run = tmp_path / "new" / "run"
-    named = [word.replace("RUN", str(run)) for word in words]
-    assert start(little(tmp_path / "run"), *named, "--epoch", "3")[0] == 78
-    assert exit_code(run) == 78
 
 
 def test_lessons_that_are_not_written_are_named(
@@ -193,21 +161,6 @@ def test_too_few_ranks(start: Start, tmp_path: Path, changes: Any, told: str) ->
     assert told in text
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there(start: Start, tmp_path: Path) -> None:
-    code, told = start(little(tmp_path / "run", device="cuda"))
-    assert code == 78
-    assert "needs a GPU of its own, and there are 0" in told
-
-
-def test_a_folder_in_whose_place_a_file_is(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("mine")
-    code, told = start(little(tmp_path / "run"))
-    assert code == 78
-    assert "run_dir" in told
-    assert (tmp_path / "run").read_text() == "mine"
-
-
 HOLDS = """
 import fcntl, os, sys, time
 file = open(sys.argv[1], "w")
@@ -215,7 +168,6 @@ fcntl.lockf(file, fcntl.LOCK_EX)
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
-LEAVES_A_WORKER = HOLDS.replace("print", "if os.fork(): sys.exit()\nprint")
 
 
 @contextmanager
@@ -229,26 +181,6 @@ def locked_by(program: str, lock: Path) -> Iterator[None]:
             yield
         finally:
             os.kill(number, signal.SIGKILL)
-
-
-def test_a_worker_that_outlives_its_rank_holds_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(world, "LOCK_S", 1.0)
-    lock = tmp_path / "lock"
-    with locked_by(LEAVES_A_WORKER, lock), lock.open("w") as file:
-        assert world._locked(file)
-    with locked_by(HOLDS, lock), lock.open("w") as file:
-        assert not world._locked(file)
-
-
-def test_a_rank_that_ends_itself_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = (["python", "-c", "from multiprocessing.resource_tracker import main"], ["python"])
-    tracker, worker = (mock.Mock(cmdline=lambda words=words: words) for words in commands)
-    this_process = mock.Mock(children=lambda recursive: [tracker, worker] if recursive else [])
-    monkeypatch.setattr(watch.psutil, "Process", lambda: this_process)
-    watch._end_workers()
-    assert (tracker.kill.call_count, worker.kill.call_count) == (0, 1)
 
 
 def test_another_training_in_the_same_folder(
@@ -279,13 +211,6 @@ def test_a_port_in_use(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- data ----------------------------------------------------------------------------------------
 
 
-def test_a_missing_class(start: Start, tmp_path: Path, pictures: Path) -> None:
-    shutil.rmtree(pictures / "val" / "bee")
-    code, told = start(of_pictures(pictures, tmp_path / "run"))
-    assert (code, exit_code(tmp_path / "run")) == (78, 78)
-    assert "lacks bee" in told
-
-
 def test_a_damaged_picture_ends_a_training_that_allows_none(
     start: Start, tmp_path: Path, pictures: Path
 ) -> None:
@@ -310,18 +235,6 @@ def test_a_damaged_picture_is_left_out_and_counted_where_it_may_be(
     assert code == 0, told
     assert noted(run_dir, "bad_images_total") == [1, 1]  # it is met again in each epoch
     assert noted(run_dir, "samples_total") == [24, 48]
-
-
-@pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
-def test_a_batch_of_damaged_pictures_changes_nothing(
-    start: Start, tmp_path: Path, pictures: Path
-) -> None:
-    for path in (pictures / "train").glob("*/*.jpg"):
-        path.write_bytes(b"")
-    code, told = start(of_pictures(pictures, tmp_path / "run", max_bad_images=24, epochs=1))
-    assert code == 0, told
-    assert noted(tmp_path / "run", "bad_images_total") == [24]
-    assert noted(tmp_path / "run", "loss") == [0.0]
 
 
 def test_a_loss_without_a_number_is_told(start: Start, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def mark() -> Iterator[str]:
-    """What is in the environment of all processes of this file; they are ended after it."""
+    """A variable of all processes of this file, which are ended after it."""
     name = uuid.uuid4().hex
     yield name
     for process in marked(name):
@@ -172,7 +172,7 @@ Pages = dict[int, dict[str, tuple[float, dict[str, str]]]]
 def undisturbed(
     mark: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Runs, dict[str, str], Pages]:
-    """A run that nobody disturbs, its last state, and its pages for Prometheus on the way."""
+    """An undisturbed run, its last state, and its pages for Prometheus on the way."""
     port = free_ports()
     runs = Runs(tmp_path_factory.mktemp("calm"), mark, metrics_port=port, tensorboard=True)
     runs.start(hold=4)
@@ -275,21 +275,3 @@ def test_a_stopped_rank_is_noticed(
         os.kill(pids[stopped], signal.SIGCONT)  # torchrun would wait 30 s before it kills
     assert run.ended() == 0, run.told()
     assert run.state() == undisturbed[1]
-
-
-# --- ports ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_port_of_one_rank_in_use_ends_all_with_78(runs: Callable[..., Runs]) -> None:
-    port = free_ports()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port + 1))
-        taken.listen()
-        run = runs(metrics_port=port)
-        run.start()
-        assert run.ended() != 0
-    for rank in range(RANKS):  # none ends with the loss of another
-        reason = f"metrics_port {port}: rank 1 cannot have port {port + 1} for its page"
-        assert f"rank {rank}: error: {reason}" in run.told()
-    assert run.exit_code() == 78

@@ -1,7 +1,6 @@
-"""What a training reads: the same images on any rank, and a word about those it cannot read."""
+"""Images of a training: the same on any rank, and a warning for each that cannot be read."""
 
 import io
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,9 @@ from distlab.production.digits_files import digits_folder
 from distlab.production.images import (
     BAD,
     Files,
-    Pixels,
     open_images,
     side_of,
 )
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +34,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(pictures: Path, tmp_path: Path) -> Path:
-    """Pictures of which the last ant is cut off."""
+    """Pictures whose last ant is cut off."""
     folder = tmp_path / "broken"
     shutil.copytree(pictures, folder)
     (folder / "train" / "ant" / "2.jpg").write_bytes(b"\xff\xd8\xff no picture")
@@ -57,20 +53,6 @@ def test_epoch_index_and_seed_decide_how_an_image_is_augmented(pictures: Path) -
     assert not torch.equal(first, other_seed)
 
 
-def test_the_generators_stay_as_they_were(pictures: Path) -> None:
-    images = open_images(of_folder(pictures)).train
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    images[0, 0]
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_test_images_are_never_augmented(pictures: Path) -> None:
-    data = open_images(of_folder(pictures))
-    assert torch.equal(data.test[0, 1][0], data.test[9, 1][0])
-
-
 def test_without_augmentation_an_image_is_the_normalised_file(pictures: Path) -> None:
     config = make_config({**of_folder(pictures).model_dump(), "augment": "none"}, "")
     config = config.model_copy(update={"image_size": SIDE})
@@ -84,20 +66,6 @@ def test_without_augmentation_an_image_is_the_normalised_file(pictures: Path) ->
 def picture_in(path: Path) -> Any:
     with digits_files.importlib.import_module("PIL.Image").open(path) as opened:
         return opened.convert("RGB")
-
-
-def test_large_images_are_cut_out_of_the_middle_small_ones_whole(tmp_path: Path) -> None:
-    write_pictures(tmp_path / "data", {"a": 1, "b": 1})
-    framed = picture(0, 0).resize((96, 96))
-    framed.paste((255, 0, 0), (0, 0, 96, 4))  # a red line along the upper edge
-    for half in ("train", "val"):
-        framed.save(tmp_path / "data" / half / "a" / "0.jpg", quality=95)
-    reds = []
-    for side in (64, 96):
-        image = open_images(of_folder(tmp_path / "data", image_size=side)).test[0, 0][0]
-        reds.append(float(image[0, 0].mean() - image[2, 0].mean()))
-    assert reds[0] > 2
-    assert reds[1] < 1
 
 
 def test_progressive_resize_is_for_training_alone(pictures: Path) -> None:
@@ -123,15 +91,6 @@ def test_a_damaged_file_comes_out_black_without_a_class(
     assert (label, float(image.abs().max()), image.shape) == (BAD, 0, (3, 8, 8))
     told = capfd.readouterr().err
     assert told.startswith(f"warning: {broken}/train/ant/2.jpg cannot be read: ")
-
-
-def test_a_file_that_has_gone_is_a_bad_image(
-    broken: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    images = open_images(of_folder(broken)).train
-    (broken / "train" / "bee" / "1.jpg").unlink()
-    assert images[0, 4][1] == BAD
-    assert "No such file" in capfd.readouterr().err
 
 
 def _jpeg() -> bytes:
@@ -164,17 +123,6 @@ def test_whatever_bytes_a_file_has_training_goes_on(
     image, label = images[0, 0]
     assert image.shape == (3, 8, 8)
     assert label in (1, BAD)
-
-
-def test_names_may_be_in_any_language() -> None:
-    files = Files([("bilder/käfer.jpg", 0), ("画像/1.jpg", 1)])
-    assert [files.name(i) for i in range(2)] == ["bilder/käfer.jpg", "画像/1.jpg"]
-    assert files.paths.dtype == torch.uint8  # not objects, which loader processes would copy
-
-
-def test_an_image_in_memory_has_a_number() -> None:
-    source = Pixels(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([4, 5]))
-    assert (source.name(1), source.labels.tolist()) == ("image 1", [4, 5])
 
 
 # --- folders -------------------------------------------------------------------------------------
@@ -241,7 +189,7 @@ def _without_classes(folder: Path) -> None:
 
 
 def few_digits(*_name: str) -> Any:
-    """Twelve digits in place of 1,797."""
+    """Twelve digits instead of 1,797."""
     half = mock.Mock(
         pixels=torch.arange(12 * 64).remainder(17).to(torch.uint8).reshape(12, 1, 8, 8),
         labels=torch.arange(12) % 10,
@@ -264,45 +212,7 @@ def test_two_processes_make_the_digits_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 
-def test_digits_that_are_there_are_left_alone(tmp_path: Path) -> None:
-    with mock.patch("distlab.data.load", few_digits):
-        made = digits_folder(tmp_path / "digits")
-    (made / "train" / "0" / "0000.jpg").unlink()
-    with mock.patch("distlab.data.load", side_effect=AssertionError):
-        assert digits_folder(made) == made
-    assert not (made / "train" / "0" / "0000.jpg").exists()
-
-
 def test_a_folder_with_other_images_is_not_taken_for_the_digits(pictures: Path) -> None:
     with pytest.raises(DataError, match="the bundled digits were not written to it"):
         open_images(quick(data="digits", data_dir=pictures))
     assert sorted(path.name for path in (pictures / "train").iterdir()) == sorted(CLASSES)
-
-
-def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
-    full = OSError(28, "No space left on device")
-    with (
-        mock.patch("distlab.data.load", few_digits),
-        mock.patch.object(digits_files, "_picture", side_effect=[picture(0, 0), full]),
-        pytest.raises(OSError, match="No space left"),
-    ):
-        digits_folder(tmp_path / "digits")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_digit_is_the_same_picture_enlarged(tmp_path: Path) -> None:
-    with mock.patch("distlab.data.load", few_digits):
-        digits_folder(tmp_path / "digits")
-    found = picture_in(tmp_path / "digits" / "val" / "3" / "0003.jpg").convert("L").resize((8, 8))
-    expected = few_digits().test.pixels[3, 0].numpy().astype(int) * 15
-    assert np.abs(np.asarray(found).astype(int) - expected).mean() < 30
-
-
-# --- images in memory ----------------------------------------------------------------------------
-
-
-def test_synthetic_images_have_the_side_that_was_asked_for() -> None:
-    data = open_images(quick(image_size=24))
-    assert data.train[0, 0][0].shape == data.test[0, 0][0].shape == (3, 24, 24)
-    assert data.num_classes == 10
-    assert json.dumps(data.train[0, 0][1])  # an int, not a number of NumPy's

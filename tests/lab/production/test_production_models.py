@@ -12,7 +12,6 @@ from distlab.production.models import (
     build_model,
     layer_flops,
     layers_of,
-    num_heads,
     split_heads,
 )
 from distlab.torchvision_repair import import_torchvision
@@ -61,18 +60,6 @@ def test_small_images_enter_a_resnet_as_they_are(side: int, kernel: int, inside:
         assert sides == [inside]
 
 
-@pytest.mark.parametrize("name", ["resnet18", "transformer"])
-def test_the_seed_decides_the_parameters(name: str) -> None:
-    torch.manual_seed(1)
-    first, draw = built(name, 16), torch.rand(1)
-    torch.manual_seed(1)
-    assert torch.equal(torch.rand(1), draw), "building a model has drawn from the run's generator"
-    again, other = built(name, 16), built(name, 16, seed=1)
-    flat = [nn.utils.parameters_to_vector(m.parameters()) for m in (first, again, other)]
-    assert torch.equal(flat[0], flat[1])
-    assert not torch.equal(flat[0], flat[2])
-
-
 # --- layers --------------------------------------------------------------------------------------
 
 
@@ -95,14 +82,6 @@ def test_layers_one_by_one_compute_what_the_model_computes(name: str, side: int)
             x = layer(x)
     assert float(expected.std()) > 0
     assert torch.equal(x, expected)
-
-
-@pytest.mark.parametrize(("name", "side"), MODELS)
-def test_layers_hold_each_parameter_once(name: str, side: int) -> None:
-    with torch.device("meta"):
-        model = built(name, side)
-        found = [id(p) for layer in layers_of(model) for p in layer.parameters()]
-        assert sorted(found) == sorted(id(p) for p in model.parameters())
 
 
 def test_the_flops_of_the_layers_add_up_and_nothing_changes() -> None:
@@ -137,12 +116,3 @@ def test_split_heads_compute_what_attention_computed() -> None:
     parts = [layer.weight.grad for layer in (first.query, first.key, first.value)]
     assert torch.allclose(torch.cat(parts), gradient, rtol=1e-3, atol=1e-4)
     assert size_of(model) == size
-
-
-@pytest.mark.parametrize(("name", "heads"), [("vit_s16", 6), ("vit_b16", 12), ("transformer", 4)])
-def test_heads_are_counted(name: str, heads: int) -> None:
-    config = quick(model=name, image_size=32)
-    assert num_heads(config) == heads
-    with torch.device("meta"):
-        model: Any = build_model(config, 10, torch.device("meta"))
-        assert model.encoder.layers[0].self_attention.num_heads == heads

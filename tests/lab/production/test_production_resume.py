@@ -1,7 +1,6 @@
-"""A run that is stopped and goes on ends as the undisturbed one, bit for bit."""
+"""A run that is stopped and resumed ends as the undisturbed one, bit for bit."""
 
 import json
-import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 
 from distlab.production import telemetry
 from distlab.production.errors import ConfigError
-from distlab.production.states import Buffers, PerRank, average_buffers
+from distlab.production.states import Buffers, average_buffers
 from solutions.phase4_production.imagenet_trainer import Training
 
 COURSE = {"strategy": "course"}
 RANDOM: Case = {"mixup": 0.4, "label_smoothing": 0.1, "ema_decay": 0.9, "augment": "crop_flip"}
 STOPS = (2, 3)  # within an epoch, and at its end
 REPLICATED: dict[str, Case] = {
-    "top_k": {"compression": "top_k"},  # with a residual
+    "top_k": {"compression": "top_k"},  # has a residual
     "fsdp adamw": {"strategy": "fsdp", "optimizer": "adamw"},
     "zero 1": {**COURSE, "zero_redundancy": 1, "optimizer": "adamw"},
     "zero 3": {**COURSE, "zero_redundancy": 3},
@@ -133,7 +132,7 @@ def test_the_state_of_a_strategy_survives_saving_and_loading(case: Case, tmp_pat
     second.checkpoints.state.load_state_dict(state)
     assert digests(second) == digests(first)
     assert ("compression" in state["parts"]) == ("compression" in case)
-    second.run()  # which has nothing left to do, and closes its files
+    second.run()  # no step is left; it closes its files
 
 
 @pytest.mark.usefixtures("outcomes", "alone")
@@ -203,17 +202,6 @@ def fail_after(training: Training, step: int) -> None:
     training.checkpoints.saver.wait()
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("step", [2, None])
-def test_processes_that_load_end_with_the_training(tmp_path: Path, step: int | None) -> None:
-    training = started(little(tmp_path, num_workers=2))
-    if step is None:
-        training.run()
-    else:
-        fail_after(training, step)
-    assert multiprocessing.active_children() == []
-
-
 def noted(run_dir: Path) -> Counter[tuple[int, str]]:
     """Count how often each number of each step is in the file of rank 0."""
     lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
@@ -237,26 +225,6 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint(
     assert digests(again) == digests(straight)
     assert noted(config.run_dir) == noted(tmp_path / "straight")
     assert {*noted(config.run_dir).values()} == {1}
-
-
-def test_a_run_that_is_done_has_nothing_to_do(alone: None, tmp_path: Path) -> None:
-    config = little(tmp_path / "run", save_every=3)
-    started(config).run()
-    before = noted(config.run_dir)
-    again = started(config)
-    again.run()
-    assert (again.progress.step, len(again.progress.history)) == (6, 2)
-    assert noted(config.run_dir) == before
-
-
-def test_more_epochs_go_on_where_fewer_have_ended(alone: None, tmp_path: Path) -> None:
-    started(little(tmp_path / "run", schedule="constant", epochs=1)).run()
-    longer = started(little(tmp_path / "run", schedule="constant"))
-    assert longer.progress.step == 3
-    longer.run()
-    straight = started(little(tmp_path / "straight", schedule="constant"))
-    straight.run()
-    assert digests(longer) == digests(straight)
 
 
 def test_of_a_torn_checkpoint_the_one_before_is_used(
@@ -303,34 +271,3 @@ def test_checkpoints_of_another_run_are_refused(
         started(little(tmp_path / "run", **other))
     assert told in str(caught.value)
     assert str(tmp_path / "run" / "checkpoints") in str(caught.value)
-
-
-def test_only_so_many_checkpoints_are_kept(alone: None, tmp_path: Path) -> None:
-    config = little(tmp_path / "run", save_every=1, keep=2)
-    started(config).run()
-    kept = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-*"))
-    assert kept == ["step-00000005", "step-00000006"]
-
-
-class Counts:
-    """A part of a state."""
-
-    def __init__(self) -> None:
-        self.state: Any = {"count": torch.zeros(2)}
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = dict(state)
-
-
-def test_a_part_for_each_rank_knows_how_many_there_are(alone: None) -> None:
-    part = PerRank(Counts())
-    optional = PerRank(Counts(), is_optional=True)
-    optional.load_state_dict({"0": {}, "1": {}})
-    assert list(optional.part.state_dict()) == ["count"]
-    state = part.state_dict()
-    assert list(state) == ["0"]
-    part.load_state_dict({"0": {"count": torch.ones(2)}})
-    assert torch.equal(part.part.state_dict()["count"], torch.ones(2))

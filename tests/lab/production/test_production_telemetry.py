@@ -1,4 +1,4 @@
-"""What ranks tell each other about their steps, and how often they do."""
+"""Agreements of ranks about their steps, and how often they take place."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("fast_ranks")
 
 
 def told(sizes: list[list[int]]) -> Any:
-    """Take steps in, of which each rank has images of loss 1 + rank; one more is bad on each."""
+    """Record steps: each rank has images of loss 1 + rank, and one bad image."""
     rank, interval = dist.get_rank(), Interval(torch.device("cpu"))
     for number in sizes[rank]:
         interval.add(torch.tensor(number * (1.0 + rank)), number)

@@ -52,7 +52,7 @@ def events(network: Network, arrivals: list[Arrival]) -> Iterator[tuple[list[Flo
 
 
 def run(bytes_per_s: list[float], arrivals: list[Arrival]) -> dict[int, float]:
-    """Return the finish time of each arrival, by index, in the order in which they ended."""
+    """Return the finish time of each arrival, by index, in the order of their ends."""
     steps = events(Network(bytes_per_s), arrivals)
     return {index_of(flow): flow.finish_s for ended, _ in steps for flow in ended}
 

@@ -45,7 +45,7 @@ class Step:
     parameters: int
     seconds: float
     flops: int  # one rank's
-    held: Bytes  # after the step
+    held: Bytes  # memory after the step
     peak_by_category: Bytes
     peak_flops: float  # FLOP/s of the data sheet
 
@@ -98,7 +98,7 @@ def with_fsdp(layers: int) -> Result:
     mesh = init_device_mesh("meta", (dist.get_world_size(),))
     in_bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = on_meta(lambda: gpt(0))
-    for _ in range(layers):  # in shards before the next is made: no rank could hold them all
+    for _ in range(layers):  # shard each before the next is made: no rank could hold them all
         block = on_meta(lambda: Block(WIDTH, HEADS))
         model.blocks.append(fully_shard(block, mesh=mesh, mp_policy=in_bfloat16))
     fully_shard(model, mesh=mesh, mp_policy=in_bfloat16)

@@ -11,8 +11,6 @@ from distlab.cli import main
 from distlab.sim import Cluster, Options, RankError, SimulationError
 from distlab.sim.script import run_script
 
-TIMEOUT_S = 600  # only what hangs takes as long, on a busy machine too
-
 
 @pytest.fixture
 def write(tmp_path: Path):
@@ -144,23 +142,6 @@ def test_the_command_prints_the_output_then_the_summary_and_writes_files(
         assert f"{tmp_path / name}: " in report
 
 
-@pytest.mark.parametrize(
-    ("docstring", "options", "title"),
-    [
-        ('"""Sum by pairs.\n\nMore of it."""', [], "Sum by pairs"),
-        ("", [], "script"),
-        ('"""Sum by pairs."""', ["--title", "Three rounds"], "Three rounds"),
-    ],
-)
-def test_a_picture_is_titled_as_asked_or_as_the_script_says(
-    tmp_path: Path, docstring: str, options: list[str], title: str
-) -> None:
-    script, picture = tmp_path / "script.py", tmp_path / "picture.svg"
-    script.write_text(f"{docstring}\nimport torch.distributed as dist\ndist.init_process_group()")
-    assert distlab("sim", "--ranks", 2, "--plot", picture, *options, script) == 0
-    assert f"<!-- {title} -->" in picture.read_text()
-
-
 @pytest.mark.parametrize("option", ["--ranks 4", "--ranks=4", "--strict"])
 def test_an_option_of_the_command_behind_the_script_is_explained_before_anything_runs(
     write, option: str, capsys
@@ -200,20 +181,6 @@ def test_memory_is_that_of_the_preset_or_as_set(write, capsys) -> None:
 def test_a_trace_without_ending_is_a_folder_with_a_file_per_rank(write, tmp_path: Path) -> None:
     assert distlab("sim", "--ranks", 2, "--trace", tmp_path / "traces", write("")) == 0
     assert len(list((tmp_path / "traces").glob("rank*.json"))) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "size"),
-    [
-        ([], "8 ranks on 1 x 8 GPUs (H100-80GB)"),
-        (["--nodes", 2], "16 ranks on 2 x 8 GPUs (H100-80GB)"),
-        (["--ranks", 3, "--nodes", 3], "3 ranks on 3 x 8 GPUs (H100-80GB)"),
-        (["--ranks", 3, "--cluster", "ethernet-10g"], "3 ranks on 3 x 1 GPUs, ethernet"),
-    ],
-)
-def test_ranks_fill_the_nodes(write, options: list[object], size: str, capsys) -> None:
-    assert distlab("sim", *options, write("")) == 0
-    assert size in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -262,17 +229,6 @@ def test_a_script_that_has_said_why_it_exits_is_not_repeated(write, capsys) -> N
     script = write("import sys\nprint('why', file=sys.stderr)\nraise ValueError('this')")
     assert distlab("sim", "--ranks", 2, script) == 1
     assert "rank 0 of 2 raised ValueError: this" in capsys.readouterr().err
-
-
-def test_a_script_that_did_nothing_is_told_so(tmp_path: Path, capsys) -> None:
-    script = tmp_path / "idle.py"
-    line = f"\nNo rank computed or sent anything: does {script} call its main function?\n"
-    script.write_text("def main() -> None: print('ran')\n")
-    assert distlab("sim", "--ranks", 2, script) == 0
-    assert line in capsys.readouterr().out
-    script.write_text("import torch\ntorch.ones(3) + 1\n")
-    assert distlab("sim", "--ranks", 2, script) == 0
-    assert line not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

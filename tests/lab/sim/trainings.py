@@ -104,7 +104,7 @@ def state_of(model: nn.Module) -> State:
 
 # --- DistributedDataParallel ---------------------------------------------------------------------
 
-SMALL_BUCKETS = 8 * WIDTH * WIDTH / 2**20  # in MiB: a bucket for each layer
+SMALL_BUCKETS = 8 * WIDTH * WIDTH / 2**20  # MiB; a bucket for each layer
 
 
 @training
@@ -114,7 +114,7 @@ def ddp_with_several_buckets() -> object:
 
 
 class Branches(nn.Module):
-    """Two layers of which each rank and step uses another one, and one that nobody uses."""
+    """Two layers, one for each rank and step in turn, and a third that is never used."""
 
     def __init__(self) -> None:
         super().__init__()

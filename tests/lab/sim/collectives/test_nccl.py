@@ -11,12 +11,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.sim import Cluster, Faults, Options, simulate
+from distlab.sim import Cluster, simulate
 from distlab.sim.collectives import nccl, protocols
 
 MIB, GIB = 2**20, 2**30
 GRIDS = [(1, 2), (1, 8), (2, 8), (3, 4), (4, 8), (8, 1), (5, 3)]  # nodes, GPUs per node
-ALL_REDUCES = ("ring", "tree", "nvls", "nvls_tree", "collnet")
 
 
 def machine(nodes: int, gpus: int) -> Cluster:
@@ -133,33 +132,6 @@ def test_a_simulation_takes_as_long_as_the_tuner_expects(
     num_bytes *= {"all_gather": p, "barrier": 0}.get(collective, 1)
     way = protocols.cheapest(collective, "auto", range(p), num_bytes, cluster)
     assert run.seconds == pytest.approx(way.seconds, rel=0.02)
-
-
-@pytest.mark.parametrize("algorithm", ALL_REDUCES)
-def test_an_algorithm_can_be_chosen_by_hand(algorithm: str) -> None:
-    cluster = replace(Cluster.preset("dgx-h100", 2), network_adds=True)
-    usual = "ring" if algorithm == "nvls" else algorithm  # NVLS cannot cross nodes
-    run = simulate(
-        takes,
-        16,
-        "all_reduce",
-        64 * MIB,
-        cluster=cluster,
-        options=Options(algorithm=f"nccl_{algorithm}"),
-    )
-    way = protocols.cheapest("all_reduce", usual, range(16), 64 * MIB, cluster)
-    assert way.algorithm == usual
-    assert run.seconds == pytest.approx(way.seconds, rel=1e-6)
-
-
-def test_a_delayed_message_delays_the_collective() -> None:
-    runs = [
-        simulate(
-            takes, 8, "all_reduce", MIB, cluster="dgx-h100", options=Options(faults=faults)
-        ).seconds
-        for faults in (Faults(), Faults(delays_s={(3, 4): 1e-3}))
-    ]
-    assert runs[1] - runs[0] == pytest.approx(1e-3)
 
 
 # --- The choice ----------------------------------------------------------------------------------

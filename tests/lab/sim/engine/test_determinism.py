@@ -11,7 +11,7 @@ from everything import a_bit_of_everything
 from programs import me
 
 from distlab import launch
-from distlab.sim import Faults, Options, simulate
+from distlab.sim import simulate
 
 really_sleep = time.sleep
 
@@ -51,17 +51,3 @@ def test_history_is_the_same_in_another_process() -> None:
     here, there = simulate(a_bit_of_everything, 6), launch.simulate(a_bit_of_everything, 6)
     assert here.trace.digest() == there.trace.digest()
     assert here.results == there.results
-
-
-def test_digest_tells_histories_apart() -> None:
-    digests = {
-        simulate(a_bit_of_everything, 6, options=options).trace.digest()
-        for options in (
-            Options(),
-            Options(eager_bytes=10_000),
-            Options(faults=Faults(delays_s={(0, 1): 1e-6})),
-            Options(faults=Faults(jitter_s=1e-6, seed=1)),
-            Options(faults=Faults(jitter_s=1e-6, seed=2)),
-        )
-    }
-    assert len(digests) == 5

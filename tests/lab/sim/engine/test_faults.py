@@ -11,7 +11,6 @@ from everything import a_bit_of_everything
 from programs import me
 
 from distlab.sim import Cluster, Deadlock, Faults, Options, simulate
-from distlab.sim.engine.faults import FORMS
 
 
 def multiplies() -> float:
@@ -127,15 +126,6 @@ def test_a_rank_dies_as_it_begins_the_step_that_is_named(step: int) -> None:
     assert f"call {step + 1} of" in str(caught.value)  # it has taken part in those before
 
 
-@pytest.mark.parametrize(("step", "killed"), [(4, [1]), (5, [])])
-def test_nobody_misses_a_rank_that_dies_in_its_last_step_or_not_at_all(
-    step: int, killed: list[int]
-) -> None:
-    run = simulate(trains, 3, 4, options=Options(faults=Faults(kill_at_steps={1: step})))
-    assert run.results == [4, None if killed else 4, 4]
-    assert list(run.trace.killed_in_step_s) == killed
-
-
 def test_steps_count_from_one_and_ranks_must_exist() -> None:
     with pytest.raises(ValueError, match="steps count from 1, but rank 2 has 0"):
         Faults(kill_at_steps={2: 0})
@@ -156,8 +146,3 @@ def test_faults_are_read_as_people_write_them() -> None:
         seed=7,
     )
     assert Faults.parse([]) == Faults()
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_the_example_of_each_fault_can_be_read(name: str) -> None:
-    assert Faults.parse([FORMS[name].example]) != Faults()

@@ -37,7 +37,7 @@ def seconds(cost: float, collective_ms: float, *computing_ms: float) -> float:
     [
         (0.0, 1.0, (2.0,), 2.0),
         (0.5, 1.0, (2.0,), 2.5),  # half of the millisecond during which both run
-        (0.5, 1.0, (0.5, 0.5, 1.0), 2.5),  # in however many pieces
+        (0.5, 1.0, (0.5, 0.5, 1.0), 2.5),  # any number of pieces
         (0.5, 1.0, (0.5,), 1.0),  # it is over before the collective
         (0.5, 1.0, (0.9,), 1.35),  # too late by as much as it lost beyond the collective's end
         (0.5, 1.0, (), 1.0),
@@ -64,16 +64,3 @@ def test_a_second_is_lost_once_however_many_collectives_share_it(
     options = Options(algorithm="ring", overlap_cost=0.5)
     run = simulate(overlaps_with_several, 2, collectives, cluster=WORLD, options=options)
     assert run.seconds == pytest.approx(expected_ms * MS, rel=1e-6)
-
-
-def one_after_the_other() -> None:
-    overlaps(1.0, ())
-    compute(2.0)
-
-
-def test_computation_alone_loses_nothing_and_what_is_lost_counts_as_computation() -> None:
-    options = Options(algorithm="ring", overlap_cost=0.5)
-    alone = simulate(one_after_the_other, 2, cluster=WORLD, options=options)
-    assert alone.seconds == pytest.approx(3 * MS)
-    beside = simulate(overlaps, 2, 1.0, (2.0,), cluster=WORLD, options=options)
-    assert beside.trace.compute_s == pytest.approx([2.5 * MS] * 2)

@@ -197,12 +197,3 @@ def modelled(steps: list[list[Step]]) -> list[object]:
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_random_programs_do_what_a_model_without_threads_does(steps: list[list[Step]]) -> None:
     assert scheduled(steps) == modelled(steps)
-
-
-# --- limits on waiting ---------------------------------------------------------------------------
-
-
-# --- asking in vain ------------------------------------------------------------------------------
-
-
-# --- threads of a rank ---------------------------------------------------------------------------

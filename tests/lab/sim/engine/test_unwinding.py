@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from programs import me
 
-from distlab.sim import Deadlock, Mismatch, Options, RankError, simulate
+from distlab.sim import RankError, simulate
 
 Program = Callable[[], Any]
 
@@ -133,29 +133,3 @@ def test_an_error_comes_before_what_its_clean_up_ends_in(program: Program, repor
     with pytest.raises(RankError, match="rank 2 of 4 raised ValueError: boom") as caught:
         simulate(program, 4)
     assert f"While it cleaned up, the world ended:\n{report}" in str(caught.value)
-
-
-def falls_back() -> None:
-    try:
-        {}["missing"]
-    except KeyError:
-        dist.recv(torch.zeros(1), 1 - me())
-
-
-def test_an_error_that_was_dealt_with_is_not_the_cause() -> None:
-    with pytest.raises(Deadlock):
-        simulate(falls_back, 2)
-
-
-def changes_a_message_without_a_wait() -> None:
-    x = torch.ones(2)
-    if me() == 0:
-        dist.isend(x, 1)
-        x += 1
-    else:
-        dist.irecv(x, 0)
-
-
-def test_an_error_is_found_also_when_all_ranks_have_returned() -> None:
-    with pytest.raises(Mismatch, match="rank 0 changed the tensor"):
-        simulate(changes_a_message_without_a_wait, 2, options=Options(is_strict=True))

@@ -1,8 +1,6 @@
 """Clocks and sleep are virtual in a rank; asking again and again lets virtual time pass."""
 
-import _thread
 import os
-import threading
 import time
 from collections.abc import Callable
 
@@ -15,7 +13,6 @@ from programs import me
 from distlab.sim import Deadlock, RankError, simulate
 
 real_clock = time.perf_counter
-real_lock = threading.Lock
 
 
 def reads_clocks() -> list[float]:
@@ -43,21 +40,6 @@ def test_clocks_and_sleep_are_virtual_in_a_rank() -> None:
 def test_no_rank_sleeps_back_in_time() -> None:
     with pytest.raises(RankError, match="ValueError"):
         simulate(lambda: time.sleep(-1.0), 1)
-
-
-def reads_clocks_outside() -> float:
-    read: list[float] = []
-    is_done = real_lock()
-    is_done.acquire()
-    _thread.start_new_thread(lambda: (read.append(time.perf_counter()), is_done.release()), ())
-    is_done.acquire()
-    return read[0]
-
-
-def test_clocks_are_real_in_a_thread_that_is_no_ranks() -> None:
-    before = real_clock()
-    [read] = simulate(reads_clocks_outside, 1).results
-    assert before <= read <= real_clock()
 
 
 LATE_S = 0.012  # more than MAX_POLLS microseconds
@@ -114,13 +96,6 @@ def sleeps_until(limit_s: float, pauses: list[int]) -> float:
         pauses[me()] += 1
         time.sleep(0.001)
     return time.perf_counter()
-
-
-def test_who_sleeps_between_its_questions_keeps_its_own_limit() -> None:
-    pauses = [0, 0]
-    for limit_s in (5.0, 600.0):  # none of 5,000 pauses is stretched
-        for end_s in simulate(sleeps_until, 2, limit_s, pauses).results:
-            assert limit_s <= end_s < (1.001 if limit_s == 5.0 else 1.2) * limit_s
 
 
 def test_half_an_hour_of_short_sleeps_in_vain_takes_few_of_them() -> None:

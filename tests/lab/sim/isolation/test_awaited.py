@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 
 import pytest
-import torch.distributed as dist
 
 from distlab.sim import Deadlock, simulate
 
@@ -83,16 +82,3 @@ SAID: dict[Callable[[], object], tuple[str, ...]] = {
 def test_a_report_says_what_a_thread_waits_for(program: Callable[[], object]) -> None:
     text = report(program)
     assert [phrase for phrase in SAID[program] if phrase not in text] == [], text
-
-
-def test_threads_and_pools_are_counted_by_rank() -> None:
-    def program() -> list[str]:
-        names = [threading.Thread().name, threading.Thread().name]
-        with ThreadPoolExecutor(1) as pool:
-            names.append(pool.submit(lambda: threading.current_thread().name).result())
-        dist.barrier()
-        return names
-
-    for _ in range(2):
-        names = ["Thread-1", "Thread-2", "ThreadPoolExecutor-0_0"]
-        assert simulate(program, 2).results == [names, names]

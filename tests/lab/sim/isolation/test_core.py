@@ -31,13 +31,5 @@ def test_ranks_share_a_core_if_handing_over_is_fast_there(
     assert cores() == before
 
 
-def test_on_a_busy_machine_ranks_take_the_cores_that_are_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(host, "hand_over_s", lambda: 1e-6)
-    monkeypatch.setattr(os, "getloadavg", lambda: (float(len(cores())), 0.0, 0.0))
-    assert simulate(cores, 2).results == [cores()] * 2
-
-
 def test_a_hand_over_is_measured() -> None:
     assert 0 < host.hand_over_s() < 0.1

@@ -1,9 +1,8 @@
-"""A report names the line on which a rank has ended, and how."""
+"""A report names the line where a rank has ended, and how."""
 
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.sim import Deadlock, RankError, SimulationError, simulate
+from distlab.sim import Deadlock, SimulationError, simulate
 from distlab.sim.hardware.cluster import choose_cluster
 from distlab.sim.results.simulated import Options
 from distlab.sim.script import run_script
@@ -116,22 +115,6 @@ def test_a_script_ends_in_its_main_if_nothing_comes_after_it(
         run_script(script, [], 2, choose_cluster(None, 2), Options())
 
 
-def exits() -> None:
-    if dist.get_rank() == 1:
-        sys.exit(3)
-    dist.barrier()
-
-
-def test_of_a_rank_that_ends_itself_and_of_the_others_the_lines_are_given() -> None:
-    with pytest.raises(RankError) as caught:
-        simulate(exits, 3)
-    first, *others = str(caught.value).splitlines()
-    assert first.startswith("rank 1 of 3 raised SystemExit: 3, test_exits.py:")
-    assert others[1].startswith("The other ranks:")
-    assert others[2].startswith("  rank 0  barrier (call 1 of ranks 0-2)  test_exits.py:")
-    assert others[3] == "  rank 2  running"
-
-
 def ends_its_process_in_the_end() -> None:
     try:
         dist.barrier()
@@ -167,24 +150,3 @@ def ends_its_process_when_another_fails() -> None:
 def test_a_rank_that_ends_itself_while_the_world_ends(fn: Callable[[], None], says: str) -> None:
     with pytest.raises(SimulationError, match=re.escape(says)):
         simulate(fn, 3)
-
-
-def test_the_variables_of_a_rank_that_has_raised_are_kept() -> None:
-    def program() -> None:
-        secret = 42
-        raise ValueError(secret)
-
-    with pytest.raises(RankError) as caught:
-        simulate(program, 1)
-    cause = caught.value.__cause__
-    assert cause is not None
-    *_, (frame, _) = traceback.walk_tb(cause.__traceback__)
-    assert frame.f_locals == {"secret": 42}
-
-
-def test_a_decorated_program_is_not_traced() -> None:
-    @torch.no_grad()
-    def tracer() -> object:
-        return sys.gettrace()
-
-    assert simulate(tracer, 2).results == [None, None]

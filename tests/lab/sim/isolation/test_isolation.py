@@ -7,15 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from programs import me, neighbours, size
+from programs import me
 
-from distlab.sim import Cluster, Faults, Options, simulate
+from distlab.sim import Cluster, Options, simulate
 
 
 def draws() -> tuple[float, float, float]:
@@ -56,24 +55,6 @@ def test_seeding_one_rank_does_not_disturb_another() -> None:
     random.seed(5)
     np.random.seed(5)
     assert one[1] == [draws()] * 3  # like a process of its own
-
-
-def drops_out() -> list[list[float]]:
-    torch.manual_seed(me())
-    masks = []
-    for _ in range(4):
-        masks.append(torch.nn.functional.dropout(torch.ones(8)).tolist())
-        x = torch.ones(me() + 1)
-        dist.send(x, neighbours()[0]) if me() == 0 else dist.recv(torch.ones(me()), me() - 1)
-        dist.send(x, neighbours()[0]) if me() else dist.recv(torch.ones(size()), size() - 1)
-    return masks
-
-
-def test_dropout_does_not_depend_on_the_order_in_which_ranks_run() -> None:
-    first = simulate(drops_out, 3).results
-    for seed in range(3):
-        options = Options(faults=Faults(jitter_s=1e-3, seed=seed))
-        assert simulate(drops_out, 3, options=options).results == first
 
 
 def reads_environment() -> dict[str, str]:
@@ -158,28 +139,6 @@ def test_a_process_that_a_rank_forks_keeps_its_variables() -> None:
     assert simulate(forks, 3).results == ["0", "1", "2"]
 
 
-def warns() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            warnings.warn(f"rank {me()}", stacklevel=1)
-            dist.barrier()
-    return [str(warning.message) for warning in caught]
-
-
-def test_warnings_that_a_rank_catches_are_its_own() -> None:
-    assert simulate(warns, 3).results == [[f"rank {rank}"] * 3 for rank in range(3)]
-
-
 def test_determinism_that_a_rank_asks_for_ends_with_the_simulation() -> None:
     simulate(lambda: torch.use_deterministic_algorithms(True), 2)
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_simulation_does_not_load_the_compiler_of_torch() -> None:
-    """It takes most of a second, of which the first verdict of a grading would consist."""
-    script = (
-        "import sys\nfrom distlab.sim import simulate\nsimulate(lambda: None, 2)\n"
-        "sys.exit('torch._dynamo' in sys.modules or 'torch._inductor' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

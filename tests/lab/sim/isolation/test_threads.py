@@ -1,15 +1,12 @@
 """Threads of a rank: they wait in virtual time, and share the state of their rank."""
 
 import asyncio
-import gc
-import multiprocessing
 import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from distlab.sim import Faults, Options, RankError, simulate
+from distlab.sim import RankError, simulate
 
 
 def in_thread(call: Callable[[], object], **settings: Any) -> object:
@@ -32,26 +29,6 @@ def in_thread(call: Callable[[], object], **settings: Any) -> object:
 
 
 # Time
-
-
-def sleeps_beside_others(seconds: list[float]) -> list[float]:
-    woken: list[float] = []
-
-    def sleep(duration: float) -> None:
-        time.sleep(duration)
-        woken.append(time.monotonic())
-
-    threads = [threading.Thread(target=sleep, args=(duration,)) for duration in seconds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [*woken, time.monotonic()]
-
-
-def test_threads_sleep_at_the_same_time() -> None:
-    for woken in simulate(sleeps_beside_others, 3, [3.0, 1.0, 2.0]).results:
-        assert woken == pytest.approx([1.0, 2.0, 3.0, 3.0], abs=1e-6)
 
 
 def computes_beside_a_heartbeat() -> list[float]:
@@ -100,36 +77,6 @@ def test_a_lock_is_given_on_in_virtual_time() -> None:
     assert simulate(program, 2).results == [[(0, 0.0), (1, 1.0), (2, 2.0)]] * 2
 
 
-def waits_beside_a_tensor(lock: Any) -> "weakref.ref[torch.Tensor]":
-    tensor = torch.ones(1)
-    with lock:
-        return weakref.ref(tensor)
-
-
-def holds_nothing_after_a_wait() -> bool:
-    lock, has_it = threading.Lock(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            has_it.set()
-            time.sleep(1)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    has_it.wait()
-    gc.disable()
-    try:
-        return waits_beside_a_tensor(lock)() is None
-    finally:
-        gc.enable()
-        thread.join()
-
-
-def test_a_lock_that_was_waited_for_keeps_nothing_of_its_caller() -> None:
-    """A frame that holds itself would keep its caller's tensors, and count them as memory."""
-    assert simulate(holds_nothing_after_a_wait, 1).results == [True]
-
-
 def tries_a_lock() -> list[object]:
     lock = threading.Lock()
     with lock:
@@ -155,23 +102,6 @@ def test_a_reentrant_lock_is_its_owners() -> None:
     assert simulate(uses_a_reentrant_lock, 1).results == [[False, True]]
 
 
-def passes_a_barrier_of_threads() -> list[float]:
-    barrier, passed = threading.Barrier(3), list[float]()
-
-    def come(seconds: float) -> None:
-        time.sleep(seconds)
-        barrier.wait()
-        passed.append(round(time.monotonic(), 6))
-
-    with ThreadPoolExecutor(3) as pool:
-        wait([pool.submit(come, seconds) for seconds in (0.5, 2.0, 1.0)])
-    return passed
-
-
-def test_a_barrier_of_threads_opens_for_the_last() -> None:
-    assert simulate(passes_a_barrier_of_threads, 2).results == [[2.0, 2.0, 2.0]] * 2
-
-
 async def reduces_in_a_thread() -> float:
     x = torch.ones(1)
     await asyncio.to_thread(dist.all_reduce, x)
@@ -186,24 +116,6 @@ def test_asyncio_waits_for_threads() -> None:
     for total, now_s in simulate(program, 3).results:
         assert total == 3
         assert now_s == pytest.approx(2.0, abs=0.01)
-
-
-def test_a_thread_that_yields_lets_others_go_on() -> None:
-    def program() -> int:
-        is_over, looked = [False], 0
-
-        def end() -> None:
-            time.sleep(0.001)
-            is_over[0] = True
-
-        threading.Thread(target=end).start()
-        while not is_over[0]:
-            time.sleep(0)
-            looked += 1
-        return looked
-
-    [looked] = simulate(program, 1).results
-    assert 900 < looked < 1100
 
 
 # The state of their rank
@@ -299,23 +211,6 @@ def test_threads_of_a_failed_world_leave_nothing_behind(
     assert capsys.readouterr().err == ""
 
 
-def test_a_killed_rank_takes_its_threads_along() -> None:
-    seen: list[float] = []
-
-    def beat() -> None:
-        while True:
-            time.sleep(1.0)
-            seen.append(time.monotonic())
-
-    def program() -> None:
-        if dist.get_rank() == 1:
-            threading.Thread(target=beat).start()
-        time.sleep(10.0)
-
-    simulate(program, 2, options=Options(faults=Faults(kill_ranks={1: 4.5})))
-    assert len(seen) == 4
-
-
 def test_locks_of_a_world_work_after_its_end() -> None:
     made: list[Any] = []
 
@@ -355,15 +250,3 @@ def loads_in_a_process(began_s: float) -> list[int]:
 
 def test_a_data_loaders_process_lives_in_real_time() -> None:
     assert simulate(loads_in_a_process, 2, time.monotonic()).results == [[2, 2]] * 2
-
-
-def test_a_queue_of_processes_works_in_a_rank() -> None:
-    def program() -> int:
-        numbers: multiprocessing.Queue[int] = multiprocessing.Queue()
-        numbers.put(7)
-        number = numbers.get()
-        numbers.close()
-        numbers.join_thread()
-        return number
-
-    assert simulate(program, 2).results == [7, 7]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from programs import me, size
 from torch.distributed.distributed_c10d import _get_default_store
 
-from distlab.sim import Mismatch, RankError, simulate
+from distlab.sim import Mismatch, simulate
 
 
 def sums_another_size(odd: tuple[int, ...], last: int) -> None:
@@ -123,16 +123,6 @@ def test_the_report_says_which_ranks_gave_what(
     assert words in str(caught.value)
 
 
-def test_the_limit_of_a_group_is_also_that_of_its_founding() -> None:
-    def program() -> None:
-        if me() == 1:
-            time.sleep(50.0)
-        dist.new_group(timeout=timedelta(seconds=5))
-
-    with pytest.raises(RankError, match="Timed out waiting 5000ms for new_group"):
-        simulate(program, 2)
-
-
 def adds_unequal_sparse(last: int) -> None:
     if me() == last:
         time.sleep(1.0)
@@ -143,25 +133,3 @@ def adds_unequal_sparse(last: int) -> None:
 def test_the_time_of_a_sparse_sum_does_not_depend_on_who_comes_last() -> None:
     first, second = (simulate(adds_unequal_sparse, 2, last).seconds for last in (0, 1))
     assert first == second > 1.0
-
-
-def reduces_in_two_threads(is_apart: bool) -> None:
-    """Two threads call on one group, or each on its own; on rank 1 the second comes first."""
-    groups = [dist.new_group(), dist.new_group()]
-
-    def reduce(number: int) -> None:
-        time.sleep(0.1 * (number != me()))
-        dist.all_reduce(torch.ones(2 + number), group=groups[number * is_apart])
-
-    thread = threading.Thread(target=reduce, args=(1,), name="second")
-    thread.start()
-    reduce(0)
-    thread.join()
-
-
-def test_threads_that_share_a_group_are_told_to_have_their_own() -> None:
-    with pytest.raises(Mismatch) as caught:
-        simulate(reduces_in_two_threads, 3, False)
-    assert "give each thread a group of its own" in str(caught.value)
-    assert "in reduce, thread 'second'" in str(caught.value)
-    simulate(reduces_in_two_threads, 3, True)

@@ -1,14 +1,12 @@
 """Kinds of tensors: those that gloo or NCCL cannot send are refused, and none needs data."""
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from programs import me, neighbours, size
 
 from distlab import launch
@@ -132,19 +130,3 @@ def test_tensors_without_data_take_the_time_and_bytes_of_real_ones() -> None:
     assert shapes.trace.bytes_sent == numbers.trace.bytes_sent
     assert shapes.seconds == numbers.seconds > 0
     assert math.isfinite(shapes.seconds)
-
-
-def gathers_large_and_small() -> list[float]:
-    large, small = torch.full((100_000,), 1.0 + me()), torch.full((1,), 1.0 + me())
-    outputs = [torch.zeros(100_000 * size()), torch.zeros(size())]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        with c10d._coalescing_manager(async_ops=True) as both:
-            dist.all_gather_into_tensor(outputs[0], large)
-            dist.all_gather_into_tensor(outputs[1], small)
-    both.wait()
-    return [output.sum().item() for output in outputs]
-
-
-def test_large_and_small_tensors_of_one_call_are_done_together() -> None:
-    assert simulate(gathers_large_and_small, 2).results == [[300_000.0, 3.0]] * 2

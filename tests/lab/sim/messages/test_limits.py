@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from distlab import launch
-from distlab.sim import Deadlock, RankError, simulate
+from distlab.sim import Deadlock, simulate
 
 SECOND = timedelta(seconds=1)
 LATE_S = 2.5
@@ -155,21 +155,6 @@ def test_a_groups_limit_ends_a_collective_and_closes_the_group(world: str) -> No
     assert "Connection closed by peer" in late[0]
 
 
-def joins_with_a_limit() -> object:
-    dist.init_process_group("gloo", timeout=SECOND)
-    if me() == 1:
-        time.sleep(LATE_S)
-        return None
-    return outcome(lambda: dist.all_reduce(torch.ones(1)))
-
-
-def test_the_worlds_limit_is_that_of_init_process_group() -> None:
-    late, _ = simulate(joins_with_a_limit, 2, joined=False).results
-    assert isinstance(late, tuple)
-    assert late[0].startswith("[rank 0] Timed out waiting 1000ms")
-    assert late[1] == 1.0
-
-
 # The monitored barrier
 
 
@@ -198,33 +183,6 @@ def rank_0_comes_late() -> tuple[str, float]:
 
 def test_a_monitored_barrier_waits_for_rank_0() -> None:
     assert simulate(rank_0_comes_late, 3).results == [("", 0.0), ("", LATE_S), ("", LATE_S)]
-
-
-# The store
-
-
-def asks_for_keys() -> list[tuple[str, float]]:
-    store = _get_default_store()
-    store.set("there", "1")
-    return [
-        outcome(lambda: store.wait(["there", "not there"], SECOND)),
-        outcome(lambda: store.wait(["there"], SECOND)),
-    ]
-
-
-def test_a_key_has_a_limit() -> None:
-    ((words, seconds), there), *_ = simulate(asks_for_keys, 2).results
-    assert "timeout" in words.lower()
-    assert (seconds, there) == (1.0, ("", 0.0))
-
-
-def test_a_store_has_a_limit_for_all_keys() -> None:
-    def program() -> tuple[str, float]:
-        store = _get_default_store()
-        store.set_timeout(SECOND)
-        return outcome(lambda: store.get("missing"))
-
-    assert simulate(program, 1).results == [("wait timeout after 1000ms, keys: missing", 1.0)]
 
 
 # Without a limit
@@ -279,13 +237,3 @@ def test_who_tries_a_call_again_forever_is_found(program: Callable[[], None], wo
     with pytest.raises(Deadlock) as caught:
         simulate(program, 2)
     assert words in str(caught.value)
-
-
-def test_who_tries_again_lets_the_others_go_on() -> None:
-    def program() -> None:
-        receives_forever()
-        time.sleep(LATE_S)
-        dist.send(torch.ones(1), 0)
-
-    with pytest.raises(RankError, match="rank 0 had waited long enough in its recv from rank 1"):
-        simulate(program, 2)

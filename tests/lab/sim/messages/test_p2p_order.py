@@ -1,6 +1,5 @@
 """``p2p_order="pair"``: point-to-point operations start in NCCL's order, and reports say so."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from programs import me, neighbours
 
-from distlab.sim import Cluster, Deadlock, Options, simulate
+from distlab.sim import Deadlock, Options, simulate
 
 PAIR = Options(p2p_order="pair")
 PLAIN_RULE = "on NCCL, operations of a pair that are not batched run one after the other"
@@ -170,28 +169,6 @@ def test_the_order_is_not_blamed_where_it_is_not_the_cause(program: Program) -> 
     assert "NCCL" not in str(report(program, 2))
 
 
-def two_messages(num_messages: int) -> float:
-    if me() == 0:
-        works = [dist.isend(torch.ones(250), 1) for _ in range(num_messages)]
-    else:
-        works = [dist.irecv(torch.zeros(250), 0) for _ in range(num_messages)]
-    for work in works:
-        work.wait()  # type: ignore[union-attr]
-    return time.perf_counter()
-
-
-def seconds(num_messages: int, options: Options | None = None) -> float:
-    cluster = Cluster(1, 2, latency_s=1e-3, nvlink_bytes_per_s=1e6)
-    return simulate(two_messages, 2, num_messages, cluster=cluster, options=options).seconds
-
-
-def test_messages_one_after_the_other_take_their_times_together() -> None:
-    one = seconds(1)
-    assert one == pytest.approx(1e-3 + 1e-3)
-    assert seconds(3) == pytest.approx(1e-3 + 3e-3)
-    assert seconds(3, PAIR) == pytest.approx(3 * one)
-
-
 def many_small_messages() -> float:
     """Each recv is delivered as soon as it starts: hundreds at the same moment."""
     y = torch.zeros(1)
@@ -210,21 +187,3 @@ def many_small_messages() -> float:
 def test_a_long_queue_is_no_deep_recursion() -> None:
     options = Options(p2p_order="pair", eager_bytes=4)
     assert simulate(many_small_messages, 2, options=options).results == [1999.0, 0.0]
-
-
-def changes_a_tensor_that_is_queued() -> None:
-    if me() == 0:
-        x = torch.ones(4)
-        works = [dist.isend(torch.ones(4), 1), dist.isend(x, 1)]
-        x.add_(1)
-        for work in works:
-            work.wait()  # type: ignore[union-attr]
-    else:
-        for _ in range(2):
-            dist.recv(torch.zeros(4), 0)
-
-
-def test_strict_mode_compares_with_the_tensor_as_it_was_at_the_call() -> None:
-    options = Options(p2p_order="pair", is_strict=True)
-    with pytest.raises(RuntimeError, match="rank 0 changed the tensor of its send"):
-        simulate(changes_a_tensor_that_is_queued, 2, options=options)

@@ -29,16 +29,6 @@ def test_what_points_to_a_shift(sites, now, is_shifted: bool) -> None:
     assert splits.shift("another group", now.items()) == ""
 
 
-def test_the_first_of_several_calls_with_these_lines_is_named() -> None:
-    splits = Splits()
-    splits.note("group", 4, {0: A, 1: B, 2: B})
-    splits.note("group", 7, {0: B, 1: A, 2: B})
-    assert splits.shift("group", [(1, A)]).startswith(
-        "Call 5 of the group was made by rank 0 at train.py:10 in step, and by ranks 1 and 2 at "
-        "train.py:20 in step: "
-    )
-
-
 def logs_large_losses_and_meets_in_a_barrier() -> None:
     for step in range(3):
         dist.all_reduce(torch.ones(1))

@@ -1,7 +1,6 @@
 """Ranks that ask the store again and again, and what reports say about its keys."""
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -50,11 +49,6 @@ def test_a_key_that_never_changes(
 ) -> None:
     monkeypatch.setattr(messages_store, "MAX_ANSWERS", 2000)  # otherwise it asks for seconds
     assert words in report(program)
-
-
-def test_a_wait_with_a_limit_raises() -> None:
-    with pytest.raises(Exception, match="config"):
-        simulate(lambda: store().wait(["config"], timedelta(seconds=1)), 2)
 
 
 def reads_many_keys() -> int:

@@ -1,7 +1,5 @@
 """Handles that a rank never waited for: listed by the trace, by ``unwaited()`` and in reports."""
 
-import gc
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 import torch.distributed as dist
 from programs import me
 
-from distlab.sim import Faults, Mismatch, Options, simulate, unwaited
+from distlab.sim import Options, simulate, unwaited
 
 
 def sends_and_forgets() -> None:
@@ -100,43 +98,3 @@ def test_a_rank_can_ask_for_its_own() -> None:
         (line,) = before
         assert line.startswith(f"rank {rank}  isend to rank {1 - rank}, (4,) float32")
         assert after == []
-
-
-def drops_a_large_tensor() -> bool:
-    x = torch.ones(1000)
-    alive = weakref.ref(x.untyped_storage())
-    if me() == 0:
-        dist.isend(x, 1)
-    else:
-        dist.recv(x, 0)
-    dist.barrier()
-    del x
-    gc.collect()
-    return alive() is None
-
-
-def test_the_list_keeps_no_tensor_alive() -> None:
-    assert simulate(drops_a_large_tensor, 2).results == [True, True]
-
-
-def test_a_killed_rank_had_no_time_to_wait() -> None:
-    def program() -> None:
-        if me() == 0:
-            dist.isend(torch.ones(4), 1)
-            dist.recv(torch.zeros(4), 1)
-        else:
-            dist.recv(torch.zeros(4), 0)
-
-    faults = Faults(kill_ranks={0: 1.0})
-    assert simulate(program, 2, options=Options(faults=faults)).trace.unwaited == []
-
-
-def test_a_rank_that_has_not_returned_may_still_wait() -> None:
-    def program() -> None:
-        work = dist.isend(torch.ones(4), 1 - me())
-        dist.recv(torch.zeros(3), 1 - me())
-        work.wait()
-
-    with pytest.raises(Mismatch) as caught:
-        simulate(program, 2)
-    assert "without waiting" not in str(caught.value)

@@ -1,7 +1,7 @@
 """The verdict on a deadlock is exact and its words are English, for few and many ranks."""
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,6 @@ from distlab.sim import Deadlock, Mismatch
 from distlab.sim.messages.meetings import Attendance, Meeting
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
-from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.postmortem import deadlock
 from distlab.sim.postmortem.standstill import History, Standstill
@@ -96,11 +95,6 @@ def advice(report: Deadlock) -> str:
 # Kinds
 
 
-def test_ranks_that_send_to_themselves_are_one_row() -> None:
-    report = explain(waits(*(send(rank, rank, size=20) for rank in range(20))))
-    assert "ranks 0-19  send to themselves" in str(report)
-
-
 def test_the_collective_with_the_fewest_absent_ranks_is_the_one_to_look_at() -> None:
     blocked = collective([0], range(3)) | collective([1], [1, 2]) | waits(recv(2, 0))
     report = explain(blocked)
@@ -149,11 +143,6 @@ def test_a_wrong_peer_is_asked_about(posted: list[Message], question: str) -> No
     assert advice(report) == f"Or else: {question}"
 
 
-def test_who_waits_behind_a_cycle_has_no_wrong_peer() -> None:
-    posted = [send(0, 1), send(1, 0), recv(2, 1)]
-    assert "one of the peers" not in str(explain(waits(*posted), unmatched=posted))
-
-
 def test_a_peer_that_was_right_before_is_not_asked_about() -> None:
     posted = [recv(0, 2), send(1, 0)]
     for arrived, is_asked in (({(1, 0): 3}, True), ({(2, 0): 1}, False)):
@@ -170,21 +159,6 @@ def test_peers_are_not_asked_about_where_another_thread_may_receive() -> None:
 
 
 # Rows
-
-
-def test_a_row_says_where_it_was_posted_and_where_it_waits() -> None:
-    blocked = waits(send(0, 1), send(1, 2), send(2, 0))
-    places = {
-        0: SITE,
-        1: ("/home/me/ring.py", 43, "exchange"),
-        2: ("/home/me/train.py", 7, "step"),
-    }
-    rows = [call.where for call in explain(blocked, waits_at=places).calls]
-    assert rows == [
-        "ring.py:41 in exchange",
-        "ring.py:41 in exchange, waits at line 43",
-        "ring.py:41 in exchange, waits at train.py:7 in step",
-    ]
 
 
 def test_calls_are_there_for_programs_to_read() -> None:
@@ -217,49 +191,3 @@ def test_of_too_many_rows_those_to_blame_are_kept() -> None:
     assert "rank 62 recv from rank 63" in " ".join(report.split())
     assert "not shown" in report
     assert len(report.splitlines()) <= SCREEN_LINES
-
-
-# What is not said where it would not help
-
-
-def test_who_has_posted_both_sides_is_not_advised_to() -> None:
-    idle = [recv(rank, (rank + 1) % 3, size=3) for rank in range(3)]
-    blocked = waits(send(0, 1, size=3), send(1, 2, size=3), send(2, 0, size=3))
-    text = str(explain(blocked, unmatched=[*blocked.values(), *idle]))  # type: ignore[list-item]
-    assert "All of them" not in text
-    assert "Rank 0 sends to rank 1, but rank 1 receives from rank 2" in text
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_one_side_is_advised_to_go_first_only_where_there_are_two(num_ranks: int) -> None:
-    for post in (send, recv):
-        circle = [post(rank, (rank + 1) % num_ranks, size=num_ranks) for rank in range(num_ranks)]
-        words = advice(explain(waits(*circle)))
-        assert ("one of the two" in words) == (num_ranks == 2)
-        assert "batch_isend_irecv" in words
-
-
-@pytest.mark.parametrize("post", [send, recv])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_where_messages_run_in_order_only_a_batch_is_advised(
-    num_ranks: int, post: Callable[..., Message]
-) -> None:
-    circle = [post(rank, (rank + 1) % num_ranks, size=num_ranks) for rank in range(num_ranks)]
-    words = advice(explain(waits(*circle), history=History(is_in_order=True)))
-    assert "batch_isend_irecv" in words
-    assert "isend and" not in words
-    assert "one of the two" not in words
-
-
-def test_messages_that_went_each_way_alike_are_not_counted() -> None:
-    blocked = waits(send(0, 1, size=2), send(1, 0, size=2))
-    for arrived, counted in (({(0, 1): 2, (1, 0): 2}, False), ({(1, 0): 2}, True)):
-        words = advice(explain(blocked, history=History(arrived=arrived)))
-        assert ("Before, 2 messages went from rank 1 to rank 0, and none back" in words) == counted
-
-
-def test_a_group_is_named_only_if_it_would_do() -> None:
-    for groups, is_named in (([(0, 1)], True), ([(0, 2), (1, 2)], False), ([(0, 1, 2, 3)], False)):
-        made = {str(key): MadeGroup(members, SITE) for key, members in enumerate(groups)}
-        report = explain(collective([0, 1], range(4)), ended=[2, 3], history=History(groups=made))
-        assert ("There is a group of ranks 0 and 1" in str(report)) == is_named

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.sim.postmortem.handlers import Skipper, handler_around, skipper_of
+from distlab.sim.postmortem.handlers import Skipper, skipper_of
 
 LINE = "reduce()"
 
@@ -82,25 +82,3 @@ def f():
 )
 def test_what_may_skip_a_line(source: str, found: Skipper | None, site_in) -> None:
     assert skipper_of(site_in(source)) == found
-
-
-def test_after_a_handler_outside_of_a_loop_no_call_is_left_out(site_in) -> None:
-    outside = site_in(UNDER_IT.format(kind="ValueError", then="pass"))
-    assert skipper_of(outside, is_in_loop=True) is None
-    inside = site_in(BEFORE_IT.format(then="continue"))
-    assert skipper_of(inside, is_in_loop=True) == Skipper("except", 6)
-
-
-def test_the_innermost_handler_around_a_line(site_in) -> None:
-    file, line, _ = site_in(
-        "try:\n    x()\nexcept A:\n    try:\n        y()\n    except B:\n        reduce()\n"
-    )
-    found = handler_around((file, line, ""))
-    assert found is not None
-    assert found.lineno == 6
-    assert handler_around((file, 2, "")) is None
-
-
-def test_a_source_that_is_not_there() -> None:
-    assert skipper_of(("/nowhere/program.py", 3, "f")) is None
-    assert handler_around(("", 0, "")) is None

@@ -99,11 +99,3 @@ def test_a_functional_collective_is_the_program_s_own() -> None:
     assert "all_reduce with size 2 on rank 0, but with size 3 on rank 1" in report(
         reduces_functionally
     )
-
-
-def sends_in_a_comprehension() -> None:
-    [dist.send(torch.ones(1), 1 - dist.get_rank()) for _ in range(2)]
-
-
-def test_a_call_in_a_comprehension_is_in_its_function() -> None:
-    assert "in sends_in_a_comprehension" in report(sends_in_a_comprehension)

@@ -16,7 +16,6 @@ from pictured import compute, exchange, overlapped, ring, run
 
 from distlab.sim import Faults, Simulated
 from distlab.sim.results.diagram import gantt, space_time
-from distlab.sim.results.summary import totals
 
 
 def words(figure: Figure) -> str:
@@ -91,25 +90,6 @@ def test_many_ranks_have_no_arrows_and_only_some_names(num_ranks: int, second: s
     assert labels[:2] == ["rank 0", second]
 
 
-@pytest.mark.parametrize("draw", [space_time, gantt])
-def test_a_picture_says_that_it_is_simulated_and_on_which_assumptions(draw: Any) -> None:
-    figure = draw(run(ring, 2, faults=Faults(slow_ranks={1: 2.0})), "Two ranks")
-    text = words(figure)
-    assert "Two ranks" in text
-    assert "simulated, preset dgx-h100, not measured: 2 ranks" in text
-    assert "rank 1 computes 2 times slower" in text
-    assert "assumed: latency_s = 2.92857e-06" in text
-
-
-def test_the_legend_names_what_there_is_to_see() -> None:
-    def legend(fn: Any) -> list[str]:
-        box = space_time(run(fn, 2)).axes[0].get_legend()
-        return [text.get_text() for text in box.get_texts()]
-
-    assert legend(ring) == ["computing", "sending and receiving", "message"]
-    assert legend(overlapped) == ["computing", "waiting", "all_reduce"]
-
-
 def late_receiver() -> None:
     """Rank 0 computes before it receives what rank 1 sends at once, and rank 2 does nothing."""
     x = torch.empty(10**6, device="meta")
@@ -129,29 +109,6 @@ def test_a_sender_waits_until_the_receiver_is_there_and_sends_from_then_on() -> 
     assert bars(figure, "ended") == [(0, end)], "rank 2"
 
 
-def test_collectives_under_way_together_are_drawn_apart() -> None:
-    figure = space_time(run(overlapped, 2))
-    heights = {
-        (round(path.vertices[:, 1].min(), 6), round(path.vertices[:, 1].max(), 6))
-        for shapes in figure.axes[0].collections
-        if shapes.get_label() == "all_reduce"
-        for path in shapes.get_paths()
-    }
-    (first, second), (third, fourth) = sorted(span for span in heights if span[0] < 0.5)
-    assert first < second <= third < fourth
-
-
-def test_gantt_bars_are_the_totals_of_the_ranks() -> None:
-    simulated = run(overlapped, 4)
-    figure = gantt(simulated)
-    for name, field in (("compute", "compute_s"), ("exposed communication", "exposed_s")):
-        drawn = [end - start for start, end in bars(figure, name)]
-        expected = [getattr(what, field) * 1e6 for what in totals(simulated)]
-        assert drawn == pytest.approx(expected)
-    share = totals(simulated)[0].compute_s / simulated.seconds
-    assert f"{share:.0%}" in words(figure)
-
-
 def test_a_killed_rank_is_marked() -> None:
     def wait_in_vain() -> None:
         compute(10)
@@ -161,8 +118,3 @@ def test_a_killed_rank_is_marked() -> None:
     figure = space_time(run(wait_in_vain, 2, faults=Faults(kill_ranks={1: 4e-5})))
     (cross,) = [shape for shape in figure.axes[0].collections if shape.get_label() == "killed"]
     assert cross.get_offsets().tolist() == [[pytest.approx(40), 1]]
-
-
-def test_a_run_in_which_nothing_happens_can_be_drawn(tmp_path: Path) -> None:
-    for draw in (space_time, gantt):
-        draw(run(int, 2, cluster="laptop")).savefig(tmp_path / "empty.png")
