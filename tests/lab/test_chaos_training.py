@@ -1,4 +1,4 @@
-"""scripts/chaos.py: what it sees of a training, what it draws, and that nothing is lost."""
+"""scripts/chaos.py sees the states of a training, and compares results bit for bit."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ TINY = {
     "device": "cpu",
     "tensorboard": "false",
     "save_every": "8",
-    "heartbeat_timeout_s": "4",
+    "heartbeat_timeout_s": "60",
     "mixup": "0.2",
     "ema_decay": "0.9",
 }

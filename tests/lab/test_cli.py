@@ -1,4 +1,4 @@
-"""The `distlab` command: what it prints, and the one line that bad options get."""
+"""The `distlab` command: its output, and one line for bad options."""
 
 import re
 import subprocess

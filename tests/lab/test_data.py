@@ -1,4 +1,4 @@
-"""The datasets: what they hold, what they say when they cannot, and who downloads."""
+"""The datasets: their contents, errors when files are missing, and downloads by one rank."""
 
 import functools
 import hashlib

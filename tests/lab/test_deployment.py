@@ -1,4 +1,4 @@
-"""The manifests of the deployment: valid, restricted, and of one mind with the trainer."""
+"""The manifests of the deployment are valid, and agree with the trainer."""
 
 import copy
 import shutil

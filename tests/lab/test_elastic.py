@@ -4,16 +4,19 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
+import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from processes import MARK, free_port, marked, wait_until
+from processes import MARK, marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo listens on lo")
 
@@ -25,9 +28,26 @@ SCRIPT = "scripts/elastic.py"
 Line = dict[str, Any]
 
 
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """What is in the environment of all processes of a test; they are ended after it."""
+    name = uuid.uuid4().hex
+    yield name
+    for process in marked(name):
+        process.kill()
+
+
 def environment(mark: str, **more: str) -> dict[str, str]:
     ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return {**os.environ, **ours, MARK: mark, **more}
+
+
+def wait_until(is_so: Callable[[], bool], otherwise: Callable[[], str]) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        if time.monotonic() > end_s:
+            pytest.fail(otherwise())
+        time.sleep(0.02)
 
 
 def set_pace(folder: Path, step_s: float) -> None:
@@ -100,6 +120,12 @@ def accuracy_of(printed: str) -> float:
 # --- torchrun ------------------------------------------------------------------------------------
 
 
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
 class Agents:
     """Agents of torchrun, one for each node, all of them on this machine."""
 
@@ -110,7 +136,7 @@ class Agents:
 
     def start(self) -> None:
         """Let one more node join; the first one holds the rendezvous, as it is never killed."""
-        is_host = not self.agents  # default: the agent that binds the port first
+        is_host = not self.agents  # by default, whoever binds the port first
         options = (
             "--nnodes=2:3",
             "--nproc-per-node=1",
@@ -156,7 +182,7 @@ class Agents:
             process.kill()
 
     def told(self) -> str:
-        """Return what all agents and workers have printed."""
+        """What all agents and workers have printed."""
         return "".join(path.read_text() for path in sorted(self.logs.iterdir()))
 
 
@@ -166,13 +192,13 @@ def test_torchrun_loses_a_node_and_gets_another(mark: str, tmp_path: Path) -> No
     logs.mkdir()
     set_pace(folder, 0.4)  # so that the run still goes on when the new node has started
     nodes = Agents(mark, folder, logs)
-    have_trained = has_trained(folder, 3, 2)
+    have_trained = has_trained(folder, 3, 7)
     for _ in range(3):
         nodes.start()
-    nodes.wait_for(3, 2, have_trained)
-    have_trained = has_trained(folder, 2, 2)
+    nodes.wait_for(3, 7, have_trained)
+    have_trained = has_trained(folder, 2, 7)
     nodes.kill(2)
-    nodes.wait_for(2, 2, have_trained)
+    nodes.wait_for(2, 7, have_trained)
     have_trained = has_trained(folder, 3, 1)
     nodes.start()
     nodes.wait_for(3, 1, have_trained)

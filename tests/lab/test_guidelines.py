@@ -1,4 +1,4 @@
-"""guidelines.md has a complete section for every task, and what it quotes is what comes out."""
+"""guidelines.md has a section and hints for every task, and quotes what programs print."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""4.5 on real processes: a killed, stopped or slow rank is noticed, and no other is blamed."""
+"""4.5 on real processes: a stopped or slow rank is noticed, and no other is blamed."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""launch.run when all goes well, and when it is asked for what cannot be."""
+"""launch.run when all goes well, and when a request is impossible."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""launch_training.sh and launch_local as people start them, and what the configurations say."""
+"""launch_training.sh and launch_local as people start them, and the configurations."""
 
 import os
 import signal

@@ -1,7 +1,4 @@
-"""The lessons of phase 2 as programs: what they print, and how they end.
-
-All run in the simulator; one start by torchrun shows that processes print the same.
-"""
+"""The lessons of phase 2 as programs: their output and their ends, in the simulator."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""scripts/mnist_mpi.py: the calls that buckets save, counted in every world that trains."""
+"""scripts/mnist_mpi.py: the calls that buckets save, counted on MPI and gloo."""
 
 import os
 import re

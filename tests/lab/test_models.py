@@ -1,4 +1,4 @@
-"""The models: their shapes and sizes, and the properties that the lessons rely on."""
+"""The models: their shapes, and the properties that the lessons rely on."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The world mpi: what mpirun starts gives what gloo gives, counts, and never hangs."""
+"""The world mpi gives the results of gloo, counts, and never hangs."""
 
 import pickle
 import re

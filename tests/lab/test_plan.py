@@ -1,4 +1,4 @@
-"""`distlab plan`, what it is built from, and the page that says how close it comes."""
+"""`distlab plan`, its models, and the page about its errors."""
 
 import re
 import runpy

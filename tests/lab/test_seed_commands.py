@@ -1,4 +1,4 @@
-"""The commands of the course's forerunners do here what they said there.
+"""The commands of the course's forerunners still work.
 
 python tests/test_phase1.py                         pytest tests/test_phase2.py
 mpirun -np 2 python …                               torchrun --nproc_per_node=2 …

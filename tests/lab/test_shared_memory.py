@@ -1,4 +1,4 @@
-"""Collectives in shared memory: right sums on real processes, and what happens when one is late."""
+"""Collectives in shared memory: right sums on real processes, and clear errors if one is late."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Reading faulthandler's dumps and calling the roll."""
+"""Reading faulthandler's dumps, and the table of ranks made of them."""
 
 from pathlib import Path
 

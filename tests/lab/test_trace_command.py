@@ -1,4 +1,4 @@
-"""``distlab trace``: which task it draws by default, and what it says where it draws nothing."""
+"""``distlab trace``: the task that it draws by default, and its words if it draws none."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tasks build on others: course.toml lists what the solutions call, and verdicts start there."""
+"""Tasks build on others: course.toml lists what the solutions call, and verdicts follow it."""
 
 import ast
 from collections.abc import Iterator

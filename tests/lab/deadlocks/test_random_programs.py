@@ -1,4 +1,4 @@
-"""Random programs: whether they end, and what is to blame if not, is known from an interpreter.
+"""Random programs: an interpreter knows whether they end, and what is to blame if not.
 
 A program is a list of calls per rank, which the interpreter below follows with nothing but counters
 and queues. The simulated cluster must agree with it on every one.

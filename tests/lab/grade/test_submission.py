@@ -1,4 +1,4 @@
-"""Where a rank finds the learner's files, and what else a hand-in may hold."""
+"""Finding the learner's files, and other things that a hand-in may hold."""
 
 import importlib.util
 import inspect

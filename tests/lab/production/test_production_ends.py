@@ -1,4 +1,4 @@
-"""How the trainer ends where something is wrong: its exit codes, and one clear line."""
+"""Ends of the trainer if something is wrong: its exit codes, and one clear line."""
 
 import json
 import os

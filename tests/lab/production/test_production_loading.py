@@ -1,4 +1,4 @@
-"""Processes that load: which images they give, who they are forked from, and when they end."""
+"""Loader processes: their images, and their ends."""
 
 import os
 import subprocess

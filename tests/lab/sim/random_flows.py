@@ -1,4 +1,4 @@
-"""Flows drawn at random, and what a network makes of them; for the tests of networks and crowds."""
+"""Flows drawn at random, for the tests of networks and crowds."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""A world that ends early: whose error it is, and that every rank is unwound whatever it does."""
+"""A world that ends early: its error names a rank, and every rank is unwound."""
 
 import contextlib
 import pickle

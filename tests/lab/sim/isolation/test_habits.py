@@ -1,4 +1,4 @@
-"""Habits of programs that a simulated world has to put up with, and leaves nothing of."""
+"""Habits of programs that a simulated world has to put up with."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Each rank has its own random numbers, environment and warnings."""
+"""Each rank has its own random numbers and environment."""
 
 import os
 import platform

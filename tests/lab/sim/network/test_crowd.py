@@ -1,4 +1,4 @@
-"""Crowds: many flows end when the few would, and a crowd does no needless work."""
+"""Crowds: many flows end when they would one by one."""
 
 import random
 from math import inf

@@ -1,4 +1,4 @@
-"""Pictures: every event is drawn, labelled as simulated, for 2 ranks and for many."""
+"""Pictures: every event is drawn, for 2 ranks and for many."""
 
 from pathlib import Path
 from typing import Any

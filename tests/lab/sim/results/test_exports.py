@@ -1,4 +1,4 @@
-"""Trace files: every event is in its place, every message an arrow; links add up."""
+"""Trace files: every event is in its place, every message an arrow."""
 
 import re
 from collections import defaultdict
