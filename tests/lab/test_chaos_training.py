@@ -14,7 +14,7 @@ import torch
 from rich.progress import Progress
 
 from distlab.chaos.bits import counted, differences
-from distlab.chaos.observer import Observer
+from distlab.chaos.observer import COLOURS, Observer
 from scripts import chaos
 from scripts.chaos import Blows, Chaos
 

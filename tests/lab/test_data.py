@@ -24,6 +24,7 @@ from distlab import launch
 from distlab.data import (
     DATASETS,
     DataError,
+    download,
     load,
     rank_zero_first,
     tokens,
