@@ -4,11 +4,8 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,38 +13,26 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import MARK, marked
+from processes import free_port, wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo listens on lo")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="gloo listens on lo"),
+    pytest.mark.usefixtures("forked"),
+]
 
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES, GLOBAL_BATCH, NUM_EPOCHS = 1437, 96, 10
 STEPS_PER_EPOCH = 15
+SAVED = 6  # steps after which a checkpoint is there: every fifth is saved
 TIMEOUT_S = 120
+VARIABLES = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 SCRIPT = "scripts/elastic.py"
 Line = dict[str, Any]
-
-
-@pytest.fixture
-def mark() -> Iterator[str]:
-    """What is in the environment of all processes of a test; they are ended after it."""
-    name = uuid.uuid4().hex
-    yield name
-    for process in marked(name):
-        process.kill()
-
-
-def environment(mark: str, **more: str) -> dict[str, str]:
-    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return {**os.environ, **ours, MARK: mark, **more}
-
-
-def wait_until(is_so: Callable[[], bool], otherwise: Callable[[], str]) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        if time.monotonic() > end_s:
-            pytest.fail(otherwise())
-        time.sleep(0.02)
 
 
 def set_pace(folder: Path, step_s: float) -> None:
@@ -120,23 +105,17 @@ def accuracy_of(printed: str) -> float:
 # --- torchrun ------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 class Agents:
     """Agents of torchrun, one for each node, all of them on this machine."""
 
-    def __init__(self, mark: str, folder: Path, logs: Path) -> None:
-        self.mark, self.folder, self.logs = mark, folder, logs
+    def __init__(self, folder: Path, logs: Path) -> None:
+        self.folder, self.logs = folder, logs
         self.port = free_port()
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         """Let one more node join; the first one holds the rendezvous, as it is never killed."""
-        is_host = not self.agents  # by default, whoever binds the port first
+        is_host = not self.agents  # default: the agent that binds the port first
         options = (
             "--nnodes=2:3",
             "--nproc-per-node=1",
@@ -159,7 +138,7 @@ class Agents:
                 subprocess.Popen(
                     [*command, SCRIPT, str(self.folder)],
                     cwd=ROOT,
-                    env=environment(self.mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+                    env={**os.environ, **VARIABLES},
                     stdout=out,
                     stderr=e,
                 )
@@ -182,23 +161,33 @@ class Agents:
             process.kill()
 
     def told(self) -> str:
-        """What all agents and workers have printed."""
+        """Return what all agents and workers have printed."""
         return "".join(path.read_text() for path in sorted(self.logs.iterdir()))
 
 
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Agents]:
+    """Agents that are ended, with their workers, if a test has failed before their end."""
+    (tmp_path / "logs").mkdir()
+    agents = Agents(tmp_path / "run", tmp_path / "logs")
+    yield agents
+    for index, agent in enumerate(agents.agents):
+        if agent.poll() is None:
+            agents.kill(index)
+            agent.wait()
+
+
 @pytest.mark.slow
-def test_torchrun_loses_a_node_and_gets_another(mark: str, tmp_path: Path) -> None:
-    folder, logs = tmp_path / "run", tmp_path / "logs"
-    logs.mkdir()
-    set_pace(folder, 0.4)  # so that the run still goes on when the new node has started
-    nodes = Agents(mark, folder, logs)
-    have_trained = has_trained(folder, 3, 7)
+def test_torchrun_loses_a_node_and_gets_another(nodes: Agents) -> None:
+    folder = nodes.folder
+    set_pace(folder, 0.4)  # so that the run has not ended when the new node has started
+    have_trained = has_trained(folder, 3, SAVED)
     for _ in range(3):
         nodes.start()
-    nodes.wait_for(3, 7, have_trained)
-    have_trained = has_trained(folder, 2, 7)
+    nodes.wait_for(3, SAVED, have_trained)
+    have_trained = has_trained(folder, 2, SAVED)
     nodes.kill(2)
-    nodes.wait_for(2, 7, have_trained)
+    nodes.wait_for(2, SAVED, have_trained)
     have_trained = has_trained(folder, 3, 1)
     nodes.start()
     nodes.wait_for(3, 1, have_trained)
@@ -208,4 +197,3 @@ def test_torchrun_loses_a_node_and_gets_another(mark: str, tmp_path: Path) -> No
     assert nodes.agents[2].wait(TIMEOUT_S) == -signal.SIGKILL
     assert check_ledger(folder) == [3, 2, 3]
     assert accuracy_of(nodes.told()) > 90
-    assert not marked(mark)
