@@ -15,7 +15,7 @@ A file of a bank, ``phase1/1_4.toml``, holds the answers to one task:
 ``change`` is a diff of the solution; a line ``@@`` separates hunks. The old lines of a hunk, which
 begin with a blank or ``-``, must stand exactly once in the solution. Instead of a change,
 ``whole`` is code for the end of the lesson, where its definitions win. Right answers name no
-test, and neither do those of the independent bank, which was written without sight of the tests.
+test, and neither do those of a bank whose authors have not seen the tests.
 """
 
 import ast
@@ -40,7 +40,6 @@ else:
 
 ROOT = Path(__file__).parents[2]
 OWN = Path(__file__).parent
-INDEPENDENT = (OWN / "independent_1", OWN / "independent_2")  # two draws, by different people
 EQUIVALENTS = OWN / "equivalent_mutants.toml"
 COURSE = shipped(course.load(ROOT))
 

@@ -1,4 +1,4 @@
-"""Carry the answers of the banks over to solutions that have changed.
+"""Carry the answers of the bank over to solutions that have changed.
 
     python tests/wrong_answers/rebase.py HEAD --rename _count=count
 
@@ -20,8 +20,6 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 from wrong_answers import bank  # noqa: E402
 from wrong_answers.bank import ROOT, Answer  # noqa: E402
 from wrong_answers.changes import BankError, change_between, changed  # noqa: E402
-
-BANKS = (bank.OWN, *bank.INDEPENDENT)
 
 
 class Conflict(Exception):
@@ -101,22 +99,17 @@ def replaced(text: str, name: str, old: str, new: str) -> str:
 
 
 def main() -> None:
-    """Rebase all banks."""
+    """Rebase the bank and the equivalent mutants, and list what cannot be merged."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit", help="of the solutions that the answers are changes of")
     parser.add_argument("--rename", action="append", default=[], metavar="OLD=NEW")
     arguments = parser.parse_args()
     renamed = dict(entry.split("=") for entry in arguments.rename)
-    for folder in BANKS:
-        for answer in bank.load(folder):
-            phase, _, task = answer.task.id.partition(".")
-            file = folder / f"phase{phase}/{phase}_{task}.toml"
-            problem = rebase(answer, file, arguments.commit, renamed)
-            if problem:
-                print(f"{folder.name}  {answer.id}: {problem.splitlines()[0]}")
-    for answer in bank.load_equivalents():
-        if problem := rebase(answer, bank.EQUIVALENTS, arguments.commit, renamed):
-            print(f"{bank.EQUIVALENTS.name}  {answer.id}: {problem.splitlines()[0]}")
+    files = [(answer, bank.path_of(bank.OWN, answer.task)) for answer in bank.load(bank.OWN)]
+    files += [(answer, bank.EQUIVALENTS) for answer in bank.load_equivalents()]
+    for answer, file in files:
+        if problem := rebase(answer, file, arguments.commit, renamed):
+            print(f"{file.name}  {answer.id}: {problem.splitlines()[0]}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Grade a bank, and print what its task's tests say of each answer.
 
 python tests/wrong_answers/table.py > table.md                 # a row for each task
-python tests/wrong_answers/table.py --bank independent_1 -v      # survivors; with -v the others too
+python tests/wrong_answers/table.py --bank DIR -v    # another bank; -v shows rejected answers too
 python tests/wrong_answers/table.py --only 1.4 --jobs 2
 
-An answer of the own bank meets every test of its task, a right one on real processes too. One of
-the independent bank meets them in the simulated world, up to the first that rejects it.
+An answer of the course's own bank meets every test of its task, a right one on real processes too.
+One of another bank meets them in the simulated world, up to the first that rejects it.
 """
 
 import argparse
@@ -33,8 +33,6 @@ from wrong_answers.grading import (  # noqa: E402
     verdicts_on_processes,
 )
 
-BANKS = {"own": bank.OWN, **{folder.name: folder for folder in bank.INDEPENDENT}}
-
 
 @dataclass(frozen=True)
 class Graded:
@@ -48,13 +46,11 @@ class Graded:
 def main() -> None:
     """Grade a bank; a row per task, then the answers that are not judged as they should be."""
     options = _options()
-    answers = [
-        answer for answer in bank.load(BANKS[options.bank]) if options.only in ("", answer.task.id)
-    ]
+    answers = [answer for answer in bank.load(options.bank) if options.only in ("", answer.task.id)]
     if problems := list(_problems(answers)):
         sys.exit("\n".join(problems))
     with pool(options.jobs) as processes:
-        graded = processes.map(partial(grade, is_thorough=options.bank == "own"), answers)
+        graded = processes.map(partial(grade, is_thorough=options.bank == bank.OWN), answers)
         everything = _print_rows(answers, graded)
     for line in chain.from_iterable(_remarks(one, options.verbose) for one in everything):
         print(line)
@@ -63,7 +59,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--bank", choices=BANKS, default="own")
+    parser.add_argument("--bank", metavar="DIR", type=Path, default=bank.OWN, help="another bank")
     parser.add_argument("--only", metavar="TASK", default="", help="one task, such as 1.4")
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes")
     parser.add_argument("-v", "--verbose", action="store_true", help="also what was rejected, why")

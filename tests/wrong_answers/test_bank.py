@@ -4,7 +4,6 @@ Here a wrong answer meets the one test that must reject it; ``table.py`` lets it
 """
 
 import re
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from distlab.grade.outcomes import Outcome
 from wrong_answers.bank import (
     COURSE,
-    INDEPENDENT,
     OWN,
     ROOT,
     Answer,
@@ -73,11 +71,6 @@ def test_every_task_has_five_wrong_answers_and_a_right_one() -> None:
         right = [answer for answer in RIGHT if answer.task is task]
         assert len(wrong) >= 5, f"{task.id} has {len(wrong)} wrong answers"
         assert right, f"{task.id} has no right answer"
-
-
-def test_independent_answers_fit_the_solutions() -> None:
-    for answer in chain.from_iterable(map(load_bank, INDEPENDENT)):
-        answer.lesson()
 
 
 def test_equivalent_mutants_fit_the_solutions() -> None:
