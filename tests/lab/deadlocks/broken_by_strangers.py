@@ -8,12 +8,13 @@ import os
 import queue
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from catalogue import (
+    CYCLE,
     ENDED,
     KEY,
     MISSING,
@@ -70,6 +71,38 @@ def swallows_its_error_and_returns() -> None:
         pass
 
 
+@deadlock(
+    2,
+    ENDED,
+    (0,),
+    "The suppress of line",
+    "can hide an error: did rank 0 come through it, and so leave out a call?",
+)
+def suppresses_its_error() -> None:
+    """The same with contextlib.suppress, which no frame shows afterwards."""
+    with suppress(KeyError):
+        losses = {1: 1.0}
+        dist.all_reduce(value(losses[me()]))
+
+
+@deadlock(
+    4,
+    MISSING,
+    (3,),
+    "On rank 3, an except deals with KeyError: 'missing', broken_by_strangers.py:",
+    "Or else: Rank 3 cannot go on until rank 0 receives",
+    if_buffered=ENDED,
+)
+def reports_its_error_to_rank_0() -> None:
+    """Rank 3 sends its error to rank 0, which waits for rank 3 in an all_reduce."""
+    try:
+        if me() == 3:
+            raise KeyError("missing")
+        dist.all_reduce(data())
+    except KeyError:
+        dist.send(data(), 0)
+
+
 @mismatch(
     4,
     OPERATION,
@@ -94,6 +127,14 @@ def ends_its_process() -> None:
     """The process that simulates all ranks survives."""
     if me() == 1:
         os._exit(1)
+    dist.barrier()
+
+
+@rank_error(4, "SystemExit", (1,), "rank 1 of 4 raised SystemExit: 0, broken_by_strangers.py:")
+def exits_early() -> None:
+    """Rank 1 is done earlier than the others."""
+    if me() == 1:
+        raise SystemExit(0)
     dist.barrier()
 
 
@@ -157,6 +198,24 @@ def logs_large_losses_only() -> None:
 
 @deadlock(
     4,
+    CYCLE,
+    (0, 1, 2, 3),
+    "Does rank 0, which waits for any rank, receive once too often before it sends?",
+)
+def leader_counts_itself() -> None:
+    """The leader waits for as many votes as there are ranks."""
+    if me() == 0:
+        for _ in range(size()):
+            dist.recv(empty())
+        for rank in range(1, size()):
+            dist.send(empty(), rank)
+    else:
+        dist.send(empty(), 0)
+        dist.recv(empty(), 0)
+
+
+@deadlock(
+    4,
     ORDER,
     (0, 2),
     "rank 0 waits in new_group of ranks 0 and 2 for rank 2",
@@ -183,6 +242,22 @@ def axis_forgotten_on_one_rank() -> None:
 
 
 # Keys
+
+
+@deadlock(
+    2,
+    KEY,
+    (0, 1),
+    "wait for the key 'n', which stays 2: rank",
+    "store.add for 'n' broken_by_strangers.py:",
+    "Which rank should change it, and does that rank wait for something else first?",
+)
+def counts_to_three() -> None:
+    """Two ranks wait until a counter, which each has raised by one, is three."""
+    store = _get_default_store()
+    store.add("n", 1)
+    while store.add("n", 0) < 3:
+        time.sleep(0.01)
 
 
 @deadlock(
@@ -240,6 +315,25 @@ def sender_dies() -> None:
         thread.join()
     else:
         dist.recv(empty(), 0)
+
+
+@deadlock(
+    2,
+    ORDER,
+    (0, 1),
+    "On rank 1, what ran in thread 'ThreadPoolExecutor-0_0' ended with ZeroDivisionError",
+    "and nobody has asked for it.",
+)
+def task_fails_unseen() -> None:
+    """wait() returns although the task has failed, and the rank comes to the barrier."""
+    both = dist.new_group([0, 1])
+
+    def save() -> None:
+        dist.all_reduce(value(1 // (1 - me())), group=both)
+
+    with ThreadPoolExecutor(1) as pool:
+        wait([pool.submit(save)])
+        dist.barrier()
 
 
 @deadlock(
@@ -316,6 +410,31 @@ def lock_held_in_a_collective() -> None:
     2,
     THREAD,
     (0, 1),
+    "thread 'consumer' waits for a condition of its own",
+    "Is a notify() missing, or was it too early?",
+)
+def condition_without_notify() -> None:
+    """A producer adds an item and does not notify the thread that waits for one."""
+    condition = threading.Condition()
+    items: list[int] = []
+
+    def consume() -> None:
+        with condition:
+            while not items:
+                condition.wait()
+
+    thread = threading.Thread(target=consume, name="consumer")
+    thread.start()
+    time.sleep(0.01)
+    with condition:
+        items.append(1)
+    thread.join()
+
+
+@deadlock(
+    2,
+    THREAD,
+    (0, 1),
     "thread 'a' waits for the end of thread 'b', and thread 'b' waits for the end of thread 'a'",
     "Threads that wait for each other never go on: one of them must not wait.",
 )
@@ -346,6 +465,28 @@ def task_waits_for_a_task_of_its_pool() -> None:
     """A save runs in a pool of one worker, hands its upload to that pool, and waits for it."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: pool.submit(int).result()).result()
+    dist.barrier()
+
+
+@deadlock(
+    2,
+    THREAD,
+    (0, 1),
+    "the end of the work on a queue of their own (0 items still in it, 3 without task_done())",
+    "Is a task_done() missing after one of the get()?",
+)
+def queue_whose_tasks_are_never_done() -> None:
+    """A worker takes the items of a queue and does not say that it is done with them."""
+    items = queue.Queue[int]()
+
+    def work() -> None:
+        while True:
+            items.get()
+
+    threading.Thread(target=work, name="worker", daemon=True).start()
+    for item in range(3):
+        items.put(item)
+    items.join()
     dist.barrier()
 
 

@@ -271,3 +271,30 @@ def test_checkpoints_of_another_run_are_refused(
         started(little(tmp_path / "run", **other))
     assert told in str(caught.value)
     assert str(tmp_path / "run" / "checkpoints") in str(caught.value)
+
+
+def test_a_run_that_is_done_has_nothing_to_do(alone: None, tmp_path: Path) -> None:
+    config = little(tmp_path / "run", save_every=3)
+    started(config).run()
+    before = noted(config.run_dir)
+    again = started(config)
+    again.run()
+    assert (again.progress.step, len(again.progress.history)) == (6, 2)
+    assert noted(config.run_dir) == before
+
+
+def test_more_epochs_continue_where_fewer_ended(alone: None, tmp_path: Path) -> None:
+    started(little(tmp_path / "run", schedule="constant", epochs=1)).run()
+    longer = started(little(tmp_path / "run", schedule="constant"))
+    assert longer.progress.step == 3
+    longer.run()
+    straight = started(little(tmp_path / "straight", schedule="constant"))
+    straight.run()
+    assert digests(longer) == digests(straight)
+
+
+def test_only_so_many_checkpoints_are_kept(alone: None, tmp_path: Path) -> None:
+    config = little(tmp_path / "run", save_every=1, keep=2)
+    started(config).run()
+    kept = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000005", "step-00000006"]

@@ -126,6 +126,11 @@ def test_worlds_are_not_nested() -> None:
     assert simulate(counts_to, 2, 1).results == [[0, 1]] * 2
 
 
+def test_a_world_is_joined_without_what_torch_2_11_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(c10d, "_register_pg_in_world", raising=False)
+    assert simulate(counts_to, 2, 1).results == [[0, 1]] * 2
+
+
 def test_a_real_process_group_lives_on() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -174,6 +179,22 @@ def test_a_script_joins_and_leaves_whatever_backend_it_names(
     for rank, result in enumerate(results):
         twice = "trying to initialize the default process group twice!"
         assert result == [False, 3.0, 2.0 if rank < 2 else 1.0, twice, False, 3.0]
+
+
+def makes_other_groups_in_its_second_world() -> float:
+    """torch counts groups from 1 again, so that other groups get the names of the first ones."""
+    for pair in ([0, 1], [2, 3]):
+        dist.new_group(pair)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    groups = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+    x = torch.ones(1) * me()
+    dist.all_reduce(x, group=groups[me() % 2])
+    return x.item()
+
+
+def test_groups_of_a_world_that_was_left_are_not_compared_with_new_ones() -> None:
+    assert simulate(makes_other_groups_in_its_second_world, 4).results == [2.0, 4.0, 2.0, 4.0]
 
 
 def test_who_has_not_joined_is_told_so() -> None:
