@@ -47,6 +47,8 @@ def main() -> None:
     """Grade a bank; a row per task, then the answers that are not judged as they should be."""
     options = _options()
     answers = [answer for answer in bank.load(options.bank) if options.only in ("", answer.task.id)]
+    if not answers:
+        sys.exit(f"{options.bank}: no answers in it, or none to {options.only or 'any task'}")
     if problems := list(_problems(answers)):
         sys.exit("\n".join(problems))
     with pool(options.jobs) as processes:
