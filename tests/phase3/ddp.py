@@ -136,11 +136,13 @@ class Plan(NamedTuple):
         limits: Limits of the buckets.
         rows: Rows of the batches, by step and rank; a rank without rows computes nothing then.
         how: ``PLAIN``, or one of ``ACCUMULATIONS``.
+        is_noted: True if an all-reduce is given that notes its calls, False for the default.
     """
 
     limits: Limits
     rows: tuple[tuple[int, ...], ...]
     how: str = PLAIN
+    is_noted: bool = True
 
 
 def wrapped(lesson: Any, module: nn.Module, limits: Limits, **arguments: Any) -> Any:
@@ -183,7 +185,8 @@ class Training:
             if parameter.requires_grad:
                 note = lambda _, name=name: self._note(name)  # noqa: E731
                 parameter.register_post_accumulate_grad_hook(note)
-        self.ddp = wrapped(lesson, self.model, plan.limits, all_reduce=self.noted, group=group)
+        all_reduce = self.noted if plan.is_noted else None
+        self.ddp = wrapped(lesson, self.model, plan.limits, all_reduce=all_reduce, group=group)
         self.optimizer = _optimizer(self.model)
 
     def _note(self, name: str) -> None:

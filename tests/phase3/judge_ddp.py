@@ -69,12 +69,13 @@ def _rows(grade: Grade, n: int) -> tuple[tuple[int, ...], ...]:
 @task("3.12", real=True)
 @pytest.mark.parametrize("n", [1, 3])
 def test_training_equals_one_process(grade: Grade, n: int) -> None:
-    plan = Plan(Limits(grade.random.randint(100, 400), 60), _rows(grade, n))
+    plan = Plan(Limits(grade.random.randint(100, 400), 60), _rows(grade, n), is_noted=False)
     options = uneven(grade.random, n) if grade.is_simulated else None
     run = run_together(grade, b.train, n, [plan], options=options)
     _check_training(plan, run.results)
     if grade.is_simulated:
         check_waited(run)
+        _check_reduced_by_default(plan, run)
 
 
 @task("3.12")
@@ -104,7 +105,8 @@ def _check_training(plan: Plan, results: Sequence[Any], where: str = "", place: 
             )
             _check_gradients(here, right, result, rank, plan)
             expect(f"{here}: gradients, bit for bit,", result["gradients"], first["gradients"])
-            _check_buckets(here, step, result, _expected(plan.limits, step, by_rank))
+            if plan.is_noted:
+                _check_buckets(here, step, result, _expected(plan.limits, step, by_rank))
 
 
 def _check_gradients(here: str, right: Any, result: Any, rank: int, plan: Plan) -> None:
@@ -219,6 +221,20 @@ def test_buckets_are_those_of_assign_buckets(grade: Grade) -> None:
     for place, plan in enumerate(plans):
         _check_training(plan, run.results, f", {plan.limits}", place)
     _check_nothing_besides(run)
+
+
+def _check_reduced_by_default(plan: Plan, run: Run) -> None:
+    by_rank = [facts for (facts,) in run.results]
+    buckets = [
+        names for step in range(len(plan.rows)) for names in _expected(plan.limits, step, by_rank)
+    ]
+    sizes = sorted(sum(PARAMETERS[name].nbytes for name in bucket) for bucket in buckets)
+    events = run.trace.events if run.trace else []
+    calls = [event for event in events if event.kind == "collective"]
+    for rank in range(len(run.results)):
+        got = sorted(c.num_bytes for c in calls if c.rank == rank and c.name[:5] == "all_r")
+        what = f"rank {rank}, without an argument all_reduce: the bytes of all all-reduces, sorted,"
+        expect(what, got, sizes, "A bucket travels in one all-reduce.")
 
 
 def _check_buckets(here: str, step: int, result: dict[str, Any], expected: list[list[str]]) -> None:
