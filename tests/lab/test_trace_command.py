@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from commands import FILE, RIGHT, copy_course, distlab, grade_as, write_exchange
 
-from distlab.learner import state, trace_programs
+from distlab.learner import state, trace, trace_programs
 from distlab.learner.folder import CourseFolder
 
 Printed = pytest.CaptureFixture[str]
@@ -35,6 +35,10 @@ def test_the_default_is_the_last_graded_then_the_first_written_then_the_next(
     grade_as(here, t1_7="passed")
     grade_as(here, t1_5="todo", t1_13="failed")
     assert chosen(here) == "1.7, the last one graded"
+
+
+def test_every_program_has_its_body() -> None:
+    assert trace_programs.PROGRAMS.keys() == trace.BODIES.keys()
 
 
 def test_what_is_not_written_is_one_line(here: CourseFolder, capfd: Printed) -> None:
