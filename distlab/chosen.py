@@ -89,8 +89,11 @@ def _listed(tasks: Sequence[Task]) -> str:
     return ", ".join(f"{task.id} {joined(task.names)}" for task in tasks)
 
 
-def check_solutions() -> None:
+def check_solutions(instead: str = "--impl mine takes what you have written") -> None:
     """Check that this copy of the course has the solutions.
+
+    Args:
+        instead: Advice on what works without them.
 
     Raises:
         NotThereError: It does not; the message says what works without them.
@@ -101,9 +104,7 @@ def check_solutions() -> None:
             "course, pip install --editable ."
         )
     if submission.reference(COURSE) is None:
-        raise NotThereError(
-            f"this copy of the course has no {SOLUTIONS}/: --impl mine takes what you have written"
-        )
+        raise NotThereError(f"this copy of the course has no {SOLUTIONS}/: {instead}")
 
 
 def load(submitted: Submission) -> Parts:

@@ -42,7 +42,7 @@ def run_demo(folder: Path) -> None:
             others; raised before the training starts.
     """
     training.check_is_alone()
-    chosen.check_solutions()
+    chosen.check_solutions("train what you have written with distlab train --impl mine")
     _check_writable(folder)
     console = Console()
     start = time.perf_counter()

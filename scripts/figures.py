@@ -150,10 +150,13 @@ FIGURES = (*_listed(), MEMORY)
 
 
 def main() -> None:
-    """Draw the named figures, by default all."""
+    """Draw the figures whose names begin as the arguments say, by default all."""
+    starts = tuple(sys.argv[1:]) or ("",)
+    if not any(figure.name.startswith(starts) for figure in FIGURES):
+        sys.exit(f"no figure begins with {' or '.join(starts)}; scripts/figures.csv lists them")
     rcParams["svg.hashsalt"] = "figures"  # the same run gives the same file
     for figure in FIGURES:
-        if figure.name.startswith(tuple(sys.argv[1:]) or ""):
+        if figure.name.startswith(starts):
             figure.draw()
             print(figure.path.relative_to(ROOT))
 

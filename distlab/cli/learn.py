@@ -269,7 +269,9 @@ def reset(
         raise typer.Exit(1)
     old = templates.reset(here, listed, planned)
     progress = state.load(here)
-    progress.records.pop(listed.id, None)
+    in_file = [task for task in here.course.tasks if task.template == listed.template]
+    for emptied in in_file if planned.is_whole else [listed]:
+        progress.records.pop(emptied.id, None)
     progress.save()
     warn(progress)
     names = str(listed.template) if planned.is_whole else joined([*listed.functions])

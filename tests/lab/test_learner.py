@@ -289,6 +289,16 @@ def test_reset_replaces_a_broken_file_as_a_whole_and_keeps_it(
     assert capsys.readouterr().out.startswith(f"{FILE}: back to the start. Your old file: ")
 
 
+def test_reset_of_a_whole_file_forgets_all_its_tasks(kept: CourseFolder) -> None:
+    progress = state.load(kept)
+    for task in ("1.3", "1.5"):
+        progress.records[task] = state.Record(Outcome.PASSED)
+    progress.save()
+    (kept.root / FILE).write_text("def broken(:")
+    assert distlab("reset", "1.4", "--yes") == 0
+    assert list(state.load(kept).records) == ["1.3"]
+
+
 def no_template(here: CourseFolder, _: Patch) -> None:
     shutil.rmtree(here.private)
 

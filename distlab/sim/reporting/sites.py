@@ -58,6 +58,9 @@ _KINDS = (
     (_folder(process_group.__file__), SIMULATOR),
     (f"{_folder(dist.__file__)}distributed_c10d.py", API),
     (f"{_folder(dist.__file__)}c10d_logger.py", STANDARD_LIBRARY),  # wraps its functions
+    # A call passes through these two while a default device is set, such as by torch.device("cpu").
+    (f"{_folder(torch.__file__)}overrides.py", STANDARD_LIBRARY),
+    (f"{_folder(torch.__file__)}utils{os.sep}_device.py", STANDARD_LIBRARY),
     (_folder(torch.__file__), TORCH),
     ("<frozen", STANDARD_LIBRARY),
     (typing_extensions.__file__, STANDARD_LIBRARY),  # wraps what torch has deprecated

@@ -91,6 +91,18 @@ def test_what_it_asks_of_the_program(maker: str, says: str) -> None:
     assert says in advice_for(["", maker])
 
 
+def reduces_on_a_default_device() -> None:
+    with torch.device("cpu"):
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+
+
+def test_torch_passes_calls_on_where_a_default_device_is_set() -> None:
+    says = report(reduces_on_a_default_device)
+    assert "all_reduce's" not in says
+    assert "by itself" not in says
+
+
 def reduces_functionally() -> None:
     functional.all_reduce(torch.ones(2 + dist.get_rank()), "sum", dist.group.WORLD)
 
