@@ -1,5 +1,7 @@
 """The rights of the containers: as few as Kubernetes' strictest standard gives, everywhere."""
 
+import re
+
 import deployment_files as files
 import pytest
 import yaml
@@ -47,6 +49,16 @@ def _problems(context: Document, container: Document) -> list[tuple[str, bool]]:
 @each_pod
 def test_pods_are_restricted(pod: Document) -> None:
     assert violations(pod) == []
+    labels = files.of_kind("kubernetes.yaml", "Namespace")["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+@each_pod
+def test_pods_write_only_where_they_must(pod: Document) -> None:
+    [container] = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    written = [mount for mount in container["volumeMounts"] if not mount.get("readOnly")]
+    assert {mount["mountPath"] for mount in written} == {"/runs", "/dev/shm", "/tmp"}
 
 
 # --- compose -----------------------------------------------------------------------------------
@@ -69,6 +81,14 @@ def test_containers_of_compose_have_no_more_rights_than_pods(name: str) -> None:
 
 
 # --- the image -----------------------------------------------------------------------------------
+
+
+def test_images_are_pinned_and_ours_runs_as_a_user_by_number() -> None:
+    [base] = [rest for _, rest in files.instructions() if rest.startswith("BASE=")]
+    for image in (base, *(service["image"] for service in files.services().values())):
+        assert re.search(r":v?\d+\.\d+\.\d+", image), image
+    assert [rest for name, rest in files.instructions() if name == "USER"] == [f"{USER}:{USER}"]
+    assert {pod["securityContext"]["runAsUser"] for pod in files.pods().values()} == {USER}
 
 
 def test_signals_reach_the_entrypoint_and_no_shell() -> None:

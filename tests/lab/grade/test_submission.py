@@ -14,7 +14,7 @@ from distlab.grade import submission
 from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.plugin import TIMEOUT_S
 from distlab.grade.running import Grade
-from distlab.grade.submission import Submission
+from distlab.grade.submission import MAX_FILES, Submission
 from distlab.launch import LaunchError
 from distlab.util.files import MAX_SOURCE_BYTES
 
@@ -124,15 +124,28 @@ def test_byte_code_of_a_hand_in_is_not_run(tmp_path: Path, name: str) -> None:
     assert grade_of(handed_in).call(what_it_says) == "source"
 
 
+def test_nothing_is_written_into_a_hand_in(tmp_path: Path) -> None:
+    handed_in = hand_in(tmp_path, collectives=f"from {PHASE}.helper import SAYS\n", helper="SAYS=1")
+    assert grade_of(handed_in).call(what_it_says) == 1
+    assert {path.name for path in tmp_path.rglob("*")} == {PHASE, "collectives.py", "helper.py"}
+
+
 def test_digests_are_of_regular_files_of_a_lessons_size(tmp_path: Path) -> None:
     handed_in, folder = hand_in(tmp_path, collectives="x = 1\n"), tmp_path / PHASE
     sparse(folder / "large.py", TERABYTE)
+    (folder / "folder.py").mkdir()
+    (folder / ".#collectives.py").symlink_to("me@here.1234")  # an editor's lock
     os.mkfifo(folder / "pipe.py")
     (folder / "device.py").symlink_to("/dev/zero")
     (folder / "loop").symlink_to(folder)
     digests = handed_in.digests(PHASE)
     assert list(digests) == [f"{PHASE}/collectives.py", f"{PHASE}/large.py"]
     assert digests[f"{PHASE}/large.py"] == ""
+
+
+def test_very_many_files_do_not_have_a_digest_each(tmp_path: Path) -> None:
+    handed_in = hand_in(tmp_path, **{f"lesson_{n}": "" for n in range(MAX_FILES + 10)})
+    assert len(handed_in.digests(PHASE)) == MAX_FILES
 
 
 def test_a_lesson_of_a_terabyte_is_an_import_error(tmp_path: Path) -> None:
