@@ -318,7 +318,11 @@ def _check_all(by_rank: list[Any], shares: tuple[Share, ...]) -> None:
 @task("2.5")
 def test_mixed_steps_inside_a_group(grade: Grade) -> None:
     shares = _uneven(grade, len(MEMBERS))
-    _check_all(results_in_group(grade, b.mixed_steps, shares, STEPS, MAX_NORM), shares)
+    results = results_in_group(grade, b.mixed_steps, shares, STEPS, MAX_NORM)
+    _check_all(results, shares)
+    for rank, result in enumerate(results):
+        here = f"{c.described(shares)}, rank {rank}: the calls of loss_sum in {STEPS} steps"
+        expect(here, result["num_losses"], STEPS, "It is called on every rank, with rows or not.")
 
 
 @task("2.5")

@@ -27,7 +27,6 @@ from judging.models import (
     trainable,
     two_groups,
 )
-from judging.tensors import given_group
 from phase2_advanced.given import cross_entropy_sum
 
 ACCUMULATE, OVER_RANKS, MIXED = (
@@ -158,10 +157,14 @@ def steps_over_ranks(
 def mixed_steps(
     lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float, group: Any = None
 ) -> dict[str, Any]:
-    """Return the results of ``_steps``, all exact: the model is in float64."""
+    """Return the results of ``_steps``, all exact: the model is in float64.
+
+    In a group, a loss is given that notes its calls.
+    """
     rank, scaler, results = dist.get_rank(group), TorchScaler(2.0**10, 2, group), list[Any]()
-    more = {"reduce_dtype": torch.float64, "max_norm": max_norm}
-    more |= given_group(group)
+    more, sums = {"reduce_dtype": torch.float64, "max_norm": max_norm}, list[list[float]]()
+    if group is not None:
+        more |= {"group": group, "loss_sum": _noting(sums, cross_entropy_sum)}
 
     def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
         found = lesson.mixed_precision_step(model, optimizer, scaler, whole, **more)
@@ -171,7 +174,13 @@ def mixed_steps(
     found = _steps(step, MIXED, shares[rank], rank, num_steps, group is not None)
     _, skipped, norms = zip(*results, strict=True)
     updates = [scaler.num_updates, scaler.value]
-    return {**found, "skipped": list(skipped), "norms": list(norms), "updates": updates}
+    return {
+        **found,
+        "skipped": list(skipped),
+        "norms": list(norms),
+        "updates": updates,
+        "num_losses": len(sums),
+    }
 
 
 def _steps(
