@@ -37,8 +37,10 @@ class ForkServer:
         self._owner_pid = os.getpid()
         self._buffer = b""
         self._preloaded: set[str] = set()
-        self._next_look, self._last_running = 0.0, time.monotonic()
+        self._next_look = 0.0
+        self._stopped_since: float | None = None  # time of the first look that saw it stopped
         self._has_answered = False  # False while it loads torch, and has nothing to clean up
+        self._may_import = False  # True until it answers again after ``preload``
         self._exits: list[tuple[int, int]] = []
         self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 what the server prints
@@ -64,8 +66,11 @@ class ForkServer:
         try:
             self._socket.sendall(fork_server_main.PING)
             self._await(fork_server_main.READY)
-            self._folder.mkdir(mode=0o700, exist_ok=True)  # a server that loads removes nothing
-            self._last_running, self._has_answered = time.monotonic(), True
+            if not self._has_answered:
+                # Not before: a server that loads removes nothing. And it must be new: arguments of
+                # processes are public, so another user could have made it.
+                self._folder.mkdir(mode=0o700)
+            self._has_answered, self._may_import, self._stopped_since = True, False, None
         except (OSError, SetupError) as error:
             raise SetupError(f"the fork server did not start: {error}") from error
 
@@ -109,8 +114,10 @@ class ForkServer:
             return
         self._next_look = now + LOOK_S
         if not self.is_stopped():
-            self._last_running = now
-        elif now - self._last_running > STOPPED_S:
+            self._stopped_since = None
+        elif self._stopped_since is None:  # perhaps both were, and this process continued first
+            self._stopped_since = now
+        elif now - self._stopped_since > STOPPED_S:
             raise SetupError(
                 "the fork server was stopped (SIGSTOP); it was ended, the next run starts a new one"
             )
@@ -126,6 +133,7 @@ class ForkServer:
         missing = sorted(set(names) - self._preloaded)
         if missing:
             self._preloaded.update(missing)
+            self._may_import = True
             with contextlib.suppress(OSError):  # a dead server is noticed by the next world
                 self._socket.sendall(fork_server_main.PRELOAD + " ".join(missing).encode() + b"\n")
 
@@ -169,9 +177,8 @@ class ForkServer:
         """End the fork server and, with it, everything it started."""
         self._socket.close()
         if self._owner_pid == os.getpid():
-            if self.is_stopped():
-                self.kill_leftovers()
-            if self.is_stopped() or not self._has_answered:
+            if self.is_stopped() or self._may_import or not self._has_answered:
+                self.kill_leftovers()  # it does not see its socket close
                 self.process.kill()
             try:
                 self.process.wait(timeout=KILL_TIMEOUT_S)

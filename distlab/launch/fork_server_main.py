@@ -10,8 +10,9 @@ A rank that is forked starts in some 20 ms; one that imports torch itself needs 
 core's time. The server has no threads and never touches a GPU, so forking it is safe. On macOS,
 where frameworks that torch loads do not survive a fork, it starts fresh interpreters instead.
 
-When the parent goes away, in whatever manner, the server kills all its descendants, removes the
-folder of its worlds and ends.
+When the parent goes away, in whatever manner, the server finishes an import that is under way,
+kills all its descendants, removes the folder of its worlds and ends. While it loads torch, it has
+no descendants and no folder yet, and the kernel kills it at once.
 """
 
 import contextlib

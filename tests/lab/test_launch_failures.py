@@ -3,6 +3,7 @@
 `pytest tests/lab/test_launch_failures.py -s` prints the table.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -469,3 +470,21 @@ def processes_of_ranks() -> list[psutil.Process]:
         process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ORPHAN
     ]
     return below + [child for child in children if child not in servers] + orphans
+
+
+def replaces_files_of_the_parent() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            stacks = Path(os.readlink(f"/proc/self/fd/{name}"))
+            if stacks.suffix == ".stacks":
+                stacks.unlink()
+                os.mkfifo(stacks)
+                (stacks.parent / "running").write_bytes(b"no words")
+    while True:
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc names the files of a process")
+def test_the_parent_waits_for_no_file_that_a_rank_has_replaced() -> None:
+    with pytest.raises(launch.RankHung):
+        launch.run(replaces_files_of_the_parent, 1, backend="sim", limits=COMPUTING)

@@ -1,5 +1,6 @@
 """Starting and ending a world when the machine is slow, short of something, or interrupted."""
 
+import contextlib
 import gc
 import io
 import os
@@ -270,7 +271,59 @@ def test_a_server_that_still_loads_ends_without_having_loaded() -> None:
     assert server.process.returncode == -signal.SIGKILL
 
 
+def test_a_fork_server_that_its_world_stopped_holds_nothing_of_it() -> None:
+    with pytest.raises((launch.RankHung, launch.SetupError)):  # by what is noticed first
+        launch.run(_stop_the_server, 2, timeout_s=0.5)
+    _interrupted_worlds_leave_no_process()
+    assert launch.run(dist.get_rank, 2) == [0, 1]
+
+
+def _stop_the_server() -> None:
+    dist.barrier()
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(3600)
+
+
+@pytest.mark.usefixtures("spawning")
+def test_a_server_does_not_finish_an_import_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_that_sleeps.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fork_server, "KILL_TIMEOUT_S", 600.0)
+    fork_server.load_ahead(["module_that_sleeps"])
+    (server,) = fork_server._idle
+    fork_server.close_idle()
+    assert server.process.returncode == -signal.SIGKILL
+    assert not server._folder.exists()
+
+
+@pytest.mark.usefixtures("spawning")
+def test_a_server_is_stopped_for_as_long_as_it_has_been_seen_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The parent may have been stopped too, for an hour, and continue first."""
+    monkeypatch.setattr(fork_server, "LOOK_S", 0.0)
+    monkeypatch.setattr(fork_server, "STOPPED_S", 0.0)
+    with contextlib.closing(fork_server.ForkServer()) as server:
+        server.await_answer()
+        server.process.send_signal(signal.SIGSTOP)
+        processes.wait_until(server.is_stopped)
+        server.check()
+        with pytest.raises(launch.SetupError, match="SIGSTOP"):
+            server.check()
+
+
 # What the machine refuses
+
+
+@pytest.mark.usefixtures("spawning")
+def test_a_folder_that_was_there_before_the_server_is_not_used() -> None:
+    """Its path is in the arguments of a process: another user may have made it."""
+    with contextlib.closing(fork_server.ForkServer()) as server:
+        server._folder.mkdir()
+        with pytest.raises(launch.SetupError, match="File exists"):
+            server.await_answer()
 
 
 def test_too_few_descriptors_is_a_set_up_error() -> None:

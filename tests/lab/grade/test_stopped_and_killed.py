@@ -111,6 +111,16 @@ def ended_by_ctrl_c(command: list[str], after_s: float) -> tuple[int, str, list[
     return process.returncode, output, left
 
 
+def test_ctrl_c_while_a_fork_server_is_put_aside_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_server: object) -> bool:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), fork_server.borrowed() as borrowed:
+        monkeypatch.setattr(fork_server.ForkServer, "is_stopped", interrupted)
+    assert borrowed.process.poll() is not None
+
+
 _RANDOM = random.Random(7)
 MOMENTS = [round(_RANDOM.uniform(0.3, 8.0), 2) for _ in range(2)]
 
