@@ -57,26 +57,29 @@ def build_resnet18(image_shape: ImageShape, num_classes: int) -> nn.Module:
     Args: image_shape: (C, H, W).
     Cost: 11,173,962 parameters for CIFAR-10.
     """
-    return fit_stem(import_torchvision().models.resnet18(num_classes=num_classes), image_shape)
+    channels, height, width = image_shape
+    resnet = import_torchvision().models.resnet18(num_classes=num_classes)
+    if max(height, width) <= SMALL:
+        return with_small_stem(resnet, channels)
+    # torchvision's layer would do for 3 channels; drawing it again keeps the weights of a seed.
+    return _with_stem(resnet, nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False))
 
 
-def fit_stem(resnet: Any, image_shape: ImageShape) -> nn.Module:
-    """Replace the first layers of a ResNet if they do not fit the images.
+def with_small_stem(resnet: Any, channels: int) -> nn.Module:
+    """Replace the first layers of a ResNet for images up to 64 x 64.
 
     The stem of the paper, 7 x 7 with stride 2 and a max-pool, leaves 8 x 8 of a 32 x 32 image
     before the first block; the small stem keeps all 32 x 32.
 
     Source: He et al. 2015, Deep Residual Learning, section 4.2 for the small stem.
     """
-    channels, height, width = image_shape
-    is_small = max(height, width) <= SMALL
-    if is_small:
-        resnet.conv1 = nn.Conv2d(channels, 64, kernel_size=3, padding=1, bias=False)
-        resnet.maxpool = nn.Identity()
-    elif channels != 3:
-        resnet.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
-    if is_small or channels != 3:
-        nn.init.kaiming_normal_(resnet.conv1.weight, mode="fan_out", nonlinearity="relu")
+    resnet.maxpool = nn.Identity()
+    return _with_stem(resnet, nn.Conv2d(channels, 64, 3, padding=1, bias=False))
+
+
+def _with_stem(resnet: Any, stem: nn.Conv2d) -> nn.Module:
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+    resnet.conv1 = stem
     return cast(nn.Module, resnet)
 
 

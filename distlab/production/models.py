@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.models.gpt import Attention
-from distlab.models.vision import VIT_HEADS, build_vit, fit_stem
+from distlab.models.vision import SMALL, VIT_HEADS, build_vit, with_small_stem
 from distlab.production.config import Config
 from distlab.torchvision_repair import import_torchvision
 
@@ -45,8 +45,8 @@ def _build(config: Config, num_classes: int) -> nn.Module:
             **sizes, **VITS[config.model], num_classes=num_classes
         )
         return vit
-    resnet = getattr(models, config.model)(num_classes=num_classes)
-    return fit_stem(resnet, (3, side, side))
+    resnet: nn.Module = getattr(models, config.model)(num_classes=num_classes)
+    return with_small_stem(resnet, 3) if side <= SMALL else resnet
 
 
 # Layers, for pipelines

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from distlab.data import ImageShape, load, tokens
 from distlab.models import GPT, build
 from distlab.models.gpt import Attention
+from distlab.torchvision_repair import import_torchvision
 
 DIGITS, MNIST, CIFAR = (1, 8, 8), (1, 28, 28), (3, 32, 32)
 
@@ -70,6 +71,15 @@ def test_cnn_reads_digits() -> None:
             optimizer.step()
     images, labels = next(iter(DataLoader(splits.test, batch_size=len(splits.test))))
     assert (model(images).argmax(1) == labels).float().mean() >= 0.975
+
+
+def test_resnet_draws_the_first_layer_for_large_images_last() -> None:
+    model = build("resnet18", image_shape=(3, 72, 72), num_classes=7)
+    torch.manual_seed(0)
+    import_torchvision().models.resnet18(num_classes=7)
+    first = nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False)
+    nn.init.kaiming_normal_(first.weight, mode="fan_out", nonlinearity="relu")
+    assert torch.equal(model.get_parameter("conv1.weight"), first.weight)
 
 
 def test_gpt_sees_no_token_before_its_time() -> None:
