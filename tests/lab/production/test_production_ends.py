@@ -21,7 +21,7 @@ from little_runs import little
 from picture_folders import of_folder, write_pictures
 from processes import free_port
 
-from distlab.production import reports, world
+from distlab.production import reports, watch, world
 from distlab.production.config import Config
 from distlab.production.program import run_program
 from solutions.phase4_production import imagenet_trainer
@@ -124,6 +124,17 @@ def test_ctrl_c_before_the_first_step_is_one_line(
     assert "start the same command again" in told
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_signal_that_nohup_ignores_stops_no_training(handler: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        stopping = world.stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (signal.SIGHUP in stopping) == (handler is signal.SIG_DFL)
+    assert {signal.SIGTERM, signal.SIGUSR1} < {*stopping}
+
+
 def test_a_rank_that_does_not_come_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +172,13 @@ def test_too_few_ranks(start: Start, tmp_path: Path, changes: Any, told: str) ->
     assert told in text
 
 
+def test_a_file_at_the_run_folders_path(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    code, error = start(little(tmp_path / "run"))
+    assert (code, "run_dir" in error) == (78, True)
+    assert (tmp_path / "run").read_text() == "mine"
+
+
 HOLDS = """
 import fcntl, os, sys, time
 file = open(sys.argv[1], "w")
@@ -168,6 +186,7 @@ fcntl.lockf(file, fcntl.LOCK_EX)
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
+LEAVES_A_WORKER = HOLDS.replace("print", "if os.fork(): sys.exit()\nprint")
 
 
 @contextmanager
@@ -181,6 +200,21 @@ def locked_by(program: str, lock: Path) -> Iterator[None]:
             yield
         finally:
             os.kill(number, signal.SIGKILL)
+
+
+def test_a_worker_that_outlives_its_rank_holds_no_folder(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with locked_by(LEAVES_A_WORKER, lock), lock.open("w") as file:
+        assert world._locked(file)
+
+
+def test_a_rank_that_ends_itself_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = (["python", "-c", "from multiprocessing.resource_tracker import main"], ["python"])
+    tracker, worker = (mock.Mock(cmdline=lambda words=words: words) for words in commands)
+    this_process = mock.Mock(children=lambda recursive: [tracker, worker] if recursive else [])
+    monkeypatch.setattr(watch.psutil, "Process", lambda: this_process)
+    watch._end_workers()
+    assert (tracker.kill.call_count, worker.kill.call_count) == (0, 1)
 
 
 def test_another_training_in_the_same_folder(
