@@ -116,6 +116,7 @@ def arguments_of_any_kind(checkpoint: Checkpoint) -> Found:
         *,
         by: Tensor,
         kind: str,
+        nothing: Any,
     ) -> Tensor:
         a, b = pair
         mixed = torch.where(options["mask"], frozen(a) * layer(b), options["third"].exp())
@@ -124,7 +125,7 @@ def arguments_of_any_kind(checkpoint: Checkpoint) -> Found:
     third, by = before(z).sin(), scale.sin()
     options = {"mask": mask, "third": third}
     rows = torch.tensor([2, 0, 2]), 3
-    result = checkpoint(fn, [x.cos(), y], options, rows, by=by, kind="tanh")
+    result = checkpoint(fn, [x.cos(), y], options, rows, by=by, kind="tanh", nothing=None)
     loss = (result**2 + third + by).sum()
     return finished(loss, x=x, y=y, third=z, scale=scale, before=before, layer=layer, frozen=frozen)
 

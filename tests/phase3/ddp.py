@@ -1,7 +1,7 @@
 """Bodies for task 3.12, their models, and the training in one process that theirs must equal."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -343,7 +343,7 @@ def _forget_gradients(model: nn.Module) -> None:
 def timed(
     lesson: Any, layers: Sequence[Layer], order: Sequence[int], before_s: float, limits: Limits
 ) -> list[dict[str, Any]]:
-    """Return when gradients arrived and buckets left, in three steps, since backward began.
+    """Return when gradients arrived, buckets left and steps ended, since backward began.
 
     Args:
         order: Order in which the layers are used.
@@ -358,21 +358,34 @@ def timed(
     for _ in range(3):
         _forget_gradients(model)
         loss = ddp(torch.ones(2, requires_grad=True)).sum()
-        dist.barrier()
-        begin_s = time.perf_counter()
-        loss.backward()
-        computed_s = time.perf_counter() - begin_s
+        begin_s, computed_s = _seconds_of(loss.backward)
         ddp.finish_gradient_synchronization()
-        calls = noted.taken()
+        end_s, calls = time.perf_counter() - begin_s, noted.taken()
         steps.append(
             {
                 "came_s": [came_s[name] - begin_s for name, _ in model.named_parameters()],
                 "left_s": [call.start_s - begin_s for call in calls],
                 "num_bytes": [call.num_bytes for call in calls],
                 "computed_s": computed_s,
+                "end_s": end_s,
+                "alone_s": [_alone_s(call.num_bytes) for call in calls],
             }
         )
     return steps
+
+
+def _seconds_of(call: Callable[[], object]) -> tuple[float, float]:
+    """Call when all ranks are there; return when that was, and how long it took."""
+    dist.barrier()
+    begin_s = time.perf_counter()
+    call()
+    return begin_s, time.perf_counter() - begin_s
+
+
+def _alone_s(num_bytes: int) -> float:
+    """Return the seconds of an all-reduce by itself."""
+    x = torch.zeros(num_bytes // 4)
+    return _seconds_of(lambda: dist.all_reduce(x))[1]
 
 
 def on_another_device(lesson: Any) -> dict[str, str]:

@@ -1,23 +1,13 @@
 """Judges task 3.10: the algorithm chosen is the fastest by the formulas."""
 
-from collections.abc import Sequence
 from math import ceil, log2
-from typing import Any
 
 from distlab.grade import Grade, check, task
-from judging.calls import typed
 from judging.checks import check_silent
+from phase3.algorithms import Case, choose_all
 from phase3_multi_node.given import LinkCost, Topology
 
-Case = tuple[int, Topology]  # bytes of the tensor, and where it is reduced
 ALGORITHMS = RING, TREE, HIERARCHICAL = "ring", "tree", "hierarchical"
-
-
-def choose_all(lesson: Any, cases: Sequence[Case]) -> list[str]:
-    """Choose an algorithm in every case."""
-    return [typed("choose_algorithm", lesson.choose_algorithm(*case), str) for case in cases]
-
-
 NEAR = 1.05  # times the seconds of the fastest
 SLOW = 1e6  # times the seconds per byte
 NUM_CASES = 25  # cases for each fastest algorithm, and for each odd shape

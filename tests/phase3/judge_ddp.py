@@ -22,8 +22,9 @@ from judging.expect import expect, expect_on_all_ranks
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.models import Odd
 from phase3 import ddp as b
+from phase3.buckets import Case, Param
 from phase3.ddp import Layer, Limits, Plan
-from phase3.judge_buckets import Case, Param, buckets_of
+from phase3.judge_buckets import buckets_of
 
 PARAMETERS = dict(Odd(1).named_parameters())
 TRAINABLE = [name for name, parameter in PARAMETERS.items() if parameter.requires_grad]
@@ -280,33 +281,37 @@ def _check_nothing_besides(run: Run) -> None:
 
 # Times and memory of buckets
 
+RIGHT_TIMES = 1.05
+LONGEST_S = {"slow computation": 2e-3, "slow links": 1e-4}  # a layer's backward pass, at most
 CLOCK_S = 15e-6  # all readings of the clock of the simulated world
 
 
 @task("3.12")
-def test_buckets_travel_during_the_backward_pass(grade: Grade) -> None:
+@pytest.mark.parametrize("kind", LONGEST_S)
+def test_buckets_travel_during_the_backward_pass(grade: Grade, kind: str) -> None:
+    longest_s = LONGEST_S[kind]
     layers = [
-        Layer(grade.random.randint(20_000, 100_000), grade.random.uniform(3e-5, 1e-4))
+        Layer(grade.random.randint(20_000, 100_000), grade.random.uniform(0.3, 1.0) * longest_s)
         for _ in range(6)
     ]
-    limits, before_s = Limits(500_000, 100_000), 5e-5
+    limits, before_s = Limits(500_000, 100_000), longest_s / 2
     # When layer 5 is done in the first step, two buckets may leave.
     order = [0, 1, 2, 5, 4, 3]
     computing_s = before_s + sum(layer.backward_s for layer in layers)
     run = run_together(grade, b.timed, 4, layers, order, before_s, limits, cluster=UNIFORM)
     for rank, steps in enumerate(run.results):
         for step, result in enumerate(steps):
-            here = f"layers used in the order {order}, step {step}, rank {rank} of 4"
+            here = f"{kind}, layers used in the order {order}, step {step}, rank {rank} of 4"
             used = order if step else sorted(order)
             case = Case(tuple(Param(layers[i].numel) for i in used), *limits)
             buckets = [[used[i] for i in bucket] for bucket in buckets_of(case)]
             sizes = [sum(4 * layers[i].numel for i in bucket) for bucket in buckets]
             expect(f"{here}: the bytes of the buckets", result["num_bytes"], sizes)
-            _check_times(here, computing_s, buckets, result)
+            _check_times(here, step, computing_s, buckets, result)
 
 
 def _check_times(
-    here: str, computing_s: float, buckets: Sequence[Sequence[int]], result: Any
+    here: str, step: int, computing_s: float, buckets: Sequence[Sequence[int]], result: Any
 ) -> None:
     check(
         result["computed_s"] <= computing_s + CLOCK_S,
@@ -314,8 +319,9 @@ def _check_times(
         f"{_ms(result['computed_s'])}: a hook should start an all-reduce and return. Wait in "
         "finish_gradient_synchronization.",
     )
-    complete_s = accumulate((max(result["came_s"][i] for i in bucket) for bucket in buckets), max)
-    for place, (left_s, came_s) in enumerate(zip(result["left_s"], complete_s, strict=True)):
+    in_order = (max(result["came_s"][i] for i in bucket) for bucket in buckets)
+    ready_s = [*accumulate(in_order, max)]
+    for place, (left_s, came_s) in enumerate(zip(result["left_s"], ready_s, strict=True)):
         check(
             left_s <= came_s + CLOCK_S,
             f"{here}: bucket {place} of {len(buckets)} was complete after {_ms(came_s)} of the "
@@ -323,6 +329,21 @@ def _check_times(
             f"backward pass ended after {_ms(result['computed_s'])}. Start each all-reduce in the "
             "hook of its last gradient.",
         )
+    if step:  # the first step also agrees on an order
+        _check_waiting(here, ready_s, result)
+
+
+def _check_waiting(here: str, ready_s: Sequence[float], result: Any) -> None:
+    alone_s, computed_s = result["alone_s"], result["computed_s"]
+    rest_s = [sum(alone_s[place:]) for place in range(len(alone_s))]
+    done_s = max(ready + rest for ready, rest in zip(ready_s, rest_s, strict=True))
+    waits_s, waited_s = max(0.0, done_s - computed_s), result["end_s"] - computed_s
+    check(
+        waited_s <= RIGHT_TIMES * waits_s + CLOCK_S,
+        f"{here}: by its docstring, the step waits {_ms(waits_s)} after the backward pass; it "
+        f"waited {_ms(waited_s)}, more than {RIGHT_TIMES} times as long. Send nothing besides the "
+        "buckets, and start those that are left before the first wait.",
+    )
 
 
 def _ms(seconds: float) -> str:

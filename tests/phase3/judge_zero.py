@@ -15,6 +15,7 @@ SIZES, REAL_SIZES, SIZE_OF_ALL_CASES = (1, 2, 3, 5), (2,), 3
 TOLERANCE, TOLERANCE_OF_NARROW = 1e-8, 1e-4
 NUM_PARAMS = b.LAYERS * b.WIDTH**2
 BUCKET = 3 * 2 * b.WIDTH**2  # three layers, in bytes
+LIMITS = {2: 44, 3: 71, 5: 60}  # ranks -> bytes of a bucket; all of them make the same PARTS
 BUFFERS = {"shift": [0.5] * 3}
 STUCK = "All ranks must call the same collectives in the same order."
 FLOPS_PER_S, BYTES_PER_S = 1e12, 16e9
@@ -237,7 +238,7 @@ def _check_small_updates(grade: Grade, cls: str) -> None:
 
 
 def _tests_of(
-    number: str, name: str, cls: str, held: tuple[int, int], rounds: int, **buckets: dict[str, int]
+    number: str, name: str, cls: str, held: tuple[int, int], rounds: int, has_buckets: bool
 ) -> dict[str, Callable[..., None]]:
     """Return the tests of the promises that both optimizers make.
 
@@ -247,9 +248,11 @@ def _tests_of(
         cls: Name of the class.
         held: Bytes per parameter that each rank holds, and those that all hold together.
         rounds: Reduce-scatters and all-gathers of everything, in a step of two backward passes.
-        buckets: Keywords of the class where memory and where traffic is counted.
+        has_buckets: Whether the class has a limit for the bytes of a bucket.
     """
-    of_memory, of_traffic = (buckets.get(key, {}) for key in ("memory", "traffic"))
+
+    def limited_to(num_bytes: int) -> dict[str, int]:
+        return {"bucket_bytes": num_bytes} if has_buckets else {}
 
     def train_as_plain(grade: Grade) -> None:
         check_trains_as_plain(grade, cls)
@@ -265,10 +268,10 @@ def _tests_of(
         "train_inside_a_group": train_inside_a_group,
         "lose_no_small_updates": lose_no_small_updates,
         "are_held_in_parts": over(
-            (1, 4), lambda grade, n: _check_held(grade, cls, n, *held, **of_memory)
+            (1, 4), lambda grade, n: _check_held(grade, cls, n, *held, **limited_to(BUCKET))
         ),
         "send_what_an_all_reduce_does": over(
-            (2, 3, 5), lambda grade, n: _check_bytes(grade, cls, n, rounds, **of_traffic)
+            LIMITS, lambda grade, n: _check_bytes(grade, cls, n, rounds, **limited_to(LIMITS[n]))
         ),
     }
     return {
@@ -279,18 +282,12 @@ def _tests_of(
 
 # 3.18 ShardedOptimizer
 
-globals().update(_tests_of("3.18", "states", STATE, (4, 12), 2))
+globals().update(_tests_of("3.18", "states", STATE, (4, 12), 2, has_buckets=False))
 
 
 # 3.19 Reduction and ShardedGradientOptimizer
 
-globals().update(
-    _tests_of(
-        *("3.19", "gradients", GRADIENTS, (2, 14), 3),
-        memory={"bucket_bytes": BUCKET},
-        traffic={"bucket_bytes": 60},
-    )
-)
+globals().update(_tests_of("3.19", "gradients", GRADIENTS, (2, 14), 3, has_buckets=True))
 
 
 @task("3.19")

@@ -41,11 +41,14 @@ CHECKPOINTS = StoreContract(
         ),
     },
     kept={
-        "a damaged one among them": (
-            *((5, 6), Plan(0, there=(1, 2, 3, 4), damaged=(3,))),
-            [(2, 3, 4, 5), (4, 5, 6)],
+        "damaged ones among them": (
+            *((5, 6), Plan(0, there=(0, 1, 2, 3, 4), damaged=(2, 3))),
+            [(1, 2, 3, 4, 5), (4, 5, 6)],
         ),
-        "an earlier step than others": ((3,), Plan(0, there=(1, 5, 6), keep=2), [(3, 5, 6)]),
+        "earlier and later steps than others": (
+            *((3, 99_999_999), Plan(0, there=(1, 9, 10), keep=2)),
+            [(3, 9, 10), (10, 99_999_999)],
+        ),
         "one stays": ((4,), Plan(0, there=(1, 2), keep=1), [(4,)]),
         "a damaged one is replaced": ((3,), Plan(0, there=(1, 2, 3), damaged=(3,)), [(1, 2, 3)]),
         "a crash has left folders": (
@@ -281,11 +284,14 @@ SHARDS = StoreContract(
         f"a third step where {keep} stay": Plan(3, there=(1, 2), keep=keep) for keep in (2, 3)
     },
     kept={
-        "a damaged one among them": (
-            *((4,), Plan(0, there=(1, 2, 3), damaged=(3,), keep=2)),
-            [(2, 3, 4)],
+        "damaged ones among them": (
+            *((4,), Plan(0, there=(0, 1, 2, 3), damaged=(2, 3), keep=2)),
+            [(1, 2, 3, 4)],
         ),
-        "an earlier step than others": ((3,), Plan(0, there=(1, 5, 6), keep=2), [(3, 5, 6)]),
+        "earlier and later steps than others": (
+            *((3, 99_999_999), Plan(0, there=(1, 9, 10), keep=2)),
+            [(3, 9, 10), (10, 99_999_999)],
+        ),
         "a damaged one is replaced": ((2,), Plan(0, there=(1, 2), damaged=(2,), keep=2), [(1, 2)]),
         "a crash of more ranks has left a folder": (
             *((3,), Plan(0, there=(1, 2), leftovers=(".step-00000003.partial",))),

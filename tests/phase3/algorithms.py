@@ -1,0 +1,14 @@
+"""The body for task 3.10: an algorithm for each tensor and topology."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from judging.calls import typed
+from phase3_multi_node.given import Topology
+
+Case = tuple[int, Topology]  # bytes of the tensor, and where it is reduced
+
+
+def choose_all(lesson: Any, cases: Sequence[Case]) -> list[str]:
+    """Choose an algorithm in every case."""
+    return [typed("choose_algorithm", lesson.choose_algorithm(*case), str) for case in cases]
