@@ -263,7 +263,8 @@ def _linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
 
 
 def _variants_of_linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
-    case = b.Case(layer, (2 * n, 3 * n), (3,))
+    sizes = (2 * n + 1, 3 * n) if layer == b.COLUMN else (2 * n, 3 * n + 1)
+    case = b.Case(layer, sizes, (3,))  # n divides no size but that which is split
     changes = [{"frozen": ("weight",)}, {"frozen": ("bias",)}, {"is_input_trained": False}]
     frozen = [replace(case, **change) for change in changes]  # type: ignore[arg-type]
     return frozen + _dtypes(replace(case, gathers=layer == b.COLUMN))
