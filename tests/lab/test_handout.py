@@ -204,7 +204,7 @@ def test_grading_works_in_a_handout_and_offers_no_solutions(mine: Path) -> None:
         ("diff 1.1", 2, "1.1 has not passed yet: distlab check 1.1\n"),
         ("trace 1.4 --impl solution", 2, "this copy of the course comes without solutions/"),
         ("train", 1, "no solutions/: --impl mine takes what you have written"),
-        ("demo", 1, "no solutions/: --impl mine takes what you have written"),
+        ("demo", 1, "no solutions/: train what you have written with distlab train --impl mine"),
         ("bench pipeline", 1, "no solutions/: --impl mine takes what you have written"),
     ],
 )
