@@ -1,29 +1,10 @@
-"""A check of equal values with a common sentence, and a note of the tensors a call has changed."""
+"""Which tensors a call has changed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from judging.expect import expect
-
-
-def check_equal(
-    here: str, what: str, expected: Any, got: Any, cause: str = "", tolerance: float = 0.0
-) -> None:
-    """Check that numbers, nested or not, are equal but for a tolerance, and all else is equal.
-
-    Args:
-        here: Case and rank, at the beginning of the message.
-        what: Subject of the sentence.
-        expected: Right value.
-        got: Learner's value.
-        cause: Likely cause, in sentences that follow.
-        tolerance: Greatest difference between numbers at the same place.
-    """
-    expect(f"{here}: {what}", got, expected, cause, tolerance)
 
 
 @contextmanager

@@ -229,12 +229,11 @@ def _work(plan: Plan, rank: int, groups: Mapping[int, Group]) -> list[dict[str, 
             for _, at, group in links:
                 _fall_silent(when, gradient, at, group)
             return pulls
-        pushed_s = time.perf_counter()
         started = [start_exchange(gradient, at, shards[s], at, group) for s, at, group in links]
         for work in chain.from_iterable(started):
             work.wait()
         counts = [_counts(shards[server], plan) for server in plan.servers]
-        pulls.append({"counts": counts, "pushed_s": pushed_s, "pulled_s": time.perf_counter()})
+        pulls.append({"counts": counts, "pulled_s": time.perf_counter()})
     return pulls
 
 
