@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from distlab.grade import Grade, Run, Wrong, check, task
 from distlab.sim import Options
@@ -200,7 +201,7 @@ STUCK = (
     "Both ranks of a message must come to it at the same point of one order that all ranks know. A "
     "rank that first sends what it has while its neighbour does the same waits forever."
 )
-TOLERANCES = {"bfloat16": 0.05}  # gradients rounded to 16 bits
+ROUNDING = 2.0**-7  # of a number that was rounded to bfloat16's 8 bits twice
 Result = dict[str, Any]
 
 
@@ -276,12 +277,18 @@ def _check_gradients(
             f"process, but has {'none' if got is None else 'one'}. Gradients from before the call "
             f"do not count, nor do those of frozen parameters.{picture}",
         )
-        if wanted is not None and not is_close(wanted, got, TOLERANCES.get(kind, 1e-9)):
+        if wanted is not None and not is_close(wanted, got, _tolerance(wanted, kind)):
             cause = _cause(wanted, got, means[name], expected["targets"])
             raise Wrong(
                 f"{here}: the gradient of {name} is {short(got)}; in one process it is "
                 f"{short(wanted)}. {cause}{picture}"
             )
+
+
+def _tolerance(wanted: Any, kind: str) -> float:
+    """Return how far a gradient may be from this one, as rounding goes."""
+    largest = float(torch.tensor(wanted).abs().max())
+    return max(0.05, ROUNDING * largest) if kind == "bfloat16" else 1e-9
 
 
 def _cause(wanted: list[float], got: list[float], means: list[float], num_targets: int) -> str:
