@@ -243,7 +243,7 @@ def test_batches_that_are_asked_for_move_nothing(grade: Grade, taken: int, train
 
 
 @task("4.2")
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5)])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 5)])
 def test_another_number_of_ranks_goes_on(grade: Grade, before: int, after: int) -> None:
     plan = Plan(num_samples=19, global_batch=4, seed=grade.random.randrange(1000))
     run = grade.run(b.other_ranks, max(before, after), plan, before, after, 2, if_stuck=STUCK)
