@@ -431,7 +431,7 @@ def test_a_cross_entropy_is_split_by_tokens(grade: Grade) -> None:
         shape = grade.random.choice(((5,), (3, 7), (1, 5)))
         case = b.Scores(n * grade.random.randint(2, 4), shape, has_ignored=True)
         _judge_losses(grade, n, case)
-    _judge_losses(grade, n, b.Scores(n, ()))  # one token per rank
+        _judge_losses(grade, n, b.Scores(n, ()))  # one token per rank
 
 
 @task("2.18")
