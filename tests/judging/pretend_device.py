@@ -27,6 +27,7 @@ _MESSAGES = ("distlab/sim/", "distlab/process_group/", "torch/distributed/")  # 
 _MOVES = {"copy_", "to", "type_as", "as_tensor", "tensor"}
 _MOVES |= {"set data", "_has_compatible_shallow_copy_type"}
 _JOINS = {"cat", "stack", "concat", "hstack", "vstack"}  # even single numbers must be on one device
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _SENDS = ("allreduce", "broadcast", "allgather", "reduce", "send", "recv")
 
 
@@ -67,6 +68,8 @@ class PretendDevice(TorchFunctionMode):
     ) -> Any:
         """Call ``func`` on the CPU, and mark its results."""
         name, kwargs = _name_of(func), kwargs or {}
+        if name in _HOOKS:
+            args = args[0], self._entered(args[1])
         # The name of a device stays as it is, and Module.to, which parses it, then calls Tensor.to.
         if func is torch.device or name == "_parse_to":
             return func(*args, **kwargs)
@@ -80,6 +83,15 @@ class PretendDevice(TorchFunctionMode):
         target = self._target(name, args, kwargs) or (self.device if is_here else CPU)
         out = func(*tree_map(self._real, args), **tree_map(self._real, kwargs))
         return tree_map(lambda value: self._placed(name, value, target, args), out)
+
+    def _entered(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the hook for a backward pass, in which torch leaves all modes."""
+
+        def called(*args: Any) -> Any:
+            with self:
+                return hook(*args)
+
+        return called
 
     def _target(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the device that the call asks for; None if it asks for none."""

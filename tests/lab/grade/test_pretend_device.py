@@ -74,6 +74,16 @@ def test_a_model_trains_there_and_only_there() -> None:
             model(inputs)
 
 
+def test_hooks_of_a_backward_pass_make_tensors_there() -> None:
+    with PretendDevice() as device:
+        x, made = torch.ones(2, device=device, requires_grad=True), list[torch.Tensor]()
+        x.register_post_accumulate_grad_hook(
+            lambda leaf: made.append(torch.ones(2, device=leaf.device))
+        )
+        x.sum().backward()
+    assert [device_of(tensor) for tensor in made] == [device]
+
+
 def _sums() -> list[str]:
     with PretendDevice() as device, devices_sent() as sent:
         x = torch.ones(2, device=device)
