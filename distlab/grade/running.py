@@ -75,6 +75,11 @@ class Run:
     peak_bytes = _counted("peak_bytes")  # memory of tensors, with ``Options(has_devices=True)``
 
     @property
+    def is_simulated(self) -> bool:
+        """True if this world was simulated: with nccl, one of more ranks than there are GPUs is."""
+        return self.trace is not None
+
+    @property
     def _trace(self) -> Trace:
         if self.trace is None:
             raise ValueError("only the simulated world counts: ask grade.is_simulated first")

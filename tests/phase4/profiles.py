@@ -14,7 +14,7 @@ from distlab.grade import WrongResult
 from judging.calls import error_of, typed
 from judging.expect import floats
 from judging.folders import own_folder, working_in
-from judging.tensors import given_group
+from judging.tensors import given_group, own_device
 
 Event = dict[str, Any]
 NAME = "made-up.json"
@@ -64,7 +64,7 @@ def profile_and_read(lesson: Any) -> list[float]:
 
 def _step(calls: list[int], is_on: list[bool], group: Any) -> Callable[[int], None]:
     """Return a step that computes and, on processes, communicates."""
-    weights = torch.ones(64, 64)
+    weights = torch.ones(64, 64, device=own_device(group))
 
     def step(index: int) -> None:
         calls.append(index)
@@ -74,6 +74,7 @@ def _step(calls: list[int], is_on: list[bool], group: Any) -> Callable[[int], No
             work = dist.all_reduce(product, group=group, async_op=True)
             _ = weights @ weights
             work.wait()
+            product[0, 0].item()  # the step ends when a GPU has done it
 
     return step
 
@@ -105,12 +106,13 @@ def _folder(group: Any) -> Iterator[Path]:
 
 
 def _content(path: Path) -> dict[str, Any]:
+    """Count what the rank has called; annotations are on the GPU's rows too."""
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
-    names = [str(event["name"]) for event in events]
+    names = [str(event["name"]) for event in events if event.get("cat") != "gpu_user_annotation"]
     return {
         "steps": sum(name.startswith("ProfilerStep#") for name in names),
         "matrix products": names.count("aten::mm"),
-        "all-reduces": names.count("gloo:all_reduce"),
+        "all-reduces": names.count("gloo:all_reduce") + names.count("nccl:all_reduce"),
     }
 
 
