@@ -49,6 +49,7 @@ from judging.tensors import (
     exact,
     given_group,
     numbers_of,
+    own_device,
     powers,
 )
 
@@ -288,7 +289,7 @@ def use(
     memory = torch.empty(0)
     for variant, kind in product(variants, kinds):
         memory.fill_(OVERWRITTEN)
-        x = variant.bring(kind, rank, n, numbers)
+        x = variant.bring(kind, rank, n, numbers).to(own_device(group))
         memory = x.detach()
         returned = variant.call(lesson, x, group)
         found.append(variant.found(memory, returned, rank, n))

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to, times a scale
@@ -89,7 +90,7 @@ def numbers_of(tensor: Tensor) -> Any:
     """Return the numbers in nested lists; of a long tensor, both ends and a checksum of all."""
     if tensor.numel() <= LONG:
         return tensor.tolist()
-    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+    digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()
     ends = tensor.view(-1)[:2].tolist(), tensor.view(-1)[-2:].tolist()
     return [*ends[0], "…", *ends[1], f"checksum of all {digest[:8]}"]
 
@@ -103,6 +104,12 @@ def chunk_lengths(num_elements: int, n: int) -> list[int]:
     """Return the lengths of the chunks of ``tensor_split``: the first are one element longer."""
     share, longer = divmod(num_elements, n)
     return [share + (rank < longer) for rank in range(n)]
+
+
+def own_device(group: Any = None) -> torch.device:
+    """Return where the tensors of this rank must be to travel: its GPU with NCCL, else the CPU."""
+    is_nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def given_group(group: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from judging.comparing import noting_changes
 from judging.models import Worn
 from judging.models import gradients_of as gradients_of_module
 from judging.pretend_device import PretendDevice, device_of, devices_sent
-from judging.tensors import given_group
+from judging.tensors import given_group, own_device
 from phase1 import models
 
 # 1.9
@@ -149,15 +149,16 @@ def train_steps(
     lesson: Any, sizes: list[int], num_steps: int, length: int = 0, group: Any = None
 ) -> dict[str, Any]:
     """Return losses, final weights and rows seen; weights start equal, with old gradients."""
-    rank, model = dist.get_rank(group), Worn()
+    rank, device = dist.get_rank(group), own_device(group)
+    model = Worn().to(device)
     model.frozen.grad = torch.full_like(
         model.frozen, 3.0
     )  # an old gradient from before it was frozen
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses, changed = [], set[str]()
     for step in range(num_steps):
-        inputs, targets = models.batch_of(sizes, rank, step, length)
-        model.register_buffer("kept", torch.full((2,), float(rank)))
+        inputs, targets = (x.to(device) for x in models.batch_of(sizes, rank, step, length))
+        model.register_buffer("kept", torch.full((2,), float(rank), device=device))
         with noting_changes(inputs=inputs, targets=targets, buffers=model.kept) as now_changed:
             loss = lesson.train_step(model, optimizer, (inputs, targets), **given_group(group))
         losses.append(returned("train_step", loss))
@@ -227,6 +228,12 @@ def _signs(size: int, num_wrong: int) -> Tensor:
 # 1.12
 
 
+def _device(group: Any) -> dict[str, torch.device]:
+    """Return ``device=``, left out on the CPU, which is the default."""
+    device = own_device(group)
+    return {} if device.type == "cpu" else {"device": device}
+
+
 def evaluate(
     lesson: Any,
     size: int,
@@ -241,11 +248,12 @@ def evaluate(
         given: Further arguments of the call.
         modes: Modes of the model's modules before the call, or nothing.
     """
-    model = models.Moody()
+    device, model = _device(group), models.Moody()
     for module, mode in zip(model.modules(), modes, strict=False):
         module.training = mode
-    data, named = models.Watched(size, length=length), {**(given or {}), **given_group(group)}
-    return _evaluated(lesson, model, data, named)
+    data = models.Watched(size, length=length)
+    named = {**device, **(given or {}), **given_group(group)}
+    return _evaluated(lesson, model.to(**device), data, named)
 
 
 def evaluate_there(lesson: Any, size: int) -> dict[str, Any]:
@@ -321,7 +329,7 @@ def fit(
         seed: Seed, or None to leave it out.
         given: Further arguments of the trainer.
     """
-    sys.stdout = _ByRank()
+    sys.stdout, given = _ByRank(), {**_device(group), **given}
     model = models.network(dist.get_rank(group) + models.FIRST_SEED, normalised=normalised).eval()
     model.training = dist.get_rank(group) % 2 == 1  # the mode of the model alone, not of its parts
     model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)

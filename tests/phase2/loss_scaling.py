@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from judging.calls import cause_told, returned, typed
-from judging.tensors import given_group
+from judging.tensors import given_group, own_device
 from phase2.steps import NotedAllReduce
 
 SHAPES = ((3, 2), (16, 16), (), (2, 2))
@@ -49,7 +49,8 @@ def _parameters() -> list[nn.Parameter]:
     """Make parameters, one of them in float64, as in some models."""
     dtypes = (torch.float32, torch.float32, torch.float64, torch.float32)
     pairs = zip(SHAPES, dtypes, strict=True)
-    return [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in pairs]
+    device = own_device()
+    return [nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for shape, dtype in pairs]
 
 
 def gradient_of(rank: int, number: int) -> Tensor:
@@ -65,7 +66,7 @@ def _set_gradients(
     parameters: Sequence[nn.Parameter], has_one: Sequence[bool], rank: int, scale: float
 ) -> None:
     for number, parameter in enumerate(parameters):
-        gradient = (gradient_of(rank, number) * scale).to(parameter.dtype)
+        gradient = (gradient_of(rank, number) * scale).to(parameter)
         parameter.grad = gradient if has_one[number] else None
 
 

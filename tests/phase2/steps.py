@@ -27,6 +27,7 @@ from judging.models import (
     trainable,
     two_groups,
 )
+from judging.tensors import own_device
 from phase2_advanced.given import cross_entropy_sum
 
 ACCUMULATE, OVER_RANKS, MIXED = (
@@ -191,10 +192,11 @@ def _steps(
     num_steps: int,
     is_transposed: bool,
 ) -> dict[str, Any]:
-    model = Worn(is_transposed=is_transposed)
+    device = own_device()
+    model = Worn(is_transposed=is_transposed).to(device)
     optimizer, losses, states, changed = sgd(model), list[Any](), list[Any](), set[str]()
     for number in range(num_steps):
-        inputs, targets = batch_of(share, rank, number)
+        inputs, targets = (x.to(device) for x in batch_of(share, rank, number))
         with (
             noting_changes(inputs=inputs, targets=targets) as now_changed,
             cause_told({} if share.rows else OTHERS_HAVE_TARGETS, ValueError),
@@ -333,7 +335,9 @@ class TorchScaler:
         )
         self._is_finite: dict[Any, bool] = {}
         self.group, self.num_updates = group, 0
-        self._scaler.scale(torch.zeros(()))  # the first use creates its state
+        self._scaler.scale(
+            torch.zeros((), device=own_device(group))
+        )  # the first use creates its state
 
     @property
     def value(self) -> float:
@@ -346,7 +350,7 @@ class TorchScaler:
         if optimizer not in self._is_finite:
             self._scaler.unscale_(optimizer)
             by_device = self._scaler._found_inf_per_device(optimizer)
-            num_bad = sum((by_device.values()), torch.zeros(1))
+            num_bad = sum(by_device.values(), torch.zeros(1, device=own_device(self.group)))
             dist.all_reduce(num_bad, group=self.group)
             for flag in by_device.values():
                 flag.copy_(num_bad[0])

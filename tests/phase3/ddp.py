@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distlab.grade import WrongResult
 from judging.models import FLAG, SGD, Odd, batch, gradients_of
 from judging.pretend_device import PretendDevice, device_of
+from judging.tensors import own_device
 
 
 def odd_batch(rows: int, rank: int, step: int) -> Tensor:
@@ -177,8 +178,8 @@ class Training:
     """
 
     def __init__(self, lesson: Any, plan: Plan, group: Any) -> None:
-        self.plan, self.rank = plan, dist.get_rank(group)
-        self.model, self.noted = Odd(self.rank + 1), NotedStart()
+        self.plan, self.rank, self.device = plan, dist.get_rank(group), own_device(group)
+        self.model, self.noted = Odd(self.rank + 1).to(self.device), NotedStart()
         self.arrived: list[str] = []
         self.is_noting = True
         for name, parameter in self.model.named_parameters():
@@ -200,7 +201,7 @@ class Training:
             self.optimizer.zero_grad(set_to_none=step % 2 == 0)
         if rows[self.rank]:
             x = odd_batch(rows[self.rank], self.rank, step)
-            self._go_back(x, len(rows) / sum(rows))
+            self._go_back(x.to(self.device), len(rows) / sum(rows))
         num_before = len(self.noted.calls)
         self.ddp.finish_gradient_synchronization()
         self.is_noting = False

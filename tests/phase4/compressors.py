@@ -11,7 +11,7 @@ from torch import Tensor
 from distlab.grade import WrongResult
 from distlab.util.text import counted
 from judging.calls import case_told, pair, returned, typed
-from judging.tensors import given_group
+from judging.tensors import given_group, own_device
 from phase4_production.given import Reduced
 
 GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}  # inexact in fewer bits
@@ -122,7 +122,8 @@ def reduce_all(
     results = []
     for case in cases:
         with case_told(f"of {case}"):
-            results.append(reduce_one(how.name, gradient_of(case, rank, num_ranks), reduce))
+            gradient = gradient_of(case, rank, num_ranks).to(own_device(group))
+            results.append(reduce_one(how.name, gradient, reduce))
     return results
 
 
