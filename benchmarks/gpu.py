@@ -227,6 +227,7 @@ def programs(is_dry: bool, tell: Tell) -> None:
         f"{distlab} train --parallelism pp=2 --epochs 1 --backend gloo --device {gpu}",
         f"{distlab} sim --ranks 4 scripts/phase3.py ring_all_reduce",
         f"{trainer} configs/digits_cpu.yaml --device {gpu} --epochs 1 --run_dir {out}/digits",
+        f"{torchrun} 1 -m solutions.phase2_advanced.tensor_parallel",
         f"{torchrun} 2 -m solutions.phase2_advanced.tensor_parallel",
         f"{torchrun} 1 scripts/phase1.py broadcast",
         f"{trainer} {config} --data synthetic --epochs 1 --batch_size 256 --run_dir {out}/224",
@@ -237,7 +238,9 @@ def programs(is_dry: bool, tell: Tell) -> None:
         shown = command.replace(f"{python} ", "").replace(out, "out")
         start = time.monotonic()
         code, output = finished(command.split(), Path(out, "log"), 100)
-        tell(shown, {"exit": code, "s": time.monotonic() - start, "ends": output[-1500:]})
+        begins = output[:1500] if code else ""  # the cause of what torchrun reports in the end
+        spent_s = time.monotonic() - start
+        tell(shown, {"exit": code, "s": spent_s, "begins": begins, "ends": output[-1500:]})
 
 
 def suites(is_dry: bool, tell: Tell) -> None:
@@ -321,7 +324,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if options.inside:

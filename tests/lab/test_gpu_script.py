@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_it_measures_and_trains(tmp_path: Path) -> None:
     parts = ["tokens"]
-    command = [sys.executable, "benchmarks/gpu.py", str(tmp_path), *parts, "--dry"]
+    command = [sys.executable, "benchmarks/gpu.py", str(tmp_path), "--dry", *parts]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [found[part]["exit"] for part in parts] == [0], [found[p]["log"] for p in parts]
