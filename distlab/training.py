@@ -264,6 +264,7 @@ def _history_or_refusal(config: TrainConfig) -> list[EpochResult] | ConfigError 
 def train_on_rank(config: TrainConfig) -> list[EpochResult]:
     """Run one worker: load the data, build the model, fit."""
     here = launch.context()
+    check_device(config, here.device)
     splits = _load(config)
     check_batch_size(config, len(splits.train))
     model = _model(config, splits, here.device)
@@ -412,6 +413,17 @@ def _load(config: TrainConfig) -> data.Splits | data.TokenSplits:
         return data.load(config.dataset, root=config.data_root)
     options = SYNTHETIC_FOR_GPT if config.dataset == "synthetic" else {}
     return data.tokens(data.load(config.dataset, root=config.data_root, **options))
+
+
+def check_device(config: TrainConfig, device: torch.device) -> None:
+    """Refuse replicas on GPUs that gloo connects: from there it sends in collectives alone."""
+    dp = config.parallelism.dp
+    if device.type == "cuda" and dp > 1 and dist.get_backend() == "gloo":
+        raise ConfigError(
+            f"--device cuda: gloo cannot send a GPU's tensors from rank to rank, as {dp} replicas "
+            "do. Leave --device out, or use NCCL, which needs a GPU for each rank: this machine "
+            f"has {torch.cuda.device_count()}"
+        )
 
 
 def check_batch_size(config: TrainConfig, num_images: int) -> None:

@@ -53,7 +53,8 @@ def run(
         backend: "gloo"; "nccl", one GPU per rank; "sim", a simulated cluster; "mpi", under
             mpirun; "auto": mpi if mpirun started several ranks, nccl if there are enough GPUs, else
             gloo.
-        device: "cpu"; "cuda" (ranks share GPUs if there are fewer, gloo only); "auto": by backend.
+        device: "cpu"; "cuda"; "auto": by backend. With gloo, ranks share GPUs if there are fewer,
+            and their tensors travel in collectives alone: it sends no messages from a GPU.
         timeout_s: Limit of ``fn``, from the moment all ranks are up; None or inf waits forever.
             Short for ``limits=Limits(timeout_s)``.
         limits: Limits of time and memory; see ``Limits``.

@@ -6,6 +6,8 @@ import sys
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from test_cli import distlab
 
 from distlab import training
@@ -49,6 +51,28 @@ def test_train_joins_the_world_of_torchrun() -> None:
     lines = done.stdout.splitlines()
     assert [line.split("  ")[0] for line in lines[:2]] == ["rank 0/2", "rank 0/2"]
     assert len(lines) == 3, "one process reports"
+
+
+SHARED = (
+    "--device cuda: gloo cannot send a GPU's tensors from rank to rank, as 2 replicas do. Leave "
+    "--device out, or use NCCL, which needs a GPU for each rank: this machine has 1"
+)
+
+
+def test_replicas_on_gpus_that_only_gloo_connects_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(sizes: str, backend: str, device: str) -> None:
+        monkeypatch.setattr(dist, "get_backend", lambda: backend)
+        config = training.make_config(dataset="digits", parallelism=sizes, epochs=1)
+        training.check_device(config, torch.device(device))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(training.ConfigError, match=SHARED):
+        check("dp=2", "gloo", "cuda")
+    check("dp=2", "gloo", "cpu")
+    check("dp=2", "nccl", "cuda")
+    check("tp=2", "gloo", "cuda")  # one replica
 
 
 def test_training_on_the_simulated_cluster_learns_exactly_the_same() -> None:
