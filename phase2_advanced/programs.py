@@ -52,6 +52,9 @@ MPIRUN = {
 def join() -> None:
     """Join the ranks that torchrun, mpirun or ``distlab sim`` has started.
 
+    They compute on GPUs and use NCCL if this machine has a GPU for each of its ranks. Otherwise
+    they compute on the CPU and use gloo.
+
     Those of mpirun on several machines need to be told where rank 0 is, by MASTER_ADDR and
     MASTER_PORT. On one machine, they meet at a port that the process which has started them all
     stands for.
@@ -61,7 +64,15 @@ def join() -> None:
     """
     if "RANK" not in os.environ:
         os.environ.update(_from_mpirun())
-    dist.init_process_group()
+    dist.init_process_group(_backend())
+
+
+def _backend() -> str:
+    """Return the name of the backend; with NCCL, take this rank's GPU."""
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return "gloo"
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return "nccl"
 
 
 def _from_mpirun() -> dict[str, str]:

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from commands import distlab
 
-LESSONS = Path(__file__).parents[2] / "solutions/phase2_advanced"
+from phase2_advanced import programs
+
+ROOT = Path(__file__).parents[2]
+LESSONS = ROOT / "solutions/phase2_advanced"
 SLOW = 10_000  # so slow that messages take no time beside computation
 Run = Callable[..., str]
 
@@ -59,6 +64,23 @@ def test_a_process_group_ends_when_it_is_destroyed(module: str) -> None:
     """Otherwise gloo's threads may drop tensors while Python ends, which aborts the process."""
     code = GROUP.format(module=module)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=LESSONS.parents[1])
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "chosen"),
+    [(0, 1, ["gloo"]), (1, 2, ["gloo"]), (2, 2, [1, "nccl"]), (8, 2, [1, "nccl"])],
+)
+def test_ranks_use_gpus_if_there_is_one_for_each(
+    num_gpus: int, num_ranks: int, chosen: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(dist, "init_process_group", taken.append)
+    for name, number in {"RANK": 5, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": num_ranks}.items():
+        monkeypatch.setenv(name, str(number))
+    programs.join()
+    assert taken == chosen
 
 
 def test_a_pipeline_waits_as_long_as_its_schedule_says(run: Run) -> None:
