@@ -1,9 +1,9 @@
-"""Compare the simulator's NCCL with published runs of NCCL.
+"""Compare the simulator's NCCL model with published NCCL measurements.
 
     python benchmarks/fidelity.py        rewrites the tables of docs/fidelity.md
 
-A table holds one source's figures for one collective on one machine: seconds by size. Of each
-collective, every second table, in alphabetical order, belongs to the fitted half; the others are
+A table holds one source's times for one collective on one machine, by message size. For each
+collective, every second table in alphabetical order belongs to the fitted half; the others are
 only checked.
 """
 
@@ -40,7 +40,7 @@ class Table:
 
     Attributes:
         algorithm: Forced algorithm, or "auto".
-        points: Pairs of bytes and seconds.
+        points: Pairs of size in bytes and time in seconds.
         is_fitted: True for the half of the tables to which the constants were fitted.
     """
 
@@ -64,7 +64,7 @@ class Table:
         )
 
     def way(self, num_bytes: int) -> protocols.Way:
-        """Return the simulator's choice for a size."""
+        """Return the algorithm and protocol that the simulator chooses for a message size."""
         return protocols.cheapest(
             self.collective, self.algorithm, self.members, num_bytes, self.cluster
         )
@@ -79,7 +79,7 @@ class Table:
 
 
 def tables() -> list[Table]:
-    """Return the compared tables; sources.csv lists the others with reasons."""
+    """Return the tables to compare; sources.csv says why the others are left out."""
     with (FIGURES / "sources.csv").open() as file:
         sources = {row["source"]: row for row in csv.DictReader(file) if row["use"] == "yes"}
     points: defaultdict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
@@ -130,7 +130,7 @@ def _cluster(preset: str, nodes: int, *, network_adds: bool) -> Cluster:
 
 @dataclass(frozen=True)
 class Goal:
-    """A claim about a range of sizes."""
+    """An error bound that predictions in a range of sizes should meet."""
 
     text: str
     within: float
@@ -139,7 +139,7 @@ class Goal:
     largest: int
 
     def points(self, of: Iterable[Table]) -> list[tuple[Table, int, float]]:
-        """Return the points of the range: table, bytes, published seconds."""
+        """Return the points in the range, as (table, bytes, published seconds)."""
         return [
             (table, num_bytes, seconds)
             for table in of
@@ -157,19 +157,19 @@ GOALS = (
 
 
 def simulated_s(table: Table, num_bytes: int) -> float:
-    """Return the simulator's seconds."""
+    """Return the simulated time."""
     return table.way(num_bytes).seconds
 
 
 def constant_s(table: Table, num_bytes: int) -> float:
-    """Return a baseline: the bandwidth of NVLink, or of all NICs, without latency."""
+    """Return a baseline time, from the bandwidth of NVLink or of all NICs, without latency."""
     algorithm = "direct" if table.collective == "all_to_all" else "ring"
     pattern = nccl.pattern(table.collective, algorithm, table.members, table.cluster)
     return num_bytes * pattern.seconds()
 
 
 def goal_rows(of: Sequence[Table]) -> list[str]:
-    """Return rows on how well the simulator, and the baseline, meet each goal."""
+    """Return table rows that show how well the simulator and the baseline meet each goal."""
     rows = []
     for goal in GOALS:
         for label, is_fitted, predict in (
@@ -189,7 +189,7 @@ def goal_rows(of: Sequence[Table]) -> list[str]:
 
 
 def table_row(table: Table) -> str:
-    """Return a published table as one row: bus bandwidth, published / simulated."""
+    """Return one row for a published table, with bus bandwidths as published / simulated."""
     factor = BUS_FACTORS[table.collective](len(table.members))
     cells = []
     for size in SHOWN:
@@ -205,7 +205,7 @@ def table_row(table: Table) -> str:
 
 
 def page() -> str:
-    """Return the computed part of docs/fidelity.md."""
+    """Return the computed tables of docs/fidelity.md."""
     everything = tables()
     parts = [
         "| range | half | points | goal | within | median error | worst | bias |",
@@ -225,7 +225,7 @@ def page() -> str:
 
 
 def sources() -> str:
-    """Return the table of sources, the unused ones with the reason."""
+    """Return the table of sources, with the reason for each one that is not used."""
     with (FIGURES / "sources.csv").open() as file:
         rows = [
             f"| {row['source']} | {row['where']} | {'' if row['use'] == 'yes' else row['use']} |"
@@ -235,7 +235,7 @@ def sources() -> str:
 
 
 def written(text: str) -> str:
-    """Return the page with updated computed parts."""
+    """Return the page with its computed parts updated."""
     for name, part in (("tables", page()), ("sources", sources())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)

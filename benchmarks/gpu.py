@@ -1,14 +1,15 @@
-"""Run the course on one GPU: costs of the machine, the trainer, the lessons' steps, the suites.
+"""Run the course on one GPU: machine costs, trainer, the lessons' training steps, test suites.
 
-    python benchmarks/gpu.py out/gpu              everything, eight minutes at most
-    python benchmarks/gpu.py out/gpu costs        one part or more
-    python benchmarks/gpu.py out/gpu --dry        tiny, on the CPU: whether the script itself runs
+    python benchmarks/gpu.py out/gpu              everything, in at most eight minutes
+    python benchmarks/gpu.py out/gpu costs        only the parts named
+    python benchmarks/gpu.py out/gpu --dry        tiny sizes on the CPU, to test the script itself
 
-Where the course is not installed, PYTHONPATH=. takes it from the folder.
+If the course is not installed, set PYTHONPATH=. to import it from this folder.
 
-Each part is a process with a limit of its own, and writes what it has found after every step: what
-fails in one loses nothing of the others. All ends up in ``gpu.json``. One GPU means one rank on
-NCCL. Several ranks share it over gloo, which only has collectives there, and in the simulator.
+Each part runs in its own process, with its own time limit, and saves its results after every step,
+so that a failure loses no earlier results. All results end up in ``gpu.json``. On one GPU, NCCL
+allows only one rank; several ranks share the GPU over gloo, which has only collectives for GPU
+tensors, and in the simulator.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from distlab.bench.trainer import Sizes
 from distlab.production.lessons import find_lessons
 
 ROOT = Path(__file__).resolve().parents[1]
-Tell = Callable[[str, object], None]  # keeps a result
+Tell = Callable[[str, object], None]  # saves a result under a key
 PHASES = (1, 2, 3, 4)
 LIMIT_OF_A_WORLD_S = 25.0
 GPT_SIZES = {"vocab_size": 50304, "context": 1024, "width": 768, "layers": 12, "heads": 12}
@@ -48,11 +49,11 @@ WAYS = {
 }
 
 
-# What the machine takes
+# Machine costs
 
 
 def costs(is_dry: bool, tell: Tell) -> None:
-    """Measure what a launch, a kernel, a read and a copy take."""
+    """Measure the time of a kernel launch, a kernel, a read of one number and a copy."""
     tell("versions", {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()})
     device = torch.device("cpu" if is_dry else "cuda")
     if not is_dry:
@@ -93,7 +94,7 @@ def synchronize() -> None:
 
 
 def spent_us(call: Callable[[], object], count: int) -> float:
-    """Return how long the host needs for a call, in the mean; the GPU may still be busy then."""
+    """Return a call's mean time on the host; the GPU may still be busy when the call returns."""
     call()
     synchronize()
     start = time.perf_counter()
@@ -105,7 +106,7 @@ def spent_us(call: Callable[[], object], count: int) -> float:
 
 
 def whole_spent_us(call: Callable[[], object]) -> float:
-    """Return how long a call takes until the GPU is done."""
+    """Return the time from a call until the GPU is done."""
     synchronize()
     start = time.perf_counter()
     call()
@@ -114,14 +115,14 @@ def whole_spent_us(call: Callable[[], object]) -> float:
 
 
 def copy_us(copy: Callable[..., object]) -> dict[str, float]:
-    """Return when the call returns, and when the copy is done; medians."""
+    """Return the median times until the call returns and until the copy is done."""
     waits = partial(copy, non_blocking=True)
     returned = [spent_us(waits, 1) for _ in range(20)]
     return {"returns": median(returned), "done": median(whole_spent_us(waits) for _ in range(20))}
 
 
 def graph_us(call: Callable[[], object], count: int = 1000) -> float:
-    """Return what a kernel takes if nothing has to launch it."""
+    """Return a kernel's time without launch overhead, by replaying it in a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
@@ -133,7 +134,7 @@ def graph_us(call: Callable[[], object], count: int = 1000) -> float:
 
 
 def images(is_dry: bool, tell: Tell) -> None:
-    """Train ResNet-50 at 224 in bfloat16: the trainer, torch's DDP, and the barest loops."""
+    """Train ResNet-50 at 224 pixels in bfloat16 with the trainer, torch's DDP and bare loops."""
     sizes = Sizes("resnet50", 224, 256, "bf16", "cuda", 8)
     sizes = Sizes("resnet18", 32, 4, steps=1) if is_dry else sizes
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +149,7 @@ def images(is_dry: bool, tell: Tell) -> None:
 
 
 def tokens(is_dry: bool, tell: Tell) -> None:
-    """Train GPT-2's smallest size with the lessons' steps."""
+    """Train the smallest GPT-2 with the lessons' training steps."""
     sizes = (TINY_GPT, 2, 1, 1) if is_dry else (GPT_SIZES, 8, 8, 5)
     run = partial(launch.run, training.train_tokens, 1, *sizes, timeout_s=None)
     tell("tokens", run(backend="gloo" if is_dry else "nccl")[0])
@@ -158,11 +159,12 @@ def tokens(is_dry: bool, tell: Tell) -> None:
 
 
 def lessons(is_dry: bool, tell: Tell) -> None:
-    """Call the solutions on the GPU, and hold what comes of it against the CPU's results."""
+    """Call the solutions on the GPU, and compare their results with the CPU's."""
     gpu, alone = ("cpu", "gloo") if is_dry else ("cuda:0", "nccl")
     messages = [name for name in cases.CASES if name in cases.MESSAGES]
     collective = [name for name in cases.CASES if name not in messages]
-    simulated = [name for name in (*messages, *collective) if name != "4.18"]  # no profiler there
+    # 4.18 needs the profiler, which the simulator lacks
+    simulated = [name for name in (*messages, *collective) if name != "4.18"]
     worlds = [
         (alone, 1, collective),
         ("gloo", 2, collective),
@@ -179,7 +181,7 @@ def lessons(is_dry: bool, tell: Tell) -> None:
 
 
 def in_world(backend: str, ranks: int, names: list[str], device: str) -> dict[str, Any]:
-    """Call the cases in one world, or in smaller and smaller parts if it breaks; of rank 0."""
+    """Run cases in one world, or in ever smaller groups if that fails; return rank 0's results."""
     kind = {} if backend == "sim" else {"device": device.partition(":")[0]}
     run = partial(launch.run, cases.run_cases, ranks, names, device, backend=backend, **kind)
     try:
@@ -196,7 +198,7 @@ def in_world(backend: str, ranks: int, names: list[str], device: str) -> dict[st
 
 
 def beside(found: dict[str, Any], on_cpu: dict[str, Any]) -> dict[str, Any]:
-    """Replace a case's values by their largest difference from those on the CPU."""
+    """Replace a case's values with their largest difference from those on the CPU."""
     if "values" not in found or "values" not in on_cpu:
         missing = {} if "error" in found else {"error on the CPU": on_cpu.get("error")}
         return {**found, **missing, "values": None}
@@ -244,7 +246,7 @@ def programs(is_dry: bool, tell: Tell) -> None:
 
 
 def suites(is_dry: bool, tell: Tell) -> None:
-    """Grade the solutions, as by default and on NCCL; all suites at once."""
+    """Grade the solutions on the default backend and on NCCL, running all suites at once."""
     folder, runs = Path(tempfile.mkdtemp()), dict[str, subprocess.Popen[bytes]]()
     chosen = ["-k", "1.5"] if is_dry else []
     for backend in ("auto", "gloo" if is_dry else "nccl"):
@@ -264,7 +266,7 @@ def suites(is_dry: bool, tell: Tell) -> None:
 
 
 def graded(report: Path) -> dict[str, Any]:
-    """Return what did not pass."""
+    """Return the number of tests, the points, and the tests that did not pass."""
     if not report.exists():
         return {}
     tasks = json.loads(report.read_text())["tasks"]
@@ -279,7 +281,7 @@ def graded(report: Path) -> dict[str, Any]:
 
 
 Part = Callable[[bool, Tell], None]
-PARTS: dict[str, tuple[Part, float]] = {  # and the limit in seconds
+PARTS: dict[str, tuple[Part, float]] = {  # each with its time limit in seconds
     "costs": (costs, 40),
     "images": (images, 110),
     "tokens": (tokens, 80),
@@ -291,7 +293,7 @@ AT_ONCE = (("costs",), ("images",), ("tokens",), ("lessons", "programs", "suites
 
 
 def run_part(name: str, path: Path, is_dry: bool) -> None:
-    """Run a part, and write what it has found after each result."""
+    """Run a part; whenever a result arrives, save all results so far."""
     found: dict[str, object] = {}
 
     def tell(key: str, value: object) -> None:
@@ -302,7 +304,7 @@ def run_part(name: str, path: Path, is_dry: bool) -> None:
 
 
 def finished(command: Iterable[str], log: Path, limit_s: float) -> tuple[int | str, str]:
-    """Run a command within a limit, and end all that it has started; return code and output."""
+    """Run a command, and kill its process group at the time limit; return exit code and output."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command], stdout=output, stderr=output, cwd=ROOT, start_new_session=True
@@ -318,7 +320,7 @@ def finished(command: Iterable[str], log: Path, limit_s: float) -> tuple[int | s
 
 
 def main() -> None:
-    """Run the parts, those that measure time one after the other, and write what they find."""
+    """Run the parts and save their results; parts that measure time run one at a time."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path)
     parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
@@ -336,7 +338,7 @@ def main() -> None:
         start = time.monotonic()
         flags = ["--inside", *["--dry"] * options.dry]
         command = [sys.executable, str(Path(__file__).resolve()), str(folder), name, *flags]
-        limit_s = PARTS[name][1] * (5 if options.dry else 1)  # two busy cores are slow
+        limit_s = PARTS[name][1] * (5 if options.dry else 1)  # two busy CPU cores are slow
         code, log = finished(command, folder / f"{name}.log", limit_s)
         path = folder / f"{name}.json"
         results: Mapping[str, object] = json.loads(path.read_text()) if path.exists() else {}

@@ -1,7 +1,7 @@
-"""Calls of the solutions on tensors of any device, for benchmarks/gpu.py to try on a GPU.
+"""Cases that call the solutions with tensors on any device; benchmarks/gpu.py runs them on a GPU.
 
-A case prepares a call; what the call returns should be the same on every device. All numbers are
-drawn on the CPU, so that they are the same, too.
+A case prepares a call whose result should be the same on every device. All random numbers are
+drawn on the CPU, so that the inputs are the same too.
 """
 
 import sys
@@ -53,7 +53,7 @@ Case = Callable[[torch.device], Call]
 
 
 def numbers(device: torch.device, *shape: int, rank: int | None = None) -> Tensor:
-    """Draw numbers: other ones on each rank, unless a rank is named."""
+    """Draw random numbers, different on each rank unless ``rank`` is given."""
     generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
     return torch.randn(shape, generator=generator).to(device)
 
@@ -70,7 +70,7 @@ def mlp(device: torch.device) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
 
 
-# Steps of training, which gpu_training.py times on a large model
+# Training steps, which gpu_training.py also times on a large model
 
 
 Start = Callable[[nn.Module], tuple[nn.Module, Any, Callable[[], object]]]
@@ -99,7 +99,7 @@ def zero_3(model: nn.Module, **options: Any) -> Any:
 
 
 def step_of(start: Start, model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
-    """Return a step that returns the loss, still on the device."""
+    """Return a training step whose result is the loss, still on the device."""
     parallel, optimizer, finish = start(model)
 
     def step() -> Tensor:
@@ -117,12 +117,12 @@ def step_of(start: Start, model: nn.Module, batch: Batch) -> Callable[[], Tensor
 
 
 def started(start: Start) -> Case:
-    """Steps of data parallelism; their losses."""
+    """Return a case that runs a data-parallel step and returns its loss."""
     return lambda device: (lambda step: lambda: [step()])(step_of(start, mlp(device), rows(device)))
 
 
 def trained(step: Callable[..., object]) -> Case:
-    """A step that is one function; the parameters after it."""
+    """Return a case that calls ``step`` and returns the updated parameters."""
 
     def case(device: torch.device) -> Call:
         model, batch = mlp(device), rows(device)
@@ -133,7 +133,7 @@ def trained(step: Callable[..., object]) -> Case:
 
 
 def on_numbers(use: Callable[[Tensor], Any]) -> Case:
-    """A collective, in place or with a result."""
+    """Return a case for a collective that works in place or returns its result."""
 
     def case(device: torch.device) -> Call:
         x = numbers(device, 10_000)
@@ -145,7 +145,7 @@ def on_numbers(use: Callable[[Tensor], Any]) -> Case:
 def differentiated(
     make: Callable[[], nn.Module], *shape: int, use: Callable[[nn.Module], Any] = lambda m: m
 ) -> Case:
-    """Run a module forward and backward after ``use`` has wrapped it; return its gradients."""
+    """Return a case that computes the gradients of a module after ``use`` has wrapped it."""
 
     def case(device: torch.device) -> Call:
         torch.manual_seed(0)
@@ -184,7 +184,7 @@ def evaluate(device: torch.device) -> Call:
 
 
 def own_stage(device: torch.device) -> nn.Module:
-    """Return this rank's part of a model of as many layers as there are ranks."""
+    """Return this rank's layer of a model that has one layer per rank."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(dist.get_world_size())]
     return layers[dist.get_rank()].to(device)
@@ -264,7 +264,7 @@ def profiled(device: torch.device) -> Call:
     return lambda: (profiling.exposed_communication(run()), [])[1]
 
 
-CASES: dict[str, Case] = {  # keys: tasks
+CASES: dict[str, Case] = {  # keys: task ids
     "1.3": scatter,
     "1.4": on_numbers(exchange),
     "1.5": on_numbers(by_hand.broadcast),
@@ -320,9 +320,9 @@ MESSAGES = ("1.3", "1.4", "1.5", "1.6", "1.7", "2.9", "2.12", "3.3", "3.4", "3.5
 
 
 def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any]]:
-    """Call each case twice; return what came of it, and where the second call made the host wait.
+    """Run each case twice; return the results, and where the second run made the host wait.
 
-    An error is the result of its case, and the next case runs.
+    If a case fails, its result is the error, and the next case still runs.
     """
     device, found = torch.device(device_name), dict[str, dict[str, Any]]()
     for name in names:
@@ -342,7 +342,7 @@ def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any
 def host_syncs(device: torch.device) -> Iterator[Counter[str]]:
     """Count the operations that make the host wait for the GPU, by line of the course's code."""
     sites: Counter[str] = Counter()
-    with warnings.catch_warnings():  # one filter per process: simulated ranks would share it
+    with warnings.catch_warnings():  # filters are per process: simulated ranks would share them
         if device.type == "cuda" and dist.get_backend() != "sim":
             warnings.simplefilter("always")
             warnings.showwarning = lambda message, *_: _note(f"{message}", sites)

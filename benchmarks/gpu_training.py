@@ -1,4 +1,4 @@
-"""Trainings of benchmarks/gpu.py: contestants of one process take turns; samples per second."""
+"""Training part of benchmarks/gpu.py: samples per second of contestants that take turns."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ Step = Callable[[], Any]
 
 
 def rates(contestants: Mapping[str, Train], size: int, steps: int, repeats: int) -> dict[str, Any]:
-    """Let contestants train in turns; return samples per second, and the memory of a step."""
+    """Let contestants take turns; return each one's samples per second and memory per step."""
     found: dict[str, Any] = {}
     for name, train in contestants.items():
         _finish(train, 3)
@@ -40,7 +40,7 @@ def _finish(train: Train, steps: int) -> None:
 
 
 def _peak_gib(train: Train) -> float | None:
-    """Return how much memory a step needs beyond what is held between the steps."""
+    """Return the peak memory of a step beyond what is held between steps, in GiB."""
     if not torch.cuda.is_available():
         return None
     held = torch.cuda.memory_allocated()
@@ -55,7 +55,7 @@ def _peak_gib(train: Train) -> float | None:
 def train_images(
     configs: Mapping[str, Any], found: Mapping[str, Any], steps: int, repeats: int
 ) -> Any:
-    """Compare the trainer with DistributedDataParallel and with the barest loop."""
+    """Compare the trainer with DistributedDataParallel and with bare loops."""
     device = torch.device(launch.context().device)
     with ExitStack() as stack:
         contestants: dict[str, Train] = {}
@@ -129,7 +129,7 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Step]] = {
 
 
 def train_tokens(sizes: Mapping[str, int], rows: int, steps: int, repeats: int) -> dict[str, Any]:
-    """Compare the steps of the lessons with a plain loop, on a GPT under autocast."""
+    """Compare the lessons' training steps with a plain loop, on a GPT under autocast."""
     device, vocabulary = torch.device(launch.context().device), sizes["vocab_size"]
     tokens = torch.randint(vocabulary, (rows, sizes["context"] + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -146,7 +146,7 @@ def train_tokens(sizes: Mapping[str, int], rows: int, steps: int, repeats: int) 
 
 
 def _in_16_bits(step: Step, device: torch.device) -> Step:
-    """Enter autocast again for every step: it keeps 16-bit copies of the weights until it ends."""
+    """Enter autocast in each step, because it caches 16-bit weights until it exits."""
 
     def run() -> None:
         with torch.autocast(device.type, torch.bfloat16):

@@ -1,7 +1,6 @@
-"""Bodies that benchmarks/methods.py runs on every rank, in the simulated world and on processes.
+"""Functions that benchmarks/methods.py runs on every rank, in simulation and in real processes.
 
-Each body returns one number. Those of time and memory are ratios, so that they can be compared with
-a formula.
+Each returns one number. Times and memory are ratios, so that they can be compared with a formula.
 """
 
 import statistics
@@ -30,7 +29,7 @@ TARGETS, VOCABULARY = 512, 4096
 
 
 def kept_by(model: nn.Module, step: Callable[[], Any]) -> int:
-    """Return the peak bytes that a step keeps for its backward pass, weights excluded."""
+    """Return the peak number of bytes that a step keeps for its backward pass, weights excluded."""
     meter = programs.Meter([model])
     with meter.step():
         step()
@@ -38,7 +37,7 @@ def kept_by(model: nn.Module, step: Callable[[], Any]) -> int:
 
 
 def times_of(*steps: Callable[[], Any]) -> list[float]:
-    """Return the median seconds of steps that take turns, on the slowest rank."""
+    """Return the median seconds of each step on the slowest rank; the steps take turns."""
     seconds: list[list[float]] = [[] for _ in steps]
     for repeat in range(REPEATS + 1):
         for row, step in zip(seconds, steps, strict=True):
@@ -52,12 +51,12 @@ def times_of(*steps: Callable[[], Any]) -> list[float]:
 
 
 def ratio(steps: list[float]) -> float:
-    """Return the first as a multiple of the second."""
+    """Return the first step's figure as a multiple of the second's."""
     return steps[0] / steps[1]
 
 
 def deep() -> nn.Sequential:
-    """Return 16 layers of 256 x 256, equal on all ranks."""
+    """Return a model with 16 layers of 256 x 256, identical on all ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     pairs = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
@@ -74,7 +73,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def accumulate() -> float:
-    """Keep the activations of one of eight micro-batches."""
+    """Return the activation memory with eight micro-batches, relative to the whole batch."""
     model, batch = deep(), rows()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -85,7 +84,7 @@ def accumulate() -> float:
 
 
 def accumulate_over_ranks() -> float:
-    """Count the all-reduces of a step of eight micro-batches."""
+    """Count the all-reduces in a step of eight micro-batches."""
     model, batch = deep(), rows()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with programs.calls_of(dist.all_reduce) as calls:
@@ -94,7 +93,7 @@ def accumulate_over_ranks() -> float:
 
 
 def mixed() -> float:
-    """Keep activations in 16 bits instead of 32."""
+    """Return the activation memory in bfloat16, relative to float32."""
     model, batch = deep(), rows()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -123,17 +122,17 @@ def _step_in_segments(segments: int) -> tuple[nn.Module, Callable[[], None]]:
 
 
 def checkpoint_time() -> float:
-    """Compute every layer's forward pass twice."""
+    """Return the time with two forward passes per layer, relative to one."""
     return ratio(times_of(_step_in_segments(SEGMENTS)[1], _step_in_segments(0)[1]))
 
 
 def checkpoint_memory() -> float:
-    """Keep four inputs and the activations of four layers, of sixteen."""
+    """Return the memory of four inputs and four layers' activations, relative to 16 layers'."""
     return kept_by(*_step_in_segments(SEGMENTS)) / kept_by(*_step_in_segments(0))
 
 
 def in_stages() -> float:
-    """Take as long as one process, because one rank works at a time."""
+    """Return the time relative to one process: about 1, because one rank works at a time."""
     model, (inputs, targets) = deep(), rows()
     half = LAYERS // 2 * dist.get_rank()
     runner = model_parallel.StageRunner(model[half : half + LAYERS // 2])
@@ -150,7 +149,7 @@ def in_stages() -> float:
 
 
 def _micro_batches() -> list[tuple[Tensor, Tensor]]:
-    """Return eight parts of the batch; inputs require gradients, so that all layers do as much."""
+    """Return the eight micro-batches; inputs require gradients, so that all layers work equally."""
     parts = (part.chunk(MICRO_BATCHES) for part in rows())
     return [
         (inputs.clone().requires_grad_(), targets) for inputs, targets in zip(*parts, strict=True)
@@ -158,7 +157,7 @@ def _micro_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def _pipeline(schedule: Schedule, num_chunks: int = 1) -> tuple[nn.Module, Callable[[], Any]]:
-    """Return the model, and a step of this rank's chunks of it."""
+    """Return the model, and a step that runs this rank's chunks of it."""
     model, batches = deep(), _micro_batches()
     size = LAYERS // (2 * num_chunks)
     starts = [(2 * chunk + dist.get_rank()) * size for chunk in range(num_chunks)]
@@ -167,7 +166,7 @@ def _pipeline(schedule: Schedule, num_chunks: int = 1) -> tuple[nn.Module, Calla
 
 
 def _pipeline_time(schedule: Schedule, num_chunks: int = 1) -> float:
-    """Return a step's time as a multiple of that of one process, which is rank 0 here."""
+    """Return a pipeline step's time as a multiple of the time that rank 0 needs alone."""
     model, step = _pipeline(schedule, num_chunks)
     batches = _micro_batches() if dist.get_rank() == 0 else []
 
@@ -179,12 +178,12 @@ def _pipeline_time(schedule: Schedule, num_chunks: int = 1) -> float:
 
 
 def gpipe() -> float:
-    """Compute on two ranks at a time, except in the bubble."""
+    """Return the time relative to one process: about half, plus the bubble."""
     return _pipeline_time(pipeline.gpipe_schedule(2, MICRO_BATCHES))
 
 
 def one_f_one_b() -> float:
-    """Keep the activations of two micro-batches instead of eight."""
+    """Return the activation memory of two micro-batches in flight, relative to GPipe's eight."""
     schedules = (
         make(2, MICRO_BATCHES) for make in (pipeline.one_f_one_b_schedule, pipeline.gpipe_schedule)
     )
@@ -192,12 +191,12 @@ def one_f_one_b() -> float:
 
 
 def interleaved() -> float:
-    """Halve the bubble with two chunks."""
+    """Return the time with two chunks per rank, which halve the bubble, relative to one process."""
     return _pipeline_time(pipeline.interleaved_schedule(2, MICRO_BATCHES, CHUNKS), CHUNKS)
 
 
 def mlp() -> float:
-    """Compute half of an MLP on each of two ranks."""
+    """Return the time of an MLP split over two ranks, relative to one rank."""
     torch.set_num_threads(1)
     full, split, x = MLP(WIDTH), MLP(WIDTH), torch.randn(1, ROWS, WIDTH, requires_grad=True)
     tensor_parallel.parallelize_mlp(split)
@@ -206,7 +205,7 @@ def mlp() -> float:
 
 
 def attention() -> float:
-    """Count the all-reduces of an attention module, forward and backward."""
+    """Count the all-reduces in the forward and backward pass of an attention module."""
     block = Block(WIDTH, 8).attention
     tensor_parallel.parallelize_attention(block)
     x = torch.randn(1, ROWS, WIDTH, requires_grad=True)
@@ -216,7 +215,7 @@ def attention() -> float:
 
 
 def vocabulary() -> float:
-    """Send three numbers per target, not the logits."""
+    """Return how many values are reduced per target: three, instead of all its logits."""
     logits = torch.randn(TARGETS, VOCABULARY // dist.get_world_size(), requires_grad=True)
     targets = torch.randint(VOCABULARY, (TARGETS,))
     dist.broadcast(targets, 0)
@@ -226,7 +225,7 @@ def vocabulary() -> float:
 
 
 def sequence() -> float:
-    """Keep half of the positions in the norms of a block."""
+    """Return the activation memory of a block's norms, split by position, relative to unsplit."""
     num_ranks = dist.get_world_size()
     positions = (ROWS, ROWS // num_ranks)
     return _kept_by_norms(True, positions[1]) / _kept_by_norms(False, positions[0])

@@ -1,10 +1,10 @@
-"""Measure the cost of each method of Phase 2: by formula, on a simulated cluster, on this machine.
+"""Compare the costs of Phase 2's methods: by formula, on a simulated cluster, on this machine.
 
     python benchmarks/methods.py        prints the table of docs/methods.md
 
-One body per method runs in both worlds; ``perf_counter`` is the virtual clock in the simulated one.
-The simulated cores compute 30 GFLOP/s, and send messages like the preset laptop. Real ranks have
-one thread each, so two cores suffice. Times are medians over steps that take turns.
+One function per method runs in both worlds; in the simulated one, ``perf_counter`` is the virtual
+clock. Simulated cores compute at 30 GFLOP/s; messages take as long as in the preset "laptop". Real
+ranks have one thread each, so two cores suffice. Times are medians over steps that take turns.
 """
 
 import ast
@@ -27,7 +27,7 @@ LAPTOP = replace(Cluster.preset("laptop"), gpu=CORE)
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table: a ratio or a number, by formula and measured twice."""
+    """A table row: a ratio or a count, predicted by a formula and measured in both worlds."""
 
     name: str
     tasks: str
@@ -38,7 +38,7 @@ class Method:
     body: Callable[[], float]
 
     def row(self) -> str:
-        """Measure; return the row in Markdown."""
+        """Run both measurements, and return the row in Markdown."""
         simulated = launch.simulate(self.body, RANKS, cluster=LAPTOP).results[0]
         real = launch.run(self.body, RANKS, backend="gloo", timeout_s=120)[0]
         numbers = (f"{number:.3g}" for number in (self.predicted, simulated, real))
@@ -47,12 +47,12 @@ class Method:
 
     @property
     def lines(self) -> int:
-        """Lines of code of the function and of its helpers in the same file."""
+        """Number of code lines of the function and its helpers in the same file."""
         file, _, function = self.solution.partition(":")
         tree = ast.parse((ROOT / f"solutions/phase2_advanced/{file}.py").read_text())
         nodes = {node.name: node for node in tree.body if hasattr(node, "name")}
         reached = [function]
-        for name in reached:  # the list grows meanwhile
+        for name in reached:  # the list grows during the loop
             used = {n.id for n in ast.walk(nodes[name]) if isinstance(n, ast.Name)}
             reached += sorted(used & {n for n in nodes if n.startswith("_")} - set(reached))
         return sum(code_lines(nodes[name]) for name in reached)

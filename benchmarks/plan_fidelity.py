@@ -1,10 +1,10 @@
-"""Compare the planner of Phase 3 with published step times.
+"""Compare Phase 3's planner with published step times.
 
-    python benchmarks/plan_fidelity.py        fits on one half of the rows, and prints both errors
+    python benchmarks/plan_fidelity.py        fits to half of the rows; prints both halves' errors
     python benchmarks/plan_fidelity.py write  rewrites the tables of docs/plan_fidelity.md
 
-Every second row of steps.csv belongs to the half to which the two constants of ``matmul_seconds``
-are fitted; the others are only checked. Rows with ZeRO 3, of another library, are in no half.
+The two constants of ``matmul_seconds`` are fitted to every second row of steps.csv; the other rows
+are only checked. Rows with ZeRO 3, from another library, belong to neither half.
 """
 
 import csv
@@ -30,7 +30,7 @@ PADDINGS = [10.0 * k for k in range(41)]
 
 
 class Row(NamedTuple):
-    """A published step."""
+    """A published step time."""
 
     source: str
     name: str
@@ -80,7 +80,7 @@ def _row(fields: dict[str, str], place: int) -> Row:
 
 
 def _seconds(model: Transformer, batch: int, gpus: int, fields: dict[str, str]) -> float:
-    """Convert FLOP/s to seconds by the source's equation 3, which gave the FLOP/s."""
+    """Convert FLOP/s back to seconds, with the source's equation 3 for the FLOPs of a step."""
     layers, h, _, s, vocabulary = model
     terms = 1 + s / (6 * h) + vocabulary / (16 * layers * h)
     flops = 96 * batch * s * layers * h**2 * terms
@@ -93,7 +93,7 @@ def of_half(every: Sequence[Row], half: str) -> list[Row]:
 
 
 def mean_error(some: Sequence[Row], efficiency: float, padding: float) -> float:
-    """Return the mean of the errors without their signs."""
+    """Return the mean absolute error."""
     return mean(abs(row.error(efficiency, padding)) for row in some)
 
 
@@ -103,7 +103,7 @@ def fit(some: Sequence[Row]) -> tuple[float, float]:
 
 
 def constant_errors(some: Sequence[Row], others: Sequence[Row]) -> float:
-    """Return the mean error on ``others`` of one efficiency for all shapes, fitted to ``some``."""
+    """Return the mean error on ``others`` of a single efficiency that is fitted to ``some``."""
     best = min(EFFICIENCIES, key=lambda efficiency: mean_error(some, efficiency, 0.0))
     return mean_error(others, best, 0.0)
 
@@ -126,14 +126,14 @@ def table(every: Sequence[Row]) -> str:
 
 
 class LayerRow(NamedTuple):
-    """Published seconds of the forward and backward pass of one layer."""
+    """Published time of one layer's forward and backward pass."""
 
     model: Transformer
     layout: Layout
     seconds: float
 
     def predicted_s(self) -> float:
-        """Return the planner's prediction, as a difference to a step without layers."""
+        """Return the planner's time per layer: (step - step without layers) / layers."""
         batch_size = self.layout.micro_batch
         machine = Machine(**numbers_of(Cluster.preset("dgx-a100")))
         whole, rest = (

@@ -1,10 +1,10 @@
-"""Print published tables beside the measurements of the simulated cluster.
+"""Print published tables next to measurements on the simulated cluster.
 
-    python benchmarks/simulated_tables.py zero            memory of ZeRO, 1 to 64 ranks
+    python benchmarks/simulated_tables.py zero            memory with ZeRO on 1 to 64 ranks
     python benchmarks/simulated_tables.py pipeline        bubbles of GPipe and 1F1B
     python benchmarks/simulated_tables.py seven_billion   a step of a 7B model on 64 H100
 
-The programs are those of tests/lab/sim, where the same numbers are tested.
+The programs are in tests/lab/sim, where the same numbers are tested.
 """
 
 import gc
@@ -42,7 +42,7 @@ STAGES = {1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
 def zero(
     most_ranks: Annotated[int, typer.Option(help="up to 1024, in steps of 4 times")] = 64,
 ) -> None:
-    """Memory of 7.5 billion parameters on each rank; Rajbhandari et al. 2020, table 1."""
+    """Print each rank's memory for 7.5 billion parameters; Rajbhandari et al. 2020, table 1."""
     rows = []
     for num_ranks in [n for n in (1, 4, 16, 64, 256, 1024) if n <= most_ranks]:
         row = [str(num_ranks)]
@@ -68,7 +68,7 @@ def zero(
 
 @app.command()
 def pipeline() -> None:
-    """Idle share of pipelines, and the number of micro-batches that they hold."""
+    """Print the idle share of pipelines, and the number of micro-batches that they hold."""
     rows = []
     for schedule, (_, stages) in pipelines.SCHEDULES.items():
         for p in (2, 4, 8):
@@ -80,7 +80,7 @@ def pipeline() -> None:
 
 
 def pipeline_row(schedule: str, stages: int, p: int, m: int) -> list[str]:
-    """Measure one pipeline. Formula: (p - 1) / (v m + p - 1), v stages on each rank."""
+    """Measure one pipeline. The formula is (p - 1) / (v m + p - 1) for v stages per rank."""
     run = pipelines.measure(schedule, p, m)
     formula = (p - 1) / (stages * m + p - 1)
     held = (f"{count:.2f}" for count in (run.in_flight[0], run.in_flight[-1]))
@@ -92,11 +92,11 @@ def pipeline_row(schedule: str, stages: int, p: int, m: int) -> list[str]:
 
 @app.command("seven_billion")
 def seven_billion(ranks: Ranks = 64, layers: int = large.LAYERS) -> None:
-    """A training step of a transformer of 32 layers and width 4096 on DGX H100."""
+    """Time a training step of a 32-layer transformer of width 4096 on DGX H100 nodes."""
     rows = []
     for way in large.WAYS:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        gc.disable()  # searching the objects of all ranks takes a third of the time
+        gc.disable()  # scanning all ranks' objects would take a third of the time
         step = large.measure(way, ranks, layers)
         gc.enable()
         gc.collect()

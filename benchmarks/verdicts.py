@@ -1,8 +1,8 @@
-"""A learner's wait for a verdict: ``python benchmarks/verdicts.py``, on an idle machine.
+"""Measure a learner's wait for a verdict: ``python benchmarks/verdicts.py``, on an idle machine.
 
-Cold: ``distlab check`` in a new process, with unwritten templates. Warm: ``distlab watch`` on a
-terminal, from the save of a template that holds the solution to the end of the resulting screen.
-Figures are medians of ``RUNS``, and finally medians over the tasks of each phase.
+Cold: ``distlab check`` in a new process, with unsolved templates. Warm: ``distlab watch`` on a
+terminal, from saving a solved template until the resulting screen is complete.
+Figures are medians of ``RUNS`` runs; the last lines are medians over the tasks of each phase.
 """
 
 import os
@@ -31,7 +31,7 @@ NOT_COPIED = shutil.ignore_patterns(".venv", ".git", ".distlab", "__pycache__", 
 
 
 def main() -> None:
-    """Measure both, and print a line each."""
+    """Measure cold and warm waits, and print the figures."""
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder, "course")
         shutil.copytree(ROOT, here, ignore=NOT_COPIED)
@@ -47,14 +47,14 @@ def main() -> None:
 
 
 def cold_check_s(here: Path, task_id: str) -> float:
-    """Return the seconds of one ``distlab check``."""
+    """Return how long one ``distlab check`` takes."""
     start = time.monotonic()
     subprocess.run([*DISTLAB, "check", task_id], cwd=here, capture_output=True, check=False)
     return time.monotonic() - start
 
 
 def fill_in(here: Path) -> None:
-    """Put the solutions into the templates."""
+    """Copy the solutions into the templates."""
     for phase in course.load(here).phases:
         for template in (here / phase.folder).glob("template_*.py"):
             name = template.name.removeprefix("template_")
@@ -64,7 +64,7 @@ def fill_in(here: Path) -> None:
 
 
 def from_save_to_verdict_s(here: Path, task: Task) -> list[float]:
-    """Save a task's template a few times, each time a little longer."""
+    """Save a template ``RUNS`` times, each time one line longer; return the seconds to verdicts."""
     template, seconds = here / task.folder / f"template_{task.lesson}.py", []
     with watching(here, task) as terminal:
         for _ in range(RUNS):
@@ -90,7 +90,7 @@ def watching(here: Path, task: Task) -> Iterator[int]:
         try:
             read_screen(ours)
             yield ours
-        finally:  # otherwise a failure would wait forever for the process
+        finally:  # otherwise, after a failure, Popen.__exit__ would wait forever
             process.terminate()
             os.close(ours)
 
@@ -99,7 +99,7 @@ def read_screen(terminal: int) -> bytes:
     """Read the terminal's output up to the menu.
 
     Raises:
-        TimeoutError: No menu appeared; the message has the output.
+        TimeoutError: No menu appeared; the message contains the output.
     """
     screen, deadline = b"", time.monotonic() + LONGEST_S
     while MENU not in screen:

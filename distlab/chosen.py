@@ -1,4 +1,4 @@
-"""The lessons that ``--impl`` asks for: those of the solutions, or the learner's own."""
+"""The lessons that ``--impl`` asks for: the solutions, or the learner's own."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from distlab.util.text import joined
 TRAINER_TASK = "1.13"
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
-MAX_NAMED = 6  # largest number of tasks whose functions a message names
+MAX_NAMED = 6  # largest number of tasks for which a message names the functions
 
 
 class NotThereError(Exception):
-    """A function is not written yet, or missing in this copy of the course; one line."""
+    """A function is not written yet, or missing from this copy; the message needs no traceback."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The class and the functions of Phase 1 that a training uses."""
+    """The class and the functions of Phase 1 that a training run uses."""
 
     trainer: Any  # class Trainer
     all_reduces: Mapping[str, Any]
@@ -34,26 +34,26 @@ class Parts:
 
 
 def find(impl: str, tasks: Collection[str]) -> Submission:
-    """Return the lessons to use; called before anything starts.
+    """Return the lessons to use; must be called before any processes start.
 
     Args:
         impl: "solution" or "mine".
         tasks: Ids of the tasks whose functions will be called.
 
     Raises:
-        NotThereError: This copy has no solutions, or one of the tasks is a TODO.
-        LearnerError: ``impl`` is "mine" outside of the course's folder.
+        NotThereError: This copy has no solutions, or one of the tasks is still a TODO.
+        LearnerError: ``impl`` is "mine" outside the course's folder.
     """
     return _of(impl, lambda task: task.id in tasks)
 
 
 def find_trainer(impl: str, all_reduce: str, also: Collection[str] = ()) -> Submission:
-    """Return the lessons of a training with Phase 1's trainer; raises like ``find``.
+    """Return the lessons for training with Phase 1's trainer; raise the same errors as ``find``.
 
     Args:
         impl: "solution" or "mine".
         all_reduce: Name of the all-reduce that will sum the gradients.
-        also: Further functions that the training calls.
+        also: Further functions that the training run calls.
     """
     called = {f"all_reduce_{all_reduce}", *also}
     return _of(impl, lambda task: task.id == TRAINER_TASK or not called.isdisjoint(task.functions))
@@ -83,7 +83,7 @@ def _with_their_basis(here: folder.CourseFolder, tasks: Iterable[Task]) -> list[
 
 
 def _listed(tasks: Sequence[Task]) -> str:
-    """Write ``1.9 broadcast_parameters, 1.11 train_step``; only the numbers of many tasks."""
+    """Return ``1.9 broadcast_parameters, 1.11 train_step``; only the ids if there are many."""
     if len(tasks) > MAX_NAMED:
         return f"the {len(tasks)} tasks {joined([task.id for task in tasks])}"
     return ", ".join(f"{task.id} {joined(task.names)}" for task in tasks)
@@ -96,7 +96,7 @@ def check_solutions(instead: str = "--impl mine takes what you have written") ->
         instead: Advice on what works without them.
 
     Raises:
-        NotThereError: It does not; the message says what works without them.
+        NotThereError: This copy has no solutions; the message says what works without them.
     """
     if not (COURSE / COURSE_FILE).exists():
         raise NotThereError(
@@ -108,13 +108,13 @@ def check_solutions(instead: str = "--impl mine takes what you have written") ->
 
 
 def load(submitted: Submission) -> Parts:
-    """Import the parts of a training, inside a rank; raises like ``lesson``."""
+    """Import the parts of a training run inside a rank; raise the same errors as ``lesson``."""
     trainer, collectives = lesson(submitted, "trainer"), lesson(submitted, "collectives")
     return Parts(trainer.Trainer, collectives.ALL_REDUCES, trainer.AVERAGE_GRADIENTS)
 
 
 def lesson(submitted: Submission, name: str) -> ModuleType:
-    """Import a lesson, inside a rank.
+    """Import a lesson; called inside a rank.
 
     Raises:
         LessonError: One of the learner's files cannot be imported.

@@ -22,13 +22,13 @@ else:
     import tomli as tomllib
 
 FILE = "course.toml"
-HINTS = (1, 2, 3)  # a question; the idea; names and number of lines
+HINTS = (1, 2, 3)  # 1: a question; 2: the idea; 3: names, number of lines
 DIFFICULTIES = range(1, 6)
 LABEL_WIDTH = 32  # minimum width of a column of labels
 
 
 Entry = TypeVar("Entry")
-Table = Mapping[str, Any]  # table of course.toml
+Table = Mapping[str, Any]  # a table in course.toml
 
 
 class CourseError(ValueError):
@@ -40,7 +40,7 @@ class Task:
     """One function that a learner writes."""
 
     id: str  # "1.5" is the fifth task of phase 1
-    function: str  # name in the lesson's file; a method is "Trainer.fit"
+    function: str  # name in the lesson's file; for a method, "Trainer.fit"
     title: str
     points: int
     minutes: int
@@ -58,7 +58,7 @@ class Task:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the functions to write; several methods of a class are named by the class."""
+        """Names of the functions to write; several methods of one class appear as the class."""
         holders = [name.rpartition(".")[0] for name in self.functions]
         return tuple(
             dict.fromkeys(
@@ -69,18 +69,18 @@ class Task:
 
     @property
     def label(self) -> str:
-        """The names in short: "exchange", "LossScaler", "parallelize_mlp and 1 more"."""
+        """A short form of the names: "exchange", "LossScaler", "parallelize_mlp and 1 more"."""
         first, *more = self.names
         return f"{first} and {len(more)} more" if more else first
 
     @property
     def template(self) -> Path:
-        """The learner's file, from the root of the course."""
+        """Path of the learner's file, relative to the root of the course."""
         return Path(self.folder, f"template_{self.lesson}.py")
 
     @property
     def solution(self) -> Path:
-        """The solution's file, from the root of the course."""
+        """Path of the solution's file, relative to the root of the course."""
         return Path("solutions", self.folder, f"{self.lesson}.py")
 
     @property
@@ -96,7 +96,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Challenge:
-    """The open task at the end of a phase: no recipe, no points, a figure."""
+    """The open task at the end of a phase: no recipe and no points, only a measured speedup."""
 
     function: str
     title: str
@@ -105,7 +105,7 @@ class Challenge:
 
     @property
     def template(self) -> Path:
-        """The learner's file, from the root of the course."""
+        """Path of the learner's file, relative to the root of the course."""
         return Path(self.folder, f"template_{self.lesson}.py")
 
 
@@ -131,18 +131,18 @@ class Phase:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Tasks of all lessons, in the order of their ids: two lessons may alternate."""
+        """Tasks of all lessons, in order of id; the ids of two lessons may interleave."""
         return tuple(sorted((t for lesson in self.lessons for t in lesson.tasks), key=_number))
 
     @property
     def points(self) -> int:
-        """Points of all tasks together."""
+        """Total points of all tasks."""
         return sum(task.points for task in self.tasks)
 
 
 @dataclass(frozen=True)
 class Course:
-    """All phases, in order. Looking up a missing name raises a CourseError with the nearest one."""
+    """All phases, in order. Looking up a missing name raises CourseError with the nearest name."""
 
     title: str
     phases: tuple[Phase, ...]
@@ -153,7 +153,7 @@ class Course:
         return tuple(task for phase in self.phases for task in phase.tasks)
 
     def task(self, id: str) -> Task:
-        """Look a task up by its id, "1.5"."""
+        """Look a task up by its id, such as "1.5"."""
         return _look_up("task", id, {task.id: task for task in self.tasks})
 
     def builds_on(self, task: Task) -> tuple[Task, ...]:
@@ -181,10 +181,11 @@ def label_width(tasks: Iterable[Task]) -> int:
 
 
 def load(root: Path) -> Course:
-    """Read course.toml of the course whose folder is ``root``.
+    """Read the course.toml in the folder ``root``.
 
     Raises:
-        CourseError: The file is missing, is not TOML, or does not describe a course; one line.
+        CourseError: The file is missing, is not TOML, or does not describe a course. The message
+            is one line.
     """
     path = root / FILE
     try:
@@ -200,7 +201,7 @@ def load(root: Path) -> Course:
 
 
 def anchor(heading: str) -> str:
-    """Return what a link to a heading of a Markdown file ends in, as GitHub makes it.
+    """Return the anchor that GitHub gives to a heading of a Markdown file.
 
     >>> anchor("1.6 All-reduce, the naive way")
     '16-all-reduce-the-naive-way'
@@ -258,7 +259,7 @@ def _task(folder: str, lesson: str, table: Table) -> Task:
 def _values(kind: type, where: str, table: Table, *inherited: str) -> dict[str, Any]:
     """Return a table's values for a dataclass's plain fields; fields with defaults are optional.
 
-    Tables inside of it, such as ``[[phase.lesson]]`` for ``lessons``, are only checked to be there.
+    Nested tables, such as ``[[phase.lesson]]`` for ``lessons``, are only checked for presence.
 
     Args:
         inherited: Fields that do not come from the table.
@@ -286,7 +287,7 @@ def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-# Type of a field -> check of a value, and the words for valid values.
+# Type of a field -> check of a value, and a description of valid values.
 _CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     str: (_is_text, "text"),
     int: (lambda value: type(value) is int and value > 0, "a whole number from 1 on"),
@@ -318,7 +319,7 @@ def _check_uses(tasks: Sequence[Task]) -> None:
 
 
 def _check_ids(phase: Phase) -> None:
-    """Check that the ids number the tasks, without gaps unless the phase is unfinished."""
+    """Check that the ids number the tasks in order, without gaps unless the phase is unfinished."""
     for lesson in phase.lessons:
         for before, task in pairwise(lesson.tasks):
             if _number(task) <= _number(before):
@@ -351,5 +352,5 @@ def _look_up(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
 
 
 def _nearest(name: str, valid: Collection[str]) -> str:
-    """Name the most similar valid name, or all of them if none is similar."""
+    """Return a hint with the most similar valid name, or with all of them if none is similar."""
     return did_you_mean(name, valid) or f"There are: {', '.join(valid)}."

@@ -1,4 +1,4 @@
-"""The demo: the same training on 1 and on 4 workers, side by side."""
+"""The demo: the same training run on 1 and on 4 workers, side by side."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run_demo(folder: Path) -> None:
         folder: Folder for ``demo.png``; created if it is missing.
 
     Raises:
-        ConfigError: The folder is not writable, or mpirun or torchrun started this process and
-            others; raised before the training starts.
+        ConfigError: The folder is not writable, or mpirun or torchrun started this process as one
+            of several; raised before training starts.
     """
     training.check_is_alone()
     chosen.check_solutions("train what you have written with distlab train --impl mine")
@@ -115,7 +115,7 @@ def _images_per_s(history: Sequence[EpochResult]) -> float:
 
 
 def largest_difference(first: Sequence[EpochResult], second: Sequence[EpochResult]) -> float:
-    """Return the largest difference between the two losses of any training step."""
+    """Return the largest difference between the two runs' losses at any training step."""
     pairs = (
         zip(left.step_losses, right.step_losses, strict=True)
         for left, right in zip(first, second, strict=True)

@@ -1,4 +1,4 @@
-"""Checks of this machine. Each check tries the thing itself, and a failure says what to do."""
+"""Checks of this machine. Each check tries the real thing, and a failure says what to do."""
 
 import importlib
 import importlib.metadata
@@ -45,14 +45,14 @@ def print_report() -> bool:
     """Print all findings; return True if nothing is broken.
 
     Raises:
-        ConfigError: mpirun or torchrun started this process and others; worlds then behave
+        ConfigError: mpirun or torchrun started this process as one of several; worlds then behave
             differently, and the advice would be wrong.
     """
     check_is_alone()
     findings = [_guarded(check) for check in CHECKS]
     table = Table(title="distlab doctor", title_justify="left")
     for heading in ("", "what", "found", "what to do"):
-        table.add_column(heading, overflow="fold")  # a long path is broken, not cut
+        table.add_column(heading, overflow="fold")  # a long path is wrapped, not cut
     marks = {OK: "[green]ok[/]", ABSENT: "[yellow]no[/]", BROKEN: "[red]broken[/]"}
     for finding in findings:
         texts = (escape(text) for text in (finding.subject, finding.detail, finding.fix))
@@ -62,7 +62,7 @@ def print_report() -> bool:
 
 
 def _guarded(check: Callable[[], Finding]) -> Finding:
-    """Run a check; an unexpected exception is a finding too."""
+    """Run a check; turn an unexpected exception into a finding."""
     try:
         return check()
     except Exception as error:
@@ -95,14 +95,14 @@ def check_torch() -> Finding:
 
 
 def torch_build() -> str:
-    """Describe the installed torch, such as ``torch 2.13.0 (CPU build)``."""
+    """Return a description of the installed torch, such as ``torch 2.13.0 (CPU build)``."""
     built = torch.version
     kind = f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}" if built.hip else "CPU"
     return f"torch {torch.__version__.partition('+')[0]} ({kind} build)"
 
 
 def check_torchvision() -> Finding:
-    """Import torchvision, whose missing operators may have to be declared for this torch."""
+    """Import torchvision, declaring any operators that are missing with this build of torch."""
     version = importlib.metadata.version("torchvision")
     try:
         import_torchvision()
@@ -134,7 +134,7 @@ def check_world_gloo() -> Finding:
 
 
 def _try_world(backend: str, count: int, ranks: str, fix: str, **options: Any) -> Finding:
-    """Let the ranks of a world add their numbers; ``fix`` is the advice if they fail."""
+    """Have the ranks of a world add their numbers; ``fix`` is the advice if they fail."""
     try:
         sums = launch.run(_sum_of_ones, count, backend=backend, **options)
     except launch.LaunchError as error:
@@ -152,7 +152,7 @@ def check_world_nccl() -> Finding:
 
 
 def check_world_mpi() -> Finding:
-    """Let mpirun start two ranks that add their numbers."""
+    """Have mpirun start two ranks that add their numbers."""
     command = find_mpirun()
     if command is None or not importlib.util.find_spec("mpi4py"):
         return Finding("world mpi", ABSENT, "needs mpirun and mpi4py", MPI_FIX)

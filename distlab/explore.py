@@ -1,4 +1,4 @@
-"""Helpers of all notebooks: the learner's function or the solution's, and timed passes."""
+"""Helpers for the notebooks: the learner's function or the solution's, and timed passes."""
 
 import re
 import time
@@ -14,22 +14,22 @@ from distlab.sim import GPU, Cluster
 
 T = TypeVar("T")
 
-# A GPU on which small matrices take a millisecond, and messages without a cost.
+# A GPU on which small matrix products take a millisecond, and links that cost no time.
 _SLOW_GPU = GPU("16 GFLOP/s", 80e9, 1e30, {"float32": 16e9}, {"float32": 16e9})
 IDEAL = Cluster(1, 4, gpu=_SLOW_GPU, latency_s=0.0, nvlink_bytes_per_s=1e30, name="ideal")
 
 
 def try_yours(lesson: str, names: str, experiment: Callable[..., T]) -> T:
-    """Return the result of an experiment with the learner's functions, or with the solution's.
+    """Run an experiment with the learner's functions or, if they fail, with the solution's.
 
         try_yours("phase1_data_parallel.collectives", "broadcast", draw)
         broadcast: not written yet, so you see the solution.
 
     Args:
-        lesson: Phase and lesson, with a dot.
+        lesson: Phase and lesson, separated by a dot.
         names: One or more functions of the lesson, separated by spaces.
-        experiment: Function of these functions that runs them in a world of its own, so that every
-            failure is a LaunchError.
+        experiment: Function that takes these functions and runs them in a separate world, so that
+            every failure is a LaunchError.
 
     Raises:
         SystemExit: The learner's functions fail, and this copy of the course has no solutions.
@@ -57,7 +57,7 @@ def _members(module: ModuleType, names: str) -> list[Any]:
 
 
 def _why(error: Exception, names: str) -> str:
-    """Say that a function is a TODO, and which one of several; or quote the error's first line."""
+    """Return why the functions failed: one is still a TODO, or the first line of the error."""
     is_raised = isinstance(error, LaunchError) and error.exception == NotImplementedError.__name__
     if is_raised or isinstance(error, NotImplementedError):
         todo = re.search(r"Task [\d.]+: ([\w.]+)", str(error))
@@ -66,14 +66,15 @@ def _why(error: Exception, names: str) -> str:
     return f"not working yet ({first})"
 
 
-Span = tuple[float, float]  # begin and end in seconds
+Span = tuple[float, float]  # start and end in seconds
 
 
 def watch_passes(module: nn.Module, spans: list[Span]) -> None:
-    """Record begin and end of each forward and backward pass through a module.
+    """Record the start and end of each forward and backward pass through a module.
 
     Args:
-        module: Module whose input requires a gradient; otherwise its backward passes have no end.
+        module: Module whose input must require a gradient; otherwise the end of its backward pass
+            cannot be observed.
         spans: List to which each pass is appended when it ends.
     """
     starts: list[float] = []

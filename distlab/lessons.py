@@ -1,4 +1,4 @@
-"""The one module that finds lessons: solutions, the given code of phases, and the trainer.
+"""The only module that locates lessons: solutions, the phases' given code, and the trainer.
 
     lessons.solution("ddp")            # solutions/phase3_multi_node/ddp.py
     lessons.given_4.group_device()     # phase4_production/given.py
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> ModuleType:
-        """Import ``given_3`` or ``imagenet_trainer`` on first use."""
+        """Import ``imagenet_trainer`` or a module such as ``given_3`` on first use."""
         kind, _, number = name.partition("_")
         if kind == "given":
             return importlib.import_module(f"{folder(int(number))}.given")
@@ -61,16 +61,16 @@ def _course() -> course.Course:
 
 
 def solution(lesson: str) -> ModuleType:
-    """Import a lesson of the solutions."""
+    """Import the solution of a lesson such as ``ddp``."""
     return importlib.import_module(f"{SOLUTIONS}.{folder_of(lesson)}.{lesson}")
 
 
 def solution_at(path: str) -> ModuleType:
-    """Import the solutions' file of ``phase1_data_parallel.collectives``."""
+    """Import the solution of a lesson such as ``phase1_data_parallel.collectives``."""
     return importlib.import_module(f"{SOLUTIONS}.{path}")
 
 
 def template_at(path: str) -> ModuleType:
-    """Import the learner's file of ``phase1_data_parallel.collectives``."""
+    """Import the learner's file of a lesson such as ``phase1_data_parallel.collectives``."""
     phase, _, lesson = path.rpartition(".")
     return importlib.import_module(f"{phase}.template_{lesson}")

@@ -1,4 +1,4 @@
-"""Models and clusters of `distlab plan`, as the planner of Phase 3 takes them."""
+"""The models and clusters of `distlab plan`, in the form that the planner of Phase 3 takes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -37,10 +37,10 @@ MODELS = {
 
 
 def shape_of(model: str) -> Shape:
-    """Return a known model.
+    """Return the shape of a known model.
 
     Raises:
-        ValueError: The name is unknown; the message has the valid names and the nearest.
+        ValueError: The name is unknown; the message lists the valid names and the nearest one.
     """
     if model not in MODELS:
         raise unknown_name("model", model, MODELS)
@@ -50,7 +50,8 @@ def shape_of(model: str) -> Shape:
 def numbers_of(cluster: Cluster) -> dict[str, float]:
     """Return the fields of a ``Machine`` that describe a cluster.
 
-    Each GPU has its share of its node's NICs. Inside a node, a ring is as fast as NCCL's.
+    Each GPU gets an equal share of its node's NICs. The bandwidth inside a node is that of an NCCL
+    ring.
 
     Raises:
         ValueError: The cluster has no GPUs whose speed is known.
@@ -78,7 +79,7 @@ def numbers_of(cluster: Cluster) -> dict[str, float]:
 
 
 class Planner(NamedTuple):
-    """A lesson with the functions of the tasks, and the types that they take."""
+    """The lesson with the planner's functions, and the module with the types that they take."""
 
     lesson: Any
     given: Any
@@ -102,7 +103,7 @@ def load(impl: str) -> Planner:
         impl: "solution" or "mine".
 
     Raises:
-        NotThereError: This copy has no solutions, or a task of the lesson is a TODO.
+        NotThereError: This copy has no solutions, or a task of the lesson is still a TODO.
     """
     lesson = chosen.lesson(chosen.find(impl, TASKS), "auto_sharding")
     return Planner(lesson, lessons.given_3)

@@ -1,4 +1,4 @@
-"""Pictures of measurements (matplotlib, without a screen)."""
+"""Plots of measurements (matplotlib; no screen needed)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUBBLE, ALARM, FORMULA = "#e4e4e4", "#c1121f", "#666666"
 
 
 def training_curves(histories: Mapping[int, Sequence[EpochResult]], path: Path) -> None:
-    """Draw loss per step, test accuracy per epoch and images/s, one curve per number of workers.
+    """Draw loss per step, test accuracy per epoch and images/s for each number of workers.
 
     Args:
         histories: Number of workers -> history.
@@ -51,7 +51,7 @@ def training_curves(histories: Mapping[int, Sequence[EpochResult]], path: Path) 
 
 
 class Curve(NamedTuple):
-    """Measured values, and those of a formula."""
+    """Measured values, and the values of a formula."""
 
     measured: Sequence[float]
     formula: Sequence[float] = ()
@@ -62,9 +62,9 @@ def curves(axes: Axes, xs: Sequence[int], named: Mapping[str, Curve], **texts: s
 
     Args:
         axes: Axes of a picture.
-        xs: Sizes, each with a tick, on a log scale unless ``texts`` name another one.
-        named: Text of the legend -> curve; lines join the points of a curve without a formula.
-        texts: Values of title, xlabel and ylabel, perhaps also of xscale and yscale.
+        xs: Sizes, each with a tick, on a log scale unless ``texts`` specifies another.
+        named: Legend text -> curve; lines join the points of a curve without a formula.
+        texts: Values of title, xlabel and ylabel, and optionally of xscale and yscale.
     """
     for (name, curve), size in zip(named.items(), cycle(POINT_SIZES), strict=False):
         line = "" if curve.formula else "-"
@@ -82,7 +82,7 @@ def curves(axes: Axes, xs: Sequence[int], named: Mapping[str, Curve], **texts: s
         axes.legend(fontsize=9)
 
 
-Pass = tuple[str, float, float]  # an action such as "F0" or "B3.1"; begin and end in seconds
+Pass = tuple[str, float, float]  # an action such as "F0" or "B3.1"; start and end in seconds
 
 
 def passes(axes: Axes, stages: Sequence[Sequence[Pass]], title: str) -> None:
@@ -108,14 +108,14 @@ def passes(axes: Axes, stages: Sequence[Sequence[Pass]], title: str) -> None:
 
 
 def _lighter(colour: str, chunk: int) -> str:
-    """Mix a colour with white, more for every chunk after the first."""
-    share = 0.75 * 0.6**chunk  # digits must be readable even on the first chunk
+    """Mix a colour with white, with more white for each further chunk."""
+    share = 0.75 * 0.6**chunk  # keeps digits readable even on the first chunk
     red, green, blue = (1 - share * (1 - part) for part in to_rgb(colour))
     return to_hex((red, green, blue))
 
 
 def legend_of_passes(figure: Figure, num_chunks: int) -> None:
-    """Explain above a picture the colours of ``passes``."""
+    """Add a legend for the colours of ``passes`` above a picture."""
     kinds = {
         f"{name}, chunk {chunk}": _lighter(colour, chunk)
         for name, colour in PASSES.values()
@@ -150,7 +150,7 @@ def stacks(
     Args:
         axes: Axes of a picture.
         names: Texts below the bars.
-        parts: Text of the legend -> height of this part in each bar.
+        parts: Legend text -> height of this part in each bar.
         formula: Expected heights of the bars, marked on each.
         texts: Values of title and ylabel.
     """

@@ -1,9 +1,9 @@
 """Import torchvision even if a CPU build of torch is installed with PyPI's torchvision.
 
-PyPI's torchvision is built for CUDA. With a CPU build of torch its C++ extension does not load,
-which torchvision silently ignores, and then the import fails: `operator torchvision::nms does not
-exist`. The course never calls these operators; they only have to be declared. Every
-torchvision import in distlab uses `import_torchvision`.
+PyPI's torchvision is built for CUDA. With a CPU build of torch, its C++ extension does not load.
+torchvision silently ignores that, and then its import fails: `operator torchvision::nms does not
+exist`. The course never calls these operators, so it is enough to declare them. Every torchvision
+import in distlab uses `import_torchvision`.
 """
 
 import importlib
@@ -20,7 +20,7 @@ _SCHEMAS = {"nms": _DETECTION_BOXES, "qnms": _DETECTION_BOXES}
 def import_torchvision() -> ModuleType:
     """Import torchvision; if missing operators make it fail, declare them first.
 
-    On a sound installation this is a plain import. After a repair models, datasets and transforms
+    On a sound installation this is a plain import. After a repair, models, datasets and transforms
     work; calling a declared operator (`torchvision.ops.nms`) still fails, as it has no kernel.
 
     Returns: the module torchvision.

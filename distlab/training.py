@@ -35,7 +35,7 @@ DEFAULT_BATCH_SIZE = 64
 
 
 class ConfigError(ValueError):
-    """Options do not fit together; the message names ones that do."""
+    """Options do not fit together; the message names options that do."""
 
 
 class DivergedError(RuntimeError):
@@ -76,7 +76,7 @@ class Recipe:
     lr: float
 
     def build(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        """Make the optimizer over ``model``'s parameters."""
+        """Create the optimizer for ``model``'s parameters."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
         return torch.optim.AdamW(model.parameters(), lr=lr)
@@ -90,8 +90,8 @@ RECIPES = {
 }
 
 
-# Every pixel is a token for gpt: a step on 16 of the usual 3 x 32 x 32 images takes ten seconds,
-# a step on 16 of these less than a tenth of a second.
+# For gpt, every pixel is a token: a step on 16 images of the usual 3 x 32 x 32 takes ten seconds,
+# and on 16 images of the shape below, less than a tenth of a second.
 SYNTHETIC_FOR_GPT = {"image_shape": (1, 8, 8), "train_size": 512, "test_size": 128}
 
 
@@ -111,16 +111,16 @@ def make_config(
     """Fill in missing options: workers, a batch size that they can share, a learning rate.
 
     Args:
-        model: Name of the model; None is cnn, or gpt if ``parallelism`` names stages or shards,
-            even one, so that a training of one process can be compared.
+        model: Name of the model; None means cnn, or gpt if ``parallelism`` contains pp or tp, even
+            pp=1, which allows a comparison with training in one process.
         parallelism: Sizes as ``Parallelism.parse`` reads them; None if the model is not split.
         impl: "solution", or "mine" for the learner's own trainer.
         others: Further fields of ``TrainConfig``.
 
     Raises:
         ConfigError: The batch cannot be shared equally, the learning rate is not positive,
-            torchrun, mpirun or srun started another number of workers, or the model or the world
-            cannot be split as requested.
+            torchrun, mpirun or srun started a different number of workers, or the model or the
+            world cannot be split as requested.
         NotThereError: This copy has no solutions, or the learner's trainer is not written yet.
     """
     sizes = _parallelism(parallelism, num_workers, backend)
@@ -205,7 +205,7 @@ def _workers(requested: int | None, backend: str) -> int:
 
 
 def check_is_alone() -> None:
-    """Refuse a command that starts its own workers if mpirun, torchrun or srun has started some.
+    """Refuse to start workers if mpirun, torchrun or srun has already started several.
 
     Raises:
         ConfigError: This process is one of several.
@@ -232,7 +232,7 @@ def train(config: TrainConfig) -> list[EpochResult]:
 
 
 def _answers(config: TrainConfig) -> list[list[EpochResult] | ConfigError | Diverged]:
-    """Run the ranks; an unfinished file of the learner's is an error without a traceback."""
+    """Run the ranks; raise NotThereError if the learner's code is unfinished or fails to import."""
     try:
         return launch.run(
             _history_or_refusal,
@@ -252,7 +252,7 @@ def _answers(config: TrainConfig) -> list[list[EpochResult] | ConfigError | Dive
 
 
 def _history_or_refusal(config: TrainConfig) -> list[EpochResult] | ConfigError | Diverged:
-    """Train; return an error that ends the training on all ranks instead of raising it."""
+    """Train; if an error ends training on all ranks, return it instead of raising it."""
     try:
         return train_on_rank(config)
     except ConfigError as refusal:
@@ -293,7 +293,7 @@ def train_on_rank(config: TrainConfig) -> list[EpochResult]:
 def _model(
     config: TrainConfig, splits: data.Splits | data.TokenSplits, device: torch.device
 ) -> nn.Module:
-    """Build the whole model, equal on all ranks."""
+    """Build the whole model, which is the same on all ranks."""
     torch.manual_seed(config.seed)
     shape, num_classes = splits.image_shape, splits.num_classes
     model = models.build(config.model, image_shape=shape, num_classes=num_classes)
@@ -304,7 +304,7 @@ def _model(
 
 
 def _part(config: TrainConfig, model: nn.Module) -> Part:
-    """Return this rank's part of the model: all of it, or a part of a gpt."""
+    """Return this rank's part of the model: the whole model, or a part of a gpt."""
     if not config.parallelism.splits_model:
         return Part(model, {}, config.parallelism)
     gpt = cast("models.GPT", model)
@@ -330,9 +330,9 @@ def _trainer(config: TrainConfig, part: Part, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Diverged:
-    """The step at which a rank got a loss that is not finite; the same on all ranks."""
+    """The step at which a rank got a loss that is not finite; the same step on all ranks."""
 
-    step: int  # number of the step, from 1
+    step: int  # counted from 1
     loss: float
     is_mine: bool  # True if this rank's own outputs were not finite
 
@@ -344,9 +344,9 @@ class _DivergedHere(Exception):
 
 
 class _Watched:
-    """A trainer's step that ends the training at the first loss that is not finite.
+    """Wraps a trainer's step, and ends training at the first loss that is not finite.
 
-    ``train_step`` returns the same loss on all ranks, so that all end at the same step.
+    ``train_step`` returns the same loss on all ranks, so all of them end at the same step.
     """
 
     def __init__(self, step: Callable[[Any], float], model: nn.Module) -> None:
@@ -367,7 +367,7 @@ class _Watched:
 
 
 def _check_test_losses(history: Sequence[EpochResult]) -> None:
-    """Check the test losses, which alone show that the very last step diverged."""
+    """Check the test losses, because only they show that the very last step diverged."""
     step = 0
     for result in history:
         step += len(result.step_losses)
@@ -376,7 +376,7 @@ def _check_test_losses(history: Sequence[EpochResult]) -> None:
 
 
 def _how_it_diverged(config: TrainConfig, answers: Sequence[object]) -> str:
-    """Say in one line where and when the loss stopped being finite, and what to try."""
+    """Return one line that says where and when the loss stopped being finite, and what to try."""
     met = [answer for answer in answers if isinstance(answer, Diverged)]
     ranks = [rank for rank, answer in enumerate(met) if answer.is_mine]
     everywhere = len(ranks) in (0, config.num_workers)
@@ -390,7 +390,7 @@ def _how_it_diverged(config: TrainConfig, answers: Sequence[object]) -> str:
 
 
 def _counts(part: Part) -> dict[str, Counts]:
-    """Return the collectives called so far, by group; none on gloo and NCCL, which do not count."""
+    """Return the collective counts so far, by group; empty on gloo and NCCL, which do not count."""
     several = {f" ({name})": group for name, group in part.groups.items() if group.size() > 1}
     groups: Mapping[str, object] = several or {"": dist.group.WORLD}
     return {
@@ -399,7 +399,7 @@ def _counts(part: Part) -> dict[str, Counts]:
 
 
 def _traffic(group: str, counts: Counts, epochs: int) -> str:
-    """Write ``collectives per epoch: 177 all_reduce calls, 4.66 MiB``; all epochs are alike."""
+    """Return ``collectives per epoch: 177 all_reduce calls, 4.66 MiB``, averaged over epochs."""
     totals = (
         f"{calls / epochs:,.0f} {name} calls, {bytes_text(counts.num_bytes[name] / epochs)}"
         for name, calls in counts.calls.items()
@@ -408,7 +408,7 @@ def _traffic(group: str, counts: Counts, epochs: int) -> str:
 
 
 def _load(config: TrainConfig) -> data.Splits | data.TokenSplits:
-    """Load the images, as sequences for gpt."""
+    """Load the images; for gpt, as sequences of tokens."""
     if config.model != "gpt":
         return data.load(config.dataset, root=config.data_root)
     options = SYNTHETIC_FOR_GPT if config.dataset == "synthetic" else {}
@@ -463,7 +463,7 @@ def _headline(
 
 
 def _simulated(cluster: str | None) -> str:
-    """Name the cluster, and say that the times are virtual."""
+    """Return the name of the cluster, with a note that the times are virtual."""
     name = f"cluster {cluster}" if cluster else "cluster: one switch with a GPU per worker"
     return f"simulated {name}, times are virtual, not measured"
 
@@ -474,7 +474,7 @@ def _virtual_time(cluster: str | None, seconds: float) -> str:
 
 
 def report(config: TrainConfig, history: list[EpochResult]) -> None:
-    """Print the closing line, in one process only."""
+    """Print the test accuracy after training, in one process only."""
     if int(os.environ.get("RANK", "0")) == 0:
         best = max(history, key=lambda result: result.test_accuracy)
         epochs = counted(config.epochs, "epoch")

@@ -87,12 +87,12 @@ class ShardLoader(DataLoader[Sample]):
         super().__init__(*args, **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set order and augmentation for ``epoch``; call it with the same epoch on every rank."""
+        """Use the order and augmentation of ``epoch``, which must be the same on every rank."""
         self.sampler.set_epoch(epoch)
         stream = np.random.SeedSequence((self.sampler.seed, epoch, self.sampler.rank))
         self.generator.manual_seed(int(stream.generate_state(1)[0]))
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own iterator
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch declares its own type
         batches = super().__iter__()
         if self.num_workers:
             yield from batches  # torch has seeded every worker process from ``generator``
@@ -105,9 +105,9 @@ class ShardLoader(DataLoader[Sample]):
 
 @contextmanager
 def _seeded_from(generator: torch.Generator) -> Iterator[None]:
-    """Seed the generators that augmentation uses, and restore them for the training afterwards.
+    """Seed the generators that augmentation uses, and restore them afterwards for training.
 
-    ``torch.manual_seed`` would also seed the GPUs, and dropout there would repeat itself.
+    ``torch.manual_seed`` would also seed the GPUs, and their dropout masks would repeat.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = int(torch.randint(2**32, (), generator=generator))
@@ -126,7 +126,7 @@ def describe(batch: Batch | None) -> tuple[Shapes, str]:
     """Return the shapes and dtypes of a batch, and what is wrong with it ("" if nothing)."""
     if batch is None:
         return [], "it passed None; the source rank must pass (images, labels)"
-    rows = [tensor.shape[:1] for tensor in batch]  # empty for a single number
+    rows = [tensor.shape[:1] for tensor in batch]  # empty for a scalar
     if rows[0] != rows[1] or not rows[0]:
         return [], f"it passed images {tuple(batch[0].shape)} and labels {tuple(batch[1].shape)}"
     return [(tensor.shape, tensor.dtype) for tensor in batch], ""
@@ -141,7 +141,7 @@ def empty_part(
 
 
 def batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
-    """Move a loader's batches to a device, and yield them."""
+    """Yield a loader's batches, moved to a device."""
     for inputs, targets in loader:
         yield inputs.to(device), targets.to(device)
 
@@ -153,12 +153,12 @@ def batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterat
 class AllReduceTimes:
     """The result of ``measure_all_reduce``, equal on all ranks.
 
-    ``str()`` gives a table with a row per size and a column per strategy, and below it α and 1/β.
+    ``str()`` gives a table with a row per size and a column per strategy, followed by α and 1/β.
     """
 
     sizes_bytes: tuple[int, ...]
     seconds: dict[str, tuple[float, ...]]  # strategy -> seconds by size; "exchange": one message
-    alpha_s: float  # latency: seconds per message; 0 where noise hides it
+    alpha_s: float  # latency: seconds per message; 0 if noise hides it
     bandwidth_bytes_per_s: float  # 1/β
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return the number of targets in float64: bfloat16 would round 303 to 304."""
+    """Return the number of targets as float64: bfloat16 would round 303 to 304."""
     return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
 
 
@@ -211,7 +211,7 @@ class Evaluation:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, then restore the mode of each module: some may be frozen."""
+    """Switch to evaluation mode, then restore each module's own previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -229,7 +229,7 @@ class EpochResult:
     step_losses: tuple[float, ...]
     test_loss: float
     test_accuracy: float  # 0 … 1
-    images_per_s: float  # images per second of all ranks in training, with loading
+    images_per_s: float  # training images per second over all ranks, including loading
 
     @property
     def train_loss(self) -> float:
@@ -255,7 +255,7 @@ class RankLog:
         self._print(message)
 
     def _print(self, message: str) -> None:
-        # Text and newline in one write: otherwise, lines of ranks that share a pipe could mix.
+        # Text and newline in one write: otherwise, lines from ranks that share a pipe could mix.
         print(f"{self.prefix}  {message}\n", end="", flush=True)
 
     def progress(self, label: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Collectives of point-to-point messages: exchange, broadcast, two all-reduces, and their cost.
+"""Collectives built from messages: exchange, broadcast, two all-reduces, and their cost.
 
 They only send and receive messages. Rank numbers are those inside ``group``, not global ones.
 
@@ -23,20 +23,22 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
     The send and the receive do not wait for each other, so ranks cannot deadlock, whatever the
-    order of their calls. This holds even on NCCL, which runs the operations between two ranks one
-    after the other, even those of ``isend`` and ``irecv``, unless they were started together.
+    order of their calls. This holds even on NCCL, which runs operations between two ranks one at a
+    time (even ``isend`` and ``irecv``) unless they are started together.
 
     Args:
-        outgoing: contiguous; not changed. The caller may overwrite it as soon as this returns.
+        outgoing: contiguous tensor; not changed. The caller may overwrite it as soon as this
+            returns.
         dst: the rank that receives ``outgoing``; not this rank.
-        incoming: contiguous, with the shape and dtype of what ``src`` sends, which may differ from
-            those of ``outgoing``; on return it holds what arrived. Must not overlap ``outgoing``.
+        incoming: contiguous tensor with the shape and dtype of what ``src`` sends, which may differ
+            from those of ``outgoing``; on return it holds what arrived. It must not overlap
+            ``outgoing``.
         src: the rank that sends ``incoming``; may differ from ``dst`` (a ring) or equal it (a
             pair).
         group: the ranks that take part; all by default.
 
-    Cost: one message each way at the same time, α + max(bytes out, bytes in)·β seconds; no
-        collective, no barrier.
+    Cost: one message each way, both at the same time: α + max(bytes out, bytes in)·β seconds; no
+        collectives, no barriers.
     """
     # TODO 1.4: on return ``incoming`` holds what src sent, and ``outgoing`` may be overwritten.
     #   Tools: dist.P2POp, dist.batch_isend_irecv, wait. group_peer= is a rank inside the group.
@@ -46,7 +48,7 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
 
 
 def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
-    """Copy ``x`` of rank ``src`` to all ranks, in place, along a binomial tree.
+    """Copy ``x`` from rank ``src`` to all ranks, in place, along a binomial tree.
 
     In every round, ranks that have the data pass it on to ranks that lack it. One such tree, for
     N = 6 and src = 0:
@@ -56,13 +58,13 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
     Any tree of the same cost will do, and a rank may start all its sends at once.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; overwritten except on ``src``. The caller
-            may overwrite it as soon as this returns.
+        x: contiguous tensor with the same shape and dtype on all ranks; overwritten except on
+            ``src``. The caller may overwrite it as soon as this returns.
         src: the rank that has the data.
         group: the ranks that take part; all by default.
 
     Cost: ⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes in all, at most
-        ⌈log2 N⌉ from any one rank; no collective, and no memory except ``x``.
+        ⌈log2 N⌉ from any one rank; no collectives, and no memory beyond ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     # TODO 1.5: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src and any N must work.
@@ -76,13 +78,13 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: rank 0 adds up everything, then broadcasts the sum.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
-            same on all ranks. The caller may overwrite it as soon as this returns.
+        x: contiguous tensor with the same shape and dtype on all ranks; on return it holds the sum,
+            bit for bit the same on all ranks. The caller may overwrite it as soon as this returns.
         group: the ranks that take part; all by default.
 
     Cost: every other rank sends its n bytes to rank 0, one message after another: (N-1)(α + nβ)
         seconds. The broadcast adds ⌈log2 N⌉ rounds of α + nβ and N-1 messages of n bytes. No
-        collective; one extra tensor of the size of ``x`` on rank 0, none elsewhere.
+        collectives; one extra tensor of the size of ``x`` on rank 0, none elsewhere.
     """
     # TODO 1.6: all ranks hold the sum, which rank 0 has computed.
     #   Tools: dist.send, dist.recv, one tensor of the size of ``x`` on rank 0, your broadcast.
@@ -107,14 +109,14 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
     back from that rank at the end; the ranks below core do the rest.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks; holds the sum on return, bit for bit the
-            same on all ranks. The caller may overwrite it as soon as this returns.
+        x: contiguous tensor with the same shape and dtype on all ranks; on return it holds the sum,
+            bit for bit the same on all ranks. The caller may overwrite it as soon as this returns.
         group: the ranks that take part; all by default.
 
     Cost: for N = 2^k, each rank sends log2 N messages of n bytes, in log2 N (α + nβ) seconds.
-        Otherwise it takes two more rounds, (⌊log2 N⌋ + 2)(α + nβ) seconds in all, and the messages
-        that hand ``x`` over and bring the sum back. No collective; at most one extra tensor of the
-        size of ``x`` on each rank.
+        Otherwise there are two more rounds, one to hand over ``x`` and one to return the sum:
+        (⌊log2 N⌋ + 2)(α + nβ) seconds in all. No collectives; at most one extra tensor of the size
+        of ``x`` on each rank.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling).
     """
     # TODO 1.7: all ranks hold the sum, after log2 N rounds if N is a power of two, otherwise after
@@ -149,14 +151,14 @@ def measure_all_reduce(
 ) -> AllReduceTimes:
     """Time every strategy at every size, and fit α and β of one message.
 
-    A cell of the table is one strategy, or the exchange, at one size. All ranks start each run of a
-    cell together, and a run takes as long as its slowest rank. The time of a cell is the median of
-    its runs; for an even number of runs, any time between the middle two will do.
+    A cell of the returned table is one strategy, or the exchange, at one size. All ranks start each
+    run of a cell together, and a run takes as long as its slowest rank. The time of a cell is the
+    median of its runs; for an even number of runs, any time between the middle two will do.
 
     Args:
         strategies: functions by name; each is called with a tensor and ``group``, and sums the
             tensor in place.
-        sizes_bytes: sizes of the float32 tensor, in any order: multiples of 4, at least two of them
+        sizes_bytes: sizes of the float32 tensor, in any order; multiples of 4, at least two of them
             different.
         repeats: timed runs of each cell, after one untimed run.
         device: device that the tensors live on; a run lasts until the device has finished.
@@ -164,8 +166,8 @@ def measure_all_reduce(
 
     Returns:
         The table, the same on all ranks: the sizes in the order given, a column for each strategy,
-        and a column ``exchange`` with the time of one message to the right neighbour. α and 1/β are
-        what ``fit_alpha_beta`` finds for that column.
+        and a column ``exchange`` with the time of one message to the right neighbour. α and 1/β
+        come from applying ``fit_alpha_beta`` to that column.
 
     Raises:
         ValueError: the same on all ranks, if there are fewer than two ranks, fewer than two

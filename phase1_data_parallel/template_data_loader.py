@@ -31,11 +31,11 @@ def shard_indices(
     shuffle: bool = True,
     drop_last: bool = False,
 ) -> list[int]:
-    """List the samples that ``rank`` sees in ``epoch``; every rank gets the same number of them.
+    """List the samples that ``rank`` sees in ``epoch``; every rank gets the same number.
 
-    Ranks take turns along the epoch's order, so the samples of step k on all ranks together are one
-    slice of that order. The order depends on num_samples, seed, epoch and shuffle alone, so every
-    rank computes the same order. 7 samples on 3 ranks, not shuffled:
+    Ranks take samples in turn from the epoch's order, so the samples of step k on all ranks
+    together form one slice of it. The order depends only on num_samples, seed, epoch and shuffle,
+    so every rank computes the same one. 7 samples on 3 ranks, not shuffled:
         order      0 1 2 3 4 5 6           drop_last=True
         padded     0 1 2 3 4 5 6 0 1       0 1 2 3 4 5
         rank 0     0     3     6           0     3
@@ -48,10 +48,10 @@ def shard_indices(
         world_size: number of shards.
         epoch: 0 … 2^32 - 1, the same on all ranks. Each pair of seed and epoch has its own order.
         seed: seed of the run, 0 … 2^32 - 1, the same on all ranks.
-        shuffle: draw a random order, with all orders equally likely; False keeps the order of the
-            data set.
-        drop_last: drop the samples at the end that cannot be shared equally. Otherwise the order
-            wraps around, as often as needed if there are fewer samples than ranks.
+        shuffle: True for a random order, with all orders equally likely; False for the order of
+            the data set.
+        drop_last: whether to drop the samples at the end that cannot be shared equally. Otherwise
+            the order wraps around, as many times as needed if there are fewer samples than ranks.
 
     Returns:
         ⌈num_samples / world_size⌉ indices, or ⌊…⌋ with ``drop_last``, as a list of Python ints.
@@ -83,20 +83,20 @@ def build_loader(
     """Build a DataLoader over this rank's shard that yields 1/N of every global batch.
 
     Together, the N batches of a step are the global batch that one process would have drawn, so the
-    number of workers does not change the training. With global_batch_size 64:
+    number of ranks does not change the training. With global_batch_size 64:
         1 rank: 64 a step        4 ranks: 16 each        3 ranks: ValueError (use 63 or 66)
     The samples are those of ``shard_indices`` with ``drop_last``, in the same order. The last,
-    incomplete global batch of an epoch is left out (with shuffling, the next epoch leaves out other
-    samples).
+    incomplete global batch of an epoch is left out (with shuffling, the next epoch leaves out
+    different samples).
 
     Args:
-        dataset: map-style, the same on all ranks; yields (image, label).
-        global_batch_size: samples of all ranks in one step; a multiple of N.
+        dataset: map-style data set of (image, label), the same on all ranks.
+        global_batch_size: number of samples in one step, over all ranks; a multiple of N.
         seed: seed of the run; fixes the order and the augmentation. The random numbers that
-            augmentation draws from torch, numpy or ``random`` differ by rank and epoch, repeat when
-            the run is repeated, and do not affect those of the training: building the loader and
-            loading samples leave the global generators as they are.
-        shuffle: draw a new order in every epoch; False keeps the order of the data set.
+            augmentation draws from torch, numpy or ``random`` differ by rank and epoch, are the
+            same if the run is repeated, and do not affect those that training draws: building the
+            loader and loading samples leave the global generators as they are.
+        shuffle: True for a new order in every epoch; False for the order of the data set.
         num_loader_workers: number of processes that load data; with 0, this process loads it.
         group: the ranks that share the data; all by default.
 
@@ -128,10 +128,10 @@ def scatter_batch(
     device: torch.device | str = "cpu",
     group: Group = None,
 ) -> Batch:
-    """Give every rank its part of a global batch that only ``src`` holds.
+    """Give every rank its share of a global batch that only ``src`` holds.
 
-    Of 10 samples, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9. With fewer samples than ranks, or none at
-    all, the last ranks get tensors with zero rows.
+    With 10 samples, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9. With fewer samples than ranks, or none
+    at all, the last ranks get tensors with zero rows.
 
     Args:
         batch: images (B, …) and labels (B, …) on ``src``, of any shape, dtype and strides; None

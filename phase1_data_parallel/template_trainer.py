@@ -40,11 +40,12 @@ def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -
     equal on all ranks.
 
     Args:
-        module: same architecture on all ranks, tensors of any dtype; overwritten except on ``src``.
+        module: the model, with the same architecture on all ranks and tensors of any dtype;
+            overwritten except on ``src``.
         src: the rank inside ``group`` whose values all ranks get.
         group: the ranks that train together; all by default.
 
-    Cost: at most one broadcast per parameter and buffer: ⌈log2 N⌉ rounds each. A tensor that two
+    Cost: at most one broadcast per parameter and buffer, ⌈log2 N⌉ rounds each. A tensor that two
         layers share is sent once.
     """
     # TODO 1.9: all ranks hold src's values in the same tensor objects as before.
@@ -60,16 +61,16 @@ def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -
 def average_gradients(
     module: nn.Module, all_reduce: AllReduce = native_all_reduce, group: Group = None
 ) -> None:
-    """Replace every gradient by its mean over all ranks, in place.
+    """Replace every gradient with its mean over all ranks, in place.
 
     With 2 ranks and one weight, gradients of 1.0 and 3.0 become 2.0 on both ranks (not 4.0).
 
     Args:
-        module: the model after backward. If a trainable parameter got no gradient on this rank,
-            zeros take its place: other ranks may have one, and every rank must make the same calls.
+        module: the model after the backward pass. A trainable parameter without a gradient on this
+            rank gets zeros: other ranks may have one, and every rank must make the same calls.
             (A parameter that no rank uses then has a gradient of zero instead of none, so weight
             decay changes it.) A frozen parameter is left as it is, even if it has a gradient.
-        all_reduce: sums a tensor over the group, in place.
+        all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
     Cost: one all-reduce per trainable parameter, of the size of its gradient, and nothing else; a
@@ -90,20 +91,20 @@ def average_gradients(
 def average_gradients_flat(
     module: nn.Module, all_reduce: AllReduce = native_all_reduce, group: Group = None
 ) -> None:
-    """Replace every gradient by its mean over all ranks, with one all-reduce instead of many.
+    """Replace every gradient with its mean over all ranks, in one all-reduce instead of many.
 
     All gradients are copied into one flat bucket, one after another, and back again:
         w (2, 2) | b (2,)  ->  [w00 w01 w10 w11 b0 b1]  ->  all-reduce  ->  w | b
 
     Args:
-        module: the model, as for ``average_gradients``; all gradients have one dtype and are on one
-            device.
-        all_reduce: sums a tensor over the group, in place.
+        module: the model, as for ``average_gradients``; all gradients have the same dtype and are
+            on the same device.
+        all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
     Cost: one all-reduce of all gradients, or none if nothing is trainable: α is paid once, not once
         per parameter. The bucket takes as much memory as the gradients. (However, nothing is sent
-        before backward has ended.)
+        before the backward pass has ended.)
     """
     # TODO 1.10: as above, but with a single call of all_reduce, or none if nothing is trainable.
     #   Tools: torch.cat, flatten, torch.split, view, the helpers of average_gradients.
@@ -130,7 +131,7 @@ def train_step(
     average: AverageGradients = average_gradients,
     group: Group = None,
 ) -> float:
-    """Do one optimizer step on the batches of all ranks, as one process with all of them would.
+    """Take one optimizer step on the batches of all ranks, as one process with all of them would.
 
     With B targets in all, one process minimises (sum of all losses) / B. A rank that takes the mean
     over its own b targets gives each of them a weight of 1/(N·b), which is wrong as soon as the
@@ -138,21 +139,21 @@ def train_step(
         rank 0 has 3 samples, rank 1 has 1:  weights 1/6 1/6 1/6 | 1/2  instead of 1/4 each
 
     Args:
-        model: equal on all ranks; maps inputs to logits (…, classes).
+        model: the model, equal on all ranks; maps inputs to logits (…, classes).
         optimizer: optimizer of ``model``'s parameters, with the same settings on all ranks.
             Gradients left over from before the step are discarded.
         batch: this rank's inputs, and targets (…) int64; the ranks' batches may differ in size, and
             may be empty. The batch is not changed.
-        all_reduce: sums a tensor over the group, in place.
-        average: averages the gradients, with one all-reduce per parameter or in one flat bucket.
-            Called once, with ``model``, ``all_reduce`` and ``group``.
+        all_reduce: function that sums a tensor over the group, in place.
+        average: function that averages the gradients, with one all-reduce per parameter or in one
+            flat bucket. Called once, with ``model``, ``all_reduce`` and ``group``.
         group: the ranks that train together; all by default.
 
     Returns:
         The mean loss over the targets of all ranks, before the step; the same float on all ranks.
 
     Raises:
-        ValueError: the same on every rank, if no rank has any target; the parameters are left
+        ValueError: the same on every rank, if no rank has any targets; the parameters are left
             unchanged.
 
     Cost: one forward pass over this rank's batch; one all-reduce of two numbers, in float32 or
@@ -178,21 +179,21 @@ def evaluate(
 ) -> Evaluation:
     """Compute loss and accuracy over ``dataset``, counting every sample once.
 
-    Rank r takes samples r, r+N, r+2N, … without padding, and the ranks' sums are added up, not
-    their means. Of 10 samples, 4 ranks take 3, 3, 2 and 2. A sampler made for training would pad
-    them to 12 and count two samples twice.
+    Rank r takes samples r, r+N, r+2N, … without padding, and the ranks' sums (not their means)
+    are added up. With 10 samples, 4 ranks take 3, 3, 2 and 2. A sampler made for training would
+    pad them to 12 and count two samples twice.
 
     Args:
-        model: equal on all ranks; put in evaluation mode for the call; afterwards each module is
-            back in its previous mode.
+        model: the model, equal on all ranks; in evaluation mode during the call, after which each
+            module is back in its previous mode.
         dataset: the whole data set, the same on all ranks, with at least one sample.
-        batch_size: samples per forward pass of one rank (its last may have fewer); does not change
+        batch_size: samples per forward pass of one rank (the last may have fewer); does not change
             the result.
         device: device of the model. Batches are moved there, and the sums are computed there.
         group: the ranks that share the work; all by default.
 
     Returns:
-        On all ranks, the numbers that one process would get, up to rounding: a batch is summed in
+        On all ranks, the values that one process would get, up to rounding: a batch is summed in
         the dtype of its logits, and the sums of batches and ranks are added in float32 or float64.
 
     Raises:
@@ -213,15 +214,14 @@ class Trainer:
     """Trains one model on N ranks as one process would.
 
     (BatchNorm is the exception: each rank normalises with the statistics of its own shard. Before
-    each evaluation, all ranks get rank 0's running statistics, and they continue training with
-    those.)
+    each evaluation, all ranks get rank 0's running statistics, and continue training with them.)
 
     Args:
-        model: already on ``device``; rank 0's values are given to all ranks when ``fit`` starts.
+        model: the model, already on ``device``; all ranks get rank 0's values when ``fit`` starts.
         optimizer: optimizer of the model's parameters.
-        all_reduce: sums a tensor over the group, in place; any all-reduce of the lesson will do.
-            Used in each step.
-        average: averages the gradients; one of AVERAGE_GRADIENTS. Used in each step.
+        all_reduce: function that sums a tensor over the group, in place; any of the lesson's
+            all-reduces will do. Used in each step.
+        average: function that averages the gradients; one of AVERAGE_GRADIENTS. Used in each step.
         device: this rank's device; batches are moved there.
         group: the ranks that train together; all by default.
     """
@@ -263,13 +263,13 @@ class Trainer:
             test_data: the whole test set, the same on all ranks.
             epochs: number of passes over the training set, each in its own order and without the
                 last, incomplete global batch. With 0, nothing is trained and the history is empty.
-            global_batch_size: samples of all ranks in one step; a multiple of N.
-            seed: fixes the order of the samples, whatever N is.
+            global_batch_size: number of samples in one step, over all ranks; a multiple of N.
+            seed: seed that fixes the order of the samples, whatever N is.
 
         Returns:
-            One ``EpochResult`` for each epoch of this call, numbered from 1; called again, ``fit``
-            continues from the current weights. The results are the same on every rank, except for
-            ``images_per_s``, which each rank measures with its own clock.
+            One ``EpochResult`` for each epoch of this call, numbered from 1. If called again,
+            ``fit`` continues from the current weights. The results are the same on every rank,
+            except for ``images_per_s``, which each rank measures with its own clock.
 
         Raises:
             ValueError: from ``build_loader``, if the global batch cannot be shared equally.

@@ -1,4 +1,4 @@
-"""What phase 2 gives you: types, losses, and small models to split.
+"""The code that phase 2 gives you: types, losses, and small models to split.
 
 It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
 """
@@ -25,19 +25,19 @@ class AllReduce(Protocol):
 
 
 def all_reduce(x: Tensor, group: Group = None) -> None:
-    """Sum ``x`` over the ranks of ``group``, in place: torch's own, as lessons take it."""
+    """Sum ``x`` over the ranks of ``group``, in place, with torch's own all-reduce."""
     dist.all_reduce(x, group=group)
 
 
 def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """Return the sum of the cross-entropies of a batch, and how many targets it has.
+    """Return the summed cross-entropy of a batch, and the number of its targets.
 
     Args:
-        model: maps inputs to logits (…, classes).
+        model: the model; maps inputs to logits (…, classes).
         batch: inputs, and targets (…) int64; a target of -100 does not count.
 
     Returns:
-        A scalar of the logits' dtype, through which backward can go; the number of targets.
+        A scalar in the logits' dtype, ready for ``backward``, and the number of targets.
     """
     inputs, targets = batch[:2]
     logits: Tensor = model(inputs)
@@ -49,10 +49,10 @@ def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 
 
 class StepResult(NamedTuple):
-    """What a step in mixed precision reports, the same on every rank."""
+    """Result of a step in mixed precision, the same on every rank."""
 
     loss: float  # mean over the targets of all ranks, before the step; not scaled
-    is_skipped: bool  # whether some gradient was not finite, so that nothing has changed
+    is_skipped: bool  # whether a gradient was not finite, so that the step was skipped
     norm: float  # norm of the averaged, unscaled gradient before clipping; not finite if skipped
 
 
@@ -60,14 +60,14 @@ class StepResult(NamedTuple):
 
 
 def take_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
-    """Take the tensors out of a value: those inside tuples, lists and dicts too.
+    """Take the tensors out of a value, including those inside tuples, lists and dicts.
 
         (x, {"mask": m, "scale": 2.0})    ->  [x, m], put_back
         put_back([y, n])                  ->  (y, {"mask": n, "scale": 2.0})
 
     Returns:
-        The tensors, and a function that returns the value with other tensors in their places. It
-        does not keep the tensors that were taken out.
+        The tensors, and a function that returns the value with other tensors in their places. The
+        function does not keep the tensors that were taken out.
     """
     leaves, spec = tree_flatten(value)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -84,9 +84,9 @@ def take_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]],
 
 
 def generators_of(tensors: Sequence[Tensor]) -> list[torch.Generator]:
-    """Return torch's generators from which a computation with ``tensors`` may draw.
+    """Return the torch generators that a computation with ``tensors`` may draw from.
 
-    These are the CPU's, and those of the GPUs that the tensors are on.
+    These are the CPU's generator and those of the GPUs that the tensors are on.
     """
     gpus = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     return [torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)]
@@ -96,7 +96,7 @@ def generators_of(tensors: Sequence[Tensor]) -> list[torch.Generator]:
 
 
 def group_device(group: Group = None) -> torch.device:
-    """Return where tensors must be to travel in ``group``: this rank's GPU with NCCL, else CPU."""
+    """Return the device for tensors sent in ``group``: this rank's GPU with NCCL, else the CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
@@ -109,7 +109,7 @@ class Action(NamedTuple):
 
     kind: str  # "F" or "B"
     micro_batch: int
-    chunk: int = 0  # number of the chunk in its stage; most schedules have only one
+    chunk: int = 0  # index of the chunk in its stage; most schedules have one per stage
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
@@ -122,7 +122,7 @@ Schedule = list[list[Action]]  # actions of each stage, in order
 
 
 class Event(NamedTuple):
-    """At ``time``, a stage starts an action, or has ended it."""
+    """The start or the end of a stage's action, at ``time``."""
 
     time: int
     is_start: bool
@@ -131,11 +131,12 @@ class Event(NamedTuple):
 
 
 def timeline(schedule: Schedule, backward_time: int = 2) -> list[Event]:
-    """Return in which order the stages of a pipeline start and end their actions.
+    """Return the order in which the stages of a pipeline start and end their actions.
 
-    A forward pass takes 1 and a backward pass ``backward_time``, because it computes twice as much;
-    messages take nothing. A stage starts an action as soon as the one before it in its list has
-    ended, and what it needs exists. An action that can never start has no event.
+    A forward pass takes one unit of time, a backward pass ``backward_time`` (by default 2, because
+    it computes twice as much), and messages take none. A stage starts an action as soon as the one
+    before it in the stage's list has ended and the results that it needs exist. An action that can
+    never start has no events.
 
     With p stages, chunk c of stage s is block c·p+s of the model. Forward, a block needs the output
     of the block before it. Backward, it needs its own forward pass and the gradient from the block
@@ -172,9 +173,10 @@ def _needs(stage: int, action: Action, num_stages: int, num_blocks: int) -> set[
 
 
 def grid(schedule: Schedule) -> str:
-    """Draw a schedule: a row for each stage, and a column for each pass if all take equally long.
+    """Draw a schedule, with a row per stage and a column per time unit; each pass takes one unit.
 
-    Two stages and one micro-batch; a stage that waits forever ends with what it waits to start:
+    Two stages and one micro-batch; the row of a stage that waits forever ends with the action that
+    it cannot start:
         F0 .  .  B0          F0 B0?
         .  F0 B0 .           .  F0
     """
@@ -195,7 +197,7 @@ def grid(schedule: Schedule) -> str:
 
 
 class MLP(nn.Module):
-    """Work on each position alone: up to four times the width, a non-linearity, and down again."""
+    """Maps each position by itself: to four times the width, through a non-linearity, and back."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -208,7 +210,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Mix each position with those before it, in heads that do not see each other.
+    """Mixes each position with those before it, in heads that do not see each other.
 
     The number of heads follows from the size of ``query``: with 1/N of the rows of query, key and
     value, and of the columns of ``out``, the same code computes 1/N of the heads.
@@ -233,7 +235,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Add attention, then the MLP, to the stream; each sees it normalised (pre-norm)."""
+    """Adds attention, then the MLP, to the residual stream; each gets it normalised (pre-norm)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the ``main`` functions of the lessons share: a model and data, a meter, and lines to print.
+"""Code that the lessons' ``main`` functions share: a model and data, a meter, and printing.
 
 It contains no task, so leave it as it is.
 """
@@ -26,8 +26,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# The first optimizer loads this module, whose functions then keep the process group of that moment
-# as their default: it is not destroyed, and its threads may abort the process as it ends (2.13).
+# Imported before there is a process group. Otherwise the first optimizer imports it, its functions
+# keep the group as their default, and the group is never destroyed, so that its threads may abort
+# the process at exit (torch 2.13).
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.autograd import set_multithreading_enabled
@@ -37,10 +38,10 @@ from torch.nn.functional import cross_entropy
 from phase2_advanced.given import Batch, group_device
 
 NUM_ROWS = 512  # rows of the data
-MAX_COLUMNS = 80  # columns of a drawing
-PORTS = range(15_000, 30_000)  # below those that the system gives to clients
+MAX_COLUMNS = 80  # of a drawing; wider ones are folded
+PORTS = range(15_000, 30_000)  # below those that the system assigns to clients
 
-# What torchrun calls who a process is, and what the mpirun of MPICH and of Open MPI call it.
+# torchrun's variables that identify a process, and their names in MPICH's and Open MPI's mpirun.
 MPIRUN = {
     "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK"),
     "WORLD_SIZE": ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -55,12 +56,11 @@ def join() -> None:
     They compute on GPUs and use NCCL if this machine has a GPU for each of its ranks. Otherwise
     they compute on the CPU and use gloo.
 
-    Those of mpirun on several machines need to be told where rank 0 is, by MASTER_ADDR and
-    MASTER_PORT. On one machine, they meet at a port that the process which has started them all
-    stands for.
+    If mpirun has started ranks on several machines, MASTER_ADDR and MASTER_PORT must say where rank
+    0 is. On one machine, they connect at a port derived from their parent's process id.
 
     Raises:
-        ValueError: nothing of the kind has started this process, or the address is not known.
+        ValueError: none of these launchers has started this process, or the address is not known.
     """
     if "RANK" not in os.environ:
         os.environ.update(_from_mpirun())
@@ -76,7 +76,7 @@ def _backend() -> str:
 
 
 def _from_mpirun() -> dict[str, str]:
-    """Return torchrun's variables; none that mpirun does not know."""
+    """Return mpirun's values for those of torchrun's variables that are not set."""
     known = {
         name: os.environ[theirs]
         for name, both in MPIRUN.items()
@@ -90,12 +90,12 @@ def _from_mpirun() -> dict[str, str]:
 
 
 def load_digits(rows: int = NUM_ROWS) -> Batch:
-    """Return the first of scikit-learn's digits: pixels (rows, 64) from 0 to 1, labels (rows,).
+    """Return the first of scikit-learn's digits: pixels (rows, 64) from 0 to 1, and labels (rows,).
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
     """
-    spec = find_spec("sklearn")  # only its file is needed: importing it takes a second per rank
+    spec = find_spec("sklearn")  # only its data file is needed: an import takes a second per rank
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the digits come with scikit-learn: pip install scikit-learn")
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
@@ -104,9 +104,9 @@ def load_digits(rows: int = NUM_ROWS) -> Batch:
 
 
 def digit_layers(widths: Sequence[int]) -> list[nn.Module]:
-    """Return the layers of a classifier of digits, in float64 and the same on every rank.
+    """Return the layers of a digit classifier, in float64 and the same on every rank.
 
-    As in a transformer, a layer is four times as wide inside as its input; the last is linear.
+    As in a transformer, a layer is four times as wide inside as at its input. The last is linear.
 
     Args:
         widths: width of each layer's input; the last layer returns 10 logits.
@@ -120,22 +120,22 @@ def digit_layers(widths: Sequence[int]) -> list[nn.Module]:
 
 def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
     layer = nn.Linear(num_inputs, num_outputs, dtype=torch.float64)
-    nn.init.xavier_normal_(layer.weight)  # torch's own is too small for many layers with tanh
+    nn.init.xavier_normal_(layer.weight)  # torch's default is too small for many layers with tanh
     return layer.to(group_device())
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Return how many numbers a module learns."""
+    """Return the number of elements in a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def optimizer_for(module: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of all programs: its steps are the same for a model and its parts."""
+    """Return the programs' optimizer, whose steps do not depend on how a model is split."""
     return torch.optim.Adam(module.parameters(), lr=0.003)
 
 
 def train(model: nn.Module, num_steps: int) -> list[float]:
-    """Train on all digits of ``load_digits`` at once, without pipeline; return the losses."""
+    """Train on all of ``load_digits`` in each step, without a pipeline, and return the losses."""
     (images, labels), optimizer = load_digits(), optimizer_for(model)
     losses = []
     for _ in range(num_steps):
@@ -148,7 +148,7 @@ def train(model: nn.Module, num_steps: int) -> list[float]:
 
 
 def train_alone(model: nn.Module, num_steps: int) -> None:
-    """Train on rank 0 as one process would, and give all ranks its weights."""
+    """Train on rank 0 as one process would, and broadcast the weights to all ranks."""
     if dist.get_rank() == 0:
         train(model, num_steps)
     for parameter in model.parameters():
@@ -156,11 +156,11 @@ def train_alone(model: nn.Module, num_steps: int) -> None:
 
 
 def require_equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
-    """``fail`` on all ranks unless every rank's weights are those of one process.
+    """Call ``fail`` on all ranks unless every rank's weights are those of one process.
 
     Args:
         ours: this rank's weights, in float64.
-        theirs: the same weights of the model that one process has trained.
+        theirs: the same weights, from the model that one process has trained.
     """
     pairs = [(x.detach(), y.detach()) for x, y in zip(ours, theirs, strict=True)]
     ok = all(torch.allclose(x, y, rtol=1e-6, atol=1e-9) for x, y in pairs)
@@ -172,11 +172,11 @@ def require_equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
 def compare_with_one_process(
     ours: nn.Module, widths: Sequence[int], layers: Iterable[int], num_steps: int
 ) -> None:
-    """``fail`` on all ranks unless every rank has the weights that one process would have.
+    """Call ``fail`` on all ranks unless every rank has the weights that one process would have.
 
     Args:
         ours: layers of ``digit_layers(widths)`` that this rank has trained.
-        layers: the numbers of the layers in it.
+        layers: indices of these layers in the model.
     """
     alone = digit_layers(widths)
     train_alone(nn.Sequential(*alone), num_steps)
@@ -184,7 +184,7 @@ def compare_with_one_process(
 
 
 def from_all_ranks(number: float) -> list[float]:
-    """Return the number of each rank, on all ranks."""
+    """Return every rank's ``number``, on all ranks."""
     mine = torch.tensor([number], dtype=torch.float64, device=group_device())
     numbers = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(numbers, mine)
@@ -192,16 +192,16 @@ def from_all_ranks(number: float) -> list[float]:
 
 
 def by_rank(number: float, form: str = ",.0f") -> str:
-    """Write down the number of each rank; all ranks must call this."""
+    """Return every rank's ``number`` as text; all ranks must call this."""
     return "  ".join(format(other, form) for other in from_all_ranks(number))
 
 
 def in_bands(drawing: str, cell: int) -> str:
-    """Fold a drawing that is wider than a terminal: one band of rows below the other.
+    """Fold a drawing that is wider than a terminal into bands, one below the other.
 
     Args:
-        drawing: its rows consist of cells.
-        cell: characters of each of them, with the gap behind it.
+        drawing: rows of cells.
+        cell: width of a cell in characters, including the gap after it.
     """
     rows, width = drawing.splitlines(), MAX_COLUMNS // cell * cell
     starts = range(0, max(map(len, rows)), width)
@@ -211,27 +211,27 @@ def in_bands(drawing: str, cell: int) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line on rank 0 only: lines of several processes would mix."""
+    """Print a line on rank 0 only, because lines from several processes would mix."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def say_loss(first: float, last: float) -> None:
-    """Print the first and the last loss, after ``require_equal``."""
+    """Print the first and the last loss, once ``require_equal`` has passed."""
     say(f"loss:                 {first:.3f} -> {last:.3f}, and the weights of one process")
 
 
 def fail(problem: object) -> NoReturn:
-    """End the program on all ranks, which must all call this; rank 0 says why in one line."""
+    """End the program on all ranks, which must all call this; rank 0 prints why, in one line."""
     if dist.get_rank() == 0:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr, flush=True)
-    dist.barrier()  # the first rank that ends takes the others with it: rank 0 must have spoken
+    dist.barrier()  # the first rank to exit ends the others too, so rank 0 must print first
     dist.destroy_process_group()
     raise SystemExit(1) from None
 
 
 def require_written(*functions: Callable[..., Any]) -> None:
-    """``fail`` on all ranks, which must all call this, if a function is still a TODO."""
+    """Call ``fail`` on all ranks if a function is still a TODO; all ranks must call this."""
     for function in functions:
         code = getattr(inspect.unwrap(function), "__code__", None)
         for instruction in dis.get_instructions(code) if code else ():
@@ -245,7 +245,7 @@ def positive(text: str) -> int:
     """Read an option that must be 1 or more.
 
     Raises:
-        argparse.ArgumentTypeError: it is not.
+        argparse.ArgumentTypeError: it is below 1, or not a whole number.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
@@ -268,12 +268,12 @@ def checkpointed(
     checkpoint: Callable[..., Any],
     train_step: Callable[[list[nn.Sequential]], "Meter"],
 ) -> list[nn.Sequential]:
-    """Print what a step keeps without checkpoints; return the same layers with one around each.
+    """Print what a step keeps without checkpoints; return the chunks with each layer checkpointed.
 
     Args:
-        chunks: this rank's; they keep their parameters and share them with the result.
-        checkpoint: the function of task 2.6.
-        train_step: measures a step of a copy of the chunks.
+        chunks: this rank's chunks, which share their parameters with the result.
+        checkpoint: the function from task 2.6.
+        train_step: function that trains a copy of the chunks for one step, and returns the meter.
     """
     require_written(checkpoint)
     say("without checkpointing, in one step:")
@@ -283,20 +283,20 @@ def checkpointed(
 
 
 class Meter:
-    """Measures what a rank does in its steps.
+    """Measures a rank's time and memory in its steps.
 
     Attributes:
-        total_s: the time of all steps, by the clock of ``time.perf_counter``.
-        busy_s: how much of it ``modules`` have computed, forward and backward. In the rest, the
-            rank has sent, received and waited.
-        peak_bytes: most bytes that autograd has kept at the same time for backward passes.
-            Parameters do not count: they are there anyway.
+        total_s: time of all steps, by the clock of ``time.perf_counter``.
+        busy_s: part of this time in which ``modules`` computed, forward and backward. The rest
+            of the time, the rank sent, received or waited.
+        peak_bytes: most bytes that autograd kept at any one time for backward passes, without
+            parameters, which are in memory anyway.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.total_s = self.busy_s = self._since = 0.0
         self.peak_bytes = self._bytes = 0
-        self._keepers: Counter[int] = Counter()  # number of keepers by address
+        self._keepers: Counter[int] = Counter()  # number of ``_Kept`` by address
         for module in modules:
             module.register_forward_pre_hook(lambda *_: self._start())
             module.register_forward_hook(self._after_forward)
@@ -307,7 +307,7 @@ class Meter:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step: forward and backward passes."""
+        """Measure the forward and backward passes of a step."""
         start = time.perf_counter()
         with saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
             yield
@@ -323,7 +323,7 @@ class Meter:
     def _after_forward(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         self._add()
         if output.requires_grad:
-            output.register_hook(lambda _: self._start())  # then the backward pass comes here
+            output.register_hook(lambda _: self._start())  # backward enters the module here
 
     def _keep(self, x: Tensor) -> "_Kept":
         kept = _Kept(x.detach())
@@ -341,13 +341,13 @@ class Meter:
 
 @dataclass(eq=False)
 class _Kept:
-    """What autograd keeps; it is freed with the graph."""
+    """A tensor that autograd keeps; it is freed with the graph."""
 
     tensor: Tensor
 
 
 def report(meter: Meter) -> None:
-    """Print what the ranks have kept for backward passes, and how long they have waited."""
+    """Print how much the ranks kept for backward passes, and how long they waited or sent."""
     waited = 1 - meter.busy_s / meter.total_s
     say(f"kept for backward:    {by_rank(meter.peak_bytes / 1000)} kB at most")
     say(f"waited or sent:       {by_rank(waited, '.0%')} of the time")
@@ -355,7 +355,7 @@ def report(meter: Meter) -> None:
 
 @contextmanager
 def calls_of(function: Callable[..., Any]) -> Iterator[list[dict[str, Any]]]:
-    """List the arguments of all calls of a Python function by this rank, even in backward."""
+    """Collect the arguments of this rank's calls to a Python function, even in backward."""
     calls, code = [], inspect.unwrap(function).__code__
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
@@ -365,7 +365,7 @@ def calls_of(function: Callable[..., Any]) -> Iterator[list[dict[str, Any]]]:
     before = sys.getprofile()
     sys.setprofile(on_event)
     try:
-        with set_multithreading_enabled(False):  # backward in this thread, on a GPU too
+        with set_multithreading_enabled(False):  # backward in this thread, even on a GPU
             yield calls
     finally:
         sys.setprofile(before)

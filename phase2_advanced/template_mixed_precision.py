@@ -24,28 +24,28 @@ from phase2_advanced.given import (
 
 
 class LossScaler:
-    """Moves gradients into the range of float16 and back, and skips a step if one is not finite.
+    """Moves gradients into the range of float16 and back, and skips a step if any is not finite.
 
-    Multiplying the loss by a scale multiplies every gradient by it, too. The scale falls after an
+    Multiplying the loss by a scale multiplies every gradient by it too. The scale falls after an
     overflow, and rises after many steps without one. All ranks have the same scale:
         scale 65536, an inf on rank 1 only    no rank steps, then the scale is 32768 on all ranks
         2000 updates without an overflow      the scale is 65536 again
 
-    In each step: ``scale``, backward, ``unscale`` if anything needs the gradients, ``step``,
-    ``update``.
+    Each step calls ``scale``, backward, ``unscale`` if anything reads the gradients, ``step`` and
+    ``update``, in this order.
 
     Args:
-        init_scale: the scale at the beginning.
+        init_scale: initial scale.
         growth_factor: factor by which the scale grows after ``growth_interval`` good updates.
-        backoff_factor: factor by which it shrinks after an overflow.
-        growth_interval: how many updates in a row must be good before the scale grows.
-        all_reduce: sums a tensor over the group, in place.
+        backoff_factor: factor by which the scale is multiplied after an overflow.
+        growth_interval: number of good updates in a row after which the scale grows.
+        all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
     Attributes:
         value: the scale.
         good_steps: updates without an overflow since the scale last changed.
-        is_finite: result of ``unscale`` by optimizer, since the last update.
+        is_finite: results of ``unscale`` since the last update, by optimizer.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class LossScaler:
         """Return the loss times the scale, for backward.
 
         Args:
-            loss: a scalar of any floating dtype; it is not changed. The gradient that reaches a
-                float16 loss is the scale: 65536 is inf there, and the step will be skipped.
+            loss: a scalar of any floating-point dtype; it is not changed. The gradient of a float16
+                loss is the scale itself: 65536 is inf in float16, so the step will be skipped.
 
         Returns:
-            In float64 if the loss is in float64, otherwise in float32: a scaled loss may exceed
-            65504, where float16 ends.
+            The scaled loss, in float64 if the loss is in float64, otherwise in float32: it may
+            exceed 65504, the largest finite float16 value.
         """
         # TODO 2.4: the loss times the scale, as a tensor through which backward can go.
         #   Tools: self.value, Tensor.to, torch.promote_types.
@@ -85,14 +85,15 @@ class LossScaler:
     def unscale(self, optimizer: Optimizer) -> bool:
         """Divide the gradients of ``optimizer`` by the scale, and return whether all are finite.
 
-        A second call before ``update`` changes nothing, sends nothing, and returns the same.
+        A second call before ``update`` changes nothing, sends nothing, and returns the same result.
 
         Args:
-            optimizer: its parameters' gradients are divided in place. A parameter without a
-                gradient stays without; ranks may differ in which have one.
+            optimizer: optimizer whose parameters' gradients are divided in place. A parameter
+                without a gradient still has none afterwards; which parameters these are may
+                differ by rank.
 
         Returns:
-            Whether every number in the gradients of all ranks is finite; the same on all ranks.
+            Whether every element of all ranks' gradients is finite; the same on all ranks.
 
         Cost: one all-reduce of one number.
         """
@@ -109,12 +110,12 @@ class LossScaler:
     def step(self, optimizer: Optimizer) -> bool:
         """Take the optimizer's step if all gradients are finite, on all ranks or on none.
 
-        Unscales first, unless that was done since the last update. Gradients that were clipped
-        after ``unscale`` are used as they are.
+        The gradients are unscaled first, unless that was done since the last update. Gradients
+        that were clipped after ``unscale`` are used as they are.
 
         Returns:
             Whether the step was taken. If it was not, the parameters and the optimizer's state are
-            as before.
+            unchanged.
         """
         # TODO 2.4: the optimizer steps on every rank, or on none.
         #   Tools: what you have written above, optimizer.step.
@@ -123,13 +124,13 @@ class LossScaler:
         raise NotImplementedError("Task 2.4: LossScaler.step, see guidelines.md#24-scale-the-loss")
 
     def update(self) -> None:
-        """Adapt the scale to what was found since the last update.
+        """Adapt the scale to the results of ``unscale`` since the last update.
 
-        If the gradients of any optimizer were not finite: the scale times ``backoff_factor``, and
-        the count of good steps begins again. Otherwise one more good step; the last of
-        ``growth_interval`` multiplies the scale by ``growth_factor``, and the count begins again.
-        An update without any ``unscale`` since the last one counts as a good step. Either way
-        ``unscale`` will divide again.
+        If any optimizer's gradients were not finite, the scale is multiplied by ``backoff_factor``,
+        and the count of good steps restarts at 0. Otherwise the count grows by 1; when it reaches
+        ``growth_interval``, the scale is multiplied by ``growth_factor``, and the count restarts at
+        0. An update without any ``unscale`` since the last one counts as a good step. In any case,
+        the next ``unscale`` divides again.
         """
         # TODO 2.4: the scale and the count as they should be for the next step.
         #   Tools: the attributes that __init__ sets.
@@ -140,10 +141,10 @@ class LossScaler:
         )
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint must hold of this scaler, as plain numbers by name.
+        """Return the state that a checkpoint must hold, as plain numbers by name.
 
-        Later calls do not change what was returned. What ``unscale`` has found since the last
-        update is not saved.
+        Later calls do not change the returned dict. Results of ``unscale`` since the last update
+        are not saved.
         """
         # TODO 2.4: all that a run which is resumed cannot know from the arguments.
         #   Tools: the attributes that __init__ sets.
@@ -155,12 +156,12 @@ class LossScaler:
         )
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on exactly as the scaler that returned ``state`` would have.
+        """Restore ``state``, to continue exactly as the scaler that returned it would have.
 
-        What ``unscale`` has found before does not count.
+        Earlier results of ``unscale`` are discarded.
 
         Args:
-            state: result of ``state_dict`` of a scaler made with the same arguments.
+            state: result of ``state_dict`` of a scaler created with the same arguments.
         """
         # TODO 2.4: this scaler is where the saved one was.
         #   Tools: the attributes that __init__ sets.
@@ -185,43 +186,42 @@ def mixed_precision_step(
     all_reduce: AllReduce = all_reduce,
     group: Group = None,
 ) -> StepResult:
-    """Do one step on the batches of all ranks: compute in 16 bits, update weights of 32 bits.
+    """Take one step on the batches of all ranks: compute in 16 bits, update the weights in 32.
 
     The parameters are the master weights. They and their gradients stay in float32, while autocast
     computes with 16-bit copies of them:
         weight 1.0, update 0.0001    float32: 0.9999    float16: 1.0, the update is lost
 
-    With B targets on all ranks, the gradient is that of (sum of all losses) / B.
+    With B targets on all ranks together, the gradient is that of (sum of all losses) / B.
 
     Args:
-        model: equal on all ranks; trainable parameters in float32.
-        optimizer: optimizer of all trainable parameters of ``model``. Gradients left from before
-            the step do not count.
-        scaler: equal on all ranks, with the same group; updated once.
+        model: the model, equal on all ranks, with trainable parameters in float32.
+        optimizer: optimizer of all trainable parameters of ``model``. Gradients left over from
+            before the step are discarded.
+        scaler: the loss scaler, equal on all ranks, with the same group; updated once.
         batch: this rank's tensors; ranks may have different numbers of rows and targets, or none.
         dtype: dtype that autocast computes in, float16 or bfloat16.
-        reduce_dtype: dtype in which gradients are sent and summed, while they are scaled, but
-            already divided by B. A sum that overflows there counts as a gradient that is not
-            finite.
-        max_norm: the largest norm of the unscaled gradient, taken over all parameters; a larger
-            gradient is scaled down to it.
-        loss_sum: returns the sum of this rank's losses and the number of its targets; called once
-            on every rank, under autocast.
-        all_reduce: sums a tensor over the group, in place.
+        reduce_dtype: dtype in which the gradients are sent and summed, still scaled but already
+            divided by B. A sum that overflows in it counts as a gradient that is not finite.
+        max_norm: the largest norm that the unscaled gradient may have, over all parameters
+            together; a larger gradient is scaled down to it.
+        loss_sum: function that returns the sum of this rank's losses and the number of its
+            targets; called once on every rank, under autocast.
+        all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
     Returns:
-        Loss, decision and norm. If the step is skipped, it is skipped on all ranks: the parameters
-        and the optimizer's state are as before, and the scale has fallen. Its loss is reported
-        as that of any other step.
+        The loss, whether the step was skipped, and the norm. A step is skipped on all ranks or on
+        none. If it is, the parameters and the optimizer's state are unchanged, the scale has
+        fallen, and the loss is reported as usual.
 
     Raises:
-        ValueError: the same on every rank, if no rank has any target; the parameters are left
+        ValueError: the same on every rank, if no rank has any targets; the parameters are left
             unchanged.
 
-    Cost: one all-reduce of two numbers, in float32 or float64; one of the gradients of all
-        trainable parameters, in one bucket of ``reduce_dtype``, in which a parameter without a
-        gradient counts as zero; and that of ``scaler``.
+    Cost: one all-reduce of two numbers, in float32 or float64; one all-reduce of the gradients of
+        all trainable parameters, in one bucket of ``reduce_dtype``, in which a parameter without a
+        gradient counts as zero; and the all-reduce of ``scaler``.
     """
     # TODO 2.5: one step as one process would do it on all batches, computed in 16 bits.
     #   Tools: torch.autocast, the arguments scaler, loss_sum and all_reduce, torch.cat,

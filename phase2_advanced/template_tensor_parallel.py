@@ -18,25 +18,25 @@ from torch.nn import functional as F
 from phase2_advanced import programs
 from phase2_advanced.given import MLP, Attention, Block, Group, group_device
 
-WIDTH = 64  # width of the stream in ``main``
+WIDTH = 64  # width of the MLP's input and output in ``main``
 
 
 def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
-    """Pass ``x`` on; in the backward pass, sum its gradient over the ranks.
+    """Pass ``x`` on unchanged; the backward pass sums its gradient over the ranks.
 
-    It is used where the ranks begin to compute with different weights on the same input:
+    It is used where the ranks start to apply different weights to the same input:
         2 ranks, gradients of 1.0 and 3.0 arrive  ->  4.0 leaves on both
 
     Args:
-        x: (…), the same on all ranks, in any layout. It may need no gradient.
+        x: tensor (…), the same on all ranks, in any layout; it need not require a gradient.
         group: the ranks that share the layer; all by default.
 
     Returns:
         A tensor with the values and the memory of ``x``: nothing is copied.
 
-    Cost: forward nothing; backward one all-reduce of the gradient, in its dtype. The gradient that
-        arrives is not changed: another operation may hold it too. What else reads ``x``, outside
-        of the region, sends it a gradient that is not summed.
+    Cost: forward nothing; backward one all-reduce of the gradient, in its dtype. The incoming
+        gradient is not changed, because another operation may hold it too. Gradients that ``x``
+        gets from operations outside the region are not summed.
 
     Source: Shoeybi et al. 2019, section 3, the operator f.
     """
@@ -53,15 +53,15 @@ def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
-    """Sum ``x`` over the ranks; in the backward pass, pass the gradient on.
+    """Sum ``x`` over the ranks; the backward pass passes the gradient on unchanged.
 
-    It is used where the ranks' partial results become one. What follows is the same on all ranks,
-    so each rank's gradient is already that of the sum:
+    It is used where the ranks' partial results are combined. What follows is the same on all ranks,
+    so each rank's gradient is already the gradient of the sum:
         2 ranks, 1.0 and 3.0 arrive  ->  4.0 on both;  a gradient of 1.0 on both stays 1.0
 
     Args:
-        x: (…), this rank's part of the sum, in any layout; it is not changed. It may need no
-            gradient.
+        x: tensor (…), this rank's term of the sum, in any layout; not changed. It need not require
+            a gradient.
         group: the ranks that share the layer; all by default.
 
     Returns:
@@ -100,15 +100,15 @@ class ColumnParallelLinear(nn.Module):
         """Take this rank's slice of ``full``.
 
         Args:
-            full: equal on all ranks; it is not changed. Weight and bias keep their dtype, and each
-                of them is frozen if it is frozen in ``full``. The layer keeps neither ``full`` nor
-                any of its memory, so that ``full`` can be freed.
+            full: the full layer, equal on all ranks; not changed. Weight and bias keep their dtype,
+                and each of them is frozen if it is frozen in ``full``. The new layer keeps neither
+                ``full`` nor any of its memory, so that ``full`` can be freed.
             group: the ranks that share the layer; all by default.
             gather_output: whether ``forward`` returns all output features on every rank.
 
         Raises:
-            ValueError: on every rank, with the same text, if N does not divide the number of output
-                features; it names both.
+            ValueError: N does not divide the number of output features. Raised on every rank, with
+                the same message, which names both.
         """
         # TODO 2.15: keep this rank's rows of the weight and entries of the bias, and nothing else
         #   of full.
@@ -121,13 +121,13 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute this rank's output features, or all of them.
+        """Compute this rank's output features, or all of them with ``gather_output``.
 
         In the backward pass, ``x`` gets the gradient of the full layer on every rank, and weight
         and bias get the matching slices of the full gradients.
 
         Args:
-            x: (…, in), the same on all ranks, in any layout.
+            x: tensor (…, in), the same on all ranks, in any layout.
 
         Returns:
             (…, out / N), or with ``gather_output`` (…, out), the same on all ranks. The gradient of
@@ -135,7 +135,7 @@ class ColumnParallelLinear(nn.Module):
             computation.
 
         Cost: forward nothing, or with ``gather_output`` one all-gather of (…, out / N); backward
-            one all-reduce of the gradient of ``x``, if ``x`` needs one. Both in the dtype of ``x``.
+            one all-reduce of the gradient of ``x``, if it requires one. Both in the dtype of ``x``.
         """
         # TODO 2.15: this rank's outputs, or all of them, with the gradients of the full layer.
         #   Tools: torch.nn.functional.linear, your copy_to_tensor_region, dist.all_gather. After
@@ -150,8 +150,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer whose inputs are split over the ranks.
 
-    Rank r of N multiplies the r-th of N equal parts of the input features, which is what a
-    column-parallel layer has left there, and the partial results are summed:
+    Rank r of N multiplies the r-th of N equal parts of the input features, which a
+    column-parallel layer has left on that rank, and the partial results are summed:
         full weight (4, 6), 2 ranks  ->  columns 0 … 2 on rank 0, columns 3 … 5 on rank 1
 
     Attributes:
@@ -165,14 +165,14 @@ class RowParallelLinear(nn.Module):
         """Take this rank's slice of ``full``.
 
         Args:
-            full: equal on all ranks; it is not changed. Weight and bias keep their dtype, and each
-                of them is frozen if it is frozen in ``full``. The layer keeps neither ``full`` nor
-                any of its memory, so that ``full`` can be freed.
+            full: the full layer, equal on all ranks; not changed. Weight and bias keep their dtype,
+                and each of them is frozen if it is frozen in ``full``. The new layer keeps neither
+                ``full`` nor any of its memory, so that ``full`` can be freed.
             group: the ranks that share the layer; all by default.
 
         Raises:
-            ValueError: on every rank, with the same text, if N does not divide the number of input
-                features; it names both.
+            ValueError: N does not divide the number of input features. Raised on every rank, with
+                the same message, which names both.
         """
         # TODO 2.16: keep this rank's columns of the weight, and the whole bias.
         #   Tools: as for ColumnParallelLinear.
@@ -189,7 +189,7 @@ class RowParallelLinear(nn.Module):
         the bias gets its full gradient on every rank.
 
         Args:
-            x: (…, in / N), this rank's part of the input features, in any layout.
+            x: tensor (…, in / N), this rank's part of the input features, in any layout.
 
         Returns:
             (…, out), the same on all ranks. Its gradient may have any layout. From here on, all
@@ -209,23 +209,23 @@ class RowParallelLinear(nn.Module):
 
 
 def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
-    """Split an MLP over the ranks, in place: the hidden features, 1/N on each rank.
+    """Split an MLP over the ranks, in place, with 1/N of the hidden features on each.
 
-        x  ->  up: its rows  ->  gelu of each feature by itself  ->  down: its columns  ->  sum
+        x  ->  up, split by rows  ->  gelu of each feature  ->  down, split by columns  ->  sum
 
-    Afterwards ``mlp`` maps the same input to the same output as before, on every rank, and its
-    input and its parameters get the gradients of the full module, or their slices of them.
+    Afterwards ``mlp`` maps the same input to the same output as before, on every rank. Its
+    input and parameters get the full module's gradients; split parameters get their slices.
 
     Args:
-        mlp: equal on all ranks, with the layers ``up`` and ``down``. They are replaced by layers of
+        mlp: the MLP, equal on all ranks. Its layers ``up`` and ``down`` are replaced by layers of
             any class, with ``weight`` and ``bias`` as in ``ColumnParallelLinear`` and
-            ``RowParallelLinear``. Its input may have any layout and need no gradient, and is a
-            positional argument.
+            ``RowParallelLinear``. Its input is a positional argument, may have any layout, and need
+            not require a gradient.
         group: the ranks that share the module; all by default.
 
     Raises:
-        ValueError: on every rank, with the same text, if N does not divide the number of hidden
-            features; it names both, and ``mlp`` is left as it is.
+        ValueError: N does not divide the number of hidden features. Raised on every rank, with the
+            same message, which names both; ``mlp`` is left as it is.
 
     Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
         else.
@@ -242,23 +242,24 @@ def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
 
 
 def parallelize_attention(attention: Attention, group: Group = None) -> None:
-    """Split attention over the ranks, in place: whole heads, 1/N of them on each rank.
+    """Split attention over the ranks by whole heads, in place, with 1/N of the heads on each.
 
     Three layers read the same input, but its gradient is summed over the ranks only once.
-    Afterwards ``attention`` maps the same input to the same output as before, on every rank, and
-    its input and its parameters get the gradients of the full module, or their slices of them.
+    Afterwards ``attention`` maps the same input to the same output as before, on every rank. Its
+    input and parameters get the full module's gradients; split parameters get their slices.
 
     Args:
-        attention: equal on all ranks, with the layers ``query``, ``key``, ``value`` and ``out``,
-            and ``head_width``. The layers are replaced by layers of any class, with ``weight`` and
-            ``bias`` as in ``ColumnParallelLinear``, and for ``out`` as in ``RowParallelLinear``.
-            Its input may have any layout and need no gradient, and is a positional argument. What
-            else reads the input sends it a gradient that is not summed.
+        attention: the module, equal on all ranks, with the layers ``query``, ``key``, ``value`` and
+            ``out``, and ``head_width``. The layers are replaced by layers of any class, with
+            ``weight`` and ``bias`` as in ``ColumnParallelLinear``, and for ``out`` as in
+            ``RowParallelLinear``. Its input is a positional argument, may have any layout, and need
+            not require a gradient. Gradients that the input gets from other operations are
+            not summed.
         group: the ranks that share the module; all by default.
 
     Raises:
-        ValueError: on every rank, with the same text, if N does not divide the number of heads; it
-            names both, and ``attention`` is left as it is.
+        ValueError: N does not divide the number of heads. Raised on every rank, with the same
+            message, which names both; ``attention`` is left as it is.
 
     Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
         else.
@@ -290,14 +291,14 @@ class VocabParallelEmbedding(nn.Module):
         """Take this rank's rows of ``full``.
 
         Args:
-            full: equal on all ranks, with finite weights; it is not changed. It has no
-                ``padding_idx`` and no other option. The slice keeps its dtype, and is frozen if it
-                is frozen. The layer keeps neither ``full`` nor any of its memory.
+            full: the full embedding, equal on all ranks, with finite weights; not changed. It has
+                no ``padding_idx`` or other options. The slice keeps its dtype, and is frozen if
+                ``full`` is. The new layer keeps neither ``full`` nor any of its memory.
             group: the ranks that share the layer; all by default.
 
         Raises:
-            ValueError: on every rank, with the same text, if N does not divide the size V of the
-                vocabulary; it names both.
+            ValueError: N does not divide the size V of the vocabulary. Raised on every rank, with
+                the same message, which names both.
         """
         # TODO 2.18: keep this rank's rows of the weight.
         #   Tools: as for ColumnParallelLinear.
@@ -313,7 +314,7 @@ class VocabParallelEmbedding(nn.Module):
         In the backward pass, weight gets the matching rows of the full gradient.
 
         Args:
-            tokens: (…) int64, 0 to V - 1, the same on all ranks; not changed.
+            tokens: tensor (…) int64, 0 to V - 1, the same on all ranks; not changed.
 
         Returns:
             (…, width), the same on all ranks. Its gradient may have any layout. From here on, all
@@ -334,15 +335,15 @@ class VocabParallelEmbedding(nn.Module):
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
     """Return the cross-entropy of each target, from logits that are split over the ranks.
 
-    No rank ever holds the logits of the whole vocabulary, and none sends the logits of its part.
-    With m the greatest logit and z_t the target's, over all ranks, the loss is, but for rounding,
-    log(sum of exp(z - m)) - (z_t - m).
+    No rank ever holds the logits of the whole vocabulary, and none sends its own logits. Up to
+    rounding, the loss is log(sum of exp(z - m)) - (z_t - m), where z are the logits of all ranks,
+    m is the largest of them, and z_t is the target's.
 
     Args:
-        logits: (…, V / N), this rank's part of the vocabulary: entries r·V/N to (r+1)·V/N - 1, in
-            any layout; not changed. They may be so large that exp(z) is infinite.
-        targets: (…) int64, 0 to V - 1, the same on all ranks; -100 does not count: its loss is 0,
-            and its logits get a gradient of 0. Not changed.
+        logits: tensor (…, V / N), this rank's part of the vocabulary, entries r·V/N to
+            (r+1)·V/N - 1, in any layout; not changed. They may be so large that exp(z) is infinite.
+        targets: tensor (…) int64, 0 to V - 1, the same on all ranks; not changed. A target of -100
+            does not count: its loss is 0, and its logits get a gradient of 0.
         group: the ranks that share the vocabulary; all by default.
 
     Returns:
@@ -350,7 +351,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
         continue with the same computation. In the backward pass, ``logits`` gets the matching part
         of the full gradient.
 
-    Cost: forward at most three all-reduces, together of three numbers per target, and nothing else;
+    Cost: forward at most three all-reduces, of three numbers per target in all, and nothing else;
         backward nothing.
 
     Source: Shoeybi et al. 2019, section 3.
@@ -369,13 +370,13 @@ SEQUENCE = 1  # the dim of the positions in (B, T, …)
 
 
 def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
-    """Join the ranks' positions; in the backward pass, sum the gradient and return this rank's.
+    """Gather all positions; the backward pass sums the gradient and keeps this rank's positions.
 
     It replaces ``copy_to_tensor_region``, which is used without sequence parallelism.
 
     Args:
-        x: (B, T / N, …), this rank's part of the positions, in the order of the ranks, in any
-            layout. It may need no gradient.
+        x: tensor (B, T / N, …), this rank's part of the positions, split in rank order, in any
+            layout; it need not require a gradient.
         group: the ranks that share the sequence; all by default.
 
     Returns:
@@ -398,21 +399,21 @@ def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
-    """Sum ``x`` over the ranks and keep this rank's positions; backward, join the gradients.
+    """Sum ``x`` and keep this rank's positions; the backward pass gathers the gradients.
 
     It replaces ``reduce_from_tensor_region``, which is used without sequence parallelism.
 
     Args:
-        x: (B, T, …), this rank's part of the sum, in any layout; it is not changed. It may need no
-            gradient.
+        x: tensor (B, T, …), this rank's term of the sum, in any layout; not changed. It need not
+            require a gradient.
         group: the ranks that share the sequence; all by default.
 
     Returns:
         (B, T / N, …) in the dtype of ``x``: positions r·T/N to (r+1)·T/N - 1 of the sum on rank r.
 
     Raises:
-        ValueError: on every rank, with the same text, if N does not divide the number of positions
-            T; it names both.
+        ValueError: N does not divide the number T of positions. Raised on every rank, with the same
+            message, which names both.
 
     Cost: forward one reduce-scatter of ``x``; backward one all-gather of the gradient, which may
         have any layout and is not changed; both in the dtype of ``x``.
@@ -430,31 +431,31 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
 
 
 def parallelize_block(block: Block, group: Group = None) -> None:
-    """Split a transformer block over the ranks, in place: weights, and between them positions.
+    """Split a transformer block, in place: attention and MLP by weights, the rest by positions.
 
         x (B, T/N, E)  ->  norm  ->  gather  ->  attention: whole heads  ->  reduce-scatter  ->  +
                        ->  norm  ->  gather  ->  MLP: hidden features  ->  reduce-scatter  ->  +
 
     Afterwards ``block`` maps this rank's positions of the input to this rank's positions of the
-    output, and each norm sees only these. The input gets its positions of the full gradient, and
-    the parameters get the gradients of the full module, or their slices of them.
+    output, and each norm sees only these. The input gets its positions of the full gradient. The
+    parameters get the full module's gradients; split ones get their slices.
 
     Args:
-        block: equal on all ranks. The layers of ``attention`` and ``mlp`` give way to layers with
-            the slices of ``parallelize_attention`` and ``parallelize_mlp``. The parameters of the
-            norms, and the biases of ``out`` and ``down``, work on T/N positions: their gradients
-            are summed over the ranks in each backward pass, so that every rank gets the full
-            gradient. Frozen parameters stay frozen. Its input may have any layout, and is a
-            positional argument.
+        block: the block, equal on all ranks. The layers of ``attention`` and ``mlp`` are replaced
+            by layers with the same slices as in ``parallelize_attention`` and ``parallelize_mlp``.
+            The parameters of the norms, and the biases of ``out`` and ``down``, see only T/N
+            positions, so their gradients are summed over the ranks in each backward pass, and every
+            rank gets the full gradient. Frozen parameters stay frozen. The block's input is a
+            positional argument and may have any layout.
         group: the ranks that share the block; all by default.
 
     Raises:
-        ValueError: on every rank, with the same text, if N does not divide the number of heads; it
-            names both, and ``block`` is left as it is.
+        ValueError: N does not divide the number of heads. Raised on every rank, with the same
+            message, which names both; ``block`` is left as it is.
 
     Cost: for n bytes of (B, T, E), two all-gathers and two reduce-scatters forward, and the same
         backward: together the bytes of four all-reduces of n bytes. Backward also sums the
-        gradients of 6E numbers, or fewer if some are frozen, in one all-reduce or in several.
+        gradients of 6E parameters, or fewer if some are frozen, in one all-reduce or several.
 
     Source: Korthikanti et al. 2022, section 4.2.2.
     """
@@ -470,7 +471,7 @@ def parallelize_block(block: Block, group: Group = None) -> None:
 
 
 def main() -> None:
-    """Train an MLP on digits with its hidden features split, and compare with one process's."""
+    """Train an MLP on digits with split hidden features, and compare it with a one-process run."""
     options = _options()
     programs.join()
     programs.require_written(copy_to_tensor_region, reduce_from_tensor_region, parallelize_mlp)
@@ -502,7 +503,7 @@ def _options() -> argparse.Namespace:
 
 
 def _model(num_hidden: int) -> tuple[nn.Module, MLP]:
-    """Return a classifier of digits, and the MLP in it: the layers around it stay whole."""
+    """Return a digit classifier and the MLP inside it; the layers around the MLP stay whole."""
     torch.manual_seed(0)
     mlp = MLP(WIDTH)
     mlp.up, mlp.down = nn.Linear(WIDTH, num_hidden), nn.Linear(num_hidden, WIDTH)
@@ -511,7 +512,7 @@ def _model(num_hidden: int) -> tuple[nn.Module, MLP]:
 
 
 def _say_what_a_step_sends(model: nn.Module) -> None:
-    """Count the all-reduces of a step, which does not change the weights."""
+    """Print the all-reduces of a step that does not change the weights."""
     images, labels = programs.load_digits()
     with programs.calls_of(dist.all_reduce) as forward:
         loss = F.cross_entropy(model(images), labels)

@@ -1,6 +1,6 @@
-"""What phase 3 gives you: types, and what its lessons take from other phases.
+"""Code that phase 3 gives you: types, and functions from other phases that its lessons use.
 
-It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
+It contains no tasks, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,29 +27,29 @@ class AllReduce(Protocol):
 
 
 class ReduceScatter(Protocol):
-    """Sums a tensor over the group, and returns rank r's chunk of the sum, a view of the tensor.
+    """Sums a tensor over the group, and returns this rank's chunk of the sum, a view of the tensor.
 
-    The chunks are those of ``x.view(-1).tensor_split``; of ``x``, only this one is defined then.
+    The chunks are those of ``x.view(-1).tensor_split``; afterwards, the other chunks are undefined.
     """
 
     def __call__(self, x: Tensor, /, group: Group = None) -> Tensor: ...
 
 
 class AllGather(Protocol):
-    """Collects in a tensor the chunks of all ranks of the group; rank r brings chunk r."""
+    """Collects the chunks of all ranks of the group in a tensor; rank r contributes chunk r."""
 
     def __call__(self, x: Tensor, /, group: Group = None) -> None: ...
 
 
 def all_reduce(x: Tensor, group: Group = None) -> None:
-    """Sum ``x`` over the ranks of ``group``, in place: torch's own, as lessons take it."""
+    """Sum ``x`` over the ranks of ``group``, in place, with torch's own all-reduce."""
     dist.all_reduce(x, group=group)
 
 
 def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
-    """Sum ``x`` over ``group``, and return this rank's chunk: torch's own, as lessons take it.
+    """Sum ``x`` over ``group``, and return this rank's chunk, with torch's own reduce-scatter.
 
-    torch wants chunks of one size, so those that are shorter travel with an element more.
+    torch requires chunks of equal size, so shorter ones are padded by one element.
     """
     mine, world_size = own_chunk(x, group), dist.get_world_size(group)
     if x.numel() % world_size == 0:
@@ -62,7 +62,7 @@ def reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group = None) -> None:
-    """Collect in ``x`` the chunks of all ranks of ``group``: torch's own, as lessons take it."""
+    """Collect the chunks of all ranks of ``group`` in ``x``, with torch's own all-gather."""
     world_size = dist.get_world_size(group)
     if x.numel() % world_size == 0:
         start_all_gather(x, group).wait()
@@ -75,7 +75,7 @@ def all_gather(x: Tensor, group: Group = None) -> None:
 
 
 def own_chunk(x: Tensor, group: Group = None) -> Tensor:
-    """Return this rank's chunk of ``x``, one of ``x.view(-1).tensor_split``: a view."""
+    """Return this rank's chunk of ``x``, a view, as cut by ``x.view(-1).tensor_split``."""
     return x.view(-1).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
@@ -92,14 +92,14 @@ def start_exchange(
     ``outgoing`` must not be written, and ``incoming`` neither read nor written.
 
     Args:
-        outgoing: contiguous.
+        outgoing: contiguous tensor.
         dst: the rank inside ``group`` that receives ``outgoing``; not this rank.
-        incoming: contiguous, with the shape and dtype of what ``src`` sends.
+        incoming: contiguous tensor with the shape and dtype of what ``src`` sends.
         src: the rank inside ``group`` that sends ``incoming``; not this rank.
         group: the ranks that take part; all by default.
 
     Returns:
-        The works, to ``wait`` for.
+        The operations in progress; call ``wait`` on each.
     """
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)
     recv = dist.P2POp(dist.irecv, incoming, group=group, group_peer=src)
@@ -114,7 +114,7 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
 
 
 def group_device(group: Group = None) -> torch.device:
-    """Return where tensors must be to travel in ``group``: this rank's GPU with NCCL, else CPU."""
+    """Return the device for tensors sent in ``group``: this rank's GPU with NCCL, else the CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
@@ -123,14 +123,14 @@ def group_device(group: Group = None) -> torch.device:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done all that it was asked to do: a GPU works on by itself."""
+    """Wait until the device has finished its work: calls to a GPU return before that."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a message costs: one of n bytes takes ``alpha_s + n * beta_s_per_byte`` seconds."""
+    """Cost of a message: one of n bytes takes ``alpha_s + n * beta_s_per_byte`` seconds."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -142,12 +142,12 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which ranks share a host, and what messages cost inside the hosts and between them.
+    """Hosts of the ranks, and the cost of messages inside and between hosts.
 
     Attributes:
         hosts: name of each rank's host.
         inside: cost of a message between two ranks of a host; None if no host has two.
-        between: the same for ranks of different hosts; None: there is one host.
+        between: the same for ranks of different hosts; None if there is only one host.
     """
 
     hosts: tuple[str, ...]
@@ -156,12 +156,12 @@ class Topology:
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host, in the order of their first ranks."""
+        """Ranks of each host, in the order of the hosts' first ranks."""
         return ranks_by_host(self.hosts)
 
 
 def ranks_by_host(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host, in the order of their first ranks.
+    """Return the ranks of each host, in the order of the hosts' first ranks.
 
     ("a", "b", "a") -> ((0, 2), (1,))
     """
@@ -172,15 +172,15 @@ def ranks_by_host(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def node_groups(hosts: Sequence[str]) -> tuple[Group, Group]:
-    """Make this rank's two groups: its own host, and its counterparts on all hosts.
+    """Make this rank's two groups: the ranks of its host, and its counterparts on all hosts.
 
         hosts     a  a  b  b
         rank      0  1  2  3     inside: 0 1 | 2 3     across: 0 2 | 1 3
 
-    All ranks of the world call this together, once: a group is expensive to make.
+    All ranks of the world call this together, once: groups are expensive to make.
 
     Args:
-        hosts: the host of each rank of the world, equally many ranks on each.
+        hosts: host of each rank of the world, with the same number of ranks per host.
 
     Raises:
         ValueError: the hosts have different numbers of ranks.
@@ -197,10 +197,10 @@ def node_groups(hosts: Sequence[str]) -> tuple[Group, Group]:
 
 
 class Started(Protocol):
-    """Something that is under way; torch's ``Work`` is one."""
+    """An operation in progress, such as torch's ``Work``."""
 
     def wait(self) -> Any:
-        """Return when it is done."""
+        """Wait until it is done."""
         ...
 
 
@@ -215,13 +215,13 @@ class StartAllReduce(Protocol):
 
 
 def start_all_reduce(x: Tensor, group: Group = None) -> Started:
-    """Start to sum ``x`` over the ranks of ``group``, in place: torch's own, as lessons take it."""
+    """Start to sum ``x`` over the ranks of ``group``, in place, with torch's own all-reduce."""
     work: Started = dist.all_reduce(x, group=group, async_op=True)
     return work
 
 
 def start_reduce_scatter(x: Tensor, group: Group = None) -> Started:
-    """Start what ``reduce_scatter`` does, for chunks of one size: they end in ``own_chunk``.
+    """Start a ``reduce_scatter`` of equal chunks, which leaves its result in ``own_chunk``.
 
     Until ``wait`` has returned, ``x`` must be neither read nor written.
     """
@@ -230,7 +230,7 @@ def start_reduce_scatter(x: Tensor, group: Group = None) -> Started:
 
 
 def start_all_gather(x: Tensor, group: Group = None) -> Started:
-    """Start what ``all_gather`` does, for chunks of one size: this rank brings ``own_chunk``.
+    """Start an ``all_gather`` of equal chunks, to which this rank contributes ``own_chunk``.
 
     Until ``wait`` has returned, ``x`` must be neither read nor written.
     """
@@ -238,19 +238,20 @@ def start_all_gather(x: Tensor, group: Group = None) -> Started:
     return work
 
 
-# torch 2.13 gave these names, and warns of the old ones
+# new names in torch 2.13, which warns about the old ones
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def in_background(all_reduce: AllReduce) -> StartAllReduce:
-    """Make an all-reduce that starts and is waited for later from one that blocks, such as yours.
+    """Turn a blocking all-reduce, such as yours, into one that starts the sum and returns at once.
 
         ddp = DistributedDataParallel(model, all_reduce=in_background(ring_all_reduce))
 
-    One thread runs the calls, one after the other, so all ranks sum in the order in which they
-    started. Call it on every rank, and do not communicate in ``group`` while a sum is under way. On
-    a GPU, this thread shares a stream with the backward pass: right, but nothing overlaps.
+    One thread runs the calls one after another, so on all ranks, the sums run in the order in which
+    they were started. Call this on every rank, and do not communicate in ``group`` while a sum is
+    running. On a GPU, the thread shares a stream with the backward pass: sums are right, but
+    nothing overlaps.
     """
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")
 
@@ -267,14 +268,14 @@ class _InBackground:
         self._call = call
 
     def wait(self) -> None:
-        """Return when it is done; raise what it has raised."""
+        """Wait until it is done; raise its error if it failed."""
         self._call.result()
 
 
 def broadcast_module(module: nn.Module, group: Group = None) -> None:
-    """Make the parameters and buffers of all ranks equal to those of rank 0, in place: task 1.9."""
+    """Copy the parameters and buffers of rank 0 to all ranks, in place, as in task 1.9."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        values = tensor.detach().contiguous()  # itself, unless laid out otherwise (channels_last)
+        values = tensor.detach().contiguous()  # copies only if needed, as for channels_last
         dist.broadcast(values, group=group, group_src=0)
         tensor.detach().copy_(values)
 
@@ -283,21 +284,21 @@ def broadcast_module(module: nn.Module, group: Group = None) -> None:
 
 
 def pair_groups(servers: Sequence[int], workers: Sequence[int]) -> dict[int, Group]:
-    """Make a group of each server and each worker, so that each pair's connection fails alone.
+    """Make a group for each pair of server and worker, so that connections fail independently.
 
         servers 0 and 1, worker 2     rank 0: {2: group of 0 and 2}
                                       rank 1: {2: group of 1 and 2}
                                       rank 2: {0: group of 0 and 2, 1: group of 1 and 2}
 
-    When a limit passes in a wait, gloo closes all connections that the rank has in the group of
-    this wait. In a group of two, that is the connection to the rank which it has waited for.
-    All ranks of the world call this together, once and with the same arguments.
+    When a wait in a group exceeds its time limit, gloo closes all of the rank's connections in that
+    group. In a group of two, there is only one: to the rank that it has waited for. All ranks of
+    the world call this together, once and with the same arguments.
 
     Args:
-        servers, workers: their ranks in the world.
+        servers, workers: ranks of the servers and the workers in the world.
 
     Returns:
-        The other rank of the pair -> its group, for the pairs of this rank.
+        The other rank of the pair -> the pair's group, for the pairs of this rank.
     """
     pairs: dict[int, Group] = {}
     for server in servers:
@@ -308,46 +309,46 @@ def pair_groups(servers: Sequence[int], workers: Sequence[int]) -> dict[int, Gro
     return pairs
 
 
-# Planning a layout: what is planned, and what a machine needs for one operation
+# Planning a layout: its types, and the time that a machine takes for one operation
 
 
-Checkpointing = Literal["none", "selective", "full"]  # selective: attention between its products
+Checkpointing = Literal["none", "selective", "full"]  # selective: attention's scores and softmax
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
 class Transformer(NamedTuple):
-    """A GPT. Formulas write l, h, a, s and V for these."""
+    """A GPT model. In formulas, the fields are l, h, a, s and V."""
 
     layers: int
     width: int
     heads: int
-    length: int  # tokens of a sequence
+    length: int  # tokens per sequence
     vocabulary: int
 
 
 class Layout(NamedTuple):
-    """How a model is trained: on data · tensor · pipeline GPUs. Formulas write d, t, p, v and b.
+    """Layout of a model on data · tensor · pipeline GPUs. In formulas: d, t, p, v and b.
 
-    Ranks are counted along tensor first, then data, then pipeline: the ranks of a tensor group are
-    neighbours, and those of a pipeline lie d · t ranks apart.
+    Ranks are numbered along tensor first, then data, then pipeline: the ranks of a tensor group are
+    neighbours, and those of a pipeline are d · t ranks apart.
     """
 
     data: int = 1  # copies of the model
     tensor: int = 1  # ranks that share each layer
     pipeline: int = 1  # stages
     chunks: int = 1  # chunks of layers in each stage: 1 is 1F1B, more is interleaved 1F1B
-    micro_batch: int = 1  # sequences
-    zero_stage: int = 0  # 1: optimizer state, 2: gradients too, 3: parameters too are sharded
+    micro_batch: int = 1  # sequences per micro-batch
+    zero_stage: int = 0  # sharded: 1 optimizer state, 2 also gradients, 3 also parameters
     checkpointing: Checkpointing = "none"  # selective: attention's scores are recomputed
     sequence_parallel: bool = False
 
     def micro_batches(self, batch_size: int) -> int:
-        """Return how many micro-batches of ``batch_size`` sequences each copy gets."""
+        """Return how many micro-batches each copy gets of a batch of ``batch_size`` sequences."""
         return batch_size // (self.data * self.micro_batch)
 
 
 class Machine(NamedTuple):
-    """GPUs and links, each number of one GPU and in one direction."""
+    """GPUs and links. Memory and speeds are per GPU, and bandwidths are per direction."""
 
     nodes: int
     gpus_per_node: int
@@ -359,7 +360,7 @@ class Machine(NamedTuple):
     network_bytes_per_s: float  # bandwidth to other nodes
     network_latency_s: float
     matmul_efficiency: float = 1.0  # share of the peak that very large products reach
-    matmul_padding: float = 0.0  # rows and columns by which a product seems larger than it is
+    matmul_padding: float = 0.0  # rows and columns to add to a product, to model its overhead
 
     @property
     def gpus(self) -> int:
@@ -367,7 +368,7 @@ class Machine(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the fullest GPU holds at once, in bytes."""
+    """Peak memory of the fullest GPU, in bytes."""
 
     parameters: float
     gradients: float
@@ -382,13 +383,13 @@ class Memory(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """What a step of the slowest stage is made of, in seconds."""
+    """Time of a step of the slowest stage, broken down into its parts, in seconds."""
 
     compute: float
-    tensor: float  # messages that wait for each other, inside layers
+    tensor: float  # messages inside layers; nothing overlaps with them
     pipeline: float  # messages between stages
     bubble: float
-    data: float  # messages between copies of the model, as far as computation does not hide them
+    data: float  # messages between model copies, without the time that computation hides
 
     @property
     def total(self) -> float:
@@ -396,7 +397,7 @@ class StepTime(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A layout, and what it needs."""
+    """A layout, with the memory and time that it needs."""
 
     layout: Layout
     memory: Memory
@@ -406,39 +407,39 @@ class Plan(NamedTuple):
 def matmul_seconds(
     machine: Machine, rows: float, inner: float, columns: float, count: float = 1
 ) -> float:
-    """Return the seconds of ``count`` products of (rows, inner) and (inner, columns) matrices.
+    """Return how long ``count`` products of (rows, inner) and (inner, columns) matrices take.
 
-    Products of small matrices use a GPU badly: tiles are half full, and starting takes as long as
-    computing. It is as if each side were ``matmul_padding`` longer: with 100, a product of 100 rows
-    takes as long as one of 200 without it.
+    Small matrices use a GPU poorly: tiles are half full, and launching takes as long as computing.
+    It is as if each side were ``matmul_padding`` longer: with 100, a product of 100 rows takes as
+    long as one of 200 without it.
 
-    Source: the form is ours; docs/plan_fidelity.md shows how well it fits.
+    Source: our own formula; docs/plan_fidelity.md shows how well it fits.
     """
     sides = [side + machine.matmul_padding for side in (rows, inner, columns)]
     return 2 * count * prod(sides) / (machine.peak_flops * machine.matmul_efficiency)
 
 
 def ring_seconds(machine: Machine, num_bytes: float, ranks: int, span: int) -> float:
-    """Return the seconds of an all-gather or reduce-scatter; an all-reduce takes twice as long.
+    """Return how long an all-gather or reduce-scatter takes; an all-reduce takes twice as long.
 
     Args:
         num_bytes: bytes of the whole tensor; each rank holds 1 / ranks of it before or after.
         ranks: number of ranks that take part.
-        span: how many consecutive GPUs they lie within; in a span larger than a node, every step
-            waits for a link between two nodes.
+        span: number of consecutive GPUs within which they lie; if it is larger than a node, every
+            step waits for a link between two nodes.
     """
     bytes_per_s, latency_s = link(machine, span)
     return (ranks - 1) * (latency_s + num_bytes / ranks / bytes_per_s)
 
 
 def send_seconds(machine: Machine, num_bytes: float, span: int) -> float:
-    """Return the seconds of a message between two of ``span`` consecutive GPUs."""
+    """Return how long a message between two of ``span`` consecutive GPUs takes."""
     bytes_per_s, latency_s = link(machine, span)
     return latency_s + num_bytes / bytes_per_s
 
 
 def link(machine: Machine, span: int) -> tuple[float, float]:
-    """Return bytes/s and latency of the slowest link inside ``span`` consecutive GPUs."""
+    """Return bytes/s and latency of the slowest link within ``span`` consecutive GPUs."""
     if span <= machine.gpus_per_node:
         return machine.node_bytes_per_s, machine.node_latency_s
     return machine.network_bytes_per_s, machine.network_latency_s
@@ -453,17 +454,17 @@ def divisors(number: int) -> list[int]:
 
 
 def receive_from_any(incoming: Tensor, group: Group = None) -> int:
-    """Receive what any rank sends, and return who sent it, by its rank inside ``group``.
+    """Receive a message from any rank, and return the sender's rank inside ``group``.
 
-    If several ranks have sent, any of them may come first. NCCL cannot do this, so that parameter
+    If several ranks have sent, any of them may come first. NCCL cannot do this, so parameter
     servers run on CPUs, over gloo or MPI.
     """
-    src = dist.recv(incoming, group=group)  # a rank of the world, also inside a group
+    src = dist.recv(incoming, group=group)  # the rank in the world, even inside a group
     return src if group is None else dist.get_group_rank(group, src)
 
 
 def pack_by_server(tensors: Mapping[str, Tensor], servers: Mapping[str, int]) -> dict[int, Tensor]:
-    """Copy tensors of one dtype into one flat tensor for each server, in the order of their names.
+    """Copy tensors of one dtype into one flat tensor per server, in the order of their names.
 
     Args:
         tensors: tensors by name, such as the parameters of a model, or their gradients.
@@ -479,7 +480,7 @@ def pack_by_server(tensors: Mapping[str, Tensor], servers: Mapping[str, int]) ->
 def unpack_by_server(
     packed: Mapping[int, Tensor], tensors: Mapping[str, Tensor], servers: Mapping[str, int]
 ) -> None:
-    """Copy what ``pack_by_server`` has packed back into ``tensors``."""
+    """Copy the result of ``pack_by_server`` back into ``tensors``."""
     begins = dict.fromkeys(packed, 0)
     for name in sorted(tensors):
         server, size = servers[name], tensors[name].numel()
@@ -492,19 +493,19 @@ def unpack_by_server(
 
 
 class Flat:
-    """Tensors in one memory, padded so that the ranks share it evenly.
+    """Several tensors in one flat tensor, padded so that the ranks share it evenly.
 
     Three tensors of 4, 3 and 2 elements on 2 ranks; each shard has 5:
         data      a a a a b b b c c ·
         shards    0 0 0 0 0 1 1 1 1 1
 
     Attributes:
-        data: (padded,), a copy of all.
-        shard: (padded / N,), this rank's part of ``data``: a view.
+        data: (padded,), a copy of all tensors.
+        shard: (padded / N,), this rank's shard of ``data``: a view.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: Group = None) -> None:
-        """Copy tensors of one dtype and one device, at least one of them."""
+        """Copy one or more tensors of one dtype, on one device."""
         self.shapes = [tensor.shape for tensor in tensors]
         self.sizes = [tensor.numel() for tensor in tensors]
         world_size = dist.get_world_size(group)
@@ -514,12 +515,12 @@ class Flat:
         self.num_padded, self.device = len(self.data), self.data.device
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return where the tensors are in ``flat``, which is like ``data``: views of it."""
+        """Return the tensors as views of ``flat``, which is laid out like ``data``."""
         parts = flat[: sum(self.sizes)].split(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def packed(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Return a copy of others, laid out like ``data``, in a dtype; 0 where there is None."""
+        """Copy ``tensors`` into a new flat tensor laid out like ``data``, with zeros for None."""
         flat = torch.zeros(self.num_padded, dtype=dtype, device=self.device)
         for view, tensor in zip(self.views(flat), tensors, strict=True):
             if tensor is not None:
@@ -532,7 +533,7 @@ class Flat:
 
 
 def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Sort parameters by dtype, device and whether they are trained; each parameter once."""
+    """Group parameters by dtype, device and whether they are trained, each parameter once."""
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
         kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(param)
@@ -540,17 +541,19 @@ def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 class Bucket:
-    """Gradients that are reduced together; they take memory only while they come in.
+    """Gradients that are reduced together.
+
+    They take memory only from the arrival of the first one until ``take``.
 
     Attributes:
-        params: parameters whose gradients these are.
-        shard: this rank's part of the gradients' sum, over ranks and backward passes.
-        is_empty: whether no gradient has come in.
-        is_full: whether all have.
+        params: parameters to which the gradients belong.
+        shard: this rank's shard of the gradients: the mean over ranks, summed over backward passes.
+        is_empty: True if no gradient has arrived.
+        is_full: True if all gradients have arrived.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], flat: Flat) -> None:
-        """Begin empty; ``flat`` is the layout."""
+        """Start empty; ``flat`` is the layout."""
         self.params, self.flat = params, flat
         self.shard = torch.zeros_like(flat.shard)
         self._begin()
@@ -561,16 +564,16 @@ class Bucket:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient has come in."""
+        """True if no gradient has arrived."""
         return self._whole is None
 
     @property
     def is_full(self) -> bool:
-        """Whether all gradients have come in."""
+        """True if all gradients have arrived."""
         return not self._missing
 
     def put(self, param: nn.Parameter) -> None:
-        """Move the gradient of a parameter here: ``param.grad`` is None afterwards."""
+        """Move the gradient of a parameter here; ``param.grad`` is None afterwards."""
         if self._whole is None:
             self._whole = torch.zeros_like(self.flat.data)
         assert param.grad is not None, "only what a backward pass has just made comes in"
@@ -580,30 +583,30 @@ class Bucket:
         self._missing.discard(param)
 
     def take(self) -> Tensor:
-        """Return all gradients (padded,), 0 where none has come in, and start over."""
+        """Return all gradients (padded,), with zeros for any that are missing, and start over."""
         whole = torch.zeros_like(self.flat.data) if self._whole is None else self._whole
         self._begin()
         return whole
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call something when the backward pass that is under way ends.
+    """Call ``callback`` when the current backward pass ends.
 
-    It works in hooks and in the ``backward`` of an autograd Function. What is registered twice is
-    called twice.
+    It works in hooks and in the ``backward`` of an autograd Function. A callback that is registered
+    twice is called twice.
     """
     Variable._execution_engine.queue_callback(callback)
 
 
 def cast_floats(values: Values, dtype: torch.dtype) -> Values:
-    """Return values whose floating-point tensors, also in tuples and dicts, have another dtype."""
+    """Cast the floating-point tensors in ``values``, even in tuples and dicts, to ``dtype``."""
     return tree_map_only(  # type: ignore[no-any-return]
         Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values
     )
 
 
 class Place(NamedTuple):
-    """A place of a parameter: ``module.name``. A tied one has several places."""
+    """A place where a parameter occurs: ``module.name``. A tied parameter has several."""
 
     module: nn.Module
     name: str
@@ -612,10 +615,10 @@ class Place(NamedTuple):
 
 
 def check_has_values(module: nn.Module) -> None:
-    """Refuse a module that was built on the device meta, where nothing has values.
+    """Raise if a module was built on the device meta, where tensors have no values.
 
     Raises:
-        ValueError: a parameter or buffer is there; it is named.
+        ValueError: a parameter or buffer is on that device; the message names it.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     name = next((name for name, tensor in tensors if tensor.is_meta), None)
@@ -628,11 +631,11 @@ def check_has_values(module: nn.Module) -> None:
 
 
 def units_of(model: nn.Module) -> dict[nn.Module, list[Place]]:
-    """Cut a model into units, which are gathered one at a time; return what belongs to each.
+    """Cut a model into units, to be gathered one at a time; return their parameters' places.
 
-    Every element of an ``nn.Sequential`` or ``nn.ModuleList`` is a unit, be it the model itself or
-    one of its children. What is in none of them, or in several, belongs to the model, which then
-    comes first.
+    Every element of an ``nn.Sequential`` or ``nn.ModuleList`` is a unit, whether that list is the
+    model itself or one of its children. Parameters in no unit, or in several, belong to the model,
+    which is then the first unit.
     """
     children = [model] if isinstance(model, _LISTS) else [*model.children()]
     units = [unit for child in children if isinstance(child, _LISTS) for unit in child]

@@ -26,21 +26,23 @@ from phase3_multi_node.given import (
 
 
 def parameters_per_rank(model: Transformer, layout: Layout) -> float:
-    """Return how many parameters a rank of the first stage computes with.
+    """Return the number of parameters that a rank of the first stage computes with.
 
-    The first stage has l/p layers and the embeddings of tokens and positions; the ranks of the
-    tensor group share all of it evenly:
+    The first stage has l/p layers and the token and position embeddings; the ranks of its tensor
+    group share all of them evenly:
         (l/p · (12h² + 13h) + (V + s) · h) / t
         GPT-3, l = 96, h = 12288, V = 51200, s = 2048, t = p = 8  ->  2.80 billion
 
-    (In truth, norms and some biases are on every rank of the group: a ten-thousandth of a layer.)
+    (In reality, every rank of the group has a full copy of the norms and some biases: 1/10,000 of a
+    layer.)
 
     Args:
-        model, layout: pipeline divides the layers.
+        model, layout: the transformer and its layout; ``layout.pipeline`` divides the number of
+            layers.
 
     Returns:
-        A number, rounded to a whole one or not. Sharding by ZeRO changes who stores the parameters,
-        not who computes with them, so it does not count here.
+        The number of parameters, which may be rounded to an integer. ZeRO sharding changes which
+        ranks store the parameters, not which ranks compute with them, so it does not matter here.
 
     Source: Narayanan et al. 2021, section 5.1, equation 2.
     """
@@ -56,21 +58,21 @@ def parameters_per_rank(model: Transformer, layout: Layout) -> float:
 def activation_bytes_per_layer(
     model: Transformer, layout: Layout, checkpointing: Checkpointing
 ) -> float:
-    """Return the bytes that a rank keeps of one layer, for the backward pass of one micro-batch.
+    """Return the bytes that a rank keeps per layer for the backward pass of one micro-batch.
 
-    Values take 2 bytes, masks of dropout 1; u is t with sequence parallelism, else 1:
+    Values take 2 bytes each, dropout mask entries 1; u is t with sequence parallelism, else 1:
         none         sbh · (10/u + 24/t) + 5as²b/t
-        selective    sbh · (10/u + 24/t)              scores, softmax and their dropout are left out
+        selective    sbh · (10/u + 24/t)              scores, softmax and their dropout are not kept
         full         2sbh / u                         only the input is kept
         GPT-3, b = 1, t = 8, with sequence parallelism  ->  359 MB, 107 MB and 6.29 MB
 
     Args:
         model: the transformer.
-        layout: tensor, micro_batch and sequence_parallel count here.
-        checkpointing: the kind of recomputation, instead of the layout's.
+        layout: the layout; only tensor, micro_batch and sequence_parallel matter here.
+        checkpointing: kind of checkpointing to assume; that of the layout is ignored.
 
     Returns:
-        The bytes.
+        The number of bytes.
 
     Source: Korthikanti et al. 2022, section 4, table 2.
     """
@@ -84,20 +86,21 @@ def activation_bytes_per_layer(
 
 
 def layers_in_flight(model: Transformer, layout: Layout, batch_size: int) -> float:
-    """Return of how many layers the first stage keeps activations at once.
+    """Return the number of layers whose activations the first stage holds at once.
 
-    A stage has v chunks of l/(pv) layers. Until the first micro-batch comes back, the first stage
-    has done this many forward passes through one of its chunks, each of which keeps activations:
-        1F1B (v = 1)     p                but no more than there are:  m
-        interleaved      vp + p - 1                                    vm
+    A stage has v chunks of l/(pv) layers. Before its first backward pass, the first stage has done
+    this many forward passes, each through one of its chunks, and holds the activations of all of
+    them:
+        1F1B (v = 1)     p               or, if fewer,   m
+        interleaved      vp + p - 1                      vm
         l = 96, p = 8, m = 64  ->  96 layers with v = 1 and 124 with v = 3
 
     Args:
-        model, layout: the chunks of all stages divide the layers evenly.
-        batch_size: sequences in a step, of all copies together; m follows from it.
+        model, layout: the transformer and its layout; p · v divides the number of layers.
+        batch_size: sequences in a step, over all copies of the model; m follows from it.
 
     Returns:
-        The layers, counted once for each micro-batch.
+        The number of layers, counting each once per micro-batch.
 
     Source: Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2.
     """
@@ -111,25 +114,25 @@ def layers_in_flight(model: Transformer, layout: Layout, batch_size: int) -> flo
 
 
 def estimate_memory(model: Transformer, layout: Layout, batch_size: int) -> Memory:
-    """Return what a rank of the first stage holds at once, part by part.
+    """Return the peak memory of a rank of the first stage, broken down into its parts.
 
-    Mixed precision with Adam: values and gradients in 2 bytes, and 12 bytes of optimizer state for
-    each parameter (a copy in float32 and two moments). With Ψ parameters on the rank:
+    In mixed precision with Adam, a parameter takes 2 bytes, its gradient 2, and its optimizer state
+    12 (a copy in float32 and two moments). With Ψ parameters on the rank:
         parameters     2Ψ    / d with ZeRO 3
         gradients      2Ψ    / d with ZeRO 2 and 3
         optimizer     12Ψ    / d with ZeRO 1, 2 and 3
-        activations   of a layer, as it is checkpointed, times the layers in flight
-        recomputed    what one whole layer holds more than it keeps
+        activations   those of a layer, checkpointed as in the layout, times the layers in flight
+        recomputed    activations of one layer without checkpointing, minus those with it
         logits        4bsV/t if p = 1, else 0 (the last stage has them)
-        7.5 billion parameters, d = 64  ->  120, 31.4, 16.6 and 1.88 GB of states by ZeRO stage
+        7.5 billion parameters, d = 64  ->  120, 31.4, 16.6 and 1.88 GB of states for ZeRO 0 to 3
 
     Args:
-        model, layout: as for the functions above; d · b divides the batch. Nothing is checked.
-        batch_size: sequences in a step, of all copies together.
+        model, layout: as for the functions above; d · b divides the batch size. Nothing is checked.
+        batch_size: sequences in a step, over all copies of the model.
 
     Returns:
-        The parts, in bytes, rounded to whole ones or not; their sum is ``total``. Workspace of
-        libraries, fragmentation and buffers of messages come on top.
+        The parts, in bytes, which may be rounded to integers; their sum is ``total``. Library
+        workspace, fragmentation and message buffers are not included.
 
     Source: Rajbhandari et al. 2020, section 5; Korthikanti et al. 2022, section 4.
     """
@@ -144,21 +147,23 @@ def estimate_memory(model: Transformer, layout: Layout, batch_size: int) -> Memo
 
 
 def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> float:
-    """Return the seconds of attention without its linear layers: forward, for one micro-batch.
+    """Return the forward time of attention without its linear layers, for one micro-batch.
 
     A rank computes ba/t heads. For each head:
         scores     a product of (s, h/a) and (h/a, s)
         context    a product of (s, s) and (s, h/a)
-        between    softmax and dropout read and write 9s² bytes of its memory
-        GPT-3, b = 1, t = 8, 312 TFLOP/s and 2 TB/s, without losses  ->  0.31 ms
+        between    softmax and dropout read and write 9s² bytes of GPU memory
+        GPT-3, b = 1, t = 8, 312 TFLOP/s and 2 TB/s, at full efficiency  ->  0.31 ms
 
     Args:
-        model: the transformer; its heads divide the width.
-        layout: tensor and micro_batch count here; tensor divides the heads.
-        machine: its GPU takes ``matmul_seconds`` for products, and 1 / memory_bytes_per_s a byte.
+        model: the transformer; its number of heads divides its width.
+        layout: the layout; tensor and micro_batch matter here, and tensor divides the number of
+            heads.
+        machine: the machine; products take ``matmul_seconds``, and each byte that is read or
+            written takes 1 / memory_bytes_per_s.
 
     Returns:
-        The seconds, one thing after the other.
+        The sum of these times, in seconds: nothing overlaps.
     """
     # TODO 3.22: two products and the memory traffic of all heads of the rank.
     #   Tools: matmul_seconds, whose ``count`` is that of equal products.
@@ -171,23 +176,24 @@ def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> f
 
 
 def forward_seconds(model: Transformer, layout: Layout, machine: Machine) -> float:
-    """Return the seconds that a rank computes for one layer: forward, for one micro-batch.
+    """Return the time of a rank's forward pass through one layer, for one micro-batch.
 
-    Attention takes ``attention_seconds``. Beside it there are, with u as for activations:
+    The time is ``attention_seconds`` plus that of the following, with u as for activations:
         products    of (bs, h) and (h, 3h/t): queries, keys and values
                     of (bs, h/t) and (h/t, h): the output of attention
                     of (bs, h) and (h, 4h/t), and of (bs, 4h/t) and (4h/t, h): the MLP
-        memory      bsh · (22/u + 16/t) bytes: norms, dropout and sums; GELU
-        GPT-3, b = 1, t = 8, 312 TFLOP/s and 2 TB/s, without losses  ->  3.58 ms, and 3.34 ms with
-        sequence parallelism
+        memory      bsh · 22/u bytes for norms, dropout and sums, bsh · 16/t bytes for GELU
+        GPT-3, b = 1, t = 8, 312 TFLOP/s and 2 TB/s, at full efficiency  ->  3.58 ms, and 3.34 ms
+        with sequence parallelism
 
     Args:
-        model: the transformer; its heads divide the width.
-        layout: tensor, micro_batch and sequence_parallel count here; tensor divides the heads.
+        model: the transformer; its number of heads divides its width.
+        layout: the layout; tensor, micro_batch and sequence_parallel matter here, and tensor
+            divides the number of heads.
         machine: the machine, as for ``attention_seconds``.
 
     Returns:
-        The seconds, one thing after the other, without messages.
+        The sum of these times, in seconds: nothing overlaps, and messages are not included.
     """
     # TODO 3.22: four products, memory traffic, and attention.
     #   Tools: matmul_seconds, attention_seconds.
@@ -201,31 +207,31 @@ def forward_seconds(model: Transformer, layout: Layout, machine: Machine) -> flo
 def estimate_step_time(
     model: Transformer, layout: Layout, batch_size: int, machine: Machine
 ) -> StepTime:
-    """Return how long a step takes, part by part.
+    """Return how long a step takes, broken down into its parts.
 
     A stage has k = l/p layers, and m micro-batches pass through it. F is ``forward_seconds``, A is
     ``attention_seconds``, and backward passes take twice as long as forward passes:
         a layer      C = 3F, + A if checkpointing is selective, + F if it is full
-                     M = 4 all-reduces of 2bsh bytes between t ranks, or 6 if checkpointing is full
+                     M = 4 all-reduces of 2bsh bytes among t ranks, or 6 if checkpointing is full
         compute      m · (k · C + 3 products of (bs, h) and (h, V/t), the logits)
         tensor       m · k · M
         pipeline     2vm messages of 2bsh/t bytes between stages; 0 if p = 1
         bubble       (p - 1) / v · k · (C + M)
-        data         rings of 2Ψ bytes between the d copies, as far as they take longer than 2kF,
-                     the backward pass of the last micro-batch, which hides them:
+        data         rings of 2Ψ bytes among the d copies, minus the 2kF that the backward pass of
+                     the last micro-batch hides, or 0 if that is negative:
                      2 rings with ZeRO 0 and 1, m + 1 with ZeRO 2, 3m with ZeRO 3
 
     A ring is one reduce-scatter or all-gather, which takes ``ring_seconds``; an all-reduce is two.
-    (Sequence parallelism has two rings in place of each all-reduce, which takes as long.) A tensor
+    (Sequence parallelism replaces each all-reduce with two rings: the time is the same.) A tensor
     group spans t neighbouring GPUs, the d copies span dt, and a pipeline spans dtp.
 
     Args:
         model, layout: as for ``estimate_memory``.
-        batch_size: sequences in a step, of all copies together.
+        batch_size: sequences in a step, over all copies of the model.
         machine: machine that the model runs on.
 
     Returns:
-        The parts, in seconds; their sum is ``total``. The optimizer, which takes some hundredths
+        The parts, in seconds; their sum is ``total``. The optimizer, which takes a few hundredths
         of a second, is left out.
 
     Source: Narayanan et al. 2021, sections 2 and 3.
@@ -245,24 +251,25 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
 
     A layout is valid if
         d · t · p is the number of GPUs,
-        t divides the GPUs of a node and the heads,
-        p · v divides the layers, and v = 1 unless p > 1 and m is a multiple of p,
-        d · b divides the batch,
-        ZeRO is 0 if d = 1; else 0 or 1 with a pipeline, and 0 to 3 without,
+        t divides the number of GPUs per node and the number of heads,
+        p · v divides the number of layers, and v = 1 unless p > 1 and m is a multiple of p,
+        d · b divides the batch size,
+        ZeRO is 0 if d = 1; otherwise, 0 or 1 with a pipeline, and 0 to 3 without,
         checkpointing is any of ``CHECKPOINTING``,
-        there is sequence parallelism only if t > 1 and t divides the length.
+        sequence parallelism is on only if t > 1 and t divides the length.
 
         2 layers, 2 heads, 2 GPUs in a node, a batch of 2 sequences, even length  ->  30 layouts
 
     Args:
         model: the transformer.
-        machine: its numbers of nodes and of GPUs in each count here.
-        batch_size: sequences in a step, of all copies together.
+        machine: the machine; only its numbers of nodes and of GPUs per node matter here.
+        batch_size: sequences in a step, over all copies of the model.
 
     Returns:
-        What is iterated over: a generator or a list.
+        An iterable of the layouts: a generator or a list.
 
-    Cost: some thousands of layouts for a thousand GPUs, so do not try what cannot be valid.
+    Cost: a thousand GPUs have a few thousand layouts, so do not try combinations that cannot be
+        valid.
     """
     # TODO 3.23: every valid layout once.
     #   Tools: divisors, math.gcd, itertools.product, yield.
@@ -274,24 +281,26 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
 
 
 def plan(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
-    """Return all layouts that fit into the memory of the machine, the fastest first.
+    """Return all layouts that fit into the memory of a GPU, fastest first.
 
-    What decides is ``total`` of the estimates; equally fast ones come in any order:
-        GPT-3 on 8 nodes of 8 A100, 64 sequences  ->  376 layouts fit, the best with t = 4, p = 8
+    Layouts are judged by the ``total`` of each estimate; equally fast ones may be in any order:
+        GPT-3 on 8 nodes of 8 A100s, 64 sequences  ->  376 layouts fit, the best with t = 4, p = 8
 
     Args:
         model: the transformer.
-        machine: machine that the model runs on; a layout fits if it needs ``memory_bytes`` at most.
-        batch_size: sequences in a step, of all copies together.
+        machine: machine that the model runs on; a layout fits if it needs at most ``memory_bytes``.
+        batch_size: sequences in a step, over all copies of the model.
 
     Returns:
-        Each layout with both estimates, ``estimate_memory`` and ``estimate_step_time``.
+        Each of these layouts with its two estimates, ``estimate_memory`` and
+        ``estimate_step_time``.
 
     Raises:
-        ValueError: no layout is valid; names the number of GPUs and the batch size. None fits:
-            names the smallest need, in GB of 10⁹ bytes, rounded to one decimal, such as 91.2.
+        ValueError: no layout is valid, and the message names the number of GPUs and the batch size;
+            or none fits, and the message names the smallest memory need in GB of 10⁹ bytes, rounded
+            to one decimal, such as 91.2.
 
-    Cost: one estimate of memory for each layout, and one of time for each that fits.
+    Cost: one memory estimate per layout, and one time estimate for each that fits.
     """
     # TODO 3.23: the layouts that fit, sorted.
     #   Tools: layouts, estimate_memory, estimate_step_time, Plan, sorted.

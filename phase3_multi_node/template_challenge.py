@@ -8,12 +8,12 @@ def prepare_all_reduce() -> AllReduce:
     """Look at the cluster, and return the fastest all-reduce that you can make for it.
 
     ``distlab challenge`` draws clusters at random: 2 to 16 ranks on 1 to 6 nodes, fast and slow
-    links, one NIC per node or one per GPU, ranks numbered node by node or a rank on each node in
-    turn; the NIC of a node may be slower than the others. On each it calls your function once on
-    every rank, and then what you have returned for tensors of 1 KiB, 32 KiB, 1 MiB and 16 MiB,
-    where one rank comes late. The time of a sum counts from when the last rank is there. Your score
-    is the time of the best of five built-in algorithms divided by yours, as a geometric mean over
-    clusters and sizes: with 1.0 you are as fast as somebody who tries all five.
+    links, one NIC per node or one per GPU, ranks numbered node by node or round-robin over the
+    nodes; one node's NIC may be slower than the others. On each cluster it calls your function once
+    on every rank, then the function you returned on tensors of 1 KiB, 32 KiB, 1 MiB and 16 MiB,
+    each time with one late rank. A sum is timed from the arrival of the last rank. Your score is
+    the time of the best of five built-in algorithms divided by yours, as a geometric mean over
+    clusters and sizes; 1.0 is as fast as trying all five and keeping the best.
 
     Returns:
         A function that sums ``x`` over all ranks, in place: contiguous, the same shape and dtype on

@@ -1,6 +1,6 @@
-"""What phase 4 gives you: types, and what its lessons take from other phases.
+"""Code that phase 4 gives you: types, and functions from other phases that its lessons use.
 
-It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
+It contains no tasks, so leave it as it is. Submissions are graded with the course's own copy.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,25 +15,25 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that was loaded, and what was skipped on the way to it."""
+    """A loaded checkpoint, and the newer ones that were skipped."""
 
     step: int
     state: dict[str, Any]
     path: Path
-    skipped: dict[Path, str]  # newer, damaged -> the reason
+    skipped: dict[Path, str]  # newer, damaged checkpoint -> the reason
 
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again
 
 
 def group_device(group: Group = None) -> torch.device:
-    """Return where tensors must be to travel in ``group``: this rank's GPU with NCCL, else CPU."""
+    """Return the device for tensors sent in ``group``: this rank's GPU with NCCL, else the CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 class Shard(NamedTuple):
-    """Elements ``start`` to ``start + len(values)`` of a tensor that was flattened."""
+    """Elements ``start`` to ``start + len(values)`` of a flattened tensor."""
 
     values: Tensor  # (n,); n may be 0
     start: int
@@ -41,126 +41,126 @@ class Shard(NamedTuple):
 
 
 class ShardsLoaded(NamedTuple):
-    """A checkpoint whose shards were loaded, and what was skipped on the way to it."""
+    """A checkpoint whose shards were loaded, and the newer ones that were skipped."""
 
     step: int
     path: Path
-    skipped: dict[Path, str]  # newer, damaged -> the reason
+    skipped: dict[Path, str]  # newer, damaged checkpoint -> the reason
 
 
 Status = Literal["alive", "waiting", "slow", "silent"]
 
 
 class Health(NamedTuple):
-    """What a monitor knows of a rank."""
+    """A monitor's view of a rank."""
 
     rank: int
-    step: int  # step of its last report; -1 if there is none yet
+    step: int  # step of its last report; -1 before the first
     silent_s: float  # time since that report was seen
     status: Status
 
 
 class Store(Protocol):
-    """What is used of the stores of torch.distributed: of a TCPStore, for example."""
+    """The methods that the lessons use of a torch.distributed store, such as a TCPStore."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Write a value, over an older one."""
+        """Set the value of a key, replacing any older one."""
 
     def get(self, key: str, /) -> bytes:
-        """Return a value; wait until there is one, and raise after the store's timeout."""
+        """Return the value of a key; wait until it has one, or raise after the store's timeout."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Tell at once whether all keys have values."""
+        """Return at once whether all keys have values."""
 
 
 class HasState(Protocol):
-    """Models, optimizers, schedulers, scalers, samplers: what has a state that one can load."""
+    """An object with a state to save and load: a model, optimizer, scheduler, scaler or sampler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; its tensors may be those that training changes."""
+        """Return the state; its tensors may be the ones that training changes."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take over a state that another object of this kind has returned."""
+        """Load a state that another object of this kind has returned."""
 
 
 class Job(Protocol):
-    """What is trained: a model, its optimizer, and whatever belongs to them."""
+    """A training job: a model, its optimizer, and whatever belongs to them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to continue: it may share memory with the job.
+        """Return everything that is needed to continue; it may share memory with the job.
 
-        It is sent to other ranks, where tensors of a GPU come out on the GPU of the same number:
-        return copies on the CPU.
+        The state is sent to other ranks, where GPU tensors would arrive on the GPU of the same
+        number, so return CPU copies of them.
         """
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
 
     def parameters(self) -> Iterable[Tensor]:
-        """Return what is trained, in the same order on all ranks."""
+        """Return the trained parameters, in the same order on all ranks."""
 
     def add_gradients(self, samples: Sequence[int], epoch: int, /) -> None:
-        """Add the gradients of the sum of the losses of these samples to each ``.grad``.
+        """Add the gradients of the loss, summed over these samples, to each ``.grad``.
 
-        Like ``backward``, it makes those that are None, and clears none.
+        Like ``backward``, it creates missing gradients and clears none.
 
         Args:
-            samples: the samples, at least one.
-            epoch: decides, with the sample, how it is augmented.
+            samples: indices of the samples, at least one.
+            epoch: current epoch, which together with the sample determines the augmentation.
         """
 
     def step(self) -> None:
-        """Change the parameters by what is in ``.grad``, and leave that as it is."""
+        """Update the parameters with the gradients in ``.grad``, which stay unchanged."""
 
 
 class Reduced(NamedTuple):
-    """What came of a gradient that was averaged over the ranks in compressed form.
+    """Result of averaging a gradient over the ranks in compressed form.
 
-    The mean over all ranks of what they ``sent`` is ``mean``: nothing else has travelled. What a
-    rank's gradient has beyond ``sent`` was left behind.
+    ``mean`` is the mean over all ranks of what they ``sent``; nothing else was sent. The rest of
+    each rank's gradient was left behind.
     """
 
     mean: Tensor  # (n,); the same on all ranks, bit for bit
-    sent: Tensor  # (n,); of this rank's gradient
+    sent: Tensor  # (n,); what this rank sent of its gradient
 
 
 class Piece(NamedTuple):
-    """The gradient of one parameter, in a flat tensor that holds those of several."""
+    """The gradient of one parameter, in a flat tensor that holds several gradients."""
 
     name: str  # name of the parameter
     shape: torch.Size
 
 
-Reduce = Callable[[Tensor, Sequence[Piece]], Reduced]  # flat gradients, and what lies in them
+Reduce = Callable[[Tensor, Sequence[Piece]], Reduced]  # flat gradients, and the pieces in them
 
 
 class Codec(Protocol):
-    """Writes numbers with fewer bits."""
+    """Encodes numbers in fewer bits."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes, uint8 of shape (b,), and the scale, float32 of shape ().
 
-        b follows from the length of x alone, and grows with it.
+        b depends only on the length of x, and grows with it.
         """
 
     def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
-        """Return the n numbers, float32, that the codes stand for; more bytes may follow these."""
+        """Return the n numbers that the codes stand for, in float32; more bytes may follow them."""
 
 
 Part = Literal["data", "compute", "communication"]  # part of a step
 
 
 class StepTimes(NamedTuple):
-    """Where the time of a step went, on one rank."""
+    """Breakdown of a step's time, on one rank."""
 
     step_s: float
-    data_s: float  # waited for the next batch
+    data_s: float  # wait for the next batch
     compute_s: float
-    communication_s: float  # waited for the network: what overlaps with computing is not in it
+    communication_s: float  # wait for the network, without what overlaps with computation
 
     @property
     def rest_s(self) -> float:
-        """What is in none of the three parts: logging, for example."""
+        """Time in none of the three parts, such as logging."""
         return self.step_s - self.data_s - self.compute_s - self.communication_s
 
 
@@ -169,40 +169,40 @@ class Straggler(NamedTuple):
 
     rank: int  # rank in the group that is watched
     part: Literal["data", "compute"]  # the part that is slow
-    ratio: float  # its own work over that of the median rank; 1 is usual
+    ratio: float  # its own work divided by that of the median rank; 1 is normal
 
 
 class Started(Protocol):
-    """Something that is under way: torch's ``Work`` is one, and so is a future of torch.futures."""
+    """An operation in progress, such as torch's ``Work`` or a future of torch.futures."""
 
     def wait(self) -> Any:
-        """Return when it is done."""
+        """Wait until it is done."""
 
 
 class MetricWriter(Protocol):
-    """A place for the numbers of a run.
+    """A destination for the metrics of a run.
 
     with contextlib.closing(JsonlWriter(path)) as writer:
         writer.write({"loss": 2.5, "samples_total": 4096}, step=1)
     """
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take what was measured in a step."""
+        """Record the metrics of a step."""
 
     def close(self) -> None:
-        """Write what is left, and give back what was taken: files, threads, ports."""
+        """Write what is left, and release files, threads and ports."""
 
 
 class Record(NamedTuple):
-    """What was measured in a step."""
+    """Metrics of a step."""
 
     step: int
     metrics: dict[str, float]
 
 
 class Exposed(NamedTuple):
-    """What a step spends on communication: the mean over the steps of a trace."""
+    """Communication time in a step, averaged over the steps of a trace."""
 
     step_s: float
-    communication_s: float  # time with any message on its way
-    exposed_s: float  # part of it without any computation
+    communication_s: float  # time in which any communication is in progress
+    exposed_s: float  # part of that time in which nothing is computed

@@ -1,4 +1,4 @@
-"""Checkpoints: what a run leaves behind, so that another can go on from it.
+"""Checkpoints: what a run leaves behind so that another can continue from it.
 
 Tasks 4.1, 4.3 and 4.4. The docstring says what a function promises, its TODO what you need for it,
 and guidelines.md why and how. To grade one task: ``distlab check 4.1``.
@@ -24,30 +24,30 @@ MANIFEST = "manifest.json"
 
 
 def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: int = 3) -> Path:
-    """Save ``state`` as the checkpoint of ``step``; a crash leaves it whole or not there at all.
+    """Save ``state`` as the checkpoint of ``step``; a crash leaves a whole checkpoint or none.
 
-    Three checkpoints; a fourth is being written, and counts only when it has got its final name:
+    Three checkpoints; a fourth is being written, and counts only once it has its final name:
         folder/
             step-00000100/  state.pt  manifest.json
             step-00000200/  state.pt  manifest.json
             step-00000300/  state.pt  manifest.json
             .step-00000400.partial/  state.pt
 
-    When the power fails, whatever was not synced may be lost, in whole or in part: the content of a
-    file until ``os.fsync`` of the file, and a name that is new, changed or gone until ``os.fsync``
-    of the folder that it is in. Nevertheless, whenever that happens, every ``step-…`` folder that
-    is found afterwards is undamaged; and once this function has returned, so is that of ``step``.
-    That holds after a kill, too: say an earlier save was killed when it had renamed
-    ``step-00000100`` to ``.step-…``, before it synced ``folder``. If the power fails in this save,
-    the old name may come back.
+    When the power fails, anything that was not synced may be lost, in whole or in part: a file's
+    content until ``os.fsync`` of the file, and a new, changed or removed name until ``os.fsync`` of
+    its folder. Even so, whenever that happens, every ``step-…`` folder that is found afterwards is
+    undamaged; and once this function has returned, the folder of ``step`` is one of them. This must
+    hold even if an earlier save was killed, for example after renaming ``step-00000100`` to
+    ``.step-…`` but before syncing ``folder``: if the power fails in this save, the old name may
+    come back.
 
     Args:
         state: anything that ``torch.load(…, weights_only=True)`` can read: tensors, numbers,
             strings, and dicts, lists and tuples of them. Not changed.
-        folder: holds the checkpoints of one run. Made if missing; its parent must exist.
-        step: step of the training, from 0 to 99,999,999.
-        keep: how many undamaged checkpoints stay, at least 1: this one and the newest others. What
-            is older than all of these is removed, but not before this one is durable.
+        folder: folder for the checkpoints of one run. Created if missing; its parent must exist.
+        step: training step, from 0 to 99,999,999.
+        keep: number of undamaged checkpoints that stay, at least 1: this one and the newest others.
+            Anything older than all of these is removed, but not before this one is durable.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. The manifest in it, ``manifest.json``,
@@ -56,14 +56,14 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     Raises:
         FileExistsError: ``folder`` has an undamaged checkpoint of ``step``, which stays. A damaged
             one is replaced.
-        OSError: the disk is full, read-only or broken: it says what the system said. Nothing of
-            ``step`` is left then, and the other checkpoints are as they were. If only an older one
-            could not be removed, the new one is there all the same.
+        OSError: the disk is full, read-only or broken; the system's reason is kept. Nothing of
+            ``step`` is left then, and the other checkpoints are unchanged. But if only the removal
+            of an older one failed, the new one is complete and stays.
 
-    A crash may leave what begins with ``.step-``, and nothing else: the next save removes all that.
-    Every file and folder that is opened is closed again, also when the save fails.
+    A crash may leave names that begin with ``.step-``, and nothing else; the next save removes them
+    all. Every file and folder that is opened is closed again, even if the save fails.
 
-    Cost: memory for one more copy of the state; it is written once, and the checkpoints in
+    Cost: memory for one more copy of the state; the state is written once, and the checkpoints in
         ``folder`` are read once.
     Source: Pillai et al. 2014 (OSDI), for what file systems do to programs that sync too little.
     """
@@ -79,24 +79,24 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
 
 
 def load_checkpoint(folder: Path) -> Loaded | None:
-    """Load the newest undamaged checkpoint: of those in ``folder``, that of the highest step.
+    """Load the newest undamaged checkpoint in ``folder``: the one with the highest step.
 
     Args:
         folder: the folder, as for ``save_checkpoint``. Nothing in it is changed.
 
     Returns:
         Its step, its state with all tensors on the CPU, its path, and the newer ones that were
-        skipped since they are damaged: each with a reason that names the file that is missing,
-        longer, shorter, changed in any byte, not listed, or of another step. None: there is no
-        checkpoint.
+        skipped because they are damaged: each with a reason that names a file that is missing, too
+        long or too short, changed in any byte, not listed in the manifest, or of another step. None
+        if there is no checkpoint.
 
     Raises:
-        RuntimeError: there are checkpoints, and all are damaged: it names each, with the reason, so
-            that nobody begins anew by mistake.
+        RuntimeError: there are checkpoints, but all are damaged; the message names each with its
+            reason, so that no run starts over by mistake.
 
-    Nothing that a checkpoint holds is run, as unpickling would.
+    Unlike unpickling, loading executes no code from the checkpoint.
 
-    Cost: each checkpoint that is looked at is read once, and the loaded one twice.
+    Cost: each checkpoint that is examined is read once, and the loaded one twice.
     """
     # TODO 4.1: find the newest checkpoint whose files are those of its manifest, and load it.
     #   Tools: Path.glob, sorted, json.loads, hashlib.sha256, torch.load, Loaded (given).
@@ -110,44 +110,44 @@ def load_checkpoint(folder: Path) -> Loaded | None:
 def save_sharded(
     shards: Mapping[str, Shard], folder: Path, step: int, group: Group = None, *, keep: int = 3
 ) -> Path:
-    """Save what is spread over the ranks as the checkpoint of ``step``, each rank its own part.
+    """Save ``shards`` as the checkpoint of ``step``; each rank writes its own.
 
-    Two ranks, N = 2, hold a tensor of 10 elements and another of 4:
+    Two ranks, N = 2, hold one tensor of 10 elements and one of 4:
         rank 0    w[0:5]              b[0:4]
         rank 1              w[5:10]
-    A third checkpoint is being written: each rank has its own file, and only rank 0 does the rest.
+    Each rank writes its own file of the third checkpoint, and rank 0 alone does everything else:
         folder/
             step-00000100/  …  manifest.json
             step-00000200/  …  manifest.json
             .step-00000300.partial/  rank-00000.bin  rank-00001.bin
 
-    A crash of any rank or of all, at any moment, leaves the checkpoint whole or not there at all,
-    as in ``save_checkpoint``: each ``step-…`` folder that is found then is undamaged. No rank
-    returns before the checkpoint is committed: then its folder is durable.
+    If any or all ranks crash, at any moment, the checkpoint is whole or absent, as with
+    ``save_checkpoint``: each ``step-…`` folder that is found then is undamaged. No rank returns
+    before the checkpoint is committed, that is, before its folder is durable.
 
     Args:
-        shards: shards by the tensors' names, which differ from rank to rank, as do the lengths; a
-            rank may have none. A part that several ranks hold is the same on all of them. Any
-            dtype; values may be a slice of something longer. Not changed.
-        folder, step, keep: as for ``save_checkpoint``, the same on all ranks, for checkpoints of
-            this function alone.
-        group: all its ranks call this; all ranks by default.
+        shards: tensor name -> shard. Names and lengths may differ from rank to rank, and a rank may
+            have no shards. Elements that several ranks hold are the same on all of them. Any dtype;
+            values may be a slice of a longer tensor. Not changed.
+        folder, step, keep: as for ``save_checkpoint``, the same on all ranks; the folder is for
+            checkpoints of this function only.
+        group: the ranks that save, which all call this; all ranks by default.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. It holds the elements of ``shards`` and
-        little more, and nothing that an attempt left which was killed, of any number of ranks.
+        little more, and nothing left over from a killed attempt, on any number of ranks.
 
     Raises:
-        FileExistsError: on all ranks: ``folder`` has an undamaged checkpoint of ``step``. A damaged
-            one is replaced.
-        OSError: on all ranks: one could not write. It names each rank that could not, as ``rank
-            3``, and its reason. What was written for ``step`` is gone then, and all other
-            checkpoints are as they were.
+        FileExistsError: on all ranks, if ``folder`` has an undamaged checkpoint of ``step``. A
+            damaged one is replaced.
+        OSError: on all ranks, if one could not write. The message names each rank that could not,
+            as ``rank 3``, and its reason. What was written for ``step`` is gone then, and all other
+            checkpoints are unchanged.
 
-    Cost: each rank writes its own shards; no element travels. Of the checkpoints in ``folder``,
-        each rank reads about 1/N once, to be checked. No more memory than one further copy of
-        the rank's shards.
-    Source: Rajbhandari et al. 2020 (SC), for who holds what; Pillai et al. 2014 (OSDI), for
+    Cost: each rank writes its own shards; no elements are sent. To check the checkpoints in
+        ``folder``, each rank reads about 1/N of them once. Memory for at most one more copy of the
+        rank's shards.
+    Source: Rajbhandari et al. 2020 (SC), for sharded states; Pillai et al. 2014 (OSDI), for
         crashes.
     """
     # TODO 4.3: save all shards as one checkpoint, or raise on all ranks.
@@ -169,26 +169,26 @@ def load_sharded(
         wanted    | rank 0  | rank 1  | rank 2  |     rank 1 reads the files of both
 
     Args:
-        wanted: shards by the tensors' names: ``values`` are filled with the elements ``start`` to
-            ``start + len(values)`` of the tensor, whoever has saved them. The ranks may want
-            anything: the same, different parts, nothing.
+        wanted: tensor name -> shard, whose ``values`` are filled with the elements ``start`` to
+            ``start + len(values)`` of the tensor, whichever ranks saved them. The ranks may want
+            the same parts, different ones or nothing.
         folder: the folder, as for ``save_sharded``. Nothing in it is changed.
-        group: all its ranks call this; all ranks by default.
+        group: the ranks that load, which all call this; all ranks by default.
 
     Returns:
-        The step, the path, and the damaged checkpoints that are newer, each with a reason that
-        names a file, as of ``load_checkpoint``; the same on all ranks. Rank 0 alone lists
-        ``folder``, and all go by its list, for file systems may show an older one to the others for
-        some seconds. None: there is no checkpoint.
+        The step, the path, and the newer checkpoints that are damaged, each with a reason that
+        names a file, as in ``load_checkpoint``; the same on all ranks. Only rank 0 lists
+        ``folder``, and all ranks use its list, because a file system may show the others an
+        outdated list for some seconds. None if there is no checkpoint.
 
     Raises:
-        RuntimeError: on all ranks: there are checkpoints, and all are damaged: it names each of
-            them, with the reason.
-        ValueError: on all ranks: one of them wants what the newest undamaged checkpoint lacks. It
-            names the tensor, and the elements that are missing as ``[5:10]``; or the number of
-            elements and the dtype, if these are not as they were saved. ``wanted`` is unchanged.
+        RuntimeError: on all ranks, if there are checkpoints, but all are damaged; the message names
+            each of them with its reason.
+        ValueError: on all ranks, if one of them wants what the newest undamaged checkpoint lacks.
+            The message names the tensor, and the missing elements as ``[5:10]``, or the number of
+            elements and the dtype if these differ from what was saved. ``wanted`` is unchanged.
 
-    Cost: each file is read once to be checked, about 1/N of them by each rank; after that, a rank
+    Cost: each file is read once to check it, about 1/N of them by each rank; after that, a rank
         reads only files that hold a part of what it wants.
     """
     # TODO 4.3: agree on a checkpoint, find where the wanted elements lie, and read these alone.
@@ -200,10 +200,10 @@ def load_sharded(
 
 
 class AsyncCheckpointer:
-    """Saves checkpoints while training goes on, which waits only while the state is copied.
+    """Saves checkpoints in the background; training waits only while the state is copied.
 
-    Two saves; training goes on where its line says so:
-        training    save 1: copy, goes on ………………… save 2: waits, copy, goes on …… wait: waits
+    Two saves, where training continues after each copy:
+        training    save 1: copy, trains …………………… save 2: waits, copy, trains ……… wait: waits
         a thread                  writes 1 …………………………………………          writes 2 …………………………
 
         with AsyncCheckpointer(lambda state, step: save_checkpoint(state, folder, step)) as saver:
@@ -215,15 +215,15 @@ class AsyncCheckpointer:
     Attributes:
         snapshot_s: seconds that the last ``save`` took to copy the state, without waiting; 0.0
             before the first.
-        write_s: seconds that the last write took; 0.0 before the end of the first.
+        write_s: seconds that the last write took; 0.0 until the first has ended.
     """
 
     def __init__(self, write: Callable[[dict[str, Any], int], object]) -> None:
-        """Prepare; nothing is written yet.
+        """Store ``write``; nothing is written yet.
 
         Args:
-            write: makes a state durable. It is called with the copy of a state and its step, in
-                another thread, and so it calls no collective.
+            write: function that makes a state durable. It is called with a copy of a state and
+                its step, in another thread, so it must not call collectives.
         """
         # TODO 4.4: keep ``write``, and that nothing is being written and nothing has failed.
         #   Tools: none.
@@ -234,22 +234,22 @@ class AsyncCheckpointer:
         )
 
     def save(self, state: Mapping[str, Any], step: int) -> None:
-        """Copy the state, and let it be written while training goes on.
+        """Copy the state, and start to write the copy while training continues.
 
-        While an earlier write goes on, waits for its end first: there is one at a time.
+        If an earlier write is still running, wait for its end first: only one runs at a time.
 
         Args:
             state: tensors on any device, numbers, strings, and dicts, lists and tuples of them. Not
-                changed; and what happens to it after ``save`` does not reach the checkpoint.
-            step: step of the training.
+                changed; later changes to it do not reach the checkpoint.
+            step: training step.
 
         Raises:
-            RuntimeError: the write before this one has failed. It names the step of that write, as
-                ``step 300``, and the reason; nothing is saved now. An error is told once, here or
-                by ``wait``.
+            RuntimeError: the previous write has failed; the message names its step, as
+                ``step 300``, and the reason. Nothing is saved now. Each error is raised once, here
+                or by ``wait``.
 
-        Cost: memory for one copy of the state at a time, on the CPU, and of a slice for its
-            elements alone; time for copying it.
+        Cost: CPU memory for one copy of the state at a time, in which a slice takes only the memory
+            of its own elements; time for copying it.
         """
         # TODO 4.4: wait for the write before, copy the state, and start a thread that writes.
         #   Tools: threading.Thread, time.perf_counter, tensor.detach().to("cpu", copy=True); a
@@ -261,13 +261,13 @@ class AsyncCheckpointer:
         )
 
     def wait(self) -> None:
-        """Wait until all that was saved is written.
+        """Wait until everything that was saved is written.
 
         Raises:
             RuntimeError: as for ``save``.
 
-        Without it, Python waits before it exits until the last write has ended; but if that fails,
-        nobody is told.
+        Without this call, Python waits for the end of the last write before it exits, but an error
+        in that write goes unreported.
         """
         # TODO 4.4: wait for the thread; if its write has failed, raise that, once.
         #   Tools: thread.join, raise … from ….
@@ -278,7 +278,7 @@ class AsyncCheckpointer:
         )
 
     def __enter__(self) -> "AsyncCheckpointer":
-        """Return itself."""
+        """Return self."""
         # TODO 4.4: return self.
         #   Tools: none.
         #   Example: ``with AsyncCheckpointer(write) as saver`` gives 1 object its name.
@@ -289,7 +289,7 @@ class AsyncCheckpointer:
         )
 
     def __exit__(self, *error: object) -> None:
-        """Wait as ``wait`` does, also after an error inside of the with statement."""
+        """Wait as ``wait`` does, even after an error inside the ``with`` statement."""
         # TODO 4.4: wait for what is still being written.
         #   Tools: what you wrote above.
         #   Example: the with statement ends 20 s after ``save``, if the write takes as long.

@@ -1,4 +1,4 @@
-"""Exporters: where the numbers of a run go.
+"""Exporters: where the metrics of a run go.
 
 Task 4.17. The docstring says what a function promises, its TODO what you need for it, and
 guidelines.md why and how. To grade it: ``distlab check 4.17``.
@@ -19,16 +19,16 @@ from torch.utils.tensorboard import SummaryWriter
 from phase4_production.given import Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLOSE_S = 0.05  # how often the server looks whether it should stop
-REQUEST_S = 5.0  # how long a client may be connected and send nothing
+CLOSE_S = 0.05  # interval at which the server checks whether to stop
+REQUEST_S = 5.0  # how long a client may stay connected without sending anything
 
 
 class PrometheusExporter:
-    """Serves the newest numbers at ``/metrics``, from where a Prometheus server fetches them.
+    """Serves the newest values at ``/metrics``, where a Prometheus server fetches them.
 
     With the labels ``{"run": "a", "rank": "3"}``, and after
-    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, the text there is, in any order,
-    and with 7 or 7.0 for the same number:
+    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, it serves the following text;
+    metrics may be in any order, and 7 may be written as 7.0:
         # TYPE step gauge
         step{run="a",rank="3"} 7
         # TYPE loss_train gauge
@@ -38,22 +38,22 @@ class PrometheusExporter:
     """
 
     def __init__(self, labels: Mapping[str, str], port: int = 0, host: str = "127.0.0.1") -> None:
-        """Serve from now on, in a daemon thread that prints nothing.
+        """Start serving, in a daemon thread that prints nothing.
 
-        Every path but ``/metrics`` is answered with 404; what is behind a ``?`` doesn't matter.
+        Every path except ``/metrics`` is answered with 404; anything after a ``?`` is ignored.
         Content-Type is CONTENT_TYPE. A client that sends nothing for REQUEST_S is dropped.
 
         Args:
-            labels: labels of every sample: legal names, with any values.
-            port: 0 takes a free one; ``exporter.port`` is the one that was taken.
-            host: the address to listen at. With the default, only this machine can ask: whoever
-                reaches the port reads the numbers, without a password.
+            labels: labels of every sample, with legal names and any values.
+            port: port to listen on; 0 for any free one. ``exporter.port`` is the port in use.
+            host: address to listen on. With the default, only this machine can connect; otherwise,
+                anyone who can reach the port can read the values, without a password.
 
         Raises:
-            OSError: it can't listen there. The text names host and port, the system's reason, and
-                what to do. If the port is in use: take another port, one for each rank, or 0. If
-                not, no other process is to blame: check that the host is an address of this
-                machine, and the port one that this user may take, 65535 at most.
+            OSError: listening fails. The message names host and port, the system's reason, and what
+                to do. If the port is in use: take another port, one for each rank, or 0. Otherwise,
+                no other process is to blame: check that the host is an address of this machine, and
+                that this user may use the port, which is at most 65535.
         """
         # TODO 4.17: keep the labels as text, and serve the newest page in a thread.
         #   Tools: ThreadingHTTPServer, its handle_error, BaseHTTPRequestHandler, its log_message
@@ -67,18 +67,18 @@ class PrometheusExporter:
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Show these values from now on. A metric that isn't among them keeps its value.
 
-        A request during the write is answered with the old values or with the new ones, never with
-        some of both.
+        A request during the write is answered with the old values or the new ones, never with a
+        mix.
 
         Args:
-            metrics: those whose names end in ``_total`` are counters, all others are gauges. In a
-                name, what is not an ASCII letter, a digit, ``_`` or ``:`` becomes ``_``, and one
-                that begins with a digit gets a ``_`` in front of it. No name is empty, none becomes
-                ``step``, and no two become the same one, as ``loss/train`` and ``loss.train``
-                would: one of the two would be lost.
-            step: shown as the gauge ``step``.
+            metrics: values by name. Names that end in ``_total`` are counters, all others are
+                gauges. In a name, any character except an ASCII letter, a digit, ``_`` or ``:``
+                becomes ``_``, and a name that begins with a digit gets a ``_`` in front of it. No
+                name is empty, none becomes ``step``, and no two become the same one, as
+                ``loss/train`` and ``loss.train`` would: one of the two would be lost.
+            step: training step, shown as the gauge ``step``.
 
-        Format: text format 0.0.4. In values of labels, backslash, double quote and line feed are
+        Format: text format 0.0.4. In label values, backslash, double quote and line feed are
         escaped. NaN and the infinities are spelled NaN, +Inf and -Inf.
         """
         # TODO 4.17: make the new page, and put it in the place of the old one.
@@ -90,10 +90,10 @@ class PrometheusExporter:
         )
 
     def close(self) -> None:
-        """Stop serving. When it returns, the port is free.
+        """Stop serving. When this returns, the port is free.
 
-        Threads that serve clients end with them: the last one when its client was dropped. A child
-        that was forked meanwhile, such as a worker of a DataLoader, keeps the port until it ends.
+        A thread that serves a client ends when the client leaves, at the latest when it is dropped.
+        A child process forked meanwhile, such as a DataLoader worker, keeps the port until it ends.
         """
         # TODO 4.17: end the thread's loop, and close the socket.
         #   Tools: shutdown and server_close of the server.
@@ -105,27 +105,27 @@ class PrometheusExporter:
 
 
 class JsonlWriter:
-    """Appends the numbers of each step to a file, as a line of JSON.
+    """Appends the metrics of each step to a file, as a line of JSON.
 
     After ``write({"loss": 2.5, "grad_norm": math.inf}, step=7)``, the last line is:
         {"step": 7, "loss": 2.5, "grad_norm": "Infinity"}
     """
 
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
-        """Open the file, new or behind what is there.
+        """Open the file for appending; create it if it is missing.
 
-        A last line without a line feed, which a killed process has left, is cut off. The file never
-        holds less than what is kept: a kill in the middle of this loses nothing.
+        A last line without a line feed, left by a killed process, is cut off. At no time does the
+        file hold less than what is kept, so a kill in the middle of this loses nothing.
 
         Args:
             path: path of the file; its folder exists.
-            resume_after: the step of the checkpoint from which training continues. Lines of later
-                steps are cut off, because these steps will come again: the first one, and all that
-                follows it, unread. None: none are.
+            resume_after: step of the checkpoint from which training continues. The first line of a
+                later step and everything after it are cut off, unread, because these steps will be
+                repeated. With None, lines of all steps are kept.
 
         Raises:
-            ValueError: a line before the cut is damaged, though it has a line feed, be it the last
-                one: as from ``read_jsonl``. The file stays as it is.
+            ValueError: a line before the cut is damaged although it ends with a line feed, even if
+                it is the last line; the message is as in ``read_jsonl``. The file stays unchanged.
         """
         # TODO 4.17: cut off what must go, and open the file to append.
         #   Tools: os.truncate, which leaves what it keeps where it is; Path.open.
@@ -136,14 +136,15 @@ class JsonlWriter:
         )
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append a line. When it returns, the line survives the end of the process.
+        """Append a line. Once this returns, the line survives even if the process is killed.
 
-        The same numbers make the same line: there is no time in it. NaN and the infinities, for
-        which JSON has no number, are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+        The same metrics always give the same line, which contains no timestamp. NaN and the
+        infinities, which JSON lacks, become the strings ``"NaN"``, ``"Infinity"`` and
+        ``"-Infinity"``.
 
         Args:
-            metrics: any names but ``step``.
-            step: step of the training, not below that of the line before.
+            metrics: values by name; any names except ``step``.
+            step: training step, not below that of the previous line.
         """
         # TODO 4.17: append one line, and flush it.
         #   Tools: json.dumps, math.isfinite.
@@ -165,11 +166,11 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """Return what a JsonlWriter has written, line by line, as the numbers that they were.
+    """Return the records that a JsonlWriter wrote, line by line, with their original values.
 
     Raises:
-        ValueError: a line is not one of a JsonlWriter: damaged, say, or unfinished. The text names
-            the file and the number of the line, from 1.
+        ValueError: a line does not come from a JsonlWriter, for example because it is damaged or
+            unfinished. The message names the file and the line, counted from 1.
     """
     # TODO 4.17: return a Record for each line, or raise.
     #   Tools: json.loads, float, which reads "NaN" and "Infinity" too, Record (given).
@@ -179,15 +180,15 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 class TensorBoardWriter:
-    """Draws the numbers of a run as curves in TensorBoard, one for each metric."""
+    """Draws the metrics of a run as curves in TensorBoard, one for each metric."""
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
         """Open a new file in the folder, beside those of earlier processes of this run.
 
         Args:
-            folder: folder of the run. One rank writes into it.
-            resume_after: the step of the checkpoint from which training continues: TensorBoard
-                hides the points of later steps that are there already. None: it hides none.
+            folder: folder of the run, into which one rank writes.
+            resume_after: step of the checkpoint from which training continues; TensorBoard hides
+                points of later steps that are already there. With None, it hides none.
         """
         # TODO 4.17: open a SummaryWriter.
         #   Tools: SummaryWriter and its purge_step: the first step to hide.
@@ -198,7 +199,7 @@ class TensorBoardWriter:
         )
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a point to the curve of each metric. When it returns, TensorBoard can show them."""
+        """Add a point to the curve of each metric; once this returns, TensorBoard can show it."""
         # TODO 4.17: add a point for each metric, and flush.
         #   Tools: add_scalar and flush of the SummaryWriter.
         #   Example: 2 metrics are 2 points, both at the same step.

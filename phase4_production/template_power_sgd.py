@@ -22,9 +22,8 @@ def orthogonalize(matrix: Tensor) -> None:
         4  4.5    ->    0.8  0.6        for example
         0  0            0    0
 
-    Every column that was there is a sum of multiples of the new ones. So it is also where columns
-    depend on each other, or are zero: what replaces them is finite, of length 1 and at right angles
-    to the others.
+    Every original column is a linear combination of the new ones, even if columns are linearly
+    dependent or zero: what replaces them is finite, of length 1 and at right angles to the others.
 
     Args:
         matrix: (n, r) with n >= r, of float32 or float64.
@@ -41,13 +40,13 @@ def orthogonalize(matrix: Tensor) -> None:
 class PowerSGD:
     """Averages gradients over the ranks as products of two thin matrices.
 
-    With M_w for the gradient of rank w, a matrix of n rows and m columns, and Q (m, r) of the step
-    before:
+    With M_w the gradient of rank w, a matrix of n rows and m columns, and Q (m, r) from the
+    previous step:
         P = mean of M_w Q           n · r numbers travel
         orthogonalize(P)
         Q = mean of M_wᵀ P          m · r numbers travel
         mean = P Qᵀ
-    For M of 1024 · 1024 and r = 4, 8,192 numbers travel instead of 1,048,576: 128 times fewer.
+    For 1024 · 1024 matrices and r = 4, 8,192 numbers travel instead of 1,048,576: 128 times fewer.
 
     Args:
         rank: r, the number of columns of P and Q; at least 1.
@@ -58,7 +57,7 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int, group: Group = None, seed: int = 0) -> None:
-        """Prepare; nothing is sent yet."""
+        """Store the settings; nothing is sent."""
         # TODO 4.12: keep the arguments, and a place for the Q of each parameter.
         #   Tools: none.
         #   Example: before the first step there are 0 of them.
@@ -68,27 +67,27 @@ class PowerSGD:
         )
 
     def __call__(self, gradient: Tensor, pieces: Sequence[Piece]) -> Reduced:
-        """Average a flat gradient over the ranks: all ranks of the group call it.
+        """Average a flat gradient over the ranks; all ranks of the group call this.
 
         A piece of two or more dimensions is a matrix: its first dimension by all others. It is
-        compressed if its factors are smaller: if r · (n + m) < n · m. All else is averaged as it
-        is, together with P.
+        compressed if its factors are smaller, that is, if r · (n + m) < n · m. Everything else is
+        averaged as it is, together with P.
 
-        The Q of a parameter is kept under its name, and is where its next call begins, whichever
-        pieces lie beside it then. Step by step, it turns to the directions in which the gradients
-        are largest, also after gradients of zeros. The first Q is random: drawn from the seed and
-        the name, the same on all ranks, and without torch's global generator.
+        The Q of a parameter is kept by name, and the next call for it starts from that Q, whichever
+        other pieces are in the buffer then. Step by step, Q turns towards the directions in which
+        the gradients are largest, even after gradients of zeros. The first Q is random: drawn from
+        the seed and the name, the same on all ranks, and without using torch's global generator.
 
-        A step with a NaN or an infinity leaves the Q that it would spoil as it was. Only its own
-        mean is not finite: training skips the step, and the next one is as if it had not been.
+        A Q that a NaN or an infinity would spoil is left unchanged. Only the mean of that step is
+        not finite: training skips the step, and the next one is not affected.
 
         Args:
-            gradient: (n,), of float32 or float64; it is only read.
-            pieces: contents of the buffer, one after the other; one or more, the same on all ranks.
+            gradient: (n,), of float32 or float64. Not changed.
+            pieces: contents of the buffer, in order; one or more, the same on all ranks.
 
         Returns:
-            The mean over the ranks, the same on all of them bit for bit; and what this rank sent:
-            P (M_wᵀ P)ᵀ of what is compressed, and all of the rest.
+            The mean over the ranks, bit for bit the same on all of them, and what this rank sent:
+            P (M_wᵀ P)ᵀ for what is compressed, and all of the rest.
 
         Cost: two all-reduces, whatever the number of pieces: of Σ n · r elements and all that is
         not compressed, then of Σ m · r. The second one is left out if nothing is compressed.
@@ -104,7 +103,7 @@ class PowerSGD:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue bit for bit: a copy, which stays as it is."""
+        """Return a copy of what a later run needs to continue bit for bit."""
         # TODO 4.12: return a copy of what is kept from step to step.
         #   Tools: clone.
         #   Example: after a step with the weight of 12 · 10 and r = 2, it holds one Q of 10 · 2.
@@ -114,7 +113,7 @@ class PowerSGD:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which is only read."""
+        """Continue from a state; it is not changed."""
         # TODO 4.12: keep a copy of what is in the state.
         #   Tools: clone.
         #   Example: a state with 3 matrices of Q is loaded; the next step begins with these 3.

@@ -1,4 +1,4 @@
-"""The whole state of a run: a resumed run continues bit for bit.
+"""The whole state of a run, from which it resumes bit for bit.
 
 Task 4.2. The docstring says what a function promises, its TODO what you need for it, and
 guidelines.md why and how. To grade it: ``distlab check 4.2``.
@@ -17,7 +17,7 @@ from phase4_production.given import Group, HasState
 
 
 class ResumableSampler:
-    """Which samples each rank trains on, and how far the epoch is.
+    """Decides which samples each rank trains on, and keeps track of the position in the epoch.
 
     10 samples in global batches of 4, on 3 ranks; each batch is split as evenly as possible:
         order of the epoch   7 2 9 0 | 4 1 8 3 | 5 6
@@ -30,19 +30,20 @@ class ResumableSampler:
             train(samples)
             sampler.advance()
 
-    A DataLoader takes it as its ``batch_sampler``, with ``generator=torch.Generator()``, or it
-    would draw from the generators of the run; and with a ``collate_fn`` that takes an empty part.
+    Pass it to a DataLoader as ``batch_sampler``, with ``generator=torch.Generator()``, so that the
+    loader does not draw from the run's generators, and with a ``collate_fn`` that accepts an empty
+    share.
     """
 
     def __init__(
         self, num_samples: int, global_batch: int, seed: int = 0, group: Group = None
     ) -> None:
-        """Begin with epoch 0.
+        """Start with epoch 0.
 
         Args:
             num_samples: samples in the dataset; at least 1.
-            global_batch: how many samples all ranks train on in a step, together; at least 1.
-            seed: seed of the order of the samples; the same on all ranks.
+            global_batch: number of samples that all ranks together train on in a step; at least 1.
+            seed: seed of the sample order; the same on all ranks.
             group: the ranks that share the samples; all ranks by default.
         """
         # TODO 4.2: keep the arguments, and where the run is: at the beginning of epoch 0.
@@ -54,14 +55,14 @@ class ResumableSampler:
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's part of each global batch that is left in the epoch.
+        """Yield this rank's share of each global batch that is left in the epoch.
 
-        The order of an epoch follows from the seed and the epoch alone: it is the same on all
-        ranks, for any number of them, and another one in each epoch. Each sample comes once. The
-        last batch may be shorter than the others, and a rank's part may be empty.
+        The order of an epoch depends only on the seed and the epoch: it is the same on all ranks,
+        for any number of them, and differs from epoch to epoch. Each sample occurs once. The last
+        batch may be shorter than the others, and a rank's share may be empty.
 
-        Iterating does not move the position: a DataLoader asks for batches before they are trained
-        on. The generators of the process are neither used nor changed.
+        Iterating does not move the position: a DataLoader requests batches before they are trained
+        on. The process's generators are neither used nor changed.
         """
         # TODO 4.2: yield this rank's part of each batch, from the position on.
         #   Tools: torch.Generator, its manual_seed, torch.randperm, split, tensor_split, tolist.
@@ -83,7 +84,7 @@ class ResumableSampler:
         )
 
     def advance(self) -> None:
-        """Note that a global batch has been trained on; after the last one, an epoch begins."""
+        """Record that a global batch was trained on; after the last one, the next epoch begins."""
         # TODO 4.2: move the position by a global batch; after the last one, begin an epoch.
         #   Tools: none.
         #   Example: 10 samples, global batches of 4, position 8 in epoch 0: epoch 1, position 0.
@@ -93,11 +94,11 @@ class ResumableSampler:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the run is, for any number of ranks.
+        """Return the state of the sampler, which can be loaded on any number of ranks.
 
         Returns:
-            ``epoch``; ``position``, which is how many samples of the epoch all ranks have trained
-            on, together; ``seed`` and ``num_samples``.
+            ``epoch``; ``position``, the number of samples of the epoch that all ranks together have
+            trained on; ``seed`` and ``num_samples``.
         """
         # TODO 4.2: return the four numbers by their names.
         #   Tools: none.
@@ -108,13 +109,13 @@ class ResumableSampler:
         )
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another sampler was, in its order.
+        """Continue from another sampler's position, in its order.
 
         Args:
             state: state of a sampler with any number of ranks, global batch and seed. Not changed.
 
         Raises:
-            ValueError: it is of another number of samples; the error names both numbers.
+            ValueError: the number of samples differs; the message names both numbers.
         """
         # TODO 4.2: refuse the state of another number of samples; take over the rest.
         #   Tools: ValueError.
@@ -126,10 +127,10 @@ class ResumableSampler:
 
 
 class TrainingState:
-    """All that a run needs to continue bit for bit.
+    """Everything that a run needs to continue bit for bit.
 
-    Parts are what has ``state_dict`` and ``load_state_dict``, with one state on all ranks. The
-    generators are other ones on each rank; their states are gathered:
+    Parts are objects with ``state_dict`` and ``load_state_dict``, and have the same state on all
+    ranks. The random generators differ from rank to rank, so their states are gathered:
         rank 0    model optimizer scheduler scaler ema sampler    generators 0 ─┐
         rank 1    the same                                        generators 1 ─┼─ state
         rank 2    the same                                        generators 2 ─┘
@@ -140,7 +141,7 @@ class TrainingState:
     """
 
     def __init__(self, parts: Mapping[str, HasState], group: Group = None) -> None:
-        """Prepare; nothing is read or changed yet.
+        """Store the arguments; nothing is read or changed.
 
         Args:
             parts: parts of the run, by name.
@@ -155,19 +156,19 @@ class TrainingState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parts, and the generators of all ranks.
+        """Return the state of all parts, and of the generators of all ranks.
 
-        All ranks of the group call it, between two steps. Training continues as if it had not been
-        called. The generators are those of ``random``, of NumPy, of torch for the CPU and, if CUDA
-        is in use, of its current device.
+        All ranks of the group call this, between two steps. Training continues as if it had not
+        been called. The generators are those of ``random``, of NumPy, and of torch: for the CPU
+        and, if CUDA is in use, for its current device.
 
         Returns:
-            The same on all ranks. ``torch.load(…, weights_only=True)`` can read it, if it can read
-            the states of the parts. Tensors of the parts may be those that training changes: write
+            The same state on all ranks. ``torch.load(…, weights_only=True)`` can read it, if it can
+            read the states of the parts. Its tensors may be the ones that training changes: write
             or copy them before the next step.
 
-        Cost: at most three collectives, in which each rank sends its generators to each of the
-        others, at most 40 kB; nothing of the parts travels.
+        Cost: at most three collectives, in which each rank sends its generators, at most 40 kB, to
+        each of the others; the parts are not sent.
         """
         # TODO 4.2: gather all ranks' generators, and return them with the states of the parts.
         #   Tools: dist.all_gather_object, random.getstate, np.random.get_state, tolist,
@@ -179,22 +180,22 @@ class TrainingState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a state back, so that the run continues like the one that was saved.
+        """Restore a state, so that the run continues like the one that was saved.
 
-        On as many ranks as have saved, each rank gets its own generators back; what parts draw
-        while they are loaded does not matter. CUDA's is left out where there is no CUDA.
+        On the number of ranks that saved it, each rank gets its own generators back, whatever the
+        parts draw while they are loaded. CUDA's generator is skipped where there is no CUDA.
 
-        On another number of ranks, the run can't continue bit for bit: the generators are seeded
-        again. Then no two ranks draw the same, and a rank draws the same again if the state is
-        loaded again on as many ranks.
+        On a different number of ranks, the run can't continue bit for bit: the generators are
+        seeded again. Then no two ranks draw the same numbers, but each rank draws the same ones
+        every time the state is loaded on that number of ranks.
 
         Args:
-            state: state of parts with the same names. Changed neither now nor by training, so that
+            state: state of parts with the same names. Neither this call nor training changes it, so
                 it can be loaded again.
 
         Raises:
-            ValueError: a part is missing in ``state`` or here; the error names it, and nothing has
-                been loaded.
+            ValueError: a part is missing from ``state`` or from this object; the message names it,
+                and nothing has been loaded.
 
         Cost: no communication, and a copy of one part at a time.
         """

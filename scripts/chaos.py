@@ -1,15 +1,15 @@
-"""Disturb a training for minutes, and prove that its result equals that of the undisturbed one.
+"""Disturb a training run for a few minutes, and check that the result equals an undisturbed run's.
 
     python -m scripts.chaos --minutes 3 --ranks 3
     python -m scripts.chaos --config configs/config.yaml --ranks 4 --epochs 12
 
-The configuration is trained twice. The second time, ranks are killed (SIGKILL) or stopped
-(SIGSTOP, which looks like a lost connection to the others), for a moment or until the others have
-given up, and torchrun itself is killed, at moments that --seed decides. What torchrun does not
-restart is started by the same command again. In the end both last checkpoints must be equal bit for
-bit: parameters, optimizer, generators, everything. out/chaos/gantt.png shows what happened.
+The configuration is trained twice. The second time, at moments that --seed determines, ranks are
+killed (SIGKILL) or stopped (SIGSTOP, which the others see as a lost connection; for a moment or
+until they give up), and torchrun itself is killed. If torchrun ends early, the same command is
+started again. In the end, the last checkpoints of both runs must be equal bit for bit: parameters,
+optimizer, generators, everything. out/chaos/gantt.png shows what happened.
 
-Exit codes: 0 equal · 1 not equal, or a training has failed · 78 wrong configuration.
+Exit codes: 0 equal · 1 not equal, or a training run has failed · 78 wrong configuration.
 """
 
 import argparse
@@ -40,10 +40,10 @@ from distlab.production.launching import environment
 from distlab.production.program import config_of
 
 KINDS = ("kill", "pause", "stop", "agent")
-GAP_S = (2.0, 8.0)  # time from the moment when all ranks run to the next blow
-STOPPED_S = {"pause": 2.0, "stop": math.inf}  # longest stop; ends earlier if another rank ends
+GAP_S = (2.0, 8.0)  # time from when all ranks are running to the next blow
+STOPPED_S = {"pause": 2.0, "stop": math.inf}  # longest stop; ends earlier if any rank is down
 KEYS = {"heartbeat_timeout_s": "10", "save_every": "20"}  # defaults
-HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # codes after which a restart does not help
+HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # codes after which a restart cannot help
 MAX_STARTS = 200
 LOOK_S = 0.1
 
@@ -98,16 +98,16 @@ def _endless(kinds: Sequence[str], random: Random) -> Iterator[str]:
 
 
 class Blows:
-    """Disturbs ranks at random moments, with one kind of blow after the other."""
+    """Disturbs ranks at random moments, with one kind of blow after another."""
 
     def __init__(self, kinds: Iterable[str], seed: int, num_ranks: int, duration_s: float) -> None:
         self.random, self.num_ranks, self.duration_s = Random(seed), num_ranks, duration_s
         self.kinds, self.given = iter(kinds), list[Blow]()
-        self.next_s: float | None = None  # None unless all ranks run
-        self.stopped: list[tuple[float, psutil.Process]] = []  # latest end, process
+        self.next_s: float | None = None  # None unless all ranks are running
+        self.stopped: list[tuple[float, psutil.Process]] = []  # latest end of the stop, process
 
     def look(self, observer: Observer, agent: int) -> None:
-        """Resume processes that were stopped for long enough, and strike if it is time."""
+        """Resume processes that have been stopped long enough, and strike if it is time."""
         now_s = observer.now_s
         for until_s, process in self.stopped[:]:
             if now_s >= until_s or observer.any_is_down:
@@ -133,7 +133,7 @@ class Blows:
 
 
 def _send(process: psutil.Process, number: int) -> None:
-    with suppress(psutil.NoSuchProcess):  # torchrun was faster
+    with suppress(psutil.NoSuchProcess):  # torchrun has ended it already
         process.send_signal(number)
 
 
@@ -141,18 +141,18 @@ def _send(process: psutil.Process, number: int) -> None:
 
 
 class TrainingFailedError(Exception):
-    """A training did not finish; the message names its log."""
+    """A training run did not finish; the message names its log."""
 
 
 class Chaos:
     """Trains one configuration several times, each time in a new folder.
 
     Attributes:
-        starts: Number of times that the last training had to be started.
+        starts: Number of times that torchrun had to be started for the last run.
     """
 
     def __init__(self, given: dict[str, str], num_ranks: int, out: Path) -> None:
-        """Empty the folder.
+        """Empty the output folder.
 
         Raises:
             ConfigError: The configuration is wrong.
@@ -163,10 +163,10 @@ class Chaos:
         out.mkdir(parents=True)
 
     def train(self, name: str, bar: Progress, blows: Blows | None = None) -> None:
-        """Train to the end; draw a disturbed training.
+        """Train to the end; if there are blows, draw a chart of what happened.
 
         Raises:
-            TrainingFailedError: The training does not finish, however often it is started.
+            TrainingFailedError: The run does not finish, however many times it is started.
         """
         (self.out / name).mkdir()
         task, self.starts = bar.add_task(name, total=None), 0
@@ -208,7 +208,7 @@ class Chaos:
         return self.out / f"{name}.log"
 
     def _check(self, name: str) -> None:
-        """Raise if another start does not help."""
+        """Raise an error if another start would not help."""
         left = self.out / name / "exit_code"
         code = left.read_text(encoding="utf-8").strip() if left.exists() else ""
         if code in HOPELESS or self.starts > MAX_STARTS:
@@ -229,7 +229,7 @@ class Chaos:
 
 
 def _end(agent: "subprocess.Popen[bytes]", observer: Observer) -> None:
-    """Kill all processes of a training."""
+    """Kill all processes of a training run."""
     agent.kill()
     agent.wait()
     for process in observer.processes.values():

@@ -47,31 +47,31 @@ class Box:
     height: float
 
     def draw(self, axes: Axes, colour: str) -> None:
-        """Draw the box with round corners."""
+        """Draw the box with rounded corners."""
         corner = (self.x, self.y)
         style = "round,pad=0,rounding_size=0.8"
         look = {"boxstyle": style, "facecolor": colour, "edgecolor": LINE, "linewidth": 0.8}
         axes.add_patch(FancyBboxPatch(corner, self.width, self.height, **look))
 
     def head(self, axes: Axes, text: str, size: float = 10.5) -> None:
-        """Write a bold line at the upper edge."""
+        """Write a bold line of text at the top edge."""
         place = self.x + self.width / 2, self.y + self.height - 1.9
         axes.text(*place, text, ha="center", va="center", size=size, weight="bold", color=INK)
 
     def body(self, axes: Axes, text: str, size: float = 8.5) -> None:
-        """Write lines below the head."""
+        """Write lines of text below the head."""
         place = self.x + self.width / 2, self.y + self.height - 3.4
         axes.text(*place, text, ha="center", va="top", size=size, color=INK, linespacing=1.5)
 
 
 def columns(count: int, y: float, height: float) -> list[Box]:
-    """Return ``count`` boxes side by side, over the whole width."""
+    """Return ``count`` boxes side by side, across the whole width."""
     width = (WIDTH - GAP * (count - 1)) / count
     return [Box(k * (width + GAP), y, width, height) for k in range(count)]
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """Draw an arrow between two places."""
+    """Draw an arrow between two points."""
     look = {"arrowstyle": "-|>", "color": LINE, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", end, start, arrowprops=look)
 
@@ -99,14 +99,14 @@ def draw_phase(axes: Axes, box: Box, phase: Phase, colour: str) -> None:
 
 
 def draw_line(axes: Axes, box: Box, below: float, text: str, remark: str) -> None:
-    """Write a text and a remark under it, ``below`` units under the upper edge of a box."""
+    """Write a line, and a remark under it, ``below`` units below the top edge of a box."""
     x, y = box.x + 1.2, box.y + box.height - below
     axes.text(x, y, text, va="center", size=8.2, color=INK)
     axes.text(x, y - 1.45, remark, va="center", size=7.2, color=FAINT, style="italic")
 
 
 def draw_band(axes: Axes, box: Box, text: str) -> None:
-    """Draw a band over the whole width, and arrows from its neighbours above."""
+    """Draw a band across the whole width, and arrows to it from the boxes above."""
     box.draw(axes, PALE)
     place = WIDTH / 2, box.y + box.height / 2
     axes.text(*place, text, ha="center", va="center", size=9.5, color=INK)

@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: the site is the repository's own Markdown, at the same paths.
+"""Hooks for mkdocs: the site is the repository's own Markdown, at the same paths.
 
-Links between the files then work unchanged on the site. mkdocs.yml names this
+Links between files therefore work unchanged on the site. mkdocs.yml names this
 file; ``make docs`` runs it.
 """
 
@@ -30,7 +30,7 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
 
 
 def on_files(files: "Files", *, config: "MkDocsConfig") -> "Files":
-    """Replace the files of docs/ by the repository's; keep the theme's files."""
+    """Replace the files in docs/ with the repository's pages; keep the theme's files."""
     from mkdocs.structure.files import Files
 
     theirs = [file for file in files if not file.src_uri.endswith((".md", ".png"))]
@@ -78,7 +78,7 @@ def for_mkdocs(text: str, path: Path) -> str:
 
 
 def _is_in_list(lines: list[str]) -> bool:
-    """Return True if the last paragraph is an item of a list."""
+    """Return True if the last paragraph is a list item."""
     for line in reversed(lines):
         if not line.strip():
             return False
@@ -88,7 +88,7 @@ def _is_in_list(lines: list[str]) -> bool:
 
 
 def _link(link: re.Match[str], path: Path) -> str:
-    """Keep a link to a page; reduce a link to another file of the repository to its words.
+    """Keep a link to a page; reduce a link to another file of the repository to its text.
 
     A broken link is kept, so that mkdocs complains.
     """

@@ -4,11 +4,12 @@
     torchrun --nnodes=1:4 --nproc_per_node=1 --max_restarts=100 --rdzv_backend=c10d \\
         --rdzv_endpoint=127.0.0.1:29400 --rdzv_conf=last_call_timeout=5 scripts/elastic.py out/run
 
-Start it in one terminal, and the same command in another: torchrun ends the worker and starts two.
-Kill the second one, agent and worker, and the first continues alone. It trains a small model on the
-bundled digits for 10 epochs, and prints where how many workers continue, and the final accuracy.
-``out/run.jsonl`` records which worker trained on which samples. ``echo 0.2 > out/run.pace`` makes
-each step take 0.2 s longer, also during a run.
+Run the command in one terminal, then again in another: torchrun ends the worker and starts two.
+Kill the second torchrun and its worker, and the first continues alone. The run trains a small model
+on the bundled digits for 10 epochs. Each time it resumes, it prints the number of workers and the
+step after which it resumes; at the end, it prints the accuracy. ``out/run.jsonl`` records which
+worker trained on which samples. ``echo 0.2 > out/run.pace`` makes each step take 0.2 s longer, even
+during a run.
 """
 
 import json
@@ -32,10 +33,10 @@ GLOBAL_BATCH, NUM_EPOCHS, SAVE_EVERY = 96, 10, 5
 
 
 class Digits:
-    """A small model that learns the bundled digits, and records its samples."""
+    """A small model that learns the bundled digits, and records which samples it trains on."""
 
     def __init__(self, folder: Path) -> None:
-        """Prepare to train in a folder; the ledger and the pace are files next to it."""
+        """Prepare to train in a folder; the ledger (.jsonl) and the .pace file lie next to it."""
         torch.manual_seed(0)
         self.data = load("digits")
         self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -49,19 +50,19 @@ class Digits:
         return self.model.parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and the number of steps."""
+        """Return the states of the model and the optimizer, and the number of steps."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return {**state, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Continue from a state."""
+        """Restore a state, and print after which step the run continues."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = state["num_steps"]
         say(f"{dist.get_world_size()} workers go on after step {self.num_steps}")
 
     def add_gradients(self, samples: Sequence[int], epoch: int, /) -> None:
-        """Add the gradients of the sum of the losses."""
+        """Add the gradients of the summed losses of ``samples``."""
         self._note(samples, epoch)
         images, labels = zip(*(self.data.train[sample] for sample in samples), strict=True)
         logits = self.model(torch.stack(images))
@@ -69,7 +70,7 @@ class Digits:
         loss.backward()
 
     def _note(self, samples: Sequence[int], epoch: int) -> None:
-        """Append a line in one write, so that lines of several workers don't mix."""
+        """Append a line to the ledger in one write, so that different workers' lines don't mix."""
         line = {
             "start": self.start,
             "world_size": dist.get_world_size(),
@@ -83,7 +84,7 @@ class Digits:
             file.write(json.dumps(line).encode() + b"\n")
 
     def step(self) -> None:
-        """Update the parameters."""
+        """Update the parameters; if there is a .pace file, sleep for as long as it says."""
         self.optimizer.step()
         self.num_steps += 1
         if self.pace.exists():
@@ -91,14 +92,14 @@ class Digits:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Return the share of recognised test images."""
+        """Return the fraction of test images that are recognised."""
         images, labels = zip(*self.data.test, strict=True)
         guesses = self.model(torch.stack(images)).argmax(1)
         return float((guesses == torch.tensor(labels)).float().mean())
 
 
 def start_number() -> int:
-    """Return a number that identifies this start, equal on all its workers."""
+    """Return a number that identifies this start of the run, the same on all workers."""
     number = [time.time_ns()]
     dist.broadcast_object_list(number, group_src=0)
     return number[0]
@@ -115,7 +116,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.parent.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
-    with StopRequest() as stop:  # only now: SIGTERM must end ranks that still wait to meet
+    with StopRequest() as stop:  # not earlier: SIGTERM must end a rank that waits for others
         job = Digits(folder)
         num_steps = run_elastic(
             job,

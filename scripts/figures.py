@@ -3,8 +3,8 @@
     python scripts/figures.py                 all of them
     python scripts/figures.py broadcast       those whose names begin with this
 
-Each is a subject of ``scripts/phaseN.py``, run like a script of ``distlab sim``, and is written to
-``phaseN_*/figures/NAME.svg``. figures.csv lists them.
+Each figure shows a function of ``scripts/phaseN.py``, run as ``distlab sim`` would run it, and is
+written to ``phaseN_*/figures/NAME.svg``. figures.csv lists the figures.
 """
 
 import csv
@@ -28,11 +28,11 @@ from distlab.sim.script import run_script
 from distlab.sim.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[1]
-# Half of a file: digits beyond hundredths of a point, clipping at the edge, trailing blanks.
+# Half of each file: decimals beyond the second, references to clip paths, and trailing spaces.
 NEEDLESS = re.compile(r'(?<=\d\.\d\d)\d+| clip-path="[^"]*"| (?=\n)')
 
 
-SLOW_LINKS = Cluster(  # sending a unit takes a third of the time of computing it
+SLOW_LINKS = Cluster(  # sending a unit of ``fully_sharded`` takes a third as long as computing it
     1,
     2,
     latency_s=1e-6,
@@ -46,7 +46,7 @@ CLUSTERS = {"ideal": IDEAL, "slow links": SLOW_LINKS, "two nodes": Cluster(2, 4)
 
 @dataclass(frozen=True)
 class Figure:
-    """A subject on a cluster, and the name and title of its picture."""
+    """A phase script's function to run on a cluster, and the name and title of its picture."""
 
     name: str
     title: str
@@ -56,7 +56,7 @@ class Figure:
     phase: int
 
     def run(self) -> Simulated[None]:
-        """Simulate the subject."""
+        """Simulate the function ``subject``."""
         program = ROOT / f"scripts/phase{self.phase}.py"
         is_preset = isinstance(self.cluster, str)
         world = Cluster.preset(self.cluster) if is_preset else self.cluster
@@ -64,7 +64,7 @@ class Figure:
 
     @property
     def path(self) -> Path:
-        """File of the picture that the guidelines link to."""
+        """Path of the picture that the guidelines link to."""
         (folder,) = ROOT.glob(f"phase{self.phase}_*")
         return folder / f"figures/{self.name}.svg"
 
@@ -116,7 +116,7 @@ def _advance(
     seconds: float,
     name: str,
 ) -> None:
-    """Let the time of an operation pass, and append the memory after it."""
+    """Advance by the time of an operation, and append the memory in use after it."""
     advance(seconds, name)
     curve.append((clock.current.clock_s, device.memory.live_bytes))
 
@@ -150,7 +150,7 @@ FIGURES = (*_listed(), MEMORY)
 
 
 def main() -> None:
-    """Draw the figures whose names begin as the arguments say, by default all."""
+    """Draw the figures whose names begin with one of the arguments, by default all."""
     starts = tuple(sys.argv[1:]) or ("",)
     if not any(figure.name.startswith(starts) for figure in FIGURES):
         sys.exit(f"no figure begins with {' or '.join(starts)}; scripts/figures.csv lists them")

@@ -1,10 +1,10 @@
-"""Train ResNet-18 on CIFAR-10 with a few processes of this machine.
+"""Train ResNet-18 on CIFAR-10 with a few processes on this machine.
 
     python -m scripts.launch_local --epochs 5 --batch_size 128 --lr 0.1 --num_workers 2 --device cpu
 
 If CIFAR-10 is neither in ./data (or $DISTLAB_DATA) nor downloadable, the bundled digits take its
-place, and a line says so. Each run gets a folder of its own, out/local/1 and so on, with its
-checkpoints; --resume continues the newest.
+place, and a message says so. Each run keeps its checkpoints in a new folder, out/local/1 and so on;
+--resume continues the newest run.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from distlab.production.launching import launch
 
 RUNS = Path("out/local")
 RECIPE = {"model": "resnet18", "optimizer": "sgd", "weight_decay": 5e-4, "label_smoothing": 0}
-DIGITS_SIDE = 16  # twice the digits' side, and the smallest for ResNets
+DIGITS_SIDE = 16  # twice the side of a digit, and the smallest that ResNets accept
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
         "epochs": options.epochs,
         "batch_size": options.batch_size,
         "lr": options.lr,
-        "lr_batch_size": options.batch_size,  # lr is not scaled then
+        "lr_batch_size": options.batch_size,  # so that lr is not scaled
         "num_gpus": options.num_workers,
         "device": options.device,
         "run_dir": RUNS / str(_number(RUNS, resume=options.resume)),
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number(folder: Path, *, resume: bool) -> int:
-    """Return the number of the newest run, or of the next one."""
+    """Return the number of the newest run to resume, or of the next one."""
     newest = max((int(run.name) for run in folder.glob("[0-9]*")), default=0)
     return max(newest, 1) if resume else newest + 1
 

@@ -1,4 +1,4 @@
-"""The number of all-reduces in an epoch of MNIST: gradients one by one, and in buckets.
+"""Count the all-reduces in an epoch of MNIST, with gradients sent one by one and in buckets.
 
     mpirun -np 2 python scripts/mnist_mpi.py
     torchrun --nproc-per-node 2 scripts/mnist_mpi.py
@@ -52,7 +52,7 @@ class Counted:
         self.calls = self.num_bytes = 0
 
     def start(self, x: Tensor, group: Group = None) -> Started:
-        """Start to sum a tensor in place, as Phase 3 requires."""
+        """Start summing a tensor in place, as Phase 3 requires."""
         self.calls += 1
         self.num_bytes += x.nbytes
         return start_all_reduce(x, group)
@@ -62,7 +62,7 @@ class Counted:
         self.start(x, group).wait()
 
 
-# From a model: the model that a step calls, and the function that averages its gradients.
+# Maps a model to the model that a step calls and the function that averages its gradients.
 Way = Callable[[nn.Module, Counted], tuple[nn.Module, Callable[[], None]]]
 
 
@@ -72,12 +72,12 @@ def one_by_one(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[
 
 
 def at_once(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[[], None]]:
-    """Copy all gradients into one tensor, after the backward pass."""
+    """Sum all gradients in one flat tensor, after the backward pass."""
     return model, lambda: average_gradients_flat(model, counted.all_reduce)
 
 
 def in_buckets(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[[], None]]:
-    """Sum gradients in buckets during the backward pass; the first one, of 1 MiB, holds all."""
+    """Sum gradients in buckets during the backward pass; the first, of 1 MiB, holds them all."""
     parallel = DistributedDataParallel(model, all_reduce=counted.start)
     return parallel, parallel.finish_gradient_synchronization
 
@@ -91,12 +91,12 @@ WAYS: dict[str, Way] = {
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch on this rank; the losses are those of all ranks."""
+    """Results of an epoch on this rank; the losses are means over all ranks."""
 
     losses: list[float]
     calls: int
     num_bytes: int
-    calls_of_group: int  # calls for gradients and losses; 0 on gloo and NCCL, which don't count
+    calls_of_group: int  # calls for gradients and losses; 0 on gloo and NCCL, which keep no count
 
 
 def convnet() -> nn.Sequential:
@@ -126,7 +126,7 @@ def images(num_images: int) -> tuple[str, Dataset[Sample]]:
 
 
 def shard_of(dataset: Dataset[Sample]) -> DataLoader[Sample]:
-    """Load this rank's share of an epoch; the last batch may be smaller."""
+    """Return a loader of this rank's share of an epoch; the last batch may be smaller."""
     num_images = len(dataset)  # type: ignore[arg-type]
     mine = shard_indices(num_images, dist.get_rank(), dist.get_world_size(), drop_last=True)
     return DataLoader(Subset(dataset, mine), batch_size=BATCH)
@@ -147,7 +147,7 @@ def train(way: Way, loader: DataLoader[Sample], device: torch.device) -> Epoch:
 
 
 def counted_by_group() -> int:
-    """Return the process group's number of all-reduces; torch's own groups count none."""
+    """Return how many all-reduces the process group has counted; 0 for torch's own groups."""
     group = dist.group.WORLD
     return group.counts.calls["all_reduce"] if isinstance(group, BaseGroup) else 0
 
@@ -159,7 +159,7 @@ def backend() -> str:
 
 
 def compare(num_images: int) -> None:
-    """Train in all ways on this rank; rank 0 prints."""
+    """Train in every way on this rank; rank 0 prints the report."""
     name, dataset = images(num_images)
     loader, device = shard_of(dataset), launch.context().device
     epochs = {title: train(way, loader, device) for title, way in WAYS.items()}
@@ -169,7 +169,7 @@ def compare(num_images: int) -> None:
 
 
 def report(subject: str, epochs: dict[str, Epoch]) -> str:
-    """Write the calls of each way, their ratio, and the largest difference of the losses."""
+    """Return a report: the calls of each way, their ratio, and how much the losses differ."""
     first, _, buckets = epochs.values()
     num_steps, num_tensors = len(first.losses), len([*convnet().parameters()])
     ranks = dist.get_world_size()
@@ -189,14 +189,14 @@ def report(subject: str, epochs: dict[str, Epoch]) -> str:
 
 
 def row(title: str, epoch: Epoch) -> str:
-    """Write a line of the table."""
+    """Return a line of the table."""
     bytes_each = epoch.num_bytes // epoch.calls
     loss = f"{epoch.losses[0]:.4f} -> {epoch.losses[-1]:.4f}"
     return f"{title:<20}{epoch.calls:>12,}{bytes_each:>12,}{epoch.num_bytes:>13,}{loss:>18}"
 
 
 def difference(losses: list[list[float]]) -> str:
-    """Write the largest difference between the losses of all ways in any step."""
+    """Return a line with the largest difference between the ways' losses in any step."""
     largest = max(max(step) - min(step) for step in zip(*losses, strict=True))
     if not largest:
         return f"losses: the same in all {len(losses[0]):,} steps, bit for bit"

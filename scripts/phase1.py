@@ -1,6 +1,6 @@
-"""The programs behind the pictures and quoted numbers of phase1_data_parallel/guidelines.md.
+"""The programs behind the pictures and numbers in phase1_data_parallel/guidelines.md.
 
-A torch.distributed program like any other: it calls ``init_process_group`` and runs one subject.
+A torch.distributed program like any other: it calls ``init_process_group`` and runs one function.
 
     distlab sim --cluster laptop --ranks 8 --plot broadcast.png scripts/phase1.py broadcast
     torchrun --nproc-per-node 4 scripts/phase1.py measure
@@ -18,7 +18,7 @@ MODEL_ELEMENTS = 65_994  # the CNN of `make demo`: 264 kB of gradients
 
 
 def main() -> None:
-    """Run the subject, a function of this file, that the command line names."""
+    """Run the function of this file that the command line names."""
     dist.init_process_group()
     globals()[sys.argv[1]]()
     dist.destroy_process_group()
@@ -35,12 +35,12 @@ def all_reduce_naive() -> None:
 
 
 def all_reduce_recursive_doubling() -> None:
-    """Sum the CNN's gradients by pairs."""
+    """Sum the CNN's gradients by swapping sums in pairs."""
     collectives.all_reduce_recursive_doubling(torch.ones(MODEL_ELEMENTS))
 
 
 def scatter_batch() -> None:
-    """Distribute 64 images of 8 x 8 from rank 0."""
+    """Distribute 64 images of 8 x 8 pixels from rank 0."""
     batch = torch.ones(64, 1, 8, 8), torch.ones(64, dtype=torch.long)
     data_loader.scatter_batch(batch if dist.get_rank() == 0 else None)
 
@@ -54,7 +54,7 @@ def both_send_first() -> None:
 
 
 def exchange() -> None:
-    """Send the CNN's gradients round the ring, one step."""
+    """Send the CNN's gradients one step around the ring."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     x = torch.ones(MODEL_ELEMENTS)
     collectives.exchange(x, (rank + 1) % world_size, torch.empty_like(x), (rank - 1) % world_size)
@@ -69,7 +69,7 @@ def measure() -> None:
 
 
 def train_step() -> None:
-    """Do one step of two layers on 1,024 samples a rank."""
+    """Take one step of a two-layer model on 1,024 samples per rank."""
     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.randn(1024, 1024), torch.randint(10, (1024,))

@@ -1,6 +1,6 @@
-"""The programs behind the pictures and quoted numbers of phase2_advanced/guidelines.md.
+"""The programs behind the pictures and numbers in phase2_advanced/guidelines.md.
 
-A torch.distributed program like any other: it calls ``init_process_group`` and runs one subject.
+A torch.distributed program like any other: it calls ``init_process_group`` and runs one function.
 
     distlab sim --ranks 4 --plot gpipe.png scripts/phase2.py gpipe
 """
@@ -23,7 +23,7 @@ from solutions.phase2_advanced.model_parallel import StageRunner
 
 
 def main() -> None:
-    """Run the subject, a function of this file, that the command line names."""
+    """Run the function of this file that the command line names."""
     dist.init_process_group()
     globals()[sys.argv[1]]()
     dist.destroy_process_group()
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def memory_of_micro_batches() -> None:
-    """Do one step on 2,048 rows, on rank r in 2^r micro-batches, each rank by itself."""
+    """Take one step on 2,048 rows: rank r uses 2^r micro-batches, and no rank communicates."""
     layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU())]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -42,7 +42,7 @@ def memory_of_micro_batches() -> None:
 
 
 def accumulate_over_ranks() -> None:
-    """Do one step of two layers on 4, 3, 4 and 2 micro-batches of 512 rows."""
+    """Take one step of a two-layer model on 4, 3, 4 and 2 micro-batches of 512 rows, by rank."""
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = (2048, 1536, 2048, 1024)[dist.get_rank()]
@@ -54,12 +54,12 @@ def accumulate_over_ranks() -> None:
 
 
 def step_in_float16() -> None:
-    """Do one step of two layers on 256 samples a rank, computed in 16 bits."""
+    """Take one step of a two-layer model on 256 samples per rank, computed in 16 bits."""
     _step_of_two_layers(cross_entropy_sum)
 
 
 def step_in_float32() -> None:
-    """Do the same step without autocast."""
+    """Take the same step without autocast."""
     _step_of_two_layers(_without_autocast)
 
 
@@ -76,7 +76,7 @@ def _without_autocast(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
 
 
 def precisions() -> None:
-    """Train four times on 1,280 digits with a loss of small weight; print first and last losses."""
+    """Train four times on 1,280 digits with a small loss weight; print first and last losses."""
     rows = {
         "float32": _losses(_digits_model(), LossScaler(1.0), _small_loss_in_float32),
         "float16 everywhere": _losses_of_half(_digits_model().half()),
@@ -142,7 +142,7 @@ def _losses_of_half(model: nn.Module) -> list[float]:
 
 
 def checkpoint_segments() -> None:
-    """Do a step of 36 layers: rank 0 keeps all activations, the others take 36 to 1 segments."""
+    """Run a step of 36 layers: rank 0 keeps all activations, the others use 36 to 1 segments."""
     options = {"device": torch.device("meta"), "dtype": torch.bfloat16}
     layers = [nn.Sequential(nn.Linear(4096, 4096, **options), nn.ReLU()) for _ in range(36)]
     x = torch.empty(32768, 4096, **options, requires_grad=True)
@@ -155,7 +155,7 @@ def checkpoint_segments() -> None:
 
 
 def model_parallel() -> None:
-    """Run one step of stages of four layers each, with a batch of 1,024 rows."""
+    """Run one step with four layers per stage, on a batch of 1,024 rows."""
     stage = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     runner = StageRunner(stage)
     output = runner.forward(torch.ones(1024, 1024)) if runner.rank == 0 else runner.forward()
@@ -174,12 +174,12 @@ def gpipe() -> None:
 
 
 def one_f_one_b() -> None:
-    """Run the same micro-batches by 1F1B."""
+    """Run the same micro-batches with 1F1B."""
     _run_pipeline(pipeline_parallel.one_f_one_b_schedule(STAGES, MICRO_BATCHES), num_chunks=1)
 
 
 def interleaved() -> None:
-    """Run the same micro-batches by interleaved 1F1B, in two chunks of two layers per stage."""
+    """Run the same micro-batches with interleaved 1F1B: two chunks of two layers per stage."""
     _run_pipeline(pipeline_parallel.interleaved_schedule(STAGES, MICRO_BATCHES, 2), num_chunks=2)
 
 
@@ -187,14 +187,14 @@ def _run_pipeline(schedule: Schedule, num_chunks: int) -> None:
     pipeline_parallel.send_tensors, pipeline_parallel.recv_tensors = _send_plain, _receive_plain
     layers = range(LAYERS // num_chunks)
     chunks = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in layers)) for _ in range(num_chunks)]
-    inputs = torch.ones(ROWS, WIDTH, requires_grad=True)  # so that stage 0 computes as much
+    inputs = torch.ones(ROWS, WIDTH, requires_grad=True)  # otherwise stage 0 would compute less
     targets = torch.zeros(ROWS, dtype=torch.long)
     batches = [(inputs, targets)] * MICRO_BATCHES
     pipeline_parallel.run_schedule(schedule, chunks, batches, cross_entropy_sum)
 
 
 def _send_plain(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
-    """Send without a header, so that each tensor is one arrow; all have the same shape here."""
+    """Send without headers, so that each tensor is drawn as one arrow; all have the same shape."""
     return [dist.isend(x.detach(), dst) for x in tensors]
 
 
@@ -208,7 +208,7 @@ def _receive_plain(src: int, group: Group = None) -> list[Tensor]:
 
 
 def tensor_block() -> None:
-    """Split a block's weights; forward and backward on 2,048 positions of width 4,096."""
+    """Run a block with split weights, forward and backward, on 2,048 positions of width 4,096."""
     block, x = large_block(2048)
     tensor_parallel.parallelize_attention(block.attention)
     tensor_parallel.parallelize_mlp(block.mlp)
@@ -216,14 +216,14 @@ def tensor_block() -> None:
 
 
 def sequence_block() -> None:
-    """Also split the positions between a block's layers."""
+    """Run the block with the positions between its layers split as well."""
     block, x = large_block(2048 // dist.get_world_size())
     tensor_parallel.parallelize_block(block)
     block(x).sum().backward()
 
 
 def large_block(positions: int) -> tuple[Block, torch.Tensor]:
-    """Make a block with 32 heads, and an input, in 16 bits on meta, where nothing is computed."""
+    """Return a block with 32 heads and its input, in 16 bits on meta, where nothing is computed."""
     with torch.device("meta"):
         block = Block(4096, 32).bfloat16()
         return block, torch.zeros(1, positions, 4096, dtype=torch.bfloat16, requires_grad=True)

@@ -1,6 +1,6 @@
-"""The programs behind the pictures and quoted numbers of phase3_multi_node/guidelines.md.
+"""The programs behind the pictures and numbers in phase3_multi_node/guidelines.md.
 
-A torch.distributed program like any other: it calls ``init_process_group`` and runs one subject.
+A torch.distributed program like any other: it calls ``init_process_group`` and runs one function.
 
     distlab sim --ranks 4 --plot ring.png scripts/phase3.py ring_all_reduce
     torchrun --nproc-per-node 4 scripts/phase3.py tree_all_reduce
@@ -32,7 +32,7 @@ from solutions.phase3_multi_node.ddp import (
 
 
 def main() -> None:
-    """Run the subject, a function of this file, that the command line names."""
+    """Run the function of this file that the command line names."""
     dist.init_process_group()
     globals()[sys.argv[1]]()
     dist.destroy_process_group()
@@ -44,7 +44,7 @@ GRADIENTS = 25_600_000  # parameters of a ResNet-50, 102.4 MB as float32
 
 
 def ring_reduce_scatter() -> None:
-    """Sum the gradients of a ResNet-50, a chunk on each rank."""
+    """Sum the gradients of a ResNet-50, leaving one chunk on each rank."""
     ring_allreduce.ring_reduce_scatter(torch.empty(GRADIENTS, device="meta"))
 
 
@@ -104,7 +104,7 @@ def hierarchical_all_reduce() -> None:
 
 
 def flat_ring() -> None:
-    """Sum 4 MB around all ranks."""
+    """Sum 4 MB in one ring of all ranks."""
     ring_allreduce.ring_all_reduce(torch.ones(10**6))
 
 
@@ -115,7 +115,7 @@ BUCKETS = {"bucket_bytes": 2 * 2 * WIDTH**2, "first_bucket_bytes": 2 * WIDTH**2}
 
 
 def step_with(wrap: Callable[..., Any], **limits: int) -> None:
-    """Do a step of eight layers in 16 bits on meta, where nothing is computed."""
+    """Run a step of eight layers in 16 bits on meta, where nothing is computed."""
     with torch.device("meta"):
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         model = nn.Sequential(*layers).bfloat16()
@@ -133,7 +133,7 @@ ddp_per_parameter = partial(step_with, PerParameterDataParallel)
 
 
 def bounded_staleness() -> None:
-    """Serve with a staleness of 2 on rank 0; the last worker is four times slower."""
+    """Serve on rank 0 with a staleness of 2; the last worker is 4 times as slow as the others."""
     rank, workers = dist.get_rank(), [*range(1, dist.get_world_size())]
     shard, num_steps = torch.zeros(1_000_000), 6
     if rank == 0:
@@ -150,7 +150,7 @@ def bounded_staleness() -> None:
 
 
 def fully_sharded() -> None:
-    """Run one forward and backward pass through four layers, each of them a unit."""
+    """Run one forward and backward pass through four layers, each a unit by itself."""
     layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     model = zero.FullyShardedDataParallel(layers, compute_dtype=torch.float32)
     model(torch.ones(256, 256)).sum().backward()

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 scripts/phase4.py out/run 1000
 
 It trains a small model for 1000 steps, with a checkpoint every 50 steps in ``out/run``, and prints
-the first step and the final parameters: the same, however often it was interrupted.
+the step where it starts and the final parameters, which do not depend on interruptions.
 """
 
 import signal
@@ -21,15 +21,15 @@ from solutions.phase4_production.fault_tolerance import StopRequest
 from solutions.phase4_production.training_state import ResumableSampler, TrainingState
 
 SAVE_EVERY = 50
-STEP_S = 2e-3  # simulates the computing of a larger model
+STEP_S = 2e-3  # simulates the computation of a larger model
 NUM_SAMPLES, GLOBAL_BATCH = 1000, 32  # an epoch ends in the 32nd step, between two checkpoints
 
 
 class Run:
-    """The model and the state that its training continues from."""
+    """The model, and the state from which its training continues."""
 
     def __init__(self) -> None:
-        """Start with a different seed of dropout on each rank."""
+        """Start with a different dropout seed on each rank."""
         torch.manual_seed(0)
         self.x = torch.randn(NUM_SAMPLES, 8)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
@@ -47,8 +47,8 @@ class Run:
         )
 
     def step(self) -> None:
-        """Train on this rank's part of the next global batch."""
-        batch_size = min(GLOBAL_BATCH, NUM_SAMPLES - self.sampler.position)  # total of all ranks
+        """Train on this rank's share of the next global batch."""
+        batch_size = min(GLOBAL_BATCH, NUM_SAMPLES - self.sampler.position)  # total over all ranks
         x = self.x[next(iter(self.sampler))]
         self.optimizer.zero_grad()
         loss: Any = (self.model(x) - x.sum(1, keepdim=True)).square().sum() / batch_size
@@ -62,7 +62,7 @@ class Run:
 
 
 def main() -> None:
-    """Train in the folder, and for the number of steps, that the command line names."""
+    """Train in the folder and for the number of steps that the command line gives."""
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     folder.parent.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
@@ -75,7 +75,7 @@ def train(run: Run, folder: Path, num_steps: int) -> None:
     first = resume(run, folder)
 
     def save(step: int) -> None:
-        state = run.state.state_dict()  # gathers the generators of all ranks
+        state = run.state.state_dict()  # gathers the generator states of all ranks
         if dist.get_rank() == 0:
             save_checkpoint(state, folder, step)
 
@@ -91,7 +91,7 @@ def train(run: Run, folder: Path, num_steps: int) -> None:
 
 
 def resume(run: Run, folder: Path) -> int:
-    """Load the newest checkpoint, if there is one; return its step."""
+    """Load the newest checkpoint, if there is one; return its step, or else 0."""
     loaded = load_checkpoint(folder)
     for path, reason in (loaded.skipped if loaded else {}).items():
         say(f"skipped {path.name}: {reason}")
@@ -104,7 +104,7 @@ def resume(run: Run, folder: Path) -> int:
 
 
 def parameters_of(model: nn.Module) -> str:
-    """Write all bits of the parameters."""
+    """Return all bits of the parameters as text."""
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return " ".join(f"{number & 0xFFFFFFFF:08x}" for number in flat.view(torch.int32).tolist())
 

@@ -1,12 +1,12 @@
-"""Carry contracts and given code from the solutions over to the templates.
+"""Copy contracts and given code from the solutions to the templates.
 
     make templates                        # rewrites the templates that are out of date
     python -m scripts.templates --check   # only names them, and exits with 1 if there are any
 
 A template takes from its solution the signatures and docstrings of the functions that a learner
-writes, all code that is given, and the first line of the module's docstring. A template's own are
-the rest of that docstring, the imports, and the TODO in each function. A function that is new in a
-solution gets a TODO to fill in.
+writes, all given code, and the first line of the module's docstring. It keeps the rest of its own
+docstring, its imports, and the TODO in each function. A function that is new in a solution gets a
+TODO to fill in.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def end_of_imports(self) -> int:
-        """Number of lines up to the last import, the docstring included."""
+        """Number of lines up to the last import, including the docstring."""
         imports = [node for node in self.body if isinstance(node, ast.Import | ast.ImportFrom)]
         return _end([*self.body[:1], *imports][-1])
 
@@ -77,10 +77,10 @@ def outdated_templates(course: Course) -> dict[Path, str]:
 
 
 def text_of_template(template: str, solution: str, tasks: Sequence[Task]) -> str:
-    """Return what a template should contain.
+    """Return the text that a template should have.
 
     Args:
-        template: Text of the template today, "" if there is none yet.
+        template: Current text of the template, "" if there is none yet.
         solution: Text of the solution, which defines all functions of ``tasks``.
         tasks: Tasks of the lesson.
     """
@@ -136,7 +136,7 @@ class _Merge:
             yield from lines[_start(node) : _end(node)]
 
     def _body_of_stub(self, name: str, indent: str) -> str:
-        """Return the TODO of the template, or one to fill in, and the error that it raises."""
+        """Return the template's TODO, or one to fill in, and the statement that raises."""
         task, stub = self.stubs[name], self.template.names.get(name)
         todo = (
             f"{indent}# TODO {task.id}: {TO_FILL_IN}\n{indent}#   Tools: \n{indent}#   Example: \n"
@@ -147,7 +147,7 @@ class _Merge:
 
 
 def _error(message: str, where: str, indent: str) -> str:
-    """Return the statement that raises, formatted like ruff's output."""
+    """Return the statement that raises, formatted as ruff would format it."""
     inside = indent + 4 * " "
     head, end = f"{indent}raise NotImplementedError(", ")\n"
     for text in (
@@ -160,7 +160,7 @@ def _error(message: str, where: str, indent: str) -> str:
 
 
 def _new_template(solution: Source, tasks: Sequence[Task]) -> str:
-    """Return a template with a docstring and imports; the rest is added to it."""
+    """Return a template with a docstring and imports; the rest is merged in later."""
     ids = " and ".join(task.id for task in tasks)
     header = HEADER.format(ids=ids, id=tasks[0].id)
     imports = solution.lines[_end(solution.body[0]) : solution.end_of_imports]
@@ -168,7 +168,7 @@ def _new_template(solution: Source, tasks: Sequence[Task]) -> str:
 
 
 def _for_learners(code: str) -> str:
-    """Replace imports of solutions by imports of templates."""
+    """Replace imports of solutions with imports of templates."""
     return re.sub(r"\bsolutions\.(phase\w+)\.(\w+)", r"\1.template_\2", code)
 
 
@@ -190,7 +190,7 @@ def _name(node: ast.stmt) -> str:
 
 
 def _start(node: ast.stmt) -> int:
-    """Number of lines before a statement and its decorators."""
+    """Return the number of lines before a statement and its decorators."""
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
 

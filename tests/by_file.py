@@ -1,7 +1,8 @@
-"""How several processes of pytest share the tests: a file at a time, the bank task by task.
+"""Distribution of the tests over pytest's processes: file by file, but the bank task by task.
 
-So what the tests of a file share, such as a world that has run, is made once. pytest-xdist would
-also group tests by a mark, which it appends to their ids; pytest 9.2 no longer takes such ids.
+Whatever the tests of a file share, such as the run of a world, is thus computed only once.
+pytest-xdist can also group tests by a mark, but it appends the mark to their ids, and pytest 9.2
+no longer accepts such ids.
 """
 
 import re
@@ -12,7 +13,7 @@ TASK_OF_THE_BANK = re.compile(r".*wrong_answers/test_bank\.py::\w+\[[\d.]+ ")
 
 
 class ByFile(LoadScopeScheduling):
-    """Sends the tests of a file to one process, in the order of collection."""
+    """Sends the tests of a file to one process, in collection order."""
 
     def _split_scope(self, nodeid: str) -> str:
         of_a_task = TASK_OF_THE_BANK.match(nodeid)

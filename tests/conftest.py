@@ -1,6 +1,7 @@
-"""A grading suite without the grader must not look graded, and ctrl-C reaches what tests start.
+"""Settings for all tests: the tiers, ctrl-C, the grader, and processes that share the tests.
 
-Several processes that share the tests share the cores too, and compute with one thread each.
+A grading suite that runs without the grader must not look graded. Processes that share the tests
+also share the cores, so each computes with one thread.
 """
 
 import os
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import tiers
 
-# A shell that starts pytest in the background lets it ignore ctrl-C, and so would all programs that
-# the tests start: those that send ctrl-C would wait for nothing.
+# A shell that starts pytest in the background makes it ignore ctrl-C, and the programs that
+# the tests start would inherit that: tests that send ctrl-C would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -25,24 +26,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files of the second tier, unless it is asked for."""
+    """Skip the files of the second tier unless they are requested."""
     return tiers.is_left_out(collection_path, config) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out all wrong answers of a task but one, unless the second tier is asked for."""
+    """Keep only one wrong answer per task unless the second tier is requested."""
     tiers.leave_out_answers(items, config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to run where pytest was told to leave the course's settings out.
+    """Refuse to run without the grader; with several processes, limit each to one thread.
 
-    Workers of pytest-xdist inherit the number of threads, as do the programs that tests start.
-    OpenMP's threads wait for one another by spinning: with more of them than cores, a training in
-    a test took six times as long, and kept the cores from the other tests.
+    pytest-xdist's workers inherit the number of threads, as do the programs that tests start.
+    OpenMP threads wait for one another by spinning: with more threads than cores, a training run
+    in a test took six times as long, and starved the other tests.
 
     Raises:
-        UsageError: the grader is not loaded.
+        UsageError: The grader is not loaded, because pytest ignores the course's settings.
     """
     if not config.pluginmanager.has_plugin(GRADER):
         raise pytest.UsageError(
@@ -55,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let several processes share the tests as ``by_file`` says, whatever ``--dist`` asks for."""
-    from by_file import ByFile  # only where there is xdist
+    """Distribute the tests as ``by_file`` does, whatever ``--dist`` says."""
+    from by_file import ByFile  # not at the top: xdist may be missing
 
     return ByFile(config, log)

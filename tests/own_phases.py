@@ -1,4 +1,4 @@
-"""Phases that a school has added: the rules of form are for those of the course alone."""
+"""Phases that a school has added: the rules of form apply only to the course's own."""
 
 import re
 import shutil
@@ -18,13 +18,13 @@ def shipped(course: Course) -> Course:
 
 
 def copy_shipped(root: Path, target: Path) -> None:
-    """Copy course.toml into a folder without these phases, which come last."""
+    """Copy course.toml into a folder, without the school's phases, which come last."""
     shutil.copy(root / FILE, target)
     text = (target / FILE).read_text(encoding="utf-8")
     (target / FILE).write_text(_HEAD.split(text)[0], encoding="utf-8")
 
 
 def copy_first_phases(root: Path, target: Path, count: int = 1) -> None:
-    """Copy course.toml into a folder for the first phases alone."""
+    """Copy course.toml into a folder, with only the first ``count`` phases."""
     tables = (root / FILE).read_text(encoding="utf-8").split("[[phase]]\n")
     (target / FILE).write_text("[[phase]]\n".join(tables[: 1 + count]), encoding="utf-8")

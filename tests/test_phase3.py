@@ -1,8 +1,8 @@
-"""The grading suite of Phase 3: collectives for clusters, and training on many of their nodes.
+"""The grading suite of Phase 3: collectives for clusters, and training on many nodes.
 
-Bodies run on every rank with the learner's lesson as first argument, and return values. Judges
-check these, and the bytes, messages, memory and times of the run. Both are in tests/phase3, task by
-task; pytest collects the tests from here.
+The bodies, in tests/phase3, run on every rank, take the learner's lesson as their first argument,
+and return values. The judges, tests/phase3/judge_*.py, check these values and the bytes, messages,
+memory and times of the run, task by task; pytest collects them from here.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """The two tiers of tests: ``make test`` runs the first, ``make test-all`` everything.
 
-The first tier has what anyone should run after a change. The second adds whole programs on real
-processes, campaigns of kills, comparisons with other libraries, with published figures and with
-figures quoted on pages, and all wrong answers of a task but one. A file named on the command line
-always runs whole.
+The first tier holds the tests that anyone should run after a change. The second adds whole programs
+on real processes, kill campaigns, comparisons with other libraries, with published figures and with
+figures quoted on pages, and each task's wrong answers beyond the first. A file named on the command
+line always runs in full.
 """
 
 import re
@@ -77,18 +77,18 @@ _TASK_OF_THE_BANK = re.compile(r"test_bank\.py::\w+\[([\d.]+) ")
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """Add ``--all``, for the second tier."""
+    """Add the option ``--all``, which also runs the second tier."""
     parser.addoption("--all", action="store_true", help="run the tests of both tiers")
 
 
 def is_left_out(path: Path, config: pytest.Config) -> bool:
-    """Return whether a file or folder belongs to the second tier, and only the first is run."""
+    """Return whether a file or folder is skipped because only the first tier runs."""
     listed = path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix() in SECOND_TIER
     return listed and not config.getoption("--all") and not _is_named(path, config)
 
 
 def leave_out_answers(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Keep one test of the bank for each task, if only the first tier is run."""
+    """Keep one test of the bank per task if only the first tier runs."""
     if config.getoption("--all") or _is_named(TESTS / BANK, config):
         return
     seen: set[str] = set()
@@ -102,6 +102,6 @@ def leave_out_answers(items: list[pytest.Item], config: pytest.Config) -> None:
 
 
 def _is_named(path: Path, config: pytest.Config) -> bool:
-    """Return whether a file, or a test in it, is an argument of the command line."""
+    """Return whether a file, or a test in it, is named on the command line."""
     files = (config.invocation_params.dir / word.split("::")[0] for word in config.args)
     return path in [file.resolve() for file in files]

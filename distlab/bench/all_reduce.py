@@ -1,4 +1,4 @@
-"""All-reduces of Phases 1 and 3 beside gloo's, and the cost of one message: α + bytes · β."""
+"""Compare the all-reduces of Phases 1 and 3 with gloo's; measure the cost of a gloo message."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ SIZES_1_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 
 
 def phase_1(ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | None) -> None:
-    """Measure and print; cells in microseconds, and as multiples of the native all-reduce.
+    """Print the times of Phase 1's all-reduces, in µs and as multiples of the native one's.
 
     Args:
         ranks: Number of gloo ranks, two or more.
-        repeats: Number of timed runs of each size.
+        repeats: Number of timed runs per size.
         impl: "solution" or "mine".
-        max_bytes: Largest size; two sizes are always measured, because a line needs two points.
-        folder: Where to save the medians.
+        max_bytes: Largest size; at least two are measured, because fitting a line needs two points.
+        folder: Folder for the medians; None to save nothing.
 
     Raises:
         NotThereError: There are no solutions here, or one of the functions is a TODO.
-        LearnerError: ``impl`` is "mine" outside of the course's folder.
+        LearnerError: ``impl`` is "mine" outside the course's folder.
         LaunchError: A rank failed.
     """
     lesson = partial(chosen.lesson, chosen.find(impl, TASKS_1))
@@ -86,8 +86,8 @@ TASKS_3 = ("3.3", "3.4", "3.5", "3.6")
 GLOO, COPIED, REGISTERED = "gloo", "shared memory", "registered"
 SIZES_BYTES = (2**16, 2**20, 2**22, 2**24, 100 * 2**20, 2**28)
 WARM_UPS = 2
-TIMEOUT_S = 3600.0  # 256 MiB on 4 ranks need minutes
-AHEAD_S = 5e-4  # time from agreeing on a start to that start: about as long as agreeing takes
+TIMEOUT_S = 3600.0  # 256 MiB on 4 ranks take minutes
+AHEAD_S = 5e-4  # how far ahead the common start is set: about as long as agreeing on it takes
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5)
 PINGS, PING_BYTES = 50, (8, 2**22)
 MEANING = """\
@@ -98,12 +98,12 @@ AllReduce = Callable[[Tensor], object]
 
 @dataclass(frozen=True)
 class Times:
-    """Measurements that are equal on all ranks.
+    """Measurements, identical on all ranks.
 
     Attributes:
         seconds: Seconds of each run, from the common start until the last rank has its sum, by
             contestant and by size in bytes.
-        alpha_s, beta_s_per_byte: Costs of a message of gloo's between ranks 0 and 1.
+        alpha_s, beta_s_per_byte: Costs of a gloo message between ranks 0 and 1.
     """
 
     seconds: dict[str, dict[int, list[float]]]
@@ -111,14 +111,14 @@ class Times:
     beta_s_per_byte: float
 
     def multiples(self, name: str) -> list[float]:
-        """Return the medians of a contestant as multiples of gloo's, by size."""
+        """Return a contestant's median for each size, as a multiple of gloo's."""
         return [
             median(runs) / median(self.seconds[GLOO][size])
             for size, runs in self.seconds[name].items()
         ]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return a row for each contestant: medians above multiples of gloo's."""
+        """Return a row per contestant; its cells have the median above the multiple of gloo's."""
         return [
             (
                 name,
@@ -136,15 +136,15 @@ class Times:
         return ["", *(size.replace(".00 ", " ").replace(".0 ", " ") for size in sizes)]
 
     def message(self) -> str:
-        """Write the cost of a message."""
+        """Return the cost of a message as text."""
         per_s = bytes_text(1 / self.beta_s_per_byte) if self.beta_s_per_byte > 0 else "?"
         return f"one message of gloo's: α = {seconds_text(max(0.0, self.alpha_s))}, 1/β = {per_s}/s"
 
 
 def phase_3(ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | None) -> None:
-    """Measure and print; also save a JSON file and a picture if there is a folder.
+    """Print the times of Phase 3's all-reduces; save JSON and a figure if there is a folder.
 
-    Args, Raises: As for ``phase_1``; a wrong sum is also a LaunchError.
+    Args, Raises: As for ``phase_1``; a wrong sum also raises LaunchError.
     """
     lesson = partial(chosen.lesson, chosen.find(impl, TASKS_3))
     sizes = [size for size in SIZES_BYTES if size <= max_bytes] or [SIZES_BYTES[0]]
@@ -172,7 +172,7 @@ def phase_3(ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | 
 
 
 def measure_on_rank(lesson: Lesson, sizes_bytes: Sequence[int], repeats: int) -> Times:
-    """Measure all contestants in turns, one size after the other.
+    """Measure the contestants, one size after the other; at each size they take turns.
 
     Raises:
         ValueError: A sum is wrong.
@@ -207,7 +207,7 @@ def _contestants(lesson: Lesson, numel: int) -> dict[str, tuple[AllReduce, Tenso
 def seconds_of(
     contestants: Mapping[str, tuple[AllReduce, Tensor]], repeats: int
 ) -> list[list[float]]:
-    """Return the seconds of each run, until the last rank has its sum.
+    """Return the seconds that each run takes until the last rank has its sum.
 
     Raises:
         ValueError: A sum is wrong.
@@ -220,7 +220,7 @@ def seconds_of(
     checked = {name: partial(_checked, name, *pair) for name, pair in contestants.items()}
     harness.in_turns(checked, WARM_UPS, start)
     runs = {name: partial(all_reduce, x) for name, (all_reduce, x) in contestants.items()}
-    # All ranks have the same start, so the largest time is that of the last end.
+    # All ranks start together, so the largest time is that of the last rank to finish.
     rows: list[list[float]] = harness.of_all_ranks(harness.in_turns(runs, repeats, start)).tolist()
     return rows
 
@@ -232,7 +232,7 @@ def _checked(name: str, all_reduce: AllReduce, x: Tensor) -> None:
 
 
 def start_together() -> float:
-    """Return on all ranks at an agreed time; the ranks of a host share a clock."""
+    """Wait for a start that all ranks agree on, and return it; a host's ranks share a clock."""
     dist.barrier()
     start_s = torch.tensor([perf_counter() + AHEAD_S], dtype=torch.float64)
     harness.of_all_ranks(start_s)
@@ -252,7 +252,7 @@ def _alpha_beta() -> tuple[float, float]:
 
 
 def _message_s(num_bytes: int) -> float:
-    """Return the median of one message on rank 0, and nothing useful on other ranks."""
+    """Return a message's median time on rank 0; the result on other ranks is meaningless."""
     ball, rank, seconds = torch.zeros(num_bytes, dtype=torch.uint8), dist.get_rank(), []
     first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
     for _ in range(PINGS if rank < 2 else 0):

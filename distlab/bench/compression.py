@@ -1,4 +1,4 @@
-"""Compressed gradients of Phase 4 in torch's DistributedDataParallel, beside torch's own hooks."""
+"""Compare Phase 4's gradient compression with torch's own hooks, both under torch's DDP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOSS: contest.Column = ("loss", "loss", "{:.4g}".format)
 
 
 class Sizes(NamedTuple):
-    """Shape of a network that learns what another one computes, and of the compressors."""
+    """Sizes of a network that learns to imitate another one, and of the compressors."""
 
     rows: int = 64
     width: int = 512
@@ -47,17 +47,17 @@ class Sizes(NamedTuple):
     rank: int = 4
     fraction: float = 0.01
     steps: int = 60
-    bucket_mib: float = 64.0  # one bucket
+    bucket_mib: float = 64.0  # large enough for a single bucket
 
 
-# Hooks: ours reduce a flat gradient, and one of the lessons makes a hook of that.
+# Hooks: ours start as functions that reduce a flat gradient; a lesson's class makes them hooks.
 
 TORCHS = {PLAIN: allreduce_hook, FP16: fp16_compress_hook}
 NAMES = (OUR_POWER_SGD, OUR_TOP_K, OUR_INT8, OUR_SIGN, PLAIN, FP16, POWER_SGD)
 
 
 def hook_of(name: str, lesson: Lesson, module: nn.Module, sizes: Sizes) -> tuple[object, Any]:
-    """Return the state and the hook of a contestant, as ``register_comm_hook`` takes them."""
+    """Return a contestant's state and hook, the arguments of ``register_comm_hook``."""
     if name == POWER_SGD:
         state = PowerSGDState(None, sizes.rank, start_powerSGD_iter=2, min_compression_rate=1)
         return state, powerSGD_hook
@@ -82,7 +82,7 @@ def _reduce(name: str, lesson: Lesson, sizes: Sizes) -> Callable[[Tensor, Any], 
 
 
 def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
-    """Train all contestants on the batches of this rank, then time their steps in turns."""
+    """Train all contestants on this rank's batches, then time their steps, taking turns."""
     contestants, counts, results = {}, {}, {}
     for name in NAMES:
         contestant = contestants[name] = _contestant(lesson, name, sizes)
@@ -97,7 +97,7 @@ def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
 
 
 def _contestant(lesson: Lesson, name: str, sizes: Sizes) -> Contestant:
-    """Return a model that learns with one of the hooks; all have the same start."""
+    """Return a model that trains with one of the hooks; all start with the same weights."""
     torch.manual_seed(0)
     teacher, module = _model(sizes), _model(sizes)
     torch.manual_seed(1 + dist.get_rank())
@@ -129,7 +129,7 @@ def _mean(loss: float) -> float:
 
 @dataclass
 class Calls:
-    """The collectives of a rank: number, bytes of their tensors, and bytes that a ring sends."""
+    """Counts for a rank's collectives: calls, tensor bytes, and the bytes that a ring sends."""
 
     calls: int = 0
     num_bytes: int = 0
@@ -138,9 +138,9 @@ class Calls:
 
 @contextmanager
 def counted_calls() -> Iterator[Calls]:
-    """Count the collectives of hooks in all threads, because torch's continue in the backend's."""
+    """Count the hooks' collectives in all threads: torch's hooks continue in backend threads."""
     total, n = Calls(), dist.get_world_size()
-    sent = {  # name of the argument, and multiple of its bytes that is sent
+    sent = {  # argument name, and the multiple of its bytes that is sent
         "all_reduce": ("tensor", 2 * (n - 1) / n),
         "all_gather": ("tensor", n - 1),
         "all_gather_into_tensor": ("input_tensor", n - 1),

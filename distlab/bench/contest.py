@@ -1,4 +1,4 @@
-"""Training steps of ours beside torch's own: their time, memory, and collectives."""
+"""Compare our training steps with torch's own, by time, memory and collectives."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PARENTHESES = "In parentheses: ours as a multiple of it. Below 1, ours is faster
 PEAK_MEMORY = (
     "Peak memory: most bytes alive at once, beside parameters and data, on the rank with most."
 )
-RELATIVE, ABSOLUTE = 1e-3, 1e-6  # tolerances: float32, summed in another order
+RELATIVE, ABSOLUTE = 1e-3, 1e-6  # tolerances for float32 sums in a different order
 OURS_COLOR, RIVAL_COLOR = "C0", "C7"
 
-Column = tuple[str, str, Callable[[float], str]]  # heading, key of a result, text of a number
+Column = tuple[str, str, Callable[[float], str]]  # heading, key of the result, formatter
 Measured = dict[str, Any]  # results by key: time of the slowest rank, largest count of any rank
 Lesson = Callable[[str], Any]  # imports a lesson by its name
 STEP: Column = ("step", "seconds", seconds_text)
@@ -51,15 +51,15 @@ class Contestant:
 
     Attributes:
         model: This rank's part; after a step, its parameters have their gradients.
-        step: One forward and one backward pass; returns the mean loss, or None on a rank
-            without it.
+        step: One forward and one backward pass; returns the mean loss, or None on ranks
+            that do not have it.
     """
 
     model: nn.Module
     step: Callable[[], float | None]
 
     def run(self) -> float | None:
-        """Do a step without gradients from earlier steps."""
+        """Clear the gradients, and take a step."""
         self.model.zero_grad()
         return self.step()
 
@@ -88,13 +88,13 @@ class Contest:
     Attributes:
         name: Name of the command and of the saved files.
         tasks: Ids of the tasks that are measured.
-        rivals: Name of torch's contestant -> name of ours that it is compared with.
+        rivals: Name of torch's contestant -> name of ours to compare it with.
         sizes: NamedTuple with the sizes of the model.
-        title: Function of the sizes, number of ranks and number of repeats; the text above a table.
+        title: Function that makes the text above a table, from sizes, number of ranks and repeats.
         measure: Function that measures all contestants on a rank, from lessons, sizes and repeats.
         tables: Columns of each table.
         notes: Lines below the tables.
-        complete: Function that adds results from worlds of their own.
+        complete: Function that adds results measured in separate worlds.
     """
 
     name: str
@@ -110,18 +110,18 @@ class Contest:
     def hold(
         self, ranks: int, repeats: int, impl: str, folder: Path | None = None, **sizes: int
     ) -> None:
-        """Measure and print; also save a JSON file and a picture if there is a folder.
+        """Measure and print the tables; save JSON and a figure if there is a folder.
 
         Args:
             ranks: Number of gloo ranks.
-            repeats: Number of timed steps of each contestant.
+            repeats: Number of timed steps per contestant.
             impl: "solution" or "mine".
             folder: Folder for the files.
             sizes: Sizes that replace those of the contest.
 
         Raises:
             NotThereError: There are no solutions here, or one of the functions is a TODO.
-            LearnerError: ``impl`` is "mine" outside of the course's folder.
+            LearnerError: ``impl`` is "mine" outside the course's folder.
             LaunchError: A rank failed, or ours and torch's compute different results.
         """
         lesson: Lesson = partial(chosen.lesson, chosen.find(impl, self.tasks))
@@ -143,7 +143,7 @@ class Contest:
     def rows(
         self, measured: Mapping[str, Measured], columns: tuple[Column, ...]
     ) -> list[tuple[str, ...]]:
-        """Return a row for each contestant; a rival's cells also show ours as a multiple."""
+        """Return a row per contestant; a rival's cells also show ours as a multiple of its own."""
         return [
             (name, *(self._cell(measured, name, column) for column in columns)) for name in measured
         ]
@@ -186,7 +186,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         calls: Number of calls.
-        num_bytes: Size of all their tensors, results included.
+        num_bytes: Total size of their tensors, results included.
     """
 
     def __init__(self) -> None:
@@ -218,11 +218,11 @@ def measure(
 
     Args:
         contestants: Contestants by name.
-        rivals: Name of a rival -> name of ours, which must compute the same.
-        repeats: Number of timed steps of each contestant.
+        rivals: Name of a rival -> name of ours, which must compute the same results.
+        repeats: Number of timed steps per contestant.
 
     Raises:
-        ValueError: The loss or gradients of ours differ from its rival's.
+        ValueError: Our loss or gradients differ from the rival's.
     """
     losses, counts = {}, {}
     for name, contestant in contestants.items():  # this also warms up
@@ -264,7 +264,7 @@ def _check_gradients(ours: nn.Module, theirs: nn.Module, reason: str) -> None:
 
 
 def _local(gradient: Any) -> Tensor:
-    """Return this rank's part of a gradient; a zero if there is none."""
+    """Return this rank's part of a gradient, or a zero if there is none."""
     local: Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return torch.zeros(()) if local is None else local
 
@@ -272,7 +272,7 @@ def _local(gradient: Any) -> Tensor:
 def timed(
     contestants: Mapping[str, Contestant], counts: Mapping[str, Measured], repeats: int
 ) -> dict[str, Measured]:
-    """Time steps of contestants; add the largest count of any rank for each kind."""
+    """Time the contestants' steps, taking turns; add each count's maximum over all ranks."""
 
     def start(name: str) -> float:
         contestants[name].model.zero_grad()

@@ -1,4 +1,4 @@
-"""The three stages of data parallelism of Phase 3 beside torch's DistributedDataParallel."""
+"""Compare Phase 3's three stages of data parallelism with torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ those of the second step, in which torch's ranks also agree on new buckets."""
 
 
 class Sizes(NamedTuple):
-    """Shape of a deep network, pairs of a linear layer and a normalisation, and of its buckets."""
+    """Sizes of a deep network of Linear and LayerNorm pairs, and of its buckets."""
 
     rows: int = 64
     width: int = 512
@@ -31,13 +31,13 @@ class Sizes(NamedTuple):
 
 
 def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
-    """Measure the three stages and torch's, on copies of one model and a batch of this rank."""
+    """Measure the three stages and torch's DDP on copies of one model and this rank's batch."""
     torch.manual_seed(dist.get_rank())
     width, limit = sizes.width, int(sizes.bucket_mib * 2**20)
     pairs = [(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(sizes.layers)]
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     x, ddp = torch.randn(sizes.rows, width), lesson("ddp")
-    # torch applies a given limit to its first bucket too.
+    # When a limit is given, torch applies it to the first bucket too.
     limits = {"bucket_bytes": limit, "first_bucket_bytes": limit}
     ours = {
         OURS: ddp.DistributedDataParallel(copy.deepcopy(model), **limits),

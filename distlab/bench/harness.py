@@ -1,8 +1,8 @@
-"""The one harness of all measurements: contestants in turns, one table printer, one JSON record.
+"""Shared harness of all benchmarks: let contestants take turns, print a table, save a JSON record.
 
-A contestant is a function. All contestants of a table run in the same process, forwards in one
-round and backwards in the next, so that other load on the machine slows all of them. A ratio is
-one of medians of the same run.
+A contestant is a function. All contestants of a table run in the same process, in order in one
+round and in reverse in the next, so that other load on the machine affects all of them. Ratios
+are between medians of the same run.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ QUARTILES = ("q1", "median", "q3")
 
 
 def now(_name: str) -> float:
-    """Start a contestant at once."""
+    """Return the time at once, so that a contestant starts without waiting."""
     return perf_counter()
 
 
 def together(_name: str) -> float:
-    """Start a contestant on all ranks when the last rank is ready."""
+    """Wait until all ranks are ready to start a contestant, and return the time."""
     dist.barrier()
     return perf_counter()
 
@@ -51,13 +51,13 @@ def in_turns(
     start: Callable[[str], float] = now,
     after_round: Callable[[int, float], None] = lambda number, seconds: None,
 ) -> Tensor:
-    """Return this rank's seconds (contestants, repeats); every second round is in reverse order.
+    """Return this rank's seconds per run, (contestants, repeats); every second round is in reverse.
 
     Args:
         contestants: Functions by name; each call is one timed run.
         repeats: Number of rounds.
         start: Function that prepares a run, and returns the time that counts as its start.
-        after_round: Callback for the number of a round, from 1, and its seconds.
+        after_round: Callback that gets the number of a round, from 1, and its seconds.
     """
     seconds = torch.zeros(len(contestants), repeats, dtype=torch.float64)
     in_order = list(enumerate(contestants.items()))
@@ -71,13 +71,13 @@ def in_turns(
 
 
 def of_all_ranks(mine: Tensor) -> Tensor:
-    """Return the largest value of any rank, element by element."""
+    """Replace each element with its maximum over all ranks, in place; return the tensor."""
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return mine
 
 
 def quartiles(numbers: Sequence[float]) -> dict[str, float]:
-    """Return q1, median and q3 of at least one number."""
+    """Return q1, the median and q3 of one or more numbers."""
     cuts = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     values = torch.tensor(numbers, dtype=torch.float64).quantile(cuts).tolist()
     return dict(zip(QUARTILES, values, strict=True))
@@ -94,14 +94,14 @@ def print_table(
     texts: Sequence[int] = (0,),
     **style: Any,
 ) -> None:
-    """Print a table and notes below it; in a file, a table is as wide as necessary.
+    """Print a table and notes below it; outside a terminal, it is as wide as necessary.
 
     Args:
         title: Line above the table.
         headings: Names of the columns.
         rows: Cells, one sequence for each row.
         notes: Paragraphs below the table.
-        texts: Columns with unwrapped text; the others have right-aligned numbers.
+        texts: Indices of columns with unwrapped text; the others have right-aligned numbers.
         style: Options of rich's ``Table``.
     """
     table = Table(title=title or None, **style)
@@ -125,13 +125,13 @@ def print_table(
 def save(
     folder: Path | None, name: str, results: Mapping[str, object], figure: Figure | None = None
 ) -> None:
-    """Write ``name.json``, and ``name.png`` for a figure; print their paths.
+    """Write ``name.json``, and ``name.png`` if there is a figure; print their paths.
 
     Args:
         folder: Folder, created if it is missing; None to save nothing.
         name: Name of the files; existing ones are replaced.
-        results: Measurements in types of JSON, with units in their names.
-        figure: Picture of them.
+        results: Measurements in JSON types, with units in their names.
+        figure: Figure of the results.
     """
     if folder is None:
         return
@@ -159,7 +159,7 @@ def machine() -> dict[str, object]:
 
 
 def _processor() -> str:
-    """Return the processor's name, or its architecture where the system does not know the name."""
+    """Return the processor's name, or its architecture if the system does not give a name."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

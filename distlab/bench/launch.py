@@ -1,4 +1,4 @@
-"""Time to start a gloo world, do nothing, and end it."""
+"""Measure the time to start a gloo world, do nothing, and end it."""
 
 import tempfile
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SLOW_REPEATS = 3  # rounds of the contestants that take seconds
 
 
 def print_table(ranks: int, repeats: int) -> None:
-    """Measure and print; rows in seconds, and as multiples of the warm start."""
+    """Print the launch times, in seconds and as multiples of the warm start."""
     warm = {WARM: partial(launch.run, dist.get_rank, ranks, backend="gloo")}
     slow: dict[str, Callable[[], object]] = {
         COLD: partial(_cold, ranks),

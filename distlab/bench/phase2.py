@@ -1,4 +1,4 @@
-"""The pipelines, checkpoints and tensor parallelism of Phase 2 beside torch's own."""
+"""Compare Phase 2's pipelines, checkpointing and tensor parallelism with torch's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _blocks(count: int, width: int, heads: int) -> nn.Sequential:
 
 
 class PipelineSizes(NamedTuple):
-    """Shape of a micro-batch, (rows, positions, width), and of a stage: transformer blocks."""
+    """Sizes of a micro-batch, (rows, positions, width), and of a stage of transformer blocks."""
 
     rows: int = 4
     positions: int = 64
@@ -46,7 +46,7 @@ PIPELINES = {"torch's ScheduleGPipe": "GPipe", "torch's Schedule1F1B": "1F1B"}
 
 
 def measure_pipelines(lesson: Lesson, sizes: PipelineSizes, repeats: int) -> dict[str, Measured]:
-    """Measure GPipe and 1F1B, ours and torch's, with this rank as a stage."""
+    """Measure GPipe and 1F1B, ours and torch's, with this rank as one stage."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     pipeline, num_stages = lesson("pipeline_parallel"), dist.get_world_size()
@@ -147,7 +147,7 @@ CHECKPOINTS = {KEPT: OURS, TORCHS: OURS}
 
 
 def measure_checkpoints(lesson: Lesson, sizes: MemorySizes, repeats: int) -> dict[str, Measured]:
-    """Measure steps without checkpoints, with ours and with torch's."""
+    """Measure steps without checkpointing, with ours and with torch's."""
     ours = lesson("activation_checkpointing").checkpoint_sequential
     torchs: Any = checkpoint.checkpoint_sequential
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ MEMORY = Contest(
 
 
 class TensorSizes(NamedTuple):
-    """Shape of transformer blocks, whose number of heads is a multiple of the ranks."""
+    """Sizes of transformer blocks, whose heads are a multiple of the number of ranks."""
 
     rows: int = 4
     positions: int = 64
@@ -200,7 +200,7 @@ value, so that the gradient of their input is summed once."""
 
 
 def measure_splits(lesson: Lesson, sizes: TensorSizes, repeats: int) -> dict[str, Measured]:
-    """Measure a model split over the ranks by ours, and in two ways by torch's."""
+    """Measure a model split over the ranks by our functions, and in two ways by torch's."""
     torch.manual_seed(0)
     heads = sizes.heads_per_rank * dist.get_world_size()
     width = sizes.head_width * heads
@@ -223,7 +223,7 @@ def _split_by_ours(lesson: Any, model: nn.Sequential) -> nn.Sequential:
 
 
 def _split_by_torch(model: nn.Sequential, *, prepare: bool) -> nn.Sequential:
-    """Split a model; ``prepare`` lets query, key and value share an input, and one gradient."""
+    """Split a model; with ``prepare``, query, key and value share one input and its gradient."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (

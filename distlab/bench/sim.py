@@ -1,4 +1,4 @@
-"""Speed of the simulator itself: real seconds for messages, collectives and idle ranks."""
+"""Measure the simulator's own speed: real seconds for messages, collectives and idle ranks."""
 
 import gc
 import time
@@ -19,8 +19,8 @@ HEADINGS = ("", "real s", "memory", "messages", "µs each", "simulated s")
 
 
 def print_table() -> None:
-    """Measure and print."""
-    simulate(_nothing, 2)  # imports and first allocations do not count
+    """Measure the simulator, and print the table."""
+    simulate(_nothing, 2)  # excludes imports and first allocations from the figures
     rows = (
         _row(f"{MANY_RANKS:,} idle ranks", _nothing, MANY_RANKS),
         _row(f"ring by hand, {RING_RANKS} ranks", _ring, RING_RANKS),
@@ -65,7 +65,7 @@ def _built_in() -> None:
 
 
 def _ring() -> None:
-    """Sum over all ranks by 2(N-1) messages of a chunk each."""
+    """Sum over all ranks; each rank sends 2(N-1) messages of one chunk."""
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     chunks = list(torch.ones(4 * size).tensor_split(size))

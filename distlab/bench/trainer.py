@@ -1,4 +1,4 @@
-"""The production trainer beside plain loops with torch's equivalent of each strategy."""
+"""Compare the production trainer with plain loops that use torch's equivalent strategies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distlab.production.telemetry import measure
 from distlab.util.text import counted
 
 HOUR_S = 3600.0
-LARGEST_DIFFERENCE = 0.02  # relative, of the mean losses of the first steps
+LARGEST_DIFFERENCE = 0.02  # relative, between mean losses of the first steps
 COMMON = {
     "data": "synthetic",
     "augment": "none",
@@ -48,7 +48,7 @@ HEADINGS = ("ours", "images/s", "torch's", "images/s", "ratio", "MFU", "torch's"
 
 
 class Sizes(NamedTuple):
-    """Model and synthetic data; the transformer is a small ViT."""
+    """Settings of the model and the synthetic data; the transformer is a small ViT."""
 
     model: str = "transformer"
     image_size: int = 16
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     steps: int = 16
 
     def config(self, run_dir: Path, strategy: Mapping[str, Any]) -> Config:
-        """Return the configuration of the trainer."""
+        """Return the trainer's configuration."""
         sizes = {name: value for name, value in self._asdict().items() if name != "steps"}
         given = {"channels_last": self.device == "cuda", "run_dir": run_dir}
         return make_config({**COMMON, **sizes, **given, **strategy}, "distlab bench trainer")
@@ -72,9 +72,9 @@ class Sizes(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Ways of the trainer, and torch's loop that trains in turns with them, if there is one."""
+    """Ways to run the trainer, and torch's loop that takes turns with them, if there is one."""
 
-    ours: Mapping[str, Mapping[str, Any]]  # name of a way -> keys of the configuration
+    ours: Mapping[str, Mapping[str, Any]]  # name of a way -> configuration keys
     theirs: Rival | None
 
 
@@ -91,7 +91,7 @@ FREED = {"fsdp": {"strategy": "fsdp"}, "ZeRO 3": _course(zero_redundancy=3)}
 
 
 def matches(ranks: int, model: str) -> list[Match]:
-    """Return the matches that this number of ranks and this model allow."""
+    """Return the matches that are possible with this number of ranks and this model."""
     loops = trainer_contestants
     every = [
         Match(REPLICATED, ("DistributedDataParallel", loops.data_parallel)),
@@ -116,7 +116,7 @@ def matches(ranks: int, model: str) -> list[Match]:
 
 
 def matches_of(names: Sequence[str], ranks: int, model: str) -> list[Match]:
-    """Return the matches of the named ways of the trainer, by default all.
+    """Return the matches, reduced to the named ways to run the trainer; all of them by default.
 
     Raises:
         ConfigError: A name is unknown; the message lists the known ones.
@@ -142,7 +142,7 @@ def print_table(
     folder: Path | None = None,
     only: Sequence[str] = (),
 ) -> None:
-    """Let the trainer and torch's loops train in turns; print their images/s, and save them.
+    """Let the trainer and torch's loops take turns; print and save their images/s.
 
     Args:
         ranks: Number of ranks; on device "cuda", each has its own GPU, and NCCL is used.
@@ -150,15 +150,15 @@ def print_table(
         impl: Lessons that the trainer uses, "solution" or "mine".
         sizes: Model and data.
         folder: Folder for a JSON file with all figures; None to save nothing.
-        only: Ways of the trainer to measure, as the table names them; all by default.
+        only: Ways to run the trainer, by their names in the table; all by default.
 
     Raises:
         NotThereError: There are no solutions here, or one of the functions is a TODO.
-        LearnerError: ``impl`` is "mine" outside of the course's folder.
+        LearnerError: ``impl`` is "mine" outside the course's folder.
         ConfigError: The trainer cannot train with these sizes.
-        LaunchError: A rank failed, or ours and its rival do not learn the same.
+        LaunchError: A rank failed, or ours and its rival reach different losses.
     """
-    chosen.check_solutions()  # the trainer itself is among them
+    chosen.check_solutions()  # the trainer itself is one of the solutions
     measured: dict[str, dict[str, Any]] = {}
     wanted = matches_of(only, ranks, sizes.model)
     for place, match in enumerate(wanted, start=1):
@@ -200,11 +200,11 @@ def _measure(
     return {name: compared(speeds[name], rival, speeds.get(rival)) for name in configs}
 
 
-Speed = dict[str, Any]  # images_per_s of all ranks by round; mfu, None if no peak is known
+Speed = dict[str, Any]  # images_per_s of all ranks by round; mfu, or None without a known peak
 
 
 def compared(ours: Speed, rival: str | None, theirs: Speed | None) -> dict[str, Any]:
-    """Return a line of the table: the ratio of the medians, and the quartiles of the ratios."""
+    """Return a table row, with the ratio of the medians and the quartiles of the rounds' ratios."""
     row = {"ours": ours, "rival": rival, "theirs": theirs, "ratio": None, "ratios": None}
     if theirs is None:
         return row
@@ -235,7 +235,7 @@ def measure_on_rank(
     steps: int,
     repeats: int,
 ) -> dict[str | None, Speed]:
-    """Measure the trainer in all its ways, and its rival, in turns; called on all ranks.
+    """Measure the ways to run the trainer and their rival, taking turns; called on all ranks.
 
     Raises:
         ValueError: The mean losses of the first steps differ.
@@ -274,7 +274,7 @@ def _report(terminal: TextIO, repeats: int, number: int, seconds: float) -> None
 
 
 def _mfu_of_an_image(setting: Setting) -> float | None:
-    """Return the share of all ranks' peak FLOP/s that one image per second needs."""
+    """Return the fraction of all ranks' peak FLOP/s that one image per second needs."""
     if setting.device.type != "cuda":
         return None
     costs = measure(setting.model(), setting.config, setting.lessons)
@@ -290,7 +290,7 @@ def _mean(losses: Losses) -> float:
 
 
 def check(means: Mapping[str, float]) -> None:
-    """Check that all contestants learn the same.
+    """Check that all contestants have the same mean loss.
 
     Raises:
         ValueError: One of the mean losses differs.

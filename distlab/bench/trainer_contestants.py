@@ -1,4 +1,4 @@
-"""The production trainer, a few steps at a time, and plain loops with torch's equivalents."""
+"""Contestants: the production trainer, a few steps at a time, and plain torch loops."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from distlab.production.strategies.sharded import policy_of
 from distlab.production.strategies.split import MICRO_BATCHES_PER_STAGE
 from distlab.production.types import Group
 
-with warnings.catch_warnings():  # the module also holds deprecated parts of torch
+with warnings.catch_warnings():  # the module also contains deprecated parts of torch
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-CLASSES = 10  # classes of synthetic data
+CLASSES = 10  # number of classes of the synthetic data
 Batch = tuple[Tensor, Tensor]  # images (b, 3, S, S) and classes (b,), on the device
 Step = Callable[[Tensor, Tensor], "Losses"]
 
 
 class Losses(NamedTuple):
-    """The sum of the losses of some images on this rank, and the number of these images."""
+    """Sum of the losses of some images on this rank, and the number of images."""
 
     total: Tensor | float = 0.0
     num_images: int = 0
 
     def and_of(self, total: Tensor | float, num_images: int) -> Losses:
-        """Add the losses of other images."""
+        """Return the sum of these losses and those of more images."""
         return Losses(self.total + total, self.num_images + num_images)
 
 
@@ -66,16 +66,16 @@ class Setting(NamedTuple):
     device: torch.device
 
     def model(self) -> nn.Module:
-        """Build the model: the same on all ranks and for all contestants."""
+        """Build the model, identical on all ranks and for all contestants."""
         return build_model(self.config, CLASSES, self.device)
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Make the optimizer that the configuration names."""
+        """Build the optimizer that the configuration names."""
         kind, options = optimizer_of(self.config)
         return kind(parameters, **options)
 
     def autocast(self) -> Any:
-        """Compute in 16 bits if the configuration says so."""
+        """Return a context that computes in 16 bits if the configuration asks for it."""
         is_full = self.config.precision == "fp32"
         dtype = DTYPES[self.config.precision]
         return nullcontext() if is_full else torch.autocast(self.device.type, dtype)
@@ -89,7 +89,7 @@ Rival = tuple[str, Callable[[Setting], Train]]  # name and factory
 
 @contextmanager
 def trainer(setting: Setting) -> Iterator[Train]:
-    """Open a training with telemetry and signal handlers; its messages are not shown."""
+    """Open a training run with telemetry and signal handlers; its messages are not shown."""
     with redirect_stderr(io.StringIO()), ExitStack() as stack:
         training: Any = lessons.imagenet_trainer.Training(*setting)
         few = training.batches = _Few(training.batches, setting)
@@ -114,14 +114,14 @@ def trainer(setting: Setting) -> Iterator[Train]:
 
 
 class _Few:
-    """A limited number of the trainer's batches; on a GPU, always the same batch in its memory."""
+    """A limited number of the trainer's batches; on a GPU, one batch in its memory, repeated."""
 
     def __init__(self, batches: Any, setting: Setting) -> None:
         self.batches, self.setting, self.num_steps = batches, setting, 0
         self.bad_images = 0
 
     def of_epoch(self, strategy: Any) -> Iterator[Batch]:
-        """Yield the next ``num_steps`` batches of the epoch, or the rest."""
+        """Yield the next ``num_steps`` batches of the epoch, or as many as are left."""
         left = self.batches.of_epoch(strategy)
         if self.setting.device.type == "cuda":
             left = [fixed_batch(self.setting, strategy.replicas)] * len(self.batches.sampler)
@@ -132,7 +132,7 @@ class _Few:
 
 
 def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
-    """Yield the trainer's batches, forever."""
+    """Yield the trainer's batches endlessly."""
     config, lesson, device = setting
     if device.type == "cuda":
         fixed = fixed_batch(setting, group)
@@ -150,7 +150,7 @@ def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
 
 
 def fixed_batch(setting: Setting, group: Group) -> Batch:
-    """Return a random batch that is on the device already, so that a GPU need not wait."""
+    """Return a random batch that is already on the device, so that a GPU never waits for it."""
     config, _, device = setting
     random = torch.Generator(device).manual_seed(dist.get_rank(group))
     shape = (config.batch_size // dist.get_world_size(group), 3, *2 * [config.image_size])
@@ -178,7 +178,7 @@ def _loop(setting: Setting, step: Step, group: Group = None) -> Train:
 def _plain(
     setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group = None
 ) -> Train:
-    """Return the loop of torchvision's reference scripts, without meters of accuracy."""
+    """Return the loop of torchvision's reference scripts, without accuracy meters."""
 
     def step(images: Tensor, labels: Tensor) -> Losses:
         with setting.autocast():
@@ -192,13 +192,13 @@ def _plain(
 
 
 def data_parallel(setting: Setting) -> Train:
-    """DistributedDataParallel; as in the trainer, ranks keep their own buffers."""
+    """Return a loop with DistributedDataParallel; each rank keeps its buffers, as in ours."""
     model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
     return _plain(setting, model, setting.optimizer(model.parameters()))
 
 
 def zero_redundancy(setting: Setting) -> Train:
-    """DistributedDataParallel with ZeroRedundancyOptimizer."""
+    """Return a loop with DistributedDataParallel and ZeroRedundancyOptimizer."""
     model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
     kind, options = optimizer_of(setting.config)
     optimizer = ZeroRedundancyOptimizer(
@@ -208,7 +208,7 @@ def zero_redundancy(setting: Setting) -> Train:
 
 
 def sharded(setting: Setting, *, is_freed: bool) -> Train:
-    """fully_shard; with ``is_freed``, parameters are gathered again for the backward pass."""
+    """Return a loop with fully_shard; if ``is_freed``, backward passes gather parameters again."""
     model, mesh = setting.model(), _mesh(setting)
     policy = policy_of(setting.config)
     for module in (*layers_of(model)[1:-1], model):
@@ -221,7 +221,7 @@ def _mesh(setting: Setting) -> Any:
 
 
 def pipeline(setting: Setting) -> Train:
-    """Schedule1F1B with the trainer's stages and micro-batches."""
+    """Return a loop with Schedule1F1B and the trainer's stages and micro-batches."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, num_stages = dist.get_rank(), dist.get_world_size()
@@ -252,7 +252,7 @@ def _alone() -> Group:
 
 
 def _stage(setting: Setting, rank: int, num_stages: int) -> nn.Sequential:
-    """Return this rank's stage, cut as the trainer cuts the model."""
+    """Return this rank's stage of the model, partitioned as in the trainer."""
     layers = layers_of(setting.model())
     partition = setting.lessons("model_parallel").partition_layers
     mine = partition(layer_flops(layers, setting.config.image_size), num_stages)[rank]
@@ -262,12 +262,12 @@ def _stage(setting: Setting, rank: int, num_stages: int) -> nn.Sequential:
 class _Contiguous(nn.Module):
     """Makes the output of a stage contiguous, because gloo refuses to receive other layouts."""
 
-    def forward(self, x: Tensor) -> Tensor:  # any shape -> the same
+    def forward(self, x: Tensor) -> Tensor:  # any shape -> the same shape
         return x.contiguous()
 
 
 def tensor_parallel(setting: Setting) -> Train:
-    """ColwiseParallel and RowwiseParallel; the gradient of an attention's input is summed once."""
+    """Return a tensor-parallel loop; it sums the gradient of each attention's input only once."""
     vit: Any = setting.model()
     split_heads(vit)
     attention, same = "self_attention", (Replicate(), None, None)

@@ -1,4 +1,4 @@
-"""The three stages of ZeRO of Phase 3 beside torch's ZeroRedundancyOptimizer and FSDP2."""
+"""Compare Phase 3's three ZeRO stages with torch's ZeroRedundancyOptimizer and FSDP2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distlab.bench.contest import Collectives, Contest, Contestant, Lesson, Meas
 from distlab.sim.device.device import Device
 from distlab.util.text import bytes_text, counted
 
-with warnings.catch_warnings():  # the module also holds deprecated parts of torch
+with warnings.catch_warnings():  # the module also contains deprecated parts of torch
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -29,9 +29,9 @@ STATE, GRADIENTS, PARAMETERS = "stage 1", "stage 2", "stage 3"
 REDUNDANCY, KEPT, FREED = "ZeroRedundancyOptimizer", "FSDP2, kept whole", "FSDP2"
 RIVALS = {REDUNDANCY: STATE, KEPT: GRADIENTS, FREED: PARAMETERS}
 ADAM: dict[str, Any] = {"lr": 1e-3, "fused": True}
-LARGEST_DIFFERENCE = 1e-3  # share of an update; float32 sums depend on the order
+LARGEST_DIFFERENCE = 1e-3  # relative to an update; float32 sums depend on their order
 WARM_UP = 3  # steps; Adam creates its state in the first
-STATUS = Path("/proc/self/status")  # exists on Linux
+STATUS = Path("/proc/self/status")  # exists only on Linux
 NOTES = """\
 A step: zero_grad, forward, backward and fused AdamW, all in float32. FSDP2 has no stage 2; nearest
 is reshard_after_forward=False, which keeps the parameters whole from the forward to the backward
@@ -44,7 +44,7 @@ PROCESS: contest.Column = ("process", "resident_bytes", bytes_text)
 
 
 class Sizes(NamedTuple):
-    """Shape of the network: layers of Linear + LayerNorm, and the size of its buckets."""
+    """Sizes of a network with layers of Linear + LayerNorm, and of its buckets."""
 
     rows: int = 64
     width: int = 512
@@ -66,7 +66,7 @@ def model_of(sizes: Sizes) -> nn.Sequential:
 
 
 class Trained(NamedTuple):
-    """A contestant whose steps also update; ``whole`` is a collective call for all parameters."""
+    """A contestant with an optimizer; ``whole`` is a collective that gathers all parameters."""
 
     contestant: Contestant
     whole: Callable[[], Mapping[str, Tensor]]
@@ -145,10 +145,10 @@ def _gathered(model: nn.Module) -> dict[str, Tensor]:
 
 
 def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
-    """Measure steps of all contestants on copies of one model and a batch of this rank.
+    """Measure steps of all contestants on copies of one model and this rank's batch.
 
     Raises:
-        ValueError: After two steps, the parameters of ours and its rival differ.
+        ValueError: After two steps, our parameters differ from the rival's.
     """
     zero, x = lesson("zero"), _batch(sizes)
     contestants, counts, values = {}, {}, {}
@@ -174,10 +174,10 @@ def _batch(sizes: Sizes) -> Tensor:
 def check_values(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sizes: Sizes, pair: str
 ) -> None:
-    """Check that two contestants have arrived at the same parameters.
+    """Check that two contestants have reached the same parameters.
 
     Raises:
-        ValueError: The difference is too large a share of the update.
+        ValueError: The difference is too large relative to the update.
     """
     for name, first in model_of(sizes).named_parameters():
         update = (theirs[name] - first).norm().item()
@@ -190,16 +190,16 @@ def check_values(
 
 
 def add_processes(measured: dict[str, Measured], ranks: int, lesson: Lesson, sizes: Sizes) -> None:
-    """Add the growth of a fresh process's memory for each contestant."""
+    """Add the memory growth of a fresh process for each contestant."""
     for name in measured:
         grown = launch.run(resident_on_rank, ranks, lesson, sizes, name, backend="gloo")
         measured[name]["resident_bytes"] = max(grown)
 
 
 def resident_on_rank(lesson: Lesson, sizes: Sizes, name: str) -> int:
-    """Return the largest growth of this process while one contestant trains, in bytes."""
+    """Return the peak memory growth of this process while one contestant trains, in bytes."""
     zero, x = lesson("zero"), _batch(sizes)
-    small = sizes._replace(width=8, layers=1)  # triggers the imports of first use
+    small = sizes._replace(width=8, layers=1)  # triggers imports on first use
     CONTESTANTS[name](zero, small, x[:, :8]).contestant.run()
     before = _resident("VmRSS")
     trained = CONTESTANTS[name](zero, sizes, x)
@@ -225,7 +225,7 @@ CONTEST = Contest(
         f"median of {repeats} steps"
     ),
     measure,
-    # One table of all columns would be too wide.
+    # One table with all columns would be too wide.
     ((contest.STEP, contest.PEAK, PROCESS), (contest.COLLECTIVES, contest.BYTES)),
     (NOTES, contest.PARENTHESES),
     add_processes,

@@ -1,1 +1,1 @@
-"""Campaigns against checkpoints: real processes that are killed, and files that are damaged."""
+"""Campaigns that test checkpoints: they kill real processes, and damage files."""

@@ -1,4 +1,4 @@
-"""Comparing the bits of two checkpoints."""
+"""Compare checkpoints bit by bit."""
 
 import hashlib
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 def differences(a: Any, b: Any) -> list[str]:
-    """Return where two states differ, or where one of them has no value, in alphabetical order."""
+    """Return the sorted paths at which two states differ, or at which only one has a value."""
     first, second = _leaves(a), _leaves(b)
     missing = object()
     return sorted(
@@ -20,7 +20,7 @@ def differences(a: Any, b: Any) -> list[str]:
 
 
 def counted(state: Any) -> str:
-    """Count the values of a state, as in ``62 tensors with 432,086 numbers, 40 other values``."""
+    """Describe a state's values, as in ``62 tensors with 432,086 numbers, 40 other values``."""
     leaves = [*_leaves(state).values()]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     numbers = sum(tensor.numel() for tensor in tensors)
@@ -43,7 +43,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def digest(state: Any) -> str:
-    """Return a hash of all names, numbers and bits in a state."""
+    """Return a hash of all names and values in a state, down to the bit."""
     total = hashlib.sha256()
     for path, leaf in _leaves(state).items():
         total.update(path.encode())

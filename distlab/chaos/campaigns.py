@@ -1,4 +1,4 @@
-"""Both campaigns, one after the other, with a bar for each, and their results."""
+"""Run both campaigns, one after the other, each with a progress bar, and print their results."""
 
 import shutil
 from collections.abc import Callable
@@ -16,24 +16,25 @@ from distlab.chaos.kills import CampaignError, Kills
 from distlab.chaos.victim import Training
 from distlab.grade.submission import Submission
 
-SHOWN = 5  # failures
-CHUNK = 25  # corruptions in one process
-LONGEST_S = 600.0  # limit for a chunk
+SHOWN = 5  # maximum number of failures listed
+CHUNK = 25  # corruptions per process
+LONGEST_S = 600.0  # time limit for a chunk
 TASK = "4.1"
 
 
 def run(num_kills: int, num_corruptions: int, impl: str, seed: int) -> list[str]:
-    """Kill trainings and damage checkpoints, and print the results.
+    """Kill training runs and damage checkpoints, and print the results.
 
     Args:
         impl: "solution" or "mine".
 
     Returns:
-        A line for each of the first failures, and the folder of what was left.
+        A line for each of the first failures, and one that names the folder with what was left;
+        empty if nothing failed.
 
     Raises:
         NotThereError, LearnerError: As raised by ``chosen.find``.
-        CampaignError: The training fails undisturbed, or hangs.
+        CampaignError: The training fails even without kills, or hangs.
     """
     lessons = chosen.find(impl, [TASK])
     scratch = Path(mkdtemp(prefix="distlab-chaos-"))
@@ -71,10 +72,10 @@ def _with_bars(
 def damage(
     lessons: Submission, count: int, seed: int, scratch: Path, advance: Callable[[int], None]
 ) -> Corruptions:
-    """Damage checkpoints in processes of their own, where learners' code may do anything.
+    """Damage checkpoints in separate processes, because learners' code may do anything.
 
     Raises:
-        CampaignError: A process has failed.
+        CampaignError: A process failed.
     """
     total = Corruptions({}, [])
     for first in range(0, count, CHUNK):
@@ -103,7 +104,7 @@ def _report_kills(killed: Kills) -> None:
 
 
 def _report_corruptions(damaged: Corruptions) -> None:
-    """Print what was damaged, and whether that was noticed."""
+    """Print what was damaged, and whether the damage was noticed."""
     print(f"{sum(damaged.by_kind.values())} corruptions")
     for kind, number in sorted(damaged.by_kind.items()):
         print(f"  {number:5d}  {kind}")

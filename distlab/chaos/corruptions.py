@@ -1,4 +1,4 @@
-"""Damage checkpoints at random, and see whether that is noticed."""
+"""Damage checkpoints at random, and check that the damage is noticed."""
 
 import os
 import shutil
@@ -24,22 +24,22 @@ class Corruptions(NamedTuple):
 
 
 class _Damaged(NamedTuple):
-    """The damage to the newest of three checkpoints, and the step that must still be loaded."""
+    """The damage to the newest of three checkpoints, and the step that must be loaded instead."""
 
     what: str
     expected: int = BEFORE
 
 
 def run(lessons: Submission, count: int, seed: str, scratch: Path) -> Corruptions:
-    """Damage the newest of three checkpoints, again and again, and load.
+    """``count`` times, damage the newest of three checkpoints, load, and check the result.
 
-    Each time the damage must be noticed, with a reason, and the checkpoint before be loaded, bit
-    for bit; where two were damaged, the one before both.
+    Each time, the damage must be noticed, with a reason, and the previous checkpoint must be loaded
+    bit for bit. If two were damaged, the oldest must be loaded.
 
     Args:
         lessons: Submission with ``save_checkpoint`` and ``load_checkpoint``.
-        count: Number of damages.
-        seed: Seed of the damages.
+        count: Number of corruptions.
+        seed: Seed for the choice of corruptions.
         scratch: Folder that does not exist yet.
     """
     lesson: Any = chosen.lesson(lessons, "checkpoint")
@@ -60,13 +60,13 @@ def run(lessons: Submission, count: int, seed: str, scratch: Path) -> Corruption
 
 
 def _state_of(step: int) -> dict[str, Any]:
-    """Return a state; those of two steps have the same size."""
+    """Return the state after a step; the states of all steps have the same size."""
     values = torch.arange(2000, dtype=torch.float32) * step
     return {"weight": values.view(40, 50), "moments": [values[:40] / 7, step], "step": step}
 
 
 def _failure(lesson: Any, folder: Path, damage: _Damaged) -> str:
-    """Load; return what is wrong with the result, or ""."""
+    """Load a checkpoint; return what is wrong with the result, or ""."""
     try:
         loaded = lesson.load_checkpoint(folder)
     except Exception as error:
@@ -112,7 +112,7 @@ def _remove(random: Random, folder: Path) -> _Damaged:
 
 
 def _zero(random: Random, folder: Path) -> _Damaged:
-    """Zero a part of a file, as a disk does that has lost a block."""
+    """Zero part of a file, as a disk does when it loses a block."""
     path = _any_file(random, folder)
     content = bytearray(path.read_bytes())
     first = random.randrange(len(content))

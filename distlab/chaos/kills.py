@@ -1,4 +1,4 @@
-"""Kill training processes at random moments, and check the checkpoints that are left."""
+"""Kill training processes at random moments, and check the checkpoints that they leave."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -12,11 +12,11 @@ from distlab.chaos import victim
 from distlab.chaos.victim import Death, Event, Left, Training
 from distlab.util.text import counted
 
-LONGEST_S = 300.0  # a training that takes longer hangs
+LONGEST_S = 300.0  # a training run that takes longer counts as hung
 
 
 class CampaignError(Exception):
-    """A campaign cannot continue; one line, and a traceback where there is one."""
+    """A campaign cannot continue; the message is one line, plus a traceback if there is one."""
 
 
 class Kills(NamedTuple):
@@ -24,13 +24,13 @@ class Kills(NamedTuple):
 
     kills: int
     inside_saves: int
-    ended: int  # trainings that came to their end, after kills
-    lost_steps: list[int]  # steps that must be trained again, for each kill
+    ended: int  # training runs that finished after kills
+    lost_steps: list[int]  # steps that must be repeated, for each kill
     failures: list[str]
 
 
 class Undisturbed(NamedTuple):
-    """A training without kills."""
+    """Results of a training run without kills."""
 
     digests: Mapping[int, str]  # step -> digest of the saved state
     duration_s: float
@@ -40,23 +40,22 @@ class Undisturbed(NamedTuple):
 def run(
     training: Training, count: int, seed: int, scratch: Path, advance: Callable[[], None]
 ) -> Kills:
-    """Kill processes of trainings in ``training.folder``, one after the other, and check each time.
+    """Kill processes of training runs one by one, and check ``training.folder`` after each kill.
 
-    After each kill the newest checkpoint must be there, undamaged, not older than what was
-    reported as saved, and bit for bit that of the undisturbed training after the same step. The
-    next start continues from it; in the end the parameters must be those of the undisturbed
-    training.
+    After each kill, the newest checkpoint must be undamaged, no older than the last one reported
+    as saved, and bit for bit equal to the undisturbed run's after the same step. The next start
+    continues from it; at the end, the parameters must be those of the undisturbed run.
 
     Args:
         training: Training to disturb.
         count: Number of kills; about every second one is aimed at a save, so that at least a third
-            of all hit one.
-        seed: Seed of victims and moments.
+            hit one.
+        seed: Seed for the choice of victims and moments.
         scratch: Folder for other files, which does not exist yet.
-        advance: Called after each kill.
+        advance: Callback after each kill.
 
     Raises:
-        CampaignError: The training fails undisturbed, or hangs.
+        CampaignError: The training fails even without kills, or hangs.
     """
     if not count:
         return Kills(0, 0, 0, [], [])
@@ -66,7 +65,7 @@ def run(
 
 
 def _undisturbed(training: Training, log: Path) -> Undisturbed:
-    """Train to the end once, for the right results and the time that they take."""
+    """Train to the end once, to get the correct results and the time that a run takes."""
     try:
         seconds = _start(training, log, None)
     except launch.LaunchError as error:
@@ -79,14 +78,14 @@ def _undisturbed(training: Training, log: Path) -> Undisturbed:
 
 
 def _start(training: Training, log: Path, death: Death | None) -> float:
-    """Run all ranks; return the seconds of rank 0."""
+    """Run all ranks; return the seconds that rank 0 took."""
     arguments = (training, log, death)
     size = training.world_size
     return launch.run(victim.train, size, *arguments, backend="gloo", timeout_s=LONGEST_S)[0]
 
 
 class _Campaign:
-    """Trainings that are killed, and the results so far."""
+    """Training runs that are killed, and the results so far."""
 
     def __init__(
         self, training: Training, undisturbed: Undisturbed, random: Random, scratch: Path
@@ -105,7 +104,7 @@ class _Campaign:
         return self.results
 
     def _death(self) -> Death:
-        """Choose any rank at any moment of what is left to train, or rank 0 in a save."""
+        """Choose any rank at any moment of the remaining training, or rank 0 during a save."""
         random, steps = self.random, self.training.num_steps
         left = steps - self.saved
         if 2 * self.results.inside_saves > self.results.kills:
@@ -115,7 +114,7 @@ class _Campaign:
         return Death(0, random.uniform(0, self.right.save_s), random.randint(1, saves))
 
     def _attempt(self, death: Death | None) -> bool:
-        """Start the training; return True if a rank was killed before its end."""
+        """Start the training; return True if a rank was killed before the end."""
         self.log.unlink(missing_ok=True)
         try:
             _start(self.training, self.log, death)
@@ -153,7 +152,7 @@ class _Campaign:
         return left
 
     def _check_end(self) -> None:
-        """Compare the result of a training over all its starts, and begin a new training."""
+        """Check the result of a training run after all its restarts, and reset for a new run."""
         self._check_left("at the end")
         self.results = self.results._replace(ended=self.results.ended + 1)
         if not self.results.failures:
@@ -170,7 +169,7 @@ def problem_of(left: Left, saved: int, digests: Mapping[int, str]) -> str:
     Args:
         left: Checkpoint that the next start finds.
         saved: Newest step that was reported as saved.
-        digests: Digests of the undisturbed training by step.
+        digests: Digests of the undisturbed run's states, by step.
     """
     if left.error:
         return f"load_checkpoint raises {left.error}"

@@ -1,4 +1,4 @@
-"""Observing a training from outside: the states of each rank, the blows that hit it, a picture."""
+"""Observe a training run from outside, and chart each rank's states and every ``Blow``."""
 
 import re
 import time
@@ -18,7 +18,7 @@ COLOURS = {  # state of a rank -> colour
     "stopped": "#b05a9c",
     "down": "#e6e6e6",
 }
-MARKS = {  # marker and explanation of each kind of blow
+MARKS = {  # marker and legend text of each kind of ``Blow``
     "kill": ("X", "killed (SIGKILL)"),
     "stop": ("s", "stopped (SIGSTOP) until others gave up"),
     "pause": ("P", "stopped for a moment"),
@@ -29,7 +29,7 @@ STEP, EPOCH = re.compile(r"^step ([\d,]+) of ([\d,]+) "), re.compile(r"^epoch \d
 
 @dataclass
 class Span:
-    """An interval in one state of a rank, in seconds since the observer began."""
+    """An interval that a rank spends in one state, in seconds since the observer began."""
 
     state: str
     begin_s: float
@@ -37,19 +37,19 @@ class Span:
 
 
 class Observer:
-    """Notes the states of the ranks whenever it looks.
+    """Records the states of the ranks on each call of ``look``.
 
-    A rank is down if it has no process; stopped if that was sent SIGSTOP; starting until its first
-    heartbeat; evaluating after the last step of an epoch, until the accuracy is printed.
+    A rank is down if it has no process, stopped if its process was sent SIGSTOP, starting until its
+    first heartbeat, and evaluating from the last step of an epoch until the accuracy is printed.
 
     Attributes:
-        spans: Intervals of each rank, without gaps.
-        step, num_steps: Numbers in the last line that was printed.
-        processes: Last process that was seen of each rank.
+        spans: Intervals by rank, without gaps.
+        step, num_steps: Numbers in the last step line of the log.
+        processes: Latest process of each rank, dead or alive.
     """
 
     def __init__(self, run_dir: Path, log: Path, num_ranks: int, num_epochs: int) -> None:
-        """Begin to observe; the log holds what the training prints."""
+        """Start observing; ``log`` is the file with the output of the training run."""
         self.run_dir, self.num_epochs = run_dir, num_epochs
         self.log, self.offset = log, 0
         self.begun_s, self.is_evaluating = time.monotonic(), False
@@ -66,7 +66,7 @@ class Observer:
 
     @property
     def all_run(self) -> bool:
-        """True if all ranks trained or evaluated at the last look."""
+        """True if all ranks were training or evaluating at the last look."""
         return all(spans and spans[-1].state in ("training", "evaluating") for spans in self.spans)
 
     @property
@@ -75,7 +75,7 @@ class Observer:
         return any(spans and spans[-1].state == "down" for spans in self.spans)
 
     def look(self, agent: int) -> None:
-        """Note the states of the ranks that a process of torchrun has started."""
+        """Record the states of the ranks started by torchrun, whose process id is ``agent``."""
         self._find(agent)
         self._read()
         for rank, spans in enumerate(self.spans):
@@ -86,7 +86,7 @@ class Observer:
                 spans.append(Span(state, now_s, now_s))
 
     def _find(self, agent: int) -> None:
-        """Find the rank of each new process, by its environment."""
+        """Read the rank of each new process from its environment."""
         try:
             children = psutil.Process(agent).children()
         except psutil.NoSuchProcess:
@@ -96,7 +96,7 @@ class Observer:
                 rank = child.environ().get("RANK", "")
             except psutil.Error:
                 continue
-            if rank:  # otherwise it is not torchrun's worker yet
+            if rank:  # otherwise it is not a torchrun worker yet
                 self.processes[int(rank)] = child
                 self.beats_before[int(rank)] = self._last_beat_ns(int(rank))
                 self.known.add(child.pid)
@@ -131,7 +131,8 @@ class Observer:
     def _last_beat_ns(self, rank: int) -> int:
         """Return the time of a rank's last heartbeat, or 0 if there was none.
 
-        It is only compared with itself: the system knows the start of a process to a second or so.
+        Compare it only with earlier heartbeats, not with the start time of a process, which is
+        known only to within about a second.
         """
         heartbeat = self.run_dir / f"heartbeat.rank{rank}"
         return heartbeat.stat().st_mtime_ns if heartbeat.exists() else 0
@@ -141,7 +142,7 @@ class Observer:
 
 
 class Blow(NamedTuple):
-    """One disturbance of a rank; ``agent`` hits torchrun itself, and is drawn over all ranks."""
+    """One disturbance of a rank; "agent" hits torchrun itself, and is drawn across all ranks."""
 
     kind: str
     rank: int
@@ -150,7 +151,7 @@ class Blow(NamedTuple):
 
 
 def draw_gantt(spans: Sequence[Sequence[Span]], blows: Sequence[Blow], path: Path) -> None:
-    """Draw a row for each rank, over the seconds, with a mark for each blow."""
+    """Draw a row of states over time for each rank, with a mark for each blow."""
     figure = Figure(figsize=(13, 1.6 + 0.55 * len(spans)), layout="constrained")
     axes = figure.subplots()
     for rank, row in enumerate(spans):
@@ -171,7 +172,7 @@ def draw_gantt(spans: Sequence[Sequence[Span]], blows: Sequence[Blow], path: Pat
 
 
 def _legend(figure: Figure, kinds: set[str]) -> None:
-    """Explain the colours, and the marks that were drawn."""
+    """Add a legend for the colours and for the marks that were drawn."""
     states = [Patch(color=colour, label=state) for state, colour in COLOURS.items()]
     axes = figure.axes[0]
     marks = [

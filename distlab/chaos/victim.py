@@ -1,4 +1,4 @@
-"""A small training that dies at a chosen moment, and the events that it writes meanwhile."""
+"""A small training run that dies at a chosen moment, and the events that it logs."""
 
 import json
 import signal
@@ -14,11 +14,11 @@ from distlab import chosen
 from distlab.chaos.bits import digest
 from distlab.grade.submission import Submission
 
-BALLAST_BYTES = 4 * 2**20  # a save takes some milliseconds, so that kills hit it
+BALLAST_BYTES = 4 * 2**20  # makes a save take milliseconds, so that kills can hit it
 
 
 class Training(NamedTuple):
-    """A training, and the functions that save it.
+    """A training run, and the functions that save its state.
 
     Attributes:
         lessons: Submission with ``save_checkpoint`` and ``load_checkpoint``.
@@ -42,8 +42,8 @@ class Death(NamedTuple):
 
     Attributes:
         rank: Rank that dies.
-        seconds: Delay of its death.
-        save: Number of the save whose beginning starts the delay; 0: the training starts it.
+        seconds: Delay before its death.
+        save: Number of the save that starts the delay, from 1; 0: the delay starts with training.
     """
 
     rank: int
@@ -52,33 +52,33 @@ class Death(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Rank 0 has loaded, begins to save, or has saved the state after a step."""
+    """Rank 0 has loaded, is about to save, or has saved the state after a step."""
 
     what: Literal["loaded", "saving", "saved"]
     step: int
-    at_s: float  # since the start of the training
+    at_s: float  # seconds since training started
     digest: str = ""
 
 
 def events(log: Path) -> list[Event]:
-    """Return the events of one start, as far as they were written."""
+    """Return the events that one start of the training run has logged."""
     lines = log.read_text().splitlines() if log.exists() else []
     return [Event(*json.loads(line)) for line in lines]
 
 
 def train(training: Training, log: Path, death: Death | None) -> float:
-    """Train on one rank, from the newest checkpoint to the end; return the seconds."""
+    """Train on one rank, from the newest checkpoint to the end; return the seconds taken."""
     torch.set_num_threads(1)
     run = _Run(training, log, death)
     run.to_the_end()
-    die_after(0)  # alive
+    die_after(0)  # disarms the timer
     return run.now_s
 
 
 def die_after(seconds: float) -> None:
-    """Let the kernel end this process at once after a delay; 0: never.
+    """Have the kernel kill this process after a delay; 0 disarms the timer.
 
-    No Python code runs then: SIGALRM has its default effect, which is that of SIGKILL.
+    No Python code runs at that point: SIGALRM has its default effect, the same as SIGKILL's.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -113,7 +113,7 @@ class _Run:
             die_after(max(self.death.seconds, 1e-6))
 
     def _load(self) -> int:
-        """Continue from the newest checkpoint, which all ranks read."""
+        """Load the newest checkpoint on all ranks, and return its step, or 0 if there is none."""
         loaded = self.lesson.load_checkpoint(self.training.folder)
         if loaded is not None:
             self.model.load_state_dict(loaded.state["model"])
@@ -124,7 +124,7 @@ class _Run:
         return int(step)
 
     def _step(self) -> None:
-        """Average the gradients of all ranks; each draw depends on all draws before it."""
+        """Take a step with averaged gradients; each random draw depends on all draws before it."""
         x = torch.randn(dist.get_world_size(), 16, 8, generator=self.generator)[dist.get_rank()]
         self.optimizer.zero_grad()
         loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -148,10 +148,10 @@ class _Run:
             self._maybe_die()
             self.lesson.save_checkpoint(state, self.training.folder, step)
             self._note("saved", step, digest(state))
-        dist.barrier()  # no rank is ahead of the checkpoint
+        dist.barrier()  # no rank runs ahead of the checkpoint
 
     def _note(self, *event: object) -> None:
-        """Append an event to the log; it is in the system's hands when this returns."""
+        """Append an event to the log; once this returns, a kill cannot lose it."""
         if dist.get_rank() == 0:
             what, step, *digests = event
             line = json.dumps([what, step, self.now_s, *digests])
@@ -160,7 +160,7 @@ class _Run:
 
 
 class Left(NamedTuple):
-    """The checkpoint that the next start of a training will find."""
+    """The checkpoint that the next start of a training run will find."""
 
     step: int = 0  # 0: none
     digest: str = ""
@@ -169,7 +169,7 @@ class Left(NamedTuple):
 
 
 def look(training: Training) -> Left:
-    """Load as the next start will."""
+    """Load and describe the checkpoint that the next start will find."""
     try:
         loaded = training.lesson.load_checkpoint(training.folder)
     except Exception as error:

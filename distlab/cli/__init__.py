@@ -1,4 +1,4 @@
-"""The `distlab` command. Importing it does not import torch; a command does when it runs."""
+"""The `distlab` command. Importing it does not import torch; commands do so when they run."""
 
 from distlab.cli.entry import main
 

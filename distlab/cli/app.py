@@ -81,7 +81,7 @@ def _root(
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run the command in the arguments; return the exit code.
+    """Run the command that the arguments name; return the exit code.
 
     Raises:
         KeyboardInterrupt, typer.Abort: ctrl-C.
@@ -94,28 +94,28 @@ def run(arguments: Sequence[str] | None) -> int:
         return complain(_usage_line(error, sys.argv[1:] if arguments is None else arguments), 2)
     except typer.Abort:
         raise KeyboardInterrupt from None
-    if code == INTERRUPTED:  # typer has dealt with ctrl-C itself
+    if code == INTERRUPTED:  # typer has handled ctrl-C itself
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
 
 
 def _usage_line(error: Exception, arguments: Sequence[str]) -> str:
-    """Say in one line what is wrong and which names are valid; without a command, the help."""
+    """Return one line on what is wrong and what is valid, or the help if no command was given."""
     context = getattr(error, "ctx", None)
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if type(error).__name__ == "NoArgsIsHelpError":
         return message
-    message = " ".join(message.replace("Value error, ", "").split())  # pydantic's word for it
+    message = " ".join(message.replace("Value error, ", "").split())  # prefix that pydantic adds
     if context and type(error).__name__ == "NoSuchOption":
         message = _no_such_option(error, context, arguments)
     commands = getattr(context.command, "commands", {}) if context else {}
-    if type(error) is UsageError and commands:  # a group's only plain usage error
+    if type(error) is UsageError and commands:  # the only plain UsageError that a group raises
         message = f"{sentence(message)}{_valid('commands', sorted(commands))}"
     return f"{context.command_path if context else 'distlab'}: {message}"
 
 
 def _no_such_option(error: Exception, context: typer.Context, arguments: Sequence[str]) -> str:
-    """Name the option as typed (click only knows it with underscores), and the valid ones."""
+    """Return an error with the option as typed (not click's underscores) and the valid options."""
     name = str(getattr(error, "option_name", ""))
     typed = (argument.partition("=")[0] for argument in arguments)
     wrong = next((t for t in typed if t.replace("-", "_") == name.replace("-", "_")), name)

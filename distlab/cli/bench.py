@@ -1,4 +1,4 @@
-"""`distlab bench`: measurements of the course's own machinery, beside what it replaces."""
+"""`distlab bench`: measure the course's own machinery, and what it replaces."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,7 +25,7 @@ app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure the course's ow
 
 @app.callback()
 def _root() -> None:
-    """Measure the course's own machinery, beside what it replaces."""
+    """Measure the course's own machinery, and what it replaces."""
 
 
 @app.command("launch")
@@ -33,7 +33,7 @@ def launch(
     ranks: int = typer.Option(4, min=1),
     repeats: int = typer.Option(9, min=1, help="Number of runs; the median counts."),
 ) -> None:
-    """Time from the call until every rank has returned: cold, warm, and torch's spawn."""
+    """Measure the time until every rank has returned: cold, warm, and with torch's spawn."""
     from distlab.bench import launch as measurement
 
     measurement.print_table(ranks, repeats)
@@ -54,7 +54,7 @@ def all_reduce(
     ),
     save: Folder = None,
 ) -> None:
-    """Time the all-reduces of a phase beside the library's own, and α and β of one message."""
+    """Time a phase's all-reduces and the library's own, and measure α and β of one message."""
     from distlab.bench import all_reduce as measurement
 
     measure = measurement.phase_1 if phase == "1" else measurement.phase_3
@@ -63,13 +63,13 @@ def all_reduce(
 
 @app.command("sim")
 def sim() -> None:
-    """Real time and memory of simulated rings, collectives and idle ranks."""
+    """Measure the real time and memory of simulated rings, collectives and idle ranks."""
     from distlab.bench import sim as measurement
 
     measurement.print_table()
 
 
-# Contests: training steps of ours beside torch's
+# Contests: our training steps against torch's
 
 COMPARISONS = {
     "pipeline": "the pipelines of Phase 2 with torch.distributed.pipelining: time and memory",
@@ -117,7 +117,7 @@ def memory(
     impl: Whose = "solution",
     save: Folder = None,
 ) -> None:
-    """Compare the checkpoints of Phase 2 with torch's and with none: time and memory."""
+    """Compare Phase 2's checkpointing with torch's and with none: time and memory."""
     _contest("memory").hold(1, repeats, impl, save, layers=layers)
 
 

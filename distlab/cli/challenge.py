@@ -1,4 +1,4 @@
-"""`distlab challenge`: the learner's all-reduce beside the built-in ones."""
+"""`distlab challenge`: time the learner's all-reduce against the built-in ones."""
 
 import random
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distlab.races import Standings
 
 SEEDS = 10_000
-SHOWN_BESIDE = 5  # columns in a line of 80 to 90 characters
+SHOWN_BESIDE = 5  # columns that fit on a line of 80 to 90 characters
 
 
 def challenge(
@@ -29,7 +29,7 @@ def challenge(
     clusters: Annotated[int, typer.Option(min=1, max=20, help="How many to draw.")] = 5,
     impl: Annotated[str, impl_option("Whose function to time.")] = "template",
 ) -> None:
-    """Time your answer to the open task on clusters drawn at random, beside the built-in ones."""
+    """Time your answer to the open task against the built-in ones, on randomly drawn clusters."""
     here = folder.find()
     chosen_phase = here.phase_of(choose(here, None)) if phase is None else here.course.phase(phase)
     task = chosen_phase.challenge
@@ -54,7 +54,7 @@ def challenge(
 
 
 def _rows(standings: "Standings") -> Iterator[str]:
-    """Yield a line for each algorithm, the fastest first, below the heads of a few columns."""
+    """Yield the table in blocks of a few columns, with a row per algorithm, fastest first."""
     names = sorted(standings.seconds, key=standings.speedup, reverse=True)
     heads = standings.columns
     if standings.title:

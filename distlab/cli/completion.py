@@ -1,4 +1,4 @@
-"""`distlab completion`: what a shell needs to complete commands, options and tasks on tab."""
+"""`distlab completion`: tab completion of commands, options and tasks."""
 
 import os
 from typing import Annotated, Literal
@@ -12,25 +12,25 @@ from typer.completion import (  # type: ignore[attr-defined]  # public, but not 
 from distlab.course import CourseError
 from distlab.learner import folder
 
-VARIABLE = "_DISTLAB_COMPLETE"  # set by the script when the shell asks
+VARIABLE = "_DISTLAB_COMPLETE"  # set by the completion script when the shell asks
 Shell = Literal["bash", "zsh", "fish"]
 
 
 def completion(
     shell: Annotated[Shell, typer.Argument(show_default=False, help="bash, zsh or fish.")],
 ) -> None:
-    """Print a script for tab completion, tasks included; docs/install.md says where to put it."""
+    """Print a script for tab completion, including tasks; docs/install.md says where to put it."""
     typer.echo(get_completion_script(prog_name="distlab", complete_var=VARIABLE, shell=shell))
 
 
 def prepare() -> None:
-    """Let typer answer if the shell asks for completions."""
+    """Prepare typer to answer if the shell asks for completions."""
     if VARIABLE in os.environ:
         completion_init()
 
 
 def tasks(incomplete: str) -> list[tuple[str, str]]:
-    """Return the ids and functions of tasks that begin with this text, with their titles."""
+    """Return the task ids and function names that begin with this text, with their titles."""
     try:
         listed = folder.find().course.tasks
     except (folder.LearnerError, CourseError):

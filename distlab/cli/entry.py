@@ -1,4 +1,4 @@
-"""Begin and end of the command: reliable exit codes, and one line for an error.
+"""The start and end of the command: reliable exit codes, and errors on one line.
 
 ctrl-C is handled before anything is imported, because typer and torch take a while to load.
 """
@@ -23,11 +23,11 @@ OF_OPTIONS = ("ConfigError", "SetupError")
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    0 done, 1 failed, 2 bad options, 130 ctrl-C, 141 the output is no longer read; the commands
-    that grade have their own codes.
+    The exit code is 0 for success, 1 for failure, 2 for bad options, 130 for ctrl-C, and 141 if the
+    output is no longer read; the commands that grade have their own codes.
     """
     seen: list[int] = []  # one entry for each ctrl-C
-    atexit.register(_end, seen)  # registered first, it runs last
+    atexit.register(_end, seen)  # registered first, so it runs last
     _open_closed_streams()
     with _interrupts(seen):
         try:
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _code_of(error: BaseException, arguments: Sequence[str] | None) -> int:
-    """Say what went wrong, and return the exit code; a bug keeps its traceback."""
+    """Print what went wrong and return the exit code; for a bug, re-raise the error."""
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
-        drop(sys.stdout.fileno())  # click has made it a SystemExit(1)
+        drop(sys.stdout.fileno())  # click may have turned the error into a SystemExit(1)
         return PIPE_CLOSED
     if isinstance(error, KeyboardInterrupt):
         return complain("interrupted", INTERRUPTED)
@@ -53,7 +53,7 @@ def _code_of(error: BaseException, arguments: Sequence[str] | None) -> int:
         where = f"{_command(arguments)}: " if type(error).__name__ in OF_OPTIONS else ""
         return complain(f"{where}{error}", USAGE if _is_about_options(error) else FAILED)
     if isinstance(error, OSError):
-        drop(sys.stdout.fileno())  # it may be this one that is full
+        drop(sys.stdout.fileno())  # the disk that stdout writes to may be full
         place = error.filename or "standard output"
         print_line(f"distlab: {place}: {error.strerror or error}")
         return FAILED
@@ -61,7 +61,7 @@ def _code_of(error: BaseException, arguments: Sequence[str] | None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> str:
-    """Write the command with the wrong options, such as ``distlab train``."""
+    """Return the command that had the wrong options, such as ``distlab train``."""
     given = sys.argv[1:] if arguments is None else arguments
     return " ".join(["distlab", *(name for name in given[:1] if not name.startswith("-"))])
 
@@ -84,14 +84,14 @@ def _is_about_options(error: BaseException) -> bool:
 
 @contextmanager
 def _interrupts(seen: list[int]) -> Iterator[None]:
-    """Record each ctrl-C, and raise KeyboardInterrupt as Python does."""
+    """Record each ctrl-C inside the block, and raise KeyboardInterrupt as Python does."""
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         seen.append(number)
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # nohup's choice, or a caller's, stays
+    if before is not signal.default_int_handler:  # keep the choice of nohup or of the caller
         yield
         return
     signal.signal(signal.SIGINT, interrupt)
@@ -102,22 +102,22 @@ def _interrupts(seen: list[int]) -> Iterator[None]:
 
 
 def _end(seen: Sequence[int]) -> None:
-    """Keep the exit code, because nothing is left to interrupt.
+    """Ignore ctrl-C while the process ends, and make sure that an earlier one sets the exit code.
 
-    After a ctrl-C that reached it inside ``exec``, Python would end itself with that signal.
+    After a ctrl-C that arrived inside ``exec``, Python would end itself with that signal instead.
     """
     processes.ignore_ctrl_c()
-    gc.freeze()  # saves 0.4 s of a last garbage collection in all of torch
+    gc.freeze()  # saves 0.4 s, because the final garbage collection then skips torch's objects
     if seen:
         os._exit(INTERRUPTED)
 
 
 def _open_closed_streams() -> None:
-    """Connect closed standard streams to /dev/null; otherwise later files would replace them."""
+    """Connect closed standard streams to /dev/null, or later files would get their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115

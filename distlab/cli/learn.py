@@ -39,7 +39,7 @@ def task_argument(help: str) -> Any:
 
 
 def impl_option(help: str) -> Any:
-    """Return the option ``--impl``, which names the files with the functions."""
+    """Return the option ``--impl``, which says whose functions to use."""
     return typer.Option("--impl", metavar="template|solution|DIR", help=help)
 
 
@@ -67,20 +67,20 @@ DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.color
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines, on a terminal with verdicts and differences in colour."""
+    """Print lines; on a terminal, verdicts and differences are coloured."""
     for line in lines:
         colour = COLOURS.get(line.lstrip()[:1]) or DIFF_COLOURS.get(line[:1])
         typer.echo(typer.style(line, fg=colour) if colour else line)
 
 
 def warn(progress: state.Progress) -> None:
-    """Say on standard error if the progress cannot be saved."""
+    """Print a warning on standard error if the progress cannot be saved."""
     if progress.problem:
         typer.echo(progress.problem, err=True)
 
 
 def summary() -> None:
-    """Print progress per phase and what comes next."""
+    """Print the progress per phase and the next step."""
     here = folder.find()
     templates.keep(here)
     say(status.summary(here, state.load(here)))
@@ -95,7 +95,7 @@ def show_status() -> None:
 
 
 def choose(here: folder.CourseFolder, name: str | None) -> Task:
-    """Return the task that was named, otherwise the next one or the last."""
+    """Return the named task; without a name the next task, or the last if all have passed."""
     if name is not None:
         return here.task(name)
     return state.load(here).next_task(here) or here.course.tasks[-1]
@@ -253,7 +253,7 @@ def reset(
     task: OneTask,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Put the function of one task back to its template; the old file is kept."""
+    """Reset the functions of one task to the template; the old file is kept."""
     here = folder.find()
     listed = here.task(task)
     if not yes and not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""`distlab plan`: the fastest layouts of a model on a cluster, by the planner of Phase 3."""
+"""`distlab plan`: find a model's fastest layouts on a cluster, with the planner of Phase 3."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,9 +39,9 @@ def plan(
         Impl, typer.Option(help="Whose planner; mine: what you have written.")
     ] = "solution",
 ) -> None:
-    """Print the fastest layouts that fit: data, tensor, pipeline parallelism, ZeRO and the rest.
+    """Print the fastest layouts that fit: data, tensor and pipeline parallelism, ZeRO and more.
 
-    Nothing is run or simulated: tasks 3.21 to 3.23 compute what a training step needs.
+    Nothing is run or simulated: the functions of tasks 3.21 to 3.23 compute the time and memory.
     """
     from distlab import planning
     from distlab.sim import Cluster
@@ -85,7 +85,7 @@ def _print(
 
 
 def _sentence(best: Any) -> str:
-    """Write the best layout in words."""
+    """Return a sentence that describes the best layout."""
     d, t, p, v, b, zero, checkpointing, is_split = best.layout
     parts = [
         f"{d} copies ({ZERO[zero]})" if d > 1 else "one copy",
@@ -112,7 +112,7 @@ def _table(shape: "Shape", cluster: "Cluster", batch: int, plans: list[Any]) -> 
 
 
 def _figures(shape: "Shape", cluster: "Cluster", batch: int, best: Any) -> list[str]:
-    """Return time, memory, share of the peak, and the largest cost besides computing."""
+    """Return time, memory, share of the peak FLOP/s, and the largest cost other than computing."""
     from distlab.planning import model_flops
     from distlab.util.text import bytes_text, seconds_text
 
@@ -126,7 +126,7 @@ def _figures(shape: "Shape", cluster: "Cluster", batch: int, best: Any) -> list[
 
 
 def _assumptions(shape: "Shape") -> str:
-    """Write the assumptions behind the figures."""
+    """Return a sentence with the assumptions behind the figures."""
     from distlab.planning import MATMUL_EFFICIENCY, MATMUL_PADDING
 
     counted_as = "" if shape.is_gpt else "the model counted as a GPT of its layers and width, "

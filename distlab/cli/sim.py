@@ -1,4 +1,4 @@
-"""`distlab sim`: any torch.distributed script on a simulated cluster, and where its time went."""
+"""`distlab sim`: run any torch.distributed script on a simulated cluster, and profile it."""
 
 import math
 import re
@@ -112,8 +112,8 @@ def sim(
 ) -> None:
     """Run SCRIPT on every rank of a simulated cluster, as torchrun would, and report what it took.
 
-    Options of distlab come before SCRIPT; whatever comes after it belongs to the script. If both
-    have an option of the same name, -- marks the script's: distlab sim SCRIPT -- --seed 1
+    Options of distlab come before SCRIPT; everything after it belongs to the script. If both have
+    an option of the same name, put -- before the script's: distlab sim SCRIPT -- --seed 1
     """
     with _usage_errors(context):
         own_arguments = _own_arguments(context, script, arguments or ())
@@ -149,7 +149,7 @@ def sim(
 
 @contextmanager
 def _exits_reported_once() -> Iterator[None]:
-    """Print no second error for a script that has reported its exit on standard error."""
+    """Suppress a second error for a script that has reported its own exit on standard error."""
     from distlab.sim import RankError
 
     with watched_stderr() as watched:
@@ -163,7 +163,7 @@ def _exits_reported_once() -> Iterator[None]:
 
 @contextmanager
 def _usage_errors(context: typer.Context) -> Iterator[None]:
-    """Turn an invalid value into one line that names the command."""
+    """Turn a ValueError into a usage error, which is one line that names the command."""
     try:
         yield
     except ValueError as error:
@@ -171,9 +171,10 @@ def _usage_errors(context: typer.Context) -> Iterator[None]:
 
 
 def _own_arguments(context: typer.Context, script: Path, arguments: Sequence[str]) -> Sequence[str]:
-    """Return the script's arguments, those after it; refuse options that are probably meant for us.
+    """Return the arguments after the script; refuse options that are probably meant for us.
 
-    One of our options belongs to the script if the script quotes its name, or after ``--``.
+    An option named like one of ours belongs to the script if the script contains that name in
+    quotes, or if the option comes after ``--``.
     """
     if arguments[:1] == ["--"]:
         return arguments[1:]
@@ -195,7 +196,7 @@ def _underscored(name: str) -> str:
 
 
 def _check_outputs(paths: dict[str, Path | None]) -> None:
-    """Refuse outputs that could not be written, before a long run."""
+    """Refuse outputs that could not be written; called before a long run."""
     endings = {"--trace": (".json", ""), "--links": (".csv",)}
     for option, path in paths.items():
         allowed = endings.get(option, PICTURES)
@@ -221,7 +222,7 @@ def _faults(texts: Sequence[str], seed: int, world: "Cluster", num_ranks: int) -
 
 
 def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
-    """Return the memory of each GPU in bytes, if it was given."""
+    """Return the memory of each GPU in bytes; None if it was not given."""
     if memory_gib is None:
         return None
     if no_devices:

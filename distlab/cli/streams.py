@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
-INTERRUPTED = 130  # exit code of ctrl-C
+INTERRUPTED = 130  # exit code after ctrl-C
 
 
 def complain(message: str, code: int) -> int:
     """Print a line on standard error; return the given exit code.
 
-    All ranks of mpirun meet the same error, so only one per machine prints it.
+    Under mpirun, all ranks raise the same error, so only one per machine prints it.
     """
-    from distlab.launch.launchers import speaks_for_its_machine  # slow, and rarely needed
+    from distlab.launch.launchers import speaks_for_its_machine  # slow import, rarely needed
 
     if speaks_for_its_machine():
         print_line(message)
@@ -47,14 +47,14 @@ class Watched:
 
 @contextmanager
 def watched_stderr() -> Iterator[Watched]:
-    """Notice whether anything is printed on standard error."""
+    """Route standard error through a ``Watched`` stream inside the block, and yield the stream."""
     watched = Watched(sys.stderr)
     with redirect_stderr(watched):
         yield watched
 
 
 def drop(number: int) -> None:
-    """Discard what Python still writes to a stream."""
+    """Discard everything written to a stream from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, number)
     os.close(nowhere)

@@ -1,4 +1,4 @@
-"""`distlab demo`, `doctor`, `handout` and `chaos`: commands of one call each."""
+"""`distlab demo`, `doctor`, `handout` and `chaos`: commands that make only one call."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -51,7 +51,7 @@ def chaos(
     ] = "solution",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Kill trainings at random moments and damage checkpoints; nothing may be lost."""
+    """Kill training runs at random moments, damage checkpoints, and check that nothing is lost."""
     from distlab.chaos import campaigns
     from distlab.chaos.kills import CampaignError
 

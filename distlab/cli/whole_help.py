@@ -1,4 +1,4 @@
-"""Groups of commands whose help shows the whole first sentence of each command."""
+"""Command groups whose help shows the whole first paragraph of each command."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,8 @@ from typer.core import TyperGroup
 class Group(TyperGroup):
     """Lists its commands with the first paragraph of their help, wrapped instead of cut.
 
-    click cuts an excerpt of a help text, but prints an explicit short help whole.
+    click shortens the help texts in its list of commands, but prints an explicit short help in
+    full.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -39,20 +39,21 @@ DATASETS = (*_BUILT_IN, *_FROM_FILES)
 
 
 def load(name: str, *, root: str | Path | None = None, **options: Any) -> Splits:
-    """Return the train and test half of a dataset, downloading it if necessary.
+    """Return the training and test splits of a dataset, downloading it if necessary.
 
         name           images           options
         digits         (1, 8, 8)        none; bundled, 1,797 images
-        synthetic      as you like      image_shape, num_classes, train_size, test_size, seed
+        synthetic      any              image_shape, num_classes, train_size, test_size, seed
         mnist          (1, 28, 28)      none
         cifar10        (3, 32, 32)      none
         imagefolder    (3, S, S)        image_size (S, 224 by default)
 
     Args:
-        root: Folder of the files, by default $DISTLAB_DATA, else ./data; the first two need none.
+        root: Folder of the files, by default $DISTLAB_DATA, else ./data; the first two datasets
+            need none.
     Returns: images are float32 (C, H, W), normalised per channel; labels are int.
     Raises:
-        ValueError: There is no such dataset; the message names the nearest.
+        ValueError: There is no such dataset; the message names the closest one.
         TypeError: The dataset has no such option.
         DataError: The data is not available; the message says what to do.
     Cost: mnist and cifar10 call a collective, so all ranks of a world must load them.

@@ -1,4 +1,4 @@
-"""Images without files to fetch: handwritten digits, and made-up images of any shape."""
+"""Datasets that need no download: handwritten digits, and synthetic images of any shape."""
 
 import functools
 import importlib.util
@@ -12,16 +12,16 @@ from torch import Tensor
 from distlab.data.splits import DataError, ImageShape, ImageTensors, Splits
 
 _DIGITS_WHITE = 16  # a pixel is the number of dark points in a 4 x 4 cell
-_DIGITS_MEAN, _DIGITS_STD = (0.3059,), (0.3766,)  # training images, scaled to [0, 1]
+_DIGITS_MEAN, _DIGITS_STD = (0.3059,), (0.3766,)  # of the training images, scaled to [0, 1]
 _TEST_PER_CLASS = 36
 _SPLIT_SEED = 0
 
 
 def load_digits() -> Splits:
-    """Return scikit-learn's 1,797 bundled digits: 1,437 to train on and 360 to test on.
+    """Return scikit-learn's 1,797 bundled digits: 1,437 for training and 360 for testing.
 
-    The test half has 36 images of each of the 10 classes. The split never changes: numpy promises
-    that `RandomState` draws the same numbers forever.
+    The test split has 36 images of each of the 10 classes. It never changes, because numpy
+    guarantees that `RandomState` always draws the same numbers.
 
     Raises: DataError: scikit-learn, which contains the file, is not installed.
     Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits, UCI repository.
@@ -42,7 +42,7 @@ def _read() -> tuple[Tensor, Tensor]:
 
 
 def _bundled_file() -> Path:
-    # Only the file is needed; importing sklearn takes 1.5 s, in every rank of every world.
+    # Only the file is needed; importing sklearn takes 1.5 s, on every rank of every world.
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DataError("digits come with scikit-learn, which is missing: pip install scikit-learn")
@@ -50,7 +50,7 @@ def _bundled_file() -> Path:
 
 
 def _test_mask(labels: Tensor) -> Tensor:
-    """Return (N,) bool, True for the images of the test half."""
+    """Return a mask, (N,) bool, that is True for the test images."""
     random = np.random.RandomState(_SPLIT_SEED)
     mask = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
@@ -59,7 +59,7 @@ def _test_mask(labels: Tensor) -> Tensor:
     return mask
 
 
-# Made-up images, for dry runs and speed, which can still be learnt
+# Synthetic images, for dry runs and benchmarks; models can still learn them
 
 _WHITE, _MEAN, _STD = 255, 0.5, 0.25
 
@@ -72,7 +72,7 @@ def make_synthetic(
     test_size: int = 512,
     seed: int = 0,
 ) -> Splits:
-    """Return noisy copies of one smooth random pattern per class; the seed decides all of them.
+    """Return noisy copies of one smooth random pattern per class; the seed determines them all.
 
     Args:
         image_shape: (C, H, W).
@@ -90,14 +90,14 @@ def make_synthetic(
 
 
 def _patterns(num_classes: int, image_shape: ImageShape, random: torch.Generator) -> Tensor:
-    """Return (num_classes, C, H, W): a 4 x 4 grid of random colours, blurred up to full size."""
+    """Return (num_classes, C, H, W): a 4 x 4 grid of random colours, interpolated to full size."""
     channels, height, width = image_shape
     grid = torch.randn(num_classes, channels, 4, 4, generator=random)
     return F.interpolate(grid, (height, width), mode="bilinear", align_corners=False)
 
 
 def _draw(size: int, patterns: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return ``size`` images as bytes and their labels, pattern and noise in equal parts."""
+    """Return ``size`` images, equal parts pattern and noise, as bytes, and their labels."""
     labels = torch.randint(len(patterns), (size,), generator=random)
     noise = torch.randn(size, *patterns.shape[1:], generator=random)
     images = noise.add_(patterns[labels]).mul_(_STD / 2**0.5).add_(_MEAN)

@@ -18,8 +18,8 @@ from distlab.data.splits import DataError, ImageTensors, Splits
 from distlab.torchvision_repair import import_torchvision
 
 _WHITE = 255
-_SILENCE_S = 30.0  # longest silence of a connection; a firewall may drop packets silently
-# Errors that torchvision raises for a missing, incomplete or damaged file; one reader asserts.
+_SILENCE_S = 30.0  # time limit for a silent connection; a firewall may just drop its packets
+# Errors that torchvision raises for a missing, incomplete or damaged file; one reader uses assert.
 _FAILURES = (OSError, http.client.HTTPException, EOFError, RuntimeError, ValueError, AssertionError)
 
 
@@ -64,7 +64,7 @@ def _splits(
 
 
 def _fetch(dataset: str, root: Path, files: str) -> list[Any]:
-    """Return torchvision's train and test object; ``files`` names the files to copy by hand."""
+    """Return torchvision's training and test set; ``files`` tells users what to copy by hand."""
     source = getattr(import_torchvision().datasets, dataset)
     with rank_zero_first(), _give_up_after(_SILENCE_S):
         try:
@@ -88,7 +88,7 @@ def _advice(dataset: str, root: Path, files: str, error: Exception) -> str:
 
 @contextmanager
 def _give_up_after(seconds: float) -> Iterator[None]:
-    """Fail connections that are silent for ``seconds``; torchvision would wait forever."""
+    """Make connections fail after ``seconds`` of silence; torchvision would wait forever."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -97,7 +97,7 @@ def _give_up_after(seconds: float) -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-# Folder and order
+# Data folder, and order of the ranks
 
 
 def data_root(root: str | Path | None = None) -> Path:
@@ -107,14 +107,14 @@ def data_root(root: str | Path | None = None) -> Path:
 
 @contextmanager
 def rank_zero_first() -> Iterator[None]:
-    """Run the body on the first rank of each machine, and on the others after its success.
+    """Run the body on the first rank of each machine, then, if it succeeds, on the others.
 
         rank 0   body ──┐ all_gather(ok)
         rank 1   wait ──┴──────────────── body
         rank 2   wait ──┴──────────────── body
 
-    The first rank has LOCAL_RANK 0 if a launcher has set that, else it is rank 0. Without an
-    initialised `torch.distributed` world the body simply runs.
+    The first rank is the one with LOCAL_RANK 0 if a launcher has set it, else rank 0. Without an
+    initialised `torch.distributed` world, the body simply runs.
 
     Raises: DataError: The body failed on a first rank; raised on all other ranks, which would
         otherwise wait forever. The message names that rank and its error.
@@ -128,7 +128,7 @@ def rank_zero_first() -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            _exchange(f"{type(error).__name__}: {error}")  # releases the others, which wait for it
+            _exchange(f"{type(error).__name__}: {error}")  # releases the others, which are waiting
             raise
     failures = _exchange(None)
     if failures:
@@ -142,7 +142,7 @@ def rank_zero_first() -> Iterator[None]:
 
 
 def _exchange(failure: str | None) -> list[str]:
-    """Wait until all ranks are here; return the failures that they report, each naming its rank."""
+    """Wait for all ranks; return the failures that they report, each with its rank."""
     reports: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, failure)
     return [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]

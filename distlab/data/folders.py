@@ -10,18 +10,18 @@ from distlab.data.splits import DataError, Splits
 from distlab.torchvision_repair import import_torchvision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
-_CROP = 0.875  # share of the shorter side that the centre crop keeps
+_CROP = 0.875  # fraction of the shorter side that the centre crop keeps
 
 
 def load_image_folder(root: Path, *, image_size: int = 224) -> Splits:
-    """Return the images under ``root``, decoded on access.
+    """Return the image splits under ``root``; images are decoded on access.
 
         root/train/<class>/*.jpg
         root/val/<class>/*.jpg       or test/
 
-    Args: image_size: Side of the images, which are resized, and cropped at their centre.
-    Raises: DataError: A folder is missing, has no classes or an empty one, or the two folders
-        have different classes.
+    Args: image_size: Side of the images after resizing and centre cropping.
+    Raises: DataError: A folder is missing, has no classes or an empty class, or the two
+        folders have different classes.
     """
     halves, transform = check_folders(root), _transform(image_size)
     train, test = (open_folder(half, transform) for half in halves)
@@ -33,9 +33,9 @@ OPTION = "--data-root (or DISTLAB_DATA)"
 
 
 def check_folders(root: Path, option: str = OPTION) -> tuple[Path, Path]:
-    """Return the folders of both halves, train/ and val/ or test/ under ``root``.
+    """Return the folders of both splits under ``root``: train/, and val/ or test/.
 
-    Args: option: Option that named ``root``, for messages.
+    Args: option: Option with which the user gives ``root``, for messages.
 
     Raises: DataError: As for ``load_image_folder``.
     """
@@ -77,7 +77,7 @@ def _some(names: list[str]) -> str:
 
 
 def open_folder(folder: Path, transform: Any = None) -> Any:
-    """Return torchvision's data set of a folder with a folder per class.
+    """Return torchvision's dataset for a folder that has one subfolder per class.
 
     Raises: DataError: A class has no images.
     """
@@ -95,6 +95,6 @@ def _transform(image_size: int) -> Any:
 
 
 def transforms() -> Any:
-    """Import torchvision's transforms, version 2."""
+    """Return torchvision's transforms module, version 2."""
     import_torchvision()
     return importlib.import_module("torchvision.transforms.v2")

@@ -11,18 +11,18 @@ from distlab.data.splits import ImageShape, SizedDataset, Splits
 
 @dataclass(frozen=True)
 class TokenSplits:
-    """The two halves of a dataset of sequences, and its properties for a language model."""
+    """The two splits of a dataset of token sequences, and the properties a language model needs."""
 
     name: str
     train: SizedDataset[tuple[Tensor, Tensor]]  # inputs, targets: int64 (sequence_length,)
     test: SizedDataset[tuple[Tensor, Tensor]]
-    num_classes: int  # the vocabulary: tokens are 0 .. num_classes - 1
+    num_classes: int  # size of the vocabulary: tokens are 0 .. num_classes - 1
     image_shape: ImageShape
     sequence_length: int
 
 
 def tokens(splits: Splits, levels: int = 17) -> TokenSplits:
-    """Turn every image into its pixels, read line by line and rounded to ``levels`` grey values.
+    """Turn every image into its pixels, read row by row and rounded to ``levels`` grey values.
 
         image            2 x 2, pixels 0 and 16:   . #      tokens   0 16 16  0
         inputs, targets                            # .               0 16 16 | 16 16 0
@@ -64,7 +64,7 @@ class _TokenDataset(SizedDataset[tuple[Tensor, Tensor]]):
         return sequence[:-1], sequence[1:]
 
     def _quantise(self, image: Tensor) -> Tensor:
-        """Return (C * H * W,) int64 in 0 .. levels - 1."""
-        pixels = image * self._std + self._mean  # undo the normalisation: [0, 1]
+        """Return the image's tokens, (C * H * W,) int64 in 0 .. levels - 1."""
+        pixels = image * self._std + self._mean  # undoes the normalisation; in [0, 1]
         levels = (pixels * self._top).round().clamp(0, self._top)
         return levels.long().movedim(0, -1).flatten()

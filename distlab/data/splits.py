@@ -1,4 +1,4 @@
-"""The result of every loader of distlab.data, and the one error it raises.
+"""The result type of all loaders in distlab.data, and the one error that they raise.
 
 N images, C channels, H x W pixels; white = the pixel value that becomes 1.0 before normalisation.
 """
@@ -30,7 +30,7 @@ class SizedDataset(Dataset[Sample]):
 
 @dataclass(frozen=True)
 class Splits:
-    """The two halves of an image dataset, and its properties for a model."""
+    """The two splits of an image dataset, and the properties that a model needs."""
 
     name: str
     train: SizedDataset[tuple[Tensor, int]]  # image float32 (C, H, W), label
@@ -45,7 +45,7 @@ class ImageTensors(SizedDataset[tuple[Tensor, int]]):
     """Images in memory as bytes, converted to normalised float32 on access.
 
     Bytes take a quarter of the memory of floats, and every sample is a new tensor: writing to it
-    changes no other rank's data, even where all ranks are threads of one process.
+    changes no other rank's data, even if all ranks are threads of one process.
 
     Args:
         pixels: (N, C, H, W) uint8; never written to.

@@ -1,4 +1,4 @@
-"""The grader: a pytest plugin that judges a learner's functions by what defines them.
+"""The grader: a pytest plugin that judges a learner's functions by their defining properties.
 
     @task("1.5")
     def test_every_rank_gets_what_src_has(grade: Grade) -> None:
@@ -13,13 +13,13 @@
 The body runs in the ranks and returns values; the assertions about them run in pytest's process,
 where the learner's code is never imported.
 
-    suite        tests of a phase, tests/test_phaseN.py
-    submission   folder whose files are graded: templates, solutions, or any other
-    lesson       one of its files, as a body sees it
-    body         function of a test that runs on every rank
-    run          results of a world, with its messages and costs if the world counts them
-    outcome      passed, failed, todo, hang, crash and so on, of a test and of a task
-    verdict      outcome with the message for the learner
+    suite        the tests of one phase, in tests/test_phaseN.py
+    submission   the folder whose files are graded: the templates, the solutions, or another folder
+    lesson       one of the submission's files, as a body sees it
+    body         a test's function that runs on every rank
+    run          the results of a world, with its messages and costs if the world counts them
+    outcome      how a test or task ended: passed, failed, todo, hang, crash and so on
+    verdict      an outcome with the message for the learner
 """
 
 import importlib
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from distlab.grade.running import Grade, Run
     from distlab.grade.suites import task
 
-_MODULES = ("checks", "suites", "outcomes", "running")  # the fastest to import first
+_MODULES = ("checks", "suites", "outcomes", "running")  # in order of import time, fastest first
 
 __all__ = ["Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load torch only for a name that needs it, because ``prestart`` must come first."""
+    """Import names on first use, so that ``prestart`` can run before torch is imported."""
     for module_name in _MODULES if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{module_name}")
         if hasattr(module, name):

@@ -1,4 +1,4 @@
-"""The lesson as a test's body sees it; exceptions of its functions show the call."""
+"""The lesson as a test's body sees it; exceptions raised by its functions show the call."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ _NEEDS_NO_CALL = NotImplementedError  # its message names the task to write
 
 
 class Lesson:
-    """A proxy of a learner's module, with all its names.
+    """A proxy for a learner's module that records on each exception which call raised it.
 
     shard_indices(0, 0, 2)  ->  ZeroDivisionError: division by zero, in shard_indices(0, 0, 2)
     """
@@ -26,12 +26,12 @@ class Lesson:
         vars(self).update(_module=module, _functions={})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Replace a name of the module, for its own functions too."""
+        """Replace a name in the module itself, so that its functions use the new value too."""
         setattr(self._module, name, value)
         self._functions.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute; a function records its call on exceptions."""
+        """Return the module's attribute; wrap a function so that exceptions record the call."""
         value = getattr(self._module, name)
         if not inspect.isfunction(value):
             return value
@@ -48,8 +48,8 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
         except _NEEDS_NO_CALL:
             raise
         except Exception as error:
-            with contextlib.suppress(Exception):  # an inner call may have recorded itself already
-                if not hasattr(error, CALL):
+            with contextlib.suppress(Exception):
+                if not hasattr(error, CALL):  # an inner call may have recorded itself already
                     setattr(error, CALL, _text(function.__name__, args, kwargs))
             raise
 
@@ -63,10 +63,10 @@ def _text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 class _Brief(reprlib.Repr):
-    """Writes an argument, also inside lists, in a few characters on one line."""
+    """Abbreviates arguments, and the elements of lists, to a few characters on one line."""
 
     def repr1(self, value: Any, level: int) -> str:
-        """Write tensors by shape and dtype, functions and modules by name, and cut the rest."""
+        """Return the shape and dtype of a tensor, the name of a callable, or a shortened repr."""
         if isinstance(value, Tensor):
             return f"<{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}>"
         if isinstance(value, torch.dtype):

@@ -1,4 +1,4 @@
-"""The errors by which a suite's test reports a wrong submission."""
+"""The errors that a suite raises to report a wrong submission."""
 
 
 class Wrong(AssertionError):
@@ -6,21 +6,21 @@ class Wrong(AssertionError):
 
 
 class WrongResult(TypeError):
-    """A learner's function returned something else than the task asks for; raised by bodies.
+    """A learner's function returned something other than the task asks for; raised by bodies.
 
-    The verdict is its message, with the rank if there are several, without a traceback: none of
-    the lines in it would be the learner's.
+    The verdict shows the message, with the rank if there are several. It shows no traceback,
+    because none of its lines would be the learner's.
     """
 
     def __init__(self, message: str) -> None:
-        """Join the lines of the message, because tensors print on several."""
+        """Join the lines of the message, because tensors print on several lines."""
         super().__init__(" ".join(message.split()))
 
 
 def check(condition: object, message: str) -> None:
     """Raise ``Wrong(message)`` unless ``condition`` holds.
 
-    The message has the expected and the actual value, the rank, and the likely cause. The plugin
+    The message gives the expected and the actual value, the rank, and the likely cause. The plugin
     prepends the task and appends the section of the guidelines.
     """
     if not condition:

@@ -1,6 +1,6 @@
-"""Lent functions: the functions that a task builds on come from the solutions.
+"""Lent functions: a task may be graded with the solutions' versions of functions it builds on.
 
-Task 1.7 is graded with the solution's ``exchange``, task 1.4:
+Task 1.7 is graded with the solution's ``exchange``, from task 1.4:
 
     def exchange(…): …                          the learner's, replaced by the solution's
     def all_reduce_recursive_doubling(…): …     the learner's, calls the solution's exchange
@@ -28,7 +28,7 @@ from distlab import lessons
 from distlab.course import Course, Task
 from distlab.lessons import SOLUTIONS
 
-LEND = "--lend"  # an option of pytest's and of the learner's commands
+LEND = "--lend"  # an option of pytest and of the learner's commands
 NO_LENDER = (
     f"{LEND} takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
     "leave it out"
@@ -39,10 +39,10 @@ _NOT_LENT = ast.parse("raise NotImplementedError('this function is not lent')").
 
 @dataclass(frozen=True)
 class Loan:
-    """Functions of the solutions that one task is graded with.
+    """Functions from the solutions with which one task is graded.
 
     Attributes:
-        solutions: Folder that has the functions.
+        solutions: Folder that contains the functions.
         tasks: Tasks whose functions are lent.
         hidden: Functions that the solutions must not reveal: those that are neither lent nor called
             by lent ones.
@@ -58,9 +58,9 @@ def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str
 
     Args:
         task: Task to grade; its own functions are never lent.
-        course: Course, which lists the tasks that it builds on.
-        solutions: Folder that has the functions.
-        passed: Ids of tasks that need no help.
+        course: Course, which knows the tasks that ``task`` builds on.
+        solutions: Folder that contains the functions.
+        passed: Ids of the passed tasks, whose functions are not lent.
     """
     used = course.builds_on(task)
     lent = [other for other in lendable(task, course) if other.id not in passed]
@@ -70,10 +70,10 @@ def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str
 
 
 def lendable(task: Task, course: Course) -> list[Task]:
-    """Return the tasks that ``task`` builds on and can borrow.
+    """Return the tasks that ``task`` builds on and whose functions it can borrow.
 
-    A class is lent whole, but not if it holds methods of several tasks: a method cannot be lent
-    without the others, which may belong to the graded task.
+    A class is lent as a whole, or not at all if its methods belong to several tasks: a method
+    cannot be lent without the others, which may belong to the graded task.
     """
     owners = Counter((other.template, name) for other in course.tasks for name in _top_level(other))
     return [
@@ -89,9 +89,9 @@ def _top_level(task: Task) -> frozenset[str]:
 
 
 def borrowed(loan: Loan) -> dict[str, Functions]:
-    """Import the lent functions, inside a rank; return them by "PHASE.LESSON".
+    """Import the lent functions, inside a rank; return them keyed by "PHASE.LESSON".
 
-    The learner's code cannot import other solutions afterwards.
+    The solutions are unloaded afterwards, so that the learner's code cannot import the others.
     """
     finder = _Solutions(loan)
     sys.meta_path.insert(0, finder)
@@ -110,7 +110,7 @@ def borrowed(loan: Loan) -> dict[str, Functions]:
 
 
 def swapped(tree: ast.Module, functions: Functions) -> ast.Module:
-    """Return a learner's file with assignments of lent functions instead of its definitions."""
+    """Return a learner's file whose definitions of lent functions are replaced by assignments."""
     body = [_taken(node) if _name(node) in functions else node for node in tree.body]
     return ast.fix_missing_locations(ast.Module(body, tree.type_ignores))
 
@@ -121,7 +121,7 @@ def lend(module: ModuleType, functions: Functions) -> None:
 
 
 def keep(module: ModuleType, functions: Functions) -> None:
-    """Make a module that has run hold the lent functions, even if it redefined them."""
+    """Restore the lent functions in a module that has run, in case it redefined them."""
     for name, function in functions.items():
         with suppress(KeyError):
             del vars(module)[_alias(name)]
@@ -136,7 +136,7 @@ def _taken(node: ast.stmt) -> ast.stmt:
 
 
 def _name(node: ast.stmt) -> str:
-    """Return the name that a statement defines, "" if it is not a definition."""
+    """Return the name that a statement defines; "" if it is not a definition."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return node.name
     return ""
@@ -147,7 +147,7 @@ def _alias(name: str) -> str:
 
 
 class _Solutions(importlib.abc.MetaPathFinder):
-    """Finds solutions while functions are borrowed."""
+    """An import finder for the solutions, installed only while functions are being borrowed."""
 
     def __init__(self, loan: Loan) -> None:
         self._loan = loan
@@ -155,7 +155,7 @@ class _Solutions(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a solution without its hidden functions; None for other modules."""
+        """Find a solution, to be loaded without its hidden functions; None for other modules."""
         package, _, rest = name.partition(".")
         if package != SOLUTIONS:
             return None
@@ -176,7 +176,7 @@ class _Redacted(importlib.machinery.SourceFileLoader):
         self._hidden = hidden
 
     def get_code(self, fullname: str) -> Any:
-        """Compile the source instead of reading byte code, which has the hidden functions."""
+        """Compile the source, not cached bytecode, which would contain the hidden functions."""
         path = self.get_filename(fullname)
         tree = ast.parse(self.get_data(path), path)
         for node in tree.body:

@@ -1,9 +1,9 @@
-"""Limits of a submission's time: by the clock, in computing, in waiting.
+"""Limits on a submission's wall-clock time, processor time and waiting time.
 
-A limit has to end a hang soon, but never a right answer, whose time depends on the machine.
-Exceeding a limit therefore only raises a suspicion: whether the world really hangs depends on the
-time of the reference for the same work at the same moment. In a copy of the course without
-solutions, a piece of work with a known usual time replaces the reference.
+A limit must end a hang soon, but never a correct answer, even on a slow machine. Exceeding a limit
+is therefore only grounds for suspicion: a world counts as hung only if the reference, run right
+afterwards, does the same work in much less time. In a copy of the course without solutions, a
+computation whose usual duration is known replaces the reference.
 """
 
 import torch
@@ -12,30 +12,30 @@ from distlab.launch import Limits
 from distlab.launch.limits import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
-COMPUTING_SHARE = 0.2  # share of the clock limit; solutions compute a twentieth of that
-IDLE_SHARE = 0.2  # share of the clock limit after which idle ranks must be in a deadlock
-REFERENCE_TIMEOUT_S = 120.0  # longer means a machine that is too slow for the course
-TIMES_THE_REFERENCE = 10  # a right answer may be much slower than the reference
-# Time of ``work`` on two idle cores of 2024, by the clock and in computing.
+COMPUTING_SHARE = 0.2  # share of the wall-clock limit; solutions use a twentieth of this share
+IDLE_SHARE = 0.2  # share of the wall-clock limit after which idle ranks are presumed deadlocked
+REFERENCE_TIMEOUT_S = 120.0  # a machine that needs longer is too slow for the course
+TIMES_THE_REFERENCE = 10  # a correct answer may be much slower than the reference
+# Wall-clock time and processor time of ``work`` on two idle cores of a 2024 machine.
 USUAL_S = 0.1
 
 
 def work() -> None:
-    """Compute for about ``USUAL_S`` on a machine of usual speed."""
+    """Compute for about ``USUAL_S`` on a machine of normal speed."""
     x = torch.zeros(10)
     for _ in range(40_000):
         x = x + 1
 
 
 def limits_of(timeout_s: float) -> Limits:
-    """Return all limits of a world that follow from the one by the clock."""
+    """Return all limits of a world, derived from its wall-clock limit."""
     return _limits(timeout_s, COMPUTING_SHARE * timeout_s, IDLE_SHARE * timeout_s)
 
 
 def raised_to(limits: Limits, used: Used) -> Limits | None:
-    """Return limits with room for 10 times the reference's use, or None.
+    """Return limits raised to 10 times what the reference used; None if they are already that high.
 
-    None means that the given limits already have that room.
+    The idle limit is raised to twice the reference's wall-clock time.
     """
     timeout_s, cpu_s, idle_s = _seconds(limits)
     raised = _limits(
@@ -47,7 +47,7 @@ def raised_to(limits: Limits, used: Used) -> Limits | None:
 
 
 def scaled_by(limits: Limits, used: Used) -> Limits | None:
-    """Return limits scaled to a machine on which ``work`` used this much; None if not larger."""
+    """Return limits scaled to a machine on which ``work`` took ``used``; None if it is not slow."""
     timeout_s, cpu_s, idle_s = _seconds(limits)
     clock, computing = max(1.0, used.wall_s / USUAL_S), max(1.0, used.cpu_s / USUAL_S)
     if clock == computing == 1.0:

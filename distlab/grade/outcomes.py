@@ -1,4 +1,4 @@
-"""The possible outcomes of a test of a submission, and how an error becomes one of them."""
+"""The possible outcomes of a test, and the conversion of errors into verdicts."""
 
 import enum
 import re
@@ -32,7 +32,7 @@ class Outcome(str, enum.Enum):
 
     @property
     def severity(self) -> int:
-        """0 for passed, more for worse."""
+        """0 for passed, higher for worse outcomes."""
         return list(Outcome).index(self)
 
 
@@ -41,12 +41,12 @@ class Verdict:
     """The verdict on one test.
 
     Attributes:
-        message: First text for the learner: expected, got, rank, likely cause.
+        message: Main text for the learner: expected value, actual value, rank, likely cause.
         details: Traceback or table of ranks; may be empty.
-        output: Last lines that the ranks printed.
-        kind: Word for programs: the outcome's name, or the ``LaunchError``'s kind if an outcome
-            has several kinds; "wrong" for a result, "exception" for an exception.
-        missing: Task and function that are still to be written, for a TODO.
+        output: Output of the ranks, or its last lines.
+        kind: Kind, for use by programs: that of the ``LaunchError`` ("exception" for an exception),
+            "wrong" for a wrong result, otherwise the outcome's name.
+        missing: For a TODO, the task and the function that are still to be written.
     """
 
     outcome: Outcome
@@ -80,7 +80,7 @@ class AlreadyKnown(Exception):
         self.verdict = verdict
 
 
-OUTSIDE = "Raised outside of your file"  # heading of a traceback without lines of the learner's
+OUTSIDE = "Raised outside of your file"  # heading of a traceback without any of the learner's lines
 _TRACEBACK = re.compile(rf"^(Traceback \(most recent|{OUTSIDE})", re.MULTILINE)
 _BY_ERROR = (
     (RankHung, Outcome.HANG),
@@ -88,7 +88,7 @@ _BY_ERROR = (
     (RankCrashed, Outcome.CRASH),
     (RankExited, Outcome.CRASH),
 )
-# Outcomes by name of the exception; a NotImplementedError of torch or the learner is not a TODO.
+# Outcomes by exception name; a NotImplementedError without a template's message is not a TODO.
 _BY_EXCEPTION = {
     "NotImplementedError": (
         Outcome.TODO,
@@ -103,7 +103,7 @@ _WRONG_RESULT = re.compile(rf"^rank (\d+) of (\d+) raised [\w.]*{WrongResult.__n
 
 
 def verdict_on(error: BaseException) -> Verdict:
-    """Judge the error that ended a test: the submission's, or else the grader's own."""
+    """Return the verdict on an error, the submission's or the grader's own, that ended a test."""
     if isinstance(error, AlreadyKnown):
         return error.verdict
     if isinstance(error, Wrong):

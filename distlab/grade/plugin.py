@@ -1,9 +1,9 @@
 """The pytest plugin: options, worlds, verdicts, the table. It fails closed.
 
-A task scores only if every test that the suite has for it has run, has started a world, and has
-passed. Anything else that happens, in the submission or in the grader itself, scores nothing.
+A task scores only if each of its tests in the suite has run, has started a world, and has passed.
+If anything else happens, in the submission or in the grader itself, it scores nothing.
 
-PYTEST_DONT_REWRITE: a suite that is run as a script has imported this before pytest could.
+PYTEST_DONT_REWRITE: a suite that is run as a script imports this before pytest can rewrite it.
 """
 
 import platform
@@ -27,7 +27,7 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.grade.suites import is_real_too, task_of
 
-TIMEOUT_S = 10.0  # limit of one world by the clock; the limit of computing finds hangs in 2 s
+TIMEOUT_S = 10.0  # wall-clock limit of one world; the other limits catch hangs in 2 s
 BACKENDS = ("auto", "sim", "gloo", "nccl")
 NOT_GRADED = "nothing was graded: --collect-only lists tests and runs none"
 ONE_BY_ONE = "the grader runs its tests one by one: leave -n out"
@@ -44,7 +44,7 @@ _GRADE = pytest.StashKey[Grade]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options: whose functions to grade, in which worlds, for how long, and the reports."""
+    """Add options for the submission, the worlds, their time limit, the seed and the reports."""
     group = parser.getgroup("grading")
     group.addoption(
         "--impl",
@@ -82,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the grader of this run.
+    """Register the grader for this run.
 
     Raises:
         UsageError: There is no GPU for nccl, tests would be spread over processes, or the settings
@@ -120,9 +120,9 @@ class Grader:
         self.seed = random.SystemRandom().randrange(10_000) if chosen is None else chosen
 
     def _task_filter(self) -> frozenset[str]:
-        """Return the tasks of ``-k 1.1``, which does not match 1.10, or ``-k "1.1 or 1.4"``.
+        """Return the tasks that ``-k 1.1`` (not 1.10) or ``-k "1.1 or 1.4"`` selects.
 
-        Outside of grading suites, ``-k`` keeps pytest's meaning.
+        Outside grading suites, ``-k`` keeps pytest's meaning.
         """
         keyword = self.config.getoption("keyword")
         if not re.fullmatch(r"\s*\d+\.\d+(\s+or\s+\d+\.\d+)*\s*", keyword):
@@ -132,7 +132,7 @@ class Grader:
     # Collection
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give a test its worlds."""
+        """Parametrize a test over its worlds."""
         mark = metafunc.definition.get_closest_marker("task")
         if mark and "grade" in metafunc.fixturenames:
             metafunc.parametrize("grade", self._worlds(mark), indirect=True)
@@ -171,30 +171,30 @@ class Grader:
         for item in items:
             task_id = task_of(item)
             if task_id is not None and self._is_asked_for(task_id):
-                listed.task(task_id)  # raises for a marker that course.toml does not list
+                listed.task(task_id)  # raises for a task that course.toml does not list
                 self.results[task_id].expected += 1
 
     def _is_asked_for(self, task_id: str) -> bool:
         return not self.only or task_id in self.only
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Drop the tasks without any selected test."""
+        """Drop the tasks whose tests were all deselected."""
         selected = {task_of(item) for item in session.items}
         for task_id, result in list(self.results.items()):
             if task_id not in selected and (result.expected or result.is_part):
                 del self.results[task_id]
 
     def _names_single_tests(self) -> bool:
-        """Return True if pytest collects only some tests: by name, or those that failed last."""
+        """Return True if pytest collects only some tests: named ones, or last time's failures."""
         is_last_failed = bool(self.config.getoption("lf", False))
         return is_last_failed or any("::" in argument for argument in self.config.args)
 
     # Running
 
     def submission_for(self, result: TaskResult) -> Submission:
-        """Return the files that a task is graded with; ``--lend`` replaces failed earlier tasks.
+        """Return the submission to grade a task with, including the functions that ``--lend`` adds.
 
-        The loan is decided before the first test of the task, and holds for all of them.
+        The loan is fixed before the task's first test, and applies to all its tests.
         """
         task = result.task
         if self.reference and self.config.getoption("lend") and task.id not in self._loans:
@@ -206,7 +206,7 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Skip further worlds of a task if they can only repeat a known verdict."""
+        """Skip a test if it could only repeat the known verdict on its task."""
         result = self.results.get(task_of(item) or "")
         if result is not None and result.is_known:
             raise AlreadyKnown(result.verdict)
@@ -240,7 +240,7 @@ class Grader:
     def pytest_report_teststatus(
         self, report: pytest.TestReport | pytest.CollectReport
     ) -> tuple[str, str, str] | None:
-        """Return an outcome's category, letter and word for pytest's progress and last line."""
+        """Return an outcome's category, letter and word for pytest's progress and summary."""
         if not isinstance(report, pytest.TestReport):
             return None
         name = dict(report.user_properties).get("outcome")
@@ -251,7 +251,7 @@ class Grader:
     # The end
 
     def result(self) -> GradeResult:
-        """Return the model from which the table and the reports are made."""
+        """Return the result of the run, from which the table and the reports are made."""
         tasks = list(self.results.values())
         digests: dict[str, str] = {}
         for phase in sorted({result.task.folder for result in tasks}):
@@ -266,7 +266,7 @@ class Grader:
         )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print messages and table."""
+        """Print the messages and the table."""
         if not self.results:
             return
         if self.config.option.collectonly:
@@ -285,7 +285,7 @@ class Grader:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write the reports; a run without full marks is not a success."""
+        """Set the exit status, which is success only for full marks, and write the reports."""
         if not self.results:
             return
         if self.config.option.collectonly:
@@ -308,7 +308,7 @@ def _exit_code(result: GradeResult) -> pytest.ExitCode:
 
 
 def _is_last_word(report: pytest.TestReport) -> bool:
-    """Return True for the phase of a test that decides: the call, or a failed set-up."""
+    """Return True for the report that decides a test: that of the call, or of a failed set-up."""
     return report.when == "call" or (report.when == "setup" and report.failed)
 
 
@@ -331,5 +331,5 @@ def grade(request: pytest.FixtureRequest) -> Grade:
 
 
 def main(suite: str) -> int:
-    """Grade from ``python tests/test_phase1.py``."""
+    """Grade a suite that is run as a script, such as ``python tests/test_phase1.py``."""
     return int(pytest.main([suite, *sys.argv[1:]]))

@@ -1,9 +1,9 @@
-"""Loaded by pytest before the grader: a fork server starts while the grader imports torch.
+"""Start a fork server while the grader imports torch; pytest loads this before the grader.
 
-The server loads the modules of every simulated world, so that the first verdict comes sooner and
-a world's computing time is only the submission's.
+The server preloads the modules that every simulated world needs. This speeds up the first verdict
+and keeps these imports out of a world's processor time.
 
-PYTEST_DONT_REWRITE: the learner's commands have imported this before pytest could.
+PYTEST_DONT_REWRITE: the learner's commands import this before pytest can rewrite it.
 """
 
 import warnings
@@ -33,13 +33,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """Show the line of the tests that ctrl-C interrupted; ignore errors of interrupted cleanup."""
+    """Show which line of a test ctrl-C interrupted; hide errors from interrupted cleanup."""
     excinfo.traceback = excinfo.traceback.filter(_is_to_be_shown)
     warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
 
 
 def _is_to_be_shown(entry: Any) -> bool:
-    """Return True if an entry of a traceback has a line and is not the grader's."""
+    """Return True if a traceback entry has a line and lies outside distlab."""
     try:
         return entry.lineno >= 0 and not Path(entry.path).is_relative_to(PACKAGE)
     except TypeError:  # interrupted before its first line, where pytest would fail too

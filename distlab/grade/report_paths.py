@@ -1,4 +1,4 @@
-"""Safe paths of reports: no other file is lost, and each report is written whole or not at all.
+"""Safe report paths: no other file is overwritten, and no report is written only in part.
 
 An existing file is replaced only if it is empty or an earlier report.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from distlab.util import files
 
 HEAD_CHARACTERS = 400
-# How the reports begin, so that an earlier one is recognised.
+# Patterns for the start of a report, by which earlier reports are recognised.
 HEADS = {
     "json": re.compile(r'\{\s*"schema": "distlab/grade/'),
     "junit": re.compile(r'(<\?xml [^>]*>\s*)?<testsuites name="distlab"'),
@@ -27,11 +27,12 @@ _OWN_STREAM = re.compile(r"/dev/(?:stdout|stderr|fd/(\d+))|/proc/self/fd/(\d+)")
 def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
     """Read ``FORMAT=PATH`` options, remove earlier reports, and make the folders for new ones.
 
-    Otherwise an earlier run's report could be taken for that of a run that fails.
+    If left in place, an earlier report could be mistaken for that of a run that fails. All options
+    are checked before anything is removed.
 
     Raises:
-        ValueError: The format is unknown, or the path must not or cannot be written; nothing was
-            removed. The message is one line.
+        ValueError: A format is unknown, or a path must not or cannot be written. The message is
+            one line.
     """
     chosen = [_split(option) for option in options]
     for option, (_, path) in zip(options, chosen, strict=True):
@@ -45,7 +46,7 @@ def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _remove_earlier(option: str, path: Path) -> None:
-    """Remove an earlier report; raise if it is another user's in a shared folder."""
+    """Remove an earlier report; raise ValueError if that fails, e.g. on another user's file."""
     if is_stream(path):
         return
     try:
@@ -73,14 +74,14 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Return True for a device, a pipe or a descriptor: written to, never replaced."""
+    """Return True for a device, a pipe or a descriptor, which is written to but never replaced."""
     if str(path).startswith(("/dev/std", "/dev/fd/", "/proc/")):
-        return True  # even if the descriptor is a file's
+        return True  # even if the descriptor refers to a file
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _why_not(path: Path) -> str:
-    """Return why a path cannot be written, "" if it can; nothing is changed."""
+    """Return why a path cannot be written, or "" if it can; create its folder if necessary."""
     try:
         if path.is_dir():
             return f"{path} cannot be written: it is a folder; name a file"
@@ -103,7 +104,7 @@ def is_earlier_report(path: Path) -> bool:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a report; a crash leaves either no report or a whole one in a file.
+    """Write a report, atomically if the path is a file.
 
     Raises:
         OSError: The path cannot be written.
@@ -117,7 +118,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _opened(path: Path) -> int:
-    """Open a stream; an own descriptor keeps its position, even if it is a file's."""
+    """Open a stream; a descriptor of this process keeps its position, even in a file."""
     stream = _OWN_STREAM.fullmatch(str(path))
     if stream:
         number = {"/dev/stdout": 1, "/dev/stderr": 2}.get(stream[0])

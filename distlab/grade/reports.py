@@ -1,9 +1,9 @@
-"""Reports for machines, all made from one ``GradeResult``.
+"""Machine-readable reports, all made from one ``GradeResult``.
 
 json         the complete result of a run, for other programs
-junit        XML that every CI system reads: a test suite per task
-gradescope   ``results.json``: a visible test per task, with the learner's line on top; if the
-             grader itself fails, its error is in a test that only instructors see
+junit        XML that every CI system reads, with a test suite per task
+gradescope   ``results.json``, with a visible test per task that shows the learner's line first; if
+             the grader itself fails, its error is in a test that only instructors see
 markdown     a summary for the page of a CI run
 """
 
@@ -22,10 +22,10 @@ SCHEMA = "distlab/grade/1"
 
 
 def write(result: GradeResult, chosen: Sequence[tuple[str, Path]]) -> None:
-    """Write every report that was asked for.
+    """Write every requested report.
 
     Raises:
-        OSError: A report cannot be written; the others are written.
+        OSError: A report cannot be written; the others are still written.
     """
     problem: OSError | None = None
     for name, path in chosen:
@@ -38,7 +38,7 @@ def write(result: GradeResult, chosen: Sequence[tuple[str, Path]]) -> None:
 
 
 def _json(result: GradeResult) -> str:
-    """Write the results, and the terminal's messages about them."""
+    """Return the results as JSON, with the terminal's messages about them."""
     report = {
         "schema": SCHEMA,
         **result.to_json(),
@@ -92,7 +92,7 @@ def _suite(result: TaskResult) -> ET.Element:
 
 
 def _missing(result: TaskResult) -> list[TestResult]:
-    """Return a case for tests that were not run; without it, an unscored task would be green."""
+    """Return an entry for tests that were not run; without it, an unscored task would look fine."""
     if result.is_complete:
         return []
     verdict = result.verdict if not result.tests else Verdict(Outcome.NOT_RUN, table.INCOMPLETE)
@@ -111,7 +111,7 @@ def _case(task: TaskResult, test: TestResult) -> ET.Element:
 
 
 def _printable(text: str) -> str:
-    """Remove characters that XML does not allow; a learner's output may contain any."""
+    """Remove characters that XML does not allow, because a learner's output may contain them."""
     return "".join(
         c for c in text if c in "\t\n" or " " <= c < "\ud800" or "\ue000" <= c <= "\ufffd"
     )
@@ -158,7 +158,7 @@ def _output(result: TaskResult) -> str:
 
 
 def _place(result: TaskResult) -> str:
-    """Return the learner's decisive line, such as ``collectives.py:36``, "" if none is known.
+    """Return the learner's decisive line, such as ``collectives.py:36``; "" if none is known.
 
     This is the innermost line of a traceback, or the first one in a table of waiting ranks.
     """

@@ -1,4 +1,4 @@
-"""The verdicts on a submission, by test, by task and in all, and their form as JSON.
+"""The verdicts on a submission, per test, per task and overall, and their JSON form.
 
     judge ─▶ Verdict ─▶ TestResult ─▶ TaskResult ─▶ GradeResult ─┬─▶ table, reports
                                                                  └─▶ JSON ─▶ the learner's commands
@@ -14,7 +14,7 @@ from typing import Any
 from distlab.course import Course, Task, used_by
 from distlab.grade.outcomes import Outcome, Verdict
 
-MAX_HANGS = 2  # per task, because each takes seconds
+MAX_HANGS = 2  # per task, before its other tests are skipped: each hang takes seconds
 Json = Mapping[str, Any]
 
 
@@ -28,10 +28,10 @@ class TestResult:
     world: str
     verdict: Verdict
     seconds: float
-    world_size: int = 0  # number of ranks of the last world
+    world_size: int = 0  # number of ranks in the last world
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a report."""
+        """Return the test's entry in a report."""
         return {
             "name": self.name,
             "world": self.world,
@@ -46,7 +46,7 @@ class TestResult:
 
     @classmethod
     def from_json(cls, entry: Json, missing: tuple[str, str] | None) -> "TestResult":
-        """Read an entry of a report; ``missing`` is the missing function of its task."""
+        """Read an entry of a report; ``missing`` is the task and function still to be written."""
         outcome, text = Outcome(entry["outcome"]), (entry["message"], entry["details"])
         is_todo = outcome is Outcome.TODO
         verdict = Verdict(
@@ -60,8 +60,8 @@ class TaskResult:
     """One task: its tests, and its points.
 
     Attributes:
-        expected: Number of tests in the suite, before any selection.
-        is_part: True if only a part of the suite was collected.
+        expected: Number of the task's tests in the suite, before any selection.
+        is_part: True if only part of the suite was collected.
         sha256: Digest of the learner's file.
         lent: Tasks whose functions came from the solutions.
     """
@@ -76,7 +76,7 @@ class TaskResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of its tests; the grader's own failure if the suite holds none."""
+        """The worst verdict on its tests; "not run" or a grader error if none of them ran."""
         if self.tests:
             return self.worst.verdict
         if self.expected:
@@ -91,10 +91,10 @@ class TaskResult:
 
     @property
     def worst(self) -> TestResult:
-        """The first of its worst tests; there must be one.
+        """The first of its worst tests; at least one test must have run.
 
-        Failures in the simulated world come first, because reports are exact there: on real
-        processes the same mistake may be a crash or a hang.
+        Grader errors take precedence, then failures in the simulated world, whose reports are
+        exact: on real processes, the same mistake may appear as a crash or a hang.
         """
         exact = [test for test in self.tests if test.world == "sim"]
         decisive = [test for test in exact if test.verdict.outcome is not Outcome.PASSED]
@@ -103,12 +103,12 @@ class TaskResult:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the decisive world, 0 if no world was started."""
+        """Number of ranks in the decisive world; 0 if no world was started."""
         return self.worst.world_size if self.tests else 0
 
     @property
     def is_complete(self) -> bool:
-        """True if all its tests have run; otherwise it does not score."""
+        """True if all its tests have run; otherwise the task does not score."""
         return 0 < self.expected == len(self.tests) and not self.is_part
 
     @property
@@ -125,12 +125,12 @@ class TaskResult:
 
     @property
     def is_waiting(self) -> bool:
-        """True if it could not be judged, because an earlier task is still to be written."""
+        """True if the task could not be judged, because an earlier task is still to be written."""
         return self.outcome is Outcome.TODO and not self.is_todo
 
     @property
     def has_failed(self) -> bool:
-        """True if it was judged, and has something to fix instead of only something to write."""
+        """True if the task was judged and has something to fix, not only something to write."""
         fine = (Outcome.PASSED, Outcome.TODO, Outcome.NOT_RUN, Outcome.GRADER_ERROR)
         return self.outcome not in fine
 
@@ -142,11 +142,11 @@ class TaskResult:
 
     @property
     def seconds(self) -> float:
-        """Time of all its tests."""
+        """Total time of its tests."""
         return sum(test.seconds for test in self.tests)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a report."""
+        """Return the task's entry in a report."""
         missing = self.verdict.missing
         return {
             "id": self.task.id,
@@ -229,9 +229,9 @@ class GradeResult:
         )
 
     def cause(self, result: TaskResult) -> Task | None:
-        """Return the first failed task that a failed one builds on; None if there is none.
+        """Return the first failed task that the failed task ``result`` builds on, or None.
 
-        Tasks that were lent to it are not a cause of its failure.
+        Tasks whose functions were lent to it cannot be the cause.
         """
         failed = [other.task for other in self.tasks if result.has_failed and other.has_failed]
         used = used_by(result.task, [other.task for other in self.tasks])
@@ -249,5 +249,5 @@ class GradeResult:
 
     @property
     def has_full_marks(self) -> bool:
-        """True if every selected task has all its points."""
+        """True if every selected task scores all its points."""
         return bool(self.tasks) and self.points == self.max_points

@@ -1,4 +1,4 @@
-"""``grade.run``: a test's body on every rank of a fresh world, with the learner's lesson."""
+"""``grade.run``: run a test's body on every rank of a fresh world, with the learner's lesson."""
 
 import inspect
 import random
@@ -26,12 +26,12 @@ from distlab.launch.stacks import is_of_program
 from distlab.lessons import COURSE
 from distlab.sim import Cluster, Options, Trace
 
-CERTAIN = ("deadlock", "suspended")  # kinds of hangs that more time would not end
-# Kinds of hangs in which ranks wait for messages that never come, and in which they compute.
+CERTAIN = ("deadlock", "suspended")  # kinds of hangs that more time would not resolve
+# Hangs in which ranks wait for messages that never arrive, and hangs in which they compute.
 WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")
 COMPUTING = ("endless loop", RankHung.KIND)
-# Kinds of errors whose line is known, so that a simulation would only hang there again, or whose
-# cause is not in the program's messages.
+# Kinds of errors that a simulation would not explain: either the line is known, and the simulation
+# would only hang there again, or the cause does not lie in the program's messages.
 KNOWN = ("endless loop", "blocked", "suspended", RankFailed.KIND, SetupError.KIND)
 SUCCEEDS = (
     "The same program succeeds in the simulated world, so look for what differs on real processes: "
@@ -43,14 +43,14 @@ _FRAME = re.compile(
     re.MULTILINE,
 )
 _OUTSIDE = re.compile(rf"^{OUTSIDE}:\n(.*)$", re.MULTILINE)
-IF_NOT = "If that is not it: "  # placed after the test's own cause, which is likelier
+IF_NOT = "If that is not it: "  # introduces advice after the test's own, likelier cause
 _EMPTY = re.compile(r"^Traceback \(most recent call last\):\n(?!  File)", re.MULTILINE)
 Body = Callable[..., Any]
 World = Callable[[Submission, Limits], "Run"]  # runs a body with a submission
 
 
 def _counted(name: str) -> Any:
-    """Return a property of ``Run`` that has a count of the trace by rank."""
+    """Return a property of ``Run`` that reads one of the trace's per-rank counts."""
     return property(lambda run: getattr(run._trace, name))
 
 
@@ -60,19 +60,19 @@ class Run:
 
     Attributes:
         results: Return values by rank.
-        trace: Bytes, messages, events and memory, in the simulated world.
-        seconds: Virtual time.
+        trace: Bytes, messages, events and memory; only in the simulated world.
+        seconds: Virtual time; only in the simulated world.
     """
 
     results: list[Any]
     trace: Trace | None = None
     seconds: float = 0.0
 
-    messages = _counted("messages")  # number sent, also inside built-in collectives
+    messages = _counted("messages")  # number sent, including those inside built-in collectives
     bytes_sent = _counted("bytes_sent")
     bytes_received = _counted("bytes_received")
-    collectives = _counted("collectives")  # number of built-in ones that were called
-    peak_bytes = _counted("peak_bytes")  # memory of tensors, with ``Options(has_devices=True)``
+    collectives = _counted("collectives")  # number of calls to built-in collectives
+    peak_bytes = _counted("peak_bytes")  # tensor memory, with ``Options(has_devices=True)``
 
     @property
     def is_simulated(self) -> bool:
@@ -87,12 +87,12 @@ class Run:
 
 
 class Grade:
-    """The fixture of a suite: runs bodies in one world with one submission.
+    """A suite's fixture, which runs bodies in one kind of world with one submission.
 
     Attributes:
         world: "sim", "gloo" or "nccl".
-        runs: Number of worlds that the test has started; a test without any has judged nothing.
-        world_size: Number of ranks of the last one.
+        runs: Number of worlds that the test has started; a test that starts none judges nothing.
+        world_size: Number of ranks in the last world.
         random: Source of values that a submission must not know: link speeds, sizes, names. Each
             run of pytest has a new seed; ``--grade-seed`` repeats a run.
     """
@@ -107,16 +107,16 @@ class Grade:
         seed: int = 0,
         reference: Submission | None = None,
     ) -> None:
-        """Prepare.
+        """Store the settings; no world is started yet.
 
         Args:
             submission: Files to grade.
             task: Task whose lesson is loaded.
             world: "sim", "gloo" or "nccl".
-            timeout_s: Limit of one world; the other limits follow from it.
+            timeout_s: Wall-clock limit of one world; the other limits are derived from it.
             seed: Seed of ``random``.
-            reference: A right answer, to compare with a world that seems to hang: the machine
-                may be slow. Without one, the machine itself is timed.
+            reference: Solutions, run for comparison if a world seems to hang, because the machine
+                may be slow. Without them, the speed of the machine is measured instead.
         """
         self.world = world
         self.runs = 0
@@ -145,7 +145,7 @@ class Grade:
         Args:
             body: Module-level function that returns the values to judge.
             world_size: Number of ranks.
-            args: Arguments, equal on all ranks.
+            args: Arguments, the same on all ranks.
             cluster: Cluster of the simulated world, as for ``launch.simulate``.
             options: Options of the simulated world.
             if_stuck: Likely cause if ranks wait forever or one leaves the others waiting; a
@@ -177,10 +177,10 @@ class Grade:
         return self.run(body, 1, *args).results[0]
 
     def _patiently(self, world: World) -> Run:
-        """Run a world, and again with more time if the reference also needs more here.
+        """Run a world; if it hangs, and the reference is slow here too, rerun it with more time.
 
         A machine that is slow or busy, or that reads its libraries from a cold disk, therefore
-        costs no points. A certain hang is not compared.
+        costs no points. A hang that is certain is raised at once.
         """
         try:
             return world(self._submission, self._limits)
@@ -191,7 +191,7 @@ class Grade:
         return world(self._submission, limits)
 
     def _limits_by_reference(self, world: World) -> Limits | None:
-        """Return limits from the reference's needs in the same world; None if not larger."""
+        """Return limits raised to suit the reference in this world; None if they already do."""
         with suppress(LaunchError), metered() as used:
             if self._reference is None:
                 launch.run(work, 1, backend="sim", timeout_s=REFERENCE_TIMEOUT_S)
@@ -245,10 +245,10 @@ class Grade:
 
 
 def _add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
-    """Add the simulated world's report on the same program, which is exact, to ``error``.
+    """Simulate the program of ``error`` and append the simulation's report, which is exact.
 
-    The verdict is that of the real processes. If all of them wait, and the program deadlocks in the
-    simulation, the hang is certain, and is not retried with more time.
+    The verdict remains that of the real processes. If all of them wait, and the program deadlocks
+    in the simulation, the hang is certain and is not retried with more time.
     """
     if error.kind in KNOWN:
         return
@@ -264,7 +264,7 @@ def _add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
 
 
 def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, ...]:
-    """Return files and folders without the learner's code: bodies, distlab, given.py.
+    """Return files and folders that hold no code of the learner's: bodies, distlab, given.py.
 
     A body may be an argument of another body, which calls it.
     """
@@ -276,9 +276,9 @@ def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, 
 
 @contextmanager
 def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
-    """Remove frames from tracebacks that are not the learner's, even if none is left.
+    """Remove all frames that are not the learner's from tracebacks, even if none remain.
 
-    A loss's ``backward``, or a check of a result, fails without a line of the learner's.
+    Errors in a loss's ``backward``, or in the check of a result, involve no line of the learner's.
     """
     try:
         yield
@@ -300,7 +300,7 @@ def _without_repetition(text: str) -> str:
 
 @contextmanager
 def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
-    """Put a test's likely cause before the report of a world that did not end."""
+    """Prepend the likely cause that a test names to the report of a world that did not finish."""
     try:
         yield
     except (RankHung, RankExited) as error:
@@ -316,5 +316,5 @@ def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
 def on_rank(
     submission: Submission, task: Task | Challenge, body: Body, args: tuple[object, ...]
 ) -> Any:
-    """Run one rank: import the lesson, call the body."""
+    """Import the lesson and call the body, on one rank."""
     return body(Lesson(submission.load(task.folder, task.lesson)), *args)

@@ -3,8 +3,8 @@
 ROOT/phase1_data_parallel/template_collectives.py      the learner's, in the course's folder
 ROOT/phase1_data_parallel/collectives.py               the solution's, and a hand-in's
 
-``given.py`` and ``programs.py`` of a phase always come from the course instead of a hand-in,
-because they have no tasks.
+A phase's ``given.py`` and ``programs.py`` always come from the course, not from a hand-in, because
+they contain no tasks.
 """
 
 import ast
@@ -34,7 +34,7 @@ from distlab.util import files
 
 PREFIX = "template_"
 GIVEN = ("given", "programs")  # modules without tasks
-MAX_FILES = 1000  # most digests in a report, and most folders searched for files
+MAX_FILES = 1000  # limit on the digests in a report, and on the folders searched for files
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Submission:
 
     Attributes:
         is_solution: True for the course's own ``solutions/``, which may import itself.
-        loan: Functions that replace its own.
+        loan: Functions that replace the submission's own.
     """
 
     root: Path
@@ -52,11 +52,11 @@ class Submission:
 
     @property
     def lenders(self) -> tuple[str, ...]:
-        """Folders of lent functions, without the learner's code."""
+        """Folders that the lent functions come from, which hold no code of the learner's."""
         return (str(self.loan.solutions),) if self.loan else ()
 
     def file(self, phase: str, lesson: str) -> Path:
-        """Return the file of a lesson; the template's path if neither exists."""
+        """Return a lesson's file, template or plain; the template's path if neither exists."""
         template, plain = self._files(phase, lesson)
         return plain if plain.is_file() and not template.is_file() else template
 
@@ -65,12 +65,12 @@ class Submission:
         return folder / f"{PREFIX}{lesson}.py", folder / f"{lesson}.py"
 
     def sha256(self, phase: str, lesson: str) -> str:
-        """Return the digest of a lesson's file, "" if it is missing."""
+        """Return the digest of a lesson's file; "" if it is missing."""
         file = self.file(phase, lesson)
         return _sha256(file) if file.is_file() else ""
 
     def digests(self, phase: str) -> dict[str, str]:
-        """Return the digests of the Python files of a phase, by their paths from the root.
+        """Return the digests of a phase's Python files, by path relative to the root.
 
         The digest of an unreadable or too large file is ""; the number of files is limited.
         """
@@ -111,14 +111,14 @@ class Submission:
             raise LessonError(f"{where}: {text}\n    {frame.line}") from error
 
     def _last_frame(self, error: BaseException) -> traceback.FrameSummary | None:
-        """Return the last line of the submission's phases that led to an error."""
+        """Return the innermost frame of an error that is in the submission's phases."""
         below = f"{self.root}{os.sep}phase"
         frames = reversed(traceback.extract_tb(error.__traceback__))
         return next((frame for frame in frames if frame.filename.startswith(below)), None)
 
 
 def _problem(error: SyntaxError) -> str:
-    """Return Python's message about a file, with advice where an editor saved it as UTF-16."""
+    """Return Python's message about a file, with advice if it is probably saved as UTF-16."""
     has_nulls = "null bytes" in error.msg
     return f"{error.msg}: save it as UTF-8, not as UTF-16" if has_nulls else error.msg
 
@@ -131,7 +131,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _sha256(file: Path) -> str:
-    """Return the digest, "" for an unreadable file; importing it will report the reason."""
+    """Return the digest; "" for an unreadable file, whose import will report the reason."""
     try:
         return hashlib.sha256(files.read_regular(file, files.MAX_SOURCE_BYTES)).hexdigest()
     except OSError:
@@ -139,9 +139,9 @@ def _sha256(file: Path) -> str:
 
 
 class _Source(SourceFileLoader):
-    """Compiles the source each time, because cached byte code may differ.
+    """Compiles the source each time, because cached bytecode may not match it.
 
-    Lent functions replace those of the same names.
+    Lent functions replace the file's functions of the same names.
     """
 
     def __init__(self, name: str, file: str, lent: Functions) -> None:
@@ -149,7 +149,7 @@ class _Source(SourceFileLoader):
         self._lent = lent
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile without reading or writing byte code in the hand-in."""
+        """Compile without reading or writing bytecode in the hand-in."""
         path = self.get_filename(fullname)
         source: Any = self.get_data(path)
         if self._lent:
@@ -164,14 +164,14 @@ class _Source(SourceFileLoader):
         lending.keep(module, self._lent)
 
     def get_data(self, path: str) -> bytes:
-        """Read a file of limited size."""
+        """Read a file; raise OSError if it is too large."""
         return files.read_regular(Path(path), files.MAX_SOURCE_BYTES)
 
 
 class _Lessons(importlib.abc.MetaPathFinder):
-    """Finds the phases only in the submission, its files under both names; refuses solutions.
+    """Finds phases only in the submission, with files under either name, and refuses solutions.
 
-    Otherwise a file that a hand-in lacks would be imported from the course's own folder.
+    Without it, a file that a hand-in lacks would be imported from the course's own folder.
     """
 
     def __init__(self, submission: Submission) -> None:
@@ -180,7 +180,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
 
     @classmethod
     def install(cls, submission: Submission) -> None:
-        """Install the finder, then borrow functions, which import given code like lessons."""
+        """Install the finder, then borrow functions, whose imports of given code depend on it."""
         finder = cls(submission)
         sys.meta_path.insert(0, finder)
         if submission.loan:
@@ -192,7 +192,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
         """Find a module of the submission's phases; None for other modules.
 
         Raises:
-            ImportError: The module is a solution or a judge, or missing in the submission's phase.
+            ImportError: The module is a solution or a judge, or the submission's phase lacks it.
         """
         package, _, module = name.partition(".")
         if package == SOLUTIONS and not self._submission.is_solution:
@@ -204,12 +204,12 @@ class _Lessons(importlib.abc.MetaPathFinder):
         return self._find(name, package, module)
 
     def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
-        """Find a module or raise; after None, the next finder would look elsewhere."""
+        """Find a module or raise; if this returned None, the next finder would look elsewhere."""
         if module in GIVEN:
             file = COURSE / phase / f"{module}.py"
             return _spec(
                 name, file, SourceFileLoader(name, str(file))
-            )  # its byte code can be trusted
+            )  # its bytecode can be trusted
         folder = self._submission.root.joinpath(*name.split("."))
         if folder.is_dir():
             spec = ModuleSpec(name, None, is_package=True)

@@ -1,6 +1,6 @@
 """A suite as pytest sees it: the mark that assigns a test to a task, and checks of the invocation.
 
-PYTEST_DONT_REWRITE: a suite that is run as a script has imported this before pytest could.
+PYTEST_DONT_REWRITE: a suite that is run as a script imports this before pytest can rewrite it.
 """
 
 import os
@@ -24,7 +24,7 @@ def check_settings(config: pytest.Config) -> None:
     """Refuse settings other than the course's.
 
     Raises:
-        UsageError: pytest reads another settings file, or takes another folder for the course.
+        UsageError: pytest uses another settings file, or a root that is not the course's folder.
     """
     root = config.rootpath
     if config.inipath != root / SETTINGS or not (root / course.FILE).is_file():
@@ -35,10 +35,10 @@ def check_settings(config: pytest.Config) -> None:
 
 
 def check_environment() -> None:
-    """Refuse options that would change a grading without appearing on the command line.
+    """Refuse options that would affect grading without appearing on the command line.
 
     Raises:
-        UsageError: PYTEST_ADDOPTS holds more than options for the display.
+        UsageError: PYTEST_ADDOPTS holds more than display options.
     """
     options = os.environ.get("PYTEST_ADDOPTS", "")
     if not all(map(_OF_THE_DISPLAY.fullmatch, shlex.split(options))):
@@ -49,7 +49,7 @@ def check_environment() -> None:
 
 
 def task(task_id: str, *, real: bool = False) -> Any:
-    """Mark a test as one of a task.
+    """Mark a test as belonging to a task.
 
     Args:
         task_id: Id in course.toml, such as "1.5".

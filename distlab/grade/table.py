@@ -11,7 +11,7 @@ from distlab.util.text import clipped, joined, sentence
 WIDTH = 100
 DETAILS = 25  # lines of details shown without -v
 IN_FULL = "-v of pytest, distlab check or grade"
-# Question after the verdict, by kind of hang; a deadlock's report needs none.
+# The question asked after the verdict, by kind of hang; a deadlock's report needs none.
 HANGS = {
     "endless loop": "Does this loop ever end, or does it do far more than it needs to?",
     "blocked": "What does this line wait for, and who could end the wait?",
@@ -27,9 +27,9 @@ INCOMPLETE = "not all tests of the task were run: no points"
 
 
 def message(result: TaskResult) -> str:
-    """Write ``Task 1.5: …. guidelines.md 1.5``, on one line as far as the grader has written it.
+    """Return ``Task 1.5: …. guidelines.md 1.5``, on one line unless the verdict has several.
 
-    The message is "" for a task with all its points.
+    The message is "" for a task that scores all its points.
     """
     task, verdict = result.task, result.verdict
     if verdict.outcome is Outcome.PASSED:
@@ -37,19 +37,19 @@ def message(result: TaskResult) -> str:
     text = verdict.message.rstrip()
     if verdict.outcome is Outcome.TODO:
         return text if result.is_todo else f"Task {task.id} needs another task first. {text}"
-    is_drawn = text.rpartition("\n")[2].startswith(" ")  # the last line
+    is_drawn = text.rpartition("\n")[2].startswith(" ")  # the last line is indented
     report = f"{text}\n" if is_drawn else f"{sentence(text)} "
     return f"Task {task.id}: {report}{next_step(result)}".rstrip()
 
 
 def lent(result: TaskResult) -> str:
-    """Write ``graded with the course's 1.4 and 1.6``, "" if nothing was lent."""
+    """Return ``graded with the course's 1.4 and 1.6``, or "" if nothing was lent."""
     ids = [task.id for task in result.lent]
     return f"graded with the course's {joined(ids)}" if ids else ""
 
 
 def next_step(result: TaskResult) -> str:
-    """Say what to read or do after an outcome."""
+    """Return what the learner should read or do after an outcome."""
     section = f"guidelines.md {result.task.id}"
     return {
         Outcome.HANG: f"{HANGS.get(result.verdict.kind, '')} {section}".lstrip(),
@@ -67,7 +67,7 @@ def wrong(result: GradeResult) -> list[TaskResult]:
 
 
 def failures(result: GradeResult, *, verbose: bool) -> Iterator[str]:
-    """Yield advice: the first failure in full, others in a line each, then the next TODO."""
+    """Yield advice: the first failure in full, the others in one line each, then the next TODO."""
     tasks = wrong(result)
     for place, task in enumerate(tasks):
         cause = result.cause(task)

@@ -1,4 +1,4 @@
-"""Run a function on every rank of a ``torch.distributed`` world: one result per rank, or one error.
+"""Run a function on every rank of a ``torch.distributed`` world; get all results or one error.
 
     from distlab import launch
 
@@ -7,12 +7,12 @@
 
     launch.run(hello, 4)     # ['rank 0 of 4', 'rank 1 of 4', 'rank 2 of 4', 'rank 3 of 4']
 
-``errors`` is the list of everything that can go wrong.
+``errors`` lists everything that can go wrong.
 
-    world         the ranks of one call, in one process group, with a folder of its own
-    rank          a process, as the parent knows it: what it said, printed and how it ended
+    world         the ranks of one call, which share a process group and a folder
+    rank          one process of a world; the parent knows its messages, its output and its exit
     fork server   a process with torch loaded, from which ranks are forked
-    supervisor    watches a world from the parent: exits, output, memory and the clock
+    supervisor    watches a world from the parent: exits, output, memory and time
     place         what a rank is doing, and at which line of the program
     report        a rank's own account of how it ended, with its result
     verdict       which rank is to blame, and the one error that says so
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distlab.launch.limits import Limits
     from distlab.launch.world import Context, context
 
-_HOMES = ("errors", "limits", "world", "api")  # the fastest to import first
+_HOMES = ("errors", "limits", "world", "api")  # in order of import time, fastest first
 
 __all__ = [
     "Context",
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: a fork server can be started before torch is imported here."""
+    """Import names on first use, so that a fork server can start before torch is imported here."""
     for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{home}")
         if hasattr(module, name):

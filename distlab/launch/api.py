@@ -1,4 +1,4 @@
-"""``run`` and ``simulate``: one call that runs a function on every rank of a world."""
+"""``run`` and ``simulate``, each of which runs a function on every rank of a world."""
 
 import os
 import sys
@@ -37,43 +37,44 @@ def run(
     cluster: "Cluster | str | None" = None,
     given: Sequence[str] = (),
 ) -> list[T]:
-    """Call ``fn(*args)`` on every rank of a ``torch.distributed`` world; return what each returned.
+    """Call ``fn(*args)`` on every rank of a ``torch.distributed`` world; return all results.
 
         run(dist.get_rank, 3)  ->  [0, 1, 2]
 
-    Inside, the process group is initialised and ``context()`` names the device. The first call
-    starts a fork server, later ones only fork. Under torchrun, mpirun or srun, this process joins
-    their world instead and every rank gets all results; the launcher then watches the processes,
-    and the timeout bounds each collective. Ranks end without running what ``atexit`` holds.
+    Inside ``fn``, the process group is initialised and ``context()`` gives the device. The first
+    call starts a fork server; later calls only fork. Under torchrun, mpirun or srun, this process
+    joins the launcher's world instead and every rank gets all results; the launcher then watches
+    the processes, and the timeout applies to each collective. Ranks skip ``atexit`` handlers.
 
     Args:
-        fn: Any function, also a lambda or one defined in a script or notebook.
+        fn: Any function, including a lambda or one defined in a script or notebook.
         world_size: Number of ranks, at least 1.
-        args: Arguments of ``fn`` on every rank, pickled.
+        args: Arguments for ``fn``, pickled; the same on every rank.
         backend: "gloo"; "nccl", one GPU per rank; "sim", a simulated cluster; "mpi", under
             mpirun; "auto": mpi if mpirun started several ranks, nccl if there are enough GPUs, else
             gloo.
-        device: "cpu"; "cuda"; "auto": by backend. With gloo, ranks share GPUs if there are fewer,
-            and their tensors travel in collectives alone: it sends no messages from a GPU.
-        timeout_s: Limit of ``fn``, from the moment all ranks are up; None or inf waits forever.
-            Short for ``limits=Limits(timeout_s)``.
-        limits: Limits of time and memory; see ``Limits``.
-        plain_results: True to accept only plain data, up to the limits of ``plain``, and to show
-            only 256 KiB of what ranks print: code of strangers then neither runs in this
-            process nor fills its memory.
-        output_dir: Folder in which everything that rank k prints is also kept, as
-            ``rank-<k>.log``; only for ranks that this call starts as processes, not with "sim".
+        device: "cpu"; "cuda"; "auto": "cuda" with nccl, else "cpu". With gloo, ranks may share
+            GPUs, but only in collectives: gloo cannot send a GPU's tensors from rank to rank.
+        timeout_s: Time limit for ``fn``, counted from the moment all ranks are up; None or inf
+            waits forever. Shorthand for ``limits=Limits(timeout_s)``.
+        limits: Time and memory limits; see ``Limits``.
+        plain_results: True to accept only plain data, within the limits of ``plain``, and to show
+            only 256 KiB of the ranks' output: untrusted code can then neither run in this process
+            nor fill its memory.
+        output_dir: Folder in which whatever rank k prints is also saved, as ``rank-<k>.log``; only
+            if this call starts the ranks as processes, so not with "sim".
         cluster: For "sim": a cluster or the name of a preset; see ``simulate``.
-        given: Folders of the caller's own machinery, whose lines no verdict names.
+        given: Folders of the caller's own machinery, such as a grader; verdicts never point to
+            lines in them.
 
     Returns:
-        The results, by rank. Tensors should be on the CPU.
+        The results, in rank order. Tensors should be on the CPU.
 
     Raises:
-        SetupError: Bad arguments, too few GPUs, or a platform without a process world.
-        LaunchError: One of ``errors``; then no process of the world is left.
+        SetupError: Bad arguments, too few GPUs, or a platform that cannot run process worlds.
+        LaunchError: One of ``errors``; no process of the world is still running.
 
-    Cost: about 0.1 s for 4 gloo ranks once the fork server runs, 1 s before.
+    Cost: about 0.1 s for 4 gloo ranks once the fork server is running, 1 s before that.
     """
     choices.check(fn, world_size, backend, device)
     limits = choices.limits_of(timeout_s, limits)
@@ -102,7 +103,7 @@ def run(
 
 
 def _options(given: Sequence[str]) -> "Options | None":
-    from distlab.sim import Options  # all of the simulator, only where needed
+    from distlab.sim import Options  # imports the whole simulator, so not at the top
 
     return Options(given=tuple(given)) if given else None
 
@@ -124,15 +125,15 @@ def simulate(
     Args:
         fn: Function, as for ``run``.
         num_ranks: Number of ranks, 1 to 1024.
-        args: Arguments of ``fn`` on every rank, pickled.
-        cluster: A cluster, the name of a preset, or None for a switch with a GPU per rank.
-        options: Options of the simulation.
-        limits: Limits of real time and memory; all ranks are one process.
+        args: Arguments for ``fn``, pickled; the same on every rank.
+        cluster: A cluster, the name of a preset, or None for one switch with a GPU per rank.
+        options: Simulation options.
+        limits: Limits on real time and memory; all ranks run in one process.
         plain_results: True to accept only plain data, as for ``run``.
 
     Raises:
         SetupError: Bad arguments.
-        LaunchError: One of ``errors``; a deadlock is a RankHung, found at once.
+        LaunchError: One of ``errors``; a deadlock is detected at once and raised as RankHung.
     """
     choices.check(fn, num_ranks, "sim", "cpu")
     simulation = SimulationSpec(num_ranks, cluster, options, wants_trace=True)
@@ -179,7 +180,7 @@ def _spec(
         world_size=len(devices),
         backend=backend,
         devices=devices,
-        # The parent's clock strikes first: it can say more than "timed out waiting for recv".
+        # The parent's limit expires first: its error says more than "timed out waiting for recv".
         collective_timeout_s=FOREVER_S if timeout_s is None else timeout_s + 60,
         payload=choices.payload(fn, args),
         environ=dict(os.environ),
@@ -193,10 +194,10 @@ def _spec(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn refusals of the operating system, of files or processes, into a SetupError."""
+    """Raise SetupError if the operating system refuses to create files or processes."""
     try:
         yield
-    except BrokenPipeError:  # the reader of our output has gone, which is not the world's fault
+    except BrokenPipeError:  # the reader of our output went away: not the world's fault
         raise
     except OSError as error:
         raise SetupError(f"this machine refuses what a world needs: {error}") from error
@@ -208,7 +209,7 @@ def _world(
     limits: Limits,
     output_dir: Path | str | None,
 ) -> Iterator[tuple[list[RankProcess], WorldFolder, Exceeded | None]]:
-    """Run a world to its end; yield its ranks, its folder and the time limit that it exceeded."""
+    """Run a world to completion; yield its ranks, folder and the time limit it exceeded, if any."""
     with fork_server.borrowed() as home, home.world_folder() as folder:
         folder.write_spec(spec)
         logs = None if output_dir is None else Path(output_dir)
@@ -216,7 +217,7 @@ def _world(
             logs.mkdir(parents=True, exist_ok=True)
         supervisor = Supervisor(home, folder, spec, limits, logs)
         ranks = supervisor.run()
-        # The slow, harmless modules that ranks have imported are ready for the next world.
+        # For the next world, preload the slow, harmless modules that these ranks imported.
         imported = {name for rank in ranks if rank.report for name in rank.report.modules}
         home.preload(imported.intersection(SLOW_IMPORTS))
         yield ranks, folder, supervisor.exceeded

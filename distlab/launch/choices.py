@@ -1,4 +1,4 @@
-"""Refusals of ``run`` and ``simulate`` before anything starts, and their choices of devices."""
+"""Checks that ``run`` and ``simulate`` make before anything starts, and the choice of devices."""
 
 import os
 import sys
@@ -65,7 +65,7 @@ def check_for_backend(
     """Refuse arguments that only other backends understand.
 
     Raises:
-        SetupError: The backend does not have this; the message names the one that has.
+        SetupError: An argument does not suit the backend; the message says why.
     """
     if cluster is not None and backend != "sim":
         raise SetupError(f"cluster={cluster!r} is for backend sim, not for backend {backend}")
@@ -83,10 +83,10 @@ def check_for_backend(
 
 
 def limits_of(timeout_s: float | None, limits: Limits | None) -> Limits:
-    """Return the limits of a call that takes ``timeout_s`` as the short form of them.
+    """Return the limits of a call, given in full or by the shorthand ``timeout_s``.
 
     Raises:
-        SetupError: Both are given, or one is not positive.
+        SetupError: Both are given, or a limit is not positive.
     """
     if limits is None:
         return Limits(timeout_s)
@@ -98,7 +98,7 @@ def limits_of(timeout_s: float | None, limits: Limits | None) -> Limits:
 
 
 def devices(backend: str, device: str, num_ranks: int) -> tuple[str, tuple[str, ...]]:
-    """Choose backend and devices for the ranks of this machine.
+    """Choose the backend, and a device for each rank on this machine.
 
     Raises:
         SetupError: There are too few GPUs.
@@ -120,7 +120,7 @@ def devices(backend: str, device: str, num_ranks: int) -> tuple[str, tuple[str, 
 
 
 def own_device(backend: str, device: str, started_by: Launched) -> tuple[str, torch.device]:
-    """Choose backend and device for this process, which torchrun or srun has started.
+    """Choose the backend and the device for this process, which torchrun or srun started.
 
     Raises:
         SetupError: There are too few GPUs.
@@ -137,7 +137,7 @@ def payload(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
     """Pickle the function that the ranks call, with its arguments.
 
     Raises:
-        SetupError: A part cannot be pickled; the message names it.
+        SetupError: The function or an argument cannot be pickled; the message names it.
     """
     try:
         return pickled((fn, args))

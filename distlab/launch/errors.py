@@ -5,10 +5,10 @@
     ├── RankFailed        fn raised an exception on a rank
     ├── RankExited        a rank ended, or returned, while others still needed it
     ├── RankCrashed       a signal ended a rank: segmentation fault, abort, kill
-    ├── RankOutOfMemory   a rank ran out of memory, or into the limit
+    ├── RankOutOfMemory   a rank ran out of memory, or exceeded the limit
     └── RankHung          time is up and a rank has not finished
 
-The first line of a message is the verdict; what supports it follows.
+The first line of a message is the verdict; the evidence follows.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class RankFate:
-    """The end of one rank, as the parent saw it."""
+    """How one rank ended, as the parent saw it."""
 
     rank: int
-    what: str  # "raised ValueError: …", "returned", "was stopped while it waited in recv at …"
-    output: str  # the tail of what it printed
+    what: str  # "raised ValueError: …", "returned", "stopped while waiting in recv at …"
+    output: str  # the tail of the rank's output
 
 
 class LaunchError(RuntimeError):
-    """A world that did not end well.
+    """Base class of all errors that ``run`` and ``simulate`` raise.
 
     Attributes:
-        kind: Kind of failure in a word or two, for programs; each class names its own.
+        kind: Kind of failure in a word or two, for use by programs; each class has a default.
         rank: Rank that is to blame, or None if no single rank is.
-        fates: End of every rank; empty if none was started.
-        exception: Name of the type that ``fn`` raised on ``rank``, or "".
+        fates: Fate of every rank; empty if none was started, or if the world is simulated.
+        exception: Type name of the exception that ``fn`` raised on ``rank``, or "".
         advice: Part of the message that says what to look for, or "".
     """
 
@@ -69,7 +69,7 @@ class RankFailed(LaunchError):
 
 
 class RankExited(LaunchError):
-    """``rank`` ended without a result ("left"), or while others waited for it ("returned")."""
+    """``rank`` ended without a result ("left"), or returned while others waited ("returned")."""
 
     KIND = "left"
 
@@ -81,19 +81,19 @@ class RankCrashed(LaunchError):
 
 
 class RankOutOfMemory(LaunchError):
-    """``rank`` could not allocate, or grew beyond the limit and was stopped."""
+    """``rank`` could not allocate memory, or was stopped because it exceeded the limit."""
 
     KIND = "memory"
 
 
 class RankHung(LaunchError):
-    """The world does not end; the message says where every rank is.
+    """The world did not end in time; the message says where every rank is.
 
-    ``kind`` is "deadlock" (exact; in the simulated world, or by what the same program does there),
-    "all wait" (real processes: none computes), "endless loop" (a line of ``fn`` computes on and on;
-    ``rank`` runs it), "blocked" (Linux: a line of ``fn`` waits for what is not communication, a
-    lock for example), "suspended" (a rank was stopped by SIGSTOP) or "time is up" (no line of
-    ``fn`` is to blame: the machine may be slow).
+    ``kind`` is "deadlock" (certain: found by the simulated world, which may have rerun the
+    program), "all wait" (real processes: none is computing), "endless loop" (``rank`` is still
+    computing, at a line of ``fn``), "blocked" (Linux: a line of ``fn`` waits for something other
+    than communication, such as a lock), "suspended" (a rank was stopped by SIGSTOP) or "time is
+    up" (no line of ``fn`` is to blame: the machine may be slow).
     """
 
     KIND = "time is up"

@@ -1,4 +1,4 @@
-"""``run`` under torchrun, mpirun and srun: this process is a rank already and joins their world."""
+"""``run`` under torchrun, mpirun and srun: this process is already a rank and joins their world."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # loaded later, it keeps the process group alive
+import torch.distributed.nn.functional  # imported later, it would keep the process group alive
 
 from distlab.launch import choices, launchers, world
 from distlab.launch.errors import SetupError
@@ -34,12 +34,13 @@ def run_joined(
 ) -> list[T]:
     """Call ``fn`` as this rank of a world that torchrun or srun started; return all results.
 
-    The process group is joined by the first call and left when the process ends. Errors are raised
-    as they are: the launcher watches and ends the ranks. ``timeout_s`` bounds each collective.
+    The first call joins the process group, which is left when the process ends. Errors of ``fn``
+    propagate unchanged, because the launcher watches the ranks and ends them. ``timeout_s``
+    applies to each collective.
 
     Raises:
-        SetupError: The launcher started another number of ranks than ``world_size``, there are
-            too few GPUs, or the ranks do not find each other.
+        SetupError: The number of ranks that the launcher started is not ``world_size``, there are
+            too few GPUs, or the ranks cannot connect to each other.
     """
     _check_size(started_by, world_size)
     if started_by.launcher == "srun" and (task := launchers.this_task()):
@@ -68,7 +69,7 @@ def _check_size(started_by: Launched, world_size: int) -> None:
 
 def _join(backend: str, device: torch.device, timeout_s: float | None) -> None:
     try:
-        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # torch would try for half an hour
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # torch would retry for half an hour
         world.init_process_group(backend, device, timeout_s)
     except (OSError, RuntimeError) as error:
         raise SetupError(_why_not_joined(error)) from error
@@ -96,12 +97,12 @@ def run_under_mpirun(
 ) -> list[T]:
     """Call ``fn`` as this rank of mpirun's world; return the results of all ranks.
 
-    The world is joined by the first call. mpirun does not notice a rank that fails while others
-    wait for it, so what stops ``fn`` is printed and ends the whole job.
+    The first call joins the world. mpirun does not notice when a rank fails while others wait for
+    it, so an error that stops ``fn`` is printed and ends the whole job.
 
     Raises:
-        SetupError: mpirun did not start this process, or started another number of ranks, or there
-            is no mpi4py that works.
+        SetupError: mpirun did not start this process, the number of ranks that it started is not
+            ``world_size``, or mpi4py is missing or does not work.
     """
     if started_by is None:
         raise SetupError(
@@ -124,7 +125,7 @@ def run_under_mpirun(
 
 
 def _report_once() -> None:
-    """Let an error that all ranks meet be a message of one rank, without a traceback of each."""
+    """From now on, print distlab's own errors, which every rank raises, once per machine."""
     show = sys.excepthook
 
     def show_once(

@@ -1,4 +1,4 @@
-"""The parent's side of the fork server: start it, have it start ranks, hear of their exits."""
+"""The parent's side of the fork server: start it, have it start ranks, learn of their exits."""
 
 import atexit
 import contextlib
@@ -21,12 +21,14 @@ from distlab.launch.errors import SetupError
 from distlab.launch.protocol import WorldFolder
 from distlab.util import processes
 
-START_TIMEOUT_S = 120.0  # a cold disk may take long to read torch
-KILL_TIMEOUT_S = 5.0  # a killed process is gone in milliseconds, unless it is in a disk access
-LOOK_S = 0.2  # how often a server that is waited for is looked at
-MAX_WORDS = 20_000  # bytes of the server's output in an error
+START_TIMEOUT_S = 120.0  # reading torch from a cold disk may take a while
+KILL_TIMEOUT_S = 5.0  # a killed process is gone in milliseconds, unless it is blocked on disk I/O
+LOOK_S = 0.2  # interval between checks that the server is not stopped
+MAX_WORDS = 20_000  # bytes of the server's output that an error shows
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-STOPPED_S = 1.0  # it is in a session of its own: only a signal to itself can have stopped it
+# A server that stays stopped this long is replaced. It has its own session, which ctrl-Z does not
+# reach, so only a signal sent to the server itself can have stopped it.
+STOPPED_S = 1.0
 
 
 class ForkServer:
@@ -38,8 +40,8 @@ class ForkServer:
         self._buffer = b""
         self._preloaded: set[str] = set()
         self._next_look = 0.0
-        self._stopped_since: float | None = None  # time of the first look that saw it stopped
-        self._has_answered = False  # False while it loads torch, and has nothing to clean up
+        self._stopped_since: float | None = None  # time of the first check that found it stopped
+        self._has_answered = False  # False while it loads torch and has nothing to clean up
         self._may_import = False  # True until it answers again after ``preload``
         self._exits: list[tuple[int, int]] = []
         self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")
@@ -58,7 +60,7 @@ class ForkServer:
             )
 
     def await_answer(self) -> None:
-        """Wait until the server has loaded torch and listens.
+        """Wait until the server has loaded torch and is listening.
 
         Raises:
             SetupError: The server did not start; the message contains its output.
@@ -67,8 +69,9 @@ class ForkServer:
             self._socket.sendall(fork_server_main.PING)
             self._await(fork_server_main.READY)
             if not self._has_answered:
-                # Not before: a server that loads removes nothing. And it must be new: arguments of
-                # processes are public, so another user could have made it.
+                # Not earlier, because a server that is still loading would not remove the folder.
+                # The call fails if the folder exists: process arguments are public, so another
+                # user could have created it.
                 self._folder.mkdir(mode=0o700)
             self._has_answered, self._may_import, self._stopped_since = True, False, None
         except (OSError, SetupError) as error:
@@ -79,7 +82,7 @@ class ForkServer:
         return self._socket.fileno()
 
     def start_rank(self, control: socket.socket, output: int) -> int:
-        """Start one rank on copies of the two descriptors; returns its pid.
+        """Start one rank, hand it copies of the two descriptors, and return its pid.
 
         Raises:
             SetupError: The fork server was killed, or does not answer.
@@ -91,7 +94,7 @@ class ForkServer:
             raise SetupError(f"the fork server did not start a rank: {error}") from error
 
     def exits(self) -> list[tuple[int, int]]:
-        """Return pids and wait statuses of ranks that ended since the last call.
+        """Return the pids and wait statuses of the ranks that have ended since the last call.
 
         Raises:
             SetupError: The fork server itself was killed; its ranks die with it.
@@ -104,10 +107,10 @@ class ForkServer:
         return news
 
     def check(self) -> None:
-        """Check now and then that the server is not stopped.
+        """Check, at most every ``LOOK_S`` seconds, that the server is not stopped.
 
         Raises:
-            SetupError: The server has been stopped for a while: it would never report anything.
+            SetupError: The server has been stopped for ``STOPPED_S`` and would report nothing more.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -115,7 +118,7 @@ class ForkServer:
         self._next_look = now + LOOK_S
         if not self.is_stopped():
             self._stopped_since = None
-        elif self._stopped_since is None:  # perhaps both were, and this process continued first
+        elif self._stopped_since is None:  # perhaps both were stopped, and we resumed first
             self._stopped_since = now
         elif now - self._stopped_since > STOPPED_S:
             raise SetupError(
@@ -129,25 +132,25 @@ class ForkServer:
         return False
 
     def preload(self, names: Iterable[str]) -> None:
-        """Have modules imported ahead of the next world, without waiting for it."""
+        """Ask the server to import modules before the next world, without waiting for it."""
         missing = sorted(set(names) - self._preloaded)
         if missing:
             self._preloaded.update(missing)
             self._may_import = True
-            with contextlib.suppress(OSError):  # a dead server is noticed by the next world
+            with contextlib.suppress(OSError):  # the next world notices a dead server
                 self._socket.sendall(fork_server_main.PRELOAD + " ".join(missing).encode() + b"\n")
 
     def kill_leftovers(self) -> None:
-        """Kill every process that the ranks of the world started, in whatever session."""
-        deadline = time.monotonic() + KILL_TIMEOUT_S  # the kernel may hold one in a disk access
+        """Kill the ranks and every process that they started, even in sessions of their own."""
+        deadline = time.monotonic() + KILL_TIMEOUT_S  # a process may be blocked on disk I/O
         while (leftovers := self._descendants()) and time.monotonic() < deadline:
             for process in leftovers:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            time.sleep(0.002)  # the fork server reaps them
+            time.sleep(0.002)  # time for the fork server to reap them
 
     def _descendants(self) -> list[psutil.Process]:
-        """Return the processes below the server that have not ended."""
+        """Return the server's descendants that have not ended."""
         try:
             below = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -156,7 +159,7 @@ class ForkServer:
 
     @contextlib.contextmanager
     def world_folder(self) -> Iterator[WorldFolder]:
-        """Make the folder of one world; should this process die, the server removes it."""
+        """Create a folder for one world; it is removed afterwards, even if this process dies."""
         path = Path(tempfile.mkdtemp(dir=self._folder))
         try:
             yield WorldFolder(path)
@@ -164,7 +167,7 @@ class ForkServer:
             shutil.rmtree(path, ignore_errors=True)
 
     def is_usable(self) -> bool:
-        """Return True if the server answers, and was not inherited by a fork."""
+        """Return True if the server answers and was not inherited through a fork."""
         if self._owner_pid != os.getpid() or self.process.poll() is not None or self.is_stopped():
             return False
         try:
@@ -178,18 +181,18 @@ class ForkServer:
         self._socket.close()
         if self._owner_pid == os.getpid():
             if self.is_stopped() or self._may_import or not self._has_answered:
-                self.kill_leftovers()  # it does not see its socket close
+                self.kill_leftovers()  # the server would not notice that its socket was closed
                 self.process.kill()
             try:
                 self.process.wait(timeout=KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-            shutil.rmtree(self._folder, ignore_errors=True)  # the server may have been killed
+            shutil.rmtree(self._folder, ignore_errors=True)  # a killed server leaves it behind
         self._log.close()
 
     def _await(self, kind: bytes) -> int:
-        """Wait for a record of ``kind``; exits that come before it are kept."""
+        """Return the pid in the next record of ``kind``; keep exits that arrive before it."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             while (record := self._next_record()) is None:
@@ -232,7 +235,7 @@ class ForkServer:
 
 
 def _server_environment() -> dict[str, str]:
-    """The parent's environment with one thread per process, set before torch and numpy load."""
+    """Return our environment, with the one-thread settings that torch and numpy read on import."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -244,15 +247,15 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-_idle: list[ForkServer] = []  # some may still load torch
+_idle: list[ForkServer] = []  # some may still be loading torch
 
 
 @contextlib.contextmanager
 def borrowed() -> Iterator[ForkServer]:
-    """Take an idle fork server, or start one; it waits for the next world afterwards.
+    """Yield an idle fork server, or a new one; afterwards it is idle again.
 
-    A server whose world was cut off, by ctrl-C or an error, is closed instead, because it may still
-    report on that world. So is a stopped server, which reaps nothing.
+    A server whose world was interrupted by ctrl-C or an error is closed instead, because it may
+    still report on that world. So is a stopped server, which cannot reap its ranks.
     """
     fork_server = _take()
     with _closed_on_error(fork_server):
@@ -264,21 +267,21 @@ def borrowed() -> Iterator[ForkServer]:
 
 
 def start_ahead(*modules: str) -> None:
-    """Start a fork server, and don't wait for it: the program will need one later.
+    """Start a fork server that the program will need later, without waiting for it.
 
     This process and the server then import torch at the same time. The server also imports
     ``modules`` for the first world.
     """
     if not _idle:
-        with contextlib.suppress(OSError):  # whoever needs a server tries again, and reports
+        with contextlib.suppress(OSError):  # the call that needs a server will retry and report
             _idle.append(ForkServer())
             _idle[-1].preload(modules)
 
 
 def load_ahead(modules: Iterable[str]) -> None:
-    """Let the fork server of the next world import modules that its ranks need.
+    """Make the next world's fork server import modules that the ranks will need.
 
-    A rank that imports them itself takes a second more, and its limits count it as computing.
+    A rank that imports them itself takes a second longer, which counts towards its limits.
     """
     if modules:
         with borrowed() as fork_server:
@@ -305,7 +308,7 @@ def _popped() -> ForkServer | None:
 
 @contextlib.contextmanager
 def _closed_on_error(fork_server: ForkServer) -> Iterator[None]:
-    """Close a server that does not answer, also if ctrl-C interrupts the wait for its answer."""
+    """Close the server if the block raises an exception, including ctrl-C's KeyboardInterrupt."""
     try:
         yield
     except BaseException:
@@ -314,13 +317,13 @@ def _closed_on_error(fork_server: ForkServer) -> Iterator[None]:
 
 
 def close_idle() -> None:
-    """End the fork servers that wait for a next world."""
+    """End the idle fork servers."""
     while _idle:
         _idle.pop().close()
 
 
 @atexit.register
 def _leave() -> None:
-    """End all fork servers, also those that are still loading."""
-    processes.ignore_ctrl_c()  # this process is ending as it is
+    """End all fork servers, including those that are still loading."""
+    processes.ignore_ctrl_c()  # this process is ending anyway
     close_idle()

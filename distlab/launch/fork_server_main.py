@@ -6,13 +6,13 @@
            ◀──────(STARTED, pid)────              ◀─exit──
            ◀──(EXITED, pid, status)─
 
-A rank that is forked starts in some 20 ms; one that imports torch itself needs a second of a
-core's time. The server has no threads and never touches a GPU, so forking it is safe. On macOS,
-where frameworks that torch loads do not survive a fork, it starts fresh interpreters instead.
+A forked rank starts in about 20 ms; one that imports torch itself needs a second of processor
+time. The server has no threads and never touches a GPU, so forking it is safe. On macOS, where
+frameworks that torch loads do not survive a fork, it starts fresh interpreters instead.
 
-When the parent goes away, in whatever manner, the server finishes an import that is under way,
-kills all its descendants, removes the folder of its worlds and ends. While it loads torch, it has
-no descendants and no folder yet, and the kernel kills it at once.
+When the parent goes away, for whatever reason, the server finishes any import in progress, kills
+all its descendants, removes the folder of its worlds and ends. While it is still loading torch, it
+has neither descendants nor a folder, and the kernel kills it at once.
 """
 
 import contextlib
@@ -47,16 +47,16 @@ _uses = itertools.count(1)
 
 
 def main() -> None:
-    """Serve the parent until it goes: ``argv`` holds its descriptor, the folder, fork or spawn."""
+    """Serve the parent until it ends; ``argv`` holds a socket descriptor, a folder and a method."""
     descriptor, folder, method = sys.argv[1:]
     parent = socket.socket(fileno=int(descriptor))
     start = _fork if method == "fork" else _spawn
     for number in (DUMP_SIGNAL, DUMP_FROM_C_SIGNAL):
-        signal.signal(number, signal.SIG_IGN)  # a rank inherits this until it can answer
+        signal.signal(number, signal.SIG_IGN)  # ranks inherit this until they install handlers
     if method == "fork":
-        processes.die_with_parent()  # an import does not watch the socket
+        processes.die_with_parent()  # nothing watches the socket during an import
         _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
-        processes.outlive_parent()  # there will be something to clean up
+        processes.outlive_parent()  # from here on, there is something to clean up
     processes.adopt_orphans()
     exits = _wake_on_exit()
     try:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
-    """Wait for a request or an exit and deal with it; False when the parent has gone."""
+    """Wait for a request or an exit and handle it; return False when the parent has gone."""
     watched: list[socket.socket | int] = [parent, exits]
     readable, _, _ = select.select(watched, [], [])
     if exits in readable:
@@ -88,7 +88,7 @@ def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
         _preload(_read_line(parent).split())
     elif request == PING:
         parent.sendall(RECORD.pack(READY, 0, 0))
-        if next(_uses) == MANY_USES:  # and none runs now: shared pages stay as they are
+        if next(_uses) == MANY_USES:  # no rank runs now, so no pages are shared
             processes.collapse_memory()
     return bool(request)
 
@@ -102,7 +102,7 @@ def _read_line(parent: socket.socket) -> str:
 
 
 def _preload(names: list[str]) -> None:
-    """Import modules that ranks will need; a rank reports those that cannot be imported."""
+    """Import modules that ranks will need; if one fails, the rank that needs it will report it."""
     processes.pause_collection()
     for name in names:
         with contextlib.suppress(Exception):
@@ -111,7 +111,7 @@ def _preload(names: list[str]) -> None:
 
 
 def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:
-    """Start a rank that talks through ``control`` and prints to ``output``; returns its pid."""
+    """Fork a rank that communicates over ``control`` and prints to ``output``; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -124,7 +124,7 @@ def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:
         for standard in (1, 2):
             os.dup2(output, standard)
         os.close(output)
-        from distlab.launch import worker  # loaded already; the name is bound in the rank alone
+        from distlab.launch import worker  # already loaded: this only binds the name, in the rank
 
         worker.main(socket.socket(fileno=control))
     except BaseException:
@@ -134,7 +134,7 @@ def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:
 
 
 def _spawn(_parent: socket.socket, _exits: int, control: int, output: int) -> int:
-    """Start a rank in a fresh interpreter; returns its pid."""
+    """Start a rank in a fresh interpreter; return its pid."""
     os.set_inheritable(control, True)
     return os.posix_spawn(
         sys.executable,
@@ -145,7 +145,7 @@ def _spawn(_parent: socket.socket, _exits: int, control: int, output: int) -> in
 
 
 def _wake_on_exit() -> int:
-    """Make child exits readable on the descriptor that is returned."""
+    """Return a descriptor that becomes readable when a child exits."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable, warn_on_full_buffer=False)

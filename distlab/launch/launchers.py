@@ -1,8 +1,8 @@
-"""Which launcher started this process and others like it: mpirun, torchrun or Slurm's srun.
+"""Detect the launcher that started this process and its peers: mpirun, torchrun or Slurm's srun.
 
-Each describes a process in its environment. Slurm names no port, and a batch script, which is one
-process only, has most variables of a job step too: ``SLURM_STEP_NODELIST`` exists only for
-processes that srun has started. Nothing here imports torch.
+Each launcher describes a process in environment variables. Slurm's variables include no port, and
+a batch script, which is a single process, has most of a job step's variables too; only processes
+that srun started have ``SLURM_STEP_NODELIST``. Nothing here imports torch.
 """
 
 import os
@@ -16,7 +16,7 @@ _LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 @dataclass(frozen=True)
 class Launched:
-    """This process among those that one launcher started."""
+    """The launcher that started this process, the process's rank, and the size of its world."""
 
     launcher: str  # "mpirun", "torchrun" or "srun"
     rank: int
@@ -24,13 +24,13 @@ class Launched:
 
 
 def launched(backend: str = "auto") -> Launched | None:
-    """Return this process's place among ranks; None if it was not started as a rank.
+    """Return how this process was launched; None if it was not started as a rank.
 
-    Batch systems start single processes as mpirun and srun start many, so one that is alone is a
-    rank only of torchrun, or where backend mpi is asked for.
+    Batch systems may set mpirun's and srun's variables for a single process too, so a lone process
+    counts as a rank only under torchrun, or if backend mpi is requested.
 
     Args:
-        backend: Backend that is asked for. srun can start ranks of MPI (``--mpi=pmi2``) and others.
+        backend: Requested backend. srun can start MPI ranks (``--mpi=pmi2``) as well as others.
     """
     mpirun, of_srun = _of_mpirun(), _of_srun()
     if backend == "mpi":
@@ -44,18 +44,18 @@ def launched(backend: str = "auto") -> Launched | None:
 
 
 def launcher_of_several() -> str | None:
-    """Return the launcher that started this process and others; None if it is alone."""
+    """Return the launcher that started this process and others; None if the process is alone."""
     started_by = launched()
     return started_by.launcher if started_by and started_by.world_size > 1 else None
 
 
 def speaks_for_its_machine() -> bool:
-    """Return True if this rank reports errors that all ranks have alike, such as wrong options."""
+    """Return True on the one rank per machine that reports errors common to all ranks."""
     return all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS)
 
 
 def _of_torchrun() -> Launched | None:
-    """Return the place that torchrun gave, or another launcher that sets its variables."""
+    """Return the rank given by torchrun, or by another launcher that sets the same variables."""
     if any(name not in os.environ for name in _TORCHRUN):
         return None
     return Launched("torchrun", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -75,18 +75,18 @@ def _of_srun() -> Launched | None:
     return Launched("srun", int(task["RANK"]), int(task["WORLD_SIZE"]))
 
 
-# Ports below those that Linux gives out by itself, and above those of well-known services.
+# Ports below Linux's ephemeral range and above those of well-known services.
 FIRST_PORT, NUM_PORTS = 15_000, 15_000
-STEPS_APART = 31  # distance of two consecutive jobs: each has a port for this many steps
+STEPS_APART = 31  # ports per job, one for each step
 
 LOOPBACK = "127.0.0.1"
 _NEEDED = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
 
 
 def this_task() -> dict[str, str] | None:
-    """Return the variables that torchrun would have set; None if srun has not started this process.
+    """Return the variables that torchrun would have set; None if srun did not start this process.
 
-    Where to meet, the user may have chosen.
+    MASTER_ADDR and MASTER_PORT keep the values that the user has set, if any.
     """
     if any(name not in os.environ for name in _NEEDED):
         return None
@@ -116,7 +116,7 @@ def has_own_gpus() -> bool:
 
 
 def _num_tasks() -> str:
-    """Return the number of tasks of the step; in salloc's shell, SLURM_NTASKS is the job's."""
+    """Return the number of tasks in the step; in salloc's shell, SLURM_NTASKS counts the job's."""
     return os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"])
 
 
@@ -127,7 +127,7 @@ def _tasks_of_this_node() -> str:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of the hosts that Slurm writes in short.
+    """Return the first host of a compressed Slurm host list.
 
     node[01-03,07] -> node01        rack[2-3]n[5-6],login -> rack2n5
     """
@@ -136,7 +136,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Return the number of tasks of each node that Slurm writes in short.
+    """Expand a compressed Slurm list of the number of tasks on each node.
 
     2(x3),1 -> [2, 2, 2, 1]
     """

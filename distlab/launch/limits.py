@@ -1,8 +1,8 @@
-"""Limits of a world and of its start, and a meter of its use of time.
+"""Limits for a world and its start-up, and a meter for the time that it uses.
 
 with metered() as used:
     launch.run(fn, 4)
-used.cpu_s     # processor time of the rank that has computed most
+used.cpu_s     # processor time of the rank that computed most
 """
 
 import contextlib
@@ -15,27 +15,28 @@ from typing import Literal
 
 from distlab.launch.errors import SetupError
 
-FOREVER_S = 20 * 24 * 3600.0  # clocks can count to it; torch's own limit of a collective is 30 min
+FOREVER_S = 20 * 24 * 3600.0  # used as "no timeout", since torch defaults to 30 min
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a world, from the moment all its ranks are up.
+    """Limits on a world, in force from the moment all its ranks are up.
 
         launch.run(fn, 4, limits=Limits(timeout_s=60, cpu_s=10))
 
     Args:
-        timeout_s: Seconds by the clock; None or inf waits forever.
-        cpu_s: Processor time of each process. It finds an endless loop before ``timeout_s`` does,
-            which also counts the time that a busy machine takes; with it, a process that waits
-            for a processor when ``timeout_s`` is over may continue. None: no limit.
-        idle_s: Seconds in which no rank computes, not even its share of a collective. It finds
-            ranks that wait for each other before ``timeout_s`` does; None: no limit.
-        memory_bytes: Memory that all ranks together may allocate, without the processes that they
-            start; None: 90 % of the free memory.
+        timeout_s: Wall-clock seconds; None or inf waits forever.
+        cpu_s: Processor time of each process. This limit catches an endless loop sooner than
+            ``timeout_s``, which must allow for the delays of a busy machine. If it is set, a
+            process that is waiting for a processor when ``timeout_s`` expires may continue. None:
+            no limit.
+        idle_s: Seconds during which no rank computes, not even its part of a collective. This limit
+            catches ranks that wait for each other sooner than ``timeout_s``. None: no limit.
+        memory_bytes: Memory that all ranks together may allocate, not counting the processes that
+            they start. None: 90 % of the free memory.
 
     Raises:
-        SetupError: One of them is not positive.
+        SetupError: A limit is not positive.
     """
 
     timeout_s: float | None = 300.0
@@ -51,14 +52,14 @@ class Limits:
 
     @property
     def finite_timeout_s(self) -> float | None:
-        """``timeout_s``, or None if no clock counts that far."""
+        """``timeout_s``, or None if there is none or if it is too long for a clock."""
         is_finite = self.timeout_s is not None and self.timeout_s < FOREVER_S
         return self.timeout_s if is_finite else None
 
 
 @dataclass(frozen=True)
 class Exceeded:
-    """The limit that ended a world: ``str()`` is "2 s of computing"."""
+    """The limit that ended a world; ``str()`` returns text such as "2 s of computing"."""
 
     limit: Literal["start", "time", "computing", "idle"]
     seconds: float
@@ -75,10 +76,10 @@ class Exceeded:
 
 @dataclass
 class Used:
-    """The largest use of time by a world inside a ``metered`` block.
+    """The longest times that any world used inside a ``metered`` block.
 
     Attributes:
-        cpu_s: Processor time of the process that has computed most, after all ranks were up.
+        cpu_s: Processor time of the process that computed most, since all ranks were up.
         wall_s: Seconds from then until the last rank had reported.
     """
 
@@ -91,7 +92,7 @@ _current: contextvars.ContextVar[Used | None] = contextvars.ContextVar("used", d
 
 @contextlib.contextmanager
 def metered() -> Iterator[Used]:
-    """Record the use of time of every world that is run inside the block."""
+    """Yield a record of the longest times used by any world that is run inside the block."""
     used = Used()
     token = _current.set(used)
     try:
@@ -101,7 +102,7 @@ def metered() -> Iterator[Used]:
 
 
 def note_use(cpu_s: float, wall_s: float) -> None:
-    """Record the use of time of one world, inside a ``metered`` block."""
+    """Record the time that one world used, if this is called inside a ``metered`` block."""
     used = _current.get()
     if used is not None:
         used.cpu_s, used.wall_s = max(used.cpu_s, cpu_s), max(used.wall_s, wall_s)
@@ -109,17 +110,17 @@ def note_use(cpu_s: float, wall_s: float) -> None:
 
 MAX_PER_CORE = 4
 START_TIMEOUT_S = 120.0  # time for all ranks to join the process group
-# For each rank beyond MAX_PER_CORE of a core: ten times what 200 ranks took on two busy cores.
+# For each rank beyond MAX_PER_CORE per core: ten times what 200 ranks took on two busy cores.
 START_MORE_S = 2.0
 
 
 def start_timeout_s(world_size: int, num_cores: int) -> float:
-    """Return how long ranks may take to join the process group: longer if many share a core."""
+    """Return how long ranks may take to join the process group; longer if many share a core."""
     return START_TIMEOUT_S + START_MORE_S * max(0.0, world_size / num_cores - MAX_PER_CORE)
 
 
 def start_explained(world_size: int, num_cores: int) -> str:
-    """Return an explanation of ``start_timeout_s``, and advice."""
+    """Return a message that explains ``start_timeout_s`` and gives advice."""
     return (
         f"All ranks must have started within {START_TIMEOUT_S:g} s, and {START_MORE_S:g} s more "
         f"for each rank beyond {MAX_PER_CORE} of a core. {crowd(world_size, num_cores)}"
@@ -127,7 +128,7 @@ def start_explained(world_size: int, num_cores: int) -> str:
 
 
 def crowd(world_size: int, num_cores: int) -> str:
-    """Return a warning if there are many ranks for each core, "" if not."""
+    """Return a warning if too many ranks share each core, else ""."""
     if world_size <= MAX_PER_CORE * num_cores:
         return ""
     cores = f"{num_cores} core" + "s" * (num_cores != 1)
@@ -139,5 +140,5 @@ def crowd(world_size: int, num_cores: int) -> str:
 
 def num_cores() -> int:
     """Return how many cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
     return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The output of ranks: from their descriptors to the screen, without mixing their lines."""
+"""Copy the output of ranks from their descriptors to the screen, without mixing their lines."""
 
 import contextlib
 import os
@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping
 from distlab.launch.limits import crowd, num_cores
 
 LAST_BYTES, LAST_LINES = 4096, 10
-QUIET_S = 1.0  # a world that is up sooner prints nothing
+QUIET_S = 1.0  # a world that is up sooner gets no status line
 REDRAW_S = 0.2
 
 
 @contextlib.contextmanager
 def channel() -> Iterator[tuple[int, int]]:
-    """Open a pipe for the output of a rank; a terminal if ours is one, so that progress bars show.
+    """Open a pipe for a rank's output, or a pseudo-terminal if stdout is a terminal.
 
-    The writing end is closed afterwards: the rank has a copy.
+    A terminal is needed for progress bars. The write end is closed afterwards, because the rank
+    has its own copy.
     """
     is_terminal = _is_open() and sys.stdout.isatty()
     reading, writing = os.openpty() if is_terminal else os.pipe()
@@ -28,13 +29,13 @@ def channel() -> Iterator[tuple[int, int]]:
 
 
 def split_at_line_end(data: bytes) -> tuple[bytes, bytes]:
-    """Split into whole lines, which can be shown at once, and the beginning of the next."""
+    """Split output into whole lines, which can be shown at once, and the start of the next line."""
     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
     return data[:end], data[end:]
 
 
 def show(data: bytes) -> None:
-    """Print on our own output, and replace characters that its encoding does not have."""
+    """Print to stdout, replacing characters that its encoding lacks."""
     if not data or not _is_open():
         return
     text = data.decode(errors="replace").replace("\r\n", "\n")
@@ -44,15 +45,15 @@ def show(data: bytes) -> None:
 
 
 class Screen:
-    """Shows the output of one world up to a limit, and then only its last lines."""
+    """Shows the output of one world up to a limit; beyond that, only each rank's last lines."""
 
     def __init__(self, max_bytes: int | None) -> None:
-        """Show up to ``max_bytes``, or everything if that is None."""
+        """Show up to ``max_bytes``, or everything if it is None."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
     def show(self, data: bytes) -> None:
-        """Print it, unless that would be too much."""
+        """Print the data, up to the limit."""
         before = self._num_bytes
         self._num_bytes += len(data)
         if self._max_bytes is None or self._num_bytes <= self._max_bytes:
@@ -61,7 +62,7 @@ class Screen:
             show(split_at_line_end(data[: max(0, self._max_bytes - before)])[0])
 
     def close(self, tails: Mapping[int, bytes]) -> None:
-        """Say what was cut, and show the end of what each rank has printed."""
+        """If output was cut, say how much there was and show the last lines of each rank."""
         if self._max_bytes is None or self._num_bytes <= self._max_bytes:
             return
         show(f"[of {self._num_bytes:,} bytes of output, the rest is not shown]\n".encode())
@@ -72,12 +73,12 @@ class Screen:
 
 
 def _is_open() -> bool:
-    """Return True if there is an output: some programs have no console, others close theirs."""
+    """Return True if stdout can be written to: some programs have none, others close it."""
     return sys.stdout is not None and not sys.stdout.closed
 
 
 class Display:
-    """One line on the terminal: how many ranks have joined; erased when all have."""
+    """A line on the terminal that shows how many ranks have joined, and is erased when all have."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -88,7 +89,7 @@ class Display:
             self._write(f"{warning}\n")
 
     def show(self, num_forked: int, num_joined: int) -> None:
-        """Draw the state again, at most a few times a second."""
+        """Redraw the line, at most a few times a second."""
         now = time.monotonic()
         if not self._is_on or now < self._next_draw:
             return
@@ -99,7 +100,7 @@ class Display:
         )
 
     def close(self) -> None:
-        """Erase the line, and show nothing from now on."""
+        """Erase the line and draw nothing more."""
         if self._has_drawn:
             self._write("\r\x1b[K")
         self._is_on = self._has_drawn = False

@@ -1,11 +1,12 @@
 """Plain data as bytes: numbers, strings, bytes, None and containers of them; never classes or code.
 
-JSON, with a tag for each kind that JSON lacks, then a newline and the contents of all bytes:
+The format is JSON, with a tag for each type that JSON lacks, then a newline and the contents of
+all bytes objects:
 
     (1, b"ab")  ->  {"t":[1,{"b":2}]}\\nab
 
-Whoever reads it may trust neither the program that wrote it nor its size: the text is a tree, so
-what it asks for is in proportion to its length, and nothing that it holds is called.
+Data from an untrusted program is safe to read: the text is a tree, so decoding takes time and
+memory in proportion to its length, and nothing in it is ever called.
 """
 
 import json
@@ -16,12 +17,12 @@ from typing import Any
 
 from distlab.util.text import bytes_text
 
-MAX_REPORT_BYTES = 64 * 2**20  # one process's report, with everything that a simulation counted
+MAX_REPORT_BYTES = 64 * 2**20  # one process's report, including a simulation's trace
 MAX_RESULT_BYTES = 16 * 2**20  # one rank's result; suites need up to 64 KiB
 MAX_DEPTH = 50  # a judge that walks deeper would run out of stack
 MAX_ITEMS = 2_000_000  # a container that appears twice counts twice
-MAX_INT_BITS = 1000  # such an int fits into a float, and can be printed
-MAX_SAME_HASHES = 100  # looking up n keys with one hash takes n² steps
+MAX_INT_BITS = 1000  # an int of this size fits into a float and can be printed
+MAX_SAME_HASHES = 100  # looking up n keys with the same hash takes n² steps
 
 _WANTED = "which is not plain data: numbers, strings, and lists, tuples and dicts of them are"
 _SCALARS = frozenset({type(None), bool, int, float, str})
@@ -32,14 +33,14 @@ _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=
 
 
 class NotPlainError(ValueError):
-    """Something is not plain data, or too much of it; the message names it."""
+    """A value is not plain data, or exceeds a limit; the message says which."""
 
 
 def dumps(value: object) -> bytes:
     """Encode plain data that is not nested deeply.
 
     Raises:
-        NotPlainError: It contains something else.
+        NotPlainError: The value contains anything else.
     """
     blobs: list[bytes] = []
     text = _encode(_tagged(value, blobs)).encode("utf-8", "surrogatepass")
@@ -47,10 +48,11 @@ def dumps(value: object) -> bytes:
 
 
 def loads(data: bytes) -> object:
-    """Decode what ``dumps`` returned, or anything else that claims to be that.
+    """Decode the output of ``dumps``, or untrusted data that claims to be that.
 
     Raises:
-        NotPlainError: It cannot be read, would take too much memory or time, or is a refusal.
+        NotPlainError: The data is malformed, takes too much memory or time, or is a refusal from
+            ``dumps_result``.
     """
     end = data.find(b"\n")
     text = data[: end if end >= 0 else len(data)]
@@ -66,7 +68,7 @@ def loads(data: bytes) -> object:
 
 
 def dumps_result(result: object) -> bytes:
-    """Encode a result, or the reason why it cannot be judged, which ``loads_result`` raises."""
+    """Encode a result; if it cannot be judged, encode the reason, which ``loads_result`` raises."""
     try:
         check(result)
         data = dumps(result)
@@ -77,10 +79,10 @@ def dumps_result(result: object) -> bytes:
 
 
 def loads_result(data: bytes) -> object:
-    """Decode a result that a judge can walk, compare and print.
+    """Decode a result, and check that a judge can walk, compare and print it.
 
     Raises:
-        NotPlainError: It is not plain, or exceeds one of the limits above.
+        NotPlainError: The result is not plain, or exceeds one of the limits above.
     """
     _check_size(len(data))
     result = loads(data)
@@ -89,10 +91,10 @@ def loads_result(data: bytes) -> object:
 
 
 def check(result: object) -> None:
-    """Refuse what a judge cannot walk, compare or print.
+    """Refuse a result that a judge cannot walk, compare or print.
 
     Raises:
-        NotPlainError: The message names what exceeds which limit.
+        NotPlainError: Part of the result exceeds a limit; the message names both.
     """
     num_items, level = 0, [result]
     for _ in range(MAX_DEPTH + 1):
@@ -133,7 +135,7 @@ def _within(values: Iterable[Any]) -> Iterator[object]:
 
 
 def _tagged(value: Any, blobs: list[bytes]) -> object:
-    """Return the value as JSON can hold it; contents of bytes go to ``blobs``."""
+    """Return the value in a form that JSON can hold; append any bytes to ``blobs``."""
     kind = type(value)
     if kind in _SCALARS:
         return value
@@ -148,16 +150,16 @@ def _tagged(value: Any, blobs: list[bytes]) -> object:
 
 
 def _name(value: Any) -> str:
-    """Name a class or function by itself, and anything else by its type."""
+    """Return the qualified name of a class or function, or of the type of any other value."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 class _Reader:
-    """Turns tagged objects into what they stand for.
+    """Turns tagged objects back into the values they stand for.
 
     Args:
-        contents: Contents of all bytes in the text, one after the other.
+        contents: Contents of all bytes objects in the text, concatenated.
     """
 
     def __init__(self, contents: memoryview) -> None:

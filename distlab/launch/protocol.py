@@ -1,12 +1,12 @@
 """The messages and files between the launching process and its ranks.
 
-Bulk data goes through files of the world's own folder, so that no reader can be blocked by a rank
-that stops in the middle of a message; the control socket carries single bytes that announce them.
+Bulk data goes through files in the world's folder, so that a rank that stops in the middle of a
+message blocks no reader; the control socket carries single bytes that announce the files.
 
     parent                     rank
     folder and number   ─────▶ reads spec.pickle
                         ◀───── STARTED   the process group is up
-    GO                  ─────▶ it is up on all ranks: call the function
+    GO                  ─────▶ all ranks are up: call the function
                         ◀───── REPORTED  rank-3.report is written
     RELEASE             ─────▶ all ranks have reported: close the process group and exit
 """
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from distlab.sim import Cluster, Options
 
 STARTED, GO, REPORTED, RELEASE = b"S", b"G", b"D", b"R"
-# Two signals have a rank write the stacks of all its threads to its file. The first asks the
-# interpreter, which answers between two bytecodes. The second answers from C at once, for a rank
-# that is stuck in C; in one that runs bytecodes it would meet a half-made frame now and then and
-# crash (python/cpython issue 116008: one of about 350 dumps of an endless loop). Neither is SIGUSR1
-# or SIGUSR2, which clusters send to training programs: these handle them.
+# Two signals make a rank write the stacks of all its threads to its file. The first asks the
+# interpreter, which answers between two bytecodes. The second is answered from C at once, for a
+# rank that is stuck in C; in a rank that runs bytecodes it would sometimes hit a half-built frame
+# and crash (python/cpython issue 116008: about one in 350 dumps of an endless loop). Neither is
+# SIGUSR1 or SIGUSR2, because clusters send those to training programs, which handle them.
 DUMP_SIGNAL = signal.SIGVTALRM
 DUMP_FROM_C_SIGNAL = signal.SIGPROF
 CANNOT_REPORT = 117  # exit code of a rank whose report cannot be written
@@ -54,14 +54,14 @@ class Outcome(str, enum.Enum):
 
 
 def pickled(value: object) -> bytes:
-    """Pickle functions as they are, with what they need of the caller's script."""
+    """Pickle a value, and the parts of the caller's script that its functions need."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, and functions of the script with a ``functools.cache``: they arrive empty."""
+    """Extends cloudpickle to the script's ``lru_cache`` functions, whose caches arrive empty."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper) and not _can_be_imported(obj):
@@ -85,17 +85,17 @@ def _with_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> obj
 
 @dataclass(frozen=True)
 class SimulationSpec:
-    """The additional part of a ``Spec`` for the process of a simulated world."""
+    """Additional settings in the ``Spec`` of a process that simulates a world."""
 
     num_ranks: int
     cluster: "Cluster | str | None"
     options: "Options | None"
-    wants_trace: bool  # megabytes; without, only the results come back
+    wants_trace: bool  # False returns only the results: a trace takes megabytes
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The message to every rank of a world before it starts."""
+    """The settings that every rank of a world reads when it starts."""
 
     world_size: int
     backend: str
@@ -107,14 +107,14 @@ class Spec:
     working_dir: str
     sys_path: tuple[str, ...]
     given: tuple[str, ...] = ()  # folders of the caller's machinery, which tracebacks leave out
-    plain_results: bool = False  # encode results by ``plain``, else pickle them
-    simulation: SimulationSpec | None = None  # then world_size is 1: the process of all ranks
+    plain_results: bool = False  # encode results with ``plain`` instead of pickling them
+    simulation: SimulationSpec | None = None  # if set, world_size is 1: all ranks in one process
 
     def function_and_arguments(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Unpickle the function and its arguments.
 
-        The top-level names of the caller's script are also put into ``__main__`` here, where pickle
-        looks them up when ranks send such objects to each other.
+        The top-level names of the caller's script are also added to ``__main__`` here, where pickle
+        looks them up when ranks send each other objects that the script defines.
         """
         fn, args = pickle.loads(self.payload)
         if getattr(fn, "__module__", None) == "__main__":
@@ -129,18 +129,18 @@ class Report:
     """A rank's own account of how it ended."""
 
     outcome: Outcome
-    at_ns: int  # time.monotonic_ns, one clock for all processes of a machine
+    at_ns: int  # time.monotonic_ns: one clock for all processes on a machine
     result: bytes = b""  # the result of fn, encoded or pickled
     exception: str = ""  # "ValueError"
     headline: str = ""  # "ValueError: boom"
     traceback: str = ""  # innermost frame last, launcher frames left out
-    modules: tuple[str, ...] = ()  # slow imports it made, to be made ahead next time
+    modules: tuple[str, ...] = ()  # slow modules that it imported, to be preloaded next time
 
 
-MAX_REPORT_BYTES = 2**32  # limit for one's own program, which may return tensors
+MAX_REPORT_BYTES = 2**32  # limit for trusted programs, which may return tensors
 MAX_DUMP_BYTES = 16 * 2**20  # 1024 threads, 100 frames each, with room to spare
-WORD_BYTES = 8  # size of the number of a rank or thread
-MAX_TEXT = 100_000  # characters; a rank sends fewer by itself
+WORD_BYTES = 8  # size of a rank number or thread id
+MAX_TEXT = 100_000  # characters; an honest rank sends fewer
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class WorldFolder:
 
     @property
     def running(self) -> Path:
-        """File of a simulated world: the rank that runs, and every rank's thread."""
+        """File in which a simulated world records the running rank and every rank's thread id."""
         return self.path / "running"
 
     def write_spec(self, spec: Spec) -> None:
@@ -170,10 +170,10 @@ class WorldFolder:
         self._report(rank).write_bytes(plain.dumps(values))
 
     def read_report(self, rank: int, max_bytes: int = MAX_REPORT_BYTES) -> Report:
-        """Read a rank's report, whatever its function has done to the file.
+        """Read a rank's report, safely even if its function has tampered with the file.
 
         Raises:
-            OSError: There is no such file, it is not a regular one, or it is too large.
+            OSError: The file is missing, not a regular file, or too large.
             NotPlainError: The content is not a report.
         """
         path = self._report(rank)
@@ -197,11 +197,11 @@ class WorldFolder:
         return self.path / f"rank-{rank}.stacks"
 
     def read_stacks(self, rank: int) -> str:
-        """Read the stacks that a rank has dumped; "" if it has not, or has replaced the file."""
+        """Return the stacks that a rank dumped; "" if there are none or it replaced the file."""
         return self._read_if_small(self.stacks(rank)).decode(errors="replace")
 
     def read_running(self) -> Sequence[int]:
-        """Read the rank that runs, and every rank's thread; nothing if the file was replaced."""
+        """Return the running rank, then every rank's thread id; empty if the file was replaced."""
         data = self._read_if_small(self.running)
         return memoryview(data).cast("q") if data and len(data) % WORD_BYTES == 0 else ()
 

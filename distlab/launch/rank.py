@@ -1,7 +1,7 @@
-"""One rank: what the launching process knows of it, and its own account of how it ended.
+"""One rank: what the launching process knows about it, and its own account of how it ended.
 
-No function that builds the account may fail: an exception can hold megabytes, or raise when it is
-asked for its text.
+None of the functions that build the account may fail, even on an exception that holds megabytes or
+that raises when converted to text.
 """
 
 import contextlib
@@ -29,9 +29,10 @@ from distlab.launch.errors import RankFailed
 from distlab.launch.protocol import Outcome, Report
 from distlab.util.tracebacks import headline, keep_frames
 
-READY_LOOKS = 5  # looks in a row after which a rank is waiting, and not just polling
-READY_STATES = "RD"  # letters of threads that wait for a processor or a disk, or compute
-POLLING_S = 0.03  # processor time; each of eight ranks that wait on gloo uses 0.01 s in 2 s
+READY_LOOKS = 5  # a rank found ready in this many checks in a row is not just polling
+READY_STATES = "RD"  # state letters of threads that compute, or wait for a processor or a disk
+# Processor time that polling may use; each of eight ranks that wait on gloo uses 0.01 s in 2 s.
+POLLING_S = 0.03
 
 
 @dataclass
@@ -46,16 +47,16 @@ class RankProcess:
     report: Report | None = None
     exit_status: int | None = None  # as from os.waitpid
     exited_at_ns: int = 0
-    place: stacks.Place | None = None  # place at which it was stopped, or crashed
+    place: stacks.Place | None = None  # where it was when it was stopped or crashed
     exceeded_memory: bool = False
     was_stopped: bool = False  # True if the parent stopped it, because the world had to end
     tail: bytearray = field(default_factory=bytearray)
     pending_line: bytes = b""
-    is_silent: bool = False  # nothing more can come from its output
+    is_silent: bool = False  # True once its output is closed
     baseline_bytes: int = 0  # memory allocated before the function was called
-    baseline_cpu_s: float = 0.0  # processor time before the function was called
-    idle_cpu_s: float = 0.0  # processor time when the world was last seen to compute
-    looks_ready: int = 0  # how often in a row it was seen to wait for a processor or a disk
+    baseline_cpu_s: float = 0.0  # processor time used before the function was called
+    idle_cpu_s: float = 0.0  # processor time used by the time the world was last seen computing
+    looks_ready: int = 0  # number of checks in a row that found a thread in READY_STATES
 
     @property
     def has_returned(self) -> bool:
@@ -72,7 +73,7 @@ class RankProcess:
 
     @property
     def is_ready(self) -> bool:
-        """True if it waited for a processor or a disk, or used it, whenever ``is_idle`` looked."""
+        """True if the last ``READY_LOOKS`` calls of ``is_idle`` found a thread in READY_STATES."""
         return self.looks_ready >= READY_LOOKS
 
     def text(self) -> str:
@@ -82,12 +83,12 @@ class RankProcess:
         return "\n".join(line.rsplit("\r", 1)[-1] for line in text.split("\n"))
 
     def own_bytes(self) -> int:
-        """Return the memory that it has allocated, without mapped files, which ranks share."""
+        """Return the memory that the rank has allocated, excluding shared mapped files."""
         memory = self._ask(psutil.Process.memory_info)
         return int(memory.rss - getattr(memory, "shared", 0)) if memory else 0
 
     def cpu_s(self) -> float:
-        """Return the processor time of all its threads."""
+        """Return the processor time that all the rank's threads have used."""
         times = self._ask(psutil.Process.cpu_times)
         return float(times.user + times.system) if times else 0.0
 
@@ -95,7 +96,7 @@ class RankProcess:
         return bool(self._ask(psutil.Process.status) == psutil.STATUS_STOPPED)
 
     def has_children(self) -> bool:
-        """Return True if the rank has processes of its own, for which it may wait."""
+        """Return True if the rank has child processes, for which it may be waiting."""
         return bool(self._ask(psutil.Process.children))
 
     def _ask(self, question: Callable[[psutil.Process], Any]) -> Any:
@@ -105,10 +106,10 @@ class RankProcess:
         return None
 
     def is_idle(self) -> bool:
-        """Return True if the rank computes nothing, and waits for neither a processor nor a disk.
+        """Return True if the rank neither computes nor waits for a processor or a disk.
 
-        Threads of a process group poll for messages now and then, which does not count. Where the
-        system does not say what threads wait for, no rank is idle.
+        A process group's threads poll for messages now and then, which does not count. On systems
+        that do not report the states of threads, no rank is idle.
         """
         states = _states_of_threads(self.pid)
         self.looks_ready = self.looks_ready + 1 if not states.isdisjoint(READY_STATES) else 0
@@ -116,17 +117,17 @@ class RankProcess:
         return bool(states) and not self.is_ready and not has_computed
 
     def wants_processor(self) -> bool:
-        """Return True if a thread computes, or waits for a processor or a disk, at this moment."""
+        """Return True if a thread is now computing, or waiting for a processor or a disk."""
         return not _states_of_threads(self.pid).isdisjoint(READY_STATES)
 
     def kill(self) -> None:
-        """Kill the rank and all processes of its session."""
+        """Kill the rank and all processes in its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 def _states_of_threads(pid: int) -> set[str]:
-    """Return the letters that Linux gives: R for running or ready, D for a disk, S for asleep."""
+    """Return Linux's state letters: R is running or ready, D waiting for a disk, S asleep."""
     states = set()
     with contextlib.suppress(OSError):
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
@@ -153,12 +154,12 @@ _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory"
 
 
 def report_of_result(result: bytes) -> Report:
-    """Report what the function returned, as ``encoded`` gave it."""
+    """Return the report for a result that is already ``encoded``."""
     return _report(Outcome.OK, result=result)
 
 
 def encoded(result: object, *, plain_results: bool) -> bytes:
-    """Encode a result; one that is not plain, although it has to be, as the reason for that.
+    """Encode a result; if it must be plain data and is not, encode the reason instead.
 
     Raises:
         TypeError: The result cannot be pickled.
@@ -175,10 +176,10 @@ def encoded(result: object, *, plain_results: bool) -> bytes:
 
 
 def decoded(results: Sequence[bytes], *, plain_results: bool) -> list[Any]:
-    """Decode what all ranks have ``encoded``.
+    """Decode the results that all ranks have ``encoded``.
 
     Raises:
-        RankFailed: A result is not plain, although it has to be.
+        RankFailed: A result had to be plain data and was not.
     """
     if not plain_results:
         return [pickle.loads(result) for result in results]
@@ -193,13 +194,13 @@ def decoded(results: Sequence[bytes], *, plain_results: bool) -> list[Any]:
 
 
 def report_of_error(error: BaseException, launcher_file: str, given: Sequence[str] = ()) -> Report:
-    """Report an exception.
+    """Return the report for an exception.
 
     Args:
-        error: Exception that the function has raised.
+        error: Exception that the function raised.
         launcher_file: File whose frames around the function are left out.
-        given: Folders of the caller's machinery, which is left out too; so are the libraries, if
-            a line of the program is left.
+        given: Folders of the caller's machinery. If there are any, the traceback shows only frames
+            of the program, unless it contains none.
     """
     if isinstance(error, SystemExit):
         return _report(Outcome.EXIT, headline=f"sys.exit({error.code!r})")
@@ -237,14 +238,14 @@ def _tells_of_a_lost_peer(error: BaseException) -> bool:
 
 
 def _is_of_distributed(error: BaseException) -> bool:
-    """Return True if a process group or its store raised it, not a download by the function."""
+    """Return True if the error came from a process group or its store, not from a download etc."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     named = re.search("gloo|nccl|store", _beginning(error), re.IGNORECASE)
     return bool(named) or any("torch/distributed" in file for file in files)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exception, and those it was raised from or while handling."""
+    """Yield the exception and the chain of its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -253,7 +254,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _beginning(error: BaseException) -> str:
-    """Return as much of its text as can be searched at once: megabytes would take seconds."""
+    """Return the start of the error's text, because searching megabytes would take seconds."""
     return _text(error)[:MAX_SEARCHED]
 
 
@@ -265,14 +266,14 @@ def _text(error: BaseException) -> str:
 
 
 def _headline(error: BaseException) -> str:
-    if isinstance(error, SyntaxError):  # its report begins with the line, not with the message
+    if isinstance(error, SyntaxError):  # Python's own text begins with the line, not the message
         return f"{type(error).__name__}: {_text(error)}"
     return headline(error)
 
 
 def _traceback(error: BaseException, launcher_file: str, given: Sequence[str]) -> str:
     if type(error).__module__.startswith("distlab."):
-        return ""  # made for people: the message says it all
+        return ""  # written for people: the message says it all
     frames: TracebackType | None = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename == launcher_file:
         frames = frames.tb_next
@@ -285,7 +286,7 @@ def _traceback(error: BaseException, launcher_file: str, given: Sequence[str]) -
 
 
 def _of_program(files: Collection[str], given: Sequence[str]) -> Collection[str]:
-    """Choose the program's files; all, if none is."""
+    """Return the program's files, or all files if none belongs to the program."""
     return [file for file in files if stacks.is_of_program(file, given)] or files
 
 

@@ -1,10 +1,10 @@
-"""The world ``sim``, supervised: the simulated cluster runs in a process of its own.
+"""The supervised world ``sim``: the simulated cluster runs in its own process.
 
-An endless loop, a crash or ``os._exit`` in a simulated rank is one clear error in time, as in the
-other worlds, and a simulation leaves nothing in the calling process. Its process reports
-plain data:
+An endless loop, a crash or ``os._exit`` in a simulated rank becomes one clear error within the time
+limit, as in the other worlds, and a simulation does not affect the calling process. The process of
+the simulation reports plain data:
 
-    {"results": [bytes of each], "seconds": …, "flops": […], "trace": {…} or None}
+    {"results": [bytes per rank], "seconds": …, "flops": […], "trace": {…} or None}
     {"error": "RankHung", "kind": …, "message": …, "rank": … or None, "exception": …,
      "advice": …}
 
@@ -42,10 +42,10 @@ T = TypeVar("T")
 
 
 def check_simulation(simulation: SimulationSpec) -> None:
-    """Refuse too many ranks, a cluster that does not exist or is too small, faults of no rank.
+    """Refuse too many ranks, a cluster that is unknown or too small, and faults on missing ranks.
 
     Raises:
-        SetupError: The message says what there is instead.
+        SetupError: The simulation is impossible; the message says what is valid.
     """
     try:
         sim.choose_cluster(simulation.cluster, simulation.num_ranks)
@@ -61,9 +61,9 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
     Raises:
         TypeError: A result cannot be pickled.
     """
-    gc.unfreeze()  # the simulation freezes again, and counting what is frozen would take it 20 ms
+    gc.unfreeze()  # sim.simulate freezes them again, but would first count them, which takes 20 ms
     running = _shared_words(folder.running, 1 + simulation.num_ranks)
-    options = simulation.options or sim.Options()  # reports leave the launcher's frames out, too
+    options = simulation.options or sim.Options()  # reports also leave out the launcher's frames
     try:
         simulated = sim.simulate(
             partial(_on_cpu, spec),
@@ -80,9 +80,9 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
 
 
 def _on_cpu(spec: Spec) -> object:
-    """Be one rank, where ``context()`` knows the device: simulated GPUs compute on the CPU.
+    """Run as one rank, with the CPU as the device, because simulated GPUs compute on the CPU.
 
-    Each rank unpickles for itself: arguments, and globals of the caller's script, are its own.
+    Each rank unpickles its own copy of the arguments and of the globals of the caller's script.
     """
     fn, args = spec.function_and_arguments()
     with world.on_device(torch.device("cpu")):
@@ -90,17 +90,17 @@ def _on_cpu(spec: Spec) -> object:
 
 
 def _run_program(fn: Callable[..., object], args: Sequence[object]) -> object:
-    """Call the program and nothing else, so that this frame is known."""
+    """Call the program; the simulator recognises this frame by its name."""
     return fn(*args)
 
 
 def given_of(simulation: SimulationSpec) -> tuple[str, ...]:
-    """Return the folders of the caller's own machinery, whose lines no report names."""
+    """Return the folders of the caller's own machinery; reports never point to lines in them."""
     return simulation.options.given if simulation.options else ()
 
 
 def _shared_words(path: Path, count: int) -> memoryview:
-    """Map a file of integers that the parent can read whatever this process is doing."""
+    """Map a file of integers that the parent can read no matter what this process is doing."""
     path.write_bytes(bytes(WORD_BYTES * count))
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
@@ -118,9 +118,9 @@ def read_outcome(
 
     Args:
         process: Process of the simulation.
-        simulation: Simulation that was asked for.
-        folder: Folder of its world.
-        exceeded: Limit that ended it, or None.
+        simulation: Requested simulation.
+        folder: Folder of the world.
+        exceeded: Limit that ended the world, or None.
         plain_results: True to accept plain data only.
     """
     if process.has_returned and process.report:
@@ -132,7 +132,7 @@ def read_outcome(
 
 
 def _running(folder: WorldFolder, num_ranks: int) -> tuple[int, int | None]:
-    """Return the rank that ran last and its thread, as far as they can be known."""
+    """Return the rank that ran last and its thread id; rank 0 and None if they are unknown."""
     words = folder.read_running()
     if len(words) != 1 + num_ranks or not 0 <= words[0] < num_ranks:
         return 0, None
@@ -140,7 +140,7 @@ def _running(folder: WorldFolder, num_ranks: int) -> tuple[int, int | None]:
 
 
 def _others(number: int, folder: WorldFolder, given: Sequence[str]) -> str:
-    """Say where the threads of the other ranks are; that of a rank that has ended is gone."""
+    """Return lines that say where the other ranks are, except those that have ended."""
     dump, by_place = folder.read_stacks(0), dict[str, list[int]]()
     for rank, ident in enumerate(folder.read_running()[1:]):
         place = stacks.read_place(dump, ident, given) if ident else stacks.Place("", None)
@@ -154,7 +154,7 @@ def _others(number: int, folder: WorldFolder, given: Sequence[str]) -> str:
 def _lost_simulation(
     process: RankProcess, simulation: SimulationSpec, folder: WorldFolder, exceeded: Exceeded | None
 ) -> LaunchError:
-    """Return the error of a simulation that crashed, left or did not end, with the running rank."""
+    """Return the error for a simulation that crashed, exited or hung; it names the running rank."""
     number, ident = _running(folder, simulation.num_ranks)
     place = stacks.read_place(folder.read_stacks(0), ident, given_of(simulation))
     who = f"simulated rank {number} of {simulation.num_ranks}"
@@ -171,13 +171,13 @@ def _lost_simulation(
         return RankHung(f"{message}{others}", kind=kind, rank=number)
     if process.report:
         return RankFailed(f"{process.report.headline}\n\n{process.report.traceback}".rstrip())
-    process.place = None  # the main thread's, which only waits for the ranks
+    process.place = None  # that of the main thread, which only waits for the ranks
     error, headline = verdict.cause(process)
     where = f" {place}" if place.frame else ""
     return error(f"{who} was running when its process {headline}{where}", rank=number)
 
 
-ROWS = "_rows"  # the events in a trace's state
+ROWS = "_rows"  # key of the events in a trace's state
 REPEATED = [Event._fields.index(name) for name in ("kind", "name", "site")]
 
 _KINDS = {kind.__name__: kind for kind in (RankFailed, RankHung, RankExited, RankOutOfMemory)}
@@ -188,7 +188,7 @@ _BY_EXCEPTION = {"OutOfMemory": RankOutOfMemory, "SystemExit": RankExited, EXIT:
 def of_simulation(
     simulated: "sim.Simulated[Any]", *, wants_trace: bool, plain_results: bool
 ) -> bytes:
-    """Pack what a simulation gave.
+    """Encode the outcome of a simulation.
 
     Raises:
         TypeError: A result cannot be pickled.
@@ -203,7 +203,7 @@ def of_simulation(
 
 
 def _packed(state: dict[str, Any]) -> dict[str, Any]:
-    """Turn the rows of a trace, of which there are many, into columns; names and sites repeat."""
+    """Turn a trace's rows into columns, which are smaller; store repeated values only once."""
     columns = [list(column) for column in zip(*state[ROWS], strict=True)]
     tables = []
     for place in REPEATED if columns else ():
@@ -214,7 +214,7 @@ def _packed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``_packed`` was given."""
+    """Undo ``_packed``."""
     columns = state[ROWS]
     for place, table in zip(REPEATED, state.pop("tables"), strict=False):
         columns[place] = [table[number] for number in columns[place]]
@@ -232,7 +232,7 @@ def _encoded(results: list[Any], *, plain_results: bool) -> list[bytes]:
 
 
 def of_error(error: sim.SimulationError) -> bytes:
-    """Pack the error that ended a simulation, as one of all worlds."""
+    """Encode the error that ended a simulation as the LaunchError that other worlds raise."""
     kind: type[LaunchError] = RankHung if isinstance(error, sim.Deadlock) else RankFailed
     exception = error.exception if isinstance(error, sim.RankError) else ""
     outcome = {
@@ -247,10 +247,11 @@ def of_error(error: sim.SimulationError) -> bytes:
 
 
 def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> object:
-    """Return the simulation, its results alone if no trace was asked for, or its LaunchError.
+    """Return the simulation (only the results if no trace was requested), or its LaunchError.
 
     Raises:
-        NotPlainError: The data are not such a report, or a result is not plain but must be.
+        NotPlainError: The data is not a simulation's report, or a result had to be plain data and
+            was not.
     """
     try:
         values: Any = plain.loads(sent)
@@ -261,7 +262,7 @@ def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> obj
         return error
     except plain.NotPlainError:
         raise
-    except Exception as error:  # strangers' data may lead to any
+    except Exception as error:  # untrusted data may raise anything
         raise plain.NotPlainError(f"no simulation ({error})") from None
 
 

@@ -1,4 +1,4 @@
-"""Where every rank is: read faulthandler's dumps and say it in one sentence."""
+"""Locate every rank: read faulthandler's dumps and summarise them in one sentence."""
 
 import ast
 import contextlib
@@ -34,7 +34,7 @@ def is_of_program(file: str, given: Sequence[str] = ()) -> bool:
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack; line 0 if it is unknown."""
+    """One line of a stack; ``line`` is 0 if it is unknown."""
 
     file: str
     line: int
@@ -42,7 +42,7 @@ class Frame:
 
     @property
     def source(self) -> str:
-        linecache.checkcache(self.file)  # a learner edits it between two runs
+        linecache.checkcache(self.file)  # learners edit the file between runs
         return linecache.getline(self.file, self.line).strip()
 
     @property
@@ -57,10 +57,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class Place:
-    """The call in which a rank waits, if it does, and its line of the user's program."""
+    """The call in which a rank waits, if any, and the line of the user's program."""
 
-    operation: str  # "recv", "all_reduce", "wait()"; "" if it waits in no communication
-    frame: Frame | None  # None: the stack could not be read
+    operation: str  # "recv", "all_reduce", "wait()"; "" if it is not waiting for communication
+    frame: Frame | None  # None: no line is known
     without_frame: str = "at an unknown place: it did not answer"
 
     def __str__(self) -> str:
@@ -78,11 +78,11 @@ READY = Place("", None, "ready, and waiting for the others to start")
 
 
 def read_place(dump: str, ident: int | None = None, given: Sequence[str] = ()) -> Place:
-    """Find out from a process's dump what a thread is doing; its main thread by default.
+    """Return what a thread, by default the main one, is doing according to its process's dump.
 
-    The innermost frame of the user's own is the place; the ``torch.distributed`` function it
-    called, if any, is the operation. Files in the folders ``given`` are the caller's machinery:
-    none of their lines is the place.
+    The innermost frame of the user's program is the place; the ``torch.distributed`` function that
+    it called, if any, is the operation. Files in the ``given`` folders are the caller's machinery:
+    their lines are never the place.
     """
     frames = [f for f in _thread(dump, ident) if (f.file, f.function) != FORK_SERVER]
     machinery = None
@@ -110,13 +110,13 @@ def _thread(dump: str, ident: int | None) -> list[Frame]:
 
 
 def _frame(file: str, line: str, function: str) -> Frame:
-    """Read a frame; one at an instruction that has no line is at its function's first."""
+    """Return a frame; an instruction without a line counts as its function's first line."""
     return Frame(file, int(line) if line.isdecimal() else _first_line(file, function), function)
 
 
 def _first_line(file: str, function: str) -> int:
-    """Find where a function is defined; 0 if no place or several are possible."""
-    with contextlib.suppress(Exception):  # the program may have replaced its file by anything
+    """Return the line where a function is defined; 0 if no function or several have this name."""
+    with contextlib.suppress(Exception):  # the program may have replaced its file with anything
         source = files.read_regular(Path(file), files.MAX_SOURCE_BYTES)
         nodes = ast.walk(ast.parse(source))
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -1,8 +1,8 @@
 """Watch the ranks of one world from the parent: their reports, exits, output, memory and time.
 
-The parent never blocks on a rank and asks nothing of one that is stuck. A world ends when all ranks
-have reported; or shortly after the first one failed, time for the others to say what they saw; or
-when time is up or memory is short. Whatever then still lives is killed.
+The parent never blocks on a rank and expects nothing from one that is stuck. A world ends when all
+ranks have reported; shortly after the first failure, so that other ranks can still report theirs;
+or when time is up or memory runs short. Any process that is then still alive is killed.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from distlab.launch.protocol import Outcome, Report, Spec, WorldFolder
 from distlab.launch.rank import RankProcess
 
 GRACE_S = 0.5  # time after the first failure in which other ranks may report theirs
-ASK_S, ASK_BUSY_S = 0.1, 0.5  # time for interpreters to write all stacks, idle and computing
-DUMP_S = 1.0  # time for the others to write them from C
+ASK_S, ASK_BUSY_S = 0.1, 0.5  # time to write stacks, for an idle and for a computing interpreter
+DUMP_S = 1.0  # time for the remaining ranks to write theirs from C
 EXIT_S = 3.0  # time for released ranks to leave before they are killed
 TICK_S = 0.1  # interval between checks of time and memory
-# A world that uses this share of its memory may compute this many times longer: filling memory
-# takes long on a busy machine, and endless growth should be reported as that.
+# A world that uses more than this share of its memory may compute this many times longer: filling
+# memory takes a while on a busy machine, and endless growth should be reported as such.
 FILLING_SHARE, FILLING_TIMES = 0.2, 4
-# A rank that waits for a processor when time is up, and has computed less than it may, gets this
-# many times the limit: the machine is busy, and a loop is found by its processor time.
+# A rank that waits for a processor when time is up, but has processor time left, gets up to this
+# many times the limit: the machine is busy, and the limit on processor time still catches a loop.
 STARVED_TIMES = 12
 TAIL_BYTES = 64 * 1024
 LINE_BYTES = 64 * 1024  # longer lines are shown in pieces
-MAX_SHOWN_BYTES = 256 * 1024  # output of a world that is shown, where results must be plain
-MEMORY_SHARE = 0.9  # part of the memory that is free at the start, for all ranks together
+MAX_SHOWN_BYTES = 256 * 1024  # limit on the output shown of a world whose results must be plain
+MEMORY_SHARE = 0.9  # fraction of the memory free at the start that all ranks together may use
 
 
 class Supervisor:
@@ -55,7 +55,7 @@ class Supervisor:
         self.output_dir = output_dir
         self.ranks: list[RankProcess] = []
         self.exceeded: Exceeded | None = None  # the limit that ended the world, if one did
-        # From the last start of the clock on.
+        # Counted from ``_clock_started``.
         self.limit_s: float | None = start_timeout_s(spec.world_size, num_cores())
         self._clock_started = time.monotonic()
         self._has_gone = False  # True once all ranks may call the function
@@ -73,9 +73,9 @@ class Supervisor:
         self._display = output.Display(0)
 
     def run(self) -> list[RankProcess]:
-        """Start the ranks, watch them to the end, and return what is known of each.
+        """Start the ranks, watch them to the end, and return what is known about each.
 
-        Afterwards no process that they started is left, whatever happened, ctrl-C included.
+        Afterwards no process that they started is left, even after an error or ctrl-C.
         """
         self._clock_started = time.monotonic()
         self._display = output.Display(self.spec.world_size)
@@ -106,7 +106,7 @@ class Supervisor:
             on_failure.pop_all()
         if self.output_dir:
             self._files[number] = (self.output_dir / f"rank-{number}.log").open("wb")
-        with contextlib.suppress(BrokenPipeError):  # it was killed already
+        with contextlib.suppress(BrokenPipeError):  # the rank was already killed
             ours.sendall(f"{self.folder.path}\n{number}".encode())
         ours.setblocking(False)
         os.set_blocking(reading, False)
@@ -137,7 +137,7 @@ class Supervisor:
         return None
 
     def _go(self) -> None:
-        """Let all ranks call the function; their time starts now."""
+        """Let all ranks call the function, and restart the clock for the time limit."""
         self._has_gone = True
         self._display.close()
         self._clock_started = time.monotonic()
@@ -159,7 +159,7 @@ class Supervisor:
         while not done() and time.monotonic() < deadline:
             self._turn(0.02)
 
-    # News of ranks and fork server
+    # Messages, exits and output
 
     def _note_word(self, rank: RankProcess) -> None:
         try:
@@ -173,13 +173,13 @@ class Supervisor:
         if protocol.REPORTED in words:
             rank.report = self._read_report(rank)
             note_use(rank.cpu_s() - rank.baseline_cpu_s, time.monotonic() - self._clock_started)
-        if not words:  # the rank's end is closed; its exit comes through the fork server
+        if not words:  # the rank's end is closed; the fork server will report the exit
             self._selector.unregister(rank.control)
 
     def _read_report(self, rank: RankProcess) -> Report:
         try:
             return self.folder.read_report(rank.number, self._max_report_bytes)
-        except (OSError, plain.NotPlainError) as error:  # fn has meddled with it
+        except (OSError, plain.NotPlainError) as error:  # fn has tampered with the file
             what = f"an error that its process did not report, but {error}"
             return Report(Outcome.EXCEPTION, time.monotonic_ns(), headline=what)
 
@@ -222,13 +222,13 @@ class Supervisor:
             self._check_computing(now)
 
     def _is_starved(self, times: float) -> bool:
-        """Return True if a rank that may still compute waits for a processor."""
+        """Return True if a rank that has processor time left is waiting for a processor."""
         if not self._has_gone or self.limits.cpu_s is None or times > STARVED_TIMES:
             return False
         return any(rank.is_ready for rank in self.ranks if rank.is_running)
 
     def _check_computing(self, now: float) -> None:
-        """End a world that computes, or waits, for longer than it may."""
+        """End a world that computes or waits for longer than its limits allow."""
         running = [rank for rank in self.ranks if rank.is_running]
         idle = [rank for rank in running if rank.is_idle()]
         cpu_s, idle_s = self.limits.cpu_s, self.limits.idle_s
@@ -242,7 +242,7 @@ class Supervisor:
             self._check_waiting(now, running, idle_s)
 
     def _check_waiting(self, now: float, running: list[RankProcess], idle_s: float) -> None:
-        """End a world that waits, but not while a rank waits for a process of its own."""
+        """End a world that waits for too long, except while a rank has child processes."""
         waited_s = now - self._idle_since
         if waited_s > idle_s / 2 and any(rank.has_children() for rank in running):
             self._start_to_wait(now)
@@ -255,7 +255,7 @@ class Supervisor:
             rank.idle_cpu_s = rank.cpu_s()
 
     def _check_memory(self) -> None:
-        """Stop the largest rank if all together have grown beyond the limit."""
+        """Stop the largest rank if all ranks together exceed the memory limit."""
         if not self._has_gone:
             return
         running = [rank for rank in self.ranks if rank.is_running]
@@ -273,7 +273,7 @@ class Supervisor:
         self._locate([rank for rank in self.ranks if rank.is_running])
 
     def _locate(self, ranks: list[RankProcess]) -> None:
-        """Let ranks dump their stacks, and read where each of them is."""
+        """Make ranks dump their stacks, and record where each of them is."""
         if not self._has_gone:
             for rank in ranks:
                 rank.place = stacks.READY if rank.has_started else stacks.STARTING
@@ -283,7 +283,7 @@ class Supervisor:
         stuck = [rank for rank in ranks if not self._has_dumped(rank)]
         self._ask_for_stacks(stuck, protocol.DUMP_FROM_C_SIGNAL, DUMP_S)
         for rank in ranks:
-            if rank.is_running:  # not one that ended meanwhile
+            if rank.is_running:  # it may have ended in the meantime
                 rank.place = stacks.SUSPENDED if rank.is_suspended() else self._place(rank)
 
     def _place(self, rank: RankProcess) -> stacks.Place:
@@ -296,7 +296,7 @@ class Supervisor:
         self._turn_until(lambda: all(self._has_dumped(rank) for rank in ranks), seconds)
 
     def _may_answer(self, rank: RankProcess) -> bool:
-        """Return True if the rank computes, or waits for a processor: it may still answer."""
+        """Return True if the rank may still answer: it computes, or waits for a processor."""
         return not self._has_dumped(rank) and rank.wants_processor()
 
     def _has_dumped(self, rank: RankProcess) -> bool:
@@ -315,7 +315,7 @@ class Supervisor:
         return all(rank.exit_status is not None for rank in self.ranks)
 
     def _end(self) -> None:
-        """Kill the processes that are left, and read their last output."""
+        """Kill the remaining processes and read their last output."""
         with contextlib.suppress(SetupError, OSError):
             for rank in self.ranks:
                 if rank.exit_status is None:

@@ -1,7 +1,7 @@
-"""From what is known of every rank to one error: who is to blame, why, and what the others did.
+"""Turn what is known about all ranks into one error: who is to blame, why, what the others did.
 
-Blame goes to the first *primary* failure. A rank that only lost its connection is secondary: it
-only says that another one went away, whatever the clocks say.
+Blame goes to the first *primary* failure. The failure of a rank that only lost its connection is
+secondary, even if it came first: it shows only that another rank went away.
 """
 
 import os
@@ -26,7 +26,7 @@ from distlab.util.text import clipped, rank_names, signal_name, verb
 OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
 FATE_CHARACTERS = 120
 
-# What C++ prints before it aborts -> what it means here.
+# What C++ code prints before it aborts -> what that means here.
 _HINTS = (
     (
         re.compile(r"op\.preamble\.length <= op\.nbytes|op\.nbytes == op\.preamble"),
@@ -54,7 +54,7 @@ def judge(ranks: Sequence[RankProcess], exceeded: Exceeded | None) -> LaunchErro
 
 
 def _failure(rank: RankProcess, ranks: Sequence[RankProcess]) -> LaunchError:
-    """Return the error of a rank that failed by itself."""
+    """Return the error for a rank that failed on its own."""
     who = f"rank {rank.number} of {len(ranks)}"
     kind, headline = cause(rank)
     parts = [f"{who} {headline}"]
@@ -69,7 +69,7 @@ def _failure(rank: RankProcess, ranks: Sequence[RankProcess]) -> LaunchError:
 
 
 def cause(rank: RankProcess) -> tuple[type[LaunchError], str]:
-    """Return the type of the error, and the rest of the sentence about the rank."""
+    """Return the error type, and the predicate of a sentence whose subject is the rank."""
     if rank.exceeded_memory:
         where = f" {rank.place}" if rank.place else ""
         return RankOutOfMemory, f"outgrew the memory limit{where}; it was stopped"
@@ -82,7 +82,7 @@ def cause(rank: RankProcess) -> tuple[type[LaunchError], str]:
 
 
 def _death(rank: RankProcess) -> tuple[type[LaunchError], str]:
-    """Return error and sentence for a rank that died without a report."""
+    """Return the error type and the predicate for a rank that died without a report."""
     code = os.waitstatus_to_exitcode(rank.exit_status or 0)
     if code == CANNOT_REPORT:
         return RankFailed, "could not report how it ended; the last lines that it printed say why"
@@ -153,7 +153,7 @@ def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspend
 
 
 def _lost_peer(ranks: Sequence[RankProcess]) -> LaunchError:
-    """Blame a rank that returned, if all others only lost their connection."""
+    """Return the error for ranks that only lost connections; blame a rank that returned, if any."""
     lost = min((rank for rank in ranks if rank.has_failed), key=_failed_at_ns)
     returned = [rank.number for rank in ranks if rank.has_returned]
     traceback = lost.report.traceback.rstrip() if lost.report else ""

@@ -1,7 +1,7 @@
 """One rank: join the world, call the function, report, wait to be released.
 
 Runs in a fresh process, forked from the fork server or started by it. Its standard output and
-error are the parent's pipe; everything else it has to say goes through ``protocol``.
+error are the parent's pipe; everything else it sends goes through ``protocol``.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from distlab.launch.protocol import Outcome, Report, Spec, WorldFolder
 from distlab.launch.rank import encoded, report_of_error, report_of_result
 from distlab.util import processes
 
-# A rank that has returned stays connected this long while others still work. Then it closes, and
-# any rank that waits for it sees at once that it has gone.
+# A rank that has returned stays connected this long while others still work. Then it disconnects,
+# and any rank that waits for it notices at once.
 LINGER_S = 1.0
 
 
 def main_of_fresh_process() -> None:
-    """Be a rank that was not forked, but has imported torch itself."""
+    """Run as a rank that was not forked and has imported torch itself."""
     os.setsid()
     main(socket.socket(fileno=int(sys.argv[1])))
 
 
 def main(control: socket.socket) -> None:
-    """Be the rank that the other end of ``control`` names. Does not return."""
+    """Run as the rank that the parent names over ``control``. Does not return."""
     processes.die_with_parent()
     folder_name, rank_text = control.recv(4096).decode().split("\n")
     folder, rank = WorldFolder(Path(folder_name)), int(rank_text)
@@ -58,7 +58,7 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
     device = torch.device(spec.devices[rank])
     try:
         if spec.simulation:
-            from distlab.launch import simulation  # all of the simulator, only where needed
+            from distlab.launch import simulation  # imports the whole simulator: not at the top
 
             _start_together(control)
             return report_of_result(simulation.simulate_in_child(spec, spec.simulation, folder))
@@ -78,7 +78,7 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
 
 
 def _start_together(control: socket.socket) -> None:
-    """Wait until all ranks are up: a late one must find those that return at once still there."""
+    """Wait until all ranks are up, so that none returns and leaves before a late one has joined."""
     control.sendall(protocol.STARTED)
     if control.recv(1) != protocol.GO:
         os._exit(0)  # the parent has gone
@@ -89,14 +89,14 @@ def _send(report: Report, rank: int, folder: WorldFolder, control: socket.socket
         folder.write_report(rank, report)
         _flush_output()
         control.sendall(protocol.REPORTED)
-    except OSError:  # the disk is full, or fn has closed what it did not open
+    except OSError:  # the disk is full, or fn has closed a descriptor of ours
         with contextlib.suppress(Exception):
             traceback.print_exc()
         os._exit(protocol.CANNOT_REPORT)
 
 
 def _linger(control: socket.socket) -> None:
-    """Stay connected until all ranks are done, or for a moment."""
+    """Stay connected until all ranks are done, but at most for ``LINGER_S``."""
     with contextlib.suppress(OSError):
         readable, _, _ = select.select([control], [], [], LINGER_S)
         if readable and control.recv(1) == protocol.RELEASE and dist.is_initialized():
@@ -104,10 +104,10 @@ def _linger(control: socket.socket) -> None:
 
 
 def _take_environment(spec: Spec, rank: int) -> None:
-    """Take over the launching process's environment, folder and import path; one thread per rank.
+    """Adopt the launching process's environment, folder and import path; use one thread.
 
-    The generators of torch, numpy and ``random`` were copied by the fork; new seeds make them
-    independent of each other, as they are in processes that were started one by one.
+    The fork copied the random generators of torch, numpy and ``random``; new seeds make the ranks'
+    generators independent, as in processes that were started separately.
     """
     os.environ.clear()
     os.environ.update(spec.environ)
@@ -125,7 +125,7 @@ def _take_environment(spec: Spec, rank: int) -> None:
 
 
 def _reopen_output() -> None:
-    """Write a line at a time, so that lines of several ranks do not mix and a crash loses none."""
+    """Buffer output by line: lines from different ranks do not mix, and a crash loses none."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="replace")
         setattr(sys, name, stream)
@@ -138,7 +138,7 @@ def _flush_output() -> None:
 
 
 def _keep_stacks(stacks: IO[str]) -> None:
-    """Write all stacks when the parent asks, and from C when it asks so or the rank crashes."""
+    """Install handlers that write all stacks on either of the parent's signals and on a crash."""
     print(f"main {threading.main_thread().ident:#x}", file=stacks, flush=True)
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(protocol.DUMP_FROM_C_SIGNAL, file=stacks, all_threads=True, chain=False)

@@ -26,7 +26,7 @@ _device: contextvars.ContextVar[torch.device] = contextvars.ContextVar("distlab_
 
 
 def context() -> Context:
-    """Return rank, world size and device, inside a function that ``run`` called.
+    """Return rank, world size and device; works only inside a function that ``run`` called.
 
     Raises:
         RuntimeError: This was called outside such a function, where there is no rank.
@@ -41,7 +41,7 @@ def context() -> Context:
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the one that ``context()`` reports, and CUDA's current one."""
+    """Make ``device`` the one that ``context()`` reports, and CUDA's current device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     token = _device.set(device)
@@ -54,14 +54,14 @@ def on_device(device: torch.device) -> Iterator[None]:
 def init_process_group(
     backend: str, device: torch.device, timeout_s: float | None, **meeting: Any
 ) -> None:
-    """Join the process group; ``meeting`` says where, if not as torchrun's variables do."""
+    """Join the process group given by ``meeting``, or by torchrun's variables if that is empty."""
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     own = device if backend == "nccl" else None
     dist.init_process_group(backend, timeout=timeout, device_id=own, **meeting)
 
 
 def use_loopback() -> None:
-    """Keep gloo on the loopback interface, unless the user chose one.
+    """Keep gloo on the loopback interface, unless the user chose another.
 
     All ranks of ``run`` are on this machine, and gloo would otherwise look up the machine's own
     name, which on laptops often fails (pytorch/pytorch#26049).

@@ -1,4 +1,4 @@
-"""The work of a learner's commands: progress, checks, hints, diffs, resets, traces, watching.
+"""The logic of the learner's commands: progress, checks, hints, diffs, resets, traces, watching.
 
 course.toml, templates ──▶ folder, source          the course, and the learner's functions
                        ──▶ templates               the original templates, and resets

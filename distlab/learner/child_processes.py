@@ -1,8 +1,8 @@
-"""Processes that the commands start and that must not outlive them.
+"""Child processes of the commands; none may outlive its command.
 
-On Linux the kernel ends a child when its parent ends, for whatever reason. Elsewhere the parent
+On Linux, the kernel ends a child when its parent ends, for whatever reason. Elsewhere, the parent
 ends its children when it gets a signal or loses its terminal. The fork server and the ranks, which
-the children have started, notice the end of their parents themselves.
+the children start, notice on their own when their parent ends.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from distlab.util import processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5
-STOPPED_S = 2.0  # a stop is not ctrl-Z, because children have their own sessions
+STOPPED_S = 2.0  # ctrl-Z cannot be the cause of a stop, because children have their own sessions
 
 
 def command(code: str, *arguments: str) -> list[str]:
@@ -33,19 +33,19 @@ def command(code: str, *arguments: str) -> list[str]:
 
 
 def stay_with(parent: int) -> None:
-    """Make this child end with its parent; called first."""
+    """Make this child end with its parent; must be called first."""
     processes.die_with_parent()
-    if os.getppid() != parent:  # it had ended before the line above
+    if os.getppid() != parent:  # the parent had already ended
         sys.exit(1)
 
 
 @contextmanager
 def ended_with_us() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind this process like ctrl-C, so that it ends its children."""
+    """Make SIGTERM and SIGHUP unwind this process like ctrl-C, so that it ends its children."""
     before: dict[signal.Signals, Any] = {}
     try:
         for number in SIGNALS:
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup's choice stays
+            if signal.getsignal(number) == signal.SIG_DFL:  # otherwise nohup's choice is kept
                 before[number] = signal.signal(number, _leave)
         yield
     finally:
@@ -55,7 +55,7 @@ def ended_with_us() -> Iterator[None]:
 
 @contextmanager
 def not_left_stopped(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Kill a child that is stopped (SIGSTOP) and its descendants, because it would never answer."""
+    """Inside the block, kill a child and its descendants if it is stopped: it cannot answer."""
     is_over = threading.Event()
     watcher = threading.Thread(target=_end_if_stopped, args=(process.pid, is_over), daemon=True)
     watcher.start()
@@ -78,7 +78,7 @@ def _end_if_stopped(pid: int, is_over: threading.Event) -> None:
 
 
 def kill(child: psutil.Process) -> None:
-    """Kill a process and all its descendants, which may be stopped themselves."""
+    """Kill a process and all its descendants, even if they are stopped."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [*child.children(recursive=True), child]:
             with contextlib.suppress(psutil.NoSuchProcess):

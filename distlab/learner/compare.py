@@ -1,4 +1,4 @@
-"""A learner's functions beside the solution's, and the solution's helpers."""
+"""Compare a learner's functions with the solution's, including the solution's helpers."""
 
 import ast
 import difflib
@@ -11,9 +11,10 @@ from distlab.learner.source import Function
 
 
 def diff(folder: CourseFolder, task: Task) -> str:
-    """Return a unified diff, without docstrings, "" if there is no difference.
+    """Return a unified diff without docstrings; "" if there is no difference.
 
-    It covers the task's functions and the private functions that the solution's call.
+    The diff covers the task's functions, and the private functions that the solution's functions
+    call.
 
     Raises:
         LearnerError: There is no solution, or the learner's file does not parse.
@@ -55,10 +56,10 @@ def _bare_lines(node: Function, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _helpers(text: str, names: Sequence[str]) -> list[str]:
-    """Return the private functions that these functions of a file use, directly or indirectly."""
+    """Return the private functions that the named functions use, directly or indirectly."""
     nodes = _nodes(text)
     used = list(names)
-    for name in used:  # the list grows meanwhile
+    for name in used:  # the list grows during the loop
         used += [other for other in dict.fromkeys(_uses(name, nodes)) if other not in used]
     return used[len(names) :]
 

@@ -8,7 +8,7 @@ from distlab import course
 from distlab.course import Course, Phase, Task
 from distlab.util.text import did_you_mean
 
-PRIVATE = ".distlab"  # folder of the learner's commands, ignored by git
+PRIVATE = ".distlab"  # folder in which the commands keep their state; ignored by git
 
 
 class LearnerError(Exception):
@@ -32,7 +32,7 @@ class CourseFolder:
         return self.root / PRIVATE
 
     def suite(self, phase: Phase) -> Path:
-        """Return the grading suite of a phase, from the root."""
+        """Return the path of a phase's grading suite, relative to the root."""
         return Path("tests", f"test_phase{phase.number}.py")
 
     def phase_of(self, task: Task) -> Phase:
@@ -40,18 +40,18 @@ class CourseFolder:
         return next(phase for phase in self.course.phases if task in phase.tasks)
 
     def has_solution(self, task: Task) -> bool:
-        """Return True if the solution is there; the students' version has none."""
+        """Return True if the solution exists; the students' version has none."""
         return (self.root / task.solution).is_file()
 
     def guide(self, task: Task) -> Path:
-        """Return the guidelines of the task's phase."""
+        """Return the path of the guidelines of the task's phase."""
         return self.root / task.folder / "guidelines.md"
 
     def task(self, name: str) -> Task:
         """Look a task up by its id, or by one of its functions or classes.
 
         Raises:
-            LearnerError: There is no such task; the message names the nearest.
+            LearnerError: There is no such task; the message suggests the nearest name.
         """
         for task in self.course.tasks:
             if name in _words(task):
@@ -77,10 +77,10 @@ def _words(task: Task) -> tuple[str, ...]:
 
 
 def find(start: Path | None = None) -> CourseFolder:
-    """Return the course's folder: ``start``, by default the working folder, or one above it.
+    """Return the course's folder: ``start``, by default the working folder, or one of its parents.
 
     Raises:
-        LearnerError: There is no course's folder.
+        LearnerError: None of them is the course's folder.
         CourseError: The folder's course.toml cannot be used.
     """
     try:

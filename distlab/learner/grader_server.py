@@ -1,4 +1,4 @@
-"""A persistent process that loads torch and the grader once; every grading is then a call.
+"""A persistent process that loads torch and the grader only once for many grading runs.
 
     watch ──one line of JSON: arguments of pytest──▶ server
           ◀─one line of JSON: exit code, output──
@@ -39,7 +39,7 @@ class WarmGrader:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # ctrl-C is for the parent, which ends this one
+            start_new_session=True,  # ctrl-C goes to the parent only, which ends this process
         )
 
     def __call__(self, arguments: list[str]) -> tuple[int, str]:
@@ -57,14 +57,14 @@ class WarmGrader:
                 line = self._server.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line.endswith("\n"):  # nothing, or a part of the line before it was killed
+        if not line.endswith("\n"):  # the process was killed before it had written the whole line
             self.close()
             return GRADER_FAILED, "the grader's process ended; the next grading starts another one"
         code, output = json.loads(line)
         return code, output
 
     def stop(self) -> None:
-        """End the process, from any thread; waiting and later calls return at once."""
+        """End the process, from any thread; pending and later calls of pytest return at once."""
         self._is_stopped = True
         self._server.terminate()
 
@@ -78,12 +78,12 @@ class WarmGrader:
             self._server.wait()
         for pipe in (self._server.stdin, self._server.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # a request may be unread
+                with contextlib.suppress(BrokenPipeError):  # a request may be left unread
                     pipe.close()
 
 
 def serve() -> None:
-    """Run the process: answer requests until the other end closes."""
+    """Answer requests until the other end closes; this is the main function of the process."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -95,20 +95,20 @@ def serve() -> None:
             code = _pytest(json.loads(request))
         print(json.dumps([code, output.getvalue()]), file=answers, flush=True)
         if place == 0:
-            _freeze()  # now also the grader and the suite
+            _freeze()  # this time including the grader and the suite
 
 
 def _load() -> None:
-    """Load the modules of the first grading: the fork server and torch, in parallel."""
+    """Load the modules that the first grading run needs: fork server and torch, in parallel."""
     importlib.import_module("distlab.grade.prestart")
     importlib.import_module("torch")
     _freeze()
 
 
 def _freeze() -> None:
-    """Exclude all present objects from pytest's two garbage collections per run.
+    """Exclude all existing objects from pytest's two garbage collections per run.
 
-    With torch, each would take 0.1 s.
+    With torch loaded, each collection would take 0.1 s.
     """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
 """Grading in another process: pytest with the course's plugin, and its JSON report.
 
-The score comes from the report of this very run. Exit codes are those of ``distlab grade``.
+A score comes only from the report of the same run. Exit codes are those of ``distlab grade``.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from distlab.util.text import signal_name
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 VERBOSE = "-v"
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
-REMEMBERING = "distlab.learner.pytest_progress"  # plugin that remembers direct runs of pytest
+REMEMBERING = "distlab.learner.pytest_progress"  # plugin that records direct runs of pytest
 NO_PYTEST = "grading needs pytest, which is not installed here: pip install pytest"
 NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 
@@ -44,7 +44,7 @@ class Grading:
         result: Contents of the report; None if there is no complete report.
         output: Everything that pytest printed.
         digests: Digests of the learner's functions at the start, by task.
-        options: Arguments of pytest.
+        options: Arguments passed to pytest.
     """
 
     code: int
@@ -66,14 +66,15 @@ class Grading:
 
     @property
     def lends(self) -> bool:
-        """True if it was run with ``--lend``."""
+        """True if the grader was run with ``--lend``."""
         return LEND in self.options
 
 
 def find_reports(options: Sequence[str]) -> list[str]:
     """Return pytest's arguments for reports, with absolute paths.
 
-    This creates their folders and removes earlier reports, because pytest may fail before it does.
+    The reports' folders are created and earlier reports removed, in case pytest fails too early to
+    do so.
 
     Raises:
         LearnerError: The format is unknown, or the path may not or cannot be written.
@@ -86,10 +87,10 @@ def find_reports(options: Sequence[str]) -> list[str]:
 
 
 def world_timeout(seconds: float | None) -> list[str]:
-    """Return pytest's arguments for the time limit of one world, none for the default.
+    """Return pytest's arguments for the time limit of one world; no arguments for the default.
 
     Raises:
-        LearnerError: The number is not a duration.
+        LearnerError: The number is not positive and finite.
     """
     if seconds is None:
         return []
@@ -110,7 +111,7 @@ def lend_option(folder: CourseFolder, is_asked_for: bool) -> list[str]:
 
 
 def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
-    """Return the grading suites of phases.
+    """Return the paths of the phases' grading suites.
 
     Raises:
         LearnerError: A suite is missing.
@@ -123,7 +124,7 @@ def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
 
 
 def for_task(folder: CourseFolder, task: Task) -> list[str]:
-    """Return pytest's arguments to grade one task, up to its first test that fails."""
+    """Return pytest's arguments to grade one task, up to its first failing test."""
     return [*suites(folder, [folder.phase_of(task)]), "-k", task.id, "-x"]
 
 
@@ -155,7 +156,7 @@ def shown_in(folder: CourseFolder) -> RunPytest:
 
 
 def _run(folder: CourseFolder, arguments: list[str], *, is_shown: bool) -> tuple[int, str]:
-    """Run pytest until it, or this process, ends; only this process receives ctrl-C."""
+    """Run pytest until it or this process ends; only this process receives ctrl-C."""
     with child_processes.ended_with_us():
         process = subprocess.Popen(
             child_processes.command(PYTEST, *arguments),
@@ -176,7 +177,7 @@ def _run(folder: CourseFolder, arguments: list[str], *, is_shown: bool) -> tuple
 
 
 def _output(process: "subprocess.Popen[str]") -> str:
-    """Wait for the end of a process; kill it if anything interrupts the wait."""
+    """Wait for a process and return its output; kill it if anything interrupts the wait."""
     try:
         with child_processes.not_left_stopped(process):
             return process.communicate()[0] or ""
@@ -187,10 +188,11 @@ def _output(process: "subprocess.Popen[str]") -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment, with its own distlab first on the path.
+    """Return this process's environment, with this distlab first on the path.
 
-    pytest's installed plugins are disabled, because they take longer to load than a task. Options
-    and plugins in the environment are removed, because they would change the grading.
+    pytest's installed plugins are disabled, because they take longer to load than a task takes to
+    grade. pytest options and plugins set in the environment are removed, because they would affect
+    grading.
     """
     home = str(Path(__file__).parents[2])
     paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -200,7 +202,7 @@ def environment() -> dict[str, str]:
 
 
 def _code(code: int, result: GradeResult | None) -> int:
-    """Return our exit code; without a complete report on tests that ran, the grader has failed."""
+    """Return our exit code; without a complete report on tests that ran, the grader failed."""
     if code in (4, 5):
         return {4: USAGE, 5: NOTHING_RAN}[code]
     if code not in (0, 1) or result is None or not result.tasks:
@@ -211,7 +213,7 @@ def _code(code: int, result: GradeResult | None) -> int:
 
 
 def _read(report: Path, folder: CourseFolder) -> GradeResult | None:
-    """Return the contents of a report; None for an incomplete one."""
+    """Return the contents of a report; None if it is missing or incomplete."""
     try:
         return GradeResult.from_json(json.loads(report.read_text(encoding="utf-8")), folder.course)
     except (OSError, ValueError, KeyError, TypeError):
@@ -219,6 +221,6 @@ def _read(report: Path, folder: CourseFolder) -> GradeResult | None:
 
 
 def remember(folder: CourseFolder, grading: Grading) -> state.Progress:
-    """Keep the outcomes of a grading of the learner's own files."""
+    """Record the outcomes of grading the learner's own files."""
     templates.keep(folder)
     return state.remember_results(folder, grading.tasks.values(), grading.digests)

@@ -1,8 +1,8 @@
 """The students' version of the course: everything in git but the solutions and related files.
 
-Wrong answers are left out, because they are small changes of the solutions, as are the pages for
-those who teach the course or work on it. No other page names a file that is left out: a test
-checks that.
+Also left out are the wrong answers, which are slight variations of the solutions, and the pages for
+people who teach or develop the course. A test checks that the remaining pages mention none of these
+files.
 """
 
 import ast
@@ -22,15 +22,15 @@ LEFT_OUT = (
 GENERATED = ("data", "out")
 NOT_IN_GIT = ("__pycache__", "build", "dist")
 HIDDEN = (".gitignore", ".devcontainer")  # hidden files that are handed out
-README = Path(__file__).with_name("students_readme.md")  # its links start at the root
+README = Path(__file__).with_name("students_readme.md")  # its links are relative to the root
 
 
 def write(folder: CourseFolder, target: Path) -> int:
-    """Copy a student's files into a new folder; return their number.
+    """Copy the students' files into a new folder; return their number.
 
     Raises:
-        LearnerError: The new folder is not empty, or inside the course's, or a task is
-            written.
+        LearnerError: The new folder is not empty or lies inside the course's folder, or a task is
+            already solved.
         WriteError: The new folder cannot be written.
     """
     target = target.resolve()
@@ -65,7 +65,7 @@ def _files(root: Path, parent: Path) -> Iterator[Path]:
 
 
 def _check_unwritten(folder: CourseFolder) -> None:
-    """Refuse to hand out a template with a written task, which may be a learner's answer."""
+    """Refuse to hand out a template with a solved task: the code may be a learner's answer."""
     for task in folder.course.tasks:
         left = source.to_write(task, source.read(folder.root / task.template))
         written = [name for name in task.functions if name not in left]
@@ -83,7 +83,7 @@ def _check_unwritten(folder: CourseFolder) -> None:
 
 
 def _is_solved(path: Path, challenge: Challenge) -> bool:
-    """Return True if an open task is more than its docstring and the course's one line."""
+    """Return True if an open task's function has more than a docstring and the given line."""
     tree = source.parse(source.read(path))
     if tree is None:  # it may contain anything
         return True

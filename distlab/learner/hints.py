@@ -13,7 +13,7 @@ _HINT = re.compile(r"<details><summary>(.+?)</summary>\n(.*?)</details>", re.DOT
 
 @dataclass(frozen=True)
 class Hint:
-    """One hint: "Hint 2: the idea", and its text in Markdown."""
+    """One hint: its title, such as "Hint 2: the idea", and its text in Markdown."""
 
     level: int
     title: str
@@ -25,7 +25,7 @@ def hints(folder: CourseFolder, task: Task) -> list[Hint]:
     """Return all hints of a task.
 
     Raises:
-        LearnerError: guidelines.md does not have them.
+        LearnerError: guidelines.md does not contain the hints.
     """
     guide = folder.guide(task)
     _, _, rest = _read(guide).partition(f"\n## {task.heading}\n")
@@ -46,11 +46,11 @@ def _read(guide: Path) -> str:
 
 
 def take(folder: CourseFolder, task: Task, progress: Progress, level: int | None = None) -> Hint:
-    """Return the next hint, or the one of ``level``, and record that it was shown."""
+    """Return the next hint, or that of ``level``, and record that it was shown."""
     if level is not None and level not in HINTS:
         raise LearnerError(f"--level {level}: a task has hints {HINTS[0]} to {HINTS[-1]}")
     has_all = level is None and progress.hints.get(task.id) == HINTS[-1]
-    following = min(progress.hints.get(task.id, 0) + 1, HINTS[-1])  # at first the question
+    following = min(progress.hints.get(task.id, 0) + 1, HINTS[-1])  # the first one is the question
     hint = hints(folder, task)[(level or following) - HINTS[0]]
     progress.hints[task.id] = max(hint.level, progress.hints.get(task.id, 0))
     progress.save()
@@ -58,7 +58,7 @@ def take(folder: CourseFolder, task: Task, progress: Progress, level: int | None
 
 
 def footer(hint: Hint, task: Task) -> str:
-    """Say how to continue after a hint."""
+    """Return a line that says how to continue after a hint."""
     if hint.is_repeated:
         return f"That was the last hint. Read on in {task.folder}/{task.guide}"
     if hint.level == HINTS[-1]:

@@ -1,6 +1,6 @@
-"""A pytest plugin that records pytest's verdicts on the templates for ``distlab status``.
+"""A pytest plugin that records the verdicts on the templates for ``distlab status``.
 
-PYTEST_DONT_REWRITE: the learner's commands may have imported this before pytest could.
+PYTEST_DONT_REWRITE: the learner's commands may import this before pytest can rewrite it.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ _DIGESTS = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Record the digests before the grading, because the learner may save a file meanwhile."""
+    """Record the digests before any test runs, because the learner may save a file meanwhile."""
     folder = _folder(session.config)
     if folder:
         digests = {task.id: source.digest(folder, task) for task in folder.course.tasks}

@@ -1,7 +1,7 @@
-"""The functions of a task in a file: their names and places, and whether they are written.
+"""A task's functions in a file: their names and positions, and whether they are written.
 
-The functions of a task are those that course.toml lists: 1.8 also has ``fit_alpha_beta``. Files are
-read as Python reads them, in the encoding that they declare.
+course.toml lists the functions of a task; there may be several, such as ``fit_alpha_beta`` in task
+1.8. Files are read as Python reads them, in the encoding that they declare.
 """
 
 import ast
@@ -19,32 +19,32 @@ from distlab.learner.folder import CourseFolder
 from distlab.util import files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Errors of decoding a file, and of Python's parser.
+# Errors raised by decoding a file, and errors raised by parsing it.
 UNREADABLE = (SyntaxError, UnicodeError, LookupError)
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def read(path: Path) -> str:
-    """Return the text of a Python file, "" if Python could not read it."""
+    """Return the text of a Python file; "" if Python could not read it."""
     try:
         text, _ = decoded(files.read_regular(path, files.MAX_SOURCE_BYTES))
     except (OSError, *UNREADABLE):
         return ""
-    return io.StringIO(text, newline=None).read()  # \n ends every line
+    return io.StringIO(text, newline=None).read()  # every line ends with \n
 
 
 def decoded(data: bytes) -> tuple[str, str]:
-    """Return the text, all line ends as they are, and the encoding, as Python finds it.
+    """Return the text, with its line endings unchanged, and the encoding that Python detects.
 
     Raises:
-        SyntaxError, UnicodeError, LookupError: Python's own errors; ``UNREADABLE`` is all three.
+        SyntaxError, UnicodeError, LookupError: Python's own errors; ``UNREADABLE`` holds all three.
     """
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
     return data.decode(encoding), encoding
 
 
 def parse(text: str) -> ast.Module | None:
-    """Return the syntax tree of a file, None if it does not parse; warnings are ignored."""
+    """Return the syntax tree of a file, or None if it does not parse; ignore warnings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -60,12 +60,12 @@ def functions(text: str) -> dict[str, str]:
 
 
 def split(text: str) -> list[str]:
-    """Split into lines, with ends, like Python's parser, which does not split at form feeds."""
+    """Split a text into lines as Python's parser does (not at form feeds), keeping line endings."""
     return list(io.StringIO(text, newline=""))
 
 
 def defined(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
-    """Yield functions and methods by name, as ``Trainer.fit``; not those inside a function."""
+    """Yield functions and methods (named ``Trainer.fit``), except those nested in functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function):
             yield prefix + node.name, node
@@ -74,13 +74,13 @@ def defined(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
 
 
 def span(node: Function) -> slice:
-    """Return the lines of a function, its decorators included."""
+    """Return the lines of a function, including its decorators."""
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return slice(first - 1, node.end_lineno)
 
 
 def to_write(task: Task, template: str) -> dict[str, str]:
-    """Return the functions of a template that are a TODO of ``task``, by name."""
+    """Return, by name, the source of those template functions that are a TODO of ``task``."""
     mark = re.compile(rf"NotImplementedError\(\s*[\"']Task {re.escape(task.id)}:")
     return {name: source for name, source in functions(template).items() if mark.search(source)}
 
@@ -91,9 +91,10 @@ def is_to_write(folder: CourseFolder, task: Task) -> bool:
 
 
 def digest(folder: CourseFolder, task: Task) -> str:
-    """Return a digest of the task's functions in the learner's file, "" if none is there.
+    """Return a digest of the task's functions in the learner's file; "" if it has none of them.
 
-    It also covers the rest of the file, such as helpers, without comments and other tasks.
+    The digest also covers the rest of the file, such as helpers, but not comments there, nor the
+    functions of other tasks.
     """
     listed = (other for other in folder.course.tasks if other.template == task.template)
     names = frozenset(name for other in listed for name in other.functions)
@@ -102,14 +103,14 @@ def digest(folder: CourseFolder, task: Task) -> str:
     return hashlib.sha256(f"{code}{shared}".encode()).hexdigest()[:16] if code else ""
 
 
-@lru_cache(maxsize=64)  # a verdict needs the digests of all tasks; a file has several tasks
+@lru_cache(maxsize=64)  # a verdict needs the digests of all tasks, and tasks share files
 def _apart(text: str, names: frozenset[str]) -> tuple[Mapping[str, str], str]:
-    """Return the functions of a file by name, and the file without the functions in ``names``."""
+    """Return a file's functions by name, and a dump of the file without those in ``names``."""
     return functions(text), _without(text, names)
 
 
 def _without(text: str, names: Container[str]) -> str:
-    """Return a dump of a file's tree without these functions, or the text of a too deep one."""
+    """Return a dump of a file's tree without these functions, or the text if it is too deep."""
     tree = parse(text) or ast.Module([], [])
     left_out = {node for name, node in defined(tree) if name in names}
     for node in ast.walk(tree):

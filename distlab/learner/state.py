@@ -1,6 +1,6 @@
 """The learner's progress by task id, in .distlab/progress.json.
 
-The file only shows where to continue. A score comes from ``distlab grade`` alone.
+The file only shows where to continue. Scores come only from ``distlab grade``.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ MAX_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Record:
-    """Outcome of the last grading of a task, and the digest of the functions that were graded."""
+    """The last outcome of a task, and the digest of the functions that were graded."""
 
     outcome: str
     digest: str = ""
@@ -31,10 +31,10 @@ class Record:
 
 @dataclass
 class Progress:
-    """Records and hints that were shown, by task id; records in the order of the gradings.
+    """Recorded outcomes and hints shown, by task id; the records are in grading order.
 
     Attributes:
-        problem: Reason why the file could not be written, "" if it was.
+        problem: Reason why the file could not be written, or "".
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Progress:
     problem: str = ""
 
     def outcome(self, task: Task) -> str:
-        """Return the last outcome, "" if it was never graded."""
+        """Return the last outcome of the task; "" if it was never graded."""
         record = self.records.get(task.id)
         return record.outcome if record else ""
 
@@ -52,24 +52,24 @@ class Progress:
         return self.outcome(task) == Outcome.PASSED
 
     def is_edited(self, folder: CourseFolder, task: Task) -> bool:
-        """Return True if the learner's file has changed since it was last graded."""
+        """Return True if the learner's file has changed since the task was last graded."""
         record = self.records.get(task.id)
         if record is None or not record.digest:
             return False
         return record.digest != source.digest(folder, task)
 
     def graded(self, folder: CourseFolder) -> list[Task]:
-        """Return the graded tasks, the last one first."""
+        """Return the graded tasks, most recent first."""
         return [folder.task(task_id) for task_id in reversed(self.records)]
 
     def last_passed(self, folder: CourseFolder) -> Task | None:
-        """Return the passed task that was graded last."""
+        """Return the passed task that was graded most recently, if any."""
         return next(filter(self.has_passed, self.graded(folder)), None)
 
     def next_task(self, folder: CourseFolder, after: Task | None = None) -> Task | None:
         """Return the first task that has not passed, starting after ``after``.
 
-        The phase of ``after``, or of the last passed task, is finished first.
+        The phase of ``after``, or else of the last passed task, comes before the others.
         """
         last = after or self.last_passed(folder)
         tasks = folder.phase_of(last).tasks if last else ()
@@ -90,7 +90,7 @@ class Progress:
 
 
 def load(folder: CourseFolder) -> Progress:
-    """Read the file; entries that make no sense are dropped."""
+    """Read the file; invalid entries are dropped."""
     progress = Progress(folder.private / FILE)
     tables: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -106,7 +106,7 @@ def load(folder: CourseFolder) -> Progress:
 
 
 def _entries(tables: Any, table: str, keys: Container[str]) -> list[tuple[str, Any]]:
-    """Return a table's entries for these keys, in its own order."""
+    """Return a table's entries for these keys, in the table's order."""
     entries = tables.get(table) if isinstance(tables, dict) else None
     return (
         [entry for entry in entries.items() if entry[0] in keys]
@@ -118,16 +118,17 @@ def _entries(tables: Any, table: str, keys: Container[str]) -> list[tuple[str, A
 def remember(
     folder: CourseFolder, records: Mapping[str, Record], waiting: Container[str] = ()
 ) -> Progress:
-    """Add the records of a grading to the file, which others may have changed meanwhile.
+    """Add records to the file, which another process may have changed in the meantime.
 
-    The last graded task comes last. If several were graded, those without a change keep their
-    position, because a grading of everything does not show what a learner works on.
+    The task that was graded last goes to the end. If several were graded, those whose record did
+    not change keep their position, because grading everything does not show which task the learner
+    is working on.
 
     Args:
         folder: The course's folder.
         records: Records by task id.
-        waiting: Ids of tasks that could not be judged, because an earlier one is still to be
-            written; if they passed with ``--lend``, the same code still counts.
+        waiting: Ids of tasks that could not be judged, because an earlier task is still to be
+            written; if the same code passed before with ``--lend``, it still counts as passed.
     """
     progress = load(folder)
     for task_id, record in records.items():
@@ -144,9 +145,9 @@ def remember(
 def remember_results(
     folder: CourseFolder, results: Iterable[TaskResult], digests: Mapping[str, str]
 ) -> Progress:
-    """Add the outcomes of a grading of the learner's files.
+    """Add the outcomes of grading the learner's files.
 
-    A task has no verdict if its tests did not run, or passed but not all ran.
+    A task is left out if none of its tests ran, or if the tests passed but not all of them ran.
     """
     judged = [result for result in results if result.tests]
     records = {

@@ -17,10 +17,10 @@ from distlab.util.text import joined, verb
 
 BAR_WIDTH = 24
 ALL_PASSED = "All tasks have passed.  Run: distlab grade"
-BUILT = "What you have built"  # a section of each phase's guidelines.md
-NOT_FAILED = ("", Outcome.PASSED, Outcome.TODO)  # the first one of a task that was never graded
-LAST_LINES = 20  # lines shown of the output of a grader that failed
-# Contents of the picture for each kind of verdict; an endless loop has no picture.
+BUILT = "What you have built"  # title of a section in each phase's guidelines.md
+NOT_FAILED = ("", Outcome.PASSED, Outcome.TODO)  # "" if the task was never graded
+LAST_LINES = 20  # number of lines shown from the end of a failed grader's output
+# Captions of the pictures, by kind of verdict; an endless loop has no picture.
 PICTURES = {
     "deadlock": "See who waits for whom",
     "all wait": "See who waits for whom",
@@ -29,7 +29,7 @@ PICTURES = {
 
 
 def summary(folder: CourseFolder, progress: Progress) -> Iterator[str]:
-    """Yield the course, a line per phase, and what comes next."""
+    """Yield the course's title, a line per phase, and the next step."""
     yield folder.course.title
     yield ""
     width = max(len(phase.title) for phase in folder.course.phases)
@@ -41,7 +41,7 @@ def summary(folder: CourseFolder, progress: Progress) -> Iterator[str]:
 
 
 def overview(folder: CourseFolder, progress: Progress) -> Iterator[str]:
-    """Yield a line per phase and per task, and what comes next."""
+    """Yield a line per phase and per task, and the next step."""
     for phase in folder.course.phases:
         yield phase_line(phase, progress)
         yield from built(phase, progress)
@@ -52,7 +52,7 @@ def overview(folder: CourseFolder, progress: Progress) -> Iterator[str]:
 
 
 def phase_line(phase: Phase, progress: Progress, width: int = 0) -> str:
-    """Write how much of a phase has passed; ``width`` aligns the bars of several phases."""
+    """Return a line with the progress in a phase; ``width`` aligns the bars of several phases."""
     passed = [task for task in phase.tasks if progress.has_passed(task)]
     points = sum(task.points for task in passed)
     full = BAR_WIDTH * len(passed) // len(phase.tasks)
@@ -69,7 +69,7 @@ def built(phase: Phase, progress: Progress) -> Iterator[str]:
 
 
 def task_line(folder: CourseFolder, task: Task, progress: Progress, width: int) -> str:
-    """Write the outcome of a task; ``width`` aligns the outcomes of several tasks."""
+    """Return a line with a task's outcome; ``width`` aligns the outcomes of several tasks."""
     outcome = progress.outcome(task)
     sign = {"passed": "✔", "": "·", "todo": "·"}.get(outcome, "✘")
     words = f"{outcome}, edited since" if progress.is_edited(folder, task) else outcome
@@ -85,7 +85,7 @@ def whats_next(
         folder: The course's folder.
         progress: Outcomes so far.
         after: Task that has just been graded.
-        lends: True if the command is to lend, like the previous one.
+        lends: True if the command should include ``--lend``, as the previous one did.
     """
     task = progress.next_task(folder, after)
     if task is None:
@@ -100,7 +100,7 @@ def whats_next(
 
 
 def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | None) -> str:
-    """Say why the next task precedes the one just graded; "" if it does not."""
+    """Return why the next task precedes the one that was just graded; "" if it does not."""
     tasks = folder.course.tasks
     if after is None or tasks.index(task) >= tasks.index(after):
         return ""
@@ -111,15 +111,15 @@ def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | N
 
 
 def _command(name: str, task_id: str, lends: bool) -> str:
-    """Write a command that grades a task; an empty id means the command's default."""
+    """Return a command that grades a task; an empty id means the command's default."""
     return " ".join(filter(None, ["distlab", name, LEND if lends else "", task_id]))
 
 
-# After a grading
+# After a grading run
 
 
 def verdict(result: TaskResult) -> str:
-    """Write the outcome of a task in a line."""
+    """Return a line with the outcome of a task."""
     task = result.task
     if result.outcome is Outcome.TODO:
         return f"· {task.id} {task.label}: {_what_is_missing(result)}"
@@ -138,18 +138,18 @@ def _what_is_missing(result: TaskResult) -> str:
 
 
 def to_write(result: TaskResult) -> tuple[str, str]:
-    """Return the task and the function to write, perhaps those of an earlier task."""
+    """Return the task id and the function to write, which may belong to an earlier task."""
     return result.verdict.missing or (result.task.id, result.task.function)
 
 
 def not_written(task: Task) -> str:
-    """Say in a line that a task has nothing to draw yet."""
+    """Return a line that says that a task is not written yet."""
     are, them = ("are", "them") if len(task.names) > 1 else ("is", "it")
     return f"{task.id} {task.label} {are} not written yet: write {them} in {task.template}"
 
 
 def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[str]:
-    """Yield the explanation of a task that has not passed."""
+    """Yield lines that explain why a task has not passed."""
     result = grading.tasks.get(task.id)
     if result is None:
         yield from failure(grading)
@@ -165,7 +165,7 @@ def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[
 def fix_first(
     folder: CourseFolder, task: Task, grading: Grading, progress: Progress
 ) -> Iterator[str]:
-    """Yield the first failed task that this failed one builds on, if there is one."""
+    """Yield a line about the first failed task that this failed task builds on, if any."""
     result = grading.tasks.get(task.id)
     if result is None or not result.has_failed:
         return
@@ -185,7 +185,7 @@ def fix_first(
 
 
 def _picture(result: TaskResult) -> Iterator[str]:
-    """Yield the command that draws the failure, on as many ranks, if there is one."""
+    """Yield the command that draws the failure on the same number of ranks, if it can be drawn."""
     program, kind, ranks = PROGRAMS.get(result.task.id), result.verdict.kind, result.world_size
     if program is None or kind not in PICTURES:
         return
@@ -204,7 +204,7 @@ def _how_to_write(folder: CourseFolder, result: TaskResult) -> Iterator[str]:
 
 
 def _grade_it_first(folder: CourseFolder, result: TaskResult, lends: bool) -> Iterator[str]:
-    """Yield the commands for a missing earlier task, and the one that borrows it."""
+    """Yield the commands that grade a missing earlier task, or borrow its solution instead."""
     missing, _ = to_write(result)
     check, watch = _command("check", missing, lends), _command("watch", missing, lends)
     yield f"Run:  {check}   or: {watch}"
@@ -216,7 +216,7 @@ def _grade_it_first(folder: CourseFolder, result: TaskResult, lends: bool) -> It
 
 
 def failure(grading: Grading) -> Iterator[str]:
-    """Yield the problem of a run that the grader did not complete."""
+    """Yield lines about a run that the grader did not complete; none if it did."""
     if grading.code == NOTHING_RAN:
         yield "Nothing ran: the suite has no test for the tasks that were asked for."
     elif grading.code not in (FULL_MARKS, NOT_FULL):
@@ -227,7 +227,7 @@ def failure(grading: Grading) -> Iterator[str]:
 def next_steps(
     folder: CourseFolder, task: Task, grading: Grading, progress: Progress
 ) -> Iterator[str]:
-    """Yield the next steps after a grading of one task."""
+    """Yield the next steps after one task has been graded."""
     result = grading.tasks.get(task.id)
     if result and result.outcome is Outcome.PASSED:
         if folder.has_solution(task):

@@ -1,7 +1,7 @@
 """The original templates, in git or in the copy that the first command made, and resets to them.
 
-A reset always keeps the old file. If it parses and has the task's functions, only these are
-replaced; otherwise the whole file becomes the template.
+A reset always keeps a copy of the old file. If the file parses and contains the task's functions,
+only they are replaced; otherwise the template replaces the whole file.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
 from distlab.util import files
 
-MAX_VERSIONS = 100  # number of versions of a file to look at in git
+MAX_VERSIONS = 100  # search at most this many versions of a file in git
 
 
 def keep(folder: CourseFolder) -> None:
-    """Copy templates that were not copied yet; ``reset`` needs the copies without git."""
+    """Copy templates that have not been copied yet; without git, ``reset`` needs the copies."""
     for task in folder.course.tasks:
         template, copy = folder.root / task.template, _copy(folder, task)
         with contextlib.suppress(OSError):  # only ``reset`` needs the copy
@@ -50,7 +50,7 @@ def untouched(folder: CourseFolder, task: Task) -> str:
 
 
 def _versions(folder: CourseFolder, task: Task) -> Iterator[str]:
-    """Yield all texts in git, newest first, because learners also commit; then the copy."""
+    """Yield the file's versions in git, newest first (learners commit too), and then the copy."""
     root, path = folder.root, task.template
     commits = _git(root, "rev-list", f"--max-count={MAX_VERSIONS}", "HEAD", "--", str(path))
     for commit in commits.split():
@@ -59,7 +59,7 @@ def _versions(folder: CourseFolder, task: Task) -> Iterator[str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Return git's output, "" without git or a repository."""
+    """Return git's output; "" if git fails or is missing, or if there is no repository."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, encoding="utf-8"
@@ -88,10 +88,10 @@ class Plan:
 
 
 def plan_reset(folder: CourseFolder, task: Task) -> Plan:
-    """Prepare a reset without changing a file.
+    """Prepare a reset without changing any file.
 
     Raises:
-        LearnerError: There is no template.
+        LearnerError: No original template was found.
     """
     original = untouched(folder, task)
     before = _bytes(folder.root / task.template)
@@ -100,7 +100,7 @@ def plan_reset(folder: CourseFolder, task: Task) -> Plan:
 
 
 def reset(folder: CourseFolder, task: Task, planned: Plan) -> Path:
-    """Write the new file; return where the old one is kept.
+    """Write the new file; return the path of the copy of the old one.
 
     Raises:
         WriteError: The copy or the file cannot be written; the file was not changed.
@@ -125,14 +125,14 @@ def _bytes(path: Path) -> bytes:
 
 
 def _unused(parent: Path, name: str) -> Path:
-    """Return a new file name with the time, so that no copy overwrites an older one."""
+    """Return a new path with the time in its name, so that no copy overwrites an older one."""
     stamp = strftime("%Y-%m-%d_%H.%M.%S")
     count = len(list(parent.glob(f"{stamp}*")))
     return parent / f"{stamp}{f'_{count}' if count else ''}_{name}"
 
 
 def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
-    """Return the file with the functions of the original; None if the result would be broken."""
+    """Return the file with the original's functions; None if the result would be broken."""
     try:
         text, encoding = source.decoded(data)
     except source.UNREADABLE:
@@ -150,7 +150,7 @@ def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
 
 
 def _spliced(text: str, originals: Mapping[str, str]) -> str:
-    """Replace the first definition of each function by the original, and remove further ones."""
+    """Replace the first definition of each function with the original, and remove later ones."""
     lines, tree = source.split(text), source.parse(text)
     places = [(source.span(node), name) for name, node in source.defined(tree)] if tree else []
     first = {name: place for place, name in reversed(places)}

@@ -1,4 +1,4 @@
-"""A learner's function in the simulated world, on a small standard program, as a picture."""
+"""Draw a picture of a learner's function, run by a small standard program in the simulator."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from distlab.sim import Options, Simulated
 from distlab.sim.results import diagram
 from distlab.sim.results.summary import summary
 
-# Hangs are found by computing time, because the clock is unreliable on a busy machine.
+# Hangs are detected by processor time and idle time: the clock misleads on a busy machine.
 LIMITS = launch.Limits(timeout_s=300.0, cpu_s=30.0, idle_s=30.0)
 OUT = "out"
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Result of a run: a picture, or the report of what ended it."""
+    """Result of a run: a summary with a picture, or a report of the error that ended it."""
 
     text: str
     picture: Path | None = None
@@ -42,7 +42,7 @@ def trace(folder: CourseFolder, task: Task, handed_in: Submission, ranks: int) -
     Args:
         folder: The course's folder.
         task: A task that sends messages.
-        handed_in: Files that have the task's function.
+        handed_in: Files that contain the task's function.
         ranks: Number of ranks, checked by ``trace_programs.count``.
 
     Raises:
@@ -76,16 +76,16 @@ def _draw(simulated: Simulated[None], title: str, parent: Path, task: Task) -> P
 
 
 def _report(folder: CourseFolder, error: LaunchError) -> str:
-    """Write the grader's message about a failed run, or one line about an unwritten function."""
+    """Return the grader's message about a failed run, or one line about an unwritten function."""
     verdict = verdict_on(error)
     if verdict.missing:
         return status.not_written(folder.task(verdict.missing[0]))
     return f"{verdict.message}\n{verdict.details}".rstrip()
 
 
-# The programs, as every rank runs them with the learner's lesson
+# The programs that every rank runs with the learner's lesson
 
-NUMBERS = 65_994  # float32 numbers in the gradient of the CNN of `make demo`
+NUMBERS = 65_994  # float32 elements in the gradient of the CNN that `make demo` trains
 
 
 def _mine() -> Tensor:
@@ -113,7 +113,7 @@ def _exchange_round_a_ring(lesson: Any) -> None:
 
 
 def _run(lesson: Any, task_id: str) -> None:
-    """Run a program on a rank, and drop what the learner's function returns."""
+    """Run a program on a rank, and drop the result of the learner's function."""
     BODIES[task_id](lesson)
 
 

@@ -1,7 +1,7 @@
-"""The tasks with a small standard program, which shows the messages of their function.
+"""Small standard programs that show the messages that a task's function sends.
 
-``distlab trace`` runs the program; ``trace`` has its code. This module does not import torch,
-because some commands only look a task up.
+``distlab trace`` runs the programs, whose code is in the module ``trace``. This module does not
+import torch, because some commands only look up a task.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class Program:
     """A standard program.
 
     Attributes:
-        ranks: Number of ranks for the clearest picture.
+        ranks: Number of ranks that gives the clearest picture.
         title: Title of the picture; {n} is the number of ranks.
-        p2p_order: Order of messages when the task is judged, as in ``sim.Options``.
+        p2p_order: Message order used when the task is judged, as in ``sim.Options``.
     """
 
     ranks: int
@@ -44,9 +44,10 @@ PROGRAMS: Mapping[str, Program] = {
 
 
 def choose(folder: CourseFolder, progress: Progress) -> tuple[Task, str]:
-    """Return the task to draw by default, and why: the last graded one with a program.
+    """Return the task to draw by default, and the reason.
 
-    Otherwise it is the first one that is written and has not passed, or else the next to write.
+    The default is the last graded task that has a program; else the first written task that has
+    not passed; else the next one to write.
 
     Raises:
         LearnerError: No task of this course has a program.
@@ -64,10 +65,10 @@ def choose(folder: CourseFolder, progress: Progress) -> tuple[Task, str]:
 
 
 def count(task_id: str, ranks: int | None) -> int:
-    """Return the number of ranks of a task's program, by default its own number.
+    """Return the number of ranks to run a task's program on; for None, the program's default.
 
     Raises:
-        LearnerError: The task has no program, or not for this number of ranks.
+        LearnerError: The task has no program, or the number of ranks is out of range.
     """
     if task_id not in PROGRAMS:
         raise LearnerError(

@@ -1,11 +1,11 @@
 """Grade the current task whenever a file of the course is saved.
 
     watcher thread ──"saved"──▶ ┌───────┐
-                                │ queue │──▶ Watch.run: one event after the other
+                                │ queue │──▶ Watch.run: one event at a time
     key thread ────"n", "h"───▶ └───────┘
 
-Events during a grading: q leaves at once; a save is graded once more afterwards; other keys are
-kept, one of each, and answered after the verdict.
+During a grading run, q quits at once, and a save starts one more run afterwards. Other keys are
+queued, each only once, and answered after the verdict.
 """
 
 import shutil
@@ -51,17 +51,17 @@ class Screen:
         self.add(lines)
 
     def add(self, lines: Iterable[str]) -> None:
-        """Print lines below the present ones."""
+        """Print lines below those already shown."""
         self._say(wrapped(lines, self._size()[0]))
 
     def show_below(self, verdict: Iterable[str], answer: Iterable[str]) -> None:
-        """Print an answer below as much of a verdict as there is room for."""
+        """Print an answer below as much of a verdict as fits."""
         self._clear()
         self._say(fitted(verdict, answer, *self._size()))
 
 
 def wrapped(lines: Iterable[str], width: int) -> list[str]:
-    """Break lines between words; continuations of an indented line get two more columns."""
+    """Break lines between words; indent the continuations of indented lines two columns more."""
     return [part for line in lines for part in _wrapped(line, width)]
 
 
@@ -78,7 +78,7 @@ def _wrapped(line: str, width: int) -> Sequence[str]:
 def fitted(verdict: Iterable[str], answer: Iterable[str], width: int, height: int) -> list[str]:
     """Return verdict and answer, wrapped; the verdict is cut if they do not fit the screen."""
     top, below = wrapped(verdict, width), wrapped(answer, width)
-    room = height - 1 - len(below)  # the cursor has the last line
+    room = height - 1 - len(below)  # the cursor takes the last line
     return [*(top if len(top) <= room else [*top[: max(room - 1, 1)], CUT]), *below]
 
 
@@ -112,18 +112,18 @@ class Watch:
             task: First task.
             run: Function that runs pytest.
             screen: Terminal.
-            options: Arguments of pytest for every grading.
+            options: Arguments for every run of pytest.
         """
         self.task = task
         self._options = options
         self._events: Events = Queue()
-        self._pending: list[str] = []  # events of a grading, in the order of their answers
-        self._verdict: list[str] = []  # the last one
+        self._pending: list[str] = []  # events that arrived during a grading run, next one first
+        self._verdict: list[str] = []  # lines of the last verdict
         self._folder, self._run, self._screen = folder, run, screen
         self._keys = {"n": self._next, "h": self._hint, "d": self._diff, "c": self._check_all}
 
     def run(self, events: Events) -> None:
-        """Check the task, then handle events until one is to quit."""
+        """Grade the task, then handle events until ``QUIT`` arrives."""
         self._events = events
         self.check()
         while (event := self._pending.pop(0) if self._pending else _next(events)) != QUIT:
@@ -164,7 +164,7 @@ class Watch:
             yield status.ALL_PASSED
 
     def _menu(self) -> str:
-        """Name the keys that do something now."""
+        """Return a line with the keys that currently have an effect."""
         progress = state.load(self._folder)
         keys = ["h hint", "c check all", "q quit"]
         if progress.has_passed(self.task):
@@ -208,7 +208,7 @@ class Watch:
             self._screen.show([*(lines or ["the same as the solution"]), "", self._menu()])
 
     def _check_all(self) -> None:
-        """Grade task by task: each verdict shows as it comes, and q leaves in between."""
+        """Grade the tasks one by one, showing each verdict as it arrives; q stops this."""
         self._screen.show(["grading all tasks …"])
         problems: list[str] = []
         with self._refusals():
@@ -224,7 +224,7 @@ class Watch:
             self._screen.show([*overview, *problems, "", self._menu()])
 
     def _grade(self, task: Task) -> grading.Grading:
-        """Grade, and sort the keys of the meantime before the verdict is shown."""
+        """Grade; before the verdict is shown, sort new events: quit, then save, then other keys."""
         arguments = [*grading.for_task(self._folder, task), *self._options]
         graded = grading.grade(self._folder, arguments, self._run)
         events = dict.fromkeys([*self._pending, *_drained(self._events)])
@@ -242,7 +242,7 @@ class Watch:
 def _next(events: Events) -> str:
     """Wait for an event, waking up regularly.
 
-    A signal just before the main thread waits for a lock does not wake it.
+    A signal that arrives just before the main thread starts to wait for a lock does not wake it.
     """
     while True:
         with suppress(Empty):
@@ -292,11 +292,11 @@ def _follow_saves(events: Events, folders: Sequence[Path], stop: threading.Event
 
 @contextmanager
 def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
-    """Put every key of the terminal into the queue, without waiting for Enter.
+    """Put every key that is pressed in the terminal into the queue, without waiting for Enter.
 
     Args:
         events: Queue of events.
-        leave: Callback for q, in another thread, which ends a running grading.
+        leave: Callback for q, which ends a grading run; called in another thread.
     """
     import termios
     import tty

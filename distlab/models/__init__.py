@@ -21,7 +21,7 @@ MODELS = tuple(_BUILDERS)
 
 
 def build(name: str, *, image_shape: ImageShape, num_classes: int) -> nn.Module:
-    """Return a new model, its weights drawn from torch's global random generator.
+    """Return a new model with weights drawn from torch's global random generator.
 
         name        input                   output              parameters for digits
         cnn         float32 (B, C, H, W)    (B, num_classes)        65,994
@@ -33,8 +33,8 @@ def build(name: str, *, image_shape: ImageShape, num_classes: int) -> nn.Module:
 
     Args:
         image_shape: (C, H, W), as `Splits.image_shape`.
-        num_classes: Value of `Splits.num_classes`; for gpt, `TokenSplits.num_classes`.
-    Raises: ValueError: There is no such model (names the nearest), or it does not take the shape.
+        num_classes: Number of classes, as `Splits.num_classes`; for gpt, `TokenSplits.num_classes`.
+    Raises: ValueError: There is no such model (the closest is named), or it rejects the shape.
     """
     if name not in _BUILDERS:
         raise unknown_name("model", name, MODELS)

@@ -1,4 +1,4 @@
-"""A small GPT, written out: the model of the tensor-parallel lessons.
+"""A small hand-written GPT, the model of the tensor-parallel lessons.
 
 B sequences of T tokens; V = vocabulary, E = width, H = heads, D = E / H = width of one head.
 """
@@ -42,7 +42,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next token.
+        """Return the logits for the next token at every position.
 
         Args: tokens: (B, T) int64, T at most the context.
         Returns: (B, T, V); position t scores the token at t + 1.
@@ -63,7 +63,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
         adders = [m.out for m in self.modules() if isinstance(m, Attention)]
         adders += [m.down for m in self.modules() if isinstance(m, FeedForward)]
-        for layer in adders:  # all 2 L of them add to one stream, whose sum must stay small
+        for layer in adders:  # 2 L layers add to one residual stream, whose sum must stay small
             nn.init.normal_(layer.weight, std=0.02 / math.sqrt(len(adders)))
 
 
@@ -84,7 +84,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Add attention, then feed-forward, to the stream; each sees it normalised (pre-norm)."""
+    """Add attention, then feed-forward, to the residual stream, each after a norm (pre-norm)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Process each position alone: up to four times the width, a non-linearity, and down again."""
+    """Process each position alone: widen it four times, apply a non-linearity, narrow it again."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -140,11 +140,11 @@ class FeedForward(nn.Module):
 
 
 def build_gpt(image_shape: ImageShape, num_classes: int) -> GPT:
-    """Return a GPT that fits `distlab.data.tokens` of images of that shape.
+    """Return a GPT for the tokens that `distlab.data.tokens` makes from images of that shape.
 
     Args:
         image_shape: (C, H, W) of the images; the context is C * H * W - 1 tokens.
         num_classes: Size of the vocabulary, `tokens(...).num_classes`; not the images' classes.
-    Cost: 205,184 parameters for digits in 17 levels.
+    Cost: 205,184 parameters for digits with 17 levels.
     """
     return GPT(vocab_size=num_classes, context=math.prod(image_shape) - 1)

@@ -1,4 +1,4 @@
-"""Models of images: a small CNN, torchvision's ResNet-18 and a small Vision Transformer."""
+"""Image models: a small CNN, torchvision's ResNet-18 and a small Vision Transformer."""
 
 import math
 from typing import Any, cast
@@ -9,7 +9,7 @@ from torch import nn
 from distlab.data.splits import ImageShape
 from distlab.torchvision_repair import import_torchvision
 
-SMALL = 64  # largest side of images that a ResNet's first layers must not shrink
+SMALL = 64  # images up to this side enter a ResNet through a stem that keeps their size
 VIT_WIDTH, VIT_HEADS = 64, 4
 
 
@@ -18,7 +18,7 @@ def build_cnn(image_shape: ImageShape, num_classes: int) -> nn.Sequential:
 
         8 x 8 digits:   (1, 8, 8) -> (32, 8, 8) -> (64, 8, 8) -> (64, 4, 4) -> (64, 4, 4) -> 10
 
-    It has no BatchNorm and no dropout: images are computed independently, so N workers with 1/N of
+    It has no BatchNorm and no dropout: images are processed independently, so N workers with 1/N of
     the batch each compute the same gradient as one process.
 
     On digits, SGD with momentum 0.9, lr 0.05 and batch 64 gets 98.4 % of the test images right
@@ -51,8 +51,8 @@ def build_cnn(image_shape: ImageShape, num_classes: int) -> nn.Sequential:
 def build_resnet18(image_shape: ImageShape, num_classes: int) -> nn.Module:
     """Return a ResNet-18; images up to 64 x 64 enter through one 3 x 3 convolution.
 
-    It has BatchNorm: a training batch must have at least 2 images (8 x 8 ones end as 1 x 1), and
-    N workers with 1/N of the batch each do not compute what one process computes.
+    It has BatchNorm: a training batch needs at least 2 images (8 x 8 ones shrink to 1 x 1), and
+    N workers with 1/N of the batch each do not get the same gradient as one process.
 
     Args: image_shape: (C, H, W).
     Cost: 11,173,962 parameters for CIFAR-10.
@@ -61,15 +61,15 @@ def build_resnet18(image_shape: ImageShape, num_classes: int) -> nn.Module:
     resnet = import_torchvision().models.resnet18(num_classes=num_classes)
     if max(height, width) <= SMALL:
         return with_small_stem(resnet, channels)
-    # torchvision's layer would do for 3 channels; drawing it again keeps the weights of a seed.
+    # For 3 channels torchvision's layer would do, but a new one keeps each seed's weights stable.
     return _with_stem(resnet, nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False))
 
 
 def with_small_stem(resnet: Any, channels: int) -> nn.Module:
     """Replace the first layers of a ResNet for images up to 64 x 64.
 
-    The stem of the paper, 7 x 7 with stride 2 and a max-pool, leaves 8 x 8 of a 32 x 32 image
-    before the first block; the small stem keeps all 32 x 32.
+    The paper's stem, 7 x 7 with stride 2 and a max-pool, shrinks a 32 x 32 image to 8 x 8 before
+    the first block; the small stem keeps it at 32 x 32.
 
     Source: He et al. 2015, Deep Residual Learning, section 4.2 for the small stem.
     """
@@ -84,7 +84,7 @@ def _with_stem(resnet: Any, stem: nn.Conv2d) -> nn.Module:
 
 
 def build_vit(image_shape: ImageShape, num_classes: int) -> nn.Module:
-    """Return a transformer of 4 layers, 4 heads and width 64 over square patches of the image.
+    """Return a transformer with 4 layers, 4 heads and width 64 over square image patches.
 
         image side     8     28     32     224
         patch side     2      4      4      14

@@ -1,12 +1,12 @@
-"""The world ``mpi``: ranks that mpirun started, a process group over mpi4py.
+"""The world ``mpi``: ranks started by mpirun, and a process group on top of mpi4py.
 
     world       join the world, share results
-    ending      one rank says why the job ends
-    runtime     a rank's knowledge of the others, and its waiting
+    ending      how one rank reports why the job ends
+    runtime     a rank's view of the others, and how it waits for them
     group       the process group
-    work        one operation under way
+    work        one operation in progress
     exchanges   the MPI calls of each collective
-    memory      tensors in the forms that MPI takes
+    memory      tensors in the forms that MPI accepts
 
-Only ``launch`` uses it; mpi4py is imported when a world is joined, since that starts MPI.
+Only ``launch`` uses it. mpi4py is not imported until a world is joined, because that starts MPI.
 """

@@ -1,7 +1,7 @@
-"""How a job of mpirun ends when a rank fails: one rank says why, and all of them end.
+"""How an mpirun job ends when a rank fails: one rank reports why, and all ranks end.
 
-MPI does not notice a rank that fails while others wait for it. Ranks often fail together, by the
-same error or by ctrl-C; the first one that reaches the shared store speaks for all.
+MPI does not notice when a rank fails while others wait for it. Ranks often fail together, from the
+same error or ctrl-C; the first one to reach the shared store reports for all.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from distlab.util import processes
 from distlab.util.tracebacks import is_message_enough
 
 FAILED, INTERRUPTED = 1, 130
-FORWARD_S = 0.3  # time for mpirun to pass on output, which it drops when the job ends
+FORWARD_S = 0.3  # time for mpirun to forward output, which it drops when the job ends
 STDERR = 2
-PATIENCE_S = 10.0  # time for the rank that speaks to end the others
+PATIENCE_S = 10.0  # time that the reporting rank has to end the others
 _CLAIM = "distlab/the rank that says why the job ends"
 
 
 class Ending:
-    """What this rank does when something stops it while the others may need it."""
+    """Ends the whole job if something stops this rank while the others may need it."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        """Take the store that all ranks share."""
+        """Keep the key-value store that all ranks share."""
         self._store, self._rank = store, rank
-        self._show = sys.excepthook  # torch's, which begins each line with the rank
+        self._show = sys.excepthook  # torch's hook, which begins each line with the rank
 
     def watch(self) -> None:
-        """End all ranks when an exception reaches the top of this one."""
+        """End all ranks when an exception on this rank is not caught."""
 
         def end(
             kind: type[BaseException], error: BaseException, frames: TracebackType | None
@@ -45,14 +45,14 @@ class Ending:
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """While the others need this rank, let whatever stops it end the whole job."""
+        """Mark a block where the others need this rank: an exception in it ends the whole job."""
         try:
             yield
         except BaseException as error:
             self._end_the_job(error)
 
     def _end_the_job(self, error: BaseException) -> NoReturn:
-        """Say why, if no other rank has; end all ranks. mpirun returns the exit code."""
+        """Report the error unless another rank has; end all ranks and mpirun with its exit code."""
         processes.ignore_ctrl_c()
         code = _exit_code(error)
         if not self._is_first():
@@ -64,12 +64,12 @@ class Ending:
         time.sleep(FORWARD_S)
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # MPI would add a line
         MPI.COMM_WORLD.Abort(code)
-        os._exit(code)  # Abort may return before mpirun's signal comes
+        os._exit(code)  # Abort may return before mpirun's signal arrives
 
     def _is_first(self) -> bool:
         try:
             return int(self._store.compare_set(_CLAIM, "", str(self._rank))) == self._rank
-        except RuntimeError:  # the rank that holds the store was killed
+        except RuntimeError:  # the rank that hosts the store was killed
             return True
 
     def _say(self, error: BaseException) -> None:

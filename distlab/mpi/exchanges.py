@@ -1,8 +1,8 @@
 """The MPI calls that make up each collective.
 
-Every function is a generator: up to the first ``yield`` it posts, at each ``yield`` it names the
-requests that must be complete before it continues, and at the end it writes the outputs. By then
-the ranks agree on everything that they must agree on.
+Every function is a generator. It posts requests, yields those that must complete before it
+continues, and writes the outputs at the end. It starts only after the ranks have agreed on the
+call.
 """
 
 from collections.abc import Callable, Generator
@@ -17,7 +17,7 @@ Exchange = Generator[list[MPI.Request], list[MPI.Status], None]
 
 
 def broadcast(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Copy the root's tensors to all, in place."""
+    """Copy the root's tensors to all ranks, in place."""
     yield [comm.Ibcast(raw(tensor), call.root) for tensor in call.outputs]
 
 
@@ -30,7 +30,7 @@ def all_reduce(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def reduce(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write the reduction to the root; it alone has outputs."""
+    """Write the reduction to the root; only the root has outputs."""
     operands = [Operand([tensor], call.op) for tensor in call.inputs]
     yield [_reduce_to(comm, call.root, part) for part in operands]
     for output, part in zip(call.outputs, operands, strict=False):
@@ -53,7 +53,7 @@ def all_gather(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def gather(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write the tensors of all ranks to the root; it alone has outputs."""
+    """Write the tensors of all ranks to the root; only the root has outputs."""
     [mine] = call.inputs
     row = mine.new_empty(comm.size * mine.numel() if call.outputs else 0)
     yield [comm.Igather(raw(mine), raw(row) if comm.rank == call.root else None, call.root)]
@@ -61,7 +61,7 @@ def gather(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def scatter(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write the root's k-th tensor to rank k; it alone has inputs."""
+    """Write the root's k-th tensor to rank k; only the root has inputs."""
     row = raw(joined(call.inputs)) if call.inputs else None
     yield [comm.Iscatter(row, raw(call.outputs[0]), call.root)]
 
@@ -77,12 +77,12 @@ def reduce_scatter(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def all_to_all(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write the k-th inputs of all ranks to rank k, by messages, whose sizes MPI checks.
+    """Send the k-th input of every rank to rank k, one message each, and check the sizes.
 
     Raises:
-        Mismatch: A rank sends this one fewer elements than it expects.
+        Mismatch: A rank sends fewer elements than this one expects.
     """
-    rows = [flat(output).clone() for output in call.outputs]  # an output may lie in an input
+    rows = [flat(output).clone() for output in call.outputs]  # an output may overlap an input
     recvs = [comm.Irecv(raw(row), src) for src, row in enumerate(rows)]
     sends = [comm.Isend(raw(tensor), dst) for dst, tensor in enumerate(call.inputs)]
     statuses = yield recvs + sends
@@ -97,7 +97,7 @@ def all_to_all(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def barrier(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Move nothing: it is already known that all ranks have made the call."""
+    """Move nothing: all ranks are already known to have made the call."""
     yield []
 
 

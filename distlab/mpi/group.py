@@ -1,4 +1,4 @@
-"""The process group of the world ``mpi``, which turns calls of ``torch.distributed`` into MPI's."""
+"""The process group of the world ``mpi``: it turns ``torch.distributed`` calls into MPI calls."""
 
 import hashlib
 from collections import deque
@@ -17,21 +17,21 @@ from distlab.process_group.base import BaseGroup
 from distlab.process_group.call import Call, describe
 from distlab.process_group.checks import check_contiguous, check_peer
 
-HEADER_BYTES = 128  # size of the description of a call that ranks exchange: a digest, then text
+HEADER_BYTES = 128  # size of the call description that ranks exchange: a digest, then text
 DIGEST_BYTES = 8
 
 
 class MpiGroup(BaseGroup):
     """One rank's view of a group of MPI ranks.
 
-    MPI does not compare the ranks' calls of a collective: vectors of different lengths are summed
-    without an error, and memory is overwritten. So all ranks first gather what each has called, and
-    MPI gets only calls that agree.
+    MPI does not check that the ranks' collective calls match: it sums vectors of different lengths
+    without an error, and overwrites memory. So the ranks first exchange descriptions of their
+    calls, and only matching calls reach MPI.
 
     Args:
         runtime: Runtime of this process.
-        ranks: Global numbers in group order, this rank's among them.
-        name: Name of the group, equal on all ranks and different for each group.
+        ranks: Global ranks of the members, in group order, this rank included.
+        name: Name of the group, the same on all ranks, and unique to this group.
         timeout: Time limit of each operation.
     """
 
@@ -45,13 +45,13 @@ class MpiGroup(BaseGroup):
         self._num_calls = 0
         self._assemble()
         members = runtime.comm.Get_group().Incl(ranks)
-        self._comm = runtime.comm.Create_group(members)  # messages, and agreement on calls
-        self._data = self._comm.Dup()  # collectives
+        self._comm = runtime.comm.Create_group(members)  # for messages, and agreement on calls
+        self._data = self._comm.Dup()  # for collectives
         self._queue: deque[MpiWork] = deque()
         runtime.queues.append(self._queue)
 
     def _assemble(self) -> None:
-        """Wait for all members: making a communicator would block forever if one had left."""
+        """Wait for all members, because Create_group would block forever if one had left."""
 
         def steps() -> Steps:
             yield self._runtime.call_the_roll(self._ranks)
@@ -126,7 +126,7 @@ class MpiGroup(BaseGroup):
         yield from EXCHANGES[call.name](self._data, call)
 
     def _compare(self, mine: np.ndarray, everybodys: np.ndarray) -> None:
-        """Raise if another rank has called something else."""
+        """Raise Mismatch if another rank has made a different call."""
         for rank, theirs in zip(self._ranks, everybodys, strict=True):
             if not np.array_equal(theirs, mine):
                 text = theirs[DIGEST_BYTES:].tobytes().rstrip(b"\0").decode(errors="replace")
@@ -143,7 +143,7 @@ class MpiGroup(BaseGroup):
 
 
 def _header(text: str) -> np.ndarray:
-    """Pack what must be equal on all ranks into a fixed number of bytes."""
+    """Pack a call's text, which must be equal on all ranks, into a fixed number of bytes."""
     encoded = text.encode()
     digest = hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()
     return np.frombuffer((digest + encoded)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), np.uint8)

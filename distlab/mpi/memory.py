@@ -1,4 +1,4 @@
-"""Tensors in the forms that MPI takes: bytes in a row, or numbers that it can add."""
+"""Tensors in the forms that MPI accepts: contiguous bytes, or numbers that it can reduce."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-Memory = list[Any]  # a buffer and its MPI type, as mpi4py takes them
+Memory = list[Any]  # a buffer and its MPI type, as mpi4py expects them
 
 _TYPES = {
     torch.float32: MPI.FLOAT,
@@ -19,7 +19,7 @@ _TYPES = {
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
 }
-# Dtypes that not every MPI can add. Halves are summed in float32 and rounded once.
+# Dtypes that not every MPI can reduce. 16-bit floats are summed in float32 and rounded once.
 _SUBSTITUTES = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -35,21 +35,21 @@ _OPERATORS: dict[Any, MPI.Op] = {
     dist.ReduceOp.BOR: MPI.BOR,
     dist.ReduceOp.BXOR: MPI.BXOR,
 }
-# Sums of booleans, which are bytes to MPI: true + true is true, not 2.
+# Operators for booleans, which MPI sees as bytes: true + true is true, not 2.
 _OF_TRUTHS = {**_OPERATORS, dist.ReduceOp.SUM: MPI.MAX, dist.ReduceOp.PRODUCT: MPI.MIN}
 
 
 def _floats_op(ufunc: Callable[..., Any], dtype: type) -> MPI.Op:
-    """Make an operator on floats that gives the same result on all ranks: NaN wins.
+    """Return a float operator with the same result on all ranks: NaN if any operand is NaN.
 
-    With MPI's own, the result depends on the order of the operands, which differs between ranks.
+    The result of MPI's own operators depends on operand order, which differs between ranks.
     """
 
     def fold(left: Any, into: Any, _: MPI.Datatype) -> None:
         rights: Any = np.frombuffer(into, dtype)
         ufunc(np.frombuffer(left, dtype), rights, out=rights)
 
-    return MPI.Op.Create(fold, commute=False)  # the order of the ranks, on every rank
+    return MPI.Op.Create(fold, commute=False)  # keeps rank order, on every rank
 
 
 _OF_FLOATS = {
@@ -67,10 +67,10 @@ _OF_FLOATS = {
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """View a tensor's elements as they lie in memory, apart from autograd.
+    """Return a detached 1-D view of a tensor's elements in memory order.
 
     Raises:
-        ValueError: The tensor is not in the CPU's memory.
+        ValueError: The tensor is not in CPU memory.
     """
     if tensor.device.type != "cpu":
         raise ValueError(
@@ -81,27 +81,27 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def raw(tensor: Tensor) -> Memory:
-    """Give MPI a tensor's memory as bytes."""
+    """Return a tensor's memory as bytes, for MPI."""
     return [flat(tensor).view(torch.uint8).numpy(), MPI.BYTE]
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy the elements of several tensors into a row."""
+    """Return a copy of several tensors' elements as one flat tensor."""
     return torch.cat([flat(tensor) for tensor in tensors])
 
 
 def write(outputs: Sequence[Tensor], row: Tensor) -> None:
-    """Copy the elements of a row to several tensors, one after the other."""
+    """Copy consecutive parts of a row to several tensors."""
     parts = torch.split(row, [output.numel() for output in outputs])
     for output, part in zip(outputs, parts, strict=True):
         flat(output).copy_(part)
 
 
 class Operand:
-    """A copy of some tensors' elements that MPI can reduce, and the way back.
+    """A copy of some tensors' elements, which MPI reduces in place.
 
-    Sums are made in the order of MPI's algorithm: the same in every run and on all ranks, but not
-    always that of gloo, so the last bits of three or more floats may differ.
+    Sums follow the order of MPI's algorithm. It is the same in every run and on all ranks, but not
+    always gloo's, so sums of three or more floats may differ in their last bits.
     """
 
     def __init__(self, tensors: Sequence[Tensor], op: Any) -> None:
@@ -113,7 +113,7 @@ class Operand:
         self.op = (_OF_TRUTHS if row.dtype == torch.bool else operators)[op]
 
     def memory(self) -> Memory:
-        """Give MPI the copy as numbers."""
+        """Return the copy as numbers, for MPI."""
         return [self.values.numpy(), self.type]
 
     def result(self, num_ranks: int) -> Tensor:

@@ -1,15 +1,15 @@
-"""A rank's knowledge of the others: how it waits for them, and how it leaves them.
+"""A rank's view of the others: how it waits for them, and how it leaves them.
 
-MPI does not report a rank that has ended, and its own waiting keeps a core busy. So a rank says
-goodbye before it ends. A rank that waits asks MPI again and again, sleeps briefly in between, and
-listens for goodbyes meanwhile.
+MPI does not report that a rank has ended, and its own waiting keeps a core busy. So a rank says
+goodbye before it ends, and a waiting rank polls MPI, sleeps briefly in between, and listens for
+goodbyes.
 
-MPI moves data only while one of its calls runs: all operations progress whenever this rank waits
-for any of them, and none while it computes.
+MPI moves data only inside its calls: all operations progress whenever this rank waits for any of
+them, and none while it computes.
 
 MpiError
-├── Mismatch  two ranks called the same collective, or send and recv, differently
-├── RankLeft  a rank has ended that this one still waits for
+├── Mismatch  two ranks' calls of a collective, or a send and its recv, do not match
+├── RankLeft  a rank that this one still waits for has ended
 └── TimeIsUp  an operation took longer than its group allows
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TESTS_BEFORE_NAP = 100
 NAP_S = 50e-6
 LONG_NAP_S = 1e-3  # nap of a rank that has waited for a second
-# Longest time that a message of a rank that has left takes to arrive while this one asks for it.
+# How long messages from a rank that has left may still take to arrive, while this rank polls.
 GRACE_S = 1.0
 MANY_UNFINISHED = 64
 
@@ -45,11 +45,11 @@ class MpiError(RuntimeError):
 
 
 class Mismatch(MpiError):
-    """Ranks disagree on an operation: its kind, its order, a size, a dtype, a root."""
+    """Ranks disagree on an operation, such as on its kind, order, size, dtype or root."""
 
 
 class RankLeft(MpiError):
-    """A rank ended, by ``sys.exit`` or at the end of its program, and others need it."""
+    """A rank that others need has ended, through ``sys.exit`` or at the end of its program."""
 
 
 class TimeIsUp(MpiError):
@@ -57,7 +57,7 @@ class TimeIsUp(MpiError):
 
 
 class Runtime:
-    """This process among those that mpirun started. Making one is a collective call.
+    """This process as one of the ranks that mpirun started; creating it is a collective call.
 
     Attributes:
         comm: Communicator of all ranks, from which groups are made.
@@ -74,22 +74,22 @@ class Runtime:
             _unlink_shared_memory()
         on_this_machine.Free()
         self._left: set[int] = set()
-        self._returns: Counter[int] = Counter()  # functions that have returned, by rank
+        self._returns: Counter[int] = Counter()  # by rank: functions that have returned
         self._num_runs = 0  # functions from which all ranks have returned
         self._unfinished: set[MpiWork] = set()
         self.queues: list[deque[MpiWork]] = []  # operations that await their turn, by group
 
     def keep(self, operation: "MpiWork") -> None:
-        """Hold an operation, whose memory MPI uses, until it is done, even if nothing else does.
+        """Keep an operation alive until it is done, because MPI uses its memory.
 
-        MPI continues an operation that has failed for us, so its memory is held forever.
+        MPI continues even operations that have failed for us, so their memory is never released.
         """
         if len(self._unfinished) >= MANY_UNFINISHED:
             self._unfinished = {other for other in self._unfinished if not other.is_success()}
         self._unfinished.add(operation)
 
     def take_turns(self) -> None:
-        """Let each group's collectives exchange data in the order of the calls, as MPI requires.
+        """Let each group's collectives exchange data in call order, as MPI requires.
 
         A rank that computes and makes no calls therefore delays the others.
         """
@@ -98,10 +98,10 @@ class Runtime:
                 queue.popleft()
 
     def wait(self, operation: "MpiWork") -> None:
-        """Block until it is done.
+        """Block until an operation is done.
 
         Raises:
-            MpiError: It can never be done.
+            MpiError: The operation can never be done.
         """
         for _ in range(TESTS_BEFORE_NAP):
             self.take_turns()
@@ -143,11 +143,11 @@ class Runtime:
         return is_news
 
     def announce_return(self) -> None:
-        """Tell the others that this rank's function has returned and makes no calls any more."""
+        """Tell the others that this rank's function has returned and makes no more calls."""
         self._tell_all(_RETURNED)
 
     def note_all_returned(self) -> None:
-        """Count all ranks as present again."""
+        """Note that all ranks have returned, so that all count as present again."""
         self._num_runs += 1
 
     def _tell_all(self, tag: int) -> list[MPI.Request]:
@@ -155,21 +155,21 @@ class Runtime:
         return [self._news.Isend(_NOTHING, rank, tag) for rank in others]
 
     def call_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
-        """Start to report to the first of ``ranks``; the first one starts to hear from the rest."""
+        """Start reporting to the first of ``ranks``; on the first, start receiving the reports."""
         first, *others = ranks
         if self.comm.rank == first:
             return [self._news.Irecv(_NOTHING, rank, _ROLL_CALL) for rank in others]
         return [self._news.Isend(_NOTHING, first, _ROLL_CALL)]
 
     def answer_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
-        """Start to let the others know that all are here."""
+        """Start sending "all have arrived" to the others; on the others, start receiving it."""
         first, *others = ranks
         if self.comm.rank == first:
             return [self._news.Isend(_NOTHING, rank, _ROLL_CALL) for rank in others]
         return [self._news.Irecv(_NOTHING, first, _ROLL_CALL)]
 
     def leave(self) -> None:
-        """Say goodbye, and stay until all have, because ending MPI alone would block the others."""
+        """Say goodbye, and stay until all ranks have: ending MPI earlier would block the others."""
         farewell = [*self._tell_all(_GOODBYE), self._news.Ibarrier()]
         while not MPI.Request.Testall(farewell):
             time.sleep(LONG_NAP_S)
@@ -178,9 +178,9 @@ class Runtime:
 
 
 def _unlink_shared_memory() -> None:
-    """Remove the files of MPICH's shared memory; it lasts as long as the processes that map it.
+    """Remove the files of MPICH's shared memory; the memory lasts while processes map it.
 
-    MPICH removes them when it ends well, so one that is killed would leave megabytes there.
+    MPICH removes them only when it ends normally; a killed job would leave megabytes behind.
     """
     with contextlib.suppress(OSError):  # only Linux has these files
         maps = Path("/proc/self/maps").read_text()
@@ -190,5 +190,5 @@ def _unlink_shared_memory() -> None:
 
 @cache
 def runtime() -> Runtime:
-    """Return this process's place among the ranks; the first call must be made by all of them."""
+    """Return this process's runtime; the first call is collective, so all ranks must make it."""
     return Runtime()

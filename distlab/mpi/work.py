@@ -16,17 +16,17 @@ SAME_SIZE = "but a send and its recv need the same number of elements and the sa
 
 
 class MpiWork(dist.Work):
-    """One operation under way.
+    """One operation in progress.
 
     Args:
         runtime: Runtime of this process.
         steps: Generator that posts requests, yields them, and is sent their statuses.
-        text: Call, for errors: "all_reduce #3 (op SUM, size 4, dtype float32)".
-        peers: Global ranks without which it cannot be done.
-        timeout: Longest time to wait for it.
-        tensors: Content of its future.
+        text: Description for errors, as in "all_reduce #3 (op SUM, size 4, dtype float32)".
+        peers: Global ranks that the operation needs.
+        timeout: Longest time to wait for the operation.
+        tensors: Result of the operation's future.
         any_peer: True if one of ``peers`` is enough.
-        queue: Queue of a collective's group; only its first continues after the first ``yield``.
+        queue: Queue of the group's collectives; only its head continues past the first ``yield``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MpiWork(dist.Work):
         self._tensors = list(tensors)
         self._is_done = False
         self._error: Exception | None = None
-        self.source = -1  # rank inside the group that a receive came from
+        self.source = -1  # sender of a received message, as a rank inside the group
         self._statuses: list[MPI.Status] = []
         self._requests = next(steps)
         self._has_turn = queue is None
@@ -56,7 +56,7 @@ class MpiWork(dist.Work):
         runtime.keep(self)
 
     def is_completed(self) -> bool:
-        """Return True if it is done or has failed; asking lets it progress."""
+        """Return True if the operation is done or has failed; each call lets it progress."""
         if not self._has_turn:
             self._runtime.take_turns()
         if self._has_turn and not self._is_done:
@@ -64,7 +64,7 @@ class MpiWork(dist.Work):
         return self._is_done
 
     def take_turn(self) -> bool:
-        """At the head of the queue, continue if the ranks have agreed; return True if they have."""
+        """At the head of the queue: continue if the ranks have agreed; return True if they have."""
         self._advance()
         return self._has_turn
 
@@ -92,7 +92,7 @@ class MpiWork(dist.Work):
         return f"rank {comm.rank} of {comm.size} in {self._text}"
 
     def give_up(self, gone: set[int], waited_s: float) -> None:
-        """Raise if a rank that is gone is needed, or if time is up."""
+        """Raise RankLeft if a needed rank is gone, or TimeIsUp if the time limit has passed."""
         missing = self._peers & gone
         if missing and (missing == self._peers or not self._any_peer):
             raise RankLeft(
@@ -106,7 +106,7 @@ class MpiWork(dist.Work):
             )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is done.
+        """Block until the operation is done.
 
         Raises:
             MpiError: Ranks disagree, one has left, or time is up.
@@ -119,11 +119,11 @@ class MpiWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Return True if it is done and did not fail."""
+        """Return True if the operation is done and did not fail."""
         return self.is_completed() and not self._error
 
     def synchronize(self) -> None:
-        """Block until it is done; a CPU has no streams."""
+        """Block until the operation is done; a CPU has no streams."""
         self.wait()
 
     block_current_stream = synchronize
@@ -133,16 +133,17 @@ class MpiWork(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank inside the group that a receive came from."""
+        """Return the sender of a received message, as a rank inside the group."""
         return self.source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a completed future, having blocked until the data is there.
+        """Block until the operation is done, and return a completed future.
 
-        Code that waits for a future (the reducer of DistributedDataParallel) makes no MPI call, and
-        without calls MPI moves nothing. ``wait`` needs no future and lets backward overlap.
+        Code that waits for a future, such as DistributedDataParallel's reducer, makes no MPI calls,
+        and without calls MPI moves nothing. ``wait`` needs no future, so communication can
+        overlap with the backward pass.
         """
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()

@@ -22,10 +22,10 @@ from distlab.mpi.work import MpiWork, Steps
 
 T = TypeVar("T")
 
-# torch keeps the name "mpi" for builds with an MPI inside and looks for no other under it.
+# torch reserves the name "mpi" for builds that include MPI, and accepts no other backend under it.
 TORCH_NAME = "mpi4py"
 LOOPBACK = "127.0.0.1"
-_endings: list[Ending] = []  # runtime of this process, once it has joined
+_endings: list[Ending] = []  # this process's ending, once it has joined
 
 
 def init_process_group(timeout_s: float | None) -> None:
@@ -59,7 +59,7 @@ def _make_group(options: Any, _: object) -> MpiGroup:
 
 
 def _shared_store(comm: MPI.Intracomm) -> Store:
-    """Make a store on a port that the system chooses, and send its address to the others by MPI."""
+    """Create a store on a port that the system chooses, and broadcast its address over MPI."""
     is_one_machine = len(set(comm.allgather(MPI.Get_processor_name()))) == 1
     address: tuple[str, int] | None = None
     if comm.rank == 0:
@@ -70,7 +70,7 @@ def _shared_store(comm: MPI.Intracomm) -> Store:
 
 
 def _store_on_loopback() -> TCPStore:
-    """Make a store that no other machine can reach, because whoever reaches it can write to it."""
+    """Create a store that other machines cannot reach: whoever reaches it can write to it."""
     with socket.create_server((LOOPBACK, 0)) as listening:
         port = listening.getsockname()[1]
         return TCPStore(
@@ -89,7 +89,7 @@ def _store_for_all_machines() -> TCPStore:
 def share(mine: T) -> list[T]:
     """Send the others the result of this rank's function; return the results of all ranks.
 
-    There is no time limit, because others may still be at work.
+    There is no time limit, because others may still be working.
     """
     here = runtime()
     pickled = np.frombuffer(pickle.dumps(mine), np.uint8)
@@ -113,6 +113,6 @@ def share(mine: T) -> list[T]:
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """While the others need this rank, let whatever stops it end the whole job, with a reason."""
+    """Mark a block where the others need this rank: an exception in it ends the whole job."""
     with _endings[-1].needed():
         yield

@@ -32,10 +32,10 @@ class Part:
         return self.model.stage if isinstance(self.model, Pipeline) else self.model
 
     def take_over(self, trainer: Any, optimizer: torch.optim.Optimizer, **how: Any) -> None:
-        """Let a ``Trainer`` of Phase 1, made for this model and group "dp", train all parts.
+        """Adapt a ``Trainer`` of Phase 1, made for this model and group "dp", to train all parts.
 
         Args:
-            trainer: Trainer, which gets the log of all ranks, and for a pipeline our step.
+            trainer: Trainer that gets a log for all ranks and, for a pipeline, a new ``step``.
             optimizer: Optimizer of the trainer.
             how: ``all_reduce`` and ``average`` of the trainer.
         """
@@ -45,7 +45,7 @@ class Part:
             trainer.step = partial(self.model.train_step, optimizer, group=group, **how)
 
     def describe(self, batch_size: int) -> str:
-        """Describe the mesh, the parameters of the ranks, and the micro-batches of a batch.
+        """Describe the mesh, the number of parameters per rank, and the micro-batch size.
 
         Cost: one all-gather of one number over the stages.
         """
@@ -61,7 +61,7 @@ class Part:
 
 
 def check(gpt: GPT, sizes: Parallelism) -> None:
-    """Refuse a model that ``split`` cannot split; all ranks raise alike.
+    """Check that ``split`` can split a model; all ranks raise the same error.
 
     Raises:
         ValueError: The model has too few blocks or heads, or is on the wrong device for stages.
@@ -79,9 +79,9 @@ def split(gpt: GPT, sizes: Parallelism, lesson: Lesson) -> Part:
     """Return this rank's part of a model; called on all ranks.
 
     Args:
-        gpt: Whole model, equal on all ranks. The part keeps some of its modules, and changes them.
+        gpt: Whole model, equal on all ranks. The part reuses some of its modules, and changes them.
         sizes: Sizes that ``check`` accepts; their product is the number of ranks.
-        lesson: Function that imports a lesson of Phase 2, which splits the model, by its name.
+        lesson: Function that imports lessons of Phase 2, which split the model, by name.
     """
     mesh = init_device_mesh(_mesh_device(), (sizes.dp, sizes.pp, sizes.tp), mesh_dim_names=DIMS)
     groups = {name: mesh.get_group(name) for name in DIMS}
@@ -117,7 +117,7 @@ def _shard(layers: nn.Module, group: dist.ProcessGroup, num_shards: int, lesson:
 
 
 def _ends(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of this pipeline's first and last rank, on these two."""
+    """Return the group of this pipeline's first and last rank, or None on the ranks in between."""
     pairs = mesh.mesh[:, [0, -1], :].movedim(1, -1).flatten(0, -2).tolist()
     group: dist.ProcessGroup | None
     group, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A GPT in stages: cutting it, and training and calling it on all ranks of a pipeline."""
+"""Cut a GPT into stages, and train and call it on all ranks of a pipeline."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -16,14 +16,14 @@ MICRO_BATCHES_PER_STAGE = 4  # m = 4p: the bubble, (p-1)/(m+p-1), is less than 1
 
 
 def cut_into_stages(gpt: GPT, num_stages: int, lesson: Lesson) -> list[nn.Sequential]:
-    """Cut a GPT into stages of about as many parameters each, with one block or more.
+    """Cut a GPT into stages of similar parameter counts, with at least one block each.
 
     The embedding goes with the first block; the norm and the head go with the last:
         4 blocks, 3 stages:  embedding 0 1 | 2 | 3 norm head
 
     Returns:
-        The stages, which share the parameters of ``gpt``; run one after the other, they compute
-        the same.
+        The stages; they share the parameters of ``gpt`` and, run one after the other, give the
+        same result.
     """
     blocks = [*gpt.blocks]
     costs = [num_parameters(block) for block in blocks]
@@ -37,7 +37,7 @@ def cut_into_stages(gpt: GPT, num_stages: int, lesson: Lesson) -> list[nn.Sequen
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Count the parameters of a module; one that two layers share counts once."""
+    """Count the parameters of a module; a parameter that two layers share counts once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -72,7 +72,7 @@ class Pipeline(nn.Module):
         """Return the logits of the whole model, on every rank of the pipeline; for evaluation.
 
         Args:
-            tokens: (B, T) int64, equal on all these ranks.
+            tokens: (B, T) int64, equal on all ranks of the pipeline.
 
         Returns:
             (B, T, V).
@@ -88,7 +88,7 @@ class Pipeline(nn.Module):
         return logits
 
     def micro_batch_size(self, num_samples: int) -> int:
-        """Return the number of samples in a micro-batch of a replica's batch."""
+        """Return the number of samples per micro-batch, for a replica's ``num_samples``."""
         return -(-num_samples // (MICRO_BATCHES_PER_STAGE * self.num_stages))
 
     def train_step(
@@ -100,13 +100,14 @@ class Pipeline(nn.Module):
         average: Any,
         group: dist.ProcessGroup,
     ) -> float:
-        """Do one optimizer step on the batches of all replicas, as Phase 1's ``train_step`` does.
+        """Take one optimizer step on the batches of all replicas, as Phase 1's ``train_step`` does.
 
         Args:
             optimizer: Optimizer of this rank's parameters.
-            batch: Inputs and targets of this replica; all replicas have equally many.
+            batch: Inputs and targets of this replica; all replicas have the same number.
             all_reduce: Function that sums a tensor over a group, in place.
-            average: Function of this module, ``all_reduce`` and ``group`` that averages gradients.
+            average: Function that takes this module, ``all_reduce`` and ``group``, and averages the
+                gradients.
             group: Ranks that hold the same parameters in other replicas.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The sizes of a training's mesh of ranks, and their limits by model, batch and world."""
+"""Sizes of a training run's mesh of ranks, and the limits that model, batch and world set."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ _SHARDS = ("parallelize_mlp",)
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The sizes of the mesh of ranks; ``str`` writes them as ``parse`` reads them, without 1s."""
+    """Sizes of the mesh of ranks; ``str`` formats them as ``parse`` reads them, without 1s."""
 
     dp: int = 1  # replicas
     pp: int = 1  # stages of a replica
@@ -27,10 +27,10 @@ class Parallelism:
 
     @classmethod
     def parse(cls, text: str) -> "Parallelism":
-        """Read ``dp=2,pp=2,tp=2``, in any order; a size that is left out is 1.
+        """Parse ``dp=2,pp=2,tp=2``, in any order; an omitted size is 1.
 
         Raises:
-            ValueError: The text has another form; the message names the wrong item.
+            ValueError: The text has a different form; the message names the wrong item.
         """
         sizes: dict[str, int] = {}
         for item in text.split(","):
@@ -51,7 +51,7 @@ class Parallelism:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of all replicas together."""
+        """Total number of ranks in all replicas."""
         return self.dp * self.pp * self.tp
 
     @property
@@ -65,7 +65,7 @@ class Parallelism:
         return (*(_PIPELINE if self.pp > 1 else ()), *(_SHARDS if self.tp > 1 else ()))
 
     def check_world(self, num_ranks: int, who: str, advice: str) -> None:
-        """Refuse a world of another size.
+        """Check that the world has as many ranks as the mesh.
 
         Args:
             num_ranks: Number of ranks of the world.
@@ -73,7 +73,7 @@ class Parallelism:
             advice: Advice for the user, such as "start 8".
 
         Raises:
-            ValueError: The world has another size; the message has both.
+            ValueError: The world has a different size; the message contains both.
         """
         if num_ranks != self.num_ranks:
             product = " x ".join(str(size) for size in asdict(self).values())
@@ -82,10 +82,10 @@ class Parallelism:
             )
 
     def check_model(self, num_blocks: int, num_heads: int) -> None:
-        """Refuse to split a model into more stages or shards than it has parts for.
+        """Check that a model has a block for each stage, and heads that the shards share equally.
 
         Raises:
-            ValueError: The model has too few parts; the message names sizes that fit.
+            ValueError: A size does not fit the model; the message names sizes that do.
         """
         if self.pp > num_blocks:
             raise ValueError(
@@ -100,10 +100,10 @@ class Parallelism:
             )
 
     def check_batch(self, batch_size: int) -> None:
-        """Refuse a batch that gives a replica fewer samples than it has stages to keep busy.
+        """Check that a batch gives each replica at least one sample for each of its stages.
 
         Args:
-            batch_size: Number of samples of all replicas, which share them equally.
+            batch_size: Number of samples, which all replicas share equally.
 
         Raises:
             ValueError: The batch is too small; the message names the smallest that fits.

@@ -1,9 +1,9 @@
-"""The part of a ``torch.distributed`` process group that the worlds written here have in common.
+"""The parts of a ``torch.distributed`` process group that the course's own worlds share.
 
-    base    the many forms of a call become one ``Call``
+    base    conversion of the many forms of a call into one ``Call``
     call    one rank's part in a collective, and counts of calls and bytes
-    checks  refusals at the call
-    moves   effects of collectives on tensors, if one process sees the calls of all ranks
+    checks  argument checks at the time of the call
+    moves   effects of collectives on tensors, where one process sees all ranks' calls
 
-It does not depend on any world; ``sim`` and ``mpi`` build on it.
+They do not depend on any world; ``sim`` and ``mpi`` build on it.
 """

@@ -1,13 +1,13 @@
-"""Base of all process groups: the many forms of a call become one ``Call``.
+"""Base class of all process groups: it turns the many forms of a call into one ``Call``.
 
-Each method states which values must agree between the ranks, the bytes of the collective, its
-inputs and its outputs. A world adds how ranks meet and how messages travel.
+Each method states which values must agree between the ranks, and the bytes, inputs and outputs of
+the collective. A world adds how ranks wait for each other and how messages travel.
 
-torch 2.13 renamed ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall_base`` and their like;
-both names are defined.
+torch 2.13 renamed ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall_base`` and similar
+methods; both names are defined.
 """
 
-# torch's stubs declare overloads for its C++ front; what c10d calls from Python is below.
+# torch's stubs declare overloads of its C++ interface; c10d calls the methods below from Python.
 # mypy: disable-error-code="override,assignment"
 
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ Splits = Sequence[int] | None
 class BaseGroup(dist.ProcessGroup):
     """One rank's view of a group of ranks.
 
-    A world's own group defines ``send``, ``recv``, ``recv_anysource`` and ``_take_part``.
+    A world's subclass defines ``send``, ``recv``, ``recv_anysource`` and ``_take_part``.
 
     Args:
-        rank: Number of this rank inside the group.
-        size: Number of ranks of the group.
+        rank: Rank inside the group.
+        size: Number of ranks in the group.
         name: Name of the group, equal on all ranks that created it.
 
     Attributes:
@@ -60,11 +60,11 @@ class BaseGroup(dist.ProcessGroup):
     # Identity
 
     def rank(self) -> int:
-        """Return this rank inside the group."""
+        """Return this process's rank inside the group."""
         return self._me
 
     def size(self) -> int:
-        """Return the number of ranks of the group."""
+        """Return the number of ranks in the group."""
         return self._num_ranks
 
     @property
@@ -87,7 +87,7 @@ class BaseGroup(dist.ProcessGroup):
     # Collectives
 
     def _meet(self, call: Call, results: Sequence[Tensor] | None = None) -> dist.Work:
-        """Take part in the group's next collective; ``results`` are the uncut outputs.
+        """Count and start the group's next collective; its future holds ``results`` or the outputs.
 
         Raises:
             RuntimeError: The root is not a rank of the group.
@@ -111,13 +111,13 @@ class BaseGroup(dist.ProcessGroup):
         op: Any = None,
         num_parts: int = 1,
     ) -> dist.Work:
-        """Take part in a collective of tensors that are equally large on all ranks.
+        """Start a collective whose tensors have the same sizes on all ranks.
 
         Args:
             like: Tensors whose sizes and dtypes must agree.
-            root: Number of the root, on which the ranks must agree too, if there is one.
-            op: Reduction on which they must agree, if it is one.
-            num_parts: Size of the whole buffer, in times ``like``.
+            root: Rank of the root, if there is one; the ranks must agree on it too.
+            op: Kind of reduction, if it is one; the ranks must agree on it too.
+            num_parts: Size of the whole buffer, as a multiple of ``like``.
         """
         must_agree: dict[str, object] = {} if op is None else {"op": op_name(op)}
         must_agree |= {} if root is None else {"root": root}
@@ -126,7 +126,7 @@ class BaseGroup(dist.ProcessGroup):
         return self._meet(Call(name, must_agree, num_bytes, inputs, outputs, root or 0, op))
 
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> dist.Work:
-        """Start the group's next collective; a future of the work holds ``results``."""
+        """Start the group's next collective; the work's future holds ``results``."""
         raise NotImplementedError
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -137,7 +137,7 @@ class BaseGroup(dist.ProcessGroup):
         return self._meet_alike("broadcast", tensors, inputs, tensors, root=root)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce over all ranks, in place; several tensors are one call."""
+        """Reduce over all ranks, in place; several tensors count as one call."""
         op = moves.op_of(opts)
         check_reduction(op, tensors)
         can_be_sparse = self.adds_sparse and op == dist.ReduceOp.SUM
@@ -243,7 +243,7 @@ class BaseGroup(dist.ProcessGroup):
         return self._meet(Call("reduce_scatter", must_agree, num_bytes, inputs, outputs, op=op))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Send the k-th input to rank k, receive into the k-th output from rank k."""
+        """Send the k-th input to rank k, and receive the k-th output from rank k."""
         return self._all_to_all(outputs, inputs, outputs)
 
     def _all_to_all(
@@ -280,7 +280,7 @@ class BaseGroup(dist.ProcessGroup):
         return self._meet(Call("barrier", {}, 0, (), ()))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks. (torch itself only allows this for gloo's groups.)"""
+        """Wait for all ranks. (torch itself allows this only for gloo groups.)"""
         self.barrier().wait()
 
     allreduce_coalesced = allreduce
@@ -293,7 +293,7 @@ class BaseGroup(dist.ProcessGroup):
     # Other methods that torch calls
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing, because a coalesced block is the sequence of its calls here."""
+        """Do nothing, because a coalesced block is just the sequence of its calls here."""
 
     def _end_coalescing(self, device: torch.device) -> dist.Work | None:
         return None

@@ -1,4 +1,4 @@
-"""One rank's call of a collective, whatever the form of the call, and counts of calls."""
+"""One rank's call of a collective, independent of the call's form, and counts of calls."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ class Call:
     """One rank's part in a collective.
 
     Attributes:
-        name: "all_reduce", a key of ``moves.MOVES``.
+        name: Key of ``moves.MOVES``, such as "all_reduce".
         must_agree: Values that must be equal on all ranks, by their name in reports.
         num_bytes: Bytes of the whole buffer, as in the cost formulas.
-        inputs, outputs: Tensors of this rank. For several tensors all-gathered or
-            reduce-scattered at once: the parts of the first for all ranks, then of the second, …
-        root: Number of the root inside the group.
+        inputs, outputs: Tensors of this rank. If several tensors are all-gathered or
+            reduce-scattered at once, the first one's parts for all ranks, then the second's, …
+        root: Rank of the root inside the group.
         op: Kind of reduction, if it is one.
     """
 
@@ -33,7 +33,7 @@ class Call:
 
     @property
     def is_coalesced(self) -> bool:
-        """True if it represents several calls, one for each input."""
+        """True if this represents several calls, one for each input."""
         return self.name == "all_reduce" and len(self.inputs) > 1
 
 
@@ -45,16 +45,16 @@ class Form(NamedTuple):
 
 
 def describe(tensor: Tensor | Form) -> str:
-    """Write ``(4, 3) float32``."""
+    """Return a text such as ``(4, 3) float32``."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class Counts:
     """Calls and bytes by the name of the collective.
 
-    Bytes are those of the tensors, as in the cost formulas: the whole buffer of an all_gather. The
-    traffic depends on the algorithm. (``torch.distributed`` sends objects as two collectives, sizes
-    first; both count.)
+    Bytes are tensor sizes, as in the cost formulas; for an all_gather, the size of the whole
+    buffer. The traffic depends on the algorithm. (``torch.distributed`` sends objects as two
+    collectives, sizes first; both count.)
     """
 
     def __init__(self) -> None:

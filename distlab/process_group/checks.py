@@ -1,8 +1,8 @@
-"""Refusals at the call, on the rank that makes it, before another rank waits for it.
+"""Argument checks at the time of a call, on the calling rank, before another rank waits for it.
 
-Calls that gloo or NCCL refuse, or silently get wrong, are refused here, so that a program that runs
-in one world runs in all of them. The error is the RuntimeError that gloo raises; for a rank that
-the group does not have, for which gloo waits, it is torch's ValueError for such ranks.
+Calls that gloo or NCCL refuses, or silently gets wrong, are refused here, so that a program that
+runs in one world runs in all of them. The error is a RuntimeError, like gloo's. For a peer outside
+the group, for which gloo would wait, it is a ValueError, like torch's for such ranks.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Dtypes that both gloo and NCCL can reduce; complex numbers are passed as pairs of real ones.
+# Dtypes that both gloo and NCCL can reduce; complex numbers are passed as pairs of reals.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 _REDUCIBLE: dict[Any, tuple[torch.dtype, ...]] = {
@@ -28,15 +28,15 @@ _REDUCIBLE: dict[Any, tuple[torch.dtype, ...]] = {
 
 
 def op_name(op: Any) -> str:
-    """Write ``SUM``."""
+    """Return the name of a reduction, such as ``SUM``."""
     return str(op).rpartition(".")[2]
 
 
 def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
-    """Refuse reductions that no backend supports.
+    """Check that both gloo and NCCL support a reduction of these tensors.
 
     Raises:
-        RuntimeError: The reduction is a scaled sum, which only NCCL has, or refuses the dtype.
+        RuntimeError: The reduction is a scaled sum, which only NCCL has, or rejects the dtype.
     """
     if op not in _REDUCIBLE:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
@@ -49,13 +49,13 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def check_peer(name: str, peer: int, group_size: int, me: int) -> None:
-    """Refuse a rank that the group does not have; gloo would wait for it until its timeout.
+    """Check that the group has a rank ``peer``; gloo would wait for a missing one until a timeout.
 
-    Args: me: Rank that makes the call, counted inside the group like ``peer``.
+    Args: me: Rank that makes the call, numbered inside the group like ``peer``.
     Raises: ValueError: ``peer`` is not a rank of the group.
     """
     if not 0 <= peer < group_size:
-        # Only a number one step outside is a slip in a ring.
+        # Only a number just outside the range suggests a mistake in a ring.
         step = {me + 1: "rank + 1", me - 1: "rank - 1"}.get(peer)
         advice = (
             f"; in a ring, the neighbour is ({step}) % {group_size}, and at the end of a line, as "
@@ -75,11 +75,11 @@ def check_contiguous(
     or_channels_last: bool = False,
     or_sparse: bool = False,
 ) -> None:
-    """Refuse tensors whose elements are not contiguous.
+    """Check that tensors are contiguous.
 
-    NCCL refuses them too; gloo walks through their memory and is silently wrong. Element-wise
-    calls, like a sum, may also take channels-last images (``or_channels_last``), and some worlds
-    can sum sparse tensors (``or_sparse``).
+    NCCL refuses other tensors too; gloo reads their memory in order and is silently wrong.
+    Element-wise calls, such as sums, also accept channels-last images (``or_channels_last``), and
+    some worlds can sum sparse tensors (``or_sparse``).
 
     Raises:
         RuntimeError: A tensor is sparse, or is not contiguous.
@@ -108,7 +108,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 def check_own_part(
     name: str, tensors: Sequence[Tensor], size: int, rank: int, like: Tensor
 ) -> None:
-    """Refuse a list without one tensor per rank, or whose own tensor is not shaped like ``like``.
+    """Check that a list has one tensor per rank, and that this rank's has the shape of ``like``.
 
     Raises: RuntimeError.
     """
@@ -122,7 +122,7 @@ def check_own_part(
 
 
 def check_one_per_rank(name: str, tensors: Sequence[Tensor], size: int, like: Tensor) -> None:
-    """Refuse a list that does not hold one tensor of the shape of ``like`` for each rank.
+    """Check that a list has one tensor per rank, each with the shape of ``like``.
 
     Raises: RuntimeError.
     """

@@ -1,6 +1,6 @@
 """Effects of collectives on tensors, given the calls of all ranks in group order.
 
-Sums follow the order of the ranks, not of their arrival, in the dtype of the tensors.
+Sums are taken in rank order, not in order of arrival, and in the dtype of the tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _OPERATORS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def op_of(opts: Any) -> Any:
-    """Return the reduction in a call's options; a sum without options."""
+    """Return the reduction in a call's options, or a sum if there are no options."""
     op = opts.reduceOp if opts else dist.ReduceOp.SUM
     return getattr(op, "op", op)  # a ReduceOp wraps its kind
 
@@ -43,7 +43,7 @@ def as_reals(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of all elements."""
+    """Return the number of bytes of all elements."""
     parts = ([x._indices(), x._values()] if x.is_sparse else [x] for x in tensors)
     return sum(part.numel() * part.itemsize for part in chain.from_iterable(parts))
 
@@ -62,7 +62,7 @@ def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
 
 
 def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]:
-    """Cut ``whole`` into ``size`` flat tensors of as many elements as ``part`` has.
+    """Cut ``whole`` into ``size`` flat tensors with as many elements as ``part``.
 
     Raises: RuntimeError: The number of elements or the dtype does not fit.
     """
@@ -76,7 +76,7 @@ def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[T
 
 
 def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:
-    """Split along dim 0 as ``all_to_all_single`` does.
+    """Split a tensor along dim 0, as ``all_to_all_single`` does.
 
     Raises: RuntimeError: The splits do not fit, or are missing and equal parts are impossible.
     """
@@ -95,7 +95,7 @@ def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tenso
 
 
 def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
-    shape = tensors[0].shape  # others may have another one of the same size
+    shape = tensors[0].shape  # other ranks may have a different shape of the same size
     same = [x if x.is_sparse else x.reshape(shape) for x in (tensor.detach() for tensor in tensors)]
     total = fold(_OPERATORS[op], same)
     return total / len(tensors) if op == dist.ReduceOp.AVG else total
@@ -103,7 +103,7 @@ def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
 
 def _write(output: Tensor, value: Tensor) -> None:
     if output.is_sparse:
-        with torch.no_grad():  # a detached sparse tensor would have elements of its own
+        with torch.no_grad():  # a detached sparse tensor would have separate elements
             output.copy_(value)
     else:
         output.detach().copy_(value.detach().reshape(output.shape))

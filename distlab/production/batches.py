@@ -1,4 +1,4 @@
-"""Batches on the device, without unreadable images, and mixed if configured."""
+"""Batches on the device, without unreadable images, and with mixup or cutmix if configured."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,11 @@ from distlab.production.images import BAD, ImageData
 from distlab.production.loading import Keys, loader_of
 from distlab.production.strategies import Strategy
 
-Targets = Tensor  # (b,) classes, or (b, classes) shares of the classes
+Targets = Tensor  # (b,) classes, or (b, classes) class probabilities
 
 
 class Batches:
-    """This rank's parts of the global batches, in the order of a sampler.
+    """This rank's parts of the global batches, in a sampler's order.
 
     Attributes:
         bad_images: Number of images that this rank could not read in this epoch.
@@ -32,12 +32,12 @@ class Batches:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the loader's processes. If left to the garbage collector, each takes torch 5 s."""
+        """End the loader's processes; left to the garbage collector, each one would take 5 s."""
         if self.loader._iterator is not None:
             self.loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
     def of_epoch(self, strategy: Strategy) -> Iterator[tuple[Tensor, Targets]]:
-        """Yield the rest of the epoch; a rank that computes nothing gets empty batches."""
+        """Yield the epoch's remaining batches; a rank that computes nothing gets empty ones."""
         self.bad_images = 0
         if not strategy.computes:
             yield from [(torch.zeros(0), torch.zeros(0))] * len(self.sampler)
@@ -61,13 +61,13 @@ class Batches:
 
 
 def on_device(images: Tensor, config: Config, device: torch.device) -> Tensor:
-    """Move images to the device, in the memory layout of the model."""
+    """Move images to the device, in the model's memory layout."""
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return images.to(device, non_blocking=True, memory_format=layout)
 
 
 def _mixer(config: Config, num_classes: int) -> Any:
-    """Return the mixer of pairs of images: mixup, cutmix, one of both at random, or None."""
+    """Return the mixer of image pairs: mixup, cutmix, a random choice of the two, or None."""
     v2 = transforms()
     kinds = [(v2.MixUp, config.mixup), (v2.CutMix, config.cutmix)]
     mixers = [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha]

@@ -1,4 +1,4 @@
-"""The configuration of a training: flat keys, from one YAML file and the command line."""
+"""The configuration of a training run: flat keys, from a YAML file and the command line."""
 
 import re
 import warnings
@@ -29,7 +29,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Config(BaseModel):
-    """All settings of a training; durations are counted in epochs or steps."""
+    """All settings of a training run; durations are in epochs or steps."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
@@ -44,21 +44,21 @@ class Config(BaseModel):
     augment: Literal["none", "crop", "crop_flip"] = "crop_flip"
     mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution; 0: off
     cutmix: float = Field(0.0, ge=0)
-    num_workers: int = Field(2, ge=0)  # processes that load images, for each rank
+    num_workers: int = Field(2, ge=0)  # image-loading processes per rank
     max_bad_images: int = Field(0, ge=0)  # limit per epoch
 
     # length and recipe
     epochs: int = Field(10, ge=1)
-    batch_size: int = Field(128, ge=1)  # images of all ranks together
-    accumulate: int = Field(1, ge=1)  # micro-batches of a rank's share
+    batch_size: int = Field(128, ge=1)  # total number of images over all ranks
+    accumulate: int = Field(1, ge=1)  # micro-batches per rank and step
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    lr: float = Field(0.1, gt=0)  # rate for lr_batch_size images, scaled to batch_size
+    lr: float = Field(0.1, gt=0)  # for batches of lr_batch_size, scaled to batch_size
     lr_batch_size: int = Field(256, ge=1)
     warmup_epochs: float = Field(1.0, ge=0)
     schedule: Literal["cosine", "constant"] = "cosine"
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(5e-5, ge=0)
-    decay_norms: bool = True  # weight decay also for biases and norms
+    decay_norms: bool = True  # apply weight decay to biases and norms too
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     clip_norm: float = Field(0.0, ge=0)  # 0: off
     ema_decay: float = Field(0.0, ge=0, lt=1)  # 0: off
@@ -79,7 +79,7 @@ class Config(BaseModel):
     tensor_parallelism: int = Field(1, ge=1)
     sharding_strategy: Literal["auto", "manual"] = "manual"
     compression: Compression = "none"
-    compression_ratio: float = Field(0.01, gt=0, le=1)  # share of entries; power_sgd: rank 4
+    compression_ratio: float = Field(0.01, gt=0, le=1)  # fraction sent; power_sgd uses rank 4
 
     # output
     run_dir: Path = Path("out/run")
@@ -88,10 +88,10 @@ class Config(BaseModel):
     keep: int = Field(3, ge=1)
     async_save: bool = True
     tensorboard: bool = True
-    metrics_port: int = Field(0, ge=0, le=65535)  # 0: no page
+    metrics_port: int = Field(0, ge=0, le=65535)  # 0: no metrics page
     metrics_host: str = "127.0.0.1"
     heartbeat_timeout_s: float = Field(300.0, gt=0)
-    profile: bool = False  # traces a few steps before the first, for Perfetto
+    profile: bool = False  # trace a few extra steps first, for Perfetto
 
     @model_validator(mode="before")
     @classmethod
@@ -116,7 +116,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        """Refuse keys that do not go together, and say what to change."""
+        """Refuse conflicting keys; the error says what to change."""
         for is_wrong, reason in (*_of_spreading(self), *_of_gradients(self), *_of_images(self)):
             if is_wrong:
                 raise ValueError(reason)
@@ -124,7 +124,7 @@ class Config(BaseModel):
 
     @property
     def is_sharded(self) -> bool:
-        """True if ranks hold different parts of the model or of the optimizer's state."""
+        """True if ranks hold different parts of the model or of the optimizer state."""
         return bool(self.zero_redundancy) or self.splits_model or self.has_servers
 
     @property
@@ -142,7 +142,7 @@ Conflicts = list[tuple[bool, str]]  # True if the conflict exists, and what to d
 
 
 def _of_spreading(c: Config) -> Conflicts:
-    """Return conflicts of the keys that say how ranks share the work."""
+    """Return conflicts between the keys that say how ranks share the work."""
     keys = "communication_pattern", "zero_redundancy", "pipeline_parallelism", "tensor_parallelism"
     course_keys = [
         f"{name}: {getattr(c, name)}"
@@ -186,7 +186,7 @@ def _of_spreading(c: Config) -> Conflicts:
 
 
 def _of_gradients(c: Config) -> Conflicts:
-    """Return conflicts of the keys that need whole gradients or models on each rank."""
+    """Return conflicts with keys that need whole gradients or models on each rank."""
     plain = not c.is_sharded and c.strategy != "fsdp"
     return [
         (
@@ -226,7 +226,7 @@ def _of_gradients(c: Config) -> Conflicts:
 
 
 def _of_images(c: Config) -> Conflicts:
-    """Return conflicts of the keys of data, model and recipe."""
+    """Return conflicts between the keys for data, model and recipe."""
     sides = [c.image_size, *c.progressive_resize.values()]
     return [
         (
@@ -270,18 +270,19 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Confi
 
     Args:
         path: YAML file.
-        overrides: Keys of the command line; their values are read as YAML.
+        overrides: Keys from the command line; their values are parsed as YAML.
 
     Raises:
-        ConfigError: One line for each fault: a key that does not exist, with the
-            nearest one; a value of another type, with the expected one; keys that do not fit.
+        ConfigError: The configuration is wrong. The message has one line per fault: an unknown
+            key, with the closest one; a value of the wrong type, with the expected one; conflicting
+            keys.
     """
     given = {key: _value(key, text) for key, text in (overrides or {}).items()}
     return make_config({**_read(path), **given}, str(path), given)
 
 
 def make_config(values: Mapping[str, Any], where: str, options: Container[str] = ()) -> Config:
-    """Check values; ``where`` begins a message unless its key is in ``options``.
+    """Check values; messages begin with ``where``, except for keys in ``options``.
 
     Raises:
         ConfigError: As raised by ``load_config``.
@@ -337,7 +338,7 @@ def _key(problem: Any) -> str:
     return ".".join(str(part) for part in problem["loc"][:1])
 
 
-EXPECTED = {  # first word of pydantic's type of a problem -> expectation
+EXPECTED = {  # first word of pydantic's error type -> expectation
     "int": "expected a whole number",
     "float": "expected a number",
     "bool": "expected true or false",
@@ -345,7 +346,7 @@ EXPECTED = {  # first word of pydantic's type of a problem -> expectation
 
 
 def _problem_text(problem: Any) -> str:
-    """Say what is wrong with one key, and what it should be."""
+    """Return a message that says what is wrong with one key, and what is expected."""
     key = _key(problem)
     if problem["type"] == "extra_forbidden":
         advice = did_you_mean(key, Config.model_fields) or "docs/trainer.md lists all keys."
@@ -368,12 +369,12 @@ def _expected(key: str, problem: Any) -> str:
 
 
 def to_yaml(config: Config) -> str:
-    """Write all keys with their values, so that ``load_config`` reads the same configuration."""
+    """Return a configuration as YAML with all keys, which ``load_config`` reads back."""
     return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def split_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """Read ``--epochs 5 --lr=0.1`` as keys with texts.
+    """Parse arguments such as ``--epochs 5 --lr=0.1`` into keys and their texts.
 
     Raises:
         ConfigError: A word is not a key, or a key has no value.

@@ -1,4 +1,4 @@
-"""The bundled digits as a tree of JPEG files, so that the real input path is used offline."""
+"""The bundled digits as a tree of JPEG files, so that the real input path can be used offline."""
 
 import importlib
 import os
@@ -9,14 +9,14 @@ from typing import Any
 from distlab import data
 from distlab.data import DataError
 
-SIDE = 32  # side of the files, four times that of the digits
+SIDE = 32  # side of the images in the files, four times that of the digits
 MARK = "distlab-digits"  # file that identifies a folder made here
 
 
 def digits_folder(folder: Path) -> Path:
-    """Create ``folder``/{train,val}/{0 … 9}/0000.jpg if it does not exist; return it.
+    """Create ``folder``/{train,val}/{0 … 9}/0000.jpg if needed; return ``folder``.
 
-    The folder gets its name once it is complete, even if a process is killed meanwhile.
+    The folder gets its name only once it is complete, so a killed process leaves no partial one.
 
     Raises:
         DataError: The folder exists, and was not made by this function.

@@ -1,10 +1,10 @@
-"""Predicts how a recipe trains on a cluster that is not there, by simulating a step.
+"""Predict how a recipe trains on a cluster that you do not have, by simulating a step.
 
     python -m distlab.production.dry_run --config configs/imagenet_resnet50.yaml \\
         --cluster dgx-a100 --nodes 4
 
---cluster names a preset of the simulator, and all GPUs of the --nodes train. --KEY VALUE changes
-any key of the configuration. The data are not needed; imagefolder means ImageNet.
+--cluster names a preset of the simulator; all GPUs of the --nodes take part. --KEY VALUE overrides
+any key of the configuration. No data is needed; imagefolder means ImageNet.
 """
 
 import math
@@ -26,7 +26,7 @@ from distlab.production.simulated_step import Step, simulated_step
 from distlab.sim import GPU, Cluster, SimulationError
 from distlab.util.text import bytes_text, counted, seconds_text
 
-EFFICIENCY = 0.61  # fitted share of the roofline, see ASSUMED
+EFFICIENCY = 0.61  # fitted fraction of the roofline, see ASSUMED
 ASSUMED = """\
 Assumed: GPUs reach {:.0%} of the roofline of their data sheets, which is fitted to one figure,
 NVIDIA's 2,470 images/s of ResNet-50 on an A100 of 80 GB in 16 bits (DeepLearningExamples, ConvNets,
@@ -36,7 +36,7 @@ was not run."""
 
 
 class Counts(NamedTuple):
-    """Numbers of images and classes of a data set."""
+    """Numbers of images and classes in a dataset."""
 
     train: int
     test: int
@@ -56,10 +56,10 @@ class Prediction:
     """Predicted speed and duration of a recipe.
 
     Attributes:
-        step: Simulated step of most epochs.
-        images_per_s: Rate of all GPUs in such a step.
+        step: Simulated step at the image size of most epochs.
+        images_per_s: Images per second of all GPUs in such a step.
         mfu: Model FLOPs utilisation of such a step.
-        training_s, evaluation_s: Seconds of all epochs together.
+        training_s, evaluation_s: Total seconds over all epochs.
     """
 
     step: Step
@@ -75,14 +75,14 @@ class Prediction:
 
 
 def predict(config: Config, cluster: Cluster) -> Prediction:
-    """Simulate two steps and an evaluation for each size of images that the recipe trains on.
+    """Predict a run, by simulating two steps and an evaluation for each training image size.
 
     Raises:
         ConfigError: The cluster has no GPUs, or the recipe does not fit into their memory or
             uses a feature that cannot be predicted.
         NotThereError: This copy of the course has no solutions.
 
-    Cost: 3 s, and about 0.5 s for each GPU of the cluster and each size of images.
+    Cost: 3 s, and about 0.5 s for each GPU of the cluster and each image size.
     """
     gpu = cluster.gpu
     if gpu is None:
@@ -107,7 +107,7 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
 
 
 def _slower(gpu: GPU) -> GPU:
-    """Return a GPU that reaches ``EFFICIENCY`` of the rates of its data sheet."""
+    """Return a GPU that reaches ``EFFICIENCY`` of its data-sheet rates."""
     flops = {dtype: EFFICIENCY * rate for dtype, rate in gpu.achievable_flops.items()}
     rate = EFFICIENCY * gpu.memory_bytes_per_s
     return replace(gpu, achievable_flops=flops, memory_bytes_per_s=rate)
@@ -115,7 +115,7 @@ def _slower(gpu: GPU) -> GPU:
 
 def _mfu(config: Config, step: Step, gpu: GPU, num_gpus: int) -> float:
     peak = gpu.peak_flops["float32" if config.precision == "fp32" else "float16"]
-    flops = 3 * step.forward_flops * config.batch_size  # backward takes twice as many
+    flops = 3 * step.forward_flops * config.batch_size  # the backward pass takes twice as many
     return flops / (step.step_s * peak * num_gpus)
 
 
@@ -123,7 +123,7 @@ def _mfu(config: Config, step: Step, gpu: GPU, num_gpus: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the prediction of the recipe that the command line names; return the exit code."""
+    """Print the prediction for the recipe that the command line names; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & {*given}:
         print(__doc__)
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cluster(options: dict[str, str]) -> Cluster:
-    """Remove the cluster's options from those of the command line; return the cluster."""
+    """Remove the cluster's options from ``options``, and return the cluster."""
     name, nodes = options.pop("cluster", "dgx-a100"), options.pop("nodes", "1")
     if not nodes.isdecimal() or not int(nodes):
         raise ConfigError(f"--nodes {nodes}: expected how many there are, 1 or more")
@@ -166,7 +166,7 @@ def print_prediction(name: str, config: Config, cluster: Cluster, prediction: Pr
 
 
 def _rows(config: Config, gpus: int, prediction: Prediction) -> list[tuple[str, str, str]]:
-    """Return rows of a quantity, its value, and a remark."""
+    """Return rows, each with a quantity, its value and a remark."""
     step = prediction.step
     held = sorted(step.peak_by_category.items(), key=lambda item: -item[1])
     parts = ", ".join(

@@ -1,4 +1,4 @@
-"""Exit codes of a training, which launchers and schedulers act upon, and their errors.
+"""Exit codes of a training run, which launchers and schedulers act on, and the errors behind them.
 
 0    done
 1    anything else: restarting may help

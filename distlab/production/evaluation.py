@@ -1,4 +1,4 @@
-"""Exact evaluation: all ranks use one model, and each test image counts once."""
+"""Exact evaluation: all ranks use the same model, and each test image counts once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ from distlab.production.strategies import Strategy
 
 
 class Accuracy(NamedTuple):
-    """Share of the test images that a model gets right."""
+    """Fraction of the test images that a model gets right."""
 
     top1: float
-    top5: float  # share of images whose class is among the five likeliest
+    top5: float  # fraction of images whose class is among the five likeliest
 
 
 @torch.no_grad()
@@ -32,16 +32,16 @@ def evaluate(
     mean: ModelMean,
     alive: Callable[[], object],
 ) -> Accuracy:
-    """Return the share of all images that the model gets right; the same on all ranks.
+    """Return the fraction of all images that the model gets right; the same on all ranks.
 
-    The training's state does not change.
+    The training state does not change.
 
     Args:
-        mean: Mean of the parameters over the steps, evaluated instead of the newest ones.
+        mean: Moving average of the parameters, which is evaluated instead of the newest ones.
         alive: Callback for each batch, on all ranks; it may raise to stop the evaluation.
 
     Raises:
-        RuntimeError: Not every image was counted exactly once, such as by a sampler that pads.
+        RuntimeError: Not every image was counted exactly once, for example because a sampler pads.
     """
     group = strategy.replicas
     keys = evaluation_keys(
@@ -63,7 +63,7 @@ def evaluate(
 
 
 def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Count this rank's images that are right, right among five, and all; may be 0."""
+    """Return this rank's numbers of images: right, right among the top five, and all."""
     inputs = batch if len(batch) else batch.new_zeros(1, *batch.shape[1:])
     with strategy.autocast():
         logits = strategy.predict(on_device(inputs, config, strategy.device))
@@ -75,7 +75,7 @@ def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) ->
 
 @contextmanager
 def as_one_model(strategy: Strategy, mean: ModelMean) -> Iterator[None]:
-    """Give all replicas the same model meanwhile: the mean over steps and over replicas."""
+    """Within the block, give all replicas the same model: the mean over steps and replicas."""
     module = strategy.module
     with mean.in_place():
         saved = {name: value.clone() for name, value in module.named_buffers()}

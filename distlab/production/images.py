@@ -20,10 +20,10 @@ from distlab.data.folders import MEAN, STD, check_folders, open_folder, transfor
 from distlab.production.config import Config
 from distlab.production.digits_files import digits_folder
 
-KEPT_OF_SIDE = 0.875  # share of the side in an evaluation's centre crop, above SMALL
-SMALL = 64  # largest side of images that are not cropped for an evaluation
+KEPT_OF_SIDE = 0.875  # fraction of the side that an evaluation's centre crop keeps, above SMALL
+SMALL = 64  # largest side of images that an evaluation does not crop
 BAD = -100  # label of an unreadable image, which cross_entropy ignores
-Key = tuple[int, int]  # epoch and index; they decide how an image is augmented
+Key = tuple[int, int]  # epoch and index, which determine how an image is augmented
 Sample = tuple[Tensor, int]  # float32 (3, S, S), normalised; label
 
 
@@ -36,14 +36,14 @@ class Source(Protocol):
         """Return a PIL image, or uint8 (3, H, W)."""
 
     def name(self, index: int) -> str:
-        """Return the name of an image in messages."""
+        """Return an image's name for messages."""
 
 
 class Files:
     """Images in files, decoded on access.
 
     The paths are one tensor of bytes, in rows of equal length, which the loader's processes
-    share; each of them would copy a list of strings (pytorch#13246).
+    share; a list of strings would be copied to each of them (pytorch#13246).
     """
 
     def __init__(self, samples: Sequence[tuple[str, int]]) -> None:
@@ -73,12 +73,12 @@ class Pixels:
         return self.pixels[index]
 
     def name(self, index: int) -> str:
-        """Return the number."""
+        """Return a name with the image's index."""
         return f"image {index}"
 
 
 class Images(Dataset[Sample]):
-    """One half of the data, indexed by ``Key``.
+    """The training or the test images, indexed by ``Key``.
 
     An image that cannot be read becomes a black one with the label BAD.
     """
@@ -94,7 +94,7 @@ class Images(Dataset[Sample]):
         side = side_of(self.config, epoch) if self.is_training else self.config.image_size
         try:
             image = self.source.read(index)
-        except Exception as error:  # PIL raises errors of many kinds
+        except Exception as error:  # PIL raises many kinds of errors
             report_bad(self.source.name(index), error)
             return torch.zeros(3, side, side), BAD
         transform = _transform(self.config, side, self.is_training)
@@ -107,15 +107,15 @@ def report_bad(name: str, reason: object) -> None:
 
 
 def side_of(config: Config, epoch: int) -> int:
-    """Return the side of an epoch's training images, by ``progressive_resize``."""
+    """Return the side of an epoch's training images, according to ``progressive_resize``."""
     begun = [first for first in config.progressive_resize if first <= epoch]
     return config.progressive_resize[max(begun)] if begun else config.image_size
 
 
 def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
-    """Augment with random numbers of this seed; torch's generator keeps its state.
+    """Augment an image with random numbers from a seed; torch's generator keeps its state.
 
-    An image is then the same in any process, on any rank, and after a resume.
+    The image is then the same in any process, on any rank, and after a resume.
     """
     (mixed,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     before = torch.get_rng_state()
@@ -141,7 +141,7 @@ def _transform(config: Config, side: int, is_training: bool) -> Any:
 def _augment(v2: Any, config: Config, side: int) -> list[Any]:
     if config.augment == "none":
         return _centre(v2, side)
-    smallest = 0.08 if side > SMALL else 0.6  # share of the area; small images show one object
+    smallest = 0.08 if side > SMALL else 0.6  # fraction of the area; small images show one object
     crop = v2.RandomResizedCrop(side, scale=(smallest, 1.0), antialias=True)
     return [crop, *([v2.RandomHorizontalFlip()] if config.augment == "crop_flip" else [])]
 
@@ -167,7 +167,7 @@ def open_images(config: Config) -> ImageData:
     """Open the data that a configuration names; called on all ranks.
 
     Raises:
-        DataError: A folder is missing, has no classes, or an empty one, or the halves have
+        DataError: A folder is missing, has no classes or an empty class, or the two splits have
             different classes; the message says what to do.
     """
     train, test, num_classes = _sources(config)

@@ -1,18 +1,18 @@
-"""Start the ranks of this node with torchrun, and end with the exit code of the training.
+"""Start the ranks of this node with torchrun, and exit with the trainer's exit code.
 
     scripts/launch_training.sh --config configs/config.yaml
     scripts/launch_training.sh --config configs/config.yaml --epochs 5 --num_gpus 4
     scripts/launch_training.sh --config … --nodes 2 --node-rank 0 --rendezvous node0:29400
 
-The same command continues where the last one stopped. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 reach
+The same command continues where the last run stopped. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 reach
 all ranks of this node, which save and stop.
 
     --config FILE           the configuration; configs/digits_cpu.yaml by default
-    --KEY VALUE             any key of it, which docs/trainer.md lists
+    --KEY VALUE             any key of the configuration; docs/trainer.md lists them
     --impl mine             train with the lessons that you have written
     --nodes N               how many machines; start the command on each of them (default: 1)
-    --node-rank R           which of them this is: 0 to N-1; 0 holds the rendezvous
-    --rendezvous HOST:PORT  an address of node 0 that all nodes reach, and a port that is free there
+    --node-rank R           which machine this is, 0 to N-1; 0 hosts the rendezvous
+    --rendezvous HOST:PORT  an address of node 0 that all nodes can reach, and a free port there
     --max-restarts K        how often to restart after a crash (default: 3)
 
 Exit codes: 0 done · 75 stopped and saved, run it again · 78 the configuration or the data is wrong
@@ -44,14 +44,14 @@ CRASHED = 1  # exit code after which a restart may help
 
 
 class Ended(NamedTuple):
-    """Exit code of a training, and True if a signal ended it."""
+    """Exit code of a training run, and True if a signal ended it."""
 
     code: int
     by_signal: bool = False
 
 
 class Nodes(NamedTuple):
-    """The number of machines of a training, and the number of this one."""
+    """The machines of a training run: how many, which one this is, and where they rendezvous."""
 
     number: int
     rank: int
@@ -60,11 +60,11 @@ class Nodes(NamedTuple):
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Train on all ranks of this node, and return the exit code of the training.
+    """Train on all ranks of this node, and return the trainer's exit code.
 
-    torchrun exits with 1 whatever its workers do, so ``run_dir``/exit_code holds the code. On
-    one node, this function restarts a training that has crashed; on several nodes torchrun does,
-    because all of them must meet again. A wrong configuration is reported before anything starts.
+    torchrun exits with 1 whatever its workers return, so ``run_dir``/exit_code holds the code. On
+    one node, this function restarts a run that has crashed; on several nodes torchrun does,
+    because all nodes must rendezvous again. A wrong configuration is reported before any start.
     """
     if {"-h", "--help"} & {*arguments}:
         print(__doc__)
@@ -78,7 +78,7 @@ def launch(arguments: Sequence[str]) -> int:
         for line in str(error).splitlines():
             say(f"error: {line}")
         return EXIT_WRONG
-    # One word for each option, because a value may begin with dashes.
+    # Each option is one word, because a value may begin with dashes.
     return _train(config, nodes, [f"--{key}={value}" for key, value in given.items()])
 
 
@@ -106,7 +106,7 @@ def _run_once(command: list[str], left: Path) -> Ended:
     except ChildFailedError:
         code = CRASHED
     except SignalException:
-        by_signal, code = True, EXIT_STOPPED  # default for ranks that had not begun to train
+        by_signal, code = True, EXIT_STOPPED  # used if no rank had begun to train
     return Ended(int(left.read_text(encoding="utf-8")) if left.exists() else code, by_signal)
 
 
@@ -122,22 +122,22 @@ def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
         "--rdzv-backend=c10d",
         "--rdzv-id=training",
         f"--rdzv-endpoint={nodes.rendezvous}",
-        f"--rdzv-conf=is_host={nodes.rank == 0}",  # otherwise guessed from the host's name
+        f"--rdzv-conf=is_host={nodes.rank == 0}",  # otherwise guessed from the host name
     ]
 
 
 def environment(processes: int) -> dict[str, str]:
     """Return environment variables for torchrun and its workers.
 
-    The ranks of a node share its cores. Without the second variable, restarted workers find
-    the addresses of their predecessors in torchrun's store, and fail once or twice.
+    The ranks of a node share its cores. Without the second variable, restarted workers would find
+    their predecessors' addresses in torchrun's store, and fail once or twice.
     """
     threads = max(1, num_cores() // processes)
     return {"OMP_NUM_THREADS": str(threads), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def processes_of(config: Config) -> int:
-    """Return the number of ranks per node: num_gpus; for auto one per GPU, or 2 on CPUs."""
+    """Return the ranks per node: num_gpus; for "auto", one per GPU, or without GPUs at most 2."""
     if config.num_gpus != "auto":
         return config.num_gpus
     if config.device != "cpu" and cuda.is_available():
@@ -149,7 +149,7 @@ def processes_of(config: Config) -> int:
 
 
 def _nodes(given: dict[str, str]) -> Nodes:
-    """Remove the options of nodes, which the trainer does not have."""
+    """Remove the node options, which the trainer does not have, and return them."""
     count = _whole(given, "nodes", "1")
     names = {"node_rank", "rendezvous"}
     if count > 1 and not names <= {*given}:

@@ -1,4 +1,4 @@
-"""The lessons that a training uses: those of the solutions, or the learner's own."""
+"""The lessons that a training run uses: the solutions, or the learner's own."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ from distlab.production.config import Config
 
 Lessons = Callable[[str], ModuleType]  # imports a lesson by its name
 
-# Ids of the tasks that each part of a training calls.
+# Ids of the tasks whose functions each part of a training run calls.
 ALWAYS = ("4.1", "4.2", "4.4", "4.5", "4.7", "4.14", "4.15", "4.16", "4.17")
 PATTERNS: dict[str, tuple[str, ...]] = {
     "native": ("3.12",),
@@ -37,14 +37,14 @@ def find_lessons(impl: str, config: Config) -> Lessons:
         impl: "solution" or "mine".
 
     Raises:
-        NotThereError: A task, which the message names, is not written yet.
-        LearnerError: ``impl`` is "mine" outside of the course's folder.
+        NotThereError: A task is not written yet; the message names it.
+        LearnerError: ``impl`` is "mine" outside the course's folder.
     """
     return partial(chosen.lesson, chosen.find(impl, tasks_of(config)))
 
 
 def tasks_of(config: Config) -> tuple[str, ...]:
-    """Return the tasks whose functions a training calls."""
+    """Return the ids of the tasks whose functions a training run calls."""
     pipeline = ("2.1", "2.8", "2.9", "2.11", "2.12") if config.pipeline_parallelism > 1 else ()
     shards = ("2.17",) if config.tensor_parallelism > 1 else ()
     pattern = PATTERNS[config.communication_pattern] if config.strategy == "course" else ()

@@ -1,9 +1,9 @@
 """Load images ahead of time, in processes forked from a process without Python threads.
 
-A rank has threads: its watch, a save, TensorBoard. A fork of the rank has none of them, and a
-lock that one of them held stays locked there. In CPython 3.11 a child may wait forever for such
-a lock of the interpreter, inside ``os.fork`` itself. So a rank starts multiprocessing's fork
-server, which imports once all that loading needs, and forks a process when a rank asks for it.
+A rank has threads, for its watch, saving and TensorBoard. A fork of the rank has none of these,
+and a lock that one of them held stays locked there. In CPython 3.11, a child may wait forever for
+such a lock of the interpreter, inside ``os.fork`` itself. So a rank starts multiprocessing's fork
+server, which imports just once everything that loading needs, and forks processes on request.
 """
 
 import multiprocessing
@@ -27,7 +27,7 @@ IMPORTED = "distlab.production.loading_imports"
 
 
 class Keys:
-    """Batches of a sampler as keys, which bring the epoch to the loader's processes."""
+    """A sampler's batches as keys, which carry the epoch to the loader's processes."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -44,9 +44,9 @@ class Keys:
 def evaluation_keys(
     num_images: int, global_batch: int, rank: int, num_ranks: int
 ) -> list[list[Key]]:
-    """Return this rank's part of each batch; every image is in one part of one rank.
+    """Return this rank's part of each batch; every image belongs to exactly one rank's part.
 
-    All ranks get equally many parts, because they call the model of a sharded strategy
+    All ranks get the same number of parts, because a sharded model must be called on all of them
     together; a part may be empty.
     """
     batches: Any = torch.arange(num_images).split(global_batch)  # type: ignore[no-untyped-call]
@@ -57,10 +57,10 @@ def evaluation_keys(
 def loader_of(
     images: Images, batches: Any, config: Config, device: torch.device, *, stays: bool = False
 ) -> DataLoader[Any]:
-    """Load batches ahead of time in processes; ``stays`` keeps these for several epochs.
+    """Return a loader that loads ahead in processes; ``stays`` keeps them for several epochs.
 
-    The processes share the tensors of the images, in /dev/shm. The end of one is noticed within
-    5 s, the interval at which torch checks.
+    The processes share the image tensors, in /dev/shm. If one of them ends, torch notices within
+    5 s, the interval at which it checks.
     """
     has_workers = config.num_workers > 0
     if has_workers:
@@ -73,16 +73,17 @@ def loader_of(
         multiprocessing_context="forkserver" if has_workers else None,
         collate_fn=_Collate(config),
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # otherwise it would draw from the run's generator
+        generator=torch.Generator(),  # otherwise the loader would draw from the run's generator
         worker_init_fn=_prepare_worker,
     )
 
 
 def _start_server() -> None:
-    """Start the server from which the loader's processes are forked, unless it runs.
+    """Start the server that forks the loader's processes, unless it is already running.
 
     Signals that stop a rank reach its whole process group, from torchrun or a terminal. They must
-    not end the loader before the rank has saved, so the server blocks them until it has left.
+    not end the loader before the rank has saved, so the server blocks them until it has left that
+    group.
     """
     main = getattr(sys.modules["__main__"], "__spec__", None)
     main_name = [main.name] if main and not main.name.endswith("__main__") else []
@@ -102,7 +103,7 @@ def _prepare_worker(_worker: int) -> None:
 
 
 def _end_with_rank() -> None:
-    """End when the rank does; torch only checks the parent, which is the server."""
+    """End this process when the rank ends; torch checks only the parent, which is the server."""
     rank = multiprocessing.parent_process()
     if rank is not None:
         rank.join()
@@ -110,7 +111,7 @@ def _end_with_rank() -> None:
 
 
 class _Collate:
-    """Stack images; a part of a short last batch may be empty."""
+    """Stacks images; a rank's part of a short last batch may be empty."""
 
     def __init__(self, config: Config) -> None:
         self.side = config.image_size

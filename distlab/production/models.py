@@ -18,14 +18,14 @@ VITS: dict[str, dict[str, int]] = {  # Dosovitskiy et al. 2020, table 1; Touvron
 
 
 def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
-    """Build a model on a device: the same parameters for the same seed, on all ranks.
+    """Build a model on a device; the same seed gives the same parameters on all ranks.
 
     name           parameters   images
-    resnet18             11 M   up to 64 x 64 enter by one 3 x 3 convolution, others by 7 x 7
+    resnet18             11 M   up to 64 x 64 enter through a 3 x 3 convolution, others a 7 x 7 one
     resnet50             25 M   the same
     vit_s16              22 M   sides are multiples of 16
     vit_b16              86 M   the same
-    transformer         0.1 M   a ViT of 4 layers and width 64, for small images
+    transformer         0.1 M   a ViT with 4 layers and width 64, for small images
     """
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
@@ -53,7 +53,7 @@ def _build(config: Config, num_classes: int) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Cut a model into layers that together compute the same, one after the other."""
+    """Cut a model into layers; called one after the other, they give the model's result."""
     whole: Any = model
     if hasattr(whole, "encoder"):
         return [_Patches(whole), *whole.encoder.layers, _Head(whole)]
@@ -104,7 +104,7 @@ def layer_flops(layers: list[nn.Module], side: int) -> list[float]:
     return flops
 
 
-# Heads apart, for tensor parallelism
+# Layers that can be split by heads, for tensor parallelism
 
 
 class SplitAttention(Attention):
@@ -145,7 +145,7 @@ class SplitMLP(nn.Module):
 
 
 def split_heads(vit: nn.Module) -> None:
-    """Replace the layers of a ViT by layers that can be split, with the same values."""
+    """Replace a ViT's attention and MLPs with ones that can be split and hold the same values."""
     model: Any = vit
     for block in model.encoder.layers:
         block.self_attention = SplitAttention(block.self_attention)
@@ -153,5 +153,5 @@ def split_heads(vit: nn.Module) -> None:
 
 
 def num_heads(config: Config) -> int:
-    """Return the number of heads of a ViT's attention."""
+    """Return the number of a ViT's attention heads."""
     return VITS[config.model]["num_heads"] if config.model in VITS else VIT_HEADS

@@ -1,4 +1,4 @@
-"""Optimizers, the learning rate over the steps, and the mean of the parameters."""
+"""Optimizers, the learning-rate schedule, and the moving average of the parameters."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from distlab.production.config import Config
 
 
 def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class of the optimizer, and its arguments."""
+    """Return the optimizer's class and arguments."""
     common = {"lr": peak_lr(config), "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
         return torch.optim.SGD, {**common, "momentum": config.momentum}
@@ -21,7 +21,7 @@ def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str,
 
 
 def groups_of(module: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: vectors and scalars, as in norms, may have no decay."""
+    """Return the optimizer's groups; without ``decay_norms``, vectors and scalars have no decay."""
     parameters = [*module.parameters()]
     if config.decay_norms:
         return [{"params": parameters}]
@@ -32,7 +32,7 @@ def groups_of(module: nn.Module, config: Config) -> list[dict[str, Any]]:
 
 
 def peak_lr(config: Config) -> float:
-    """Return the learning rate after the warm-up: 0.1 for 256 images is 0.4 for 1,024.
+    """Return the learning rate after the warm-up: 0.1 for 256 images gives 0.4 for 1,024.
 
     Source: Goyal et al. 2017 (arXiv 1706.02677), section 2.1.
     """
@@ -42,10 +42,10 @@ def peak_lr(config: Config) -> float:
 def share_of_lr(config: Config, steps_per_epoch: int, step: float) -> float:
     """Return the learning rate of a step, counted from 0, as a share of ``peak_lr``.
 
-    The step may be fractional, in a run that was resumed with another batch size.
+    The step may be fractional, if a run was resumed with a different batch size.
 
     The share grows linearly to 1 in ``warmup_epochs``; with ``cosine``, it then falls to 0:
-        4 steps of warm-up, 8 in all    0.25  0.5  0.75  1  1  0.85  0.5  0.15
+        4 warm-up steps, 8 in all       0.25  0.5  0.75  1  1  0.85  0.5  0.15
     """
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < warmup:
@@ -57,14 +57,14 @@ def share_of_lr(config: Config, steps_per_epoch: int, step: float) -> float:
 
 
 def lr_at(config: Config, sampler: Any) -> float:
-    """Return the learning rate of the next step of a sampler."""
+    """Return the learning rate for a sampler's next step."""
     steps_per_epoch = -(-sampler.num_samples // sampler.global_batch)
     step = sampler.epoch * steps_per_epoch + sampler.position / sampler.global_batch
     return peak_lr(config) * share_of_lr(config, steps_per_epoch, step)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of the next step. It follows from the step alone, so it is never saved."""
+    """Set the rate for the next step. It depends only on the step, so it is never saved."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -73,25 +73,25 @@ class ModelMean:
     """An exponential moving average of this rank's part of a model, for evaluation.
 
     The decay in step k is min(decay, (1 + k) / (10 + k)), which keeps the random start from
-    weighing on the first means. Running means of BatchNorm are also averaged, because those of
-    the newest parameters do not fit older ones.
+    dominating the first means. BatchNorm's running means are averaged too, because those of the
+    newest parameters do not fit averaged ones.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        """Start with the model as it is; with a decay of 0 there is no mean."""
+        """Start from the current model; with a decay of 0 there is no mean."""
         self.decay = decay
         floating = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         self.parameters = TensorMean([*module.parameters()] if decay else [])
         self.buffers = TensorMean(floating if decay else [])
 
     def update(self) -> None:
-        """Include the parameters after a step."""
+        """Update the means after a step."""
         self.parameters.update(self.decay)
         self.buffers.update(self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the means into the model meanwhile."""
+        """Swap the means into the model for the duration of the block."""
         self._swap()
         try:
             yield

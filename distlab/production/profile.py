@@ -1,4 +1,4 @@
-"""A trace of a few steps, and the communication of a step that no computation hides."""
+"""Trace a few steps, and report how much communication is not hidden by computation."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,12 +15,12 @@ def profile(
     unchanged: Callable[[], AbstractContextManager[None]],
     lessons: Lessons,
 ) -> None:
-    """Write a trace of a few steps, which do not count, for Perfetto; called on all ranks.
+    """Write a Perfetto trace of a few steps, which do not count; called on all ranks.
 
     Args:
-        step: Function that does one step.
+        step: Function that takes one step.
         folder: Folder of the traces, one for each rank.
-        unchanged: Context that restores the state of the training at its end.
+        unchanged: Context that restores the training state at its end.
     """
     lesson = lessons("profiling")
     with unchanged():

@@ -24,7 +24,8 @@ def run_program(
 ) -> int:
     """Read the command line, train, and return the exit code; ``errors`` lists the codes.
 
-    The code is also left in ``run_dir``/exit_code: torchrun exits with 1 whatever its workers say.
+    The code is also written to ``run_dir``/exit_code, because torchrun exits with 1 whatever its
+    workers return.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & {*given}:
@@ -54,7 +55,7 @@ def run_program(
 
 
 def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:
-    """Return the run directories in the command line, for when the configuration is unreadable."""
+    """Return the run directories on the command line, in case the configuration is unreadable."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     return [Path(value) for key, value in pairwise(words) if key == "--run_dir"]
 
@@ -83,7 +84,7 @@ def config_of(given: Mapping[str, str]) -> Config:
 
 
 def impl_of(given: Mapping[str, str]) -> str:
-    """Return the choice of lessons in a command line.
+    """Return which lessons a command line chooses, "solution" or "mine".
 
     Raises:
         ConfigError: The choice is neither solution nor mine.

@@ -1,4 +1,4 @@
-"""Progress of a run, and the steps since the last line of its log."""
+"""Progress of a run, and the steps since its last log line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Steps, evaluated epochs and their results: a part of each checkpoint.
+    """Steps, evaluated epochs and their results, as saved in each checkpoint.
 
     Attributes:
         step: Number of steps done.
-        evaluated: Number of epochs before the last evaluation.
-        history: Epoch, accuracy, and accuracy among the five likeliest, of each evaluation.
+        evaluated: Number of epochs done at the last evaluation.
+        history: Epoch, accuracy and top-five accuracy of each evaluation.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Progress:
 
     @property
     def top5_accuracy(self) -> float:
-        """Share of images whose class was among the five likeliest in the last evaluation."""
+        """Fraction of images whose class was among the five likeliest in the last evaluation."""
         return self.history[-1][2] if self.history else 0.0
 
     def note(self, epoch: int, top1: float, top5: float) -> None:
@@ -56,12 +56,12 @@ class OfAllRanks(NamedTuple):
     """Sums and means over all ranks."""
 
     loss: float  # mean over the samples
-    step_s: float  # mean over the ranks, of a step of the interval
+    step_s: float  # mean over the interval's steps and the ranks
     bad_images: int
 
 
 class Interval:
-    """The steps since the last line of the log."""
+    """The steps since the last log line."""
 
     def __init__(self, device: torch.device) -> None:
         self.loss_sum = torch.zeros((), device=device)
@@ -69,19 +69,19 @@ class Interval:
         self.times: list[StepTimes] = []
 
     def add(self, loss_sum: Tensor, num_images: int) -> None:
-        """Add a step with this rank's number of images; does not wait for a GPU."""
+        """Add a step's loss and number of images on this rank, without waiting for a GPU."""
         self.loss_sum += loss_sum
         self.num_images += num_images
 
     def add_times(self, times: StepTimes, *, is_exact: bool) -> None:
-        """Add the times of a step; only exact times say how long its parts took."""
+        """Add the times of a step; its parts count only if the times are exact."""
         self.num_steps += 1
         self.all_s += times.step_s
         if is_exact:
             self.times.append(times)
 
     def of_all_ranks(self, bad_images: int) -> OfAllRanks:
-        """Sum over all ranks in one all-reduce; called on all ranks."""
+        """Return sums and means over all ranks, from one all-reduce; called on all ranks."""
         mine = [self.num_images, self.all_s / max(self.num_steps, 1), bad_images]
         sums = torch.cat([self.loss_sum.view(1), self.loss_sum.new_tensor(mine)])
         dist.all_reduce(sums)
@@ -91,6 +91,6 @@ class Interval:
         )
 
     def seconds(self) -> dict[str, float]:
-        """Return the mean seconds of this rank's exact steps and their parts; 0 without steps."""
+        """Return mean seconds of this rank's exactly timed steps and their parts; 0 if none."""
         names = ("step_s", "data_s", "compute_s", "communication_s")
         return {name: fmean([getattr(t, name) for t in self.times] or [0.0]) for name in names}

@@ -1,4 +1,4 @@
-"""Outputs for a training's metrics: a progress bar, JSON lines, TensorBoard, Prometheus."""
+"""Outputs for training metrics: a progress bar, JSON lines, TensorBoard, Prometheus."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ METRICS = (
 )
 LOG_EVERY = 10  # steps
 PORT_S = 10.0  # longest wait for a port that another process still holds
-PEAK_FLOPS_PER_S = {  # dense 16-bit rates of NVIDIA's data sheets
+PEAK_FLOPS_PER_S = {  # dense 16-bit rates from NVIDIA's data sheets
     "V100": 125e12,
     "T4": 65e12,
     "A10": 125e12,
@@ -52,10 +52,10 @@ class Reports:
         self.bar = _Bar(num_steps, first_step) if self.rank == 0 and sys.stderr.isatty() else None
 
     def _pages(self) -> list[Any]:
-        """Serve a page for Prometheus; called on all ranks.
+        """Serve this rank's page for Prometheus; called on all ranks.
 
         Raises:
-            ConfigError: A rank cannot have its port; raised on all ranks.
+            ConfigError: A rank cannot get its port; raised on all ranks.
         """
         port = self.config.metrics_port + int(os.environ.get("LOCAL_RANK", "0"))
         reasons: list[Any] = [""] * dist.get_world_size()
@@ -73,19 +73,19 @@ class Reports:
         return pages
 
     def _page(self, port: int) -> Any:
-        """Serve this rank's page."""
+        """Serve this rank's page, waiting up to ``PORT_S`` for its port."""
         labels = {"run": self.config.run_dir.name, "rank": str(self.rank)}
         end_s = time.monotonic() + PORT_S
         while True:
             try:
                 return self.lesson.PrometheusExporter(labels, port, self.config.metrics_host)
-            except OSError:  # a run that was just killed may still have the port
+            except OSError:  # a run that was just killed may still hold the port
                 if time.monotonic() > end_s:
                     raise
                 time.sleep(0.2)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write metrics; their names are among METRICS."""
+        """Write metrics to all outputs; the names must be in METRICS."""
         for writer in self.writers:
             try:
                 writer.write(metrics, step)
@@ -93,14 +93,14 @@ class Reports:
                 self._note_failed(error)
 
     def _note_failed(self, error: OSError) -> None:
-        """Warn once that metrics cannot be written: a full disk must not end a training."""
+        """Warn once that metrics cannot be written: a full disk must not end a training run."""
         if not self.has_failed:
             self.has_failed = True
             text = f"warning: rank {self.rank}: metrics of some steps are lost: {error}"
             print(text, file=sys.stderr, flush=True)
 
     def show(self, step: int, text: str) -> None:
-        """Show the progress of the training, on rank 0."""
+        """Show the progress of the run, on rank 0."""
         if self.bar:
             self.bar.show(step, text)
         elif self.rank == 0:
@@ -148,7 +148,7 @@ class _Bar:
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the reference rate of MFU: a GPU's data sheet, or the best of three measurements.
+    """Return the peak rate for MFU: from a GPU's data sheet, or the best of three measurements.
 
     Cost: a few milliseconds if it is measured.
     """

@@ -1,4 +1,4 @@
-"""The files that a run leaves: its configuration, result, picture and model."""
+"""The files that a run leaves: its configuration, result, curves and model."""
 
 import json
 from pathlib import Path
@@ -41,9 +41,9 @@ def begin(config: Config, progress: Progress) -> None:
 
 
 def conclude(config: Config, progress: Progress, strategy: Strategy, mean: ModelMean) -> None:
-    """Write ``run_dir``/result.json, curve.png and model.pt, and print where they are.
+    """Write ``run_dir``/result.json, curve.png and model.pt, and print the accuracy.
 
-    model.pt is the evaluated model, for ``torch.load(…, weights_only=True)``, without optimizer;
+    model.pt is the evaluated model without its optimizer, for ``torch.load(…, weights_only=True)``;
     it is not written if ranks hold parts of the model. Called on all ranks.
     """
     with as_one_model(strategy, mean):
@@ -64,7 +64,7 @@ def conclude(config: Config, progress: Progress, strategy: Strategy, mean: Model
 
 
 def _draw_curve(run_dir: Path) -> None:
-    """Draw ``run_dir``/curve.png from metrics.rank0.jsonl, the record of rank 0."""
+    """Draw ``run_dir``/curve.png from metrics.rank0.jsonl, rank 0's metrics."""
     lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     figure = Figure(figsize=(12, 3.6), layout="constrained")

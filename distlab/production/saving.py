@@ -1,4 +1,4 @@
-"""Checkpoints of a training: all ranks give their state, and rank 0 writes it in the background."""
+"""Checkpoints of a run: all ranks provide their state, and rank 0 writes it in the background."""
 
 import os
 import sys
@@ -22,8 +22,8 @@ class Checkpoints:
     """Saves and loads the whole state of a run: ``run_dir``/checkpoints/step-….
 
     Attributes:
-        failed_saves: Number of saves that failed, known to rank 0; training continued.
-        last_s: Seconds for which the last save delayed the training, on rank 0.
+        failed_saves: Number of failed saves, on rank 0; training continues after them.
+        last_s: Seconds by which the last save delayed training, on rank 0.
     """
 
     def __init__(self, parts: Mapping[str, HasState], config: Config, lessons: Lessons) -> None:
@@ -42,7 +42,7 @@ class Checkpoints:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore the whole state at the end; called on all ranks."""
+        """Restore the whole state at the end of the block; called on all ranks."""
         before = deepcopy(self.state.state_dict())
         yield
         self.state.load_state_dict(before)
@@ -52,11 +52,11 @@ class Checkpoints:
     def resume(self) -> None:
         """Continue from the newest undamaged checkpoint, if there is one; called on all ranks.
 
-        Rank 0 decides, because on a network file system others may see an older list of files.
+        Rank 0 decides, because on a network file system others may see an older directory listing.
 
         Raises:
-            ConfigError: There are checkpoints, and ``resume`` is ``never``; or they are from other
-                shards, another model or other data; or another rank sees some that rank 0 does not.
+            ConfigError: There are checkpoints, but ``resume`` is ``never``; they are of a run with
+                different shards, model or data; or another rank sees some that rank 0 does not.
         """
         answer = [self._loaded() if self.is_writer else None]
         dist.broadcast_object_list(answer, src=0)
@@ -79,7 +79,7 @@ class Checkpoints:
         say(f"goes on after step {step:,}")
 
     def _loaded(self) -> tuple[int, Any] | str | None:
-        """Return step and state, or the reason why loading fails, or None without a checkpoint."""
+        """Return step and state; the reason if loading fails; None if there is no checkpoint."""
         try:
             if self.config.resume == "never":
                 has_any = any(self.folder.glob("step-*"))
@@ -92,7 +92,7 @@ class Checkpoints:
         return None if loaded is None else (loaded.step, loaded.state)
 
     def _check_folders(self) -> None:
-        """Refuse a folder that only one node has: a restart may put rank 0 on another node."""
+        """Refuse a folder that only one node has, because rank 0 may restart on another node."""
         newest = max((path.name for path in self.folder.glob("step-*")), default="")
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, newest)
@@ -164,8 +164,8 @@ def say(text: str) -> None:
 def leave_code(run_dir: Path, code: int) -> None:
     """Write a rank's exit code to ``run_dir``/exit_code, unless a more specific one is there.
 
-    torchrun exits with 1 whatever its workers do. Of several ranks, those that know the reason
-    count: when one ends, the others lose their connections and end with 1.
+    torchrun exits with 1 whatever its workers return. The ranks that know the reason take
+    precedence: when one ends, the others lose their connections and end with 1.
     """
     path = run_dir / "exit_code"
     with suppress(OSError):  # a full disk

@@ -1,4 +1,4 @@
-"""``sharding_strategy: auto``: the lowest stage of ZeRO at which the states fit into memory."""
+"""``sharding_strategy: auto``: the lowest ZeRO stage at which the states fit into memory."""
 
 import os
 from pathlib import Path
@@ -11,20 +11,20 @@ from torch import nn
 from distlab.production.config import Config
 from distlab.production.saving import say
 
-SHARE = 0.5  # states' share of a rank's memory; activations and buffers need the rest
+SHARE = 0.5  # share of a rank's memory for states; activations and buffers need the rest
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's limit: a number, or "max"
 
 
 def choose_stage(config: Config, model: nn.Module) -> Config:
-    """Return the configuration with the chosen stage of ZeRO; called on all ranks.
+    """Return the configuration with the chosen ZeRO stage; called on all ranks.
 
-    With ``sharding_strategy: auto`` it is the lowest one, from ``zero_redundancy`` on, at which
-    the states of a rank take at most half of its memory, or else the highest one. Rank 0 prints
-    the choice with its numbers. Other configurations do not change: with a pipeline or with
+    With ``sharding_strategy: auto``, it is the lowest stage, ``zero_redundancy`` or above, at which
+    a rank's states take at most half of its memory, or the highest stage if there is none. Rank 0
+    prints the choice with its figures. Other configurations do not change: with a pipeline or with
     clip_norm there is nothing to choose, and the ring has no stage above 1.
 
-    The memory is all that the device or machine has, not its free part, because a resumed run must
-    choose the same stage.
+    The memory is all that the device or machine has, not only what is free, because a resumed run
+    must choose the same stage.
 
     Cost: an all-reduce of one number.
     """
@@ -49,10 +49,10 @@ def choose_stage(config: Config, model: nn.Module) -> Config:
 def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> float:
     """Return the bytes of a rank's parameters, gradients, optimizer state and mean.
 
-    All are float32, and are their own masters. Ψ parameters on N ranks, SGD with momentum:
+    All are float32, so there are no master copies. Ψ parameters on N ranks, SGD with momentum:
         stage 0    4Ψ + 4Ψ + 4Ψ          stage 2    4Ψ + (4Ψ + 4Ψ) / N
         stage 1    4Ψ + 4Ψ + 4Ψ / N      stage 3    (4Ψ + 4Ψ + 4Ψ) / N
-    AdamW has 8Ψ instead of the last 4Ψ, SGD without momentum 0; ``ema_decay`` adds 4Ψ, sharded
+    AdamW has 8Ψ instead of the last 4Ψ, SGD without momentum has 0; ``ema_decay`` adds 4Ψ, sharded
     like the parameters. The unit that stage 3 gathers while it computes is not counted.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5, with 4 bytes instead of 2.
@@ -66,7 +66,7 @@ def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> 
 
 
 def _highest(config: Config) -> int:
-    """Return the highest stage of ZeRO that the rest of the configuration allows."""
+    """Return the highest ZeRO stage that the rest of the configuration allows."""
     is_whole = config.compression != "none" or config.precision == "fp16" or config.clip_norm > 0
     is_whole = is_whole or not config.decay_norms
     if config.strategy != "course" or is_whole or config.splits_model:
@@ -75,7 +75,7 @@ def _highest(config: Config) -> int:
 
 
 def _least_memory(device: torch.device) -> float:
-    """Return the smallest memory of any rank, in bytes."""
+    """Return the memory of the rank that has the least, in bytes."""
     if device.type == "cuda":
         mine = float(torch.cuda.get_device_properties(device).total_memory)
     else:

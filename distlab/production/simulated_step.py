@@ -1,4 +1,4 @@
-"""A step of the trainer's strategies on a simulated cluster, with meta tensors."""
+"""Simulate a step of the trainer's strategies on a cluster, with meta tensors."""
 
 import time
 from collections.abc import Sequence
@@ -23,20 +23,20 @@ from distlab.sim import Cluster, Event, Options, simulate
 
 META = torch.device("meta")
 OVERLAP_COST = 0.15  # the usual value in distlab.sim
-STEPS = 2  # the first one creates the optimizer's state
+STEPS = 2  # the first one creates the optimizer state
 
 
 class Step(NamedTuple):
     """Time and memory of a step.
 
     Attributes:
-        strategy: Strategy that was simulated.
+        strategy: Name of the simulated strategy.
         step_s: Duration of the step.
-        exposed_s: Time in which a GPU waits for communication; the mean over all GPUs.
-        evaluation_s: Seconds of the forward pass of a batch.
+        exposed_s: Time for which a GPU waits for communication, averaged over all GPUs.
+        evaluation_s: Duration of the forward pass of an evaluation batch.
         peak_bytes: Peak memory of the GPU with the largest peak.
-        peak_by_category: Contents of the memory at that peak.
-        forward_flops: FLOPs of the forward pass of one image.
+        peak_by_category: Bytes at that peak, by category.
+        forward_flops: FLOPs of the forward pass for one image.
     """
 
     strategy: str
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Begin and end of a rank's last step, and the end of its evaluation."""
+    """Start and end of a rank's last step, and the end of its evaluation."""
 
     begin_s: float
     end_s: float
@@ -60,7 +60,7 @@ def simulated_step(config: Config, cluster: Cluster, side: int, num_classes: int
     """Simulate steps of a recipe on all GPUs of a cluster, with images of one size.
 
     Raises:
-        ConfigError: The recipe uses a feature that needs real numbers in its tensors.
+        ConfigError: The recipe uses a feature that needs tensors with real values.
         SimulationError: The recipe fails, or does not fit into memory.
     """
     name, simulated = _stand_in(config)
@@ -85,7 +85,7 @@ def simulated_step(config: Config, cluster: Cluster, side: int, num_classes: int
 
 
 def _exposed(events: Sequence[Event], times: Sequence[_Times]) -> float:
-    """Return how long a rank waits in its last step, as the mean over all ranks."""
+    """Return how long a rank waits in its last step, averaged over all ranks."""
     waited = [0.0] * len(times)
     for event in events:
         begin_s, end_s, _ = times[event.rank]
@@ -95,10 +95,10 @@ def _exposed(events: Sequence[Event], times: Sequence[_Times]) -> float:
 
 
 def _stand_in(config: Config) -> tuple[str, Config]:
-    """Return the name of a strategy that works on meta tensors, and its configuration.
+    """Return the name and the configuration of a similar strategy that works on meta tensors.
 
-    torch's DistributedDataParallel reads the order of its buckets from a tensor in its second
-    step, and the course's stage 3 needs values to shard.
+    torch's DistributedDataParallel does not: it reads its bucket order from a tensor in its second
+    step. Nor does the course's stage 3, which needs values to shard.
     """
     _refuse(config)
     stage, pattern = config.zero_redundancy, config.communication_pattern
@@ -136,7 +136,7 @@ def _refuse(config: Config) -> None:
 def _train_on_rank(config: Config, lessons: Lessons, side: int, num_classes: int) -> _Times:
     model = _model(config, num_classes)
     strategy: Any = parallelise(model, config, _loss_sum, lessons)
-    strategy.autocast = lambda: _Autocast(DTYPES[config.precision])  # torch's ignores meta
+    strategy.autocast = lambda: _Autocast(DTYPES[config.precision])  # torch's own ignores meta
     average = ModelMean(strategy.module, config.ema_decay)
     num_images = -(-config.batch_size // dist.get_world_size())
     images, test_images = (_images(num_images, size) for size in (side, config.image_size))
@@ -185,7 +185,7 @@ PRODUCTS = {
 
 
 class _Autocast(TorchFunctionMode):
-    """Replacement for torch.autocast on a GPU: products in 16 bits, layer norms in 32."""
+    """Replacement for torch.autocast on a GPU: matrix products in 16 bits, layer norms in 32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

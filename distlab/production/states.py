@@ -12,18 +12,18 @@ from distlab.production.types import Group, HasState
 
 
 def on_cpu(state: Any) -> Any:
-    """Return a state with all tensors on the CPU; pickled GPU tensors would need a GPU."""
+    """Return a state with all tensors on the CPU; loading pickled GPU tensors would need a GPU."""
     return tree_map_only(Tensor, lambda x: x.detach().cpu(), state)
 
 
 class PerRank:
     """A part whose state differs from rank to rank, such as a shard or a stage.
 
-    Cost: one all-gather; each rank holds the states of all ranks meanwhile.
+    Cost: one all-gather, during which each rank holds the states of all ranks.
     """
 
     def __init__(self, part: HasState, *, is_optional: bool = False) -> None:
-        """Take a part; if ``is_optional``, another number of ranks resets it instead of failing."""
+        """Wrap a part; if ``is_optional``, a different number of ranks resets it, without error."""
         self.part, self.is_optional = part, is_optional
 
     def state_dict(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class PerRank:
         """Restore this rank's state.
 
         Raises:
-            ValueError: It was saved by another number of ranks, and is not optional.
+            ValueError: The state was saved by a different number of ranks, and is not optional.
         """
         if len(state) == dist.get_world_size():
             self.part.load_state_dict(state[str(dist.get_rank())])
@@ -65,20 +65,20 @@ class OwnBuffers:
 
 
 class Buffers(PerRank):
-    """The buffers of all ranks, each of which computes its own."""
+    """The buffers of all ranks; each rank computes its own."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(OwnBuffers(module))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this rank's buffers, or rank 0's if another number of ranks saved them."""
+        """Restore this rank's buffers, or rank 0's if a different number of ranks saved them."""
         rank = dist.get_rank() if len(state) == dist.get_world_size() else 0
         self.part.load_state_dict(state[str(rank)])
 
 
 @torch.no_grad()
 def average_buffers(module: nn.Module, group: Group) -> None:
-    """Replace the buffers of all replicas by their means, so that all evaluate one model."""
+    """Replace the replicas' buffers with their means, so that all evaluate the same model."""
     for value in module.buffers():
         if value.is_floating_point():
             dist.all_reduce(value, group=group)

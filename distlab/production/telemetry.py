@@ -1,4 +1,4 @@
-"""Reports of a training: heartbeats, speed, loss and accuracy."""
+"""Reports on a training run: heartbeats, speed, loss and accuracy."""
 
 import math
 from contextlib import AbstractContextManager
@@ -30,7 +30,7 @@ class Costs(NamedTuple):
 
 
 def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
-    """Count the FLOPs of a model, and find the peak of the device that it is on."""
+    """Count the FLOPs of a model, and find the peak rate of its device."""
     device, side = next(model.parameters()).device, config.image_size
     image = torch.zeros(1, 3, side, side, device=device)
     model.eval()  # gradients stay on: torch's attention is not counted without them
@@ -40,7 +40,7 @@ def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
 
 
 class Telemetry:
-    """The lessons of Phase 4 that watch a training: 4.5, and 4.14 to 4.17."""
+    """The lessons of Phase 4 that watch a training run: 4.5, and 4.14 to 4.17."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class Telemetry:
         self.reports.close()
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Add the time inside to a part of the step."""
+        """Add the time spent in the block to a part of the step."""
         counted: AbstractContextManager[None] = self.timer.part(name)
         return counted
 
     @property
     def is_gpu(self) -> bool:
-        """True if kernels continue after the call that starts them has returned."""
+        """True if kernels still run after the call that starts them has returned."""
         return self.costs.device.type == "cuda"
 
     @property
@@ -97,7 +97,7 @@ class Telemetry:
             torch.cuda.synchronize(self.costs.device)
 
     def alive(self) -> None:
-        """Report that this rank is alive, during long work outside of steps."""
+        """Report that this rank is alive, during long work outside the steps."""
         self.watch.beat(self.progress.step)
 
     def tell_accuracy(self, accuracy: Accuracy, num_images: int) -> None:
@@ -112,7 +112,7 @@ class Telemetry:
         )
 
     def end_step(self, loss_sum: Tensor, num_images: int, *, counts: bool) -> None:
-        """Add a step.
+        """Record a step.
 
         Args:
             loss_sum: Sum of the losses of this rank's images.
@@ -136,15 +136,15 @@ class Telemetry:
         return step % LOG_EVERY == 0 or self.sampler.position == 0
 
     def is_time_to_agree(self) -> bool:
-        """Return True if the ranks ask each other whether to stop; the same on all ranks.
+        """Return True if the ranks should now agree on whether to stop; the same on all ranks.
 
-        They do so after each step, or after ten short steps, or as many as take a second: a
-        collective takes a millisecond on a CPU.
+        They agree after as many steps as fit into a second, from one to ten, because a collective
+        takes a millisecond on a CPU.
         """
         return self.progress.step % self.steps_per_agreement == 0
 
     def tell(self, lr: float, bad_images: int, checkpoints: Checkpoints) -> int:
-        """Write the means over the steps since the last report; called on all ranks.
+        """Report the means over the steps since the last report; called on all ranks.
 
         Returns:
             The number of images of this epoch that could not be read, on all ranks.
@@ -184,12 +184,12 @@ class Telemetry:
 
 
 def steps_in(seconds: float, step_s: float) -> int:
-    """Return how many steps fit into ``seconds``, from 1 to LOG_EVERY: 3 steps of 0.3 s in 1 s."""
+    """Return how many steps fit into ``seconds``, from 1 to LOG_EVERY; 3 of 0.3 s fit into 1 s."""
     return LOG_EVERY if LOG_EVERY * step_s < seconds else max(int(seconds / step_s), 1)
 
 
 def steps_of_epoch(sampler: Any) -> int:
-    """Return the number of global batches of a whole epoch."""
+    """Return the number of global batches in a whole epoch."""
     return -(-int(sampler.num_samples) // int(sampler.global_batch))
 
 

@@ -10,10 +10,10 @@ Batch = tuple[Tensor, ...]  # inputs (B, …), targets (B, …), and any other t
 
 
 class HasState(Protocol):
-    """An object with a state that can be saved and loaded: a model, an optimizer, a sampler."""
+    """An object with a state that can be saved and loaded, such as a model or a sampler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; its tensors may be those that training changes."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Restore a state that another object of this kind has returned."""
+        """Restore a state that an object of the same kind has returned."""

@@ -19,22 +19,23 @@ from distlab.production.lessons import Lessons
 from distlab.production.saving import leave_code
 
 POLL_S = 0.5
-WATCHERS = 2  # ranks 0 and 1: one of them may be the one that hangs
+WATCHERS = 2  # ranks 0 and 1, because either may be the one that hangs
 EXIT_SILENT = 1  # restarting helps
 
 
 class Watch:
     """Reports that this rank is alive, and checks that the others are.
 
-    A collective waits for a rank that was stopped or hangs, forever or for half an hour, and the
-    launcher sees that all processes exist. So ranks 0 and 1 watch all heartbeats, and end their
-    process when one has been missing for ``heartbeat_timeout_s``; torchrun then ends and restarts
-    all. Each rank also watches its launcher: if that is killed, the next run must not meet ranks of
-    this one in the same folder. ``run_dir``/heartbeat.rank<r> is for observers outside.
+    A collective waits forever, or for half an hour, for a rank that is stopped or hangs, and the
+    launcher only sees that all processes exist. So ranks 0 and 1 watch all heartbeats, and end
+    their process when one has been missing for ``heartbeat_timeout_s``; torchrun then ends and
+    restarts all ranks. Each rank also watches its launcher: if that is killed, the next run must
+    not find ranks of this one in the same folder. ``run_dir``/heartbeat.rank<r> is for outside
+    observers.
     """
 
     def __init__(self, config: Config, lessons: Lessons) -> None:
-        """Meet in a store; called on all ranks."""
+        """Join a store that all ranks share, and start to watch; called on all ranks."""
         self.rank, self.timeout_s = dist.get_rank(), config.heartbeat_timeout_s
         self.run_dir = config.run_dir
         self.file = config.run_dir / f"heartbeat.rank{self.rank}"
@@ -44,7 +45,7 @@ class Watch:
         self.heart = lesson.Heartbeat(store, self.rank)
         self.parent, self.ended = os.getppid(), threading.Event()
         self.beat(0)
-        self.silent, self.polled_s = "", math.inf  # without a monitor no answer is late
+        self.silent, self.polled_s = "", math.inf  # inf: without a monitor, no answer is awaited
         if self.rank < WATCHERS and dist.get_world_size() > 1:
             connection = store.clone()  # two threads must not share one
             size = dist.get_world_size()
@@ -63,7 +64,7 @@ class Watch:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Report automatically during long work that must not be ended, such as a last save."""
+        """Report automatically during long work that must not be cut short, such as a last save."""
         self.is_busy = True
         try:
             yield
@@ -76,7 +77,7 @@ class Watch:
         self.ended.set()
 
     def _poll(self, monitor: Any) -> None:
-        """Look at the heartbeats; blocks forever if the rank that holds the store is stopped."""
+        """Poll the heartbeats; this blocks forever if the rank that hosts the store is stopped."""
         while not self.ended.wait(POLL_S) and not self.silent:
             self.silent = self._silent_ranks(monitor)
             self.polled_s = time.monotonic()
@@ -85,7 +86,7 @@ class Watch:
         """Describe the ranks that have been silent for too long; "" if there are none."""
         try:
             silent = [health for health in monitor.poll() if health.status == "silent"]
-        except RuntimeError as error:  # the store's own rank is gone
+        except RuntimeError as error:  # the rank that hosts the store is gone
             return f"rank 0 does not answer ({str(error).splitlines()[0]:.100})"
         names = ", ".join(f"rank {h.rank} (step {h.step})" for h in silent)
         return names and f"silent for more than {self.timeout_s:g} s: {names}"
@@ -99,12 +100,12 @@ class Watch:
                 return
 
     def _unanswered(self) -> str:
-        """Return a text if rank 0, which holds the heartbeats, does not answer; otherwise ""."""
+        """Return a message if rank 0, which hosts the heartbeats, does not answer; otherwise ""."""
         is_late = time.monotonic() > self.polled_s + self.timeout_s
         return f"rank 0 does not answer for more than {self.timeout_s:g} s" if is_late else ""
 
     def _orphaned(self) -> str:
-        """Return a text if the launcher has died: its ranks would run forever; otherwise ""."""
+        """Return a message if the launcher has died, otherwise "": ranks must not outlive it."""
         is_launched = "TORCHELASTIC_RUN_ID" in os.environ
         return "its launcher has died" if is_launched and os.getppid() != self.parent else ""
 
@@ -120,9 +121,9 @@ class Watch:
 
 
 def _end_workers() -> None:
-    """Kill the loader's workers: one that hangs in its start would outlive this process forever.
+    """Kill the loader's workers, because one that hangs while starting would never end.
 
-    Multiprocessing's tracker stays: it ends by itself after it has removed their semaphores.
+    Multiprocessing's tracker is spared: it ends by itself once it has removed their semaphores.
     """
     for worker in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -131,7 +132,7 @@ def _end_workers() -> None:
 
 
 def _store(timeout_s: float) -> Any:
-    """Return a store held by rank 0; its operations time out after ``timeout_s``."""
+    """Return a store hosted by rank 0; its operations time out after ``timeout_s``."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     is_host = dist.get_rank() == 0
     timeout = timedelta(seconds=max(timeout_s, 5.0))

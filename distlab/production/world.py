@@ -21,12 +21,12 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 
 LOCK_S = 10.0  # longest wait for the lock of a run that is ending
-JOIN_S = 60.0  # lower bound: Python has much to import
+JOIN_S = 60.0  # shortest time limit for joining: Python has much to import
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a training, except those ignored at its start."""
+    """Return the signals that stop a training run, except those that this process ignores."""
     return [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -58,12 +58,12 @@ def joined(config: Config) -> Iterator[torch.device]:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Join the ranks that torchrun has started, in its store; fail if one is late.
+    """Join the ranks that torchrun has started, through its store; fail if one is late.
 
     All starts of an agent share that store, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for
     torchrun: a restarted rank would find the addresses of processes that have ended, and wait for
-    them. On one node, each start has its own prefix of keys. Agents on several nodes count their
-    restarts separately, and need the variable.
+    them. On one node, each start therefore has its own key prefix. Agents on several nodes count
+    their restarts separately, and need the variable.
     """
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -73,14 +73,14 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks for small messages that no GPU has to wait for."""
+    """Return a group of all ranks for small messages that need not wait for any GPU."""
     return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
 
 
 def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
-    """Seed the generators: replicas draw different numbers, the same ones in every run.
+    """Seed the generators; replicas draw different numbers, the same ones in every run.
 
-    The ranks of a replica draw alike: the first stage mixes images, and the last one their labels.
+    Ranks of one replica draw the same ones: the first stage mixes images, the last the labels.
     """
     of_rank = seed + 1 + max(dist.get_rank(replicas), 0)
     random.seed(of_rank)
@@ -90,12 +90,12 @@ def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
 
 @contextmanager
 def alone_in(run_dir: Path) -> Iterator[None]:
-    """Create a folder if needed and lock it for this training, until rank 0's process ends.
+    """Create a folder if needed, and lock it for this run until rank 0's process ends.
 
-    The exit code that an earlier start has left is removed.
+    An exit code left by an earlier start is removed.
 
     Raises:
-        ConfigError: The folder can't be created, or another training uses it; raised on all ranks.
+        ConfigError: The folder can't be created, or another run uses it; raised on all ranks.
     """
     with ExitStack() as stack:
         reason = [_enter(run_dir, stack) if dist.get_rank() == 0 else ""]
@@ -106,7 +106,7 @@ def alone_in(run_dir: Path) -> Iterator[None]:
 
 
 def _enter(run_dir: Path, stack: ExitStack) -> str:
-    """Make and lock the folder; return the reason why that failed, or ""."""
+    """Create and lock the folder; return the reason why that failed, or ""."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context((run_dir / "lock").open("w"))
@@ -122,9 +122,9 @@ def _enter(run_dir: Path, stack: ExitStack) -> str:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Lock a file; ranks of a launcher that was killed need a moment to notice.
+    """Lock a file; return False if ranks of another run, perhaps a killed one, hold it too long.
 
-    The lock is this process's alone: flock's would stay with a loader's worker that outlives it.
+    The lock belongs to this process alone: flock's would stay with a worker that outlives it.
     """
     end_s = time.monotonic() + LOCK_S
     while True:

@@ -1,11 +1,12 @@
 """The open task of Phase 3: an all-reduce for clusters and sizes not known in advance.
 
 prepare  the learner's function explores the cluster, and returns an all-reduce
-check    every sum on every rank, by messages alone, with at least the bytes that a sum needs
-time     from the arrival of the last rank to the end of the last one, in virtual seconds: several
-         sizes on a few drawn clusters, where one rank is always late
-score    geometric mean over clusters and sizes: time of the best built-in algorithm, chosen with
-         hindsight, over the learner's time
+check    every sum is right on every rank; only messages are used, with at least the bytes that a
+         sum needs
+time     virtual seconds from the arrival of the last rank until all ranks are done, for several
+         sizes on a few random clusters, where one rank is always late
+score    geometric mean, over clusters and sizes, of the time of the best built-in algorithm, chosen
+         with hindsight, divided by the learner's time
 """
 
 import random
@@ -29,26 +30,26 @@ SIZES_BYTES = (2**10, 2**15, 2**20, 2**24)
 BEST = "best of these"
 NODES, GPUS, MAX_RANKS = (1, 2, 3, 4, 6), (1, 2, 3, 4, 8), 16
 NVLINK_BYTES_PER_S = (10e9, 300e9)
-NIC_SHARE = (0.05, 0.5)  # network bandwidth over bandwidth inside a node
+NIC_SHARE = (0.05, 0.5)  # network bandwidth relative to bandwidth inside a node
 LATENCY_S = (2e-6, 20e-6)
-NETWORK_LATENCY = (2.0, 10.0)  # network latency over latency inside a node
-SLOW_NIC = 2.0  # slowdown of the first node's NICs, in every other cluster
+NETWORK_LATENCY = (2.0, 10.0)  # network latency relative to latency inside a node
+SLOW_NIC = 2.0  # slowdown of the first node's NICs, in about half of the multi-node clusters
 LATE_S = (1e-6, 1e-3)
 SMALL_WORLDS = ((1, 1), (2, 1), (3, 2), (5, 4), (2, 3))  # nodes, GPUs per node
 SMALL_BYTES = (4, 28, 4012)
 
 Late = tuple[int, float]  # rank, delay in seconds
-Timed = tuple[float, float, Wrong | None]  # begin, end, first wrong element
+Timed = tuple[float, float, Wrong | None]  # start, end, first wrong element
 
 
 def race(
     handed_in: Submission, challenge: Challenge, numbers: random.Random, num_clusters: int
 ) -> tuple[Standings, ...]:
-    """Check the function, then time it and its rivals on ``num_clusters`` drawn clusters.
+    """Check the function, then time it and its rivals on ``num_clusters`` random clusters.
 
     Raises:
-        ChallengeError: A result is wrong, a rank failed or hung, a collective was called, or the
-            messages are too short for the numbers.
+        ChallengeError: A result is wrong, a rank failed or hung, a collective was called, or too
+            few bytes were sent.
     """
     for nodes, gpus in SMALL_WORLDS:
         cluster = Cluster(nodes, gpus, numbering="cyclic")
@@ -77,7 +78,7 @@ def drawn(numbers: random.Random) -> Cluster:
 
 
 def title(cluster: Cluster) -> str:
-    """Describe a cluster in a line."""
+    """Return a one-line description of a cluster."""
     order = "node by node" if cluster.numbering == "block" else "a rank on each node in turn"
     text = f"{counted(cluster.nodes, 'node')} of {counted(cluster.gpus_per_node, 'GPU')}"
     if cluster.nodes > 1:
@@ -98,14 +99,14 @@ def _standings(
 
 
 def rival_s(algorithm: str, cluster: Cluster, late: Sequence[Late]) -> tuple[float, ...]:
-    """Return the seconds of a built-in all-reduce, by size."""
+    """Return the virtual seconds that a built-in all-reduce takes, by size."""
     options = Options(algorithm=algorithm, has_events=False)
     run = launch.simulate(built_in, cluster.num_gpus, late, cluster=cluster, options=options)
     return _seconds(run.results)
 
 
 def built_in(late: Sequence[Late]) -> list[Timed]:
-    """Run one rank of a rival on meta tensors, without computing."""
+    """Run a rival on one rank, with meta tensors, so that nothing is computed."""
     sums: list[Timed] = []
     for num_bytes, one_late in zip(SIZES_BYTES, late, strict=True):
         x = torch.empty(num_bytes // 4, device="meta")
@@ -116,7 +117,7 @@ def built_in(late: Sequence[Late]) -> list[Timed]:
 def summed(
     lesson: Any, function: str, sizes_bytes: Sequence[int], late: Sequence[Late]
 ) -> list[Timed]:
-    """Run one rank: prepare, then sum each size, and compare every element."""
+    """Run one rank: prepare, then sum each size and check every element."""
     all_reduce = getattr(lesson, function)()
     sums = []
     for num_bytes, one_late in zip(sizes_bytes, late, strict=True):
@@ -138,7 +139,7 @@ def _timed(
 
 
 def _seconds(by_rank: Sequence[Sequence[Timed]]) -> tuple[float, ...]:
-    """Return, for each size, the time from the last start to the last end of all ranks."""
+    """Return, for each size, the time from the last rank's start to the last rank's end."""
     sizes = zip(*by_rank, strict=True)
     return tuple(
         max(end for _, end, _ in ranks) - max(begin for begin, _, _ in ranks) for ranks in sizes
@@ -152,10 +153,10 @@ def checked_s(
     sizes_bytes: Sequence[int],
     late: Sequence[Late],
 ) -> tuple[float, ...]:
-    """Return the seconds of the learner's all-reduce, by size.
+    """Check the learner's all-reduce; return the virtual seconds that it takes, by size.
 
     Raises:
-        ChallengeError: The function does not sum on this cluster, or not by messages alone.
+        ChallengeError: The sums on this cluster are wrong, or were not computed with messages only.
     """
     sizes = f"{bytes_text(sizes_bytes[0])} to {bytes_text(sizes_bytes[-1])}"
     args = tuple(sizes_bytes), tuple(late)
@@ -172,13 +173,13 @@ def checked_s(
 
 
 def _ready_s(rank: int, sums: Sequence[Timed], first_late: Late) -> float:
-    """Return the end of a rank's preparation, which is the first barrier's, rounded down."""
+    """Return when a rank's first barrier ended, and so its preparation; rounded down."""
     late_rank, late_s = first_late
     return sums[0][0] - (late_s if rank == late_rank else 0.0) - 1e-12
 
 
 def _refuse_collectives(events: Iterable[Event], num_sums: int) -> None:
-    """Refuse collectives except for our barriers between the sums."""
+    """Refuse collectives other than our own barriers between the sums."""
     called = [event for event in events if event.kind == "collective"]
     by_rank = Counter(event.rank for event in called)
     if any(event.name != "barrier" for event in called) or max(by_rank.values()) >= num_sums:
@@ -190,7 +191,7 @@ def _refuse_collectives(events: Iterable[Event], num_sums: int) -> None:
 
 
 def _refuse_short_messages(events: Sequence[Event], needed: int, num_ranks: int) -> None:
-    """Refuse messages of a rank that are too short for its numbers, or for the others' numbers."""
+    """Refuse a run in which a rank sent or received fewer bytes than a sum needs."""
     for kind, verb in (("send", "sent"), ("recv", "received")):
         num_bytes = [0] * num_ranks
         for event in events:

@@ -1,8 +1,10 @@
 """The open task of Phase 1: a learner's all-reduce of 16 MiB against the built-in ones.
 
-check    the sum on every rank, by messages alone: on small worlds, and in every timed run
-time     16 MiB on a few clusters of random shapes and speeds, in virtual seconds
-score    geometric mean over the clusters: time of recursive doubling over the learner's time
+check    the sum is right on every rank, and only messages are used: on small worlds, and in every
+         timed run
+time     virtual seconds for 16 MiB on a few clusters of random shapes and speeds
+score    geometric mean, over the clusters, of the time of recursive doubling divided by the
+         learner's time
 """
 
 import random
@@ -22,10 +24,10 @@ from distlab.util.text import counted
 
 NUM_BYTES = 16 * 2**20
 BASELINE = "recursive_doubling"
-NODES, GPUS = (1, 2, 3, 4), (2, 3, 4, 5, 8)  # up to 32 ranks
+NODES, GPUS = (1, 2, 3, 4), (2, 3, 4, 5, 8)  # combinations of at most MAX_RANKS
 MAX_RANKS = 16
 NVLINK_BYTES_PER_S = (10e9, 300e9)
-NIC_SHARE = (0.02, 0.5)  # network bandwidth over bandwidth inside a node
+NIC_SHARE = (0.02, 0.5)  # network bandwidth relative to bandwidth inside a node
 LATENCY_S = (2e-6, 50e-6)
 SMALL_WORLDS = ((1, 5), (2, 1), (3, 8), (5, 1003), (8, 64))  # ranks, elements
 
@@ -33,7 +35,7 @@ SMALL_WORLDS = ((1, 5), (2, 1), (3, 8), (5, 1003), (8, 64))  # ranks, elements
 def race(
     handed_in: Submission, challenge: Challenge, numbers: random.Random, num_clusters: int
 ) -> tuple[Standings, ...]:
-    """Check the function, then time it and its rivals on ``num_clusters`` drawn clusters.
+    """Check the function, then time it and its rivals on ``num_clusters`` random clusters.
 
     Raises:
         ChallengeError: A result is wrong, a rank failed or hung, or a collective was called.
@@ -66,23 +68,23 @@ def drawn(numbers: random.Random) -> Cluster:
 
 
 def rival_s(algorithm: str, cluster: Cluster) -> float:
-    """Return the seconds of a built-in all-reduce."""
+    """Return the virtual seconds that a built-in all-reduce takes."""
     options = Options(algorithm=algorithm)
     return launch.simulate(built_in, cluster.num_gpus, cluster=cluster, options=options).seconds
 
 
 def built_in() -> None:
-    """Run one rank of a rival on meta tensors, without computing."""
+    """Run a rival on one rank, with meta tensors, so that nothing is computed."""
     dist.all_reduce(torch.empty(NUM_BYTES // 4, device="meta"))
 
 
 def checked_s(
     handed_in: Submission, challenge: Challenge, num_elements: int, cluster: Cluster
 ) -> float:
-    """Return the seconds of the learner's function on a cluster.
+    """Check the learner's function; return the virtual seconds that it takes on a cluster.
 
     Raises:
-        ChallengeError: The function does not sum on this cluster, or not by messages alone.
+        ChallengeError: The sum on this cluster is wrong, or was not computed with messages only.
     """
     sizes = counted(num_elements, "number")
     run = standings.simulated(handed_in, challenge, summed, (num_elements,), cluster, sizes)
@@ -97,7 +99,7 @@ def checked_s(
 
 
 def summed(lesson: Any, function: str, num_elements: int) -> Wrong | None:
-    """Run one rank: sum, and return the first wrong element; None if all are right."""
+    """Run one rank: sum, then return the first wrong element; None if all are right."""
     x = standings.numbers_of_rank(num_elements, dist.get_rank())
     getattr(lesson, function)(x)
     return standings.first_wrong(x, dist.get_world_size())

@@ -1,4 +1,4 @@
-"""Simulated runs of a learner's all-reduce, and its table of times."""
+"""Simulated runs of a learner's all-reduce, and the table of times."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from distlab.util.text import counted
 
 RIVALS = ("recursive_doubling", "tree", "halving_doubling", "ring", "hierarchical")
 YOURS = "yours"
-# Endless loops are found by computing time, because the clock is unreliable on a busy machine.
+# CPU time and idle time detect hangs; wall-clock time would be unreliable on a busy machine.
 LIMITS = launch.Limits(timeout_s=1200.0, cpu_s=60.0, idle_s=60.0)
-Wrong = tuple[int, float, float]  # element, its value, the right value
+Wrong = tuple[int, float, float]  # index, value, right value
 
 
 class ChallengeError(Exception):
-    """The submission is not an all-reduce by messages; the message says why."""
+    """The submission is not an all-reduce that uses only messages; the error's text says why."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Standings:
     """Times of the learner's function and its rivals, such as ``seconds["yours"][0]``.
 
     Attributes:
-        title: Common property of the columns.
+        title: What the columns have in common.
         columns: Clusters or sizes, as printed.
         seconds: Times by name, one per column.
         baseline: Name whose speedup is 1.
@@ -48,18 +48,18 @@ class Standings:
     baseline: str
 
     def speedup(self, name: str) -> float:
-        """Return the speedup over the baseline, as geometric mean over the columns."""
+        """Return the speedup over the baseline, as the geometric mean over the columns."""
         pairs = zip(self.seconds[self.baseline], self.seconds[name], strict=True)
         return prod(base / seconds for base, seconds in pairs) ** (1 / len(self.columns))
 
 
 def figure(tables: tuple[Standings, ...]) -> float:
-    """Return the learner's speedup, as geometric mean over tables of equal length."""
+    """Return the learner's speedup: the geometric mean over tables with equally many columns."""
     return float(prod(table.speedup(YOURS) for table in tables) ** (1 / len(tables)))
 
 
 def between(numbers: Random, limits: tuple[float, float]) -> float:
-    """Draw a log-uniform number."""
+    """Draw a log-uniform number between the limits."""
     low, high = limits
     return float(low * (high / low) ** numbers.random())
 
@@ -70,7 +70,7 @@ def numbers_of_rank(num_elements: int, rank: int) -> Tensor:
 
 
 def first_wrong(x: Tensor, num_ranks: int) -> Wrong | None:
-    """Return the first element that is not the sum of ``numbers_of_rank``; None if all are."""
+    """Return the first element that is not the sum of all ranks' numbers, or None."""
     right = numbers_of_rank(x.numel(), 0) * (2.0**num_ranks - 1)
     wrong = (x != right).nonzero()
     if not len(wrong):
@@ -98,11 +98,11 @@ def simulated(
     cluster: Cluster,
     sizes: str,
 ) -> Simulated[Any]:
-    """Run a body with the learner's lesson on every rank of a cluster.
+    """Run ``body`` with the learner's lesson on every rank of a cluster.
 
     Args:
-        body: Function of the lesson, the name of the challenge's function, and ``args``.
-        sizes: Description of the summed sizes, for messages.
+        body: Function called with the lesson, the name of the challenge's function, and ``args``.
+        sizes: Description of the summed sizes, for error messages.
 
     Raises:
         ChallengeError: The learner's function raised an error or hung.

@@ -1,8 +1,8 @@
-"""Collectives among the ranks of one host through memory that they share, without a message.
+"""Collectives among the ranks of one host through shared memory, without messages.
 
 region        memory that all ranks have mapped
-meeting       how they wait for each other there, and what happens when one doesn't come
-staging       where tensors that are not there pass through it
+meeting       how ranks wait for each other there, and what happens if one does not arrive
+staging       the area through which tensors outside that memory pass
 collectives   SharedMemory: all-reduce, reduce-scatter and all-gather
 """
 

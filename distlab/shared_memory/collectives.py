@@ -20,12 +20,12 @@ from distlab.shared_memory.region import Group, check_host, map_region, world_ra
 from distlab.shared_memory.staging import SLOTS, Stage, block_bytes_for
 from distlab.util.text import rank_names
 
-CACHE_BYTES = 2**18  # bytes added up at once: with N tensors, part of a core's own cache
-SMALL_BYTES = 2**16  # up to here, everybody sums everything: one meeting less
+CACHE_BYTES = 2**18  # bytes of a tensor summed at once; with N tensors, part of a core's own cache
+SMALL_BYTES = 2**16  # up to this size, every rank sums everything, which saves a meeting
 TIMEOUT_S = 300.0
 
 Chunks = Sequence[Tensor]
-Step = Callable[[Chunks, int, int], None]  # called with a piece of the chunks and a slot
+Step = Callable[[Chunks, int, int], None]  # arguments: chunks, index of the piece, slot
 
 
 class SharedMemory:
@@ -37,32 +37,32 @@ class SharedMemory:
         hierarchical_all_reduce(x, inside, across, reduce_scatter=shared.reduce_scatter,
                                 all_gather=shared.all_gather)
 
-    Every rank adds up its own chunk of all ranks' tensors, block by block, and writes the sum to
-    all of them while the block is in its cache. Tensors outside of ``buffer`` pass through a
-    staging area, piece after piece; a rank's own chunk isn't copied in or out:
+    Every rank sums its own chunk of all ranks' tensors, block by block, and writes the sum to all
+    of them while the block is in its cache. Tensors that are not in a ``buffer`` pass through a
+    staging area, piece by piece; a rank's own chunk is not copied in or out:
         step 0    copy in 0
         step 1    copy in 1    sum 0
         step 2    copy in 2    sum 1    copy out 0
 
     All ranks make the same calls in the same order, from one thread at a time. ``x`` is contiguous,
-    on the CPU, of one shape and dtype; all ranks pass the same part of a buffer, or none does. The
-    chunks are those of ``tensor_split``. Results are bit for bit the same on all ranks, and ``x``
-    may be overwritten as soon as a method returns.
+    on the CPU, and has the same shape and dtype on all ranks; either all of them pass the same part
+    of a buffer, or none does. The chunks are those of ``tensor_split``. Results are bit for bit the
+    same on all ranks, and ``x`` may be overwritten as soon as a method returns.
     """
 
     def __init__(self, group: Group = None, *, timeout_s: float = TIMEOUT_S) -> None:
         """Map the staging area, which serves tensors of all sizes and dtypes.
 
         Args:
-            group: ranks of one host; all by default. Its backend is gloo.
-            timeout_s: Time for which a rank waits for a rank that runs. A rank whose process has
-                ended is found within about a tenth of a second.
+            group: Group of gloo ranks on one host; all ranks by default.
+            timeout_s: Longest wait for a rank that is still running. A rank whose process has ended
+                is noticed within about a tenth of a second.
 
         Raises:
-            ValueError: on all ranks: another backend, or several hosts.
-            RuntimeError: on all ranks: the system refuses the memory.
+            ValueError: The backend is not gloo, or there are several hosts; raised on all ranks.
+            RuntimeError: The system refuses the memory; raised on all ranks.
 
-        Cost: a few collectives, and memory for the staging area: 96 MiB, shared by all ranks.
+        Cost: a few collectives, and 96 MiB for the staging area, which all ranks share.
         """
         check_host(group)
         self._group = group
@@ -75,12 +75,12 @@ class SharedMemory:
         self._buffers: list[list[Tensor]] = []
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return zeros (numel,) in shared memory: collectives on it, or on views, copy nothing.
+        """Return zeros (numel,) in shared memory; collectives on them, or on views, copy nothing.
 
-        The other ranks write here while they are in a collective on it, and at no other time.
+        Other ranks write to this tensor only during collectives on it.
 
         Raises:
-            RuntimeError: on all ranks: the system refuses the memory, or sizes differ.
+            RuntimeError: The system refuses the memory, or sizes differ; raised on all ranks.
         """
         parts = self._map(max(1, numel) * dtype.itemsize)
         self._buffers.append(parts)
@@ -90,12 +90,12 @@ class SharedMemory:
         """Sum ``x`` over the ranks, in place.
 
         Raises:
-            ValueError: on all ranks: they have called different things, or one of them with a
-                tensor or a group that is refused.
-            RuntimeError: a rank has ended, has not come in time, or has given up.
+            ValueError: The ranks' calls differ, or the tensor or group of one of them is refused;
+                raised on all ranks.
+            RuntimeError: A rank has ended, has not arrived in time, or has given up.
 
         Cost: each rank reads and writes about 2n bytes of memory for tensors of n bytes; 2 meetings
-            for a tensor in a buffer, otherwise one more than there are pieces. Small ones take 1.
+            for a tensor in a buffer, otherwise one more than there are pieces; 1 for a small one.
         """
         flat, call = self._begin("all_reduce", x, group)
         if self._world_size == 1:
@@ -111,7 +111,7 @@ class SharedMemory:
     def reduce_scatter(self, x: Tensor, /, group: Group = None) -> Tensor:
         """Sum ``x`` over the ranks, and return this rank's chunk of the sum, a view of ``x``.
 
-        Of ``x``, only this chunk is defined afterwards. Raises what ``all_reduce`` does.
+        Only this chunk of ``x`` is defined afterwards. Raises the same errors as ``all_reduce``.
         """
         flat, call = self._begin("reduce_scatter", x, group)
         if self._world_size == 1:
@@ -124,9 +124,9 @@ class SharedMemory:
         return flat.tensor_split(self._world_size)[self._rank]
 
     def all_gather(self, x: Tensor, /, group: Group = None) -> None:
-        """Collect in ``x`` the chunks of all ranks; rank r brings chunk r.
+        """Collect the chunks of all ranks in ``x``; rank r contributes chunk r.
 
-        Raises what ``all_reduce`` does.
+        Raises the same errors as ``all_reduce``.
         """
         flat, call = self._begin("all_gather", x, group)
         if self._world_size == 1:
@@ -140,7 +140,7 @@ class SharedMemory:
     # Beginning a call
 
     def _begin(self, operation: str, x: Tensor, group: Group) -> tuple[Tensor, Call]:
-        """Check what this rank passes, and announce it; nobody waits for a rank that refuses."""
+        """Check and announce this rank's call; the others do not wait for a rank that refuses."""
         if problem := self._other_group(group):
             self._meeting.refuse(OTHER_GROUP)
         elif problem := _problem(x):
@@ -153,7 +153,7 @@ class SharedMemory:
         return flat, call
 
     def _other_group(self, group: Group) -> str:
-        """Say what is wrong with a group; nothing: ""."""
+        """Return what is wrong with a group, or ""."""
         if (group or dist.group.WORLD) is (self._group or dist.group.WORLD):
             return ""
         return (
@@ -163,7 +163,7 @@ class SharedMemory:
         )
 
     def _where(self, x: Tensor) -> tuple[int, int]:
-        """Return in which buffer ``x`` lies, from 1, and at which byte; (0, 0): in none."""
+        """Return the number of ``x``'s buffer, from 1, and its offset in bytes; (0, 0) if none."""
         for number, parts in enumerate(self._buffers, start=1):
             offset = x.data_ptr() - parts[self._rank].data_ptr()
             if 0 <= offset < parts[self._rank].nbytes:
@@ -171,7 +171,7 @@ class SharedMemory:
         return 0, 0
 
     def _views(self, flat: Tensor, call: Call) -> list[Chunks]:
-        """Return, by rank, the chunks of its tensor."""
+        """Return the chunks of each rank's tensor, by rank."""
         place = slice(call.offset_bytes, call.offset_bytes + flat.nbytes)
         tensors = [part[place].view(flat.dtype) for part in self._buffers[call.buffer - 1]]
         return [tensor.tensor_split(self._world_size) for tensor in tensors]
@@ -202,7 +202,7 @@ class SharedMemory:
         self._meeting.meet()
 
     def _blocks_of_my_chunk(self, views: Sequence[Chunks]) -> Iterator[tuple[Tensor, ...]]:
-        """Cut my chunk into blocks: mine, then those of the others."""
+        """Yield this rank's chunk of all tensors block by block, its own tensor's block first."""
         return _in_cache(*(views[rank][self._rank] for rank in (self._rank, *self._others)))
 
     # Through the staging area
@@ -212,10 +212,10 @@ class SharedMemory:
         self._run(steps, chunks, max(1, ceil(chunks[0].nbytes / self._stage.block_bytes)))
 
     def _run(self, steps: Sequence[Step], chunks: Chunks, pieces: int) -> None:
-        """Do all steps with every piece, each step one meeting after the one before.
+        """Run all steps on every piece, each step one meeting after the previous one.
 
-        A slot is used anew after SLOTS meetings, when all ranks have read what was there; that is
-        why the last step needs no meeting after it.
+        A slot is reused after SLOTS meetings, when all ranks have read its contents; that is why
+        the last step needs no meeting after it.
         """
         first, last = self._meeting.count, pieces + len(steps) - 2
         for now in range(last + 1):
@@ -260,13 +260,13 @@ class SharedMemory:
 
 
 def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield parts of tensors of one length that fit into a core's cache together."""
+    """Yield matching parts of equally long tensors, which together fit into a core's cache."""
     size = CACHE_BYTES // tensors[0].element_size()
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
 def _problem(x: Tensor) -> str:
-    """Say what is wrong with a tensor; nothing: ""."""
+    """Return what is wrong with a tensor, or ""."""
     if x.device.type != "cpu":
         return f"x is on {x.device}, and must be on the CPU"
     if not x.is_contiguous():

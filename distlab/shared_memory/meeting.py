@@ -1,4 +1,4 @@
-"""Where the ranks of a host wait for each other: counters in shared memory, no messages."""
+"""A barrier for the ranks of a host: counters in shared memory, without messages."""
 
 import fcntl
 import os
@@ -17,9 +17,9 @@ from distlab.util.text import counted, rank_names
 WORD_BYTES = 8
 ARRIVED, BEGUN, FINISHED, CALLS = 0, 1, 2, 8  # words of a rank's part; ARRIVED is polled by others
 CALL_WORDS = 8  # a cache line
-YIELDS = 30  # some 20 µs; on a busy machine, sleepers get a core back sooner than who yields
-PAUSE_S = 50e-6  # between looks at whether the awaited rank has come
-LOOK_S = 0.05  # between looks at whether the awaited rank still runs
+YIELDS = 30  # about 20 µs; on a busy machine, sleeping gets a core back sooner than yielding
+PAUSE_S = 50e-6  # between checks whether the awaited rank has arrived
+LOOK_S = 0.05  # between checks whether the awaited rank still runs
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -34,14 +34,14 @@ REFUSED = {
 
 
 class Call(NamedTuple):
-    """What a rank has called, in numbers that fit into words; all ranks must have called the same.
+    """A rank's call, as numbers that fit into words; all ranks must make the same call.
 
     Attributes:
-        operation: position in OPERATIONS; below 0: what its rank has refused, REFUSED.
-        numel: number of elements.
-        dtype: position in DTYPES.
-        buffer: Number of the registered buffer that holds the tensor, from 1; 0: none.
-        offset_bytes: Place of the tensor in that buffer.
+        operation: Index in OPERATIONS, or a negative key of REFUSED if the rank refuses.
+        numel: Number of elements.
+        dtype: Index in DTYPES.
+        buffer: Number of the registered buffer that holds the tensor, from 1; 0 if none does.
+        offset_bytes: Offset of the tensor in that buffer.
     """
 
     operation: int
@@ -61,20 +61,20 @@ class Call(NamedTuple):
 
 
 class Meeting:
-    """Counts how often each rank has come, and lets nobody go on before all have.
+    """Counts how often each rank has arrived, and holds each one until all have arrived.
 
-    A part of shared memory for each rank, in words of 64 bits:
-        0           how often it has come; below 0: -1-r after it has given up waiting for rank r
-        1, 2        calls that it has begun, and finished
-        8…, 16…     what it has called last, and before: Call
-    Only the rank itself writes there, a word at a time, which all processors of 64 bits do at once.
+    Each rank has a part of shared memory, in 64-bit words:
+        0           number of arrivals, or -1-r after it has given up waiting for rank r
+        1, 2        number of calls begun, and finished
+        8…, 16…     the last two calls, each a Call
+    Only the rank itself writes there, one word at a time, which 64-bit processors do atomically.
 
-    Every rank also locks a byte of the memory's file, which the system unlocks when the process
-    ends, so that the others need not wait for a rank that has died.
+    Every rank also locks a byte of the memory's file. The system unlocks it when the process ends,
+    so that the others need not wait for a rank that has died.
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
-        """Make it together; ``timeout_s`` bounds how long a rank waits for another."""
+        """Create this on all ranks together; ``timeout_s`` limits the wait for another rank."""
         self._rank, self._ranks = dist.get_rank(group), world_ranks(group)
         self._timeout_s = timeout_s
         self._region = map_region((CALLS + 2 * CALL_WORDS) * WORD_BYTES, group)
@@ -85,23 +85,23 @@ class Meeting:
         self.count = 0
         weakref.finalize(self, os.close, self._region.file)
         fcntl.lockf(self._region.file, fcntl.LOCK_EX, 1, self._rank)
-        dist.barrier(group)  # after this, a byte without a lock is a rank that has ended
+        dist.barrier(group)  # from here on, an unlocked byte means that its rank has ended
 
     def begin(self, call: Call) -> None:
-        """Say what this rank calls; the first meeting of a call compares it with the others'.
+        """Announce this rank's call, to be compared with the others' after the first meeting.
 
         Raises:
-            RuntimeError: it has given up before.
+            RuntimeError: This rank has given up before.
         """
         if self._mine[ARRIVED] < 0:
             raise RuntimeError(f"{self._me} has given up before: make a new SharedMemory")
-        start = CALLS + self._mine[BEGUN] % 2 * CALL_WORDS  # the others may still read the last one
+        start = CALLS + self._mine[BEGUN] % 2 * CALL_WORDS  # others may still read the last call
         for word, number in enumerate(call, start):
             self._mine[word] = number
         self._mine[BEGUN] += 1
 
     def refuse(self, what: int) -> None:
-        """Say that this rank refuses the call that the others make, and wait for nobody.
+        """Announce that this rank refuses the call that the others make, without waiting for them.
 
         Args:
             what: Key of REFUSED.
@@ -111,16 +111,16 @@ class Meeting:
         self.finish()
 
     def finish(self) -> None:
-        """Say that the call is over."""
+        """Announce that this rank has finished its call."""
         self._mine[FINISHED] = self._mine[BEGUN]
 
     def meet(self) -> None:
-        """Return when all ranks have come as often as this one.
+        """Wait until every rank has arrived as many times as this one.
 
-        What a rank has written before it comes, all others see afterwards.
+        Afterwards, every rank sees what the others had written before they arrived.
 
         Raises:
-            RuntimeError: a rank has ended, has given up, or does not come in time.
+            RuntimeError: A rank has ended, has given up, or does not arrive in time.
         """
         self._come()
         for peer in self._others:
@@ -134,9 +134,10 @@ class Meeting:
         self._mine[ARRIVED] = self.count
 
     def _order_memory(self) -> None:
-        """Keep what is read and written before this call before what is read and written after it.
+        """Keep reads and writes before this call from moving after it, and vice versa.
 
-        x86 does so by itself; on others (arm64), a lock that is taken and given back, twice, does.
+        x86 keeps this order by itself; on others (arm64), it takes acquiring and releasing a lock
+        twice.
         """
         for _ in range(2):
             with self._fence:
@@ -157,7 +158,7 @@ class Meeting:
         self._check_goes_on(peer)
 
     def _look_around(self, peer: int, waited_s: float) -> None:
-        """Give up if ``peer`` will not come, or somebody else has given up."""
+        """Give up if ``peer`` will not arrive, or if another rank has given up."""
         for other in self._others:
             self._check_goes_on(other)
         if not self._runs(peer) and 0 <= self._words[peer][ARRIVED] < self.count:
@@ -170,7 +171,7 @@ class Meeting:
             self._give_up(peer, f"has given up waiting for rank {self._ranks[-1 - arrived]}")
 
     def _runs(self, peer: int) -> bool:
-        """Tell whether the process of ``peer`` still holds its lock."""
+        """Return True if the process of ``peer`` still holds its lock."""
         try:
             fcntl.lockf(self._region.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, peer)
         except OSError:
@@ -179,7 +180,7 @@ class Meeting:
         return False
 
     def _give_up(self, peer: int, why: str) -> None:
-        """Let those who wait for this rank know, and raise."""
+        """Inform the ranks that wait for this one, and raise RuntimeError."""
         self._mine[ARRIVED] = -1 - peer
         raise RuntimeError(
             f"{self._me}: waited in {self._doing(self._rank)}, but rank {self._ranks[peer]} {why}; "
@@ -187,7 +188,7 @@ class Meeting:
         )
 
     def _doing(self, peer: int) -> str:
-        """Write ``call 4 (all_reduce of 25 elements of float32, finished)``."""
+        """Return a text such as ``call 4 (all_reduce of 25 elements of float32, finished)``."""
         if not (begun := self._words[peer][BEGUN]):
             return "no call"
         state = ", finished" if self._words[peer][FINISHED] == begun else ""
@@ -198,10 +199,10 @@ class Meeting:
         return Call(*self._words[peer][start : start + len(Call._fields)])
 
     def check_same_call(self) -> None:
-        """After the first meeting of a call: compare what all ranks have called.
+        """Check, after the first meeting of a call, that all ranks have made the same call.
 
         Raises:
-            ValueError: on all ranks, if they differ.
+            ValueError: The calls differ; raised on all ranks.
         """
         number = self._mine[BEGUN]
         calls = [self._call_of(peer, number) for peer in range(len(self._ranks))]

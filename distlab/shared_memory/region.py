@@ -1,4 +1,4 @@
-"""Memory that all ranks of a host have mapped; it is gone when the last of them has ended."""
+"""Memory that all ranks of a host have mapped; it disappears when the last of them has ended."""
 
 import mmap
 import os
@@ -23,8 +23,8 @@ class Region:
     """Memory with a part for each rank, mapped by all.
 
     Attributes:
-        parts: Parts by rank, (part_bytes,), uint8, zero at first; all ranks may read and write all.
-        file: its descriptor, open as long as the process lives.
+        parts: Parts by rank, (part_bytes,), uint8, initially zero; each rank may access all.
+        file: Descriptor of the memory's file, which the caller closes.
     """
 
     parts: tuple[Tensor, ...]
@@ -32,10 +32,10 @@ class Region:
 
 
 def check_host(group: Group) -> None:
-    """Refuse, on all ranks alike, a group whose ranks cannot share memory.
+    """Check that the ranks of a group can share memory; all ranks raise the same error.
 
     Raises:
-        ValueError: it does not speak gloo, or its ranks run on several hosts.
+        ValueError: This is not Linux, the backend is not gloo, or ranks run on several hosts.
     """
     if sys.platform != "linux":
         raise ValueError(f"SharedMemory needs Linux, and this is {sys.platform}")
@@ -58,13 +58,13 @@ def check_host(group: Group) -> None:
 
 
 def map_region(part_bytes: int, group: Group) -> Region:
-    """Map memory with ``part_bytes`` for each rank; all ranks call it together.
+    """Map memory with ``part_bytes`` for each rank; called on all ranks together.
 
-    The file has no name: rank 0 makes it, and the others open it by rank 0's descriptor. So there
-    is nothing to remove, even when ranks are killed while they are here.
+    The file has no name: rank 0 creates it, and the others open it through rank 0's descriptor. So
+    there is nothing to remove, even if ranks are killed in this function.
 
     Raises:
-        RuntimeError: on all ranks, with what the system refused to one of them.
+        RuntimeError: A rank cannot map the memory; raised on all ranks, with the reason.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     part_bytes = -(-part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -81,7 +81,7 @@ def map_region(part_bytes: int, group: Group) -> Region:
         if part_bytes != expected_bytes:
             raise OSError(f"rank {world_ranks(group)[0]} maps {counted(expected_bytes, 'byte')}")
         file = file if rank == 0 else _open(path, token)
-        os.posix_fallocate(file, rank * part_bytes, part_bytes)  # so it is near this rank's core
+        os.posix_fallocate(file, rank * part_bytes, part_bytes)  # places it near this rank's core
         whole = torch.frombuffer(mmap.mmap(file, world_size * part_bytes), dtype=torch.uint8)
     except OSError as error:
         problem = str(error)
@@ -96,7 +96,7 @@ def _open(path: str, token: bytes) -> int:
     """Open rank 0's file.
 
     Raises:
-        OSError: there is none, or it is another process's, as in another container.
+        OSError: The file is missing, or belongs to another process, as in another container.
     """
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(file, TOKEN_BYTES, 0) != token:
@@ -106,7 +106,7 @@ def _open(path: str, token: bytes) -> int:
 
 
 def _agree(problem: str, size: str, group: Group) -> None:
-    """Return on all ranks if none has a problem, and raise on all otherwise."""
+    """Raise RuntimeError on all ranks if one of them has a problem."""
     problems: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     for rank, found in zip(world_ranks(group), problems, strict=True):
@@ -115,5 +115,5 @@ def _agree(problem: str, size: str, group: Group) -> None:
 
 
 def world_ranks(group: Group) -> Sequence[int]:
-    """Return the numbers that the ranks of ``group`` have in the world."""
+    """Return the global ranks of a group's members, in group order."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -9,11 +9,11 @@ simulated = simulate(program, 8, cluster="dgx-h100")
 simulated.results, simulated.seconds, simulated.trace.bytes_sent
 
     rank       a thread with a virtual clock; only the one whose clock is earliest runs
-    device     a rank's virtual GPU: how long an operation takes, what its memory holds
+    device     a rank's virtual GPU, which times its operations and tracks its memory
     cluster    GPUs, and the links between them, in a topology
-    message    one side of a send or a recv, which waits in the mailbox for the other side
-    meeting    one collective call of a group, until all of its ranks attend
-    flow       bytes under way, which share links with other flows
+    message    a send or a recv, which waits in the mailbox for its counterpart
+    meeting    one collective call of a group, open until all of its ranks have joined
+    flow       bytes in transit, which share links with other flows
     fault      a disturbance to inject: a slow rank or link, a rank that dies, a delay
     trace      the history: events with virtual times, bytes and messages per rank
 """

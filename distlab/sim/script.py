@@ -1,8 +1,8 @@
 """Run a script on a simulated cluster as ``torchrun`` would: on every rank, as ``__main__``.
 
-Ranks are threads of this process. What a script defines exists once per rank, and pickles as in
-separate processes. Modules that it imports are shared, and so are their globals. A thread that a
-script starts itself sees the command's ``__main__`` and not the script's.
+Ranks are threads of this process. Names that a script defines exist once per rank, and pickle as
+they would in separate processes. Modules that it imports are shared, and so are their globals. A
+thread that a script starts itself sees the command's ``__main__``, not the script's.
 """
 
 import ast
@@ -25,10 +25,10 @@ from distlab.sim.simulation import simulate
 def run_script(
     script: Path, arguments: Sequence[str], num_ranks: int, cluster: Cluster, options: Options
 ) -> Simulated[None]:
-    """Run ``script`` with ``arguments`` on every rank; the ranks are in no process group yet.
+    """Run ``script`` with ``arguments`` on every rank, without a process group at the start.
 
-    ``sys.argv``, ``sys.path`` and ``os.environ`` are as under torchrun. ``exit()`` ends a rank, and
-    so does ``exit(0)``. Ranks see no GPUs, whatever the machine has.
+    ``sys.argv``, ``sys.path`` and ``os.environ`` are as under torchrun. ``exit()`` and
+    ``exit(0)`` end a rank normally. Ranks see no GPUs, even if the machine has some.
 
     Raises:
         SimulationError: the world failed, or the script is not valid Python.
@@ -40,13 +40,13 @@ def run_script(
 
 
 def title_of(script: Path) -> str:
-    """Return the first sentence of the script's docstring, or its name if it has none."""
+    """Return the first line of the script's docstring, or the script's name if it has none."""
     docstring = ast.get_docstring(ast.parse(script.read_bytes()))
     return docstring.splitlines()[0].rstrip(".") if docstring else script.stem
 
 
 class _Mains(threading.local):
-    """The ``__main__`` of each thread; the command's own until a rank has set another."""
+    """The ``__main__`` of each thread: the command's own until a rank sets another."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
@@ -80,7 +80,7 @@ def _as_program(script: Path, arguments: Sequence[str]) -> Iterator[_Mains]:
 
 
 def _dispatcher(mains: _Mains) -> ModuleType:
-    """Make a module that stands in for the running thread's ``__main__``, as pickle needs it."""
+    """Return a module that forwards to the running thread's ``__main__``; pickle relies on it."""
 
     class Main(ModuleType):
         def __getattribute__(self, name: str) -> object:
@@ -93,7 +93,7 @@ def _dispatcher(mains: _Mains) -> ModuleType:
 
 
 def _run_program(code: CodeType, names: dict[str, object]) -> None:
-    """Call the script and nothing else, so that ``isolation.exits`` can recognise its frame."""
+    """Run only the script's code, so that ``isolation.exits`` can recognise its frame."""
     exec(code, names)
 
 

@@ -1,4 +1,4 @@
-"""Builds a simulated world from its parts. ``simulate`` runs a function in one."""
+"""The simulated world, assembled from its parts; ``simulate`` runs a function in one."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, MutableSequence
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Simulation:
-    """A running world, which hands every part the other parts that it uses."""
+    """A running world: creates its parts, and passes each of them the others that it uses."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Simulation:
         )
 
     def _make_devices(self) -> list[Device]:
-        """Give every rank a device, if computation and memory are to be accounted for."""
+        """Return a device per rank, or none if computation and memory are not simulated."""
         options, gpu = self.options, self.cluster.gpu
         if not (gpu is not None if options.has_devices is None else options.has_devices):
             return []
@@ -97,7 +97,7 @@ class Simulation:
         ]
 
     def _unnoticed(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context whose operations do not count as work of the running rank."""
+        """Return a context in which operations do not count as the running rank's work."""
         return self.devices[self.rank_states.current].unnoticed()
 
     def _plan(self, call: Call, group: tuple[int, ...]) -> list[Phase]:
@@ -121,7 +121,7 @@ class Simulation:
         with self._process_prepared():
             self.rank_states.begin()
             self.scheduler.run(body, self._standstill_error)
-        if self.failures.first:  # ranks caught it and continued
+        if self.failures.first:  # the ranks caught this error and continued
             raise self.failures.first
         self._note_what_is_left()
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
@@ -161,9 +161,9 @@ class Simulation:
         return doing_of_others(failed, self.scheduler.ranks, self.places, self._history())
 
     def exit_process(self, status: int) -> None:
-        """End the world, because a rank has called ``os._exit``, without running any clean-up.
+        """End the world without any clean-up, because a rank has called ``os._exit``.
 
-        Real processes of other ranks would continue, and fail as soon as they need this one.
+        In separate processes, other ranks would continue, and fail once they needed this one.
         """
         rank = self.rank_states.current
         site = self.places.call_site()[0]
@@ -172,7 +172,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def _on_device(self, rank: Rank) -> Iterator[None]:
-        """Run the thread's operations on the rank's device, and then record its peak memory."""
+        """Run the thread's operations on the rank's device; record peak memory at the end."""
         if not self.devices:
             yield
             return
@@ -196,10 +196,10 @@ class Simulation:
     # The end
 
     def _note_what_is_left(self) -> None:
-        """List operations that never met, and handles that were never waited for.
+        """Record the operations that never matched and the handles that were never waited for.
 
         Raises:
-            Mismatch: an operation never met, in strict mode.
+            Mismatch: an operation never matched, in strict mode.
         """
         messages = (*self.mailbox.unmatched(), *self.mailbox.waiting())
         alone: list[Pending] = [*messages, *self.meetings.leftovers()]
@@ -233,7 +233,7 @@ class Simulation:
         )
 
     def _noted(self, error: SimulationError) -> SimulationError:
-        """Add the errors that ranks have caught, which are probably the cause, and other notes."""
+        """Add notes to ``error``; errors that ranks caught come first, as its likely causes."""
         if isinstance(error, Deadlock | Mismatch):
             ranks, places = self.scheduler.ranks, self.places
             ended = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]
@@ -264,14 +264,14 @@ def simulate(
     Args:
         fn: Function to run on every rank, inside an initialised ``torch.distributed`` world.
         num_ranks: Number of ranks, 1 to 1024.
-        cluster: Cluster, name of a preset (as many nodes as the ranks need), or None: one node with
-            a switch and a GPU per rank.
-        joined: False for ranks that are in no process group yet, as under torchrun.
+        cluster: Cluster, preset name (with as many nodes as the ranks need), or None for one node
+            with a switch and a GPU per rank.
+        joined: False to start without a process group, as under torchrun.
         running: Memory shared with a supervisor process. It holds the number of the running rank,
-            followed by the thread of every rank.
+            followed by the thread identifier of every rank.
 
     Returns:
-        Results by rank, the trace, the virtual time.
+        Results by rank, the trace and the virtual time.
 
     Raises:
         SimulationError: the world failed; its subclasses are in ``reporting.errors``.

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of the course: text, files and tracebacks."""
+"""Helpers that do not depend on the course: text, files, processes and tracebacks."""

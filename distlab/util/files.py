@@ -1,4 +1,4 @@
-"""Reading files that may have been replaced by something else, and replacing files whole."""
+"""Read files that may have been replaced by something else, and replace files atomically."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ def read_regular(path: Path, max_bytes: int, *, follows_links: bool = True) -> b
 
     Raises:
         OSError: The path is a pipe, a device or a folder, the file is too large, or it cannot be
-            read. The message is for people.
+            read. The message is meant for people.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
     with os.fdopen(os.open(path, flags), "rb") as file:
@@ -29,7 +29,7 @@ def read_regular(path: Path, max_bytes: int, *, follows_links: bool = True) -> b
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Create a file or replace its content; a reader never sees half of it.
+    """Create a file or replace its content atomically: no reader sees a partial file.
 
     The permissions of a replaced file are kept, and a link keeps pointing to the same file.
     """

@@ -1,4 +1,4 @@
-"""Words of messages for numbers, ranks, times, sizes, lists and unknown names."""
+"""Text for messages: numbers, ranks, times, sizes, lists and unknown names."""
 
 import difflib
 import functools
@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 
 SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
-MAX_RUNS = 6  # most runs of ranks that are all named; of more, only the first three and the last
+MAX_RUNS = 6  # if there are more runs of ranks, only the first three and the last are shown
 
 Units = Sequence[tuple[str, float]]
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Write ``1 rank``, ``2 ranks`` or ``1,024 ranks``; ``2 batches`` takes its plural."""
+    """Return ``1 rank``, ``2 ranks`` or ``1,024 ranks``; pass ``plural`` for ``2 batches``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or f'{noun}s'}"
 
 
@@ -24,12 +24,12 @@ def verb(subjects: Sized, plural: str, singular: str = "") -> str:
 
 
 def joined(items: Sequence[str], last: str = " and ") -> str:
-    """Write ``a``, ``a and b`` or ``a, b and c``; "" if there are no items."""
+    """Return ``a``, ``a and b`` or ``a, b and c``; "" if there are no items."""
     return last.join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
 
 
 def clauses(items: Sequence[str]) -> str:
-    """Write ``a``, ``a, and b`` or ``a, b, and c``, as sentences are joined."""
+    """Return ``a``, ``a, and b`` or ``a, b, and c``, for items that are clauses."""
     return joined(items, ", and ")
 
 
@@ -40,7 +40,7 @@ def sentence(text: str) -> str:
 
 
 def clipped(text: str, limit: int) -> str:
-    """Shorten a line to ``limit`` characters: first the folders of its paths, then its middle."""
+    """Shorten a line to ``limit`` characters: cut the folders in paths first, then the middle."""
     if len(text) > limit:
         text = re.sub(r"/(?:[^/\s:'\"]+/)+", "…/", text)
     end = limit // 2
@@ -48,14 +48,14 @@ def clipped(text: str, limit: int) -> str:
 
 
 def lowered(text: str) -> str:
-    """Lower the first letter of a sentence, for use after a colon; a name keeps its capitals."""
+    """Lower-case the first letter of a sentence, for use after a colon; names keep capitals."""
     first = text.split(" ", 1)[0]
     is_name = first[1:] != first[1:].lower()
     return text if is_name else f"{text[:1].lower()}{text[1:]}"
 
 
 def rank_names(ranks: Iterable[int]) -> str:
-    """Write ``rank 3``, ``ranks 0-5 and 9``, or ``ranks 0, 2, 4, …, 254 (128 ranks)``."""
+    """Return ``rank 3``, ``ranks 0-5 and 9``, or ``ranks 0, 2, 4, …, 254 (128 ranks)``."""
     return _rank_names(tuple(sorted(ranks)))
 
 
@@ -83,12 +83,12 @@ def _runs(ordered: Sequence[int]) -> Iterator[str]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Write a time with its unit: "38.4 µs"."""
+    """Return a time with its unit: "38.4 µs"."""
     return _with_unit(seconds, SECONDS)
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Write a size with its unit: "6.00 MiB"."""
+    """Return a size with its unit: "6.00 MiB"."""
     return _with_unit(num_bytes, BYTES)
 
 
@@ -106,20 +106,20 @@ def _with_unit(value: float, units: Units) -> str:
 
 
 def _digits(value: float) -> str:
-    """Write a number with three significant digits."""
+    """Return a number with three significant digits."""
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Write ``Did you mean 'digits'?``, or "" if no known name is similar."""
+    """Return ``Did you mean 'digits'?``, or "" if no known name is similar."""
     by_lower = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(wrong.lower(), by_lower, n=1)
     return f"Did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
 
 
 def unknown_name(kind: str, wrong: str, valid: Collection[str]) -> ValueError:
-    """Return the error for a wrong name: one line with the valid names and the nearest of them.
+    """Return the error for a wrong name: one line with the valid names and the nearest one.
 
     >>> unknown_name("dataset", "digit", ("digits", "mnist"))
     ValueError("unknown dataset 'digit'; valid: digits, mnist. Did you mean 'digits'?")
@@ -129,7 +129,7 @@ def unknown_name(kind: str, wrong: str, valid: Collection[str]) -> ValueError:
 
 
 def signal_name(number: int) -> str:
-    """Write ``SIGKILL``, or ``signal 40`` if it has no name (real-time signals)."""
+    """Return ``SIGKILL``, or ``signal 40`` if it has no name (real-time signals)."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -10,7 +10,7 @@ CALL, CAUSE = "__distlab_call__", "__distlab_cause__"
 
 
 def headline(error: BaseException) -> str:
-    """Write ``ZeroDivisionError: division by zero, in shard_indices(2, 0, 4). No rank is left``.
+    """Return ``ZeroDivisionError: division by zero, in shard_indices(2, 0, 4). No rank is left``.
 
     The call and the cause come from the exception's attributes ``CALL`` and ``CAUSE``, if set, and
     follow the first line of its text.
@@ -30,25 +30,25 @@ def _noted(error: BaseException, name: str) -> str:
 
 
 def is_message_enough(error: BaseException) -> bool:
-    """Return True for distlab's own errors, whose message says what to do without a traceback.
+    """Return True for distlab's own errors, whose message is enough without a traceback.
 
-    An error of ``distlab.mpi`` is raised in a line of the program, which its traceback shows.
+    Errors of ``distlab.mpi`` are excluded: the program raises them, and the traceback shows where.
     """
     module = type(error).__module__
     return module.startswith("distlab.") and not module.startswith("distlab.mpi")
 
 
 def keep_frames(shown: traceback.TracebackException, choose: Choose) -> None:
-    """Drop frames of an error and of the errors it was raised from.
+    """Drop frames from an error and from the errors that led to it.
 
     Args:
         shown: Error to shorten.
-        choose: Function that picks the files to keep among those of a stack.
+        choose: Function that returns which of a stack's files to keep.
     """
     kept = set(choose({frame.filename for frame in shown.stack}))
     frames = [frame for frame in shown.stack if frame.filename in kept]
     shown.stack = traceback.StackSummary.from_list(frames)
-    group: Any = getattr(shown, "exceptions", None)  # exception groups, Python 3.11
+    group: Any = getattr(shown, "exceptions", None)  # of an exception group, since Python 3.11
     for inner in (shown.__cause__, shown.__context__, *(group or ())):
         if inner is not None:
             keep_frames(inner, choose)

@@ -1,4 +1,4 @@
-"""Pass a number round a ring. Rank 2 stops on the way, for you to look around.
+"""Pass a number around a ring. Rank 2 stops on the way, so that you can look inside.
 
 distlab sim --ranks 4 examples/simulator/look_inside.py
 """

@@ -1,4 +1,4 @@
-"""All-reduce round a ring, made of isend and recv.
+"""All-reduce around a ring, built from isend and irecv.
 
 distlab sim --ranks 8 examples/simulator/ring.py --kib 64
 torchrun --nproc-per-node 2 examples/simulator/ring.py
@@ -16,11 +16,11 @@ def all_reduce(x: Tensor) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     chunks = x.tensor_split(size)
     arrived = torch.empty_like(chunks[0])
-    for step in range(size - 1):  # a sum grows on its way round: chunk r ends on rank r - 1
+    for step in range(size - 1):  # a sum grows on its way around: chunk r ends up on rank r - 1
         mine, yours = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         pass_on(mine, arrived[: len(yours)])
         yours += arrived[: len(yours)]
-    for step in range(size - 1):  # the sums go round
+    for step in range(size - 1):  # the sums travel around
         pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size])
 
 

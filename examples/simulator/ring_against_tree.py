@@ -20,41 +20,41 @@ from distlab.util.text import bytes_text, seconds_text
 PRESET = "gb200-nvl72"  # 72 GPUs on one switch: α and β are the same between any two
 CLUSTER = Cluster.preset(PRESET)
 ALPHA_S, BETA_S = CLUSTER.latency_s, 1 / CLUSTER.nvlink_bytes_per_s
-NETWORK_ONLY = Options(has_devices=False)  # adding up takes no time
+NETWORK_ONLY = Options(has_devices=False)  # additions take no time
 GPUS = (2, 4, 8, 16, 32, 64)
 SIZES = (64 * 2**10, 64 * 2**20)  # bytes: small and large
 
 
 class Row(NamedTuple):
-    """Simulated seconds on so many GPUs, for each of SIZES."""
+    """Simulated seconds on ``gpus`` GPUs, for each of SIZES."""
 
     gpus: int
     ring_s: list[float]
     tree_s: list[float]
 
     def crossing_bytes(self) -> float:
-        """Return where the lines through the two times meet; 0: the tree never wins."""
+        """Return the size at which the lines through the times meet; 0 if the tree never wins."""
         small, large = (r - t for r, t in zip(self.ring_s, self.tree_s, strict=True))
         return max(0.0, SIZES[0] + (SIZES[1] - SIZES[0]) * small / (small - large))
 
 
 def ring_s(p: int, n: float) -> float:
-    """Return the ring's seconds by the formula."""
+    """Return the seconds that the formula gives for the ring."""
     return 2 * (p - 1) * (ALPHA_S + n / p * BETA_S)
 
 
 def tree_s(p: int, n: float) -> float:
-    """Return the tree's seconds by the formula."""
+    """Return the seconds that the formula gives for the tree."""
     return 2 * log2(p) * (ALPHA_S + n * BETA_S)
 
 
 def crossing_bytes(p: int) -> float:
-    """Return the size at which the two formulas are equal; 0: at none, the tree never wins."""
+    """Return the size at which the two formulas are equal; 0 if the tree never wins."""
     return ALPHA_S / BETA_S * (p - 1 - log2(p)) / (log2(p) - (p - 1) / p)
 
 
 def simulated_s(all_reduce: Callable[[Tensor], None], gpus: int) -> list[float]:
-    """Simulate an all-reduce of each size, on tensors without data."""
+    """Return the simulated seconds for an all-reduce of each size, on tensors without data."""
 
     def run(num_bytes: int) -> None:
         all_reduce(torch.empty(num_bytes // 4, device="meta"))
@@ -78,7 +78,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def size_text(num_bytes: float) -> str:
-    """Write a size below which the tree wins."""
+    """Return the size below which the tree wins, as text."""
     return bytes_text(num_bytes) if num_bytes >= 1 else "never"
 
 

@@ -1,4 +1,4 @@
-"""Two ranks send each other their tensor, and change it before it has left. What arrives?
+"""Two ranks send each other a tensor, and each changes its own before it has left. What arrives?
 
 distlab sim --ranks 2 --strict examples/simulator/too_early.py
 torchrun --nproc-per-node 2 examples/simulator/too_early.py
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def swap(x: Tensor, peer: int) -> Tensor:
-    """Return the peer's ``x``, and add 100 to one's own afterwards. Or is it before?"""
+    """Return the peer's ``x``, and add 100 to this rank's afterwards. Or is it before?"""
     arrived = torch.empty_like(x)
     send, recv = dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, arrived, peer)
     works = dist.batch_isend_irecv([send, recv])

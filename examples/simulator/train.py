@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """Do forward and backward pass, average the gradients over the ranks, update."""
+    """Run forward and backward, average the gradients over the ranks, and update the parameters."""
     optimizer.zero_grad()
     model(x).square().mean().backward()
     for parameter in model.parameters():
@@ -23,7 +23,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 def main() -> None:
-    """Train a few steps. On the device ``meta`` tensors hold no data: only a simulator can."""
+    """Train for a few steps. On ``meta``, tensors hold no data: this works only in a simulator."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)

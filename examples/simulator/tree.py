@@ -1,4 +1,4 @@
-"""All-reduce up and down a binomial tree, made of send and recv.
+"""All-reduce up and down a binomial tree, built from send and recv.
 
 distlab sim --ranks 8 examples/simulator/tree.py --kib 64
 torchrun --nproc-per-node 2 examples/simulator/tree.py
@@ -16,7 +16,7 @@ def all_reduce(x: Tensor) -> None:
 
     p = 8:   distance 1    1→0  3→2  5→4  7→6
              distance 2    2→0  6→4
-             distance 4    4→0              and back in the opposite order
+             distance 4    4→0              and back in reverse order
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     distances = [2**level for level in range((size - 1).bit_length())]

@@ -3,6 +3,6 @@
 Terms used in all lessons of this phase:
     N ranks (world_size), numbered 0 … N-1 inside their ``group``;
     shard: the samples that one rank sees;  batch: the samples it processes in one step;
-    global batch: the N batches of one step together;
-    α: seconds per message;  β: seconds per byte;  n: bytes of the tensor that is reduced.
+    global batch: all N batches of one step;
+    α: seconds per message;  β: seconds per byte;  n: size of the reduced tensor in bytes.
 """

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep what goes into a function, recompute what lies inside it."""
+"""Activation checkpointing: keep a function's inputs, recompute its intermediate results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,45 +13,46 @@ from phase2_advanced.given import generators_of, take_tensors
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return ``fn(*args, **kwargs)``, and keep only the arguments for the backward pass.
+    """Return ``fn(*args, **kwargs)``, keeping only the arguments for the backward pass.
 
-    What ``fn`` computes on the way is freed at once. The backward pass calls ``fn`` a second time:
+    Intermediate results of ``fn`` are freed at once. The backward pass calls ``fn`` a second time:
                         forward        kept       backward
         fn(x)           x → a → b → y  x, a, b    y → b → a → x
         checkpointed    x → a → b → y  x          x → a → b → y, then y → b → a → x
 
-    The second call repeats the first. It draws the same random numbers, so that dropout drops the
-    same elements, and autocast is as it was in the first call. Afterwards torch's generators are
-    where they were before the second call.
+    The second call repeats the first: it draws the same random numbers, so that dropout drops the
+    same elements, and runs under the same autocast settings. Afterwards, torch's generators are
+    restored to their states before the second call.
 
-    Parameters that ``fn`` uses get their gradients too, whether or not an argument requires one. If
-    there is nothing to compute a gradient for, ``fn`` is called once, as if it were not
-    checkpointed: where gradients are disabled, and where no argument requires one and ``fn`` is a
-    module without trainable parameters. A function that is not a module may use any parameters, so
-    its result may require a gradient even if there is nothing to learn.
+    Parameters that ``fn`` uses get their gradients too, whether or not an argument requires one.
+    ``fn`` is called only once, as if it were not checkpointed, if there is nothing to compute a
+    gradient for: if gradients are disabled, or if no argument requires one and ``fn`` is a module
+    without trainable parameters. A function that is not a module may use any parameters, so its
+    result may require a gradient even if nothing needs one.
 
     Args:
-        fn: returns the same for the same arguments, random numbers and autocast, also if gradients
-            are enabled in its second call only. It returns a tensor, or a tuple of tensors and
-            anything else; a result may be one of the arguments. Gradients need not pass through
-            tensors in a list or dict inside the tuple, and a named tuple may come back as a plain
-            one. Apart from parameters, every tensor that ``fn`` uses and that requires a gradient
-            must be an argument. ``fn`` may call ``checkpoint`` itself.
-        args, kwargs: for ``fn``: anything. Tensors inside tuples, lists and dicts are arguments as
-            well, and get their gradients. In the second call a tensor requires a gradient exactly
-            if it did in the first.
+        fn: function that returns the same result for the same arguments, random numbers and
+            autocast settings, even if gradients are enabled only in its second call. It returns a
+            tensor, or a tuple of tensors and other values; a result may be one of the arguments.
+            Gradients need not pass through tensors in a list or dict inside the tuple, and a named
+            tuple may come back as a plain tuple. Apart from parameters, every tensor that ``fn``
+            uses and that requires a gradient must be an argument. ``fn`` may itself call
+            ``checkpoint``.
+        args, kwargs: arguments of ``fn``, of any types. Tensors inside tuples, lists and dicts
+            count as arguments too, and get their gradients. In the second call, a tensor requires a
+            gradient if and only if it did in the first.
 
     Returns:
-        What ``fn`` returns.
+        The result of ``fn``.
 
     Raises:
         RuntimeError: in the backward pass, if a tensor among the arguments was changed in place
             after the forward pass.
 
-    Cost: between forward and backward pass, the memory of the arguments and of the generators'
-        states, and during its backward pass that of ``fn``'s activations; one more call of ``fn``,
-        which makes a step 4/3 times as long if a backward pass takes twice as long as a forward
-        pass. Messages that ``fn`` sends are sent twice.
+    Cost: between the forward and the backward pass, memory for the arguments and the generators'
+        states; during the backward pass of ``fn``, memory for its activations. ``fn`` is called
+        once more, which makes a step 4/3 times as long if a backward pass takes twice as long as a
+        forward pass. Messages that ``fn`` sends are sent twice.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
     """
     tensors, put_back = take_tensors((args, kwargs))
@@ -62,12 +63,12 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = put_back(tensors)
         return fn(*args, **kwargs)
 
-    anchor = torch.empty(0, requires_grad=True)  # parameters of fn may be all that needs a gradient
+    anchor = torch.empty(0, requires_grad=True)  # in case only fn's parameters need a gradient
     return _Recomputed.apply(run, anchor, *tensors)
 
 
 def _needs_gradient(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:
-    """Whether anything may need one; a function that is not a module may use any parameters."""
+    """Return True if a gradient may be needed; a plain function may use any parameters."""
     if not torch.is_grad_enabled():
         return False
     if not isinstance(fn, nn.Module):
@@ -76,7 +77,7 @@ def _needs_gradient(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:
 
 
 class _Recomputed(torch.autograd.Function):
-    """``run(*tensors)``; only the tensors are kept, and ``backward`` runs it again."""
+    """Calls ``run(*tensors)`` and keeps only the tensors; ``backward`` calls ``run`` again."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], anchor: Tensor, *tensors: Tensor) -> Any:
@@ -89,7 +90,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Detached, or the inner backward pass would continue into the outer graph.
+        # Detach them, or the inner backward pass would continue into the outer graph.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad(), ctx.autocast, _rewound(ctx.generators, ctx.states):
             found = ctx.run(*inputs)
@@ -99,13 +100,13 @@ class _Recomputed(torch.autograd.Function):
             for output, grad in zip(outputs, grads, strict=True)
             if grad is not None and output.requires_grad
         ]
-        del found, outputs  # their graph is enough for the backward pass
+        del found, outputs  # the backward pass needs only their graph
         torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         return None, None, *(x.grad for x in inputs)
 
 
 def _autocast_now(tensors: Sequence[Tensor]) -> torch.autocast:
-    """Return a context in which autocast is what it is now."""
+    """Return a context that restores the current autocast settings."""
     kind = "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"
     return torch.autocast(
         kind,
@@ -117,7 +118,7 @@ def _autocast_now(tensors: Sequence[Tensor]) -> torch.autocast:
 
 @contextmanager
 def _rewound(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> Iterator[None]:
-    """Let generators draw from earlier states, and afterwards continue where they are now."""
+    """Run the body with the generators in earlier states, then restore their current states."""
     now = [generator.get_state() for generator in generators]
     _set_states(generators, states)
     try:
@@ -132,28 +133,30 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor])
 
 
 def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor) -> Tensor:
-    """Run ``x`` through the layers, one after the other, and checkpoint them segment by segment.
+    """Run ``x`` through the layers, one after the other, checkpointing them segment by segment.
 
-    A segment is a number of consecutive layers that is checkpointed as one function. The sizes of
-    the segments differ by at most 1:
+    A segment is a run of consecutive layers that is checkpointed as one function. The sizes of the
+    segments differ by at most 1:
         10 layers, 4 segments    3, 3, 2 and 2 layers, in any order
 
     The last segment may be called without a checkpoint, because the backward pass begins with it.
 
     Args:
-        layers: each takes what the one before it returns. The sequence stays as it is, and so does
-            the mode of each layer, training or evaluation.
-        segments: 1 to the number of layers. About √L of them need the least memory for L layers.
-        x: the first layer's input, of any dtype; it may need no gradient. If the layers need none
-            either, they need not be called a second time.
+        layers: modules, each of which takes the previous one's result. Neither the sequence nor the
+            mode of any layer (training or evaluation) is changed.
+        segments: number of segments, from 1 to the number of layers. About √L segments need the
+            least memory for L layers.
+        x: the first layer's input, of any dtype; it need not require a gradient. If no
+            parameter does either, the layers need not be called a second time.
 
     Returns:
-        What the last layer returns.
+        The result of the last layer.
 
     Raises:
-        ValueError: there are not that many layers, or ``segments`` is below 1; gives both numbers.
+        ValueError: ``segments`` is below 1 or above the number of layers; the message gives both
+            numbers.
 
-    Cost: at most the inputs of all segments and the activations of one segment at once: for L
+    Cost: memory for the inputs of all segments and the activations of one segment at a time: for L
         layers of equal size, segments + L/segments activations instead of L. Each layer is called
         once in the forward pass and at most once more in the backward pass.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.

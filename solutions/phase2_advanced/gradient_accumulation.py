@@ -22,15 +22,15 @@ def split_micro_batches(batch: Batch, size: int) -> list[Batch]:
 
     Args:
         batch: tensors of any shape and dtype, with the same number of rows (their first dim).
-        size: rows of a micro-batch; the last micro-batch may have fewer.
+        size: rows per micro-batch; the last micro-batch may have fewer.
 
     Returns:
         The micro-batches in the order of their rows, each a tuple with a view of every tensor. For
         a batch without rows, an empty list.
 
     Raises:
-        ValueError: size is below 1, and the message gives it; or the tensors have different numbers
-            of rows, and the message gives these numbers.
+        ValueError: size is below 1 (the message gives it), or the tensors have different numbers of
+            rows (the message gives these numbers).
     """
     rows = [len(tensor) for tensor in batch]
     if size < 1:
@@ -48,30 +48,30 @@ def accumulate_step(
     size: int,
     loss_sum: LossSum = cross_entropy_sum,
 ) -> float:
-    """Do one optimizer step on the whole batch, in the memory of one micro-batch.
+    """Take one optimizer step on the whole batch, in the memory of one micro-batch.
 
     With B targets in the batch, an ordinary step minimises (sum of all losses) / B. So does this
-    one, whichever micro-batches the targets are in:
-        3 targets in the first, 1 in the second:  means weigh 1/6 1/6 1/6 | 1/2,  right is 1/4 each
+    one, however the targets are spread over micro-batches. The weight of each target, for example:
+        3 targets in the first, 1 in the second:  means give 1/6 1/6 1/6 | 1/2  instead of 1/4 each
 
     Args:
-        model: any without BatchNorm, which would normalise each micro-batch by itself. Dropout
-            draws a mask for each micro-batch.
-        optimizer: optimizer of all trainable parameters of ``model``. Gradients left from before
-            the step do not count. A parameter that no micro-batch uses gets no gradient, so the
-            optimizer leaves it alone. After the step, gradients may stay or be cleared.
+        model: any model without BatchNorm, which would normalise each micro-batch by itself.
+            Dropout draws a new mask for each micro-batch.
+        optimizer: optimizer of all trainable parameters of ``model``. Gradients left over from
+            before the step are discarded. A parameter that no micro-batch uses gets no gradient, so
+            the optimizer leaves it alone. After the step, gradients may stay or be cleared.
         batch: inputs, targets, and whatever else ``loss_sum`` reads. It is not changed.
-        size: rows of a micro-batch, as for ``split_micro_batches``.
-        loss_sum: called once for each micro-batch, in order, with the model and all tensors of the
-            micro-batch. It returns the sum of the losses, which may be of several kinds, and the
-            number of targets. A micro-batch without targets may have a loss; this loss and its
-            gradient count, too.
+        size: rows per micro-batch, as for ``split_micro_batches``.
+        loss_sum: function called once for each micro-batch, in order, with the model and all
+            tensors of the micro-batch. It returns the sum of the losses, which may be of several
+            kinds, and the number of targets. A micro-batch without targets may have a loss; this
+            loss and its gradient count too.
 
     Returns:
         The mean loss per target of the batch, before the step.
 
     Raises:
-        ValueError: the batch has no target; the parameters are left unchanged.
+        ValueError: the batch has no targets; the parameters are left unchanged.
 
     Cost: one forward and one backward pass over each micro-batch. Memory: parameters, gradients,
         optimizer state, the batch, and the activations of one micro-batch, which are freed before
@@ -92,11 +92,11 @@ def accumulate_step(
 def _accumulate_gradients(
     model: nn.Module, batch: Batch, size: int, loss_sum: LossSum
 ) -> tuple[float, int]:
-    """Add the gradient of the sum of all losses to ``.grad``; return that sum and the targets."""
+    """Add the gradient of the summed loss to ``.grad``; return that loss and the target count."""
     total_loss, num_targets = 0.0, 0
     for micro_batch in split_micro_batches(batch, size):
         loss, count = loss_sum(model, micro_batch)
-        loss.backward()  # frees the activations, before the next forward pass
+        loss.backward()  # frees the activations before the next forward pass
         total_loss += loss.item()
         num_targets += count
     return total_loss, num_targets
@@ -113,40 +113,41 @@ def accumulate_step_over_ranks(
     all_reduce: AllReduce = all_reduce,
     group: Group = None,
 ) -> float:
-    """Do one optimizer step on the batches of all ranks, each computed in micro-batches.
+    """Take one optimizer step on the batches of all ranks, each processed in micro-batches.
 
-    Ranks may have different numbers of micro-batches and of targets:
+    Ranks may have different numbers of micro-batches and targets:
         rank 0   forward backward  forward backward  forward backward  all-reduce  step
         rank 1   forward backward                                      all-reduce  step
 
     Args:
-        model: the model, as for ``accumulate_step``, with some trainable parameter; equal on all
-            ranks. Its gradients have one dtype, float32 or float64. A trainable parameter that got
-            no gradient on this rank counts as zero: other ranks may have one. (A parameter that no
-            rank uses then has a gradient of zero instead of none, so weight decay changes it.)
+        model: the model, as for ``accumulate_step``, with at least one trainable parameter; equal
+            on all ranks. All gradients have the same dtype, float32 or float64. A trainable
+            parameter without a gradient on this rank counts as zero: other ranks may have one. (A
+            parameter that no rank uses then has a gradient of zero instead of none, so weight decay
+            changes it.)
         optimizer: the optimizer, as for ``accumulate_step``, with the same settings on all ranks.
-        batch: this rank's; it may be empty. It is not changed.
-        size: rows of a micro-batch; ranks may have different sizes.
+        batch: this rank's batch, which may be empty; not changed.
+        size: rows per micro-batch; may differ between ranks.
         max_norm: the largest norm that the gradient of the step may have, over all parameters
             together; a larger gradient is scaled down to it. What counts is the gradient of the
             mean loss over the targets of all ranks, so all ranks scale by the same factor.
         loss_sum: the loss, as for ``accumulate_step``.
-        all_reduce: sums a tensor over the group, in place.
+        all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
     Returns:
         The mean loss per target of all batches, before the step; the same float on all ranks.
 
     Raises:
-        ValueError: the same on every rank, if no rank has any target; the parameters are left
+        ValueError: the same on every rank, if no rank has any targets; the parameters are left
             unchanged.
 
-    Cost: passes as for ``accumulate_step``. One all-reduce of the gradients of all trainable
+    Cost: the passes of ``accumulate_step``, and one all-reduce of the gradients of all trainable
         parameters in one flat bucket, however many micro-batches there are; a parameter that two
-        layers share counts once. The sum of the losses and the number of targets may ride in the
-        bucket or take one more all-reduce together; nothing else is sent. Memory: that of
-        ``accumulate_step``, or that without activations but with a bucket as large as the
-        gradients, whichever is larger.
+        layers share counts once. The sum of the losses and the number of targets may travel in the
+        bucket or share one more all-reduce; nothing else is sent. Memory: as for
+        ``accumulate_step``, or the same with a bucket as large as the gradients in place of the
+        activations, whichever is larger.
     """
     optimizer.zero_grad()
     loss, count = _accumulate_gradients(model, batch, size, loss_sum)
@@ -159,7 +160,7 @@ def accumulate_step_over_ranks(
     if not num_targets:
         raise ValueError("accumulate_step_over_ranks: the batches of all ranks have no target")
     mean = bucket[:-2].div_(num_targets)
-    norm = mean.norm()  # the same on all ranks, and so is the decision
+    norm = mean.norm()  # the same on all ranks, so either all clip or none do
     if norm > max_norm:
         mean *= max_norm / norm
     _copy_back(mean, gradients)
@@ -180,7 +181,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _copy_back(bucket: Tensor, gradients: list[Tensor]) -> None:
-    """Copy the parts of a bucket to the gradients that it was made of."""
+    """Copy the parts of a bucket back to the gradients that it was built from."""
     parts = bucket.split([gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.copy_(part.view(gradient.shape))

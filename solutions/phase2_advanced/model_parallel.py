@@ -1,4 +1,4 @@
-"""Model parallelism: every rank holds a stage, a run of layers, and one rank works at a time."""
+"""Model parallelism: every rank holds a stage (a run of layers), and one rank works at a time."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from phase2_advanced import programs
 from phase2_advanced.given import Group, group_device
 
 _FIRST_BYTES = 512  # size of a header's first message; enough for a handful of tensors
-_LENGTH_BYTES = 8  # size of the length at its start
+_LENGTH_BYTES = 8  # size of the length field at the header's start
 WIDTHS = (64, 128, 96, 64, 64, 32)  # widths of the layers' inputs in ``main``
 
 
@@ -25,21 +25,21 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
 
     Costs of 3, 1, 1, 1, 3 in 3 stages:
         3 | 1 1 1 | 3      the largest stage costs 3: the best cut
-        3 1 | 1 1 | 3      it costs 4: this cut balances the numbers of layers, not their costs
+        3 1 | 1 1 | 3      the largest costs 4: balances the number of layers, not their cost
 
     Args:
-        costs: costs of the layers in their order, in any unit (seconds, FLOPs, parameters), in a
-            list or a tuple; none is negative. Not changed.
+        costs: costs of the layers in order, in any unit (seconds, FLOPs, parameters), as a list or
+            a tuple; none is negative. Not changed.
         num_stages: number of stages, at least 1 and at most the number of layers.
 
     Returns:
         The layers of each stage as a ``range``, in order: the first starts with layer 0, each of
-        the others where the one before it stops, and the last stops after the last layer. None is
-        empty. If several cuts are equally good, any of them.
+        the others starts where the one before it stops, and the last stops after the last layer. No
+        range is empty. If several cuts are equally good, any of them will do.
 
     Raises:
-        ValueError: if ``num_stages`` is less than 1 or more than the number of layers; it names
-            both numbers.
+        ValueError: if ``num_stages`` is less than 1 or more than the number of layers; the
+            message names both numbers.
 
     Cost: for L layers, at most about L²·num_stages additions and comparisons.
     """
@@ -49,10 +49,10 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
 
     @cache
     def best(stages: int, end: int) -> tuple[float, int]:
-        """Of the layers before ``end``: the largest stage, and where the last stage starts."""
+        """Cut the layers before ``end``; return the highest stage cost and the last start."""
         if stages == 1:
             return before[end], 0
-        starts = range(stages - 1, end)  # each stage on the left has at least one layer
+        starts = range(stages - 1, end)  # each earlier stage has at least one layer
         return min((max(best(stages - 1, i)[0], before[end] - before[i]), i) for i in starts)
 
     ends = [len(costs)]
@@ -62,23 +62,23 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
-    """Start to send tensors to a rank that knows nothing about them, and return without waiting.
+    """Start sending tensors to a rank that knows nothing about them; return without waiting.
 
-    A header goes first, which says how many tensors follow, and the dtype and the shape of each,
-    and whether it requires a gradient. Its form is up to you.
+    A header goes first. It gives the number of tensors, the dtype and the shape of each, and
+    whether each requires a gradient. Its format is up to you.
 
     Args:
-        tensors: any number, even none, of any shapes and dtypes, contiguous or not. Not changed.
-            The caller does not write into them until all works are done, but may drop them: a work
-            keeps its tensor.
+        tensors: any number of tensors, even none, of any shapes and dtypes, contiguous or not. They
+            are not changed. The caller must not write to them until all works are done, but may
+            drop them: each work keeps its tensor.
         dst: the rank inside ``group`` that calls ``recv_tensors``.
-        group: the ranks among which ``dst`` is counted; all by default.
+        group: the group in which ``dst`` is numbered; all ranks by default.
 
     Returns:
-        The works of all messages, to ``wait`` for.
+        The works of all messages, for the caller to ``wait`` on.
 
-    Cost: one message for each tensor, of its own bytes; before these at most two for the header,
-        which together take at most 1,024 bytes for up to four tensors. No collective.
+    Cost: one message for each tensor, with exactly its bytes, after at most two for the header,
+        which together take at most 1,024 bytes for up to four tensors. No collectives.
     """
     device = group_device(group)
     header = pickle.dumps([(x.dtype, x.shape, x.requires_grad) for x in tensors])
@@ -93,15 +93,15 @@ def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> li
 
 
 def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
-    """Receive what one ``send_tensors`` of ``src`` sends, in its order.
+    """Receive the tensors of one ``send_tensors`` call on rank ``src``, in the same order.
 
     Args:
         src: the rank inside ``group`` that sends.
-        group: the ranks among which ``src`` is counted; all by default.
+        group: the group in which ``src`` is numbered; all ranks by default.
 
     Returns:
         New tensors on ``group_device(group)``, with the values, shapes and dtypes of those sent.
-        Each is a leaf, and requires a gradient if the one that was sent does.
+        Each is a leaf, and requires a gradient if the tensor sent does.
     """
     receive = partial(_receive, src=src, group=group)
     first = bytes(receive([_FIRST_BYTES], torch.uint8).tolist())
@@ -123,19 +123,20 @@ def _receive(shape: Sequence[int], dtype: torch.dtype, src: int, group: Group) -
 class StageRunner:
     """One stage of a model, on its own rank: rank 0 holds the first layers, the last rank the last.
 
-    A stage knows nothing of its neighbours: how many tensors come, and of which shapes and dtypes,
-    may differ from stage to stage and from step to step.
+    A stage knows nothing about its neighbours: the number of tensors that arrive, their shapes and
+    their dtypes may differ from stage to stage and from step to step.
         forward     rank 0 ─ activations ─► rank 1 ─ activations ─► rank 2 ─► output
         backward    rank 0 ◄─── gradients ─ rank 1 ◄─── gradients ─ rank 2 ◄─ loss
 
-    Outputs and gradients are those of one process that holds all stages, step after step. Where the
-    loss does not depend on a parameter, its gradient may be zeros or None. An evaluation pass is a
-    ``forward`` of all ranks under ``torch.no_grad()`` without ``backward``, and records no graph.
+    In every step, outputs and gradients are those that one process with all stages would compute. A
+    parameter on which the loss does not depend may have a gradient of zeros or None. An evaluation
+    pass is a ``forward`` on all ranks under ``torch.no_grad()``, without ``backward``; it records
+    no graph.
 
     Args:
-        stage: this rank's layers, called with the tensors that the stage before it returns: one or
-            a tuple of them, of any dtypes, with or without a gradient. All or some of its
-            parameters may be frozen, and it may have none. It does not write into its inputs.
+        stage: this rank's layers, called with what the previous stage returns: a tensor or a
+            tuple of tensors, of any dtypes, which may or may not require gradients. All or some of
+            its parameters may be frozen, and it may have none. It does not write to its inputs.
         group: the ranks that hold the stages, in order; all by default.
     """
 
@@ -144,7 +145,7 @@ class StageRunner:
         self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...] | None:
-        """Run the stage on ``inputs``, or on what the rank before sends, and pass the result on.
+        """Run the stage on ``inputs`` or what the previous rank sends, and pass the result on.
 
         Args:
             inputs: inputs of the whole model, of any dtypes; on rank 0 only, none elsewhere. A leaf
@@ -153,8 +154,8 @@ class StageRunner:
         Returns:
             On the last rank, what its stage returns; None elsewhere.
 
-        Cost: what ``send_tensors`` costs for the result of each stage but the last, and no other
-            message. All that was sent has arrived on return.
+        Cost: the cost of ``send_tensors`` for the result of each stage but the last, and no other
+            message. Everything sent has arrived on return.
         """
         inputs = inputs if self.rank == 0 else tuple(recv_tensors(self.rank - 1, self.group))
         result: Tensor | tuple[Tensor, ...] = self.stage(*inputs)
@@ -166,17 +167,17 @@ class StageRunner:
         return None
 
     def backward(self, loss: Tensor | None = None) -> None:
-        """Add the gradients of the last ``forward`` to those of the parameters of all stages.
+        """Add the gradients of the last ``forward`` to the parameters' gradients in all stages.
 
-        A tensor that requires a gradient on its way forward gets one back, zeros if the loss does
-        not depend on it. Nothing is sent back for other tensors.
+        Each tensor sent forward that requires a gradient gets one back, zeros if the loss does not
+        depend on it. Nothing is sent back for other tensors.
 
         Args:
             loss: a scalar computed from the output; on the last rank only, None elsewhere.
 
-        Cost: what ``send_tensors`` costs for these gradients, or nothing if there are none. All
-            that was sent has arrived on return, and no tensor of the step is kept for the next.
-            What an evaluation pass keeps may stay until the next ``forward``.
+        Cost: the cost of ``send_tensors`` for these gradients, or nothing if there are none.
+            Everything sent has arrived on return, and no tensor of the step is kept for the next
+            step. What an evaluation pass keeps may stay until the next ``forward``.
         """
         outputs = [x for x in self.outputs if x.requires_grad]
         if loss is not None:
@@ -195,7 +196,7 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Train on digits with a stage on each rank, and compare the weights with one process's."""
+    """Train on digits with a stage per rank, and compare the weights with those of one process."""
     options = _options()
     programs.join()
     programs.require_written(partition_layers, send_tensors, recv_tensors)
@@ -224,7 +225,7 @@ def _options() -> argparse.Namespace:
 
 
 def _cut(layers: list[nn.Module]) -> tuple[nn.Sequential, range]:
-    """Return this rank's stage, and the numbers of its layers."""
+    """Return this rank's stage, and the indices of its layers."""
     costs = [programs.num_parameters(layer) for layer in layers]
     try:
         mine = partition_layers(costs, dist.get_world_size())[dist.get_rank()]
@@ -234,7 +235,7 @@ def _cut(layers: list[nn.Module]) -> tuple[nn.Sequential, range]:
 
 
 def _train(stage: nn.Module, num_steps: int) -> tuple[list[float], programs.Meter]:
-    """Train this rank's stage; return the losses, which only the last rank knows."""
+    """Train this rank's stage; return the losses (NaN except on the last rank) and the meter."""
     images, labels = programs.load_digits()
     runner, optimizer, meter = (
         StageRunner(stage),

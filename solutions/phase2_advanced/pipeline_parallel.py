@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, and a program that runs any of them."""
+"""Pipeline parallelism: schedules as data, and a function that runs any of them."""
 
 import argparse
 from collections import Counter
@@ -27,12 +27,12 @@ from solutions.phase2_advanced.model_parallel import (
     send_tensors,
 )
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # chunks of each stage, by schedule
+CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # chunks per stage, by schedule
 NUM_HIDDEN = 8  # layers before the last, in the model that ``main`` trains
 
 
 def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Let all micro-batches go forward through the pipeline, and then all of them back.
+    """Schedule the forward passes of all micro-batches, and then all their backward passes.
 
     Args:
         num_stages: p, 1 or more.
@@ -40,11 +40,11 @@ def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
     Returns:
         The same list of 2m actions for each of the p stages: the forward passes of micro-batches 0
-        to m-1, and then the backward passes in the opposite order, m-1 to 0. What was kept last is
-        used first, as in the backward pass of one process. The p lists may be one object.
+        to m-1, and then the backward passes in reverse order, m-1 to 0. What was kept last is used
+        first, as in the backward pass of one process. All p lists may be the same object.
 
-    Cost: each stage does nothing for (p-1)/(m+p-1) of the time, and keeps the activations of up to
-        m micro-batches.
+    Cost: each stage is idle for (p-1)/(m+p-1) of the time, and keeps the activations of up to m
+        micro-batches.
 
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965), figure 2(c).
     """
@@ -54,22 +54,22 @@ def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Let a stage go backward as soon as it can, so that it keeps few micro-batches: 1F1B.
+    """Schedule backward passes as early as possible, so that stages keep few micro-batches: 1F1B.
 
-    In the middle of a step every stage does one forward and one backward pass in turn. GPipe takes
-    as long, but its memory grows with m.
+    In the middle of a step, every stage alternates between one forward and one backward pass. GPipe
+    takes just as long, but its memory grows with m.
 
     Args:
         num_stages: p, 1 or more.
         num_micro_batches: m, 1 or more; it may be less than p.
 
     Returns:
-        For each stage, the forward passes of all micro-batches and the backward passes of all, each
-        kind in the order 0 to m-1. Never more than p-s micro-batches are in flight in stage s, that
-        is, have gone forward through it and not yet backward.
+        For each stage, the forward and the backward passes of all micro-batches, each kind in the
+        order 0 to m-1. At most p-s micro-batches are in flight in stage s: forward pass done,
+        backward pass not.
 
-    Cost: no longer than GPipe's, however long a backward pass takes: m+p-1 times a forward and a
-        backward pass.
+    Cost: the time of m+p-1 forward and m+p-1 backward passes, which is no longer than GPipe's,
+        however long a backward pass takes.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1 (PipeDream-Flush).
     """
@@ -79,7 +79,7 @@ def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def _alternated(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
-    """Return this many forward passes, then one forward and one backward in turn, then the rest."""
+    """Return ``warm_up`` forward passes, then both kinds alternately, then the rest."""
     warm_up = min(warm_up, len(forwards))
     in_turn = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
     return forwards[:warm_up] + list(in_turn) + backwards[len(backwards) - warm_up :]
@@ -95,49 +95,49 @@ def run_schedule(
     """Run all micro-batches forward and backward through a pipeline, in the order of a schedule.
 
     The p ranks of the group hold a model that is cut into v·p blocks: chunk c of rank s is block
-    c·p+s. Each block takes a tensor, the output of the block before, and returns one. Each
-    parameter then has the gradient that one process would compute for the mean loss over all
-    targets of all micro-batches. Gradients from before the call do not count: afterwards, a frozen
+    c·p+s. Each block takes a tensor, the output of the block before it, and returns one.
+    Afterwards, each parameter has the gradient that one process would compute for the mean loss
+    over all targets of all micro-batches. Gradients from before the call are discarded: a frozen
     parameter has none, and one on which the loss does not depend has zeros or none.
 
-    When an action is done, what only it needed is free: after ``B3``, a stage holds nothing of
-    micro-batch 3, except for the last message to each neighbour.
+    When an action is done, everything that only it needed is freed: after ``B3``, a stage holds no
+    tensors of micro-batch 3, except for the last message to each neighbour.
 
     Args:
         schedule: schedule of p stages; the same on every rank. Any order of the actions will do if
-            it can be run: ``timeline`` gives every action a start.
+            it can be run, that is, if ``timeline`` gives every action a start.
         chunks: this rank's v blocks, on ``group_device``; the same number on every rank. They may
-            use ``checkpoint`` of 2.6.
-        micro_batches: m of them, 1 or more, of any sizes, on every rank. Only the rank of the first
-            block reads the inputs, and only that of the last block the rest of a batch. Elsewhere
-            anything may take their place, such as None instead of a whole batch.
-        loss_sum: called once for each micro-batch, on the rank of the last block, with this block
-            as model, and with a batch whose inputs are what the block before it has returned. At
-            least one target counts.
-        group: the ranks that are the stages, in order; all by default.
+            use ``checkpoint`` from task 2.6.
+        micro_batches: m micro-batches, 1 or more, of any sizes, on every rank. Only the rank of the
+            first block reads the inputs, and only the rank of the last block reads the rest of a
+            batch. Elsewhere anything may take their place, such as None instead of a whole batch.
+        loss_sum: function called once for each micro-batch, on the rank of the last block, with
+            this block as the model and a batch whose inputs are the output of the block before it.
+            At least one target must count.
+        group: the ranks that hold the stages, in order; all by default.
 
     Returns:
         The mean loss over all targets; the same number on every rank.
 
     Raises:
-        ValueError: with the same text on every rank, before anything is sent. If the schedule has
-            another number of stages than the group has ranks, it names both numbers. If an action
-            is missing, occurs twice or does not belong there, or can never start (its own
-            ``F`` comes later, or stages wait for each other), it names the action, as in ``B1``, or
-            one of them if there are several.
+        ValueError: raised with the same message on every rank, before anything is sent. If the
+            schedule does not have as many stages as the group has ranks, the message names both
+            numbers. If an action is missing, occurs twice, is not part of the step, or can
+            never start (its own ``F`` comes later, or stages wait for each other), the message
+            names the action, as in ``B1``; if there are several, any one of them.
 
-    Cost: one ``send_tensors`` from rank to rank for each output and each gradient that another
-        block needs, and one broadcast or all-reduce of two numbers. A gradient needs no header: it
-        has the shape and the dtype of its output. An output that requires no gradient gets none: an
-        empty list may be sent in its place, or nothing. It does not deadlock if sends are
-        synchronous, nor if messages between two ranks go one after the other, as with NCCL. If all
-        blocks take equally long, backward twice as long as forward, and messages take no time, a
-        step takes as long as in ``timeline``.
+    Cost: one ``send_tensors`` call for each output and each gradient that a block on another rank
+        needs, and one broadcast or all-reduce of two numbers. A gradient needs no header: it has
+        the shape and the dtype of its output. An output that requires no gradient gets none: an
+        empty list may be sent in its place, or nothing. The run does not deadlock even if sends
+        are synchronous, or if messages between two ranks go one at a time, as with NCCL. If all
+        blocks take equally long, a backward pass takes twice as long as a forward pass, and
+        messages take no time, a step takes as long as in ``timeline``.
     """
     num_stages = dist.get_world_size(group)
     _check(schedule, num_stages, len(chunks), len(micro_batches))
     stage = _Stage(chunks, micro_batches, loss_sum, group)
-    for event in timeline(schedule):  # the same on all ranks: they agree on the order of messages
+    for event in timeline(schedule):  # same on all ranks, so they agree on the order of messages
         if not event.is_start:
             stage.pass_on(event.stage, event.action)
         elif event.stage == stage.rank:
@@ -146,7 +146,7 @@ def run_schedule(
 
 
 def _check(schedule: Schedule, num_stages: int, num_chunks: int, num_micro_batches: int) -> None:
-    """Raise a ValueError if the schedule cannot be run or is not that of the whole step."""
+    """Raise a ValueError unless the schedule can run and has each action of a step exactly once."""
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule of {len(schedule)} stages, but {num_stages} ranks")
     passes = [(i, chunk) for i in range(num_micro_batches) for chunk in range(num_chunks)]
@@ -166,7 +166,7 @@ def _check(schedule: Schedule, num_stages: int, num_chunks: int, num_micro_batch
 
 
 class _Stage:
-    """One rank's blocks, and what it holds for the actions to come."""
+    """One rank's blocks, and the tensors that it holds for later actions."""
 
     def __init__(
         self,
@@ -182,11 +182,11 @@ class _Stage:
         self.totals = torch.zeros(2, dtype=torch.float64, device=group_device(group))
         self.arrived: dict[Action, list[Tensor]] = {}  # keys: the actions that need them
         self.in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs and outputs
-        self.results: dict[Action, list[Tensor]] = {}  # keys: the actions that have computed them
+        self.results: dict[Action, list[Tensor]] = {}  # keys: the actions that computed them
         self.sends: dict[int, list[dist.Work]] = {}  # keys: the ranks that they go to
 
     def compute(self, action: Action) -> None:
-        """Do one action; its result is to be passed on."""
+        """Compute one action, and store its result for ``pass_on``."""
         run = self._forward if action.kind == "F" else self._backward
         self.results[action] = run(action)
 
@@ -204,7 +204,7 @@ class _Stage:
 
     def _backward(self, action: Action) -> list[Tensor]:
         x, y = self.in_flight.pop((action.micro_batch, action.chunk))
-        gradient = self.arrived.pop(action, [])  # a loss has none
+        gradient = self.arrived.pop(action, [])  # none arrives for a loss
         if y.requires_grad:
             y.backward(*gradient)
         if not x.requires_grad:
@@ -212,14 +212,14 @@ class _Stage:
         return [torch.zeros_like(x) if x.grad is None else x.grad]
 
     def _next(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """Return the stage and the action that need the result of an action, if any do."""
+        """Return the stage and the action that need the result of ``action``, or None."""
         block = action.chunk * self.num_stages + stage + (1 if action.kind == "F" else -1)
         if not 0 <= block < self.num_stages * len(self.chunks):
             return None
         return block % self.num_stages, action._replace(chunk=block // self.num_stages)
 
     def pass_on(self, src: int, action: Action) -> None:
-        """Do this rank's part in bringing the result of an action to where it is needed."""
+        """Do this rank's part in passing an action's result to the stage that needs it."""
         result = self.results.pop(action) if src == self.rank else []
         needed = self._next(src, action)
         if needed is None:
@@ -240,7 +240,7 @@ class _Stage:
         return [dist.isend(x, group=self.group, group_dst=dst) for x in messages]  # type: ignore[misc]
 
     def _receive(self, action: Action, src: int) -> list[Tensor]:
-        """Receive an output, or the gradient of one, which needs no header."""
+        """Receive an output, or a gradient, which needs no header."""
         if action.kind == "F":
             return recv_tensors(src, self.group)
         _, y = self.in_flight[action.micro_batch, action.chunk]
@@ -251,12 +251,12 @@ class _Stage:
         return [gradient]
 
     def _wait(self, dst: int) -> None:
-        """Wait until what was last sent there has arrived, so that its memory is free."""
+        """Wait until the last messages to ``dst`` have arrived, so that their memory is freed."""
         for work in self.sends.pop(dst, []):
             work.wait()
 
     def finish(self) -> float:
-        """Divide the gradients of the sum by the number of targets; return the mean loss."""
+        """Divide the summed gradients by the number of targets, and return the mean loss."""
         for dst in list(self.sends):
             self._wait(dst)
         dist.broadcast(self.totals, group=self.group, group_src=self.num_stages - 1)
@@ -268,28 +268,28 @@ class _Stage:
 
 
 def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:
-    """Give every stage several short pieces of the model, so that it waits for less: 1F1B again.
+    """Schedule 1F1B over several short chunks per stage, so that stages idle less.
 
     The model is cut into v·p blocks; chunk c of stage s is block c·p+s. With 2 stages of 2 chunks,
-    a micro-batch goes through stages 0 1 0 1, and the first stage waits only until a quarter of the
-    model is computed, not half of it.
+    a micro-batch goes through stages 0 1 0 1, and the second stage can start when a quarter of the
+    model has been computed, instead of half.
 
     Args:
         num_stages: p, 1 or more.
         num_micro_batches: m, a multiple of p, 1 or more.
-        num_chunks: v of each stage, 1 or more.
+        num_chunks: v, the chunks per stage; 1 or more.
 
     Returns:
         For each stage, a forward and a backward pass of every micro-batch through every chunk, in
-        an order that can be run. Never more than (v-1)p + 2(p-1-s) + 1 passes are in flight in
-        stage s, that is, have gone forward and not yet backward.
+        an order that can be run. At most (v-1)p + 2(p-1-s) + 1 passes are in flight in stage s:
+        forward done, backward not.
 
     Raises:
-        ValueError: m is not a multiple of p; it names both.
+        ValueError: m is not a multiple of p; the message names both numbers.
 
-    Cost: vm+p-1 times a forward and a backward pass through one block, if all blocks take equally
-        long: p-1 of them are bubble. That is 1/v of the length of 1F1B's bubble, for v times its
-        messages.
+    Cost: the time of vm+p-1 forward and backward passes through one block, if all blocks take
+        equally long. Of these, p-1 are bubble: 1/v as long as 1F1B's, at the price of v times as
+        many messages.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2.
     """
@@ -304,7 +304,7 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
 
 
 def main() -> None:
-    """Train on digits in a pipeline, and compare the weights with one process's."""
+    """Train on digits in a pipeline, and compare the weights with those of one process."""
     options = _options()
     widths = [64, *[options.width] * NUM_HIDDEN]
     programs.join()
@@ -367,7 +367,7 @@ def _drawing(schedule: Schedule) -> str:
 
 
 def _cut(widths: Sequence[int], num_chunks: int) -> tuple[list[nn.Sequential], list[int]]:
-    """Return this rank's chunks, and the numbers of their layers."""
+    """Return this rank's chunks, and the indices of their layers."""
     rank, num_stages, layers = dist.get_rank(), dist.get_world_size(), programs.digit_layers(widths)
     costs = [programs.num_parameters(layer) for layer in layers]
     blocks = partition_layers(costs, num_chunks * num_stages)[rank::num_stages]
@@ -394,7 +394,7 @@ def _train(
 
 
 def _bubble(schedule: Schedule) -> float:
-    """Return the share of the time in which the stages have nothing to compute."""
+    """Return the fraction of the time that the stages are idle."""
     events = timeline(schedule)
     busy = sum(event.time * (-1 if event.is_start else 1) for event in events)
     return 1 - busy / (len(schedule) * events[-1].time)

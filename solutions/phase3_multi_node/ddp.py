@@ -1,4 +1,4 @@
-"""Data parallelism that sums gradients in buckets, while the backward pass still computes."""
+"""Data parallelism that sums gradients in buckets while the backward pass is still running."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,26 +26,27 @@ BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
 def assign_buckets(
     params: Sequence[Tensor], bucket_bytes: int, first_bucket_bytes: int
 ) -> list[list[int]]:
-    """Assign parameters to buckets whose gradients travel in one message.
+    """Assign parameters to buckets; the gradients of a bucket travel in one message.
 
     The backward pass computes the gradients of the last parameters first, so buckets are filled
-    from the last parameter to the first. Sizes in kB, ``bucket_bytes`` 8 kB, first 2 kB:
+    from the last parameter to the first. Sizes in kB; buckets of 8 kB, the first of 2 kB:
         params     4 float32   3 float32   6 float32   1 float32   1 float32
         buckets    ──── [1, 0]: 7 kB ───    ─ [2] ─     ─── [4, 3]: 2 kB ───
 
     Args:
-        params: any tensors, the same one perhaps twice; only their own bytes (a view's, not those
-            of the storage that it shares), dtypes and devices count. The sequence is only read.
-        bucket_bytes: the most that a bucket holds; a larger parameter has a bucket to itself.
-        first_bucket_bytes: the same for the first bucket of each dtype and device, be it less or
-            more. A small one leaves early.
+        params: tensors; the same one may occur twice. Only their dtypes, devices and sizes matter
+            (the size of a view itself, not of the storage that it shares). The sequence is not
+            changed.
+        bucket_bytes: maximum size of a bucket; a larger parameter has a bucket to itself.
+        first_bucket_bytes: maximum size of the first bucket of each dtype and device, which may be
+            smaller or larger than ``bucket_bytes``. A small first bucket is sent early.
 
     Returns:
-        Buckets of indices into ``params``; every index is in one bucket. A bucket holds one dtype
-        on one device, and parameters of one dtype and device stand in their order, reversed. Each
-        goes into the bucket of the one before it if it fits, otherwise into a new one. Buckets are
-        in the order in which they become complete: the one whose smallest index is largest comes
-        first. For no parameters, an empty list.
+        Buckets of indices into ``params``; every index is in exactly one bucket. A bucket holds one
+        dtype on one device. Within a dtype and device, the parameters are taken in reverse order,
+        and each goes into the same bucket as the one before it if it fits, otherwise into a new
+        one. Buckets are in the order in which they become complete: sorted by their smallest index,
+        the largest first. If there are no parameters, the list is empty.
 
     Source: Li et al. 2020 (arXiv 2006.15704), section 3.2.
     """
@@ -64,7 +65,7 @@ def assign_buckets(
 def _fill(
     params: Sequence[Tensor], indices: Sequence[int], bucket_bytes: int, room: int
 ) -> list[list[int]]:
-    """Fill one bucket after the other; ``room`` is that of the first."""
+    """Fill one bucket after another; ``room`` is the capacity of the first."""
     buckets: list[list[int]] = [[]]
     for index in indices:
         if buckets[-1] and params[index].nbytes > room:
@@ -75,19 +76,19 @@ def _fill(
     return buckets
 
 
-# Three stages of one idea. The first two are given, to compare with.
+# Three versions of one idea; the first two are given for comparison.
 
 
 class FlatDataParallel(nn.Module):
     """Sums all gradients at once, after the backward pass: nothing overlaps.
 
-    Gradients have one dtype, and all ranks use the same parameters.
+    All gradients have the same dtype, and all ranks use the same parameters.
     """
 
     def __init__(
         self, module: nn.Module, *, all_reduce: AllReduce = all_reduce, group: Group = None
     ) -> None:
-        """Make all ranks equal to rank 0."""
+        """Copy the parameters and buffers of rank 0 to all ranks."""
         super().__init__()
         self.module, self.all_reduce, self.group = module, all_reduce, group
         broadcast_module(module, group)
@@ -97,7 +98,7 @@ class FlatDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Replace the gradients by their means over all ranks."""
+        """Replace each gradient with its mean over all ranks."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         self.all_reduce(flat, self.group)
@@ -108,7 +109,7 @@ class FlatDataParallel(nn.Module):
 
 
 class PerParameterDataParallel(nn.Module):
-    """Sums every gradient as soon as it exists: all overlaps, but each message costs a latency.
+    """Sums each gradient as soon as it exists: everything overlaps, with one latency per gradient.
 
     All ranks use the same parameters, in the same order.
     """
@@ -120,7 +121,7 @@ class PerParameterDataParallel(nn.Module):
         all_reduce: StartAllReduce = start_all_reduce,
         group: Group = None,
     ) -> None:
-        """Make all ranks equal to rank 0, and wait for gradients."""
+        """Copy the parameters and buffers of rank 0 to all ranks, and register gradient hooks."""
         super().__init__()
         self.module, self.all_reduce, self.group = module, all_reduce, group
         self._under_way: list[tuple[Tensor, Started]] = []
@@ -139,7 +140,7 @@ class PerParameterDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until the gradients are their means over all ranks."""
+        """Wait until each gradient is its mean over all ranks."""
         for gradient, work in self._under_way:
             work.wait()
             gradient /= dist.get_world_size(self.group)
@@ -147,38 +148,39 @@ class PerParameterDataParallel(nn.Module):
 
 
 class DistributedDataParallel(nn.Module):
-    """Sums gradients in buckets, each as soon as the backward pass has computed all of it.
+    """Sums gradients in buckets, each as soon as the backward pass has computed all its gradients.
 
-    B0 … B2 are the all-reduces of three buckets; the last one is all that a step waits for:
+    B0 … B2 are the all-reduces of three buckets; a step waits only for the last one:
         computing    forward     backward                     step
         link                         ├─ B0 ─┤├── B1 ──┤├─ B2 ─┤
 
-    A step is the same as on one process with the batches of all ranks:
+    A step has the same result as on one process with the batches of all ranks:
         optimizer.zero_grad()
         loss_of(ddp(inputs)).backward()          # the mean over this rank's equal share
         ddp.finish_gradient_synchronization()
         optimizer.step()
 
-    Where a rank has not computed the gradient of a trainable parameter, zeros take part instead. So
-    ranks may use different parameters, and compute gradients in different orders.
+    If a rank has not computed the gradient of a trainable parameter, it contributes zeros. So ranks
+    may use different parameters, and compute gradients in different orders.
 
     Args:
-        module: same architecture on all ranks, on any device. What is trainable stays so. A
-            parameter that two layers share counts once.
-        bucket_bytes: the most that a bucket holds, as for ``assign_buckets``.
-        first_bucket_bytes: the same for the first bucket.
-        all_reduce: starts the sum of a bucket, in place; gradients travel through nothing else.
+        module: module with the same architecture on all ranks, on any device. The ``requires_grad``
+            of its parameters is not changed. A parameter that two layers share counts once.
+        bucket_bytes: maximum size of a bucket, as for ``assign_buckets``.
+        first_bucket_bytes: maximum size of the first bucket.
+        all_reduce: function that starts to sum a bucket, in place; gradients are sent only through
+            it.
         group: the ranks that train together; all by default.
 
     Attributes:
         module: the module that was passed in.
 
-    Cost: in each step one all-reduce per bucket, of its bytes. With r_i the time at which the last
-        gradient of buckets 0 … i exists, c_i the seconds that the all-reduce of bucket i takes by
-        itself, and T the end of the backward pass, a step waits max_i(r_i + c_i + … + c_k) - T
-        seconds, or not at all if that is below 0. Memory: gradients are views of the buckets, which
-        exist in all steps. Besides these, parameters and activations, there is no more than the
-        gradient of one parameter.
+    Cost: in each step, one all-reduce per bucket, of the bucket's bytes. Let r_i be the time at
+        which the last gradient of buckets 0 … i exists, c_i the seconds that the all-reduce of
+        bucket i takes on its own, and T the time at which the backward pass ends: a step waits
+        max_i(r_i + c_i + … + c_k) - T seconds, or not at all if that is negative. Memory: gradients
+        are views of the buckets, which exist in all steps. Apart from buckets, parameters and
+        activations, a rank holds at most the gradient of one parameter.
     Source: Li et al. 2020 (arXiv 2006.15704), sections 3 and 4.
     """
 
@@ -193,7 +195,7 @@ class DistributedDataParallel(nn.Module):
         all_reduce: StartAllReduce = start_all_reduce,
         group: Group = None,
     ) -> None:
-        """Make parameters and buffers of all ranks equal to rank 0's, and wait for gradients.
+        """Copy the parameters and buffers of rank 0 to all ranks, and register gradient hooks.
 
         The buckets of the first step are those of ``assign_buckets``.
 
@@ -206,12 +208,12 @@ class DistributedDataParallel(nn.Module):
         broadcast_module(module, group)
 
         self._params = [p for p in module.parameters() if p.requires_grad]
-        self._arrived: list[Tensor] = []  # parameters, as their gradients came in this step
+        self._arrived: list[Tensor] = []  # parameters, in the order in which gradients arrive
         self._is_synchronizing = True
-        self._is_ordered = False  # buckets follow the order in which the gradients of a step came
+        self._is_ordered = False  # whether the buckets follow the order in which gradients arrive
         self._buckets: list[_Bucket]
         self._bucket_of: dict[Tensor, _Bucket]
-        self._waiting: deque[_Bucket]  # buckets that have not started in this step
+        self._waiting: deque[_Bucket]  # buckets whose all-reduce has not started in this step
         self._under_way: list[tuple[_Bucket, Started]]
         self._make_buckets()
         for parameter in self._params:
@@ -220,46 +222,46 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with all arguments, and return what it returns.
 
-        Sends nothing, so that a rank may evaluate alone. Under ``torch.no_grad``, gradients stay as
-        they are.
+        Nothing is sent, so a rank may evaluate alone. Under ``torch.no_grad``, gradients stay
+        unchanged.
         """
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes add to the gradients of this rank alone; nothing is sent.
+        """Make backward passes add to the gradients of this rank only; nothing is sent.
 
             with ddp.no_sync():
                 loss_of(ddp(first)).backward()
             loss_of(ddp(second)).backward()
-            ddp.finish_gradient_synchronization()    # the mean over ranks of both, added up
+            ddp.finish_gradient_synchronization()    # the mean over ranks of the sum of both
 
-        The backward pass counts, wherever the forward pass was. An error inside ends it, too,
-        and comes out of it.
+        What matters is where the backward pass runs, not where the forward pass ran. An error
+        inside also ends the block, and is passed on.
         """
         before = self._is_synchronizing
         self._is_synchronizing = False
         try:
             yield
         finally:
-            self._is_synchronizing = before  # still False inside of another no_sync
+            self._is_synchronizing = before  # still False inside another no_sync
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until the gradients of all ranks are their means; the same bit for bit on all ranks.
+        """Wait until each gradient is its mean over all ranks, bit for bit the same on all of them.
 
-        Buckets may be divided before they are summed or after.
+        Buckets may be divided before or after they are summed.
 
-        Every rank calls it once after at most one backward pass outside of ``no_sync``. It first
-        starts the buckets that still lack a gradient: the rank did not use a parameter, or has
-        computed nothing, or only inside of ``no_sync``. Afterwards, the gradient of a parameter
-        that no rank used is zero (not None), and what is frozen has none.
+        Every rank calls this once per step, after at most one backward pass outside ``no_sync``.
+        The call first starts to sum the buckets that still lack a gradient, because the rank did
+        not use a parameter, or ran a backward pass only inside ``no_sync`` or not at all.
+        Afterwards, a parameter that no rank used has a gradient of zero (not None), and a frozen
+        one has none.
 
-        The first call also orders the buckets of all later steps: they are those of
-        ``assign_buckets`` for the reverse of the order in which rank 0's gradients came outside of
-        ``no_sync``, and those that did not come there count as last, in the order of the first
-        step.
+        The first call also determines the buckets of all later steps: those of ``assign_buckets``
+        for the reverse of the order in which rank 0's gradients arrived outside ``no_sync``. Those
+        that did not arrive there count as last, in the order assumed for the first step.
 
-        Cost: the first time, one broadcast of 8 bytes per trainable parameter.
+        Cost: in the first call, one broadcast of 8 bytes per trainable parameter.
         """
         self._replace_old_buckets()
         while self._waiting:
@@ -272,15 +274,15 @@ class DistributedDataParallel(nn.Module):
         self._begin_step()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return that of the module, under the module's own names."""
+        """Return the module's ``state_dict``, under the module's own names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load what the module's ``state_dict`` returned."""
+        """Load a state that the module's ``state_dict`` returned."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def _make_buckets(self) -> None:
-        """Lay out buckets for ``self._params``; gradients move there when they are held."""
+        """Lay out buckets for ``self._params``; ``hold`` moves each gradient into its bucket."""
         self._buckets, self._bucket_of, self._waiting = [], {}, deque()  # frees the old ones
         for indices in assign_buckets(self._params, *self._limits):
             self._buckets.append(_Bucket([self._params[index] for index in indices]))
@@ -289,7 +291,7 @@ class DistributedDataParallel(nn.Module):
         self._begin_step()
 
     def _replace_old_buckets(self) -> None:
-        """Lay out buckets in the new order, not before a step begins: zero_grad frees the old."""
+        """At the start of a step, with the old buckets freed by zero_grad, lay out the new ones."""
         if self._has_old_buckets:
             self._make_buckets()
 
@@ -300,7 +302,7 @@ class DistributedDataParallel(nn.Module):
             bucket.num_missing = len(bucket.params)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Start the buckets that are complete now, in the one order that all ranks share."""
+        """Move a gradient into its bucket; start complete buckets in the ranks' common order."""
         self._replace_old_buckets()
         self._bucket_of[parameter].hold(parameter)
         if not self._is_synchronizing:
@@ -315,7 +317,7 @@ class DistributedDataParallel(nn.Module):
         self._under_way.append((bucket, self._all_reduce(bucket.flat, self._group)))
 
     def _order_by_arrival(self) -> None:
-        """Order the parameters so that, reversed, they stand as their gradients came on rank 0."""
+        """Sort the parameters into the reverse of the order in which rank 0's gradients arrived."""
         places: dict[Tensor, int] = {p: place for place, p in enumerate(self._params)}
         arrived = dict.fromkeys([*self._arrived, *reversed(self._params)])  # each once
         order = torch.tensor([places[p] for p in arrived], device=group_device(self._group))
@@ -335,12 +337,12 @@ class _Bucket:
         self._views = {p: part.view(p.shape) for part, p in zip(parts, params, strict=True)}
 
     def hold_gradients(self) -> None:
-        """Make each gradient the view it should be; zeros where there is none."""
+        """Make each gradient a view of this bucket; a missing one becomes zeros."""
         for parameter in self.params:
             self.hold(parameter)
 
     def hold(self, parameter: Tensor) -> None:
-        """Make a gradient the view it should be; copy it if it lies elsewhere."""
+        """Make the parameter's gradient a view of this bucket; copy it if it lies elsewhere."""
         view = self._views[parameter]
         if parameter.grad is None:
             parameter.grad = view.zero_()

@@ -1,4 +1,4 @@
-"""Parameter servers: some ranks hold the parameters, the others send them gradients."""
+"""Parameter servers: some ranks hold the parameters, and the others send gradients to them."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,32 +19,32 @@ def assign_shards(
 ) -> dict[str, int]:
     """Choose a server for every tensor, so that all servers hold about the same number of bytes.
 
-    A tensor is not cut. Servers that were there before keep what they have, except for what they
-    have above the mean. Eight tensors of 10 bytes, one letter each, on servers 0 and 1; then server
-    2 joins, and then server 0 is lost:
+    Tensors are not split. Existing servers keep what they have, except for what exceeds the mean.
+    Eight tensors of 10 bytes, a to h, lie on servers 0 and 1; then server 2 joins, and then server
+    0 is lost:
         server            0        1        2
         at first       aceg     bdfh                mean 40
         2 joins         ceg      dfh       ab       mean 26.7: 0 and 1 have 13.3 too much
         0 is lost               dfhe     abcg       mean 40
 
     Args:
-        sizes: name of a tensor -> its bytes. Not changed.
-        servers: their ranks; at least one.
-        previous: result of an earlier call, perhaps for other servers and other names; None:
-            nothing lies on a server yet. Not changed.
+        sizes: name of a tensor -> its size in bytes. Not changed.
+        servers: ranks of the servers, at least one.
+        previous: result of an earlier call, perhaps for other servers and other names; None if no
+            server holds anything. Not changed.
 
     Returns:
-        Name -> server, the same for the same arguments on all ranks, in whatever order ``sizes``,
-        ``servers`` and ``previous`` are. No server gets more than the mean and the bytes of the
-        largest tensor; without ``previous``, the fullest one gets at most 4/3 of what it would get
-        in the best assignment. With ``previous``, at most the bytes that a server had above the
-        mean leave it: a tensor leaves only if the mean or more remains without it; if just the mean
-        does, it may stay. A server that is not above the mean keeps all that it has, except for
-        empty tensors, which may lie anywhere. Which of equal tensors or servers comes first is
-        free.
+        Name -> server. Equal arguments give the same result on all ranks, whatever the order of
+        ``sizes``, ``servers`` and ``previous``. No server gets more bytes than the mean plus the
+        largest tensor; without ``previous``, the fullest server gets at most 4/3 of what the
+        fullest gets in the best assignment. With ``previous``, a server loses at most the bytes
+        that it had above the mean: a tensor leaves only if at least the mean remains without it; if
+        exactly the mean would remain, it may also stay. A server that is not above the mean keeps
+        all its tensors, except for empty ones, which may lie anywhere. Ties may be broken in any
+        way.
 
-    Source: Graham 1969 (the largest first: 4/3); Li et al. 2014 (OSDI), for servers that
-        join and leave.
+    Source: Graham 1969 (largest first: 4/3); Li et al. 2014 (OSDI), for servers that join and
+        leave.
     """
     mean = sum(sizes.values()) / len(servers)
     largest_first = sorted(sizes, key=lambda name: (-sizes[name], name))
@@ -69,19 +69,19 @@ def assign_shards(
 def push_pull(
     gradients: Mapping[int, Tensor], shards: Mapping[int, Tensor], group: Group = None
 ) -> None:
-    """Send each server the gradient of its shard, and get its new parameters: a worker's side.
+    """As a worker, send each server the gradient of its shard, and get its new parameters.
 
     All servers work at the same time: with S servers, each carries 1/S of the bytes. A server may
     answer one worker before it hears from another.
 
     Args:
         gradients: server -> (n,), contiguous, the gradient of its shard. Not changed.
-        shards: server -> (n,), contiguous, of the same dtype: where its new parameters are written.
-            It may name the servers in another order.
-        group: servers and workers; all ranks by default. Servers are ranks inside of it.
+        shards: server -> (n,), contiguous, of the same dtype, to be filled with its new parameters.
+            The servers may be in a different order.
+        group: the servers and workers; all ranks by default. Servers are named by their rank in it.
 
-    Cost: one message to each server and one from each: the bytes of the gradients and those of the
-        parameters, once.
+    Cost: one message to each server and one from each, which carry the gradients and the parameters
+        once.
     """
     works = [
         work
@@ -95,23 +95,23 @@ def push_pull(
 def serve_synchronously(
     shard: Tensor, optimizer: Optimizer, workers: Sequence[int], num_steps: int, group: Group = None
 ) -> None:
-    """Step with the mean of the workers' gradients, ``num_steps`` times: as all-reduce does.
+    """Step ``num_steps`` times with the mean of the workers' gradients, as with an all-reduce.
 
     Each step waits for a gradient from every worker; then every worker gets the new parameters.
-    Parameters 1.0, SGD with a learning rate of 0.1; 2 workers push 2.0 and 4.0 -> 0.7 for both.
+    With parameters 1.0 and SGD at a learning rate of 0.1, workers that push 2.0 and 4.0 get 0.7.
 
     Args:
-        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: optimizer of ``shard`` alone. It steps once in a step, with the mean in
-            ``shard.grad``, whatever that held before.
-        workers: their ranks inside ``group``; no other rank sends anything to this one in it. Each
-            calls ``push_pull`` once in a step.
-        num_steps: steps of each worker.
-        group: servers and workers; all ranks by default.
+        shard: (n,), contiguous, floating-point: this server's parameters. Updated in place.
+        optimizer: optimizer of ``shard`` alone. Its ``step`` is called once for each step, with the
+            mean in ``shard.grad``, whatever that held before.
+        workers: ranks of the workers inside ``group``; no other rank of it sends to this one. Each
+            calls ``push_pull`` once per step.
+        num_steps: number of steps of each worker.
+        group: the servers and workers; all ranks by default.
 
     Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
-        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, the one in
-        ``shard.grad`` included, whatever W is. The gradients may be added in any order. No
+        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, including the
+        one in ``shard.grad``, whatever W is. The gradients may be added in any order. No
         collective; all messages have arrived on return.
     Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
         1604.00981), for synchronous ones.
@@ -130,24 +130,24 @@ def serve_synchronously(
 def serve_asynchronously(
     shard: Tensor, optimizer: Optimizer, workers: Sequence[int], num_steps: int, group: Group = None
 ) -> None:
-    """Step with each worker's gradient when it comes, and return the newest parameters to it.
+    """Step with each gradient as soon as it arrives, and reply with the newest parameters.
 
     No worker waits for another. A gradient may be stale: others have been applied since its worker
     got its parameters. Worker 2 is slower:
         gradient from  1   1   2   1   1   2
-        step           1   2   3   4   5   6    the last gradient is of the parameters of step 3
+        step           1   2   3   4   5   6    the last gradient used step 3's parameters
 
     Args:
-        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: optimizer of ``shard`` alone. It steps once for every gradient, with that
-            gradient in ``shard.grad``, whatever that held before.
-        workers: their ranks inside ``group``; no other rank sends anything to this one in it.
-        num_steps: steps of each worker, each with one ``push_pull``.
-        group: servers and workers; all ranks by default.
+        shard: (n,), contiguous, floating-point: this server's parameters. Updated in place.
+        optimizer: optimizer of ``shard`` alone. Its ``step`` is called once for each gradient, with
+            that gradient in ``shard.grad``, whatever that held before.
+        workers: ranks of the workers inside ``group``; no other rank of it sends to this one.
+        num_steps: number of steps of each worker, each with one ``push_pull``.
+        group: the servers and workers; all ranks by default.
 
     Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
-        worker is served; memory for at most two more tensors of n bytes, the one in ``shard.grad``
-        included. No collective; all messages have arrived on return.
+        worker is served; memory for at most two more tensors of n bytes, including the one in
+        ``shard.grad``. No collective; all messages have arrived on return.
     Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
     """
     incoming = torch.empty_like(shard)
@@ -165,25 +165,25 @@ def serve_with_bounded_staleness(
     staleness: int,
     group: Group = None,
 ) -> None:
-    """Step with each gradient when it comes, but let no worker run far ahead of the slowest.
+    """Step with each gradient as it arrives, but hold back workers far ahead of the slowest.
 
-    A worker's clock is the number of its gradients that have been applied. It gets its reply, the
-    newest parameters, as soon as its clock is at most ``staleness`` above the lowest of all.
-    Staleness 1; clocks after each gradient, and who gets a reply:
+    A worker's clock is the number of its gradients that have been applied. The worker gets its
+    reply, the newest parameters, as soon as its clock is at most ``staleness`` above the lowest of
+    all clocks. With staleness 1, the clocks after each gradient and the workers that get a reply:
         from          1      1      2      1      2      2
         clocks      1 0    2 0    2 1    3 1    3 2    3 3
         reply         1      -    1, 2     -    1, 2     2
 
     Args:
-        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: optimizer of ``shard`` alone. It steps once for every gradient, with that
-            gradient in ``shard.grad``, whatever that held before.
-        workers: their ranks inside ``group``; no other rank sends anything to this one in it.
-        num_steps: steps of each worker, each with one ``push_pull``. The last reply obeys the bound
-            too.
-        staleness: 0: no worker begins a step before all have ended the previous one. From
-            ``num_steps`` on: no worker ever waits.
-        group: servers and workers; all ranks by default.
+        shard: (n,), contiguous, floating-point: this server's parameters. Updated in place.
+        optimizer: optimizer of ``shard`` alone. Its ``step`` is called once for each gradient, with
+            that gradient in ``shard.grad``, whatever that held before.
+        workers: ranks of the workers inside ``group``; no other rank of it sends to this one.
+        num_steps: number of steps of each worker, each with one ``push_pull``. The bound applies to
+            the last reply too.
+        staleness: the bound. With 0, no worker begins a step before all have ended the previous
+            one; with ``num_steps`` or more, no worker ever waits.
+        group: the servers and workers; all ranks by default.
 
     Cost: that of ``serve_asynchronously``: a reply that is held back takes no memory.
     Source: Ho et al. 2013 (NIPS), section 2, stale synchronous parallel.
@@ -210,29 +210,30 @@ def serve_survivors(
     staleness: int,
     timeout_s: float,
 ) -> list[int]:
-    """Serve with bounded staleness, and continue without the workers that die.
+    """Serve with bounded staleness, and continue without workers that die.
 
     A worker is dead if receiving from it or sending to it raises a RuntimeError: at once if its
-    process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on its
-    clock no longer counts, and workers held back by it alone get their replies. A gradient that has
-    arrived stays applied.
+    process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on,
+    its clock no longer counts, and workers that only it held back get their replies. Those of its
+    gradients that have arrived stay applied.
 
     Args:
-        shard: (n,), contiguous, floating: the parameters that this server holds. Updated in place.
-        optimizer: optimizer of ``shard`` alone. It steps once for every gradient, with that
-            gradient in ``shard.grad``, whatever that held before.
-        pairs: worker -> the group of it and this server alone, as ``given.pair_groups`` makes
-            them; a worker is named by its rank in the world. All messages to and from it travel in
-            this group, so each lives or dies by itself. Not changed.
-        num_steps: steps of each worker that lives, each with one ``push_pull`` in its pair.
+        shard: (n,), contiguous, floating-point: this server's parameters. Updated in place.
+        optimizer: optimizer of ``shard`` alone. Its ``step`` is called once for each gradient, with
+            that gradient in ``shard.grad``, whatever that held before.
+        pairs: worker's rank in the world -> group of only this worker and this server, as made by
+            ``given.pair_groups``. All messages to and from the worker use this group, so that pairs
+            fail independently. Not changed.
+        num_steps: number of steps of each surviving worker, each with one ``push_pull`` in its
+            pair.
         staleness: the bound, as in ``serve_with_bounded_staleness``.
-        timeout_s: the longest that the server waits for one gradient of a worker, counted from its
-            last reply or from the call, and for a worker to take a reply. More than the slowest
-            step takes.
+        timeout_s: longest time that the server waits for a worker's next gradient, counted from its
+            last reply or, before the first, from the call, and for a worker to receive a reply. It
+            is longer than the slowest step.
 
     Returns:
-        The workers that have ended all steps, in the order of ``pairs``; the server returns also if
-        there are none.
+        The workers that have finished all steps, in the order of ``pairs``; if all workers die, the
+        server returns an empty list.
 
     Cost: the messages of ``serve_asynchronously``. While the server waits for one worker, it serves
         the others; memory for at most three more tensors of n bytes per worker.
@@ -252,7 +253,7 @@ def serve_survivors(
                 clocks[worker] += 1
                 changed.notify_all()
                 changed.wait_for(lambda: clocks[worker] <= min(clocks.values()) + staleness)
-                newest = shard.clone()  # others may step before it has left
+                newest = shard.clone()  # other threads may step before it is sent
             if not _travels(dist.isend, newest, worker, pairs[worker], limit):
                 return False
         return True
@@ -260,7 +261,7 @@ def serve_survivors(
     def serve_to_the_end(worker: int) -> bool:
         try:
             return serve(worker)
-        finally:  # dead or done; an error of the optimizer leaves no worker waiting either
+        finally:  # dead or done; also after an optimizer error, so that no worker waits forever
             with changed:
                 del clocks[worker]
                 changed.notify_all()
@@ -273,7 +274,7 @@ def serve_survivors(
 def _travels(
     start: Callable[..., Any], tensor: Tensor, worker: int, pair: Group, limit: timedelta
 ) -> bool:
-    """Send or receive a tensor; return whether its worker lives."""
+    """Send or receive a tensor; return whether the worker is alive."""
     try:
         start(tensor, worker, pair).wait(limit)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""All-reduce around a ring: every rank sends to its right neighbour alone, one chunk at a time."""
+"""All-reduce around a ring: every rank sends only to its right neighbour, one chunk at a time."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,32 +18,33 @@ SEGMENT_BYTES = 2**23
 def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
     """Sum ``x`` over all ranks, and return this rank's chunk of the sum.
 
-    The chunks are those of ``tensor_split``: N parts of which the first are one element longer if N
-    does not divide the size. In each of N-1 steps, every rank sends a chunk to its right neighbour,
-    rank r+1, and adds the chunk that arrives from its left to its own. N = 4; a cell is the number
-    of the chunk that a rank sends:
+    The chunks are those of ``tensor_split``: N parts, the first few one element longer if N does
+    not divide the size. In each of N-1 steps, every rank sends a chunk to its right neighbour, rank
+    r+1, and adds the chunk that arrives from its left neighbour to its own. Index of the chunk that
+    each rank sends, for N = 4:
                  r0  r1  r2  r3
         step 0    3   0   1   2
         step 1    2   3   0   1
-        step 2    1   2   3   0      then rank r holds the whole sum of chunk r
+        step 2    1   2   3   0      then rank r holds the complete sum of chunk r
     Ranks cannot deadlock, not even on NCCL: the send and the receive of a step start in one batch.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks, of any size, even less than N. Its memory
-            is used to add in: afterwards only this rank's chunk of it is defined. The caller may
-            overwrite it as soon as this returns.
+        x: contiguous tensor, same shape and dtype on all ranks, of any size, even less than N. The
+            sums are computed in its memory: afterwards, only this rank's chunk is defined. The
+            caller may overwrite it as soon as this function returns.
         group: the ranks that take part; all by default.
 
     Returns:
-        Chunk r of the sum on rank r: a view of ``x``, of one dimension.
+        Chunk r of the sum on rank r: a one-dimensional view of ``x``.
 
-    Cost: N-1 messages per rank, each of a chunk, which may be empty: (N-1)/N of the bytes of ``x``.
-        (N-1)α + (N-1)/N·nβ seconds for n bytes; no collective; one chunk of extra memory.
+    Cost: N-1 messages per rank, each of one chunk, which may be empty: (N-1)/N of the bytes of
+        ``x`` in all. (N-1)α + (N-1)/N·nβ seconds for n bytes; no collective; one chunk of extra
+        memory.
     Source: Patarasuk and Yuan 2009, section 3; Thakur, Rabenseifner and Gropp 2005, section 4.3.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = x.view(-1).tensor_split(world_size)  # views: what is written into a chunk is in x
+    chunks = x.view(-1).tensor_split(world_size)  # views: writing into a chunk writes into x
     arrived = torch.empty_like(chunks[0])  # no chunk is longer
 
     for step in range(world_size - 1):
@@ -61,7 +62,7 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
     """Collect the chunks of all ranks in ``x``, in place.
 
     In each of N-1 steps, every rank sends a chunk to its right neighbour, rank r+1: first its own,
-    then the one that arrived last. N = 4; a cell is the number of the chunk that a rank sends:
+    then always the one that arrived last. Index of the chunk that each rank sends, for N = 4:
                  r0  r1  r2  r3
         step 0    0   1   2   3
         step 1    3   0   1   2
@@ -69,13 +70,13 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
     Ranks cannot deadlock, not even on NCCL: the send and the receive of a step start in one batch.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks, of any size. The chunks are those of
-            ``tensor_split``: rank r brings chunk r, and all others are overwritten. The caller may
-            overwrite ``x`` as soon as this returns.
+        x: contiguous tensor, same shape and dtype on all ranks, of any size. The chunks are those
+            of ``tensor_split``: rank r contributes chunk r, and its other chunks are overwritten.
+            The caller may overwrite ``x`` as soon as this function returns.
         group: the ranks that take part; all by default.
 
     Cost: N-1 messages per rank, each of a chunk: (N-1)/N of the bytes of ``x``. (N-1)α +
-        (N-1)/N·nβ seconds for n bytes; no collective, and no memory except ``x``.
+        (N-1)/N·nβ seconds for n bytes; no collective, and no extra memory.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.1 (ring algorithm).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -91,8 +92,8 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: a reduce-scatter around the ring, then an all-gather.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
-            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
+            return, bit for bit the same on all ranks. The caller may then overwrite it at once.
         group: the ranks that take part; all by default.
 
     Cost: 2(N-1) messages per rank, each of a chunk to its right neighbour: 2(N-1)/N of the bytes of
@@ -107,25 +108,24 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
 def segmented_ring_all_reduce(
     x: Tensor, group: Group = None, *, segment_bytes: int = SEGMENT_BYTES
 ) -> None:
-    """Sum ``x`` over all ranks, in place, around a ring that does not stop while a rank adds.
+    """Sum ``x`` over all ranks, in place, around a ring that stays busy while ranks add.
 
-    Every chunk travels in segments. While a rank adds the segment that has arrived, the next one is
-    on its way, and so is the next of its own:
+    Every chunk is sent in segments. While a rank adds the segment that has arrived, the next one is
+    already arriving, and the rank's own next one is being sent:
         link      segment 0   segment 1   segment 2   segment 3
         adding                segment 0   segment 1   segment 2   segment 3
 
     Args:
-        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
-            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
+            return, bit for bit the same on all ranks. The caller may then overwrite it at once.
         group: the ranks that take part; all by default.
-        segment_bytes: the most that a message holds, at least the size of an element; the same on
-            all ranks.
+        segment_bytes: maximum size of a message, at least one element; the same on all ranks.
 
     Cost: the bytes of ``ring_all_reduce``, to the same neighbour, in at most S times as many
-        messages if the longest chunk needs S segments. 2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding
-        a segment takes no longer than its message; for S = 16, what overlaps with nothing, such as
-        the last segment of a step, may add a tenth. No collective; two segments of extra memory, of
-        ``segment_bytes`` each, rounded up to whole elements.
+        messages if the longest chunk needs S segments. 2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding a
+        segment takes no longer than sending it; for S = 16, work that overlaps with nothing, such
+        as that on the last segment of a step, may add a tenth. No collective; two segments of extra
+        memory, of ``segment_bytes`` each, rounded up to whole elements.
     Source: NCCL splits its rings' chunks in this way: Hu et al. 2025 (arXiv 2507.04786).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -136,7 +136,7 @@ def segmented_ring_all_reduce(
     inboxes = cycle([torch.empty_like(segments[0][0]) for _ in range(2)])
 
     in_flight: deque[_Hop] = deque()
-    for step in range(2 * (world_size - 1)):  # the all-gather continues where the sums are whole
+    for step in range(2 * (world_size - 1)):  # the reduce-scatter, then the all-gather
         outgoing, mine = (segments[(rank - step - i) % world_size] for i in (1, 2))
         for out_segment, my_segment in zip(outgoing, mine, strict=True):
             is_sum = step >= world_size - 1
@@ -145,7 +145,7 @@ def segmented_ring_all_reduce(
             in_flight.append(_Hop(works, my_segment, incoming))
             if len(in_flight) == min(
                 2, num_segments
-            ):  # a lone segment cannot wait: it is sent next
+            ):  # a lone segment must be complete: it is sent in the next step
                 in_flight.popleft().finish()
     for hop in in_flight:
         hop.finish()
@@ -155,11 +155,11 @@ class _Hop(NamedTuple):
     """A segment that leaves to the right while another one arrives from the left."""
 
     works: Sequence[dist.Work]
-    mine: Tensor  # part of x that the arriving segment is added to, or replaces
+    mine: Tensor  # part of x to which the arriving segment is added, or which it replaces
     incoming: Tensor
 
     def finish(self) -> None:
-        """Wait until both have arrived; add what came, if it did not come to its place."""
+        """Wait for both; add what arrived, unless it was received in place."""
         for work in self.works:
             work.wait()
         if self.incoming is not self.mine:

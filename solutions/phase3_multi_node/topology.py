@@ -1,4 +1,4 @@
-"""Two levels of links: who shares a host, what messages cost, and what to do about it."""
+"""Two levels of links: which ranks share a host, what messages cost, and how to use that."""
 
 import socket
 import time
@@ -32,28 +32,29 @@ REPEATS = 5
 def discover_topology(
     group: Group = None, *, sizes_bytes: tuple[int, int] = SIZES_BYTES, repeats: int = REPEATS
 ) -> Topology:
-    """Find out which ranks share a host, and what messages cost inside the hosts and between them.
+    """Find out which ranks share a host, and what messages cost inside and between hosts.
 
-    A message to a rank and back is a ping-pong. It takes twice as long as one message: 10 µs for 8
+    A ping-pong is a message to a rank and back. It takes twice as long as one message: 10 µs for 8
     bytes and 90 µs for 1 MB give α = 5 µs, and β = 40 µs per MB.
 
     Args:
         group: the ranks that take part; all by default. The ranks of a host need not be neighbours.
-        sizes_bytes: sizes of the messages, two different ones in either order: the line through
-            their times is α + nβ.
-        repeats: timed ping-pongs of each size, after one that is not timed, because connections are
-            often made by the first message. Their median counts (the mean of the two in the middle
-            if there are evenly many): one that is late changes nothing.
+        sizes_bytes: two different message sizes, in either order; the line through their times is
+            α + nβ.
+        repeats: number of timed ping-pongs of each size, after an untimed one, because the first
+            message often opens the connection. Their median counts (for an even number, the mean of
+            the two in the middle), so that a single slow one changes nothing.
 
     Returns:
-        The same on all ranks: hosts by their names (``socket.gethostname()``), in the order of the
+        The same on all ranks: each rank's host name (``socket.gethostname()``), in the order of the
         ranks in the group; α and β of a message between two ranks of one host, and of one between
-        two hosts. Where noise puts α or β of the line below 0, it is 0. None where there are no
-        such ranks.
+        two hosts, each None if there are no such ranks. An α or β that noise makes negative becomes
+        0.
 
-    Cost: one pair of ranks inside a host and one between hosts play, one pair after the other, and
-        the others wait. 2(repeats + 1) messages of each size for each pair, however many ranks
-        there are, and a few collectives that share what was found, as many for any ``repeats``.
+    Cost: one pair of ranks inside a host and one between hosts exchange messages, one pair after
+        the other, while all other ranks wait. 2(repeats + 1) messages of each size per pair,
+        however many ranks there are, and a few collectives to share the results, the same number
+        for any ``repeats``.
     """
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
@@ -79,7 +80,7 @@ def _link_cost(
 
 
 def _message_s(a: int, b: int, num_bytes: int, repeats: int, group: Group) -> float:
-    """Return the seconds of one message; on ranks other than ``a`` and ``b``, nothing useful."""
+    """Return how long one message takes; meaningless on ranks other than ``a`` and ``b``."""
     ball = torch.zeros(num_bytes, dtype=torch.uint8, device=group_device(group))
     _, *timed = [_ping_pong_s(a, b, ball, group) for _ in range(repeats + 1)]
     return median(timed) / 2
@@ -107,9 +108,9 @@ def hierarchical_all_reduce(
     all_reduce: AllReduce = all_reduce,
     all_gather: AllGather = all_gather,
 ) -> None:
-    """Sum ``x`` over all ranks of all nodes, in place, and send little between the nodes.
+    """Sum ``x`` over all ranks of all nodes, in place, with little traffic between the nodes.
 
-    2 nodes of 2 ranks, x of 2 numbers:
+    2 nodes of 2 ranks; x has 2 elements:
         rank                          0       1    |   2        3
         x                            1 2     3 4   |  10 20    30 40
         summed inside, a chunk each  4 .     . 6   |  40 .     . 60
@@ -117,17 +118,18 @@ def hierarchical_all_reduce(
         gathered inside              44 66   44 66 |  44 66    44 66
 
     Args:
-        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
-            for bit the same on all ranks.
-        inside: this rank's node; all nodes have equally many ranks.
-        across: the ranks with this rank's number inside their nodes, one of each node.
-        reduce_scatter, all_reduce, all_gather: what each step is made of, called once with the
-            tensor by position; torch's own by default. Those of tasks 3.1 to 3.3 fit too.
+        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
+            return, bit for bit the same on all ranks.
+        inside: group of this rank's node; all nodes have the same number of ranks.
+        across: group of the ranks that have this rank's index inside their nodes, one per node.
+        reduce_scatter, all_reduce, all_gather: functions for the three steps, each called once,
+            with the tensor as a positional argument; torch's own by default. Those of tasks 3.1 to
+            3.3 work too.
 
-    Cost: k nodes of g ranks, n bytes, α₁ and β₁ inside a node, α₂ and β₂ between nodes: each rank
-        sends 2(k-1)/k · n/g bytes to other nodes. With rings 2(g-1)(α₁ + n/g·β₁) +
-        2(k-1)(α₂ + n/(gk)·β₂) seconds, if each rank has a NIC of its own. No memory besides what
-        the three functions take.
+    Cost: for k nodes of g ranks, n bytes, α₁ and β₁ inside a node, α₂ and β₂ between nodes, each
+        rank sends 2(k-1)/k · n/g bytes to other nodes. With rings, 2(g-1)(α₁ + n/g·β₁) +
+        2(k-1)(α₂ + n/(gk)·β₂) seconds if each rank has its own NIC. No memory beyond what the
+        three functions take.
     Source: Mikami et al. 2018 (arXiv 1811.05233), the 2D-torus all-reduce.
     """
     chunk = reduce_scatter(x, inside)
@@ -136,20 +138,21 @@ def hierarchical_all_reduce(
 
 
 def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
-    """Order ranks around a ring so that it crosses slow links as rarely as possible.
+    """Return an order of the ranks in a ring that crosses slow links as rarely as possible.
 
         ranks 0 and 2 share a host, and so do 1 and 3     0 → 2 → 1 → 3 → 0 crosses between hosts
                                                           twice; 0 → 1 → 2 → 3 → 0 four times
 
     Args:
-        seconds: row i, column j: how long a message from rank i to rank j takes. Measured, so i to
-            j and j to i may differ, and entries may all differ or be equal; but any message inside
-            a host is faster than any out of it, and any below a switch than any beyond that. The
-            diagonal means nothing. It is only read.
+        seconds: times of messages, from rank i to rank j in row i, column j. They are measured, so
+            the times from i to j and from j to i may differ, and any two may be equal or different;
+            but any message inside a host is faster than any that leaves it, and any below a switch
+            is faster than any that goes beyond it. The diagonal is meaningless. Not changed.
 
     Returns:
-        Every rank once, beginning with rank 0; the last one's neighbour is the first. Hosts, leaf
-        switches, and so on up the tree, of whatever sizes, are each entered once and left once.
+        Every rank once, beginning with rank 0; the last rank is followed by rank 0 again. Each
+        host, each leaf switch, and so on up the tree, whatever its size, is entered once and left
+        once.
 
     Cost: no communication; about N² comparisons for N ranks.
     """
@@ -162,30 +165,30 @@ def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
 
 
 def choose_algorithm(num_bytes: int, topology: Topology) -> str:
-    """Name the all-reduce that takes the least time: "ring", "tree" or "hierarchical".
+    """Return the name of the fastest all-reduce: "ring", "tree" or "hierarchical".
 
-    N ranks on k hosts, g on each (on the fullest, if they differ), n bytes, α₁ and β₁ inside a
+    For N ranks on k hosts, g on each (on the fullest, if they differ), n bytes, α₁ and β₁ inside a
     host, α₂ and β₂ between hosts:
         "ring"          around all ranks, host by host, every step as long as its slowest message:
                         2(N-1) · max(α₁ + n/N·β₁, α₂ + n/N·β₂)
-        "tree"          to the first rank of the host, from there to the first rank of all, and
-                        back, always the whole tensor, in binomial trees:
+        "tree"          to the first rank of each host, from there to the first rank of all, and
+                        back, in binomial trees that always carry the whole tensor:
                         2⌈log₂ g⌉(α₁ + nβ₁) + 2⌈log₂ k⌉(α₂ + nβ₂)
         "hierarchical"  as in task 3.8, with rings:
                         2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂)
 
-    The ranks of a host share one NIC: in the ring and the tree, one of them sends to other hosts at
-    a time; in the hierarchical all-reduce all g do, each a g-th of the bandwidth.
+    The ranks of a host share one NIC: in the ring and the tree, only one of them at a time sends to
+    other hosts; in the hierarchical all-reduce, all g do, each with 1/g of the bandwidth.
 
     Args:
         num_bytes: size of the tensor on each rank; 1 or more, perhaps fewer than there are ranks.
-            The formulas divide it as it is: 5 bytes on 10 ranks are 0.5 bytes each.
+            The formulas divide it without rounding: 5 bytes on 10 ranks are 0.5 bytes each.
         topology: topology of at least two ranks, numbered in any way. ``inside`` is None if no host
-            has two ranks, ``between`` if there is one host; no message is of that kind then.
+            has two ranks, ``between`` if there is only one host; such messages do not occur then.
 
     Returns:
-        The name of the fastest; any of them if they are within 5 % of it. "hierarchical" only if
-        all hosts have equally many ranks.
+        The name of the fastest, or of any that is within 5 % of it. "hierarchical" only if all
+        hosts have the same number of ranks.
 
     Cost: no communication.
     """

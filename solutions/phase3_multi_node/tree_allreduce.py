@@ -1,4 +1,4 @@
-"""All-reduce along trees: partial sums go up to the root, and the whole sum comes down again."""
+"""All-reduce along trees: partial sums go up to the root, and the whole sum comes back down."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
@@ -16,16 +16,16 @@ SEGMENT_BYTES = 2**19
 def tree_all_reduce(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: a reduce to rank 0 along a tree, then a broadcast.
 
-    In every round, ranks that still have a partial sum hand it over in pairs, so that half as many
-    are left. Then rank 0 has the sum, and the rounds are run backwards. One such tree, for N = 6:
+    In every round, ranks with a partial sum pair up, and one of each pair sends its sum to the
+    other. In the end, rank 0 has the whole sum; then the rounds run in reverse. For N = 6, say:
         round 0    1→0  3→2  5→4            round 3    0→4
         round 1    2→0                      round 4    0→2
         round 2    4→0                      round 5    0→1  2→3  4→5
-    Any trees of the same cost will do, up and down.
+    Any trees of the same cost are allowed, both up and down.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
-            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
+            return, bit for bit the same on all ranks. The caller may then overwrite it at once.
         group: the ranks that take part; all by default.
 
     Cost: 2⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes up, and as many
@@ -36,7 +36,7 @@ def tree_all_reduce(x: Tensor, group: Group = None) -> None:
     arrived = torch.empty_like(x)
 
     distance = 1
-    while distance < world_size and rank % (2 * distance) == 0:  # this rank still has a sum
+    while distance < world_size and rank % (2 * distance) == 0:  # until this rank sends its sum
         if rank + distance < world_size:
             dist.recv(arrived, group=group, group_src=rank + distance)
             x += arrived
@@ -53,37 +53,37 @@ def tree_all_reduce(x: Tensor, group: Group = None) -> None:
 
 
 def double_tree(world_size: int) -> tuple[list[int], list[int]]:
-    """Lay two binary trees over ranks 0 … N-1, which together give all ranks about the same work.
+    """Return two binary trees over ranks 0 … N-1 that together give all ranks about equal work.
 
-    One such pair, for N = 6; who has children in one tree is a leaf of the other:
+    One such pair for N = 6, where ranks with children in one tree are leaves of the other:
               3                     4
            ┌──┴──┐               ┌──┴──┐
            1     5               2     0
          ┌─┴─┐ ┌─┘             ┌─┴─┐ ┌─┘
          0   2 4               1   3 5
         [1, 3, 1, -1, 5, 3]   [4, 2, 4, 2, -1, 0]
-    Any two trees will do in which nobody is more than ⌈log2 N⌉ edges away from the root, and nobody
-    has more than two children in both trees together.
+    Any two trees are allowed in which no rank is more than ⌈log2 N⌉ edges away from the root, and
+    no rank has more than two children in both trees together.
 
     Args:
-        world_size: N, from 1 on.
+        world_size: N, at least 1.
 
     Returns:
-        For each tree, the parents of ranks 0, 1, 2, …: -1 stands for that of the root. They are the
-        same on all ranks, which need no communication to find them.
+        For each tree, the parents of ranks 0, 1, 2, …, with -1 for the root. They are the same on
+        all ranks, which need no communication to find them.
 
     Source: Sanders, Speck and Träff 2009.
     """
     first = [-1] * world_size
     _hang(first, 0, world_size, -1)
     moved = [-1 if parent < 0 else (parent + 1) % world_size for parent in first]
-    second = [moved[rank - 1] for rank in range(world_size)]  # rank 0 takes the last one's place
+    second = [moved[rank - 1] for rank in range(world_size)]  # rank 0 takes the last rank's place
     return first, second
 
 
 def _hang(parents: list[int], start: int, end: int, parent: int) -> None:
-    """Hang ranks ``start`` … ``end`` - 1 under ``parent``: odd ones inside, even ones as leaves."""
-    if start < end:  # start is even
+    """Hang ranks ``start`` … ``end`` - 1 under ``parent``, with the even ranks as leaves."""
+    if start < end:  # start is always even
         top = min((start + end) // 2 | 1, end - 1)  # odd, unless it is the only rank
         parents[top] = parent
         _hang(parents, start, top, top)
@@ -93,28 +93,28 @@ def _hang(parents: list[int], start: int, end: int, parent: int) -> None:
 def double_binary_tree_all_reduce(
     x: Tensor, group: Group = None, *, segment_bytes: int = SEGMENT_BYTES
 ) -> None:
-    """Sum ``x`` over all ranks, in place: half along each of two trees, segment after segment.
+    """Sum ``x`` over all ranks, in place: one half along each of two trees, segment by segment.
 
-    The first half of ``x``, as ``tensor_split`` cuts it, uses the first tree of ``double_tree``,
-    the other half the second, at the same time. Each half travels in S segments, which are added up
-    on their way to the root; then the sums come down. While a rank passes on a segment, it receives
-    the next one:
+    The first half of ``x``, as ``tensor_split`` cuts it, uses the first tree of ``double_tree``;
+    the other half uses the second tree, at the same time. Each half is sent in S segments, which
+    are added up on their way to the root; then the sums come down. While a rank passes on a
+    segment, it receives the next one:
         step               0           1           2           3
         children → rank    segment 0   segment 1   segment 2
         rank → parent                  segment 0   segment 1   segment 2
     Ranks cannot deadlock, not even on NCCL.
 
     Args:
-        x: contiguous, same shape and dtype on all ranks, of any size; holds the sum on return, bit
-            for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
+            return, bit for bit the same on all ranks. The caller may then overwrite it at once.
         group: the ranks that take part; all by default.
-        segment_bytes: the most that a message holds, at least the size of an element; the same on
-            all ranks.
+        segment_bytes: maximum size of a message, at least one element; the same on all ranks.
 
-    Cost: each half goes up and down every edge of its tree once, so that a rank sends at most n
-        bytes on each way, and receives no more (but for the odd element). With segments of s bytes,
-        each way takes S + ⌈log2 N⌉ - 1 steps of α + 2sβ seconds: 2nβ + 2Sα for many segments, and
-        2⌈log2 N⌉ steps for one. No collective; at most four segments of extra memory.
+    Cost: each half goes up and down every edge of its tree once, so a rank sends at most n bytes
+        each way, and receives no more (or one element more if their number is odd). With segments
+        of s bytes, each way takes S + ⌈log2 N⌉ - 1 steps of α + 2sβ seconds: both together, 2nβ +
+        2Sα for many segments, and 2⌈log2 N⌉ steps for a single one. No collective; at most four
+        segments of extra memory.
     Source: Sanders, Speck and Träff 2009; NCCL's trees.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -138,13 +138,13 @@ class _Message(NamedTuple):
     call: Callable[..., dist.Work | None]  # dist.isend or dist.irecv
     peer: int
     tensor: Tensor
-    partial_sum: Tensor | None = None  # sum that it is added to when it has arrived
+    partial_sum: Tensor | None = None  # sum to which it is added on arrival
 
 
 class _Place(NamedTuple):
     """This rank's place in a tree, and the half of ``x`` that travels through it."""
 
-    parents: list[int]  # [parent], of the root []
+    parents: list[int]  # [parent], or [] for the root
     children: list[int]
     depth: int  # edges to the root
     height: int  # edges from the root of the whole tree to its deepest leaf
@@ -165,7 +165,7 @@ class _Place(NamedTuple):
         )
 
     def up(self, step: int) -> Iterator[_Message]:
-        """Send a segment to the parent while the children send theirs of the next one."""
+        """Yield a step's messages: a segment to the parent, and the next one from each child."""
         current = step - (self.height - self.depth)  # the deepest leaves begin
         if (segment := self.segments.get(current)) is not None:
             yield from (_Message(dist.isend, parent, segment) for parent in self.parents)
@@ -174,7 +174,7 @@ class _Place(NamedTuple):
                 yield _Message(dist.irecv, child, inbox[: len(segment)], segment)
 
     def down(self, step: int) -> Iterator[_Message]:
-        """Send a segment to the children while the parent sends the next one."""
+        """Yield a step's messages: a segment to each child, and the next one from the parent."""
         current = step - self.depth  # the root begins
         if (segment := self.segments.get(current)) is not None:
             yield from (_Message(dist.isend, child, segment) for child in self.children)
@@ -183,12 +183,12 @@ class _Place(NamedTuple):
 
 
 def _depth(parents: Sequence[int], rank: int) -> int:
-    """Count the edges from ``rank`` to the root."""
+    """Return the number of edges from ``rank`` to the root."""
     return 0 if parents[rank] < 0 else 1 + _depth(parents, parents[rank])
 
 
 def _pass_on(messages: Sequence[_Message], group: Group) -> None:
-    """Start all messages of a step together; wait for them, and add what has arrived."""
+    """Start all messages of a step together; wait for them, and add the sums that arrived."""
     if not messages:
         return
     started = [

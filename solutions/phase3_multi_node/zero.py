@@ -1,4 +1,4 @@
-"""ZeRO: optimizer state, gradients and parameters, each held once by all ranks together."""
+"""ZeRO: optimizer state, gradients and parameters, each held only once across all ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -33,25 +33,25 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class ShardedOptimizer:
-    """Keeps 1/N of the optimizer's state on each rank: ZeRO stage 1.
+    """Keeps 1/N of the optimizer state on each rank: ZeRO stage 1.
 
-    Parameters of one dtype lie in one flat tensor, their gradients in another. Rank r updates the
-    r-th of N parts of it, and gets the other parts from the other ranks. What a rank holds between
-    the calls, for Ψ parameters in 16 bits and Adam, whose state is two numbers per parameter:
+    Parameters of one dtype lie in one flat tensor, their gradients in another. Rank r updates shard
+    r of the N shards, and gets the others from the other ranks. Between calls, a rank holds, for Ψ
+    16-bit parameters and Adam, whose state is two numbers per parameter:
         parameters 2Ψ + gradients 2Ψ + (master 4Ψ + state 8Ψ) / N  =  4Ψ + 12Ψ/N bytes
 
-    The master is this rank's shard of the parameters in float32: an update that is too small for 16
-    bits is not lost in it.
+    The master is this rank's shard of the parameters in float32, so that updates too small for 16
+    bits are not lost.
 
     Attributes:
         group: the ranks that share the state.
-        parts: the trained parameters, those of one dtype together.
-        flats: memory of each part.
+        parts: the trained parameters, one list per dtype.
+        flats: flat memory of each part.
         gradients: tensor (padded,) of each part, with the layout of its flat; only in stage 1.
-        masters: this rank's shard (padded / N,) of each part, in float32; of a part in float32, the
-            shard itself.
-        optimizer: an ``optimizer_cls`` of the masters. A learning rate that is set in it, as a
-            scheduler does, holds for all later steps.
+        masters: this rank's shard (padded / N,) of each part, in float32; for a part in float32,
+            the shard itself.
+        optimizer: ``optimizer_cls`` instance for the masters. A learning rate set in it, for
+            example by a scheduler, applies to all later steps.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5.1.
     """
@@ -74,15 +74,15 @@ class ShardedOptimizer:
         """Move the parameters into flat memory, with the values of rank 0.
 
         Args:
-            params: equal in shapes and dtypes on all ranks; their values may differ. They stay the
-                tensors that they are, and get other memory. Those that need no gradient are left
-                alone, and a tied one may come twice.
-            optimizer_cls: one that updates each element by itself, as SGD and Adam do; one that
-                looks at a whole tensor, as LAMB does, would see shards.
+            params: parameters with the same shapes and dtypes on all ranks; their values may
+                differ. The tensor objects stay the same, but get new memory. Those that need no
+                gradient are left alone, and a tied one may be listed twice.
+            optimizer_cls: optimizer that updates each element independently, as SGD and Adam do;
+                one that looks at whole tensors, as LAMB does, would see only shards.
             group: the ranks that share the state; all by default.
             kwargs: keyword arguments of ``optimizer_cls``.
 
-        Cost: one broadcast for each part: Ψ elements received, in their own dtype.
+        Cost: one broadcast per part: Ψ elements received, in their own dtype.
         """
         self.group = group
         self.parts = self.cut(param for param in params if param.requires_grad)
@@ -96,18 +96,18 @@ class ShardedOptimizer:
         self.hold_gradients()
 
     def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return the parameters part by part; each part becomes one flat tensor."""
+        """Group the parameters into parts, each of which becomes one flat tensor."""
         return same_kind(params)
 
     def hold_gradients(self) -> None:
-        """Make memory for the gradients, one flat tensor for each part; all are 0."""
+        """Allocate memory for the gradients, one flat tensor per part, filled with 0."""
         self.gradients = [torch.zeros_like(flat.data) for flat in self.flats]
         self.zero_grad()
 
     def zero_grad(self) -> None:
         """Set all gradients to 0, in the flat tensors, where backward passes add to them.
 
-        Call it instead of the module's own ``zero_grad``, which takes the gradients out of there.
+        Call this instead of the module's own ``zero_grad``, which would detach gradients from them.
         """
         for part, flat, gradient in zip(self.parts, self.flats, self.gradients, strict=True):
             gradient.zero_()
@@ -115,14 +115,14 @@ class ShardedOptimizer:
                 param.grad = view
 
     def reduce_gradients(self) -> list[Tensor]:
-        """Return this rank's shard of the mean over the ranks of the gradients, for each part.
+        """Return this rank's shard of the gradients' mean over the ranks, for each part.
 
-        The gradients are used up: afterwards, ``zero_grad`` must come before a backward pass.
+        This uses up the gradients: call ``zero_grad`` before the next backward pass.
 
         Returns:
-            (padded / N,) in the dtype of the gradients.
+            One tensor (padded / N,) per part, in the dtype of the gradients.
 
-        Cost: one reduce-scatter for each part: (N-1)/N·Ψ elements sent, in their own dtype.
+        Cost: one reduce-scatter per part: (N-1)/N·Ψ elements sent, in their own dtype.
         """
         world_size = dist.get_world_size(self.group)
         return [
@@ -130,14 +130,15 @@ class ShardedOptimizer:
         ]
 
     def step(self) -> None:
-        """Update all parameters with the mean over the ranks of their gradients.
+        """Update all parameters with the mean of their gradients over the ranks.
 
-        Every parameter gets what ``optimizer_cls`` makes of the mean, up to rounding, where the
-        gradient of a parameter that no backward pass has used is 0. On all ranks the parameters are
-        bit for bit the same. With gradients of several backward passes, it is their sum.
+        Every parameter is updated as ``optimizer_cls`` would update it with that mean, up to
+        rounding; the gradient of a parameter that no backward pass has used counts as 0.
+        Afterwards, the parameters are bit for bit the same on all ranks. The gradients of several
+        backward passes are added up.
 
-        Cost: ``reduce_gradients`` and one all-gather for each part: in all 2(N-1)/N·Ψ elements
-            sent, as for an all-reduce of the gradients. Ψ/N elements updated.
+        Cost: ``reduce_gradients`` and one all-gather per part: 2(N-1)/N·Ψ elements sent in all, as
+            for an all-reduce of the gradients. Ψ/N elements updated.
         """
         for master, gradient in zip(self.masters, self.reduce_gradients(), strict=True):
             master.grad = gradient.to(master.dtype)
@@ -149,14 +150,14 @@ class ShardedOptimizer:
 
 
 def _master_of(flat: Flat) -> Tensor:
-    """Return this rank's shard in float32: a copy, unless it has 32 bits or more already."""
+    """Return this rank's shard in float32 or wider: a copy, unless it has 32 bits or more."""
     return flat.shard.to(torch.promote_types(flat.shard.dtype, torch.float32))
 
 
 class Reduction:
-    """A reduce-scatter that is under way while the backward pass continues.
+    """A reduce-scatter that runs while the backward pass continues.
 
-    There is one at a time. If more could be, all gradients might be waiting in memory at once.
+    Only one runs at a time; otherwise, all gradients might be waiting in memory at once.
     """
 
     def __init__(self, group: Group) -> None:
@@ -164,18 +165,18 @@ class Reduction:
         self.pending: tuple[Started, Tensor, Callable[[Tensor], object]] | None = None
 
     def start(self, whole: Tensor, use: Callable[[Tensor], object]) -> None:
-        """Start to reduce-scatter ``whole``, when the one before has finished.
+        """Start to reduce-scatter ``whole``, once the previous reduce-scatter has finished.
 
         Args:
-            whole: (N·k,). Nobody else writes it any more.
-            use: called later with this rank's shard (k,) of the mean over the ranks.
+            whole: tensor (N·k,) to which nothing else writes any more.
+            use: function to call later with this rank's shard (k,) of the mean over the ranks.
         """
         self.finish()
         work = start_reduce_scatter(whole, self.group)
         self.pending = work, own_chunk(whole, self.group), use
 
     def finish(self) -> None:
-        """Wait for the reduce-scatter that is under way, if any, and use what it brings."""
+        """Wait for the reduce-scatter in progress, if any, and pass its shard to ``use``."""
         if self.pending:
             work, shard, use = self.pending
             self.pending = None
@@ -184,22 +185,22 @@ class Reduction:
 
 
 class ShardedGradientOptimizer(ShardedOptimizer):
-    """Keeps 1/N of the gradients on each rank, too: ZeRO stage 2.
+    """Also keeps only 1/N of the gradients on each rank: ZeRO stage 2.
 
-    As soon as all gradients of a bucket are there, it is reduce-scattered while the backward pass
-    goes on, and is then freed: of a gradient, a rank keeps its shard of the mean alone.
+    As soon as a bucket has all its gradients, it is reduce-scattered while the backward pass
+    continues, and then freed: of the gradients, a rank keeps only its shard of the mean.
         backward    layer 3 │ layer 2 │ layer 1 │ layer 0
         reduce                3 ────────2 ────────1 ────────0 ───
 
-    What a rank holds between the calls, for Ψ parameters in 16 bits and Adam:
+    Between calls, a rank holds, for Ψ 16-bit parameters and Adam:
         parameters 2Ψ + (gradients 2Ψ + master 4Ψ + state 8Ψ) / N  =  2Ψ + 14Ψ/N bytes
 
-    and in the backward pass at most three buckets more: one comes in, one is under way, and a
-    gradient has just been made.
+    and, in the backward pass, at most three more buckets: one being filled, one being reduced, and
+    a gradient that has just been computed.
 
     Attributes: those of ``ShardedOptimizer``, where each part is a bucket, and
-        buckets: gradients of each part.
-        reduction: the reduce-scatter that is under way.
+        buckets: bucket with the gradients of each part.
+        reduction: the reduce-scatter in progress.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5.2.
     """
@@ -216,13 +217,13 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         group: Group = None,
         **kwargs: Any,
     ) -> None:
-        """Do what ``ShardedOptimizer`` does, in buckets.
+        """Like ``ShardedOptimizer``, but each part is a bucket.
 
         Args:
-            params: the parameters, as there. In a backward pass, all ranks must use the same of
-                them.
-            optimizer_cls: class of the optimizer, as there.
-            bucket_bytes: bytes of gradients that are reduced together; a larger one is alone.
+            params: as for ``ShardedOptimizer``. In each backward pass, all ranks must use the same
+                parameters.
+            optimizer_cls: as for ``ShardedOptimizer``.
+            bucket_bytes: maximum size of a bucket; a larger gradient has a bucket to itself.
             group: the ranks that share the state; all by default.
             kwargs: keyword arguments of ``optimizer_cls``.
         """
@@ -230,13 +231,13 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         super().__init__(params, optimizer_cls, group=group, **kwargs)
 
     def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return the parameters bucket by bucket, the last ones first."""
+        """Return the parameters bucket by bucket, the last parameters first."""
         once = [*dict.fromkeys(params)]
         buckets = assign_buckets(once, self.bucket_bytes, self.bucket_bytes)
         return [[once[index] for index in bucket] for bucket in buckets]
 
     def hold_gradients(self) -> None:
-        """Make an empty bucket for each part, and let ``take`` have each gradient that is made."""
+        """Make an empty bucket for each part, and register ``take`` as each gradient's hook."""
         self.reduction = Reduction(self.group)
         self.buckets = [Bucket(*both) for both in zip(self.parts, self.flats, strict=True)]
         for bucket in self.buckets:
@@ -249,9 +250,9 @@ class ShardedGradientOptimizer(ShardedOptimizer):
             bucket.shard.zero_()
 
     def take(self, bucket: Bucket, param: nn.Parameter) -> None:
-        """Move a gradient that was just made into its bucket; start to reduce a full one.
+        """Move a new gradient into its bucket; start to reduce the bucket if it is full.
 
-        Cost: one reduce-scatter of each bucket in each backward pass: (N-1)/N·Ψ elements sent.
+        Cost: one reduce-scatter per bucket and backward pass: (N-1)/N·Ψ elements sent.
         """
         bucket.put(param)
         if bucket.is_full:
@@ -259,9 +260,9 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         at_end_of_backward(self.end_backward)
 
     def end_backward(self) -> None:
-        """Reduce the buckets that are not full: some of their parameters were not used.
+        """Reduce the buckets that are not full because some parameters were not used.
 
-        When the backward pass has ended, no bucket holds a gradient and nothing is under way.
+        Afterwards, no bucket holds a gradient, and no reduce-scatter is in progress.
         """
         for bucket in self.buckets:
             if not bucket.is_empty:
@@ -269,7 +270,7 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         self.reduction.finish()
 
     def reduce_gradients(self) -> list[Tensor]:
-        """Return this rank's shard of the gradients, for each part: it is there already."""
+        """Return this rank's shard of the gradients for each part: it is already reduced."""
         return [bucket.shard for bucket in self.buckets]
 
 
@@ -277,27 +278,29 @@ class FullyShardedDataParallel(nn.Module):
     """Keeps 1/N of everything on each rank: ZeRO stage 3.
 
     The model is cut into units, such as its layers. A unit's parameters are gathered before it
-    computes and freed afterwards, forward and backward. Meanwhile the next unit's are on their way:
+    computes and freed afterwards, in both passes. While it computes, those of the next are
+    gathered:
         forward     gather 0 │ compute 0 │ compute 1 │ compute 2
                              │ gather 1  │ gather 2  │
         backward    gather 2 │ compute 2 │ compute 1 │ compute 0
                              │ gather 1  │ gather 0  │
                                          │ reduce 2  │ reduce 1  │ reduce 0
 
-    The parameters that an optimizer sees are the shards, in float32 (what was in float64 stays so),
-    with their gradients. What a rank holds between the calls, for Ψ parameters and Adam:
+    The parameters that an optimizer sees are the shards, in float32 (float64 if they already were),
+    along with their gradients. Between calls, a rank holds, for Ψ parameters and Adam:
         (parameters 4Ψ + gradients 4Ψ + state 8Ψ) / N  =  16Ψ/N bytes
 
-    and during a pass, in ``compute_dtype``, at most two whole units, those that compute and come
-    next, besides what belongs to the model itself; in the backward pass, also the gradients of
-    three. After a forward pass, also one that fails, and after a backward pass none is whole.
+    and, during a pass, at most two whole units in ``compute_dtype``, the one that computes and the
+    next one, plus the parameters that belong to the model itself; in the backward pass, also the
+    gradients of three units. After a forward pass, even a failed one, and after a backward pass, no
+    unit is whole.
 
-    Parameters of the module that were tied are gathered once, those that were frozen stay so and
-    send no gradients. Buffers stay as they are on each rank.
+    Tied parameters of the module are gathered once; frozen ones stay frozen, and no gradients are
+    sent for them. Each rank keeps its own buffers.
 
     Attributes:
-        module: the module, whose parameters are now shards; its ``forward`` is used as ever.
-        order: the units, and which comes next.
+        module: the module, whose parameters are now shards; its ``forward`` is used as before.
+        order: the units, and the order in which they compute.
 
     Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, PyTorch FSDP, section 3.
     """
@@ -312,15 +315,15 @@ class FullyShardedDataParallel(nn.Module):
         """Shard the parameters of a module, with the values of rank 0.
 
         Args:
-            module: equal in shapes and dtypes on all ranks. Its units are those of ``units_of``;
-                each is used through its ``forward``, and by all ranks in the same order.
-            compute_dtype: dtype of the parameters while they are whole, and of their gradients.
+            module: module with the same shapes and dtypes on all ranks. Its units are those of
+                ``units_of``; all ranks use each through its ``forward``, in the same order.
+            compute_dtype: dtype of the whole parameters and of their gradients.
             group: the ranks that share the model; all by default.
 
         Raises:
-            ValueError: a parameter or buffer is on the device meta; it is named.
+            ValueError: a parameter or buffer is on the device meta; the message names it.
 
-        Cost: one broadcast for each flat of each unit, so that every parameter is sent once.
+        Cost: one broadcast per flat of each unit, so that every parameter is sent once.
         """
         super().__init__()
         check_has_values(module)
@@ -334,15 +337,15 @@ class FullyShardedDataParallel(nn.Module):
 
         Args:
             args: arguments of the module; floating-point tensors are cast to ``compute_dtype``.
-            kwargs: likewise.
+            kwargs: keyword arguments of the module, cast likewise.
 
         Returns:
-            What the module returns. A backward pass from there leaves, in the ``grad`` of each
-            shard, the mean of the gradients over the ranks, added to what was there.
+            What the module returns. A backward pass from it adds the mean of the gradients over the
+            ranks to the ``grad`` of each shard.
 
-        Cost: (N-1)/N·Ψ elements sent in ``compute_dtype``; in the backward pass at most twice as
-            many: in all 3(N-1)/N·Ψ. A frozen parameter's gradient is not sent, and what the
-            backward pass does not need is not gathered for it.
+        Cost: (N-1)/N·Ψ elements sent in ``compute_dtype``, and in the backward pass at most twice
+            as many: at most 3(N-1)/N·Ψ in all. Gradients of frozen parameters are not sent, and
+            what the backward pass does not need is not gathered for it.
         """
         args, kwargs = cast_floats((args, kwargs), self.compute_dtype)
         self.order.to_come.clear()
@@ -353,9 +356,9 @@ class FullyShardedDataParallel(nn.Module):
                 self.order.free_all()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return all parameters, whole, and the buffers, under their names in the module.
+        """Return the whole parameters and the buffers, under their names in the module.
 
-        The module's own class can load it. This rank's shards alone are in ``state_dict``.
+        A module of the original class can load them. ``state_dict`` holds only this rank's shards.
 
         Returns:
             Parameters in the dtype of the shards, the same on all ranks; a tied one under each of
@@ -371,13 +374,14 @@ class FullyShardedDataParallel(nn.Module):
         return whole
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what ``full_state_dict`` has returned, on any number of ranks.
+        """Load what ``full_state_dict`` has returned, on any number of ranks.
 
         Args:
-            state: tensors by name, the same on all ranks, in any dtype. It is only read.
+            state: tensors by name, the same on all ranks, in any dtype. Not changed.
 
         Raises:
-            KeyError: a parameter is not there; it is named. Other units may be loaded by then.
+            KeyError: a parameter is missing; the message names it. Other units may already be
+                loaded.
         """
         for unit in self.order.units:
             unit.load(state)
@@ -387,27 +391,27 @@ class FullyShardedDataParallel(nn.Module):
 
 
 class Unit:
-    """Part of a model, whole while it computes; otherwise, each rank has a shard of it.
+    """Part of a model, whole while it computes; otherwise, each rank holds a shard of it.
 
     Attributes:
-        places: module and name, for each place of a parameter in the model.
+        places: module and attribute name of each place where a parameter occurs in the model.
         paths: name of each place in the model's ``state_dict``.
-        slots: number of the parameter at each place: tied ones have the same.
-        flats: the layout of the parameters; those of one dtype, trained or frozen, together.
-        shards: this rank's part (padded / N,) of each flat, in float32 or in float64 if the
-            parameters were: a parameter of the owner.
-        whole: all of each flat (padded,), in the dtype to compute in, while it is gathered; else
-            [].
-        works: the all-gathers that are under way.
-        number: number of times it has computed, which distinguishes its uses. Whether a forward
-            that fails counts does not matter.
+        slots: index of the parameter at each place; the places of a tied one have the same index.
+        flats: layouts of the parameters: one per dtype, separately for trained and frozen ones.
+        shards: this rank's shard (padded / N,) of each flat, in float32, or in float64 if the
+            parameters were; registered as a parameter of the owner.
+        whole: each flat in full (padded,), in the compute dtype, from the start of the gathering
+            until the unit is freed; otherwise [].
+        works: the all-gathers in progress.
+        number: number of forward passes through the unit so far, which tells its uses apart; failed
+            ones may or may not count.
     """
 
     def __init__(
         self, owner: nn.Module, places: Sequence[Place], dtype: torch.dtype, order: "Order"
     ) -> None:
         self.dtype, self.order, self.group = dtype, order, order.group
-        self.places = [(place.module, place.name) for place in places]  # parameters are not kept
+        self.places = [(place.module, place.name) for place in places]  # without the parameters
         self.paths = [place.path for place in places]
         kinds = same_kind(place.param for place in places)
         params = [param for same in kinds for param in same]
@@ -416,7 +420,7 @@ class Unit:
         self.shards = []
         for number, (flat, same) in enumerate(zip(self.flats, kinds, strict=True)):
             dist.broadcast(flat.data, group=self.group, group_src=0)
-            values = _master_of(flat).clone()  # nothing of the flat is kept
+            values = _master_of(flat).clone()  # so that the flat can be freed
             shard = nn.Parameter(values, requires_grad=same[0].requires_grad)
             flat.forget()
             owner.register_parameter(f"shard{number}", shard)
@@ -428,17 +432,17 @@ class Unit:
         owner.forward = partial(self.forward, owner.forward)
 
     def put(self, params: Sequence[Tensor | None]) -> None:
-        """Give the model a tensor for each parameter of the unit, or None."""
+        """Set each parameter of the unit in the model to a tensor, or to None."""
         for (module, name), slot in zip(self.places, self.slots, strict=True):
             module._parameters[name] = params[slot]  # type: ignore[assignment]
 
     def views(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters in tensors like ``whole``: views of these."""
+        """Return the parameters as views of ``whole``, which holds one tensor per flat."""
         pairs = zip(self.flats, whole, strict=True)
         return [view for flat, one in pairs for view in flat.views(one)]
 
     def by_flat(self, params: Iterable[Any]) -> list[list[Any]]:
-        """Return one value per parameter as one list per flat."""
+        """Split one value per parameter into one list per flat."""
         rest = iter(params)
         return [[*islice(rest, len(flat.shapes))] for flat in self.flats]
 
@@ -454,22 +458,22 @@ class Unit:
             self.free()
 
     def start_to_gather(self) -> None:
-        """Start to gather all shards, unless they are here or on their way.
+        """Start to gather all shards, unless they are already gathered or being gathered.
 
-        Cost: one all-gather for each flat, in the dtype to compute in.
+        Cost: one all-gather per flat, in the compute dtype.
         """
         if not self.whole:
             self.whole = [self._room_for(shard, self.dtype) for shard in self.shards]
             self.works = [start_all_gather(whole, self.group) for whole in self.whole]
 
     def gather(self) -> None:
-        """Have all parameters here: wait for them, and start if no one has."""
+        """Make all parameters whole: start to gather them if necessary, and wait."""
         self.start_to_gather()
         self._wait()
 
     def free(self) -> None:
-        """Keep the shards alone."""
-        self._wait()  # memory that is still written must not be freed
+        """Free the whole parameters; only the shards remain."""
+        self._wait()  # memory that is still being written must not be freed
         self.whole = []
 
     def _wait(self) -> None:
@@ -478,23 +482,23 @@ class Unit:
         self.works = []
 
     def _room_for(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for all shards (padded,), with this rank's in its place."""
+        """Return memory for all shards (padded,), with this rank's shard copied into it."""
         world_size = dist.get_world_size(self.group)
         whole = shard.new_empty(len(shard) * world_size, dtype=dtype, requires_grad=False)
         own_chunk(whole, self.group).copy_(shard.detach())
         return whole
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> None:
-        """Free the parameters, and send their gradients off: backward has passed the unit.
+        """End the unit's backward pass: free the parameters, and start to reduce their gradients.
 
         Args:
-            gradients: gradients of the whole parameters; None if a parameter was not used or is
-                frozen.
+            gradients: gradients of the whole parameters; None for parameters that were not used or
+                are frozen.
         """
         self.free()
         for flat, shard, mine in zip(self.flats, self.shards, self.by_flat(gradients), strict=True):
             if shard.requires_grad:
-                self.order.reduction.finish()  # at most one reduction is under way
+                self.order.reduction.finish()  # frees its memory before more is allocated
                 whole = flat.packed(mine, self.dtype)
                 self.order.reduction.start(whole, partial(self._accumulate, shard))
         at_end_of_backward(self.order.end_backward)
@@ -505,7 +509,7 @@ class Unit:
         shard.grad.add_(mean)
 
     def whole_state(self) -> dict[str, Tensor]:
-        """Return every parameter, whole, in the dtype of the shards, by its names in the model."""
+        """Return the whole parameters, in the dtype of the shards, by their names in the model."""
         whole = [self._room_for(shard, shard.dtype) for shard in self.shards]
         for one in whole:
             all_gather(one, self.group)
@@ -521,7 +525,7 @@ class Unit:
 
 
 class Whole(torch.autograd.Function):
-    """From shards to whole parameters; back, from whole gradients to shards of their mean."""
+    """Turns shards into whole parameters; backward turns gradients into shards of their mean."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *shards: Tensor) -> tuple[Tensor, ...]:
@@ -536,7 +540,7 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        """Hand over the gradients, one per parameter. The shards get theirs later."""
+        """Pass the gradients, one per parameter, to the unit; it later sets those of the shards."""
         ctx.unit.reduce(gradients)
         return (None,) * len(ctx.needs_input_grad)
 
@@ -546,22 +550,22 @@ def _memory_of(unit: Unit, flat: int) -> int:
 
 
 class Saved(NamedTuple):
-    """Where a parameter, or a view of it, is in ``unit.whole``; autograd saves this alone."""
+    """Position in ``unit.whole`` of a parameter or a view of it; autograd saves this instead."""
 
     unit: Unit
-    number: int  # number of the use
-    flat: int  # number of the flat in the unit
+    number: int  # unit.number at the time of this use
+    flat: int  # index of the flat in the unit
     where: tuple[Any, ...]  # size, stride, offset
 
 
 class Order:
-    """Which unit comes next, so that it is on its way in time.
+    """Knows the order of the units, so that the next one is gathered in time.
 
     Attributes:
         units: units in the order in which they compute.
-        to_come: the uses, each a unit and a number, whose parameters the backward pass will need;
-            in the order of the forward pass.
-        reduction: the reduce-scatter that is under way.
+        to_come: uses (a unit and a number) whose parameters the backward pass will need, in the
+            order of the forward pass.
+        reduction: the reduce-scatter in progress.
     """
 
     def __init__(self, group: Group) -> None:
@@ -580,8 +584,9 @@ class Order:
     def goes_back(self, unit: Unit, number: int) -> None:
         """Gather a unit for its backward pass, and start to gather the one before it.
 
-        It is called for each tensor that autograd has saved. The first call for a use of the unit
-        starts; it also frees frozen units, which get no gradient that would show when they end.
+        Called for each tensor that autograd has saved. Only the first call for a use of the unit
+        gathers the previous one; it also frees frozen units, because no gradient signals that their
+        backward pass has ended.
         """
         unit.gather()
         at_end_of_backward(self.end_backward)
@@ -592,11 +597,11 @@ class Order:
                 if other is not unit and not any(shard.requires_grad for shard in other.shards):
                     other.free()
             if self.to_come:
-                previous, _ = self.to_come[index - 1]  # index 0: the enclosing unit, the last
+                previous, _ = self.to_come[index - 1]  # index 0 wraps around to the enclosing unit
                 previous.start_to_gather()
 
     def pack(self, x: Tensor) -> Tensor | Saved:
-        """Let autograd save the place of a parameter: a saved tensor could not be freed."""
+        """Save only the position of a parameter for autograd: a saved tensor could not be freed."""
         home = self._home_of(x)
         if home is None:
             return x
@@ -606,24 +611,24 @@ class Order:
         return Saved(unit, unit.number, flat, (x.size(), x.stride(), x.storage_offset()))
 
     def _home_of(self, x: Tensor) -> tuple[Unit, int] | None:
-        """Return the unit, and the number of its flat, in whose memory ``x`` lies."""
+        """Return the unit and the index of the flat whose memory holds ``x``, or None."""
         memory = x.untyped_storage().data_ptr() if x.numel() else None
         homes = ((unit, i) for unit in self.units for i in range(len(unit.whole)))
         return next((home for home in homes if _memory_of(*home) == memory), None)
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
-        """Return what was saved; for a parameter, its place after it was gathered again."""
+        """Return a saved tensor; given a position, gather its unit, and return the parameter."""
         if isinstance(saved, Tensor):
             return saved
         self.goes_back(saved.unit, saved.number)
         return saved.unit.whole[saved.flat].as_strided(*saved.where)
 
     def end_backward(self) -> None:
-        """Leave nothing under way and nothing whole; the backward pass has ended."""
+        """Finish the reduction and free all units, because the backward pass has ended."""
         self.reduction.finish()
         self.free_all()
 
     def free_all(self) -> None:
-        """Free what is left: units that were not used, or that have no trained parameters."""
+        """Free the remaining units: those that were not used, or have no trained parameters."""
         for unit in self.units:
             unit.free()

@@ -2,5 +2,5 @@
 
 Terms used in all lessons of this phase:
     N ranks, numbered 0 … N-1;  checkpoint: a folder from which training can continue;
-    durable: still there after the power failed;  committed: durable, complete and found by name.
+    durable: still there after a power failure;  committed: durable, complete and found by name.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints: what a run leaves behind, so that another can go on from it."""
+"""Checkpoints: what a run leaves behind so that another can continue from it."""
 
 import hashlib
 import io
@@ -21,30 +21,30 @@ MANIFEST = "manifest.json"
 
 
 def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: int = 3) -> Path:
-    """Save ``state`` as the checkpoint of ``step``; a crash leaves it whole or not there at all.
+    """Save ``state`` as the checkpoint of ``step``; a crash leaves a whole checkpoint or none.
 
-    Three checkpoints; a fourth is being written, and counts only when it has got its final name:
+    Three checkpoints; a fourth is being written, and counts only once it has its final name:
         folder/
             step-00000100/  state.pt  manifest.json
             step-00000200/  state.pt  manifest.json
             step-00000300/  state.pt  manifest.json
             .step-00000400.partial/  state.pt
 
-    When the power fails, whatever was not synced may be lost, in whole or in part: the content of a
-    file until ``os.fsync`` of the file, and a name that is new, changed or gone until ``os.fsync``
-    of the folder that it is in. Nevertheless, whenever that happens, every ``step-…`` folder that
-    is found afterwards is undamaged; and once this function has returned, so is that of ``step``.
-    That holds after a kill, too: say an earlier save was killed when it had renamed
-    ``step-00000100`` to ``.step-…``, before it synced ``folder``. If the power fails in this save,
-    the old name may come back.
+    When the power fails, anything that was not synced may be lost, in whole or in part: a file's
+    content until ``os.fsync`` of the file, and a new, changed or removed name until ``os.fsync`` of
+    its folder. Even so, whenever that happens, every ``step-…`` folder that is found afterwards is
+    undamaged; and once this function has returned, the folder of ``step`` is one of them. This must
+    hold even if an earlier save was killed, for example after renaming ``step-00000100`` to
+    ``.step-…`` but before syncing ``folder``: if the power fails in this save, the old name may
+    come back.
 
     Args:
         state: anything that ``torch.load(…, weights_only=True)`` can read: tensors, numbers,
             strings, and dicts, lists and tuples of them. Not changed.
-        folder: holds the checkpoints of one run. Made if missing; its parent must exist.
-        step: step of the training, from 0 to 99,999,999.
-        keep: how many undamaged checkpoints stay, at least 1: this one and the newest others. What
-            is older than all of these is removed, but not before this one is durable.
+        folder: folder for the checkpoints of one run. Created if missing; its parent must exist.
+        step: training step, from 0 to 99,999,999.
+        keep: number of undamaged checkpoints that stay, at least 1: this one and the newest others.
+            Anything older than all of these is removed, but not before this one is durable.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. The manifest in it, ``manifest.json``,
@@ -53,14 +53,14 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     Raises:
         FileExistsError: ``folder`` has an undamaged checkpoint of ``step``, which stays. A damaged
             one is replaced.
-        OSError: the disk is full, read-only or broken: it says what the system said. Nothing of
-            ``step`` is left then, and the other checkpoints are as they were. If only an older one
-            could not be removed, the new one is there all the same.
+        OSError: the disk is full, read-only or broken; the system's reason is kept. Nothing of
+            ``step`` is left then, and the other checkpoints are unchanged. But if only the removal
+            of an older one failed, the new one is complete and stays.
 
-    A crash may leave what begins with ``.step-``, and nothing else: the next save removes all that.
-    Every file and folder that is opened is closed again, also when the save fails.
+    A crash may leave names that begin with ``.step-``, and nothing else; the next save removes them
+    all. Every file and folder that is opened is closed again, even if the save fails.
 
-    Cost: memory for one more copy of the state; it is written once, and the checkpoints in
+    Cost: memory for one more copy of the state; the state is written once, and the checkpoints in
         ``folder`` are read once.
     Source: Pillai et al. 2014 (OSDI), for what file systems do to programs that sync too little.
     """
@@ -84,30 +84,30 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
 
 
 def _remove_old(folder: Path, newest: Path, keep: int) -> None:
-    """Remove what is older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
+    """Remove all checkpoints older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
     others = [found for found in _newest_first(folder) if found != newest]
     undamaged = [found for found in others if _find_damage(found) is None]
     _remove_before(min([newest, *undamaged[: keep - 1]]), others)
 
 
 def _remove_before(oldest_kept: Path, checkpoints: Sequence[Path]) -> None:
-    """Remove those of an earlier step than the oldest that stays."""
+    """Remove the checkpoints that are older than the oldest one to keep."""
     for checkpoint in checkpoints:
         if checkpoint < oldest_kept:
             _remove_checkpoint(checkpoint)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder of a run durably, without what a crash has left in it."""
+    """Create a run's folder durably, and remove what a crash has left there."""
     folder.mkdir(exist_ok=True)
     _sync_folder(folder.parent)
-    _sync_folder(folder)  # a kill may have come between a renaming and its sync
+    _sync_folder(folder)  # an earlier save may have been killed between a rename and its sync
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
 
 
 def _make_room(final: Path) -> None:
-    """Remove what lies where a checkpoint shall be, if it is damaged."""
+    """Remove the checkpoint ``final`` if it is damaged; raise if it is undamaged."""
     if final.exists():
         if _find_damage(final) is None:
             raise FileExistsError(f"{final} is there already, and undamaged: it stays as it is")
@@ -115,8 +115,8 @@ def _make_room(final: Path) -> None:
 
 
 def _serialized(state: Mapping[str, Any]) -> bytes:
-    """Return what a file of ``state`` holds."""
-    buffer = io.BytesIO()  # writing into a file, torch would hide why a write has failed
+    """Return the content of a file that holds ``state``."""
+    buffer = io.BytesIO()  # when writing to a file, torch hides why a write failed
     torch.save(dict(state), buffer)
     return buffer.getvalue()
 
@@ -130,7 +130,7 @@ def _write_durably(path: Path, content: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk: those that are new, and those gone."""
+    """Wait until all changes to the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -139,7 +139,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint: it loses its name first, so that no crash leaves a part under it."""
+    """Remove a checkpoint, renaming it first, so that no crash leaves part of it under its name."""
     removed = checkpoint.with_name(f".{checkpoint.name}.removed")
     checkpoint.rename(removed)
     _sync_folder(checkpoint.parent)
@@ -147,17 +147,17 @@ def _remove_checkpoint(checkpoint: Path) -> None:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, damaged ones too."""
+    """Return the checkpoints in a folder, the newest first, including damaged ones."""
     return sorted(folder.glob("step-????????"), reverse=True)
 
 
 def _step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint's name tells."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def _manifest_of(checkpoint: Path, step: int) -> bytes:
-    """Describe the files of a checkpoint: always the same bytes for the same files."""
+    """Return the manifest of a checkpoint's files: always the same bytes for the same files."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(checkpoint.iterdir())
@@ -167,7 +167,7 @@ def _manifest_of(checkpoint: Path, step: int) -> bytes:
 
 
 def _sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):
@@ -176,7 +176,7 @@ def _sha256(path: Path) -> str:
 
 
 def _find_damage(checkpoint: Path) -> str | None:
-    """Tell what is wrong with a checkpoint: None, or which file and in which way."""
+    """Return what is wrong with a checkpoint, and in which file; None if it is undamaged."""
     try:
         written = (checkpoint / MANIFEST).read_bytes()
         found = _manifest_of(checkpoint, _step_of(checkpoint))
@@ -186,7 +186,7 @@ def _find_damage(checkpoint: Path) -> str | None:
 
 
 def _difference(written: bytes, found: bytes) -> str:
-    """Tell in which file the manifest that was written differs from the files that are found."""
+    """Describe where the written manifest differs from that of the files on the disk."""
     try:
         promised, files = json.loads(written)["files"], json.loads(found)["files"]
         for name in {**promised, **files}:
@@ -198,24 +198,24 @@ def _difference(written: bytes, found: bytes) -> str:
 
 
 def load_checkpoint(folder: Path) -> Loaded | None:
-    """Load the newest undamaged checkpoint: of those in ``folder``, that of the highest step.
+    """Load the newest undamaged checkpoint in ``folder``: the one with the highest step.
 
     Args:
         folder: the folder, as for ``save_checkpoint``. Nothing in it is changed.
 
     Returns:
         Its step, its state with all tensors on the CPU, its path, and the newer ones that were
-        skipped since they are damaged: each with a reason that names the file that is missing,
-        longer, shorter, changed in any byte, not listed, or of another step. None: there is no
-        checkpoint.
+        skipped because they are damaged: each with a reason that names a file that is missing, too
+        long or too short, changed in any byte, not listed in the manifest, or of another step. None
+        if there is no checkpoint.
 
     Raises:
-        RuntimeError: there are checkpoints, and all are damaged: it names each, with the reason, so
-            that nobody begins anew by mistake.
+        RuntimeError: there are checkpoints, but all are damaged; the message names each with its
+            reason, so that no run starts over by mistake.
 
-    Nothing that a checkpoint holds is run, as unpickling would.
+    Unlike unpickling, loading executes no code from the checkpoint.
 
-    Cost: each checkpoint that is looked at is read once, and the loaded one twice.
+    Cost: each checkpoint that is examined is read once, and the loaded one twice.
     """
     skipped: dict[Path, str] = {}
     for checkpoint in _newest_first(folder):
@@ -233,44 +233,44 @@ def load_checkpoint(folder: Path) -> Loaded | None:
 def save_sharded(
     shards: Mapping[str, Shard], folder: Path, step: int, group: Group = None, *, keep: int = 3
 ) -> Path:
-    """Save what is spread over the ranks as the checkpoint of ``step``, each rank its own part.
+    """Save ``shards`` as the checkpoint of ``step``; each rank writes its own.
 
-    Two ranks, N = 2, hold a tensor of 10 elements and another of 4:
+    Two ranks, N = 2, hold one tensor of 10 elements and one of 4:
         rank 0    w[0:5]              b[0:4]
         rank 1              w[5:10]
-    A third checkpoint is being written: each rank has its own file, and only rank 0 does the rest.
+    Each rank writes its own file of the third checkpoint, and rank 0 alone does everything else:
         folder/
             step-00000100/  …  manifest.json
             step-00000200/  …  manifest.json
             .step-00000300.partial/  rank-00000.bin  rank-00001.bin
 
-    A crash of any rank or of all, at any moment, leaves the checkpoint whole or not there at all,
-    as in ``save_checkpoint``: each ``step-…`` folder that is found then is undamaged. No rank
-    returns before the checkpoint is committed: then its folder is durable.
+    If any or all ranks crash, at any moment, the checkpoint is whole or absent, as with
+    ``save_checkpoint``: each ``step-…`` folder that is found then is undamaged. No rank returns
+    before the checkpoint is committed, that is, before its folder is durable.
 
     Args:
-        shards: shards by the tensors' names, which differ from rank to rank, as do the lengths; a
-            rank may have none. A part that several ranks hold is the same on all of them. Any
-            dtype; values may be a slice of something longer. Not changed.
-        folder, step, keep: as for ``save_checkpoint``, the same on all ranks, for checkpoints of
-            this function alone.
-        group: all its ranks call this; all ranks by default.
+        shards: tensor name -> shard. Names and lengths may differ from rank to rank, and a rank may
+            have no shards. Elements that several ranks hold are the same on all of them. Any dtype;
+            values may be a slice of a longer tensor. Not changed.
+        folder, step, keep: as for ``save_checkpoint``, the same on all ranks; the folder is for
+            checkpoints of this function only.
+        group: the ranks that save, which all call this; all ranks by default.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. It holds the elements of ``shards`` and
-        little more, and nothing that an attempt left which was killed, of any number of ranks.
+        little more, and nothing left over from a killed attempt, on any number of ranks.
 
     Raises:
-        FileExistsError: on all ranks: ``folder`` has an undamaged checkpoint of ``step``. A damaged
-            one is replaced.
-        OSError: on all ranks: one could not write. It names each rank that could not, as ``rank
-            3``, and its reason. What was written for ``step`` is gone then, and all other
-            checkpoints are as they were.
+        FileExistsError: on all ranks, if ``folder`` has an undamaged checkpoint of ``step``. A
+            damaged one is replaced.
+        OSError: on all ranks, if one could not write. The message names each rank that could not,
+            as ``rank 3``, and its reason. What was written for ``step`` is gone then, and all other
+            checkpoints are unchanged.
 
-    Cost: each rank writes its own shards; no element travels. Of the checkpoints in ``folder``,
-        each rank reads about 1/N once, to be checked. No more memory than one further copy of
-        the rank's shards.
-    Source: Rajbhandari et al. 2020 (SC), for who holds what; Pillai et al. 2014 (OSDI), for
+    Cost: each rank writes its own shards; no elements are sent. To check the checkpoints in
+        ``folder``, each rank reads about 1/N of them once. Memory for at most one more copy of the
+        rank's shards.
+    Source: Rajbhandari et al. 2020 (SC), for sharded states; Pillai et al. 2014 (OSDI), for
         crashes.
     """
     final = folder / f"step-{step:08d}"
@@ -295,18 +295,18 @@ def _file_of(rank: int) -> str:
 
 
 _Result = TypeVar("_Result")
-_Outcome = tuple[Any, str]  # result, and the reason if there is none
+_Outcome = tuple[Any, str]  # the result, and the error, or "" if there was none
 
 
 def _on_all_ranks(do: Callable[[], _Result], group: Group) -> list[_Result]:
-    """Do something on every rank: all get all results, or the error of those that failed."""
+    """Call ``do`` on every rank; each gets all results, or the errors of the ranks that failed."""
     outcomes: list[_Outcome] = [(None, "")] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, _outcome_of(do), group=group)
     return _results_of(outcomes)
 
 
 def _on_rank_0(do: Callable[[], _Result], group: Group) -> _Result:
-    """Do something on rank 0 alone: all get its result, or its error."""
+    """Call ``do`` on rank 0 only; all ranks get its result, or its error."""
     outcomes = [_outcome_of(do) if dist.get_rank(group) == 0 else (None, "")]
     dist.broadcast_object_list(outcomes, group=group, group_src=0)
     result: _Result = _results_of(outcomes)[0]
@@ -314,7 +314,7 @@ def _on_rank_0(do: Callable[[], _Result], group: Group) -> _Result:
 
 
 def _outcome_of(do: Callable[[], Any]) -> _Outcome:
-    """Do something; an error is a result too, for the others wait for one."""
+    """Call ``do``, and return its result or error, because the other ranks wait for either."""
     try:
         return do(), ""
     except Exception as error:
@@ -322,7 +322,7 @@ def _outcome_of(do: Callable[[], Any]) -> _Outcome:
 
 
 def _results_of(outcomes: Sequence[_Outcome]) -> list[Any]:
-    """Return the results by rank, if all ranks have one."""
+    """Return the results by rank; raise if any rank failed."""
     failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(outcomes) if reason]
     if failures:
         raise OSError("; ".join(failures))
@@ -330,7 +330,7 @@ def _results_of(outcomes: Sequence[_Outcome]) -> list[Any]:
 
 
 def _make_room_together(final: Path, group: Group) -> None:
-    """Remove what lies where a checkpoint shall be, if it is damaged."""
+    """Remove the checkpoint ``final`` if it is damaged; raise if it is undamaged."""
     if _on_rank_0(final.exists, group):
         if _agreed_damage(final, group) is None:
             raise FileExistsError(f"{final} is there already, and undamaged: it stays as it is")
@@ -338,7 +338,7 @@ def _make_room_together(final: Path, group: Group) -> None:
 
 
 def _remove_old_together(folder: Path, newest: Path, keep: int, group: Group) -> None:
-    """Remove what is older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
+    """Remove all checkpoints older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
     others = [found for found in _listed_by_rank_0(folder, group) if found != newest]
     undamaged = [found for found in others if _agreed_damage(found, group) is None]
     oldest_kept = min([newest, *undamaged[: keep - 1]])
@@ -346,7 +346,7 @@ def _remove_old_together(folder: Path, newest: Path, keep: int, group: Group) ->
 
 
 class _Slice(NamedTuple):
-    """Where elements ``start`` to ``stop`` of a tensor lie."""
+    """Location of elements ``start`` to ``stop`` of a tensor."""
 
     tensor: str
     dtype: str
@@ -363,7 +363,7 @@ _Written = tuple[_Description, list[_Slice]]
 
 
 def _write_shards(path: Path, shards: Mapping[str, Shard]) -> _Written:
-    """Write this rank's file: the elements of all its shards, one behind the other."""
+    """Write this rank's file, which holds the elements of all its shards, one after another."""
     _write_durably(path, b"".join(_bytes_of(shard.values) for shard in shards.values()))
     slices, offset = [], 0
     for name, (values, start, numel) in shards.items():
@@ -374,17 +374,17 @@ def _write_shards(path: Path, shards: Mapping[str, Shard]) -> _Written:
 
 
 def _bytes_of(values: Tensor) -> Any:
-    """Return the elements as they lie in memory: those of the slice, not its whole storage."""
+    """Return the bytes of the elements of a slice, without the rest of its storage."""
     return values.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
 def _description(path: Path) -> _Description:
-    """Describe a file, as the manifest does."""
+    """Return the manifest's description of a file."""
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _commit(partial: Path, final: Path, step: int, written: Sequence[_Written]) -> None:
-    """Write what describes the files of the ranks, which are durable, and name the checkpoint."""
+    """Describe the ranks' files, which are durable, and give the checkpoint its final name."""
     slices = [each for _, slices in written for each in slices]
     _write_durably(partial / _SLICES, json.dumps(slices).encode())
     files = {_file_of(rank): description for rank, (description, _) in enumerate(written)}
@@ -396,12 +396,12 @@ def _commit(partial: Path, final: Path, step: int, written: Sequence[_Written]) 
 
 
 def _manifest(step: int, files: Mapping[str, _Description]) -> bytes:
-    """Describe a checkpoint as ``save_checkpoint`` does: the same bytes for the same files."""
+    """Return a manifest like that of ``save_checkpoint``: the same bytes for the same files."""
     return json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1).encode()
 
 
 def _discard(partial: Path, final: Path) -> None:
-    """Remove what was written, under both of its names."""
+    """Remove what was written, under either name."""
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(final, ignore_errors=True)
 
@@ -413,7 +413,7 @@ def _listed_by_rank_0(folder: Path, group: Group) -> list[Path]:
 
 
 def _agreed_damage(checkpoint: Path, group: Group) -> str | None:
-    """Tell all ranks what is wrong with a checkpoint; each reads about 1/N of the files."""
+    """Return on all ranks what is wrong with a checkpoint; each rank reads some of the files."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     try:
         names = _on_rank_0(lambda: sorted(path.name for path in checkpoint.iterdir()), group)
@@ -438,26 +438,26 @@ def load_sharded(
         wanted    | rank 0  | rank 1  | rank 2  |     rank 1 reads the files of both
 
     Args:
-        wanted: shards by the tensors' names: ``values`` are filled with the elements ``start`` to
-            ``start + len(values)`` of the tensor, whoever has saved them. The ranks may want
-            anything: the same, different parts, nothing.
+        wanted: tensor name -> shard, whose ``values`` are filled with the elements ``start`` to
+            ``start + len(values)`` of the tensor, whichever ranks saved them. The ranks may want
+            the same parts, different ones or nothing.
         folder: the folder, as for ``save_sharded``. Nothing in it is changed.
-        group: all its ranks call this; all ranks by default.
+        group: the ranks that load, which all call this; all ranks by default.
 
     Returns:
-        The step, the path, and the damaged checkpoints that are newer, each with a reason that
-        names a file, as of ``load_checkpoint``; the same on all ranks. Rank 0 alone lists
-        ``folder``, and all go by its list, for file systems may show an older one to the others for
-        some seconds. None: there is no checkpoint.
+        The step, the path, and the newer checkpoints that are damaged, each with a reason that
+        names a file, as in ``load_checkpoint``; the same on all ranks. Only rank 0 lists
+        ``folder``, and all ranks use its list, because a file system may show the others an
+        outdated list for some seconds. None if there is no checkpoint.
 
     Raises:
-        RuntimeError: on all ranks: there are checkpoints, and all are damaged: it names each of
-            them, with the reason.
-        ValueError: on all ranks: one of them wants what the newest undamaged checkpoint lacks. It
-            names the tensor, and the elements that are missing as ``[5:10]``; or the number of
-            elements and the dtype, if these are not as they were saved. ``wanted`` is unchanged.
+        RuntimeError: on all ranks, if there are checkpoints, but all are damaged; the message names
+            each of them with its reason.
+        ValueError: on all ranks, if one of them wants what the newest undamaged checkpoint lacks.
+            The message names the tensor, and the missing elements as ``[5:10]``, or the number of
+            elements and the dtype if these differ from what was saved. ``wanted`` is unchanged.
 
-    Cost: each file is read once to be checked, about 1/N of them by each rank; after that, a rank
+    Cost: each file is read once to check it, about 1/N of them by each rank; after that, a rank
         reads only files that hold a part of what it wants.
     """
     skipped: dict[Path, str] = {}
@@ -474,7 +474,7 @@ def load_sharded(
 
 
 def _fill(wanted: Mapping[str, Shard], checkpoint: Path, group: Group) -> None:
-    """Read what is wanted, if all of it is there on all ranks."""
+    """Read what is wanted if the checkpoint has what all ranks want; otherwise raise."""
     reading = _Reading(checkpoint)
     lacks = _on_all_ranks(lambda: reading.plan(wanted), group)
     if any(lacks):
@@ -484,14 +484,14 @@ def _fill(wanted: Mapping[str, Shard], checkpoint: Path, group: Group) -> None:
 
 
 class _Reading:
-    """What a rank reads of a checkpoint: which elements of which file, and where they go."""
+    """Plans which elements of which files a rank reads into which tensors, then reads them."""
 
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self.parts: list[tuple[Tensor, str, int]] = []  # tensor to fill, file, byte offset
 
     def plan(self, wanted: Mapping[str, Shard]) -> str:
-        """Find what is wanted; return what is not there."""
+        """Locate what is wanted; return a description of what is missing, if anything."""
         slices: dict[str, list[_Slice]] = {}
         for row in json.loads((self.checkpoint / _SLICES).read_bytes()):
             slices.setdefault(row[0], []).append(_Slice(*row))
@@ -499,7 +499,7 @@ class _Reading:
         return ", ".join(filter(None, lacks))
 
     def _find(self, name: str, shard: Shard, slices: Sequence[_Slice]) -> str:
-        """Go along a shard from slice to slice; return what is not there."""
+        """Locate a shard, slice by slice; return a description of what is missing, if anything."""
         values, position, numel = shard
         stop, kind = position + len(values), (numel, str(values.dtype))
         while position < stop:
@@ -518,7 +518,7 @@ class _Reading:
         return ""
 
     def read(self) -> None:
-        """Fill the parts in place, one after the other."""
+        """Fill the parts in place, one after another."""
         for values, name, offset in self.parts:
             with open(self.checkpoint / name, "rb") as file:
                 file.seek(offset)
@@ -527,10 +527,10 @@ class _Reading:
 
 
 class AsyncCheckpointer:
-    """Saves checkpoints while training goes on, which waits only while the state is copied.
+    """Saves checkpoints in the background; training waits only while the state is copied.
 
-    Two saves; training goes on where its line says so:
-        training    save 1: copy, goes on ………………… save 2: waits, copy, goes on …… wait: waits
+    Two saves, where training continues after each copy:
+        training    save 1: copy, trains …………………… save 2: waits, copy, trains ……… wait: waits
         a thread                  writes 1 …………………………………………          writes 2 …………………………
 
         with AsyncCheckpointer(lambda state, step: save_checkpoint(state, folder, step)) as saver:
@@ -542,15 +542,15 @@ class AsyncCheckpointer:
     Attributes:
         snapshot_s: seconds that the last ``save`` took to copy the state, without waiting; 0.0
             before the first.
-        write_s: seconds that the last write took; 0.0 before the end of the first.
+        write_s: seconds that the last write took; 0.0 until the first has ended.
     """
 
     def __init__(self, write: Callable[[dict[str, Any], int], object]) -> None:
-        """Prepare; nothing is written yet.
+        """Store ``write``; nothing is written yet.
 
         Args:
-            write: makes a state durable. It is called with the copy of a state and its step, in
-                another thread, and so it calls no collective.
+            write: function that makes a state durable. It is called with a copy of a state and
+                its step, in another thread, so it must not call collectives.
         """
         self.write = write
         self.snapshot_s = self.write_s = 0.0
@@ -558,32 +558,32 @@ class AsyncCheckpointer:
         self._failed: tuple[int, Exception] | None = None
 
     def save(self, state: Mapping[str, Any], step: int) -> None:
-        """Copy the state, and let it be written while training goes on.
+        """Copy the state, and start to write the copy while training continues.
 
-        While an earlier write goes on, waits for its end first: there is one at a time.
+        If an earlier write is still running, wait for its end first: only one runs at a time.
 
         Args:
             state: tensors on any device, numbers, strings, and dicts, lists and tuples of them. Not
-                changed; and what happens to it after ``save`` does not reach the checkpoint.
-            step: step of the training.
+                changed; later changes to it do not reach the checkpoint.
+            step: training step.
 
         Raises:
-            RuntimeError: the write before this one has failed. It names the step of that write, as
-                ``step 300``, and the reason; nothing is saved now. An error is told once, here or
-                by ``wait``.
+            RuntimeError: the previous write has failed; the message names its step, as
+                ``step 300``, and the reason. Nothing is saved now. Each error is raised once, here
+                or by ``wait``.
 
-        Cost: memory for one copy of the state at a time, on the CPU, and of a slice for its
-            elements alone; time for copying it.
+        Cost: CPU memory for one copy of the state at a time, in which a slice takes only the memory
+            of its own elements; time for copying it.
         """
         self.wait()
         begun_s = time.perf_counter()
         snapshot = {name: _copied(part) for name, part in state.items()}
         self.snapshot_s = time.perf_counter() - begun_s
-        self._thread = threading.Thread(target=self._write, args=(snapshot, step))  # no daemon
+        self._thread = threading.Thread(target=self._write, args=(snapshot, step))  # not a daemon
         self._thread.start()
 
     def _write(self, snapshot: dict[str, Any], step: int) -> None:
-        """Write in the thread, whose errors nobody would see."""
+        """Write in the thread, and keep any error, which would go unnoticed there."""
         begun_s = time.perf_counter()
         try:
             self.write(snapshot, step)
@@ -592,13 +592,13 @@ class AsyncCheckpointer:
         self.write_s = time.perf_counter() - begun_s
 
     def wait(self) -> None:
-        """Wait until all that was saved is written.
+        """Wait until everything that was saved is written.
 
         Raises:
             RuntimeError: as for ``save``.
 
-        Without it, Python waits before it exits until the last write has ended; but if that fails,
-        nobody is told.
+        Without this call, Python waits for the end of the last write before it exits, but an error
+        in that write goes unreported.
         """
         if self._thread is not None:
             self._thread.join()
@@ -609,11 +609,11 @@ class AsyncCheckpointer:
             raise RuntimeError(f"step {step} is not saved: {error}") from error
 
     def __enter__(self) -> "AsyncCheckpointer":
-        """Return itself."""
+        """Return self."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait as ``wait`` does, also after an error inside of the with statement."""
+        """Wait as ``wait`` does, even after an error inside the ``with`` statement."""
         self.wait()
 
 

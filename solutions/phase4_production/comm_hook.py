@@ -1,4 +1,4 @@
-"""A hook that lets data parallelism send compressed gradients, and forgets nothing of them."""
+"""A hook that lets data parallelism send compressed gradients without losing anything."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,47 +11,47 @@ from phase4_production.given import Group, Piece, Reduce, Started
 
 
 class CompressionHook:
-    """Lets data parallelism send compressed gradients; what is left behind goes with the next ones.
+    """Lets data parallelism send compressed gradients; what is left out is sent with later ones.
 
-    A gradient of 0.4 in each step, and a ``reduce`` that sends whole numbers only:
+    A gradient of 0.4 in each step, and a ``reduce`` that sends only whole numbers:
         step              1      2      3      4      5
         gradient        0.4    0.4    0.4    0.4    0.4
         + residual      0.4    0.8    0.2    0.6    0.0
-        sent              0      1      0      1      0     2 in all, as of the gradients
+        sent              0      1      0      1      0     2 in all, like the gradients
         residual        0.4   -0.2    0.2   -0.4    0.0
 
-    It has two doors, for torch's DistributedDataParallel and for that of task 3.12:
+    It has two entry points, for torch's DistributedDataParallel and for that of task 3.12:
         ddp.register_comm_hook(None, hook)
         DistributedDataParallel(module, all_reduce=hook.all_reduce)
 
-    In every step, what ``reduce`` gets, once for each bucket, is this rank's gradients plus their
-    residuals, with pieces in one order on all ranks; what they become is its ``mean``; and the
-    residuals are then what it got, less what this rank ``sent``. Nothing else is sent.
+    In every step, ``reduce`` is called once per bucket, with this rank's gradients plus their
+    residuals; the pieces are in the same order on all ranks. Its ``mean`` replaces the gradients,
+    and its input minus what this rank ``sent`` becomes the residuals. Nothing else is sent.
 
-    If the mean of a bucket holds a NaN or an infinity, its residuals stay as they were: training
-    skips that step. No residual is ever NaN or infinite; what would be so becomes 0.
+    If the mean of a bucket holds a NaN or an infinity, its residuals stay unchanged: training skips
+    that step. No residual is ever NaN or infinite; such a value becomes 0.
 
-    A residual belongs to a parameter, whichever bucket that is in: torch lays out new buckets after
-    the first step, and a program that was restarted begins with the first ones again.
+    A residual belongs to a parameter, whichever bucket the parameter is in: torch lays out new
+    buckets after the first step, and a restarted program has the original ones at first.
 
     Args:
         module: module whose gradients are sent: the module itself, not the DistributedDataParallel
-            around it. Pieces have the names of its ``named_parameters``, and the shapes of these.
-            Each parameter fills its memory without gaps, as those of torch's layers do.
-        reduce: such as a ``PowerSGD``, for the same ranks. It gets float32 or float64: gradients of
-            16 bits are widened, and so residuals are never narrower than float32.
+            around it. Pieces have the names and shapes of its ``named_parameters``. Each parameter
+            fills its memory without gaps, as those of torch's layers do.
+        reduce: compressor for the same ranks, such as a ``PowerSGD``. It gets float32 or float64:
+            16-bit gradients are widened, so residuals are never narrower than float32.
 
     Source: Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
     """
 
     def __init__(self, module: nn.Module, reduce: Reduce) -> None:
-        """Prepare: no residuals, and nothing is sent yet."""
+        """Start without residuals; nothing is sent."""
         self.names: dict[Tensor, str] = {
             parameter: name for name, parameter in module.named_parameters()
         }
         self.reduce = reduce
         self.residuals: dict[str, Tensor] = {}  # shaped like the parameters
-        # torch asks a hook for its names, which functions have and objects have not
+        # torch reads a hook's __name__ and __qualname__, which functions have and instances lack
         self.__name__ = self.__qualname__ = type(self).__name__
 
     def __call__(
@@ -59,15 +59,15 @@ class CompressionHook:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket of torch's DistributedDataParallel, which calls it.
+        """Average a bucket of torch's DistributedDataParallel, which calls this.
 
         Args:
-            state: the state that was registered; it is not used.
-            bucket: holds gradients in the order of its parameters, and each of them laid out in
-                memory as its parameter is: ``channels_last``, for example.
+            state: registered state, which is not used.
+            bucket: gradients in the order of its parameters, each laid out in memory like its
+                parameter, for example in ``channels_last``.
 
         Returns:
-            A future of the whole buffer with the mean, which torch does not divide any more.
+            A future of the bucket's buffer, which holds the mean; torch does not divide it again.
         """
         params, buffer = bucket.parameters(), bucket.buffer()
         parts = buffer.split([parameter.numel() for parameter in params])
@@ -88,11 +88,11 @@ class CompressionHook:
             group: the ranks that train together; all by default.
 
         Returns:
-            Something whose ``wait`` returns when ``flat`` holds the sum: N times the mean, which
+            An object whose ``wait`` returns when ``flat`` holds the sum: N times the mean, which
             the caller divides by N.
 
         Raises:
-            ValueError: ``flat`` has elements that are the gradient of no parameter.
+            ValueError: ``flat`` has elements that belong to no parameter's gradient.
         """
         params = self._params_in(flat)
         self._average(params, [p.grad for p in params if p.grad is not None])
@@ -113,7 +113,7 @@ class CompressionHook:
         return sorted(found, key=places.__getitem__)
 
     def _average(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Replace gradients by their means, and keep what was left behind."""
+        """Replace the gradients with their means, and keep what was not sent."""
         names = [self.names[parameter] for parameter in params]
         wanted = torch.cat(
             [
@@ -130,37 +130,37 @@ class CompressionHook:
             self._keep(pieces, wanted - sent)
 
     def _keep(self, pieces: Sequence[Piece], left: Tensor) -> None:
-        """Keep what was left behind of each piece."""
+        """Keep the unsent rest of each piece."""
         left = torch.where(left.isfinite(), left, 0.0)  # a NaN would stay forever
         parts = left.split([piece.shape.numel() for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
             self.residuals[piece.name] = part.view(piece.shape)
 
     def _with_residual(self, name: str, gradient: Tensor) -> Tensor:
-        """Return a gradient with what was left behind of those before."""
+        """Return a gradient plus its residual, in float32 or wider."""
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         residual = self.residuals.get(name)
         return wide if residual is None else wide + residual.to(wide)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run of this rank needs to continue bit for bit: a copy.
+        """Return a copy of what this rank needs to continue bit for bit in a later run.
 
-        Residuals differ from rank to rank: each rank saves its own state. It holds that of
-        ``reduce``, too, if that has a ``state_dict``.
+        Residuals differ from rank to rank, so each rank saves its own state. It also holds the
+        state of ``reduce``, if that has a ``state_dict``.
         """
         residuals = {name: residual.clone() for name, residual in self.residuals.items()}
         of_reduce: dict[str, Any] = getattr(self.reduce, "state_dict", dict)()
         return {"residuals": residuals, "reduce": of_reduce}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same rank, which is only read."""
+        """Continue from a state of the same rank; the state is not changed."""
         self.residuals = {name: kept.clone() for name, kept in state["residuals"].items()}
         if hasattr(self.reduce, "load_state_dict"):
             self.reduce.load_state_dict(state["reduce"])
 
 
 def _done(tensor: Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future that is there already."""
+    """Return a future that is already complete."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future

@@ -1,4 +1,4 @@
-"""Exporters: where the numbers of a run go."""
+"""Exporters: where the metrics of a run go."""
 
 import errno
 import json
@@ -15,16 +15,16 @@ from torch.utils.tensorboard import SummaryWriter
 from phase4_production.given import Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLOSE_S = 0.05  # how often the server looks whether it should stop
-REQUEST_S = 5.0  # how long a client may be connected and send nothing
+CLOSE_S = 0.05  # interval at which the server checks whether to stop
+REQUEST_S = 5.0  # how long a client may stay connected without sending anything
 
 
 class PrometheusExporter:
-    """Serves the newest numbers at ``/metrics``, from where a Prometheus server fetches them.
+    """Serves the newest values at ``/metrics``, where a Prometheus server fetches them.
 
     With the labels ``{"run": "a", "rank": "3"}``, and after
-    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, the text there is, in any order,
-    and with 7 or 7.0 for the same number:
+    ``write({"loss/train": 2.5, "samples_total": 4096}, step=7)``, it serves the following text;
+    metrics may be in any order, and 7 may be written as 7.0:
         # TYPE step gauge
         step{run="a",rank="3"} 7
         # TYPE loss_train gauge
@@ -34,28 +34,28 @@ class PrometheusExporter:
     """
 
     def __init__(self, labels: Mapping[str, str], port: int = 0, host: str = "127.0.0.1") -> None:
-        """Serve from now on, in a daemon thread that prints nothing.
+        """Start serving, in a daemon thread that prints nothing.
 
-        Every path but ``/metrics`` is answered with 404; what is behind a ``?`` doesn't matter.
+        Every path except ``/metrics`` is answered with 404; anything after a ``?`` is ignored.
         Content-Type is CONTENT_TYPE. A client that sends nothing for REQUEST_S is dropped.
 
         Args:
-            labels: labels of every sample: legal names, with any values.
-            port: 0 takes a free one; ``exporter.port`` is the one that was taken.
-            host: the address to listen at. With the default, only this machine can ask: whoever
-                reaches the port reads the numbers, without a password.
+            labels: labels of every sample, with legal names and any values.
+            port: port to listen on; 0 for any free one. ``exporter.port`` is the port in use.
+            host: address to listen on. With the default, only this machine can connect; otherwise,
+                anyone who can reach the port can read the values, without a password.
 
         Raises:
-            OSError: it can't listen there. The text names host and port, the system's reason, and
-                what to do. If the port is in use: take another port, one for each rank, or 0. If
-                not, no other process is to blame: check that the host is an address of this
-                machine, and the port one that this user may take, 65535 at most.
+            OSError: listening fails. The message names host and port, the system's reason, and what
+                to do. If the port is in use: take another port, one for each rank, or 0. Otherwise,
+                no other process is to blame: check that the host is an address of this machine, and
+                that this user may use the port, which is at most 65535.
         """
         pairs = [f'{name}="{_escaped(value)}"' for name, value in labels.items()]
         self.labels, self.samples, self.page = ",".join(pairs), dict[str, str](), b""
         try:
             self.server = _Server((host, port), _handler_of(lambda: self.page))
-        except (OSError, OverflowError) as error:  # the latter for ports that don't exist
+        except (OSError, OverflowError) as error:  # OverflowError: such a port does not exist
             raise OSError(f"no metrics at {host}:{port} ({error}). {_advice(error)}") from error
         self.port: int = self.server.server_address[1]
         self.thread = threading.Thread(
@@ -66,18 +66,18 @@ class PrometheusExporter:
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Show these values from now on. A metric that isn't among them keeps its value.
 
-        A request during the write is answered with the old values or with the new ones, never with
-        some of both.
+        A request during the write is answered with the old values or the new ones, never with a
+        mix.
 
         Args:
-            metrics: those whose names end in ``_total`` are counters, all others are gauges. In a
-                name, what is not an ASCII letter, a digit, ``_`` or ``:`` becomes ``_``, and one
-                that begins with a digit gets a ``_`` in front of it. No name is empty, none becomes
-                ``step``, and no two become the same one, as ``loss/train`` and ``loss.train``
-                would: one of the two would be lost.
-            step: shown as the gauge ``step``.
+            metrics: values by name. Names that end in ``_total`` are counters, all others are
+                gauges. In a name, any character except an ASCII letter, a digit, ``_`` or ``:``
+                becomes ``_``, and a name that begins with a digit gets a ``_`` in front of it. No
+                name is empty, none becomes ``step``, and no two become the same one, as
+                ``loss/train`` and ``loss.train`` would: one of the two would be lost.
+            step: training step, shown as the gauge ``step``.
 
-        Format: text format 0.0.4. In values of labels, backslash, double quote and line feed are
+        Format: text format 0.0.4. In label values, backslash, double quote and line feed are
         escaped. NaN and the infinities are spelled NaN, +Inf and -Inf.
         """
         shown = {_legal(name): _spelled(value) for name, value in metrics.items()}
@@ -86,10 +86,10 @@ class PrometheusExporter:
         self.page = "".join(texts).encode()  # one assignment: a request sees one page or the other
 
     def close(self) -> None:
-        """Stop serving. When it returns, the port is free.
+        """Stop serving. When this returns, the port is free.
 
-        Threads that serve clients end with them: the last one when its client was dropped. A child
-        that was forked meanwhile, such as a worker of a DataLoader, keeps the port until it ends.
+        A thread that serves a client ends when the client leaves, at the latest when it is dropped.
+        A child process forked meanwhile, such as a DataLoader worker, keeps the port until it ends.
         """
         self.server.shutdown()
         self.server.server_close()
@@ -97,14 +97,14 @@ class PrometheusExporter:
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers each client in a thread of its own."""
+    """Answers each client in its own thread."""
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: a client that has left before its answer is no failure of training."""
+        """Print nothing: a client that leaves before its answer is not a failure of training."""
 
 
 def _advice(error: Exception) -> str:
-    """Say what to do if nobody can listen there."""
+    """Return what to do about an address on which the server can't listen."""
     if getattr(error, "errno", None) == errno.EADDRINUSE:
         return (
             "Another process listens there, perhaps another rank. Give each rank a port of its "
@@ -117,7 +117,7 @@ def _advice(error: Exception) -> str:
 
 
 def _handler_of(page: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
-    """Return what answers requests with the page of the moment."""
+    """Return a class that answers requests with the current page."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = REQUEST_S
@@ -150,7 +150,7 @@ def _legal(name: str) -> str:
 
 
 def _escaped(value: str) -> str:
-    """Return the value of a label as it is written between quotes."""
+    """Return a label's value as it is written between quotes."""
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
@@ -161,45 +161,46 @@ def _spelled(value: float) -> str:
 
 
 class JsonlWriter:
-    """Appends the numbers of each step to a file, as a line of JSON.
+    """Appends the metrics of each step to a file, as a line of JSON.
 
     After ``write({"loss": 2.5, "grad_norm": math.inf}, step=7)``, the last line is:
         {"step": 7, "loss": 2.5, "grad_norm": "Infinity"}
     """
 
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
-        """Open the file, new or behind what is there.
+        """Open the file for appending; create it if it is missing.
 
-        A last line without a line feed, which a killed process has left, is cut off. The file never
-        holds less than what is kept: a kill in the middle of this loses nothing.
+        A last line without a line feed, left by a killed process, is cut off. At no time does the
+        file hold less than what is kept, so a kill in the middle of this loses nothing.
 
         Args:
             path: path of the file; its folder exists.
-            resume_after: the step of the checkpoint from which training continues. Lines of later
-                steps are cut off, because these steps will come again: the first one, and all that
-                follows it, unread. None: none are.
+            resume_after: step of the checkpoint from which training continues. The first line of a
+                later step and everything after it are cut off, unread, because these steps will be
+                repeated. With None, lines of all steps are kept.
 
         Raises:
-            ValueError: a line before the cut is damaged, though it has a line feed, be it the last
-                one: as from ``read_jsonl``. The file stays as it is.
+            ValueError: a line before the cut is damaged although it ends with a line feed, even if
+                it is the last line; the message is as in ``read_jsonl``. The file stays unchanged.
         """
         if path.exists():
             os.truncate(path, _bytes_to_keep(path, resume_after))
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append a line. When it returns, the line survives the end of the process.
+        """Append a line. Once this returns, the line survives even if the process is killed.
 
-        The same numbers make the same line: there is no time in it. NaN and the infinities, for
-        which JSON has no number, are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+        The same metrics always give the same line, which contains no timestamp. NaN and the
+        infinities, which JSON lacks, become the strings ``"NaN"``, ``"Infinity"`` and
+        ``"-Infinity"``.
 
         Args:
-            metrics: any names but ``step``.
-            step: step of the training, not below that of the line before.
+            metrics: values by name; any names except ``step``.
+            step: training step, not below that of the previous line.
         """
         fields = {name: _as_json(value) for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **fields}, allow_nan=False) + "\n")
-        self.file.flush()  # the kernel keeps it when the process is killed
+        self.file.flush()  # the kernel keeps it even if the process is killed
 
     def close(self) -> None:
         """Close the file."""
@@ -207,7 +208,7 @@ class JsonlWriter:
 
 
 def _bytes_to_keep(path: Path, resume_after: int | None) -> int:
-    """Return where the first line begins that is unfinished or too late."""
+    """Return the offset of the first line that is unfinished or of a later step."""
     kept = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -219,29 +220,29 @@ def _bytes_to_keep(path: Path, resume_after: int | None) -> int:
 
 
 def _is_later(record: Record, step: int | None) -> bool:
-    """Tell whether a record is of a step that will come again."""
+    """Return whether a record is of a later step, which will be repeated."""
     return step is not None and record.step > step
 
 
 def _as_json(value: float) -> float | str:
-    """Return the text of a number in JSON."""
+    """Return a number in a form that JSON has: a string if it is not finite."""
     value = float(value)
     return value if math.isfinite(value) else json.dumps(value)  # "NaN", "Infinity", "-Infinity"
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """Return what a JsonlWriter has written, line by line, as the numbers that they were.
+    """Return the records that a JsonlWriter wrote, line by line, with their original values.
 
     Raises:
-        ValueError: a line is not one of a JsonlWriter: damaged, say, or unfinished. The text names
-            the file and the number of the line, from 1.
+        ValueError: a line does not come from a JsonlWriter, for example because it is damaged or
+            unfinished. The message names the file and the line, counted from 1.
     """
     with path.open("rb") as file:
         return [_record(path, number, line) for number, line in enumerate(file, start=1)]
 
 
 def _record(path: Path, number: int, line: bytes) -> Record:
-    """Return what a line says."""
+    """Return the record in a line."""
     try:
         fields = json.loads(line)
         step = int(fields.pop("step"))
@@ -251,21 +252,21 @@ def _record(path: Path, number: int, line: bytes) -> Record:
 
 
 class TensorBoardWriter:
-    """Draws the numbers of a run as curves in TensorBoard, one for each metric."""
+    """Draws the metrics of a run as curves in TensorBoard, one for each metric."""
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
         """Open a new file in the folder, beside those of earlier processes of this run.
 
         Args:
-            folder: folder of the run. One rank writes into it.
-            resume_after: the step of the checkpoint from which training continues: TensorBoard
-                hides the points of later steps that are there already. None: it hides none.
+            folder: folder of the run, into which one rank writes.
+            resume_after: step of the checkpoint from which training continues; TensorBoard hides
+                points of later steps that are already there. With None, it hides none.
         """
         purge_step = None if resume_after is None else resume_after + 1
         self.writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a point to the curve of each metric. When it returns, TensorBoard can show them."""
+        """Add a point to the curve of each metric; once this returns, TensorBoard can show it."""
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()

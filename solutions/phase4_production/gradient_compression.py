@@ -1,4 +1,4 @@
-"""Gradient compression: send a part of the gradient or coarse numbers, and the rest later."""
+"""Gradient compression: send part of the gradient or coarse numbers now, and the rest later."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phase4_production.given import Codec, Group, Reduced, group_device
 
-_BITS = torch.arange(8, dtype=torch.uint8)  # the place of each sign in its byte
+_BITS = torch.arange(8, dtype=torch.uint8)  # position of each sign in its byte
 
 
 def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
@@ -21,17 +21,17 @@ def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
         mean of what was sent                        2.5  -2   0   2.5
 
     Args:
-        gradient: (n,), floating; other values on each rank. It is not changed.
-        fraction: share of the entries that travel, above 0 and at most 1: k = round(fraction * n),
-            but at least 1 if there are any.
+        gradient: (n,), floating-point; differs from rank to rank. Not changed.
+        fraction: share of the entries to send, above 0 and at most 1: k = round(fraction * n), but
+            at least 1 if there are any entries.
         group: the ranks that take part; all ranks by default.
 
     Returns:
-        The mean, the same on all ranks bit for bit, and what this rank has sent: its gradient
-        at its k places, 0 elsewhere; both of gradient's dtype. Of entries that are equally large,
-        any may be sent. A NaN counts as largest, so that all ranks notice.
+        The mean, bit for bit the same on all ranks, and what this rank has sent: its gradient at
+        its k indices, 0 elsewhere; both in the gradient's dtype. Of equally large entries, any may
+        be sent. A NaN counts as largest, so that all ranks notice it.
 
-    Cost: k values and k indices of 4 bytes to each other rank: 8k(N-1) bytes in float32.
+    Cost: k values and k indices of 4 bytes to every other rank: 8k(N-1) bytes in float32.
 
     Source: Aji and Heafield 2017 (EMNLP); Lin et al. 2018 (ICLR).
     """
@@ -41,14 +41,14 @@ def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
 
 
 def _number_of(fraction: float, gradient: Tensor) -> int:
-    """Return how many entries travel."""
+    """Return how many entries to send."""
     return min(len(gradient), max(1, round(fraction * len(gradient))))
 
 
 def _exchange(gradient: Tensor, places: Tensor, most: int, group: Group) -> Reduced:
-    """Average each rank's entries at its own places, of which no rank has more than ``most``."""
+    """Average the entries that each rank has at its own ``places``, at most ``most`` per rank."""
     values = gradient[places]
-    padding = (0, most - len(places))  # zeros at place 0 change nothing
+    padding = (0, most - len(places))  # adding zeros at index 0 changes nothing
     all_values = _gather(F.pad(values, padding), group)
     all_places = _gather(F.pad(places.int(), padding), group)
     total = torch.zeros_like(gradient)
@@ -59,7 +59,7 @@ def _exchange(gradient: Tensor, places: Tensor, most: int, group: Group) -> Redu
 
 
 def _gather(x: Tensor, group: Group) -> list[Tensor]:
-    """Return the tensors of all ranks, which have one shape."""
+    """Gather the tensors of all ranks, which have the same shape."""
     tensors = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tensors, x, group=group)
     return tensors
@@ -77,11 +77,11 @@ def reduce_with_feedback(
            3        8    3             8  0     0    3
 
     Args:
-        gradient: (n,), floating; it is not changed.
-        residual: (n,), of gradient's dtype: what this rank has not sent so far; zeros before the
-            first step. What it has not sent now is written into it.
-        reduce: called once; ``lambda x: top_k(x, 0.01)``, for example. It does not change what it
-            is given.
+        gradient: (n,), floating-point. Not changed.
+        residual: (n,), of the gradient's dtype: what this rank has not sent so far; zeros before
+            the first step. What remains unsent now is written into it.
+        reduce: function that is called once, such as ``lambda x: top_k(x, 0.01)``. It does not
+            change its argument.
 
     Returns:
         The mean that ``reduce`` returned.
@@ -97,27 +97,27 @@ def reduce_with_feedback(
 def random_k(
     gradient: Tensor, fraction: float, generator: torch.Generator, group: Group = None
 ) -> Reduced:
-    """Average entries at random places, the same on all ranks, so that no index travels.
+    """Average entries at random indices, the same on all ranks, so that indices need not be sent.
 
-    Two ranks, fraction 0.5 of four entries; both draw the places 1 and 2:
+    Two ranks, fraction 0.5 of four entries; both draw the indices 1 and 2:
         rank 0    gradient    5  -1   0   2    sent    0  -1   0   0
         rank 1    gradient    1  -4   0   3    sent    0  -4   0   0
         mean of what was sent                        0  -2.5   0   0
 
-    The values are not scaled by n/k, which would make the mean right on average: with error
-    feedback the rest comes later, and would come twice.
+    The values are not scaled by n/k to make the mean unbiased: with error feedback, the rest is
+    sent later, and would then count twice.
 
     Args:
-        gradient: (n,), floating; other values on each rank. It is not changed.
-        fraction: share of the entries that travel, above 0 and at most 1: k = round(fraction * n),
-            but at least 1 if there are any.
-        generator: generator on the CPU, in the same state on all ranks: it alone decides which k
-            places are drawn, all equally likely, and other ones in the next call.
+        gradient: (n,), floating-point; differs from rank to rank. Not changed.
+        fraction: share of the entries to send, above 0 and at most 1: k = round(fraction * n), but
+            at least 1 if there are any entries.
+        generator: generator on the CPU, in the same state on all ranks. It alone decides which k
+            indices are drawn; all are equally likely, and the next call draws different ones.
         group: the ranks that take part; all ranks by default.
 
     Returns:
-        The mean, the same on all ranks bit for bit, and what this rank has sent: its gradient
-        at the k places, 0 elsewhere; both of gradient's dtype.
+        The mean, bit for bit the same on all ranks, and what this rank has sent: its gradient at
+        the k indices, 0 elsewhere; both in the gradient's dtype.
 
     Cost: an all-reduce of k values: 8k(N-1)/N bytes in float32 along a ring. A permutation of n
         numbers on the CPU, 8 bytes each.
@@ -134,7 +134,7 @@ def random_k(
 
 
 def threshold(gradient: Tensor, least: float, group: Group = None) -> Reduced:
-    """Average the entries whose magnitude is at least ``least``, as many as each rank has.
+    """Average the entries whose magnitude is at least ``least``, however many each rank has.
 
     Two ranks, least 3:
         rank 0    gradient    5  -1   0   2    sent    5   0   0   0
@@ -142,17 +142,17 @@ def threshold(gradient: Tensor, least: float, group: Group = None) -> Reduced:
         mean of what was sent                        2.5  -2   0   1.5
 
     Args:
-        gradient: (n,), floating; other values on each rank. It is not changed.
-        least: above 0; the magnitude from which on entries travel. A NaN travels too, so that all
-            ranks notice.
+        gradient: (n,), floating-point; differs from rank to rank. Not changed.
+        least: smallest magnitude to send, above 0. NaNs are sent too, so that all ranks notice
+            them.
         group: the ranks that take part; all ranks by default.
 
     Returns:
-        The mean, the same on all ranks bit for bit, and what this rank has sent: its gradient
-        at these places, 0 elsewhere; both of gradient's dtype. There may be none.
+        The mean, bit for bit the same on all ranks, and what this rank has sent: these entries of
+        its gradient, 0 elsewhere; both in the gradient's dtype. There may be no such entries.
 
-    Cost: with L for the number of entries of the rank that has most, 8L(N-1) bytes in float32 at
-        most, and before them the numbers of entries: at most 16(N-1) bytes.
+    Cost: at most 8L(N-1) bytes in float32, where L is the largest number of entries on any rank,
+        and before that at most 16(N-1) bytes to agree on L.
 
     Source: Strom 2015 (Interspeech).
     """
@@ -166,17 +166,17 @@ class Int8:
     """One byte for each number: whole steps from -127 to 127."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Round to the nearest of 255 numbers: 0, and 127 steps of max|x| / 127 to either side.
+        """Round to the nearest of 255 numbers: 0, and 127 steps of max|x| / 127 on either side.
 
-        2.54, -0.06, 0.009 has the scale 0.02; the codes are 127, -3, 0.
+        2.54, -0.06, 0.009 have the scale 0.02; the codes are 127, -3, 0.
 
         Args:
-            x: (n,), floating; n may be 0. It is not changed.
+            x: (n,), floating-point; n may be 0. Not changed.
 
         Returns:
             The codes, uint8 of shape (n,), and the scale: the length of a step, float32 of shape
-            (). It is 0 if all of x is. If x holds a NaN or an infinity, no number that comes out of
-            ``decode`` is finite.
+            (). It is 0 if all of x is 0. If x holds a NaN or an infinity, ``decode`` returns no
+            finite number.
         """
         x = x.float()
         scale = x.abs().max() / 127 if len(x) else x.sum()
@@ -189,11 +189,11 @@ class Int8:
         Args:
             payload: bytes from ``encode``; more bytes may follow.
             scale: scale from ``encode``.
-            n: how many numbers were encoded.
+            n: number of encoded numbers.
 
         Returns:
-            (n,), float32. Each is at most half a scale away from what was encoded; 0 stays 0. So
-            it is unless the scale is below 1e-38, where float32 has few digits.
+            (n,), float32. Each is within half the scale of the original number, and 0 stays 0,
+            unless the scale is below 1e-38, where float32 has few digits.
         """
         return payload[:n].view(torch.int8) * scale
 
@@ -202,17 +202,17 @@ class Sign:
     """One bit for each number: plus or minus the mean magnitude of all."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the signs, eight in a byte, and the mean of all magnitudes.
+        """Keep the signs, eight to a byte, and the mean of all magnitudes.
 
-        5, -1, 0, 2 has the scale 2 and the signs + - + +: 0 counts as positive.
+        5, -1, 0, 2 have the scale 2 and the signs + - + +: 0 counts as positive.
 
         Args:
-            x: (n,), floating; n may be 0. It is not changed.
+            x: (n,), floating-point; n may be 0. Not changed.
 
         Returns:
-            The signs, uint8 of shape (n / 8, rounded up), and the scale: mean |x|, float32 of
-            shape (); 0 if there are no numbers. If x holds a NaN or an infinity, no number that
-            comes out of ``decode`` is finite.
+            The signs, uint8 of shape (n / 8, rounded up), and the scale: mean |x|, float32 of shape
+            (); 0 if there are no numbers. If x holds a NaN or an infinity, ``decode`` returns no
+            finite number.
         """
         x = x.float()
         bits = F.pad((x >= 0).to(torch.uint8), (0, -len(x) % 8)).view(-1, 8)
@@ -225,7 +225,7 @@ class Sign:
         Args:
             payload: bytes from ``encode``; more bytes may follow.
             scale: scale from ``encode``.
-            n: how many numbers were encoded.
+            n: number of encoded numbers.
 
         Returns:
             (n,), float32.
@@ -235,30 +235,29 @@ class Sign:
 
 
 def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
-    """Average a gradient that travels in codes, both to where it is summed and back.
+    """Average a gradient that is encoded both on its way to the ranks that sum it and back.
 
-    Each rank owns a chunk, as ``tensor_split`` makes them: rank r the r-th of N. Two ranks, with
-    Sign:
+    Rank r owns chunk r of N, as cut by ``tensor_split``. Two ranks, with Sign:
         rank 0    gradient  3  1 |  4  2     encoded in chunks    2  2 |  3  3
         rank 1    gradient  2 -4 | -1  1     encoded in chunks    3 -3 | -1  1
     1.  Each owner gets its chunk from all ranks, and takes the mean:   2.5 -0.5 |  1  2
     2.  It encodes the mean again, and all ranks get it:                1.5 -1.5 | 1.5 1.5
-    The second rounding is an error too, of the owner: it counts as sent what it had encoded, minus
-    N times what the second rounding has taken from the mean. Rank 0 has sent
-    2 - 2·(2.5 - 1.5), 2 - 2·(-0.5 + 1.5) and 3, 3, which makes 0, 0, 3, 3; rank 1 3, -3, 0, 0.
+    The owner bears the error of the second rounding: for its own chunk, it counts as sent what it
+    first encoded, minus N times what the second rounding took from the mean. So rank 0 has sent
+    2 - 2·(2.5 - 1.5), 2 - 2·(-0.5 + 1.5), 3 and 3, that is, 0, 0, 3, 3; rank 1: 3, -3, 0, 0.
 
     Args:
-        gradient: (n,), floating; other values on each rank. n need not be a multiple of N, and may
-            be less, even 0. It is not changed.
-        codec: encodes chunk by chunk, each with its own scale.
+        gradient: (n,), floating-point; differs from rank to rank. n need not be a multiple of N,
+            and may be less than N, even 0. Not changed.
+        codec: codec that encodes each chunk with its own scale.
         group: the ranks that take part; all ranks by default.
 
     Returns:
-        The mean, the same on all ranks bit for bit, and what this rank has sent, as above;
-        both of gradient's dtype.
+        The mean, bit for bit the same on all ranks, and what this rank has sent, as above; both in
+        the gradient's dtype.
 
-    Cost: with b for the bytes in which the codec writes a chunk of n/N entries, rounded up,
-        2(N-1)(b + 8) bytes at most.
+    Cost: at most 2(N-1)(b + 8) bytes, where b is the number of bytes into which the codec encodes a
+        chunk of n/N entries, rounded up.
 
     Source: Tang et al. 2021 (ICML), whose server error is that of the second rounding; Seide et al.
         2014 (Interspeech).
@@ -279,7 +278,7 @@ def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
 
 
 def _row(payload: Tensor, scale: Tensor, width: int) -> Tensor:
-    """Return the bytes that travel: those of the scale, and the codes, filled up to ``width``."""
+    """Return the bytes to send: those of the scale, and the codes, padded to ``width``."""
     return torch.cat([scale.view(1).view(torch.uint8), F.pad(payload, (0, width - len(payload)))])
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m solutions.phase4_production.imagenet_trainer \\
         --config configs/imagenet_resnet50.yaml --data_dir /data/imagenet
 
-The same command goes on where the last one has stopped. --KEY VALUE changes any key of the
+Run again, the same command continues where it stopped. --KEY VALUE changes any key of the
 configuration, and --impl mine trains with the lessons that you have written. Exit codes:
     0 done    75 stopped and saved, run it again    78 the configuration or the data is wrong
     74 cannot save    1 anything else: running it again may help
@@ -42,10 +42,10 @@ from distlab.production.world import (
 
 
 class Training:
-    """One run, as one rank sees it."""
+    """One training run, as seen by one rank."""
 
     def __init__(self, config: Config, lessons: Lessons, device: torch.device) -> None:
-        """Make all that is trained, and go on from the newest checkpoint."""
+        """Build everything that training needs, and continue from the newest checkpoint."""
         self.config, self.progress = config, Progress()
 
         data = open_images(config)
@@ -75,7 +75,7 @@ class Training:
             profile(lambda: self.train_step(*batch), folder, unchanged, lessons)
 
     def parts(self) -> dict[str, Any]:
-        """Return all that decides how the run goes on: what a checkpoint holds."""
+        """Return everything on which the rest of the run depends, to be saved in checkpoints."""
         means = {
             "mean": self.strategy.of_parameters(self.mean.parameters),
             "mean_of_buffers": PerRank(self.mean.buffers, is_optional=True),
@@ -84,7 +84,7 @@ class Training:
         return {**self.strategy.parts(), **(means if self.config.ema_decay else {}), **own}
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the losses of some images; those with the label BAD do not count."""
+        """Return the sum of the images' losses, ignoring images with the label BAD."""
         smoothing = self.config.label_smoothing
         return nn.functional.cross_entropy(
             logits.float(), targets, reduction="sum", ignore_index=BAD, label_smoothing=smoothing
@@ -104,7 +104,7 @@ class Training:
             self.finish()
 
     def train_epochs(self) -> None:
-        """Train and evaluate, epoch by epoch, what is left of the run."""
+        """Train and evaluate the rest of the run, epoch by epoch."""
         while self.progress.evaluated < self.config.epochs:
             if self.progress.evaluated < self.sampler.epoch:
                 self.evaluate()
@@ -112,7 +112,7 @@ class Training:
                 self.train_epoch()
 
     def train_epoch(self) -> None:
-        """Train on what is left of the epoch."""
+        """Train on the rest of the epoch."""
         batches = self.batches.of_epoch(self.strategy)
         for images, targets in self.telemetry.timer.batches(batches):
             with self.telemetry.part("compute"):
@@ -121,7 +121,7 @@ class Training:
             self.after_step()
 
     def train_step(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Do one step on a global batch, of which these are this rank's part."""
+        """Run one step on a global batch; the arguments are this rank's share of it."""
         strategy, sampler = self.strategy, self.sampler
         num_samples = min(sampler.global_batch, sampler.num_samples - sampler.position)
         set_lr(strategy.optimizer, lr_at(self.config, sampler))
@@ -136,7 +136,7 @@ class Training:
         return loss
 
     def after_step(self) -> None:
-        """Tell how it goes; save where it is time to; stop if any rank was asked to."""
+        """Report and save when due, and stop if any rank was asked to."""
         if self.telemetry.is_due():
             lr = self.strategy.optimizer.param_groups[0]["lr"]
             bad = self.telemetry.tell(lr, self.batches.bad_images, self.checkpoints)
@@ -147,27 +147,27 @@ class Training:
             self.save()
 
     def go_on(self) -> None:
-        """Show that this rank lives; stop, on all ranks, if any was asked to."""
+        """Show that this rank is alive, and stop all ranks if any was asked to."""
         self.telemetry.alive()
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """Stop, on all ranks, if any was asked to."""
+        """Stop all ranks if any was asked to."""
         if self.stop.agreed():
             raise StopAsked
 
     def save(self) -> None:
-        """Save after every ``save_every`` steps."""
+        """Save if the step is a multiple of ``save_every``."""
         if self.progress.step % self.config.save_every == 0:
             self.checkpoints.save(self.progress.step)
 
     def finish(self) -> None:
-        """Save, and wait until that is durable."""
+        """Save, and wait until the checkpoint is durable."""
         with self.telemetry.watch.busy():
             self.checkpoints.finish(self.progress.step)
 
     def check_images(self, bad: int) -> None:
-        """Save and stop, on all ranks, where more images are unreadable than may be."""
+        """Save and stop, on all ranks, if more images are unreadable than allowed."""
         allowed = self.config.max_bad_images
         if bad > allowed:
             self.finish()
@@ -177,7 +177,7 @@ class Training:
             )
 
     def evaluate(self) -> None:
-        """Evaluate after an epoch, exactly."""
+        """Evaluate after an epoch, counting each test image exactly once."""
         accuracy = evaluate(self.strategy, self.test_images, self.config, self.mean, self.go_on)
         self.progress.note(self.sampler.epoch, *accuracy)
         self.telemetry.tell_accuracy(accuracy, len(self.test_images))
@@ -185,11 +185,11 @@ class Training:
 
 
 class StopAsked(Exception):
-    """A rank was asked to stop: all do, after the same step or batch."""
+    """A rank was asked to stop; all ranks stop after the same step or batch."""
 
 
 def train(config: Config, lessons: Lessons) -> None:
-    """Train as a configuration says, from the newest checkpoint on."""
+    """Train according to a configuration, from the newest checkpoint if there is one."""
     with joined(config) as device, alone_in(config.run_dir):
         training = Training(config, lessons, device)
         training.run()

@@ -1,4 +1,4 @@
-"""Monitoring: where the time of a step goes, how much of the hardware is used, and who is slow."""
+"""Monitoring: where a step's time goes, how well hardware is used, and which ranks are slow."""
 
 import math
 import resource
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class StepTimer:
     """Splits the time of each step into data, compute, exposed communication and the rest.
 
-    A step of 100 ms, in which the all-reduce is waited for inside of compute:
+    A step of 100 ms that waits for the all-reduce inside compute:
         part("data")             ████                      20 ms
         part("compute")              ████████   ████       60 ms, without the part inside
         part("communication")                ███           15 ms
@@ -42,13 +42,13 @@ class StepTimer:
         clock: Callable[[], float] = time.perf_counter,
         synchronize: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin the first step.
+        """Start the first step.
 
         Args:
-            clock: returns the time, in seconds.
-            synchronize: waits until the device has finished. It is called before each reading of
-                the clock, because kernels of a GPU still run when the call that starts them has
-                returned.
+            clock: function that returns the time, in seconds.
+            synchronize: function that waits until the device has finished. Called before each
+                reading of the clock, because a GPU's kernels may still be running when the call
+                that starts them returns.
         """
         self.clock, self.synchronize = clock, synchronize
         self.open: list[Part] = []  # the innermost is last
@@ -59,12 +59,12 @@ class StepTimer:
         self.seconds: dict[Part, float] = {"data": 0.0, "compute": 0.0, "communication": 0.0}
 
     def _now(self) -> float:
-        """Return the time at which the device has finished."""
+        """Wait until the device has finished, and return the time."""
         self.synchronize()
         return self.clock()
 
     def _charge(self) -> None:
-        """Give the time since the last reading to the innermost open part."""
+        """Charge the time since the last reading to the innermost open part."""
         now_s = self._now()
         if self.open:
             self.seconds[self.open[-1]] += now_s - self.read_s
@@ -72,18 +72,18 @@ class StepTimer:
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Count the time inside of the ``with`` statement for a part of the step.
+        """Charge the time inside the ``with`` statement to a part of the step.
 
-        Parts may be inside of each other: time in the inner part does not count for the outer one.
-        A part also ends with an error inside of it, which is passed on. A part that is entered
-        several times in a step gets the sum.
+        Parts may be nested: time in the inner part does not count towards the outer one. An error
+        inside a part also ends it, and is passed on. A part that is entered several times in a step
+        gets the sum of its times.
 
         Args:
             name: name of the part.
 
         Raises:
-            ValueError: there is no such part. The text names it, and those that there are. It is
-                raised on entry: what is inside does not run, and nothing else changes.
+            ValueError: there is no such part. The message names it, and the parts that exist.
+                Raised on entry: the code inside does not run, and nothing else changes.
 
         Cost: no communication.
         """
@@ -98,14 +98,13 @@ class StepTimer:
             self.open.pop()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield what the loader yields, and count waiting for it as data.
+        """Yield what the loader yields, and charge the wait for it to data.
 
-        Starting the loader counts too, and so does the last wait, after which there is no batch:
-        it belongs to the step that follows. A batch is asked for when the loop wants it, and not
-        earlier.
+        Starting the loader counts too, and so does the last wait, which yields no batch: it counts
+        for the step that follows. A batch is requested only when the loop asks for it.
 
         Args:
-            loader: yields batches; it may be empty.
+            loader: iterable of batches, perhaps empty.
         """
         with self.part("data"):
             source = iter(loader)
@@ -120,11 +119,11 @@ class StepTimer:
     def end_step(self) -> StepTimes:
         """End the step and begin the next one.
 
-        It is called outside of all parts.
+        Call this outside all parts.
 
         Returns:
-            The times of the step that ends: ``step_s`` since the step before has ended, for the
-            first step since the timer was made. What is in no part is ``rest_s``.
+            The times of the step that ends. ``step_s`` counts from the end of the previous step or,
+            for the first step, from the creation of the timer. Time in no part is ``rest_s``.
 
         Cost: no communication.
         """
@@ -137,12 +136,12 @@ class StepTimer:
 
 
 def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
-    """Return the times of all ranks, rank by rank, on every rank.
+    """Return the times of all ranks, in rank order, on every rank.
 
-    All ranks of the group call it; once in many steps is enough.
+    All ranks of the group call this; once in many steps is enough.
 
     Args:
-        times: times of this rank's step. They arrive as they are, without rounding.
+        times: times of this rank's step. They are sent without rounding.
         group: the ranks that take part; all ranks by default.
 
     Cost: one collective, to which each rank contributes 32 bytes.
@@ -151,7 +150,7 @@ def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
 
 
 def _gather(values: Sequence[float], group: Group) -> list[list[float]]:
-    """Return the numbers of all ranks, rank by rank."""
+    """Return the values of all ranks, in rank order."""
     mine = torch.tensor(values, dtype=torch.float64, device=group_device(group))
     by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(by_rank, mine, group=group)
@@ -159,13 +158,14 @@ def _gather(values: Sequence[float], group: Group) -> list[list[float]]:
 
 
 def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
-    """Return how many samples per second the job processes: the same number on all ranks.
+    """Return how many samples per second the job processes: the same value on all ranks.
 
-    It is the samples of all ranks over the time of the slowest, because the job continues when that
-    is done. Ranks with 300 samples in 1 s and 100 in 2 s: 400 / 2 s = 200 samples/s.
+    This is the samples of all ranks divided by the time of the slowest rank, because the job
+    continues only when that one is done. Ranks with 300 samples in 1 s and 100 in 2 s: 400 / 2 s =
+    200 samples/s.
 
     Args:
-        num_samples: samples that this rank has processed; may be 0.
+        num_samples: number of samples that this rank has processed; may be 0.
         seconds: time that this rank took, waiting included; above 0.
         group: the ranks of the job; all ranks by default.
 
@@ -180,22 +180,22 @@ def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
 
 
 def count_flops(step: Callable[[], object]) -> int:
-    """Return how many floating-point operations a step takes: those that are executed.
+    """Return how many floating-point operations a step executes.
 
-    A product of an (m, k) with a (k, n) matrix takes 2·m·k·n. The backward pass of a linear layer
-    takes as many for the gradient of its weight, and again as many for that of its input. What
-    needs no gradient takes none: the input of the first layer, or weights that are frozen.
+    A product of an (m, k) and a (k, n) matrix takes 2·m·k·n. The backward pass of a linear layer
+    takes as many for the gradient of its weight, and as many again for that of its input. Tensors
+    that need no gradient, such as the input of the first layer or frozen weights, take none.
 
-    With activation checkpointing, the second forward pass is executed, and so it counts. Model
+    With activation checkpointing, the second forward pass is executed too, so it counts. Model
     FLOPs, which ``mfu`` needs, are those of a step without checkpointing.
 
     Args:
-        step: computes a step on one rank, forward and backward pass. It is called once, and does
-            what it does without being counted, random numbers included. Nothing is printed.
+        step: function that runs a step on one rank, forward and backward. It is called once;
+            counting does not change what it does, random numbers included. Nothing is printed.
 
     Returns:
         FLOPs of matrix products and convolutions. Activations, norms and the addition of biases are
-        not counted: they take little time beside these in a large model. Nor are fused kernels
+        not counted: in a large model, they take little time in comparison. Nor are fused kernels
         that torch's counter does not know, such as that of attention on a CPU.
     """
     with FlopCounterMode(display=False) as counter:
@@ -204,20 +204,20 @@ def count_flops(step: Callable[[], object]) -> int:
 
 
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = None) -> float:
-    """Return the model FLOPs utilisation of the job: the same number on all ranks.
+    """Return the model FLOPs utilisation of the job: the same value on all ranks.
 
-    It is the model FLOPs of all ranks, over what all their devices could do at their peaks in the
-    time of the slowest rank. Ranks with 3e12 and 1e12 FLOPs in steps of 10 ms, on devices of
-    1e15 FLOP/s: 4e12 / (2e15 · 0.01) = 0.2.
+    This is the model FLOPs of all ranks, divided by what all their devices could do at peak in the
+    time of the slowest rank. Ranks with 3e12 and 1e12 FLOPs in steps of 10 ms, on devices of 1e15
+    FLOP/s: 4e12 / (2e15 · 0.01) = 0.2.
 
     Args:
-        flops: model FLOPs of this rank's part of the batch; they may differ between ranks.
-        step_s: how long this rank's step took, waiting included; above 0.
+        flops: model FLOPs of this rank's share of the batch; they may differ between ranks.
+        step_s: duration of this rank's step, waiting included; above 0.
         peak_flops_per_s: peak of this rank's device, in the dtype of the matrix products; above 0.
         group: the ranks of the job; all ranks by default.
 
     Returns:
-        A fraction of 1, computed in float64.
+        A fraction, not a percentage; computed in float64.
 
     Cost: at most two collectives, to which each rank contributes at most 24 bytes in all.
 
@@ -229,11 +229,11 @@ def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = Non
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that was in use at any moment so far.
+    """Return the peak memory usage so far.
 
     Args:
-        device: a GPU: the most that tensors took there, as ``torch.cuda.max_memory_allocated``
-            tells. The CPU: the most that this process held in memory.
+        device: GPU or CPU. For a GPU, the result is the peak of the tensors on it, as reported by
+            ``torch.cuda.max_memory_allocated``; for the CPU, the peak memory of this process.
 
     Returns:
         Bytes. The system's ``ru_maxrss`` counts KiB on Linux and bytes on macOS.
@@ -245,30 +245,30 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class StragglerDetector:
-    """Tells which ranks are slow, and in which part of a step.
+    """Detects which ranks are slow, and in which part of a step.
 
-    In synchronous training all steps take equally long on all ranks, because the fast ranks wait.
-    So their own work is compared, data and compute:
+    In synchronous training, a step takes equally long on all ranks, because the fast ranks wait. So
+    only the ranks' own work is compared, which is data and compute:
                  data_s   compute_s   communication_s   own work   ratio
         rank 0     0.01        0.10              0.11       0.11     1.0
-        rank 1     0.12        0.10              0.00       0.22     2.0    a straggler, by its data
+        rank 1     0.12        0.10              0.00       0.22     2.0    a straggler in data
         rank 2     0.01        0.10              0.11       0.11     1.0
     """
 
     def __init__(self, group: Group = None, *, window: int = 50, factor: float = 1.3) -> None:
-        """Begin with an empty window.
+        """Start with an empty window.
 
         Args:
             group: the ranks that are compared; all ranks by default.
-            window: how many steps are looked at together.
-            factor: a rank is a straggler if its own work is above this many times that of the
+            window: number of steps that are judged together.
+            factor: a rank is a straggler if its own work is more than this many times that of the
                 median rank; at least 1.
         """
         self.group, self.window, self.factor = group, window, factor
         self.steps: list[StepTimes] = []
 
     def add(self, times: StepTimes) -> list[Straggler]:
-        """Take the times of a step, and judge the ranks when the window is full.
+        """Add the times of a step, and judge the ranks when the window is full.
 
         All ranks of the group call it after every step. The next window begins empty.
 
@@ -276,16 +276,16 @@ class StragglerDetector:
             times: times of this rank's step.
 
         Returns:
-            The stragglers, ordered by rank, which is that in the group; the same on all ranks. In
-            steps that do not fill the window, none. All medians are low medians: of two in the
-            middle, the lower one.
+            The stragglers, sorted by their rank in the group; the same on all ranks. Empty in steps
+            that do not fill the window. All medians are low medians: of two in the middle, the
+            lower one.
 
-            own work   of a rank: the median over the window of data_s + compute_s
+            own work   the median over the window of the rank's data_s + compute_s
             ratio      the rank's own work over the median of all ranks' own work; inf if that is 0
             part       data or compute, whichever exceeds the median of all ranks by more seconds;
-                       of each rank and part, the median over the window is taken
+                       for each rank and part, the median over the window counts
 
-        Cost: nothing is sent, but for one collective per window, to which each rank contributes
+        Cost: nothing is sent, except for one collective per window, to which each rank contributes
             24 bytes.
         """
         self.steps.append(times)
@@ -308,7 +308,7 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _judged(rank: int, mine: Sequence[float], typical: Sequence[float]) -> Straggler:
-    """Tell by how much a rank is slow, and in what: both hold own work, data and compute."""
+    """Return how slow a rank is, and in which part; both lists hold own work, data, compute."""
     more_data_s, more_compute_s = mine[1] - typical[1], mine[2] - typical[2]
     ratio = mine[0] / typical[0] if typical[0] else math.inf
     return Straggler(rank, "data" if more_data_s > more_compute_s else "compute", ratio)

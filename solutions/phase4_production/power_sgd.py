@@ -18,9 +18,8 @@ def orthogonalize(matrix: Tensor) -> None:
         4  4.5    ->    0.8  0.6        for example
         0  0            0    0
 
-    Every column that was there is a sum of multiples of the new ones. So it is also where columns
-    depend on each other, or are zero: what replaces them is finite, of length 1 and at right angles
-    to the others.
+    Every original column is a linear combination of the new ones, even if columns are linearly
+    dependent or zero: what replaces them is finite, of length 1 and at right angles to the others.
 
     Args:
         matrix: (n, r) with n >= r, of float32 or float64.
@@ -31,13 +30,13 @@ def orthogonalize(matrix: Tensor) -> None:
 class PowerSGD:
     """Averages gradients over the ranks as products of two thin matrices.
 
-    With M_w for the gradient of rank w, a matrix of n rows and m columns, and Q (m, r) of the step
-    before:
+    With M_w the gradient of rank w, a matrix of n rows and m columns, and Q (m, r) from the
+    previous step:
         P = mean of M_w Q           n · r numbers travel
         orthogonalize(P)
         Q = mean of M_wᵀ P          m · r numbers travel
         mean = P Qᵀ
-    For M of 1024 · 1024 and r = 4, 8,192 numbers travel instead of 1,048,576: 128 times fewer.
+    For 1024 · 1024 matrices and r = 4, 8,192 numbers travel instead of 1,048,576: 128 times fewer.
 
     Args:
         rank: r, the number of columns of P and Q; at least 1.
@@ -48,32 +47,32 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int, group: Group = None, seed: int = 0) -> None:
-        """Prepare; nothing is sent yet."""
+        """Store the settings; nothing is sent."""
         self.rank, self.group, self.seed = rank, group, seed
-        self.qs: dict[str, Tensor] = {}  # previous step's Q by the parameter's name
+        self.qs: dict[str, Tensor] = {}  # previous step's Q, by parameter name
 
     def __call__(self, gradient: Tensor, pieces: Sequence[Piece]) -> Reduced:
-        """Average a flat gradient over the ranks: all ranks of the group call it.
+        """Average a flat gradient over the ranks; all ranks of the group call this.
 
         A piece of two or more dimensions is a matrix: its first dimension by all others. It is
-        compressed if its factors are smaller: if r · (n + m) < n · m. All else is averaged as it
-        is, together with P.
+        compressed if its factors are smaller, that is, if r · (n + m) < n · m. Everything else is
+        averaged as it is, together with P.
 
-        The Q of a parameter is kept under its name, and is where its next call begins, whichever
-        pieces lie beside it then. Step by step, it turns to the directions in which the gradients
-        are largest, also after gradients of zeros. The first Q is random: drawn from the seed and
-        the name, the same on all ranks, and without torch's global generator.
+        The Q of a parameter is kept by name, and the next call for it starts from that Q, whichever
+        other pieces are in the buffer then. Step by step, Q turns towards the directions in which
+        the gradients are largest, even after gradients of zeros. The first Q is random: drawn from
+        the seed and the name, the same on all ranks, and without using torch's global generator.
 
-        A step with a NaN or an infinity leaves the Q that it would spoil as it was. Only its own
-        mean is not finite: training skips the step, and the next one is as if it had not been.
+        A Q that a NaN or an infinity would spoil is left unchanged. Only the mean of that step is
+        not finite: training skips the step, and the next one is not affected.
 
         Args:
-            gradient: (n,), of float32 or float64; it is only read.
-            pieces: contents of the buffer, one after the other; one or more, the same on all ranks.
+            gradient: (n,), of float32 or float64. Not changed.
+            pieces: contents of the buffer, in order; one or more, the same on all ranks.
 
         Returns:
-            The mean over the ranks, the same on all of them bit for bit; and what this rank sent:
-            P (M_wᵀ P)ᵀ of what is compressed, and all of the rest.
+            The mean over the ranks, bit for bit the same on all of them, and what this rank sent:
+            P (M_wᵀ P)ᵀ for what is compressed, and all of the rest.
 
         Cost: two all-reduces, whatever the number of pieces: of Σ n · r elements and all that is
         not compressed, then of Σ m · r. The second one is left out if nothing is compressed.
@@ -101,14 +100,14 @@ class PowerSGD:
         )
 
     def _is_compressed(self, shape: torch.Size) -> bool:
-        """Tell whether two factors are smaller than the matrix."""
+        """Return whether the two factors are smaller than the matrix."""
         if len(shape) < 2:
             return False
         rows, columns = shape[0], shape[1:].numel()
         return self.rank * (rows + columns) < rows * columns
 
     def _q_of(self, name: str, matrix: Tensor) -> Tensor:
-        """Return the Q to begin with: that of the last step, or a random one."""
+        """Return the Q to start from: that of the previous step, or a random one."""
         if name in self.qs:
             return self.qs[name].to(matrix)
         # not hash(name), which differs from process to process
@@ -116,7 +115,7 @@ class PowerSGD:
         return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
 
     def _mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the means over the ranks of several tensors, in one all-reduce."""
+        """Return the means of several tensors over the ranks, in one all-reduce."""
         if not tensors:
             return []
         flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -126,20 +125,20 @@ class PowerSGD:
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue bit for bit: a copy, which stays as it is."""
+        """Return a copy of what a later run needs to continue bit for bit."""
         return {"qs": {name: q.clone() for name, q in self.qs.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which is only read."""
+        """Continue from a state; it is not changed."""
         self.qs = {name: q.clone() for name, q in state["qs"].items()}
 
 
 def _products(ps: Sequence[Tensor], qs: Sequence[Tensor]) -> list[Tensor]:
-    """Return P Qᵀ of each pair."""
+    """Return P Qᵀ for each pair."""
     return [p @ q.T for p, q in zip(ps, qs, strict=True)]
 
 
 def _in_order(is_low: Sequence[bool], low: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
-    """Return two kinds of parts as one flat tensor, in the order of the pieces."""
+    """Join the two kinds of parts into one flat tensor, in the order of the pieces."""
     lows, rests = iter(low), iter(rest)
     return torch.cat([next(lows if is_one else rests).flatten() for is_one in is_low])

@@ -1,4 +1,4 @@
-"""Profiling: what the steps of a rank consist of, and for what they wait."""
+"""Profiling: what a rank's steps consist of, and what they wait for."""
 
 import json
 import math
@@ -24,26 +24,26 @@ def profile_steps(
     active: int = 3,
     group: Group = None,
 ) -> Path:
-    """Run some steps, and write down what happens in the last of them: a trace for Perfetto.
+    """Run some steps, and record the last ones in a trace for Perfetto.
 
-    With the defaults; the first use of the profiler is slow, which the warm-up takes upon itself:
+    With the defaults, where the warm-up absorbs the slow first use of the profiler:
         step(0)    step(1)    step(2)    step(3)    step(4)
         off        warm-up    recorded   recorded   recorded   -> rank-00003.json
 
-    All ranks of the group call it. It waits for no other rank.
+    All ranks of the group call this; none waits for another.
 
     Args:
-        step: does a step of training; it is called with 0, 1, …, one call after the other.
-        folder: made if it is missing.
-        wait: how many steps run without the profiler.
-        warmup: how many steps run with a profiler that keeps nothing.
-        active: how many steps are recorded; at least 1. Each of them is within an event
+        step: function that runs a training step; called with 0, 1, …, in order.
+        folder: folder for the traces, created if it is missing.
+        wait: number of steps that run without the profiler.
+        warmup: number of steps that run with a profiler that keeps nothing.
+        active: number of steps that are recorded, at least 1. Each is enclosed in an event
             ``ProfilerStep#…``.
-        group: the ranks; all ranks by default.
+        group: the ranks that are profiled; all ranks by default.
 
     Returns:
-        The file of this rank, such as ``folder/rank-00003.json``, with five digits at least: a
-        trace in Chrome's format. The profiler is off again.
+        The path of this rank's file, such as ``folder/rank-00003.json``, with at least five digits:
+        a trace in Chrome's format. The profiler is off again.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{dist.get_rank(group):05}.json"
@@ -58,7 +58,7 @@ def profile_steps(
 
 
 def exposed_communication(trace: Path) -> Exposed:
-    """Tell how much of a step is communication, and how much of that no computation hides.
+    """Return how much of a step is communication, and how much of that no computation hides.
 
     One step, in ms; two collectives overlap, and 3 ms of communication are exposed:
         compute         ████████        ████          0 to 4 and 8 to 10
@@ -66,26 +66,26 @@ def exposed_communication(trace: Path) -> Exposed:
                                 ▒▒▒▒▒▒                4 to 7            together 5, of which 3
         step            ────────────────────          0 to 10           exposed: 4 to 7
 
-    What counts, of all events with ph "X"; ts and dur are in µs:
+    Events that count, all with ph "X"; ts and dur are in µs:
         a step           cat is "user_annotation", name begins with "ProfilerStep#"
         communication    cat is "kernel", name begins with "nccl"
                          cat is "user_annotation", name begins with "gloo:"
-        computation      if any event's cat is "kernel": the other ones with this cat
+        computation      if any event's cat is "kernel": the other events with this cat
                          else cat is "cpu_op", name begins with "aten::", and pid and tid are those
                          of a step: launching and waiting have other names
 
     Events of all streams and threads count together: where two overlap, the time counts once. Of an
-    event that is partly outside of the steps, the part inside counts. Steps don't overlap.
+    event that lies partly outside the steps, only the part inside counts. Steps don't overlap.
 
     Args:
         trace: trace of one rank, as from ``profile_steps``; the events are under ``traceEvents``,
             in any order.
 
     Returns:
-        Seconds, each divided by the number of steps.
+        Seconds per step, averaged over the steps.
 
     Raises:
-        ValueError: the trace holds no step; the text names the file.
+        ValueError: the trace holds no step; the message names the file.
     """
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X"]
     steps = [e for e in events if _is(e, "user_annotation", "ProfilerStep#")]
@@ -102,17 +102,17 @@ def exposed_communication(trace: Path) -> Exposed:
 
 
 def _is(event: Event, cat: str, beginning: str = "") -> bool:
-    """Tell whether an event is of a category, and its name begins so."""
+    """Return whether an event has category ``cat`` and a name that begins with ``beginning``."""
     return event.get("cat") == cat and event["name"].startswith(beginning)
 
 
 def _is_communication(event: Event) -> bool:
-    """Tell whether something is on its way during an event."""
+    """Return whether an event is communication."""
     return _is(event, "kernel", "nccl") or _is(event, "user_annotation", "gloo:")
 
 
 def _computation(events: list[Event], steps: list[Event]) -> list[Event]:
-    """Return the events in which something is computed."""
+    """Return the events that are computation."""
     if kernels := [e for e in events if _is(e, "kernel")]:
         return [e for e in kernels if not _is_communication(e)]
     threads = {(step["pid"], step["tid"]) for step in steps}
@@ -120,7 +120,7 @@ def _computation(events: list[Event], steps: list[Event]) -> list[Event]:
 
 
 def _within(steps: list[Event], events: list[Event]) -> list[Interval]:
-    """Return the parts of events that lie in steps."""
+    """Return the parts of events that lie inside steps."""
     return [
         (max(a, begin), min(b, end))
         for begin, end in map(_interval, steps)
@@ -135,7 +135,7 @@ def _interval(event: Event) -> Interval:
 
 
 def _covered_us(intervals: Iterable[Interval]) -> float:
-    """Return how long at least one of the intervals lasts."""
+    """Return how much time the intervals cover, counting overlaps once."""
     covered, reached = 0.0, -math.inf
     for begin, end in sorted(intervals):
         covered += max(0.0, end - max(begin, reached))

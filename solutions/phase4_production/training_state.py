@@ -1,4 +1,4 @@
-"""The whole state of a run: a resumed run continues bit for bit."""
+"""The whole state of a run, from which it resumes bit for bit."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from phase4_production.given import Group, HasState
 
 
 class ResumableSampler:
-    """Which samples each rank trains on, and how far the epoch is.
+    """Decides which samples each rank trains on, and keeps track of the position in the epoch.
 
     10 samples in global batches of 4, on 3 ranks; each batch is split as evenly as possible:
         order of the epoch   7 2 9 0 | 4 1 8 3 | 5 6
@@ -26,19 +26,20 @@ class ResumableSampler:
             train(samples)
             sampler.advance()
 
-    A DataLoader takes it as its ``batch_sampler``, with ``generator=torch.Generator()``, or it
-    would draw from the generators of the run; and with a ``collate_fn`` that takes an empty part.
+    Pass it to a DataLoader as ``batch_sampler``, with ``generator=torch.Generator()``, so that the
+    loader does not draw from the run's generators, and with a ``collate_fn`` that accepts an empty
+    share.
     """
 
     def __init__(
         self, num_samples: int, global_batch: int, seed: int = 0, group: Group = None
     ) -> None:
-        """Begin with epoch 0.
+        """Start with epoch 0.
 
         Args:
             num_samples: samples in the dataset; at least 1.
-            global_batch: how many samples all ranks train on in a step, together; at least 1.
-            seed: seed of the order of the samples; the same on all ranks.
+            global_batch: number of samples that all ranks together train on in a step; at least 1.
+            seed: seed of the sample order; the same on all ranks.
             group: the ranks that share the samples; all ranks by default.
         """
         self.num_samples, self.global_batch = num_samples, global_batch
@@ -46,14 +47,14 @@ class ResumableSampler:
         self.epoch = self.position = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's part of each global batch that is left in the epoch.
+        """Yield this rank's share of each global batch that is left in the epoch.
 
-        The order of an epoch follows from the seed and the epoch alone: it is the same on all
-        ranks, for any number of them, and another one in each epoch. Each sample comes once. The
-        last batch may be shorter than the others, and a rank's part may be empty.
+        The order of an epoch depends only on the seed and the epoch: it is the same on all ranks,
+        for any number of them, and differs from epoch to epoch. Each sample occurs once. The last
+        batch may be shorter than the others, and a rank's share may be empty.
 
-        Iterating does not move the position: a DataLoader asks for batches before they are trained
-        on. The generators of the process are neither used nor changed.
+        Iterating does not move the position: a DataLoader requests batches before they are trained
+        on. The process's generators are neither used nor changed.
         """
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_samples, generator=generator)[self.position :]
@@ -66,29 +67,29 @@ class ResumableSampler:
         return -(-(self.num_samples - self.position) // self.global_batch)
 
     def advance(self) -> None:
-        """Note that a global batch has been trained on; after the last one, an epoch begins."""
+        """Record that a global batch was trained on; after the last one, the next epoch begins."""
         self.position += self.global_batch
         if self.position >= self.num_samples:
             self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the run is, for any number of ranks.
+        """Return the state of the sampler, which can be loaded on any number of ranks.
 
         Returns:
-            ``epoch``; ``position``, which is how many samples of the epoch all ranks have trained
-            on, together; ``seed`` and ``num_samples``.
+            ``epoch``; ``position``, the number of samples of the epoch that all ranks together have
+            trained on; ``seed`` and ``num_samples``.
         """
         names = ("epoch", "position", "seed", "num_samples")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another sampler was, in its order.
+        """Continue from another sampler's position, in its order.
 
         Args:
             state: state of a sampler with any number of ranks, global batch and seed. Not changed.
 
         Raises:
-            ValueError: it is of another number of samples; the error names both numbers.
+            ValueError: the number of samples differs; the message names both numbers.
         """
         if state["num_samples"] != self.num_samples:
             raise ValueError(
@@ -100,10 +101,10 @@ class ResumableSampler:
 
 
 class TrainingState:
-    """All that a run needs to continue bit for bit.
+    """Everything that a run needs to continue bit for bit.
 
-    Parts are what has ``state_dict`` and ``load_state_dict``, with one state on all ranks. The
-    generators are other ones on each rank; their states are gathered:
+    Parts are objects with ``state_dict`` and ``load_state_dict``, and have the same state on all
+    ranks. The random generators differ from rank to rank, so their states are gathered:
         rank 0    model optimizer scheduler scaler ema sampler    generators 0 ─┐
         rank 1    the same                                        generators 1 ─┼─ state
         rank 2    the same                                        generators 2 ─┘
@@ -114,7 +115,7 @@ class TrainingState:
     """
 
     def __init__(self, parts: Mapping[str, HasState], group: Group = None) -> None:
-        """Prepare; nothing is read or changed yet.
+        """Store the arguments; nothing is read or changed.
 
         Args:
             parts: parts of the run, by name.
@@ -123,19 +124,19 @@ class TrainingState:
         self.parts, self.group = parts, group
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parts, and the generators of all ranks.
+        """Return the state of all parts, and of the generators of all ranks.
 
-        All ranks of the group call it, between two steps. Training continues as if it had not been
-        called. The generators are those of ``random``, of NumPy, of torch for the CPU and, if CUDA
-        is in use, of its current device.
+        All ranks of the group call this, between two steps. Training continues as if it had not
+        been called. The generators are those of ``random``, of NumPy, and of torch: for the CPU
+        and, if CUDA is in use, for its current device.
 
         Returns:
-            The same on all ranks. ``torch.load(…, weights_only=True)`` can read it, if it can read
-            the states of the parts. Tensors of the parts may be those that training changes: write
+            The same state on all ranks. ``torch.load(…, weights_only=True)`` can read it, if it can
+            read the states of the parts. Its tensors may be the ones that training changes: write
             or copy them before the next step.
 
-        Cost: at most three collectives, in which each rank sends its generators to each of the
-        others, at most 40 kB; nothing of the parts travels.
+        Cost: at most three collectives, in which each rank sends its generators, at most 40 kB, to
+        each of the others; the parts are not sent.
         """
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         generators: list[Any] = [None] * dist.get_world_size(self.group)
@@ -143,22 +144,22 @@ class TrainingState:
         return {"parts": parts, "generators": generators}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a state back, so that the run continues like the one that was saved.
+        """Restore a state, so that the run continues like the one that was saved.
 
-        On as many ranks as have saved, each rank gets its own generators back; what parts draw
-        while they are loaded does not matter. CUDA's is left out where there is no CUDA.
+        On the number of ranks that saved it, each rank gets its own generators back, whatever the
+        parts draw while they are loaded. CUDA's generator is skipped where there is no CUDA.
 
-        On another number of ranks, the run can't continue bit for bit: the generators are seeded
-        again. Then no two ranks draw the same, and a rank draws the same again if the state is
-        loaded again on as many ranks.
+        On a different number of ranks, the run can't continue bit for bit: the generators are
+        seeded again. Then no two ranks draw the same numbers, but each rank draws the same ones
+        every time the state is loaded on that number of ranks.
 
         Args:
-            state: state of parts with the same names. Changed neither now nor by training, so that
+            state: state of parts with the same names. Neither this call nor training changes it, so
                 it can be loaded again.
 
         Raises:
-            ValueError: a part is missing in ``state`` or here; the error names it, and nothing has
-                been loaded.
+            ValueError: a part is missing from ``state`` or from this object; the message names it,
+                and nothing has been loaded.
 
         Cost: no communication, and a copy of one part at a time.
         """
@@ -167,7 +168,7 @@ class TrainingState:
         for name, part in self.parts.items():
             part.load_state_dict(deepcopy(state["parts"][name]))  # optimizers keep these tensors
         rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if num_ranks == len(state["generators"]):  # last: parts may have drawn
+        if num_ranks == len(state["generators"]):  # last, because loading parts may draw numbers
             _set_generators(state["generators"][rank])
         else:
             _seed_generators(state["generators"][0], rank)
@@ -179,7 +180,7 @@ def _generators() -> dict[str, Any]:
     kind, numbers, *rest = of_numpy
     found = {
         "python": random.getstate(),
-        "numpy": (kind, numbers.tolist(), *rest),  # an array is not loaded with weights_only
+        "numpy": (kind, numbers.tolist(), *rest),  # weights_only does not load arrays
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():  # otherwise nothing was drawn, and asking would start CUDA
@@ -188,7 +189,7 @@ def _generators() -> dict[str, Any]:
 
 
 def _set_generators(states: Mapping[str, Any]) -> None:
-    """Set this rank's generators."""
+    """Set this rank's generators to the given states."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -197,7 +198,7 @@ def _set_generators(states: Mapping[str, Any]) -> None:
 
 
 def _seed_generators(states: Mapping[str, Any], rank: int) -> None:
-    """Seed this rank's generators by its number and by states that all ranks know."""
+    """Seed this rank's generators from its rank and from states that all ranks have."""
     _set_generators(states)
     seed = int(torch.randint(2**31, ())) + rank
     random.seed(seed)

@@ -1,1 +1,1 @@
-"""Helpers of the judges of all phases: calling a lesson, groups, devices, comparing."""
+"""Helpers for the judges of all phases: calls of a lesson, groups, devices, comparisons."""

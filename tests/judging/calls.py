@@ -1,4 +1,4 @@
-"""Calls of a lesson by bodies, with errors and wrong results put into words."""
+"""Helpers with which bodies call a lesson; they explain its errors and wrong results."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +20,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def refused(lesson: Any, function: str, *args: Any, **kwargs: Any) -> dict[str, str]:
-    """Return the refusal of a call of one of the lesson's functions, as ``refusal_of`` does."""
+    """Call one of the lesson's functions; return its refusal, as ``refusal_of`` does."""
     return refusal_of(lambda: getattr(lesson, function)(*args, **kwargs))
 
 
@@ -28,14 +28,14 @@ REFUSALS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError,
 
 
 def refusal_of(call: Callable[[], object]) -> dict[str, str]:
-    """Return the type and the text of what ``call`` raises, both "" if it raises nothing.
+    """Return the type and text of the error that ``call`` raises; both are "" if it raises none.
 
-    An error that torch raises because the world has ended is not a refusal: it is passed on.
+    An error that torch raises because the world has ended is not a refusal, and propagates.
     """
     try:
         call()
     except REFUSALS as error:
-        is_value_error = isinstance(error, ValueError)  # or a subclass of the learner's own
+        is_value_error = isinstance(error, ValueError)  # or the learner's own subclass
         name = ValueError.__name__ if is_value_error else type(error).__name__
         return {"type": name, "text": str(error)}
     return {"type": "", "text": ""}
@@ -43,15 +43,15 @@ def refusal_of(call: Callable[[], object]) -> dict[str, str]:
 
 @contextmanager
 def case_told(case: str, call: str = "a call") -> Iterator[None]:
-    """Add the case to what is raised: ``ValueError: no, in run_schedule(…) of a dense model``.
+    """Add the case to any error raised: ``ValueError: no, in run_schedule(…) of a dense model``.
 
     Args:
-        case: Rest of the sentence after the call.
-        call: Name of a call that has not noted itself, such as a method's.
+        case: End of the sentence, after the name of the call.
+        call: Name of the call, for calls that do not record their own, such as methods.
     """
     try:
         yield
-    except NotImplementedError:  # it says what is to be written
+    except NotImplementedError:  # its text already says what to write
         raise
     except Exception as error:
         with suppress(AttributeError):
@@ -61,10 +61,10 @@ def case_told(case: str, call: str = "a call") -> Iterator[None]:
 
 @contextmanager
 def cause_told(causes: Mapping[str, str], kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Add the likely cause to an error, say one of torch's, whose wording is often a riddle.
+    """Add the likely cause to an error, such as one of torch's, which are often cryptic.
 
     Args:
-        causes: Sentences to add, by a part of the error's words.
+        causes: Sentences to add, keyed by a part of the error's text.
         kind: Type of error.
     """
     try:
@@ -89,10 +89,10 @@ def returned(function: str, value: Any) -> Any:
 
 
 def typed(function: str, value: Any, kind: type[T]) -> T:
-    """Return the result of the learner's ``function``, if it is of that type.
+    """Return the result of the learner's ``function`` if it has the type ``kind``.
 
     Raises:
-        WrongResult: The result is something else.
+        WrongResult: The result has another type, or is None.
     """
     if not isinstance(returned(function, value), kind):
         raise WrongResult(
@@ -106,7 +106,7 @@ def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:
     """Return the numbers that the learner's ``function`` returned, one for each name.
 
     Raises:
-        WrongResult: The result is something else.
+        WrongResult: The result is not that many numbers.
     """
     expected = f"{function} should return {len(names)} numbers, {' and '.join(names)}"
     try:
@@ -119,10 +119,10 @@ def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:
 
 
 def pair(function: str, value: Any, names: str) -> tuple[Any, Any]:
-    """Return the two things that the learner's ``function`` returned.
+    """Return the two values that the learner's ``function`` returned.
 
     Raises:
-        WrongResult: The result is something else.
+        WrongResult: The result is not a pair.
     """
     result = returned(function, value)
     if not isinstance(result, tuple | list) or len(result) != 2:
@@ -131,10 +131,10 @@ def pair(function: str, value: Any, names: str) -> tuple[Any, Any]:
 
 
 def int_list(function: str, value: Any) -> list[int]:
-    """Return the result of the learner's ``function``, if it is a list of Python's own ints.
+    """Return the result of the learner's ``function`` if it is a list of Python's own ints.
 
     Raises:
-        WrongResult: The result is something else, or contains something else.
+        WrongResult: The result is not a list, or an element is not an int.
     """
     expected = f"{function} should return a list of Python's own ints"
     if not isinstance(returned(function, value), list):

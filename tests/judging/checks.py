@@ -1,4 +1,4 @@
-"""Checks that the tests share: they compare results, and name the rank whose result is wrong."""
+"""Shared checks: they compare results, and name the rank whose result is wrong."""
 
 import re
 from collections import Counter
@@ -15,19 +15,19 @@ from distlab.sim import Cluster, Faults, Options
 from distlab.util.text import counted, joined
 from judging.groups import MEMBERS
 
-Text = Literal["same", "alike", "any"]  # how far texts of errors agree between ranks
+Text = Literal["same", "alike", "any"]  # how closely error texts agree between ranks
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
-UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all pairs alike
-AS_NCCL = Options(p2p_order="pair")  # messages between two ranks wait for each other
+UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all links are equal
+AS_NCCL = Options(p2p_order="pair")  # messages within a pair of ranks wait for each other
 MEASURED = Options(has_devices=True)  # counts each rank's memory; computation takes no time
 
 
 def uneven(random: Random, num_ranks: int, options: Options | None = None) -> Options:
-    """Links that are late by chance, each direction by its own time.
+    """Return options with a random delay on each link, drawn separately for each direction.
 
-    A message may arrive long before the sender's own buffer is free, which exposes ranks that write
-    into it too early.
+    A message may then arrive long before the sender's buffer is free, which exposes ranks that
+    write into it too early.
     """
     pairs = permutations(range(num_ranks), 2)
     delays_s = {pair: random.choice((0.0, 1e-3, 5e-3)) for pair in pairs}
@@ -35,12 +35,12 @@ def uneven(random: Random, num_ranks: int, options: Options | None = None) -> Op
 
 
 def rounds_of(run: Run, num_bytes: int) -> float:
-    """Return how many messages of ``num_bytes``, one after the other, take as long as the run."""
+    """Return how many successive messages of ``num_bytes`` take as long as the run."""
     return round(run.seconds / (LATENCY_S + num_bytes * BYTE_S), 2)
 
 
 def distance(a: Any, b: Any) -> float:
-    """Return the greatest difference of numbers at the same place; inf if the shapes differ."""
+    """Return the greatest difference between corresponding numbers; inf if the shapes differ."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return (
             distance([a[key] for key in a], [b[key] for key in a]) if a.keys() == b.keys() else inf
@@ -54,12 +54,12 @@ def distance(a: Any, b: Any) -> float:
 
 
 def is_close(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
-    """True if numbers are equal but for rounding, and all else is equal."""
+    """Return whether numbers are equal up to rounding, and everything else is equal."""
     return distance(a, b) <= tolerance
 
 
 def same_loss(a: Any, b: Any) -> bool:
-    """True if losses or accuracies are equal but for rounding in float32, which may hold them."""
+    """Return whether losses or accuracies are equal up to float32 rounding."""
     return is_close(a, b, 1e-6)
 
 
@@ -72,8 +72,8 @@ def check_refused(
         by_rank: Result of ``calls.refusal_of`` on each rank.
         what: Subject of the sentence: the call that must be refused.
         names: Words that the text must contain, if the contract promises them.
-        text: Promise of the contract about the texts: "same", equal on all ranks, so that none
-            names itself; "alike", equal but for the name of a rank that names itself; or "any".
+        text: Agreement that the contract promises: "same" texts on all ranks, so that no rank names
+            itself; "alike", the same except where a rank names itself; or "any".
     """
     texts = [refusal["text"] for refusal in by_rank]
     if text == "alike" and len({*map(_without_rank, texts, range(len(texts)))}) == 1:
@@ -111,12 +111,12 @@ def check_silent(run: Run, what: str) -> None:
 
 
 def check_peak(run: Run, most_bytes: Sequence[float], what: str) -> None:
-    """Check that no rank of a ``MEASURED`` run has held more than it may, at any moment.
+    """Check that no rank of a ``MEASURED`` run has ever held more memory than it may.
 
     Args:
         run: Run with ``options=MEASURED``.
         most_bytes: Largest number of bytes by rank, inputs included.
-        what: Inputs and what may be added, and the likely cause of more.
+        what: End of the message: what a rank needs, and the likely cause of using more.
     """
     for rank, (peak, most) in enumerate(zip(run.peak_bytes, most_bytes, strict=True)):
         check(
@@ -127,21 +127,21 @@ def check_peak(run: Run, most_bytes: Sequence[float], what: str) -> None:
 
 
 def of_members(run: Run) -> list[Any]:
-    """The results of the ranks of the group in a run of ``inside_group``."""
+    """Return the results of the group's members from a run of ``inside_group``."""
     return [run.results[member] for member in MEMBERS]
 
 
 def short(value: Any) -> str:
-    """Write a value in at most a line."""
+    """Return a value's repr, cut to at most one line."""
     text = repr(value)
     return text if len(text) <= 70 else f"{text[:68]} …"
 
 
 def short_beside(value: Any, other: Any) -> str:
-    """Write a value in at most a line, with enough digits to distinguish it from another."""
+    """Return a value's repr of at most one line, with enough digits to differ from the other's."""
     for num_digits in (
         (6, 9, 12) if value != other else ()
-    ):  # equal values, the usual case, cost no time
+    ):  # skipped in the usual case of equal values
         text = short(_rounded(value, num_digits))
         if text != short(_rounded(other, num_digits)):
             return text
@@ -160,7 +160,7 @@ Edge = tuple[int, int]  # sender and receiver
 
 
 def edges_of(run: Run) -> list[Edge]:
-    """Sender and receiver of every message, ordered."""
+    """Return the sender and receiver of every message, sorted."""
     trace = run.trace
     return sorted((send.rank, recv.rank) for send, recv in trace.pairs()) if trace else []
 
@@ -172,7 +172,7 @@ def sizes_of(run: Run) -> Counter[int]:
 
 
 def check_no_collective(run: Run, what: str) -> None:
-    """Check that a function is made of messages alone; ``what`` begins the message."""
+    """Check that a function uses only point-to-point messages; ``what`` begins the error text."""
     check(
         not any(run.collectives),
         f"{what}; yours calls a built-in collective, or a barrier. Collective calls per rank: "
@@ -181,12 +181,12 @@ def check_no_collective(run: Run, what: str) -> None:
 
 
 def check_collectives(run: Run, expected: Sequence[int], what: str) -> None:
-    """Check the number of collectives that each rank calls, and that it sends no message.
+    """Check how many collectives each rank calls, and that no rank sends a message.
 
     Args:
         run: Run of the simulated world.
         expected: Numbers of calls by rank.
-        what: Beginning of the message: purpose of the calls.
+        what: Purpose of the calls, which begins the message.
     """
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     check(
@@ -208,7 +208,7 @@ def check_waited(run: Run) -> None:
 
 
 def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
-    """Check the numbers of messages by their bytes; an empty tensor need not travel."""
+    """Check the number of messages of each size; empty tensors need not be sent."""
     sizes = sizes_of(run)
     for num_bytes in sorted({*expected, *sizes}):
         wanted, got = expected.get(num_bytes, 0), sizes[num_bytes]
@@ -222,7 +222,7 @@ def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
 
 
 def rounds_of_tree(edges: Sequence[Edge], root: int) -> int:
-    """Return the fewest rounds of a tree of messages if a rank sends at most once in a round."""
+    """Return the fewest rounds for a tree's messages, with at most one send per rank and round."""
     below = (rounds_of_tree(edges, dst) for src, dst in edges if src == root)
     return max((1 + i + rounds for i, rounds in enumerate(sorted(below, reverse=True))), default=0)
 

@@ -1,6 +1,6 @@
 """The contract of a collective as data, and the tests that check an answer against it.
 
-A judge writes down what its task promises, and gets one test for each promise:
+A judge states the promises of its task, and gets one test for each:
 
     TREE = Contract(task="3.5", name="a_tree", collective=AllReduce("tree_all_reduce"), …)
     globals().update(TREE.tests())
@@ -53,44 +53,44 @@ from judging.tensors import (
     powers,
 )
 
-OVERWRITTEN = 77  # what the caller writes into x as soon as the function returns
+OVERWRITTEN = 77  # written into x by the caller as soon as the function returns
 SLACK_BYTES = 256  # a few numbers
-FIVE = 5  # ranks of the tests of unusual sizes
-FEW_RANKS = 8  # more ranks have too many subsets to search for a sum
+FIVE = 5  # number of ranks in the tests of unusual sizes
+FEW_RANKS = 8  # with more ranks, there are too many subsets to search for a sum
 IN_GROUP = f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, "
-SIZES: dict[str, Callable[[Random, int], Kind]] = {  # by name, for a number of ranks
+SIZES: dict[str, Callable[[Random, int], Kind]] = {  # by name; each takes the number of ranks
     "fewer than ranks": lambda _random, n: Kind((n - 1,)),
     "float16": lambda random, _n: Kind((random.randrange(2000, 3000),), "float16"),
     "bfloat16": lambda random, _n: Kind((random.randrange(2000, 3000),), "bfloat16"),
     "large": lambda random, _n: Kind((even_size(random, *LARGE),)),
 }
-Numbers = Callable[[Kind, int], Tensor]  # makes a rank's tensor before the call
+Numbers = Callable[[Kind, int], Tensor]  # makes the tensor that a rank brings
 
 
-# Ways to call a collective, and to check its result
+# Collectives: how to call each, and how to check its result
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce in place; the other collectives override what differs."""
+    """An all-reduce in place, and the base class of the other collectives."""
 
     function: str
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    has_a_sum: ClassVar[bool] = True  # all ranks should hold the same bits of it
+    has_a_sum: ClassVar[bool] = True  # every rank should hold a sum, bit for bit the same
     advice: str = "Is every part of x added once, in the dtype of x? A cast loses digits."
     is_right: str = "The sums are right, but"  # beginning of messages about costs
 
     def cut_into(self, segment_bytes: int) -> Any:
-        """Return the call with messages of at most ``segment_bytes``."""
+        """Return this collective, with messages of at most ``segment_bytes``."""
         return replace(self, keywords={"segment_bytes": segment_bytes})
 
     def variants(self, n: int) -> list[Any]:
-        """Return the calls that differ in an argument, such as the source."""
+        """Return this collective once for each value of an argument, such as the source."""
         assert n
         return [self]
 
     def bring(self, kind: Kind, rank: int, n: int, numbers: Numbers) -> Tensor:
-        """Return what x holds on a rank before the call."""
+        """Return a rank's x as it is before the call."""
         assert n
         return numbers(kind, rank)
 
@@ -98,12 +98,12 @@ class AllReduce:
         return getattr(lesson, self.function)(x, **given_group(group), **self.keywords)
 
     def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
-        """Return the data to judge, as plain numbers."""
+        """Return the result to check, as plain numbers."""
         del returned, rank, n
         return numbers_of(x)
 
     def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
-        """Check the results of ``found`` of all ranks."""
+        """Check what ``found`` returned on each rank."""
         n = len(by_rank)
         parts = [self.bring(kind, rank, n, numbers) for rank in range(n)]
         wanted = numbers_of(_sum(parts))
@@ -121,7 +121,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def why_not_the_sum(got: Any, parts: Sequence[Tensor], rank: int, advice: str) -> str:
-    """Say which other result it is, if it is a known one."""
+    """Explain the likely mistake behind a wrong sum."""
     n = len(parts)
     if got == numbers_of(parts[rank]):
         return (
@@ -152,7 +152,7 @@ def _subsets(n: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Broadcast(AllReduce):
-    """A broadcast in place, from every rank in turn; src = 0 is left out, as the default."""
+    """A broadcast in place, from every rank in turn; src = 0 is left to the default."""
 
     has_a_sum: ClassVar[bool] = False
     is_right: str = "What arrives is right, but"
@@ -181,7 +181,7 @@ class Broadcast(AllReduce):
 
 @dataclass(frozen=True)
 class ReduceScatter(AllReduce):
-    """A reduce-scatter that returns a view of x, of one dimension."""
+    """A reduce-scatter that returns a one-dimensional view of x."""
 
     has_a_sum: ClassVar[bool] = False
     is_right: str = "The chunk that is returned is right, but"
@@ -248,7 +248,7 @@ class ReduceScatter(AllReduce):
 
 @dataclass(frozen=True)
 class AllGather(AllReduce):
-    """An all-gather in place: rank r brings chunk r of what rank 0 of an all-reduce would bring."""
+    """An all-gather in place; before the call, rank r holds only chunk r of the result."""
 
     has_a_sum: ClassVar[bool] = False
     is_right: str = "The chunks that are collected are right, but"
@@ -297,7 +297,7 @@ def use(
 
 
 def use_fractions(lesson: Any, variant: Any, num_elements: int) -> list[list[float]]:
-    """Sum numbers whose sum depends on the order of adding, in several dtypes."""
+    """Sum, in several dtypes, numbers whose sum depends on the order of addition."""
     sums = []
     for dtype in FRACTIONS:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -313,7 +313,7 @@ def use_fractions(lesson: Any, variant: Any, num_elements: int) -> list[list[flo
 
 @dataclass(frozen=True)
 class Call:
-    """One call on every rank of a simulated world, as it ran."""
+    """A completed call on every rank of a simulated world."""
 
     run: Run
     variant: Any  # of the collective
@@ -331,25 +331,25 @@ class Contract:
     task: str
     name: str  # begins the names of its tests
     collective: Any
-    worlds: Sequence[int]  # numbers of ranks for the costs
-    length: Callable[[Random], int]  # draws a number of elements for the costs
-    made_of: str  # says what it should be made of, other than built-in collectives
+    worlds: Sequence[int]  # numbers of ranks in the tests of costs
+    length: Callable[[Random], int]  # draws the number of elements in those tests
+    made_of: str  # sentence: what to build it from, rather than built-in collectives
     traffic: Callable[[Call], None]  # checks the messages between ranks
-    messages: Callable[[int, int], Counter[int]]  # elements and ranks: lengths of all messages
-    rounds: Callable[[int], int] | None  # ranks: most rounds; None if the task has its own test
+    messages: Callable[[int, int], Counter[int]]  # lengths of all messages, by elements and ranks
+    rounds: Callable[[int], int] | None  # limit by number of ranks; None: the task tests it
     late: str  # advice if it takes more rounds
-    inboxes: Callable[[int], int]  # rank: number of messages that it has memory for, beside x
+    inboxes: Callable[[int], int]  # number of messages that a rank may hold besides x
     memory: str  # advice if it takes more memory
-    timed_up_to: float = inf  # elements; with more, allowed ways to send differ in their times
+    timed_up_to: float = inf  # elements; above this, correct answers may differ in time
     stuck: str = ""  # likely cause of a deadlock
-    if_batched: str = ""  # likely cause of a deadlock on NCCL alone, if the task rules that out
+    if_batched: str = ""  # likely cause of an NCCL-only deadlock; "" if the task allows one
     options: Options = MEASURED
     kinds: Sequence[Kind] = tuple(KINDS)
-    kinds_on: Sequence[int] = (2, 3)  # numbers of ranks of the tests of every kind of tensor
-    bits_on: Sequence[int] = (5,)  # numbers of ranks of the tests of equal bits
+    kinds_on: Sequence[int] = (2, 3)  # numbers of ranks in the tests of all kinds
+    bits_on: Sequence[int] = (5,)  # numbers of ranks in the tests of equal bits
 
     def tests(self) -> dict[str, Callable[..., None]]:
-        """Return the tests of a suite by name, marked as those of the task."""
+        """Return the tests by name, marked as tests of the task."""
         tests = {
             "keeps_to_its_costs": over(self.worlds, self._test_costs),
             "of_any_size": over([*SIZES], self._test_size),
@@ -380,7 +380,7 @@ class Contract:
         self.check_call(grade, FIVE, variant, kind)
 
     def check_call(self, grade: Grade, n: int, variant: Any, kind: Kind) -> Call:
-        """Call it once, and check the result and then everything that it costs."""
+        """Call the collective once; check the result, and then all its costs."""
         run = grade.run(
             *(use, n, [variant], [kind], powers),
             cluster=UNIFORM,
@@ -411,7 +411,7 @@ class Contract:
         )
 
     def _longest(self, call: Call) -> int:
-        """Return the bytes of the longest message; of a segment, those that are allowed."""
+        """Return the bytes of the longest message; with segments, the limit on a segment."""
         longest = max(self.messages(call.kind.num_elements, call.n), default=0)
         num_bytes: int = call.variant.keywords.get("segment_bytes", longest * call.kind.item_bytes)
         return num_bytes
@@ -435,7 +435,7 @@ class Contract:
                 check_waited(run)
 
     def check_sizes(self, run: Run, n: int) -> None:
-        """Check the bytes of all kinds of tensors, each in its own dtype."""
+        """Check the message sizes for all kinds of tensors, each in its own dtype."""
         variants = self.collective.variants(n)
         expected: Counter[int] = Counter()
         for _, kind in product(variants, self.kinds):
@@ -495,7 +495,7 @@ def check_results(
     numbers: Numbers,
     where: str = "",
 ) -> None:
-    """Check the results of ``use`` of all ranks that took part."""
+    """Check what ``use`` returned on each participating rank."""
     for place, (variant, kind) in enumerate(product(variants, kinds)):
         variant.check([found[place] for found in by_rank], kind, numbers, where)
 
@@ -519,7 +519,7 @@ def check_same_bits(where: str, got: Sequence[float], first: Sequence[float]) ->
 
 @contextmanager
 def _said_first(words: str) -> Iterator[None]:
-    """Begin a message about the traffic with the news that the result is right."""
+    """Prefix an error about costs with ``words``, which say that the result is right."""
     try:
         yield
     except Wrong as wrong:

@@ -1,4 +1,4 @@
-"""Which tensors a call has changed."""
+"""Detection of the tensors that a call has changed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @contextmanager
 def noting_changes(**tensors: Tensor) -> Iterator[list[str]]:
-    """Yield a list that names afterwards the tensors whose numbers or flags have changed."""
+    """Yield a list that, on exit, gets the names of tensors whose values or flags have changed."""
     changed: list[str] = []
     before = {name: (x.detach().clone(), x.requires_grad) for name, x in tensors.items()}
     yield changed

@@ -1,4 +1,4 @@
-"""The steps that nearly all judges share: run a body on ranks, compare, do so for each case."""
+"""Steps that nearly all judges share: running a body on ranks, comparing, looping over cases."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 
 def expect(what: str, found: Any, right: Any, cause: str = "", tolerance: float = 0.0) -> None:
-    """Check a value; the message says what was expected, what came, and the likely cause.
+    """Check a value; the message has the expected value, the one found, and the likely cause.
 
     Args:
         what: Subject of the message, with the rank: "rank 1 of 3: the mean".
         found: Learner's value.
         right: Expected value.
-        cause: Sentences that follow.
+        cause: Sentences that end the message.
         tolerance: Greatest difference between numbers.
     """
-    if not is_close(found, right, tolerance):  # true of few: writing values takes longer
+    if not is_close(found, right, tolerance):  # rarely true: formatting values is slow
         check(
             False,
             f"{what} should be {short_beside(right, found)}; got {short_beside(found, right)}. "
@@ -36,7 +36,7 @@ def expect_on_all_ranks(
     tolerance: float = 0.0,
     where: str = "",
 ) -> None:
-    """Check a value that is the same on all ranks; ``what`` is its name, ``where`` its case."""
+    """Check a value that should be ``right`` on every rank; ``where`` names the case."""
     for rank, found in enumerate(by_rank):
         here = f"rank {rank} of {len(by_rank)}{where}"
         expect(f"{here}: {what}", found, right, cause, tolerance)
@@ -45,7 +45,7 @@ def expect_on_all_ranks(
 def over(
     cases: Iterable[Any], check_case: Callable[[Grade, Any], None], **options: Any
 ) -> Callable[..., None]:
-    """Return a test that checks each of the cases; the options are those of ``parametrize``."""
+    """Return a test that checks each case; ``options`` are passed to ``parametrize``."""
 
     @pytest.mark.parametrize("case", [*cases], **options)
     def test(grade: Grade, case: Any) -> None:
@@ -55,7 +55,7 @@ def over(
 
 
 def results_in_group(grade: Grade, body: Callable[..., Any], *args: object) -> list[Any]:
-    """Run a body inside a group whose ranks have other numbers in the world; results by rank."""
+    """Run a body in a group whose ranks differ from those in the world; return results by rank."""
     run = grade.run(inside_group, OUTER_WORLD_SIZE, body, *args, if_stuck=STUCK_IN_GROUP)
     return of_members(run)
 
@@ -66,7 +66,7 @@ def check_small(run: Run, num_collectives: int, num_bytes: int, what: str) -> No
     Args:
         run: Run of the simulated world.
         num_collectives: Largest number of collectives that a rank may call.
-        num_bytes: Largest number of bytes that a rank may contribute, in all.
+        num_bytes: Largest number of bytes that a rank may contribute in total.
         what: Name of the function.
     """
     most = num_bytes * 2 * (len(run.results) - 1)
@@ -85,10 +85,10 @@ def check_small(run: Run, num_collectives: int, num_bytes: int, what: str) -> No
 
 
 def floats(function: str, values: Sequence[Any]) -> tuple[float, ...]:
-    """Return values that a lesson has returned, if they are Python's numbers.
+    """Return values that come from a lesson, if they are Python's numbers.
 
     Raises:
-        WrongResult: One of them is a tensor, say, which keeps memory and prints as a tensor.
+        WrongResult: A value is something else, such as a tensor, which holds on to memory.
     """
     for value in values:
         if not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Folders for bodies: files that an answer writes, wherever it does, disappear with them."""
+"""Temporary folders for bodies: files that an answer writes to relative paths vanish with them."""
 
 import os
 import tempfile
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_before: list[str] = []  # one entry per rank inside; simulated ranks are threads of one process
+_before: list[str] = []  # one entry per rank inside, since simulated ranks share a process
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Let relative paths lead into ``folder``: a wrong answer may write a file ``None``, say."""
+    """Make ``folder`` the working directory: a wrong answer may write a file called ``None``."""
     _before.append(_before[0] if _before else os.getcwd())
     os.chdir(folder)
     try:

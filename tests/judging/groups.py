@@ -1,4 +1,4 @@
-"""Bodies inside a group other than 0 … k: almost every rank has another number in it."""
+"""Bodies inside a group other than 0 … k: every member's rank in it differs from its global one."""
 
 import re
 from collections.abc import Callable
@@ -18,8 +18,8 @@ def inside_group(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
     """Call ``body(lesson, *args, group=…)`` on the members; the others do nothing.
 
     Raises:
-        ValueError: Torch refuses a rank; the text explains the numbers in the group.
-        TypeError: A rank is given by another name; the text lists the right ones.
+        ValueError: Torch refuses a rank; the text explains ranks within the group.
+        TypeError: A rank is passed by a wrong keyword; the text lists the right ones.
     """
     group = dist.new_group(list(MEMBERS))
     if dist.get_rank() not in MEMBERS:

@@ -1,4 +1,4 @@
-"""Models in use, their batches, and optimizers by hand, for bodies and references of all phases."""
+"""Models, batches and hand-written optimizers for bodies and references of all phases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 FEATURES, CLASSES = 5, 4
-FLAG = 9.0  # a batch with this number as a first feature uses the parameter ``rare``
-IGNORED = -100  # a target that does not count
-DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # autocast leaves it alone, so results are exact
+FLAG = 9.0  # inputs with this number as their first feature use the parameter ``rare``
+IGNORED = -100  # a target that is not counted
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # which autocast leaves alone: results are exact
 
 
 def batch(shape: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
@@ -21,12 +21,12 @@ def batch(shape: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
 
 
 def state_of(module: nn.Module) -> dict[str, list[float]]:
-    """Return the numbers of the parameters, by name."""
+    """Return the parameters' values by name."""
     return {name: p.detach().flatten().tolist() for name, p in module.named_parameters()}
 
 
 def gradients_of(module: nn.Module) -> dict[str, list[float] | None]:
-    """Return the numbers of the gradients, by name; None where there is no gradient."""
+    """Return the gradients' values by name; None where there is no gradient."""
     return {
         name: None if p.grad is None else p.grad.flatten().tolist()
         for name, p in module.named_parameters()
@@ -34,23 +34,23 @@ def gradients_of(module: nn.Module) -> dict[str, list[float] | None]:
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient, shared ones once."""
+    """Return the parameters that require a gradient, each shared one once."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
 def two_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the trainable parameters in two groups of an optimizer; the second may be empty."""
+    """Return the trainable parameters as two optimizer groups; the second may be empty."""
     parameters = trainable(module)
     return [{"params": parameters[::2]}, {"params": parameters[1::2]}]
 
 
 class Worn(nn.Module):
-    """A classifier in use: trainable parameters have an old gradient, the others must not change.
+    """A classifier in use: trainable parameters have a stale gradient, the others must not change.
 
-    ``tied`` and ``first`` share a weight, ``frozen`` is not trainable, ``unused`` takes no part in
-    the logits, and ``rare`` does so only where the inputs have a flag. With ``is_transposed``, the
-    weight of ``head`` is not contiguous. The last layer of forward was registered first. The model
-    notes the rows of each forward pass.
+    ``tied`` and ``first`` share a weight, ``frozen`` is not trainable, ``unused`` does not
+    contribute to the logits, and ``rare`` does so only where the inputs have a flag. With
+    ``is_transposed``, the weight of ``head`` is not contiguous. The layer that the forward pass
+    uses last is registered first. The model records the number of rows of each forward pass.
     """
 
     def __init__(self, seed: int = 7, *, is_transposed: bool = False) -> None:
@@ -82,7 +82,7 @@ class Worn(nn.Module):
 
 
 class Odd(Worn):
-    """``Worn`` without old gradients, but with buffers of several dtypes and ``single``, a float32.
+    """``Worn`` without gradients, but with buffers of several dtypes and a float32 ``single``.
 
     The persistent buffers are ``offset`` and ``count``; ``scratch`` is not persistent.
     """
@@ -101,7 +101,7 @@ class Odd(Worn):
 
 
 class Deep(nn.Module):
-    """Layers of a given width, which decides whether activations or parameters outweigh."""
+    """Layers of a given width, which decides whether activations or parameters take more memory."""
 
     NUM_LAYERS = 6
 
@@ -117,14 +117,14 @@ class Deep(nn.Module):
 
 
 def deep_batch(rows: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of a ``Deep``."""
+    """Return inputs and targets for a ``Deep``."""
     return torch.ones(rows, FEATURES), torch.ones(rows, dtype=torch.int64)
 
 
 class ByHand:
-    """An optimizer written out: the first of torch's own takes a second to load.
+    """A hand-written optimizer: the first use of one of torch's own costs a second of imports.
 
-    A parameter without a gradient stays as it is, and so does its state.
+    A parameter without a gradient stays unchanged, and so does its state.
     """
 
     def __init__(self, module: nn.Module, lr: float, weight_decay: float = 0.0) -> None:
@@ -133,7 +133,7 @@ class ByHand:
         self.states = [_State(torch.zeros_like(p), torch.zeros_like(p)) for p in self.parameters]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or make them zero."""
+        """Set all gradients to None, or to zero."""
         for parameter in self.parameters:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
@@ -142,20 +142,20 @@ class ByHand:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for parameter, state in zip(self.parameters, self.states, strict=True):
             if parameter.grad is not None:
                 state.num_steps += 1
                 parameter -= self.lr * self.update(parameter, parameter.grad, state)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: "_State") -> Tensor:
-        """Return the amount to subtract from a parameter in a step with a learning rate of 1."""
+        """Return the amount that a step with a learning rate of 1 subtracts from a parameter."""
         raise NotImplementedError
 
 
 @dataclass
 class _State:
-    """An optimizer's state of a parameter."""
+    """Optimizer state of one parameter."""
 
     first: Tensor
     second: Tensor

@@ -1,12 +1,12 @@
-"""A device that is not there: tensors that say they are on it, and lie in the CPU's memory.
+"""A pretend device: tensors claim to be on it, but are in the CPU's memory.
 
     with PretendDevice() as device:
         model = classifier(7).to(device)
         model(inputs)                          # RuntimeError: inputs are on the CPU
         model(inputs.to(device)).device        # device(type='xpu', index=0)
 
-So a judge without a GPU can see whether a lesson moves its tensors to the device it was given. The
-mark belongs to a tensor's memory: views, parameters and gradients have it too.
+This shows judges without a GPU whether a lesson moves its tensors to the device it was given. The
+mark is kept with a tensor's memory, so that views and parameters share it.
 """
 
 import sys
@@ -22,17 +22,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 CPU = torch.device("cpu")
 _MARK = "pretended_device"
-_MESSAGES = ("distlab/sim/", "distlab/process_group/", "torch/distributed/")  # may copy anywhere
-# As in torch, these may be called with tensors of several devices.
+_MESSAGES = ("distlab/sim/", "distlab/process_group/", "torch/distributed/")  # mix devices freely
+# As in torch, these accept tensors on different devices.
 _MOVES = {"copy_", "to", "type_as", "as_tensor", "tensor"}
 _MOVES |= {"set data", "_has_compatible_shallow_copy_type"}
-_JOINS = {"cat", "stack", "concat", "hstack", "vstack"}  # even single numbers must be on one device
+_JOINS = {"cat", "stack", "concat", "hstack", "vstack"}  # even scalars must be on one device
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _SENDS = ("allreduce", "broadcast", "allgather", "reduce", "send", "recv")
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Return where the tensor says that it is, even outside of the mode."""
+    """Return the device that the tensor claims to be on, even outside the mode."""
     with torch._C.DisableTorchFunction():
         if tensor.is_meta:
             return tensor.device
@@ -40,14 +40,14 @@ def device_of(tensor: Tensor) -> torch.device:
 
 
 class PretendDevice(TorchFunctionMode):
-    """While it is entered, this thread's torch has one more device: ``device``.
+    """Mode in which this thread's torch has one more device: ``device``.
 
     Factories with ``device=``, ``to`` and ``cpu`` make tensors there or bring them back, and
-    ``.device`` says where they are. The results of its tensors are there too, and an operation that
-    also gets tensors of the CPU (other than single numbers) raises torch's own error.
+    ``.device`` says where they are. Results of operations on its tensors are there too, and an
+    operation that mixes them with CPU tensors (other than scalars) raises torch's own error.
 
     Args:
-        device: Name of a device that this machine lacks. Not "cuda" for code that synchronises it.
+        device: Name of a device that this machine lacks; not "cuda" if the code synchronises.
     """
 
     def __init__(self, device: str = "xpu:0") -> None:
@@ -66,11 +66,11 @@ class PretendDevice(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` on the CPU, and mark its results."""
+        """Call ``func`` on the CPU, and mark the results."""
         name, kwargs = _name_of(func), kwargs or {}
         if name in _HOOKS:
             args = args[0], self._entered(args[1])
-        # The name of a device stays as it is, and Module.to, which parses it, then calls Tensor.to.
+        # Device names are not replaced; Module.to parses the name here, and then calls Tensor.to.
         if func is torch.device or name == "_parse_to":
             return func(*args, **kwargs)
         if name in _PROPERTIES:
@@ -94,7 +94,7 @@ class PretendDevice(TorchFunctionMode):
         return called
 
     def _target(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the device that the call asks for; None if it asks for none."""
+        """Return the device that the call requests; None if it requests none."""
         if name == "cpu":
             return CPU
         if name == "copy_":
@@ -112,13 +112,13 @@ class PretendDevice(TorchFunctionMode):
         return self.device if device in (self.device, torch.device(self.device.type)) else device
 
     def _real(self, value: Any) -> Any:
-        """Replace the device by the CPU."""
+        """Return the CPU in place of the pretend device, and any other value as it is."""
         is_name = isinstance(value, str | torch.device)
         is_alike = is_name and str(value).partition(":")[0] == self.device.type
         return CPU if is_alike and self._known(value) == self.device else value
 
     def _check_together(self, name: str, args: Any, kwargs: Any) -> None:
-        """Raise torch's error if tensors of two devices meet; an index may be on the CPU."""
+        """Raise torch's error if the arguments are on two devices; an index may be on the CPU."""
         if name == "__getitem__" and device_of(args[0]) == self.device:
             return
         others = [t for t in _tensors_in((args, kwargs)) if device_of(t) != self.device]
@@ -132,7 +132,7 @@ class PretendDevice(TorchFunctionMode):
             )
 
     def _placed(self, name: str, value: Any, target: torch.device, args: Sequence[Any]) -> Any:
-        """Mark a result; a tensor that was moved gets new memory, as on a real device."""
+        """Mark a result; a moved tensor gets new memory, as on a real device."""
         if not isinstance(value, Tensor) or device_of(value) == target:
             return value
         with torch._C.DisableTorchFunction():
@@ -146,7 +146,7 @@ class PretendDevice(TorchFunctionMode):
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """Return a name like ``add``; a property's own for its getter, ``set data`` for a setter."""
+    """Return a name such as ``add``; for a property, ``data`` (getter) or ``set data`` (setter)."""
     owner = getattr(getattr(func, "__self__", None), "__name__", "")
     name = getattr(func, "__name__", "")
     return {"__get__": owner, "__set__": f"set {owner}"}.get(name, name)
@@ -173,7 +173,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_sending() -> bool:
-    """True if the code of a world calls torch: it may copy between tensors of any ranks."""
+    """Return whether a world's own code is calling torch: it may copy between any devices."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -187,7 +187,7 @@ def _is_sending() -> bool:
 
 @contextmanager
 def devices_sent(group: Any = None) -> Iterator[list[str]]:
-    """List the devices of the tensors that this rank hands to the simulated group, call by call."""
+    """Yield a list that collects the devices of all tensors this rank passes to the group."""
     world: Any = group or dist.distributed_c10d._get_default_group()
     devices: list[str] = []
     for name in _SENDS:

@@ -1,4 +1,4 @@
-"""Tensors of many shapes and dtypes, whose sums are exact in any order of adding."""
+"""Tensors of many shapes and dtypes, whose sums are exact in any order of addition."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to, times a scale
+NUMBERS: dict[str, tuple[int, int, int | float]] = {  # range of odd numbers, and their scale
     "float64": (2**49, 2**50, 2.0**-50),
     "float32": (2**20, 2**21, 2.0**-21),
     "float16": (2**7, 2**8, 2.0**-8),
@@ -19,9 +19,9 @@ NUMBERS: dict[str, tuple[int, int, int | float]] = {  # odd numbers from … to,
 }
 FRACTIONS = ("float32", "float16", "bfloat16", "float64")
 LONG = 128  # elements; longer tensors are compared by a checksum
-LARGE = 1_050_000, 1_100_000  # range of element counts: more than 2^20, and than 2^20 bytes
-EVEN = 240  # 1 to 6, 8 and 16 ranks share it evenly
-PLACES = 7  # elements that ``powers`` tells apart
+LARGE = 1_050_000, 1_100_000  # range of element counts, above 2^20 and thus above 2^20 bytes
+EVEN = 240  # divisible by 1 to 6, 8 and 16
+PLACES = 7  # number of different values in ``powers``
 
 
 class Kind(NamedTuple):
@@ -54,17 +54,17 @@ KINDS = [
 
 
 def even_size(random: Random, least: int, most: int) -> int:
-    """Draw a number of elements that ranks can share evenly: some answers are right only then."""
+    """Draw a number of elements that ranks share evenly, as some answers require."""
     return random.randrange(least, most) // EVEN * EVEN
 
 
 def uneven_size(random: Random) -> int:
-    """Draw a number of elements that neither 2, 3, 4, 5 nor 8 ranks can share evenly."""
+    """Draw a number of elements that 2, 3, 4, 5 or 8 ranks cannot share evenly."""
     return 120 * random.randrange(300, 700) + random.choice((7, 11, 13, 17, 19, 23))
 
 
 def exact(kind: Kind, rank: int) -> Tensor:
-    """Make numbers that need the whole width of their dtype; exact sums on up to 8 ranks."""
+    """Make numbers that need their dtype's full precision; sums over up to 8 ranks are exact."""
     place = KINDS.index(kind) if kind in KINDS else len(KINDS)
     generator = torch.Generator().manual_seed(100 * rank + place)
     low, high, scale = NUMBERS[kind.dtype]
@@ -73,7 +73,7 @@ def exact(kind: Kind, rank: int) -> Tensor:
 
 
 def powers(kind: Kind, rank: int) -> Tensor:
-    """Make 2^rank, times 1, 2, 4, … by place: exact on many ranks, with no other memory."""
+    """Make 2^rank times 1, 2, 4, … by index: exact on many ranks, and made without extra memory."""
     x = unwritten(kind, rank)
     for place in range(PLACES):
         x.view(-1)[place::PLACES].fill_(2.0 ** (rank + place))
@@ -81,13 +81,13 @@ def powers(kind: Kind, rank: int) -> Tensor:
 
 
 def unwritten(kind: Kind, rank: int) -> Tensor:
-    """Return uninitialised memory, which takes no time on a device."""
+    """Return an uninitialised tensor, which takes no time on a device."""
     del rank
     return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """Return the numbers in nested lists; of a long tensor, both ends and a checksum of all."""
+    """Return the values in nested lists; for a long tensor, both ends and a checksum of all."""
     if tensor.numel() <= LONG:
         return tensor.tolist()
     digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()
@@ -96,12 +96,12 @@ def numbers_of(tensor: Tensor) -> Any:
 
 
 def plain(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return the numbers of several tensors."""
+    """Return the values of several tensors."""
     return [numbers_of(tensor) for tensor in tensors]
 
 
 def chunk_lengths(num_elements: int, n: int) -> list[int]:
-    """Return the lengths of the chunks of ``tensor_split``: the first are one element longer."""
+    """Return the chunk lengths of ``tensor_split``: the first chunks are one element longer."""
     share, longer = divmod(num_elements, n)
     return [share + (rank < longer) for rank in range(n)]
 
@@ -113,5 +113,5 @@ def own_device(group: Any = None) -> torch.device:
 
 
 def given_group(group: Any) -> dict[str, Any]:
-    """Return ``group=``, left out where all ranks are meant."""
+    """Return ``group`` as a keyword argument, or none if it is None."""
     return {} if group is None else {"group": group}

@@ -1,4 +1,4 @@
-"""Running the command line in the test's own process, on a small copy of the course."""
+"""Helpers that run the command line inside the test's process, on a small copy of the course."""
 
 import json
 import shutil
@@ -66,14 +66,14 @@ def distlab(*arguments: str) -> int:
 
 
 def started(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a process of its own."""
+    """Run the command in a separate process."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-m", "distlab", *arguments]
     return subprocess.run(command, **{**pipes, "env": grading.environment(), **options}, text=True)
 
 
 def copy_course(target: Path, num_phases: int = 1) -> CourseFolder:
-    """Copy the first phases and the solutions of the first one, with a suite of two small tests."""
+    """Copy the first phases, each with a suite of two small tests, and the Phase 1 solutions."""
     copy_first_phases(ROOT, target, count=num_phases)
     shutil.copy(ROOT / "pyproject.toml", target)
     (target / "tests").mkdir()
@@ -86,12 +86,12 @@ def copy_course(target: Path, num_phases: int = 1) -> CourseFolder:
 
 
 def copy_folder(name: str, target: Path) -> None:
-    """Copy a folder of the course."""
+    """Copy a course folder into ``target``."""
     shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def hand_in(folder: Path, **files: str) -> Submission:
-    """Write files of Phase 1 into a folder, as a hand-in."""
+    """Write files into a folder as a Phase 1 hand-in."""
     (folder / PHASE).mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / PHASE / f"{name}.py").write_text(text)
@@ -99,7 +99,7 @@ def hand_in(folder: Path, **files: str) -> Submission:
 
 
 def write_exchange(here: CourseFolder, body: str) -> None:
-    """Replace the TODO of 1.4, or an earlier body, with a body."""
+    """Write the template, with ``body`` in place of 1.4's TODO."""
     lines = (ROOT / FILE).read_text().splitlines(keepends=True)
     (place,) = (k for k, line in enumerate(lines) if line.startswith(TODO))
     lines[place] = body
@@ -107,7 +107,7 @@ def write_exchange(here: CourseFolder, body: str) -> None:
 
 
 def grade_as(here: CourseFolder, **outcomes: str) -> None:
-    """Remember outcomes of tasks, such as ``t1_4="passed"``."""
+    """Record task outcomes, such as ``t1_4="passed"``."""
     tasks = {here.task(name[1:].replace("_", ".")): text for name, text in outcomes.items()}
     records = {
         task.id: state.Record(outcome, source.digest(here, task)) for task, outcome in tasks.items()
@@ -127,7 +127,7 @@ def result_of(
     expected: int = 1,
     lent: Sequence[str] = (),
 ) -> TaskResult:
-    """Return a task with one test, which ended with an outcome."""
+    """Return the result of a task whose only test had this outcome."""
     verdict = Verdict(Outcome(outcome), message, details, kind=kind, missing=missing)
     test = TestResult("test_a", "sim", verdict, 0.1, world_size)
     borrowed = tuple(map(COURSE.task, lent))
@@ -135,7 +135,7 @@ def result_of(
 
 
 def reporting(code: int, *results: TaskResult, output: str = "") -> grading.RunPytest:
-    """Return a stand-in for pytest: it writes a report, if it has results, and returns a code."""
+    """Return a stand-in for pytest that reports the results, if any, and returns ``code``."""
 
     def run(arguments: list[str]) -> tuple[int, str]:
         if results:

@@ -1,4 +1,4 @@
-"""Fixtures that several files of tests share."""
+"""Fixtures that several test files share."""
 
 import gc
 import socket
@@ -11,19 +11,19 @@ import processes
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How fast inputs are drawn says something about the machine only.
+# Slow input generation says something about the machine, not about the code.
 settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:
-    """Freeze nothing, as a program does: each simulation in this process counts what is frozen."""
+    """Undo gc.freeze(): a simulation calls it itself, but only if no object is frozen yet."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def program_source() -> Iterator[socket.socket | None]:
-    """The process that programs are forked from; started when a test first wants it."""
+    """The process that programs are forked from; started when a test first needs it."""
     if sys.platform != "linux":
         yield None
         return
@@ -33,7 +33,7 @@ def program_source() -> Iterator[socket.socket | None]:
 
 @pytest.fixture
 def forked(program_source: socket.socket | None) -> Iterator[None]:
-    """Fork what is started in Python, the grader and fork servers too, so that torch is there."""
+    """Fork every Python program, even graders and fork servers, so that torch is already loaded."""
     forked_python.fork_from(program_source)
     yield
     forked_python.fork_from(None)
@@ -41,13 +41,13 @@ def forked(program_source: socket.socket | None) -> Iterator[None]:
 
 @pytest.fixture
 def fresh_pytest(forked: None) -> processes.FreshPytest:
-    """Run pytest in a fork; tests of its start, or of signals to it, start a real process."""
+    """Run pytest in a fork; tests of its startup, or of signals to it, start a real process."""
     return processes.fresh_pytest
 
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """A variable of all processes of a test, which are ended after it."""
+    """An environment value that marks a test's processes; they are killed after the test."""
     name = uuid.uuid4().hex
     yield name
     for process in processes.marked(name):

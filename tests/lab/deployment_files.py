@@ -1,4 +1,4 @@
-"""The files of the deployment, and the commands in them, read for the tests."""
+"""Helpers that read the deployment files and the commands in them."""
 
 import argparse
 import json
@@ -22,9 +22,9 @@ Document = dict[str, Any]
 
 
 class Command(NamedTuple):
-    """How a file starts the trainer."""
+    """A command that starts the trainer."""
 
-    launcher: argparse.Namespace  # torchrun's options, as torchrun reads them
+    launcher: argparse.Namespace  # torchrun's options, as torchrun parses them
     trainer: dict[str, str]  # keys and values of the trainer's command line
 
 
@@ -34,7 +34,7 @@ def documents(name: str) -> list[Document]:
 
 
 def of_kind(name: str, kind: str) -> Document:
-    """Return the only document of a kind in a file."""
+    """Return the file's only document of this kind."""
     [found] = [document for document in documents(name) if document["kind"] == kind]
     return found
 
@@ -54,13 +54,13 @@ def trainers() -> dict[str, Document]:
 
 
 def jobs() -> dict[str, Document]:
-    """Return the Jobs of Kubernetes, by file."""
+    """Return the specs of the Kubernetes Jobs, by file."""
     names = ("kubernetes.yaml", "kubernetes-elastic.yaml")
     return {name: of_kind(name, "Job")["spec"] for name in names}
 
 
 def pods() -> dict[str, Document]:
-    """Return what is said about Pods, by file."""
+    """Return the Pod specs, by file."""
     found = {name: job["template"]["spec"] for name, job in jobs().items()}
     [patch] = of_kind("trainjob.yaml", "TrainJob")["spec"]["runtimePatches"]
     [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -68,7 +68,7 @@ def pods() -> dict[str, Document]:
 
 
 def words() -> dict[str, list[str]]:
-    """Return what follows the entrypoint, by file or service."""
+    """Return the words after the entrypoint, by file or service."""
     found = {f"compose {name}": service["command"] for name, service in trainers().items()}
     for name, job in jobs().items():
         found[name] = job["template"]["spec"]["containers"][0]["args"]
@@ -81,24 +81,24 @@ def words() -> dict[str, list[str]]:
 
 
 def commands() -> dict[str, Command]:
-    """Return how each file starts the trainer."""
+    """Return the command that starts the trainer, by file or service."""
     return {name: _command(each) for name, each in words().items()}
 
 
 def read(name: str) -> str:
-    """Return the text of a file of the deployment."""
+    """Return the text of a deployment file."""
     return (DEPLOYMENT / name).read_text(encoding="utf-8")
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Return the instructions of the Dockerfile, such as USER, and what follows each."""
+    """Return the Dockerfile's instructions, such as USER, each with the text after it."""
     lines = [line for line in read("Dockerfile").splitlines() if not line.startswith("#")]
     whole = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in whole if line)]
 
 
 def _after_entrypoint(script: str) -> list[str]:
-    """Return the words after the entrypoint in a shell script; variables stay names."""
+    """Return the words after the entrypoint in a shell script; variables are not expanded."""
     [line] = [line for line in _joined(script) if "entrypoint.py" in line]
     line = line.partition(" || ")[0]
     return shlex.split(line[line.index("torchrun") :])

@@ -1,14 +1,14 @@
-"""Python programs in new processes, without the two seconds that each needs to load torch.
+"""Start Python programs in new processes, without the two seconds that loading torch takes.
 
     Popen ──arguments, folder, variables, descriptors──▶ source: a process with torch imported
           ◀─pid───────────────────────────────────────── └─fork─fork──▶ the program
 
-The program is a child of the process that asked, as usual: the process between it and the source
-has ended, and Linux gives it to the process that adopts orphans at that moment. Nothing of the
-course is imported before the fork. A program has a source of its own, so what it starts in turn is
-forked too: the grader, its fork server. Without Linux, all start as usual.
+The program becomes a child of the process that asked, as usual: that process adopts orphans for a
+moment (as a "subreaper"), and the process between the source and the program ends. No course module
+is imported before the fork. Each program has its own source, so any processes that it starts, such
+as the grader or its fork server, are forked too. Off Linux, all programs start as usual.
 
-Tests of how a process starts or ends, of signals or of a terminal do not use this.
+Tests of process startup and exit, of signals, or of a terminal do not use this.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ class Request(NamedTuple):
     """A program to start.
 
     Attributes:
-        places: Numbers that the descriptors sent along are to have.
+        places: Numbers that the descriptors sent along get in the new program.
     """
 
     arguments: list[str]
@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
 
 class ForkingPopen(RealPopen):  # type: ignore[type-arg]
-    """Popen, but a program in Python is forked."""
+    """Popen that forks Python programs."""
 
     def _execute_child(self, *given: Any) -> None:
         real = RealPopen._execute_child  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ class ForkingPopen(RealPopen):  # type: ignore[type-arg]
 
 
 def _can_be_forked(asked: dict[str, Any]) -> bool:
-    """Return True if the command is Python with the settings of the source."""
+    """Return True if the command runs Python with the same settings as the source."""
     words = asked["args"]
     if isinstance(words, (str, bytes)) or os.fspath(words[0]) != sys.executable:
         return False
@@ -84,7 +84,7 @@ def _can_be_forked(asked: dict[str, Any]) -> bool:
 
 
 def _settings(variables: dict[str, str] | None) -> dict[str, str]:
-    """Return the variables that Python reads at its start, except its path."""
+    """Return the variables that Python reads at startup, except PYTHONPATH."""
     known = os.environ if variables is None else variables
     return {
         name: text

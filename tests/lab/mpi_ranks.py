@@ -20,7 +20,7 @@ import torch.distributed as dist
 from distlab import launch, training
 from distlab.process_group.base import BaseGroup
 
-GLOO_ONLY = {"monitored_barrier"}  # so torch says
+GLOO_ONLY = {"monitored_barrier"}  # according to torch
 TRAINED_ON = 4
 
 
@@ -36,7 +36,7 @@ def course_training(world_size: int, gradients: str, backend: str = "gloo") -> t
 
 
 def all_of_it() -> dict[str, object]:
-    """Run every program that ends well, one after the other in one world."""
+    """Run every program that succeeds, one after another in one world."""
     warnings.simplefilter("ignore")
     calls = {
         name: programs.without_leftovers(program)
@@ -61,7 +61,7 @@ def all_of_it() -> dict[str, object]:
 
 
 def where_the_store_listens() -> list[str]:
-    """Return the addresses where this process listens on the port of the default store."""
+    """Return the addresses at which this process listens on the default store's port."""
     store: Any = dist.distributed_c10d._get_default_store()
     port = store.underlying_store.port
     sockets = psutil.Process().net_connections("inet")
@@ -73,7 +73,7 @@ def where_the_store_listens() -> list[str]:
 
 
 def trainings_of_torch() -> dict[str, object]:
-    import trainings  # seconds, for FSDP and pipelines
+    import trainings  # takes seconds, since it loads FSDP and pipelines
 
     return trainings.all_trainings()
 
@@ -89,12 +89,12 @@ def counts_of_a_known_program() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def sends_that_nobody_waits_for() -> list[float]:
-    """MPI reads a tensor that the program has forgotten long ago."""
+    """Return the values that arrive although the sender dropped its tensors right after isend."""
     right, left = programs.neighbours()
     for k in range(100):
         dist.isend(torch.full((20_000,), float(k)), right)
     gc.collect()
-    torch.full((2_000_000,), -1.0)  # overwrites memory that was freed
+    torch.full((2_000_000,), -1.0)  # overwrites freed memory
     arrived = [torch.zeros(20_000) for _ in range(100)]
     for x in arrived:
         dist.recv(x, left)
@@ -116,7 +116,7 @@ def what_is_refused() -> list[str]:
 
 
 def what_ranks_disagree_on() -> dict[str, str]:
-    """Between ranks 0 and 1, each in a group that is of no use afterwards."""
+    """Return the errors when ranks 0 and 1 disagree; each case has its own group and ruins it."""
     attempts: dict[str, Callable[[dist.ProcessGroup, int], object]] = {
         "size": lambda group, rank: dist.all_reduce(torch.zeros(4 + rank), group=group),
         "dtype": lambda group, rank: dist.all_reduce(torch.zeros(4).to(KINDS[rank]), group=group),
@@ -153,12 +153,12 @@ def late(group: dist.ProcessGroup) -> None:
 
 
 def main(world_size: int, output: Path) -> None:
-    results = launch.run(all_of_it, world_size)  # "auto" finds mpi
+    results = launch.run(all_of_it, world_size)  # "auto" selects mpi
     again = launch.run(dist.get_rank, world_size, backend="mpi")
     if dist.get_rank() == 0:
         output.write_bytes(pickle.dumps((results, again)))
 
 
 if __name__ == "__main__":
-    gc.freeze()  # the last collection would take 0.4 s to search all of torch
+    gc.freeze()  # otherwise the last collection would spend 0.4 s searching all of torch
     main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Starting Python under mpirun, as a user does."""
+"""Start Python under mpirun, as a user does."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ needs_mpi = pytest.mark.skipif(
 def mpirun(
     world_size: int, *command: str, **environment: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run Python under mpirun; afterwards no process of it is left."""
+    """Run Python under mpirun, and check that none of its processes is left."""
     mark = f"{os.getpid()}-{world_size}-{hash(command)}"
     done = subprocess.run(
         [find_mpirun() or "", "-np", str(world_size), sys.executable, *command],

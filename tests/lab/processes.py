@@ -1,4 +1,4 @@
-"""Processes of tests: starting pytest, waiting, and finding what is left of a test."""
+"""Test processes: starting pytest, waiting, and finding the processes that a test leaves behind."""
 
 import gc
 import os
@@ -14,13 +14,13 @@ import forked_python
 import psutil
 
 ROOT = Path(__file__).parents[2]
-LONGEST_S = 1200.0  # far above what a busy machine takes
+LONGEST_S = 1200.0  # far longer than a busy machine needs
 FreshPytest = Callable[..., "subprocess.CompletedProcess[str]"]
-MARK = "DISTLAB_OF_TEST"  # a variable of the first process, inherited by all that it starts
+MARK = "DISTLAB_OF_TEST"  # environment variable of a test's first process, inherited by the rest
 
 
 def children(*, recursive: bool = True) -> list[psutil.Process]:
-    """Return what this process has started, but for the source that programs are forked from."""
+    """Return this process's descendants, except the source that programs are forked from."""
     found = psutil.Process().children(recursive=recursive)
     return [process for process in found if process.pid != forked_python.source_pid]
 
@@ -33,15 +33,15 @@ def marked(mark: str) -> list[psutil.Process]:
             if process.environ().get(MARK) == mark:
                 found.append(process)
         except psutil.Error:
-            continue  # it ended, or is another user's
+            continue  # it has ended, or belongs to another user
     return found
 
 
 def end_fork_server() -> None:
-    """End the processes that multiprocessing keeps once it has started others by its fork server.
+    """End the processes that multiprocessing keeps running once its fork server has been used.
 
-    It has no public way, and otherwise ends them when Python exits: other tests would see them.
-    Semaphores that are garbage go first, for the tracker that ends removes what is left of them.
+    There is no public way to do so; they would end only when Python exits, and other tests would
+    see them. Garbage is collected first, since the resource tracker removes any semaphores left.
     """
     gc.collect()
     for server in (forkserver._forkserver, resource_tracker._resource_tracker):
@@ -51,12 +51,12 @@ def end_fork_server() -> None:
 def fresh_pytest(
     *arguments: object, folder: Path = ROOT, **environment: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run pytest in a process of its own.
+    """Run pytest in a separate process.
 
     Args:
         arguments: Arguments of pytest.
         folder: Working folder.
-        environment: Additional variables.
+        environment: Additional environment variables.
     """
     return subprocess.run(
         [sys.executable, "-m", "pytest", *map(str, arguments)],
@@ -70,7 +70,7 @@ def fresh_pytest(
 
 
 def wait_until(is_so: Callable[[], bool], otherwise: Callable[[], str] = str) -> None:
-    """Wait for a condition; fail with a text if it does not come true."""
+    """Wait until a condition is true; fail with the text from ``otherwise`` if it never is."""
     end_s = time.monotonic() + LONGEST_S
     while not is_so():
         assert time.monotonic() < end_s, otherwise()

@@ -1,4 +1,4 @@
-"""The process that ``forked_python`` forks programs from, and what makes a fork one of them."""
+"""The process that ``forked_python`` forks programs from, and how a fork becomes a program."""
 
 import atexit
 import fcntl
@@ -16,15 +16,15 @@ from typing import NoReturn
 from forked_python import LENGTH, UNBUFFERED, Request, fork_from, prctl, read_exactly
 
 MOST_DESCRIPTORS = 16
-OUT_OF_THE_WAY = 200  # no descriptor of a new process has such a number
+OUT_OF_THE_WAY = 200  # higher than any descriptor of a new process
 FORK_SERVER = "distlab.launch.fork_server_main"  # it forks ranks, and starts no programs
 PR_SET_PDEATHSIG = 1
 
 
 def serve() -> NoReturn:
-    """Be a source until the other end closes, and in its forks the programs."""
+    """Fork a process per request until the other end closes, and run the program in it."""
     gc.disable()
-    import torch._dynamo  # the first optimizer imports it, for a second
+    import torch._dynamo  # the first optimizer would import it, taking a second
     import torch.distributed  # noqa: F401
 
     gc.freeze()  # programs collect only their own garbage, and pages stay shared
@@ -32,7 +32,7 @@ def serve() -> NoReturn:
     asking = socket.socket(fileno=int(sys.argv[1]))
     own_path = [place for place in sys.path if place not in ("", os.path.dirname(__file__))]
     while True:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the programs are interrupted, not this
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the programs only
         request, descriptors = _forked_for(asking)
         its_source = _source_of_its_own(request, descriptors)
         if its_source is None:
@@ -41,7 +41,7 @@ def serve() -> NoReturn:
 
 
 def _source_of_its_own(request: Request, descriptors: list[int]) -> socket.socket | None:
-    """Fork a source for a program that may start others; return, in the source, who will ask."""
+    """Fork a source for a program that may start others; return its socket there, else None."""
     if any(FORK_SERVER in word for word in request.arguments):
         return None
     ours, theirs = socket.socketpair()
@@ -58,7 +58,7 @@ def _source_of_its_own(request: Request, descriptors: list[int]) -> socket.socke
 
 
 def _forked_for(asking: socket.socket) -> tuple[Request, list[int]]:
-    """Fork for each request; return in the forks, once they belong to who asked."""
+    """Fork for each request; return only in the forks, once adopted by the process that asked."""
     while True:
         start, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, MOST_DESCRIPTORS)
         if not start:
@@ -80,7 +80,7 @@ def _forked_for(asking: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _become(request: Request, descriptors: list[int], own_path: list[str]) -> CodeType:
-    """Take over what a new process would have got; return what it runs."""
+    """Set up everything that a new process would start with; return the code to run."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.has_own_session:
         os.setsid()
@@ -108,7 +108,7 @@ def _become(request: Request, descriptors: list[int], own_path: list[str]) -> Co
 
 
 def _run(program: CodeType) -> NoReturn:
-    """Run a program, and end as Python does, but without taking torch apart: half a second."""
+    """Run a program and exit as Python does, but without torch's teardown, which takes 0.5 s."""
     status = 1
     try:
         status = _status_of(program)
@@ -138,7 +138,7 @@ def _status_of(program: CodeType) -> int:
 
 
 def _place(descriptors: list[int], places: list[int]) -> None:
-    """Give descriptors their numbers, which others of them may have now."""
+    """Move descriptors to their target numbers, which others in the list may still occupy."""
     high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, OUT_OF_THE_WAY) for number in descriptors]
     _close(*descriptors)
     for number, place in zip(high, places, strict=True):

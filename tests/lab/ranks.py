@@ -1,4 +1,4 @@
-"""Helpers for functions on ranks, such as a group that is not 0 … k."""
+"""Helpers for functions that run on ranks, such as a group whose ranks are not 0 … k."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from distlab import launch
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 TIMEOUT_S = 60.0
 
-# A group inside a world of five, in which no rank but the last has the number it has outside.
+# A group inside a world of five, in which no member's group rank equals its global rank.
 OUTER_WORLD_SIZE = 5
 MEMBERS = (1, 2, 4)
 
@@ -18,7 +18,7 @@ MEMBERS = (1, 2, 4)
 def on_ranks(
     call: Callable[..., Any], world_size: int, *args: object, **settings: Any
 ) -> list[Any]:
-    """Call ``launch.run`` with a limit."""
+    """Call ``launch.run`` with a time limit."""
     return launch.run(call, world_size, *args, timeout_s=TIMEOUT_S, **settings)
 
 

@@ -1,4 +1,4 @@
-"""Imports: folders in one direction, no cycles, solutions in plain torch."""
+"""Imports: one direction between folders, no cycles, solutions in plain torch."""
 
 import ast
 import re
@@ -13,10 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Folders and files of distlab, from the lowest: what each may import besides itself and TOOLS.
+# Folders and files of distlab, lowest first, and what each may import besides itself and TOOLS.
 MAY_IMPORT = {
     "process_group": set(),
-    "sim": {"process_group"},  # nothing of the course: no grade, learner, cli, course
+    "sim": {"process_group"},  # nothing from the course: no grade, learner, cli, course
     "mpi": {"process_group"},
     "launch": {"mpi", "sim"},
     "explore": {"launch", "lessons", "sim"},
@@ -62,8 +62,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 TOOLS = {"torchvision_repair", "util"}
-# The one module that imports phases and solutions, and the modules that import what is not written
-# in them: packages with lazy names, hand-ins, and what a fork server preloads.
+# The one module that imports phases and solutions, and the modules that import by a computed name:
+# packages with lazy names, hand-ins, and modules that a fork server preloads.
 FINDER = "distlab.lessons"
 IMPORTS_BY_NAME = {
     FINDER: "the course's own lessons",
@@ -72,13 +72,13 @@ IMPORTS_BY_NAME = {
     "distlab.grade.submission": "the files of a hand-in",
     "distlab.launch.fork_server_main": "modules that ranks have imported",
 }
-NOT_IMPORTED = {"distlab.__main__"}  # runs the command
+NOT_IMPORTED = {"distlab.__main__"}  # importing it runs the command
 LESSON = re.compile(r"(solutions|phase\d_\w+)(\.\w+)*")
-TRAINER = ROOT / "solutions/phase4_production/imagenet_trainer.py"  # a page that runs distlab's
+TRAINER = ROOT / "solutions/phase4_production/imagenet_trainer.py"  # only runs distlab's trainer
 LESSONS = [path for path in ROOT.glob("solutions/**/*.py") if path != TRAINER]
 
-# Folders and files of the simulator, floor by floor from the lowest: each imports from lower floors
-# and from itself.
+# Folders and files of the simulator by floor, lowest first: each imports only from lower floors and
+# from itself.
 FLOORS_OF_SIM = (
     {"reporting", "hardware"},
     {"device", "engine", "collectives"},
@@ -92,7 +92,7 @@ FLOORS_OF_SIM = (
 
 
 class Arrow(NamedTuple):
-    """One import of one module of distlab by another."""
+    """An import of one distlab module by another."""
 
     importer: str
     imported: str
@@ -110,7 +110,7 @@ def modules() -> frozenset[str]:
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
-    """Yield what a file imports, also inside its functions: ``a.b.c`` of ``from a.b import c``."""
+    """Yield every imported name, even inside functions: ``a.b.c`` for ``from a.b import c``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
@@ -142,7 +142,7 @@ def finds_lessons(tree: ast.AST) -> Iterator[str]:
 
 
 def imports_by_name(tree: ast.AST) -> bool:
-    """Return True if a file imports a module whose name is not written there."""
+    """Return True if a file imports a module by a computed name."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(
         ast.unparse(call.func).split(".")[-1] in ("import_module", "__import__", "run_module")
@@ -171,7 +171,7 @@ def arrows() -> frozenset[Arrow]:
 
 
 def folder(module: str) -> str:
-    """Return ``sim`` for ``distlab.sim.engine.trace``; ``distlab`` itself holds nothing."""
+    """Return ``sim`` for ``distlab.sim.engine.trace``; "" for ``distlab``."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -185,7 +185,7 @@ def floor_of_sim(module: str) -> int:
 
 
 def climbs(arrow: Arrow) -> bool:
-    """Whether it leads to a higher floor of the simulator, or to another room of the same floor."""
+    """Return True if an import leads to a higher floor, or to another folder on the same floor."""
     if folder_of_sim(arrow.importer) == folder_of_sim(arrow.imported):
         return False
     return floor_of_sim(arrow.importer) <= floor_of_sim(arrow.imported)
@@ -209,7 +209,7 @@ def refused(arrow: Arrow) -> bool:
 
 
 def in_cycles(edges: set[tuple[str, str]]) -> set[str]:
-    """Return the modules that import themselves by way of others: those that no order can place."""
+    """Return the modules that are part of an import cycle."""
     waiting = {
         module: {end for start, end in edges if start == module}
         for edge in edges
@@ -221,7 +221,7 @@ def in_cycles(edges: set[tuple[str, str]]) -> set[str]:
 
 
 def foreign(text: str) -> set[str]:
-    """Return the packages that a file of the lessons must not import."""
+    """Return the packages that a lesson imports but must not."""
     packages = {name.partition(".")[0] for _, name in imported_names(ast.parse(text))}
     ours = {"torch", "numpy", "solutions", *(p.parent.name for p in ROOT.glob("phase*/given.py"))}
     return packages - ours - sys.stdlib_module_names
@@ -245,7 +245,7 @@ def test_one_module_finds_lessons() -> None:
 
 
 def test_all_of_distlab_is_imported_without_the_course() -> None:
-    """A wheel of distlab has no phases and no solutions."""
+    """A wheel of distlab contains no phases and no solutions."""
     program = (
         "import importlib, re, sys\n"
         "class Absent:\n"

@@ -64,11 +64,11 @@ def test_collectives_are_counted_and_messages_are_not() -> None:
     assert launch.run(count_both, 2, backend="gloo") == [expected] * 2
 
 
-# --- what computes something else is not timed ---------------------------------------------------
+# --- contestants that differ are not timed -------------------------------------------------------
 
 
 def linear(weight: float, *, loss: float | None = None, is_trained: bool = True) -> Contestant:
-    """Return a model of one weight w, whose loss is w² unless it is made up."""
+    """Return a contestant with a single weight w, whose loss is w² unless ``loss`` is given."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, weight)
 
@@ -115,7 +115,7 @@ def test_contestants_must_compute_the_same() -> None:
 
 
 def held(a_contest: Contest, folder: Path, ranks: int = 2, **sizes: Any) -> dict[str, Measured]:
-    """Hold a small contest, and return the record that it leaves."""
+    """Hold a small contest; return the measurements that it records."""
     a_contest.hold(ranks, 2, "solution", folder, **sizes)
     record = json.loads((folder / f"{a_contest.name}.json").read_text())
     expected = {"ranks": ranks, "repeats": 2, "impl": "solution"}
@@ -149,7 +149,7 @@ def test_a_block_split_by_ours_needs_four_all_reduces(tmp_path: Path) -> None:
     measured = held(phase2.TENSOR_PARALLEL, tmp_path, **sizes)
     assert {name: row["collectives"] for name, row in measured.items()} == {
         phase2.SPLIT: 8,
-        phase2.TORCHS_SPLIT: 12,  # query, key and value sum their gradients each
+        phase2.TORCHS_SPLIT: 12,  # query, key and value each sum a gradient
         phase2.PREPARED: 8,
     }
     for row in measured.values():
@@ -168,7 +168,7 @@ def test_every_way_sums_the_same_bytes_in_another_number_of_collectives(
     assert all(f"│ {name} " in printed for name in measured)
     whole = 4 * layers * (width**2 + 3 * width)
     num_bytes = {name: row["collective_bytes"] for name, row in measured.items()}
-    new_buckets = num_bytes.pop(ddp.TORCHS) - whole  # torch agrees on them in that step
+    new_buckets = num_bytes.pop(ddp.TORCHS) - whole  # for agreeing on new buckets
     assert {*num_bytes.values()} == {whole}
     assert 0 <= new_buckets <= 8 * 4 * layers
     calls = {name: row["collectives"] for name, row in measured.items()}
@@ -265,7 +265,7 @@ SMALL = ("--repeats", "1", "--steps", "2", "--batch-size", "8")
 def test_the_trainer_learns_what_its_rivals_learn_and_a_line_for_each_is_saved(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All of torch's loops are compared with one of ours in the first steps."""
+    """Each of torch's loops is compared with one of ours in the first steps."""
     two = Match({name: ALL[0].ours[name] for name in ("ddp", "ring")}, ALL[0].theirs)
     monkeypatch.setattr(trainer, "matches", lambda ranks, model: [two, *ALL[1:]])
     assert bench("trainer", *SMALL, "--save", str(tmp_path)) == 0
@@ -275,7 +275,7 @@ def test_the_trainer_learns_what_its_rivals_learn_and_a_line_for_each_is_saved(
     run = {"ranks": 2, "repeats": 1, "impl": "solution"}
     assert record["arguments"] == {**run, **Sizes(steps=2, batch_size=8)._asdict()}
     measured = record["measured"]
-    assert measured["ddp"]["theirs"] == measured["ring"]["theirs"]  # both beside the same loop
+    assert measured["ddp"]["theirs"] == measured["ring"]["theirs"]  # both ran against the same loop
     assert measured["server"]["theirs"] is measured["server"]["ratio"] is None
     for name, row in measured.items():
         assert f"\n{name} " in printed

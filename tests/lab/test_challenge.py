@@ -1,4 +1,4 @@
-"""The open task of Phase 1: what is not an all-reduce by messages is refused, the rest is timed."""
+"""The open task of Phase 1: only message-based all-reduces are accepted and timed."""
 
 from pathlib import Path
 

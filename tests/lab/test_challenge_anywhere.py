@@ -1,4 +1,4 @@
-"""The open task of phase 3: what does not sum by messages is refused, and sizes count alike."""
+"""The open task of Phase 3: only message-based sums are accepted, and all sizes count equally."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def prepare_all_reduce():
 
 
 def returns(body: str) -> str:
-    """Hand in a function that prepares in a way of its own."""
+    """Return a lesson whose ``prepare_all_reduce`` has this body."""
     return f"{GATHER}def prepare_all_reduce():{body}\n"
 
 
@@ -108,7 +108,7 @@ def test_the_command_prints_a_table_for_each_cluster_and_the_figure(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(anywhere, "SMALL_WORLDS", ((2, 1),))
-    of_few_ranks = ["--seed", "20", "--clusters", "2"]  # 2 and 4
+    of_few_ranks = ["--seed", "20", "--clusters", "2"]  # 2 and 4 ranks
     assert distlab("challenge", "--phase", "3", "--impl", "solution", *of_few_ranks) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("yours") for line in lines) == 2

@@ -1,4 +1,4 @@
-"""scripts/chaos.py sees the states of a training, and compares results bit for bit."""
+"""scripts/chaos.py tracks the states of ranks, and compares results bit for bit."""
 
 import os
 import shutil
@@ -38,12 +38,12 @@ TINY = {
 }
 
 
-# --- what it sees --------------------------------------------------------------------------------
+# --- states of a rank ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that this one has started, as torchrun starts a rank."""
+    """A child process, started as torchrun starts a rank."""
     environment = {**os.environ, "RANK": "0"}
     process = subprocess.Popen(["/bin/sleep", "600"], env=environment)
     yield process
@@ -57,13 +57,13 @@ def states(observer: Observer) -> list[str]:
 
 def test_the_states_of_a_rank(sleeper: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
     log, heartbeat = tmp_path / "log", tmp_path / "heartbeat.rank0"
-    heartbeat.touch()  # left by the rank of an earlier start, a moment ago
+    heartbeat.touch()  # left behind by a rank of an earlier launch
     log.touch()
     observer = Observer(tmp_path, log, 1, 2)
     observer.look(os.getpid())
     observer.look(os.getpid())
     assert states(observer) == ["starting"]
-    os.utime(heartbeat, ns=(1, 1))  # whatever the clock says
+    os.utime(heartbeat, ns=(1, 1))  # any change counts, whatever the time
     observer.look(os.getpid())
     assert observer.all_run
     for line in ("step 32 of 64  epoch 1.00\n", "epoch 1 of 2: 70% right\n"):
@@ -84,7 +84,7 @@ def test_the_states_of_a_rank(sleeper: "subprocess.Popen[bytes]", tmp_path: Path
     assert ends[:-1] == [span.begin_s for span in observer.spans[0][1:]]
 
 
-# --- what it compares ----------------------------------------------------------------------------
+# --- comparisons ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_one_of_them_lacks_is_a_difference() -> None:
     )
 
 
-# --- a training ----------------------------------------------------------------------------------
+# --- a training run ------------------------------------------------------------------------------
 
 
 def test_a_kill_changes_no_bit(
@@ -133,6 +133,6 @@ def test_a_kill_changes_no_bit(
     assert (tmp_path / "out/gantt.png").stat().st_size > 10_000
 
     latest = max((tmp_path / "out/disturbed/checkpoints").glob("step-*"))
-    shutil.rmtree(latest)  # so that another one is compared
+    shutil.rmtree(latest)  # so that an older checkpoint is compared
     assert run.compare(blows) == 1
     assert "NOT EQUAL" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The `distlab` command: its output, and one line for bad options."""
+"""The `distlab` command: its output, and one-line errors for bad options."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""course.toml, and that templates and solutions are what it lists."""
+"""course.toml is valid, and templates and solutions are those that it lists."""
 
 import contextlib
 import importlib
@@ -188,7 +188,7 @@ Stub = Callable[..., object]
 
 
 def stubs_of(template: Path) -> dict[str, tuple[Task, Stub]]:
-    """Import a template, and return the functions that a learner writes, with their tasks."""
+    """Import a template; return the functions that a learner writes, with their tasks."""
     module = importlib.import_module(".".join(template.with_suffix("").parts))
     tasks = [task for task in TASKS if task.template == template]
     return {name: (task, attrgetter(name)(module)) for task in tasks for name in task.functions}
@@ -305,7 +305,7 @@ def test_template_imports_without_effect_and_its_stubs_raise(template: Path) -> 
 
 
 def files_in(folder: Path) -> set[str]:
-    """Return all files except those that tools leave."""
+    """Return all files except those that tools leave behind."""
     left_behind = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {
@@ -315,7 +315,7 @@ def files_in(folder: Path) -> set[str]:
     }
 
 
-# What else lies beside the solutions: the production system, which uses them.
+# Files beside the solutions: the production system, which uses the solutions.
 PRODUCTION = {4: ("README.md", "deployment/", "imagenet_trainer.py")}
 
 
@@ -349,7 +349,7 @@ def test_a_notebook_is_stored_without_outputs(phase: Phase) -> None:
     assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"]] == []
 
 
-# --- the grading ---------------------------------------------------------------------------------
+# --- grading -------------------------------------------------------------------------------------
 
 SUITES = {phase: ROOT / f"tests/phase{phase.number}" for phase in COURSE.phases}
 

@@ -118,7 +118,7 @@ def write_mnist(folder: Path, count: int = 5) -> None:
 
 
 def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write files like CIFAR-10's, of 2 images each, and let torchvision accept their checksums."""
+    """Write files like CIFAR-10's, of 2 images each; make torchvision accept their checksums."""
     source = import_torchvision().datasets.CIFAR10
     folder = root / source.base_folder
     folder.mkdir(parents=True)
@@ -136,14 +136,14 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def listener() -> Iterator[str]:
-    """Give the address of a server on this machine that takes connections and never answers."""
+    """Yield the address of a local server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/"
 
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that sets where both datasets download from; at first a closed port."""
+    """Return a function that sets both datasets' download address, initially a closed port."""
     datasets = import_torchvision().datasets
 
     def download_from(address: str) -> None:
@@ -267,7 +267,7 @@ def answer_of(body: Callable[[int], str], per_node: int) -> str:
 def fetch_slowly(folder: Path, rank: int) -> str:
     with rank_zero_first():
         found = (folder / "file").exists()
-        time.sleep(0.2)  # time enough for a rank that does not wait
+        time.sleep(0.2)  # long enough to catch a rank that does not wait
         (folder / "file").touch()
     return "found" if found else "fetched"
 
@@ -306,7 +306,7 @@ def test_without_a_world_the_body_runs_and_its_error_passes() -> None:
 
 def test_downloads_wait_for_rank_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def write_then_go() -> Iterator[None]:  # acts as a rank 0 that has just put the files there
+    def write_then_go() -> Iterator[None]:  # acts as a rank 0 that has just written the files
         write_mnist(tmp_path / "MNIST" / "raw")
         yield
 

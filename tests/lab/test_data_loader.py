@@ -1,4 +1,4 @@
-"""Shards in all sizes, and errors of loaders. What 1.1 to 1.3 load and send, their suite judges."""
+"""Shards of all sizes, and loader errors; the suite judges what 1.1 to 1.3 load and send."""
 
 import random
 from functools import partial
@@ -32,7 +32,7 @@ def shards(num_samples: int, world_size: int, **settings: Any) -> list[list[int]
 
 
 def in_turns(lists: list[list[int]]) -> list[int]:
-    """0th of every list, 1st of every list, …"""
+    """Return the 0th item of every list, then the 1st of every list, …"""
     return [index for turn in zip_longest(*lists, fillvalue=-1) for index in turn]
 
 
@@ -69,7 +69,7 @@ def test_shard_that_cannot_be_is_refused(
 
 
 class Broken(Dataset[Sample]):
-    """Draws from the global generators for a sample, and then fails."""
+    """A data set that draws from the global generators for each sample, and then fails."""
 
     def __len__(self) -> int:
         return 4
@@ -80,7 +80,7 @@ class Broken(Dataset[Sample]):
 
 
 def draws(*, loads: bool) -> tuple[str, list[float]]:
-    """Return an error of loading, and what the training draws after it."""
+    """Return the loading error, if any, and the numbers that training draws after it."""
     torch.manual_seed(7), np.random.seed(7), random.seed(7)
     text = refusal(lambda: list(build_loader(Broken(), 4, shuffle=False))) if loads else ""
     return text, [float(torch.rand(())), np.random.rand(), random.random()]
@@ -118,7 +118,7 @@ def test_global_batch_that_cannot_be_is_refused_with_what_would_do() -> None:
 
 
 def errors_of_scatter_batch(src: int) -> list[str]:
-    """Texts of two failures; the world works on afterwards."""
+    """Return the texts of two errors, after which the world still has to work."""
     uneven = (torch.zeros(4, 2), torch.zeros(3)) if dist.get_rank() == src else None
     texts = [refusal(lambda: scatter_batch(None, src)), refusal(lambda: scatter_batch(uneven, src))]
     dist.barrier()

@@ -1,4 +1,4 @@
-"""The demo: what it prints, what it writes, and that it looks before it trains."""
+"""The demo: its output, its files, and its check of the folder before it trains."""
 
 import re
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_what_the_demo_points_to_exists() -> None:
 def test_a_folder_that_cannot_be_written_to_stops_the_demo_before_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delattr(training, "train")  # would be an AttributeError
+    monkeypatch.delattr(training, "train")  # training would raise an AttributeError
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(SystemExit) as left:

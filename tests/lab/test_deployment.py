@@ -1,4 +1,4 @@
-"""The manifests of the deployment are valid, and agree with the trainer."""
+"""The deployment manifests are valid, and agree with the trainer."""
 
 import copy
 import shutil
@@ -18,8 +18,8 @@ from solutions.phase4_production.deployment import entrypoint
 
 RENDEZVOUS_PORT = 29400
 METRICS_PORT = 9400
-RANKS_OF_A_NODE = 8  # maximum; their metrics have a port each
-SILENT_S = 600  # a rank that is silent for longer counts as hanging
+RANKS_OF_A_NODE = 8  # maximum; each has a port for its metrics
+SILENT_S = 600  # a rank that is silent for longer counts as hung
 
 COMMANDS = files.commands()
 each_command = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
@@ -41,7 +41,7 @@ def test_kubernetes_would_accept_it(document: Document, version: str) -> None:
 
 
 def understood(document: Document) -> Document:
-    """Return what Kubeflow's models keep of a TrainJob: they drop unknown keys."""
+    """Return the part of a TrainJob that Kubeflow's models keep: they drop unknown keys."""
     model: Any = TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(document))
     return model.to_dict()  # type: ignore[no-any-return]
 
@@ -61,7 +61,7 @@ def test_docker_compose_accepts_the_file() -> None:
 
 
 def docker_compose() -> list[str]:
-    """Return the command; skip the test where there is none."""
+    """Return the Docker Compose command; skip the test if there is none."""
     for command in (["docker", "compose"], ["docker-compose"]):
         version = [*command, "version", "--short"]
         if shutil.which(command[0]) and not subprocess.run(version, capture_output=True).returncode:
@@ -99,11 +99,11 @@ def test_metrics_reach_others_only_where_a_network_keeps_strangers_out(command: 
     assert host == ("0.0.0.0" if in_a_network else "127.0.0.1")
 
 
-# --- one table for all ---------------------------------------------------------------------------
+# --- probes and exit codes -----------------------------------------------------------------------
 
 
 def probes() -> dict[str, tuple[str, list[str]]]:
-    """By file or service: the run directory of the trainer, and a probe's command."""
+    """Return the trainer's run directory and a probe's command, by file or service."""
     found = {}
     for name, service in files.trainers().items():
         command = COMMANDS[f"compose {name}"]
@@ -129,7 +129,7 @@ def test_probes_look_at_the_run_and_come_after_the_trainers_own_watch(
 
 @each_job
 def test_exit_codes_decide_what_kubernetes_does(job: Document) -> None:
-    """The first rule that fits holds."""
+    """Kubernetes applies the first rule that matches."""
     rules = [
         (rule["action"], rule.get("onExitCodes", {}).get("values"))
         for rule in job["podFailurePolicy"]["rules"]

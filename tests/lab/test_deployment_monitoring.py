@@ -23,7 +23,7 @@ from solutions.phase4_production.exporters import PrometheusExporter
 GRAFANA = DEPLOYMENT / "grafana"
 DASHBOARD = json.loads((GRAFANA / "dashboards/dashboard.json").read_text(encoding="utf-8"))
 CONFIG = yaml.safe_load((DEPLOYMENT / "prometheus.yml").read_text(encoding="utf-8"))
-STEP = "step"  # each page has it beside the metrics of the trainer
+STEP = "step"  # on each page, beside the trainer's metrics
 TIMEOUT_S = 60
 
 PANELS = {panel["title"]: panel for panel in DASHBOARD["panels"]}
@@ -93,13 +93,13 @@ def test_promtool_accepts_the_configuration() -> None:
 
 
 def samples_of(rank: int) -> dict[str, float]:
-    """Return a number for each metric, another one for each rank where they differ."""
+    """Return a number for each metric; ``data_s`` differs between ranks."""
     return {**dict.fromkeys(METRICS, 1.0), "data_s": 0.5 * (1 + rank), "loss": float("nan")}
 
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[list[int]]:
-    """The ports of two ranks' real pages."""
+    """The ports of the real metrics pages of two ranks."""
     exporters = [PrometheusExporter({"run": "test", "rank": str(rank)}) for rank in range(2)]
     for rank, exporter in enumerate(exporters):
         exporter.write(samples_of(rank), step=7)
@@ -137,7 +137,7 @@ def wait_for_samples(address: str, process: "subprocess.Popen[bytes]") -> None:
             if len(ask(address, "step")) == 2:
                 return
         except (urllib.error.URLError, ConnectionError):
-            pass  # it does not listen yet
+            pass  # it is not listening yet
         time.sleep(0.1)
     pytest.fail("Prometheus has read no page")
 
@@ -163,7 +163,7 @@ def test_each_panel_shows_something(prometheus: str, query: str) -> None:
 
 
 def test_the_slow_rank_stands_out(prometheus: str) -> None:
-    """Its own time is 1 + 1 s, and that of the other 1 + 0.5 s: the median is 1.75 s."""
+    """The slow rank takes 1 + 1 s and the other 1 + 0.5 s, so the median is 1.75 s."""
     [query] = [q for name, q in QUERIES.items() if name.startswith("Stragglers")]
     found = ask(prometheus, query.replace("$run", ".*"))
     ratios = {each["metric"]["rank"]: float(each["value"][1]) for each in found}

@@ -1,4 +1,4 @@
-"""Entrypoint and probe of a container, as processes."""
+"""A container's entrypoint and probe, run as processes."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers run 
 
 TIMEOUT_S = 120
 
-# A stand-in for torchrun and trainer. Given a code, it leaves that and ends with 1, as torchrun
-# does. Given "wait", it says when it is ready, and leaves 75 at the first SIGTERM, after a save.
+# Stand-in for torchrun and the trainer. Given a code, it stores the code and exits with at most 1,
+# as torchrun does. Given "wait", it reports that it is ready; at a signal, it saves and stores 75.
 TRAINER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -46,7 +46,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start(mark: str, tmp_path: Path) -> Iterator[Start]:
-    """Start a process in a group of its own."""
+    """Return a function that starts a process in a new process group."""
     started: list[subprocess.Popen[bytes]] = []
 
     def of(command: list[str], **variables: str) -> "subprocess.Popen[bytes]":
@@ -76,7 +76,7 @@ def entrypoint(folder: Path, what: object, program: str = TRAINER) -> list[str]:
 
 
 def real_trainer(run_dir: Path) -> list[str]:
-    """The entrypoint with torchrun and two ranks of the trainer."""
+    """Return a command that runs the entrypoint, torchrun, and two ranks of the trainer."""
     sizes = "--epochs=100 --batch_size=64 --image_size=8 --num_workers=1"
     kinds = "--model=transformer --data=synthetic --optimizer=adamw --lr=0.004 --device=cpu"
     config = ["--config", str(ROOT / "configs/digits_cpu.yaml")]
@@ -92,7 +92,7 @@ def test_the_code_of_the_trainer_comes_through(start: Start, tmp_path: Path, cod
 def test_the_real_trainer_saves_at_sigterm_with_workers_that_load(
     start: Start, mark: str, tmp_path: Path
 ) -> None:
-    """torchrun signals the whole group of a rank. The probe sees the run start, and live."""
+    """torchrun signals a rank's whole process group. The probe sees the run start and stay up."""
     run_dir = tmp_path / "run"
     process = start(real_trainer(run_dir), PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo")
     wait_until(lambda: probe(run_dir, "--started") == (0, ""))
@@ -101,7 +101,7 @@ def test_the_real_trainer_saves_at_sigterm_with_workers_that_load(
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_S) == 75
     assert list(run_dir.glob("checkpoints/step-*"))
-    wait_until(lambda: marked(mark) == [])  # a worker sees within seconds that its rank has ended
+    wait_until(lambda: marked(mark) == [])  # workers notice within seconds that their rank ended
 
 
 def test_a_killed_command_ends_with_128_and_its_signal(start: Start, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_signal_lets_the_trainer_save(start: Start, tmp_path: Path, number: in
 def test_sigusr1_to_every_process_interrupts_no_save(
     start: Start, mark: str, tmp_path: Path
 ) -> None:
-    """Slurm does that before the end of a job's time. Torchrun does not handle it."""
+    """Slurm sends SIGUSR1 shortly before a job's time is up, and torchrun does not handle it."""
     unheeded = TRAINER.replace("signal.signal(signal.SIGUSR1, save)", "")
     process = start(entrypoint(tmp_path, "wait", unheeded))
     wait_until((tmp_path / "ready0").exists)
@@ -131,7 +131,7 @@ def test_sigusr1_to_every_process_interrupts_no_save(
 
 
 def test_a_second_signal_changes_nothing(start: Start, tmp_path: Path) -> None:
-    """As from a user who presses Ctrl-C twice: a terminal signals the whole group."""
+    """As if a user pressed Ctrl-C twice: a terminal signals the whole process group."""
     process = start(entrypoint(tmp_path, "wait"))
     wait_until((tmp_path / "ready0").exists)
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
@@ -153,7 +153,7 @@ def probe(folder: Path, *options: str, max_age_s: float = MAX_AGE_S) -> tuple[in
 
 
 def start_rank(start: Start, folder: Path, rank: int) -> None:
-    """Start what looks like a rank, and return when it does, and is older than the clock's tick."""
+    """Start a process that looks like a rank; wait until it does and is a clock tick old."""
     process = start([*RANK, str(folder)], RANK=str(rank))
     cmdline = Path(f"/proc/{process.pid}/cmdline")
     wait_until(lambda: b"--run_dir" in cmdline.read_bytes())
@@ -176,8 +176,8 @@ def test_fresh_heartbeats_are_alive_and_started(start: Start, tmp_path: Path) ->
 
 
 def test_each_silent_rank_is_named(start: Start, tmp_path: Path) -> None:
-    """Their processes have run for longer than the 0 s that are allowed here."""
-    for rank, ago_s in ((0, 50), (1, -3600), (2, 70)):  # rank 1 will not be silent for an hour
+    """The ranks' processes have run for longer than the 0 s that are allowed here."""
+    for rank, ago_s in ((0, 50), (1, -3600), (2, 70)):  # rank 1's heartbeat is in the future
         start_rank(start, tmp_path, rank)
         beat(tmp_path, rank, ago_s)
     code, text = probe(tmp_path, max_age_s=0)
@@ -205,7 +205,7 @@ def test_ranks_of_other_nodes_and_other_runs_are_not_its_business(
         folder.mkdir()
     start_rank(start, ours, 1)
     beat(ours, 1)
-    beat(ours, 0, ago_s=10 * MAX_AGE_S)  # on another node: in the directory, but not here
+    beat(ours, 0, ago_s=10 * MAX_AGE_S)  # a rank on another node
     start_rank(start, others, 5)
     assert probe(ours) == (0, "")
     assert probe(ours, "--started") == (0, "")

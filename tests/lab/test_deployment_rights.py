@@ -1,4 +1,4 @@
-"""The rights of the containers: as few as Kubernetes' strictest standard gives, everywhere."""
+"""Container rights: no more than Kubernetes' strictest standard allows, everywhere."""
 
 import re
 
@@ -20,7 +20,7 @@ ALLOWED_VOLUMES = {
 
 
 def violations(pod: Document) -> list[str]:
-    """Return what the standard's "restricted" level refuses in a Pod."""
+    """Return the reasons why the standard's "restricted" level rejects a Pod."""
     found = [f"{key} is set" for key in ("hostNetwork", "hostPID", "hostIPC") if pod.get(key)]
     for volume in pod.get("volumes", []):
         found += [f"a volume of {kind}" for kind in volume.keys() - ALLOWED_VOLUMES - {"name"}]

@@ -1,4 +1,4 @@
-"""The shell scripts of the deployment: what shellcheck says, and what Slurm's does."""
+"""The deployment's shell scripts: shellcheck accepts them all, and Slurm's handles exit codes."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def scripts() -> dict[str, str]:
 
 @pytest.mark.parametrize("script", scripts().values(), ids=scripts())
 def test_shellcheck_finds_nothing(script: str) -> None:
-    """The variables of skypilot.yaml are SkyPilot's; its setup activates nothing that is there."""
+    """SC1091 is excluded: skypilot.yaml's setup activates an environment that is not there."""
     command = [str(Path(sys.executable).with_name("shellcheck")), "--exclude=SC1091", "-"]
     ended = subprocess.run(command, input=script, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "")
@@ -32,7 +32,7 @@ FAKES = {
 
 
 def run_slurm(folder: Path, code: int) -> "subprocess.CompletedProcess[str]":
-    """Run the script with an srun that ends with a code."""
+    """Run the Slurm script with a fake srun that exits with this code."""
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").touch()
     for name, body in FAKES.items():

@@ -1,4 +1,4 @@
-"""Links lead somewhere, commands exist, and the first hour is as it says."""
+"""Links lead somewhere, commands exist, and the first hour prints what it shows."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def without_code(text: str) -> str:
-    """Leave out blocks of code, whose lines are neither headings nor links."""
+    """Remove code blocks, whose lines are neither headings nor links."""
     return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -35,7 +35,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Return what links to a page's headings end in; the second of a name gets -1."""
+    """Return the anchors of a page's headings; the second heading of the same name gets -1."""
     found: list[str] = []
     for heading in re.findall(r"^#+ (.+)$", without_code(text), flags=re.MULTILINE):
         name = anchor(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading))
@@ -45,7 +45,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(text: str, page: Path) -> list[str]:
-    """Return the relative links and pictures of a page that lead nowhere."""
+    """Return a page's relative links and pictures that lead nowhere."""
     outside_spans = re.sub(r"`[^`\n]*`", "``", without_code(text))
     targets = re.findall(r"\]\(([^()\s]+)\)", outside_spans)
     targets += re.findall(r"^\[[^\]]+\]: (\S+)", outside_spans, flags=re.MULTILINE)
@@ -72,7 +72,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def shown_commands(text: str) -> Iterator[str]:
-    """Yield the commands of a page: after a prompt, and in the middle of a sentence."""
+    """Yield the commands on a page, both after a prompt and in the middle of a sentence."""
     joined = text.replace("\\\n", " ")
     for block in re.findall(r"^```console\n(.*?)^```$", joined, re.MULTILINE | re.DOTALL):
         yield from re.findall(r"^\S*\$ (.*)$", block, flags=re.MULTILINE)
@@ -82,7 +82,7 @@ def shown_commands(text: str) -> Iterator[str]:
 
 
 def unknown_commands(text: str) -> list[str]:
-    """Return the commands of distlab and make that a page shows and that do not exist."""
+    """Return the distlab and make commands on a page that do not exist."""
     return [command for command in shown_commands(text) if not _is_known(command)]
 
 
@@ -102,7 +102,7 @@ def _is_in_cli(words: list[str]) -> bool:
         command, words = command.commands[words[0]], words[1:]
     known = {option for param in command.params for option in param.opts} | {"-h", "--help"}
     before_script = [word for word in words if not word.endswith(".py")]
-    if len(before_script) < len(words):  # words after the script are its own
+    if len(before_script) < len(words):  # words after the script belong to it
         words = words[: [word.endswith(".py") for word in words].index(True)]
     words = words[: words.index("|")] if "|" in words else words
     used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
@@ -123,7 +123,7 @@ def test_commands_exist(page: Path) -> None:
 
 
 def spoilers(text: str) -> list[str]:
-    """Return lines of code that the solutions have in the bodies of tasks."""
+    """Return the lines of code on a page that are also in a task's solution."""
     said = {line.strip() for line in text.splitlines()}
     return [line for line in _lines_of_answers() if line in said]
 
@@ -158,13 +158,13 @@ SWAP = Path("examples/first_hour/swap.py")
 
 
 def replayed(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what the learner does before a command, the command, and what it prints."""
+    """Yield the learner's action before each command, the command, and its output."""
     step = r"(?:^<!-- replay: ([^\n]*) -->\n)?^```console\n\$ ([^\n]*)\n(.*?)^```$"
     yield from re.findall(step, text, flags=re.MULTILINE | re.DOTALL)
 
 
 def pattern(output: str) -> str:
-    """Return what must be printed: … stands for anything, alone in a line for any lines."""
+    """Return a pattern for the output; … matches any text, or, alone on a line, any lines."""
     lines = output.rstrip("\n").split("\n")
     return "".join(r"(.*\n)*?" if line == "…" else _line(line) for line in lines)
 
@@ -209,7 +209,7 @@ ACTIONS = {
 
 @pytest.fixture
 def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go to a copy of what the first hour needs."""
+    """Change to a copy of the files that the first hour needs."""
     ignored = shutil.ignore_patterns("__pycache__")
     phases = tuple(phase.folder for phase in load(ROOT).phases)
     tests = ("tests/judging", *(f"tests/phase{number}" for number in range(1, len(phases) + 1)))

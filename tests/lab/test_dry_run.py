@@ -1,4 +1,4 @@
-"""The dry run of a recipe: against formulas where they are simple, and one published figure."""
+"""The dry run of a recipe, checked against simple formulas and one published figure."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,7 +13,7 @@ from distlab.production.simulated_step import Step
 from distlab.sim import GPU, Cluster
 
 A100 = GPU.preset("A100-80GB")
-SLOW_BYTES_PER_S = 1e8  # a network that takes much longer than computing
+SLOW_BYTES_PER_S = 1e8  # communication takes much longer than computation
 SLOW = Cluster(4, 1, topology="ethernet", gpu=A100, nic_bytes_per_s=SLOW_BYTES_PER_S)
 SMALL = {"model": "resnet18", "data": "synthetic", "image_size": 16, "batch_size": 64}
 WEIGHTS = 11_173_962  # a ResNet-18 with a 3 x 3 stem and 10 classes
@@ -50,7 +50,7 @@ def test_a_step_on_one_gpu_takes_what_the_published_one_takes() -> None:
     found = predicted(keys, Cluster(1, 1, gpu=A100))
     assert found.images_per_s == pytest.approx(2470, rel=0.03)
     assert 0.15 < found.mfu < 0.25
-    assert 4.0e9 < found.step.forward_flops / 2 < 4.2e9  # products and sums
+    assert 4.0e9 < found.step.forward_flops / 2 < 4.2e9  # multiply-adds
 
 
 @pytest.mark.parametrize("pattern", ["native", "ring"])
@@ -65,7 +65,7 @@ def test_sharding_needs_less_memory() -> None:
         on_slow(zero_redundancy=stage, optimizer="adamw").peak_by_category for stage in range(4)
     )
     assert none["parameters"] == none["gradients"] == 4 * WEIGHTS
-    assert state["parameters"] == pytest.approx(4 * WEIGHTS, rel=1e-6)  # and padding
+    assert state["parameters"] == pytest.approx(4 * WEIGHTS, rel=1e-6)  # plus padding
     assert none["optimizer_state"] == pytest.approx(2 * 4 * WEIGHTS, rel=0.01)
     assert state["optimizer_state"] == pytest.approx(none["optimizer_state"] / 4, rel=0.01)
     assert sum(all_sharded.values()) < sum(state.values()) < sum(none.values())

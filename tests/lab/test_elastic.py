@@ -1,4 +1,4 @@
-"""scripts/elastic.py under torchrun: as nodes leave and join, no sample is lost or comes twice."""
+"""scripts/elastic.py under torchrun: as nodes leave and join, no sample is lost or repeated."""
 
 import json
 import os
@@ -23,7 +23,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES, GLOBAL_BATCH, NUM_EPOCHS = 1437, 96, 10
 STEPS_PER_EPOCH = 15
-SAVED = 6  # steps after which a checkpoint is there: every fifth is saved
+SAVED = 6  # steps after which a checkpoint exists: every fifth step is saved
 TIMEOUT_S = 120
 VARIABLES = {
     "PYTHONPATH": str(ROOT),
@@ -36,13 +36,13 @@ Line = dict[str, Any]
 
 
 def set_pace(folder: Path, step_s: float) -> None:
-    """Let steps take so much longer from now on."""
+    """Make steps take this much longer from now on."""
     new = folder.with_suffix(".new")
     new.write_text(f"{step_s}")
     new.replace(folder.with_suffix(".pace"))
 
 
-# --- what the workers have noted -----------------------------------------------------------------
+# --- the workers' ledger -------------------------------------------------------------------------
 
 
 def lines_of(folder: Path) -> list[Line]:
@@ -52,7 +52,7 @@ def lines_of(folder: Path) -> list[Line]:
 
 
 def has_trained(folder: Path, world_size: int, more_steps: int) -> Callable[[], bool]:
-    """Whether a new start with that many workers has come some steps far."""
+    """Return a check: has a new start with this many workers done more than ``more_steps``?"""
     known = {line["start"] for line in lines_of(folder)}
 
     def is_so() -> bool:
@@ -66,7 +66,7 @@ def has_trained(folder: Path, world_size: int, more_steps: int) -> Callable[[], 
 
 
 def counting_steps(lines: list[Line]) -> dict[int, list[Line]]:
-    """Steps that no later start has done again."""
+    """Return the lines of each step, without those that a later start has repeated."""
     by_start = defaultdict(list)
     for line in lines:
         by_start[line["start"]].append(line)
@@ -80,7 +80,7 @@ def counting_steps(lines: list[Line]) -> dict[int, list[Line]]:
 
 
 def check_ledger(folder: Path) -> list[int]:
-    """Check that every sample was trained on once; return the world sizes, in their order."""
+    """Check that every epoch has every sample once; return the successive world sizes."""
     steps = counting_steps(lines_of(folder))
     assert sorted(steps) == [*range(1, NUM_EPOCHS * STEPS_PER_EPOCH + 1)]
     for epoch in range(NUM_EPOCHS):
@@ -106,7 +106,7 @@ def accuracy_of(printed: str) -> float:
 
 
 class Agents:
-    """Agents of torchrun, one for each node, all of them on this machine."""
+    """torchrun agents, one per node, all on this machine."""
 
     def __init__(self, folder: Path, logs: Path) -> None:
         self.folder, self.logs = folder, logs
@@ -114,7 +114,7 @@ class Agents:
         self.agents: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Let one more node join; the first one holds the rendezvous, as it is never killed."""
+        """Add a node; the first one hosts the rendezvous, because it is never killed."""
         is_host = not self.agents  # default: the agent that binds the port first
         options = (
             "--nnodes=2:3",
@@ -145,7 +145,7 @@ class Agents:
             )
 
     def wait_for(self, world_size: int, more_steps: int, trained: Callable[[], bool]) -> None:
-        """Wait until a new start with so many workers has done some steps."""
+        """Wait until a new start with this many workers has done some steps."""
 
         def otherwise() -> str:
             codes = [agent.poll() for agent in self.agents]
@@ -154,7 +154,7 @@ class Agents:
         wait_until(trained, otherwise)
 
     def kill(self, index: int) -> None:
-        """Take a node away, as a failure of its power does: agent and worker."""
+        """Kill a node's agent and worker, as a power failure would."""
         agent = psutil.Process(self.agents[index].pid)
         gone = [agent, *agent.children(recursive=True)]
         for process in gone:
@@ -167,7 +167,7 @@ class Agents:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Agents]:
-    """Agents that are ended, with their workers, if a test has failed before their end."""
+    """Agents; any still running after a failed test are killed, with their workers."""
     (tmp_path / "logs").mkdir()
     agents = Agents(tmp_path / "run", tmp_path / "logs")
     yield agents
@@ -180,7 +180,7 @@ def nodes(tmp_path: Path) -> Iterator[Agents]:
 @pytest.mark.slow
 def test_torchrun_loses_a_node_and_gets_another(nodes: Agents) -> None:
     folder = nodes.folder
-    set_pace(folder, 0.4)  # so that the run has not ended when the new node has started
+    set_pace(folder, 0.4)  # so that the run is still going when the new node has started
     have_trained = has_trained(folder, 3, SAVED)
     for _ in range(3):
         nodes.start()

@@ -1,4 +1,4 @@
-"""Helpers of the notebooks: whose functions they show, and how passes are timed."""
+"""Notebook helpers: whose functions they show, and how passes are timed."""
 
 import sys
 from collections.abc import Callable
@@ -98,7 +98,7 @@ def test_a_pass_is_watched_from_its_start_to_its_end() -> None:
     assert found_ms == [pytest.approx(pair, abs=1e-3) for pair in expected_ms]
 
 
-# What plots say
+# Plots
 
 
 def axes() -> Axes:

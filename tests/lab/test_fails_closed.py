@@ -1,4 +1,4 @@
-"""Submissions that never did the task score nothing, end in time, and hide nothing else."""
+"""Submissions that never do the task score nothing, end in time, and hide no other verdict."""
 
 import json
 import shutil
@@ -20,24 +20,24 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import LaunchError
 
-FOREVER = "98765.4321"  # seconds, and the name of a child process
+FOREVER = "98765.4321"  # seconds; also marks a child process
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_survives() -> Iterator[None]:
-    """After the file, no process that a submission has started is left."""
+    """Check after the file's tests that no process of a submission is left."""
     yield
     assert not left_behind()
 
 
 def left_behind() -> list[psutil.Process]:
-    """Find the child of ``LEAVES_A_CHILD``, wherever it is in the tree of processes."""
+    """Return the child of ``LEAVES_A_CHILD``, wherever it is in the process tree."""
     every = psutil.process_iter(["cmdline"])
     return [process for process in every if FOREVER in (process.info["cmdline"] or [])]
 
 
 def hand_in(folder: Path, addition: str) -> Path:
-    """Copy the solutions, and add something at the end of ``collectives``."""
+    """Copy the solutions, with an addition at the end of ``collectives``."""
     (folder / PHASE).mkdir(parents=True)
     for file in (ROOT / "solutions" / PHASE).glob("*.py"):
         text = file.read_text().replace(f"solutions.{PHASE}", PHASE)
@@ -127,7 +127,7 @@ def average_gradients(*args, **more):
     subprocess.Popen(["sleep", "{FOREVER}"], start_new_session=True)
 average_gradients_flat = average_gradients
 """
-# Task -> a test of it, the outcome, and a part of the message.
+# Task -> one of its tests, the outcome, and a part of the message.
 AT_ONCE = {
     "1.3": ("test_scattering_inside_a_group", "passed", ""),
     "1.4": ("test_both_directions_travel_at_the_same_time", "failed", "message"),
@@ -140,7 +140,7 @@ AT_ONCE = {
 
 @pytest.mark.usefixtures("forked")
 def test_bad_functions_of_one_submission_have_a_verdict_each(tmp_path: Path) -> None:
-    """One run of pytest: what one task does to the machine changes no other one's verdict."""
+    """In one run of pytest, no task changes another's verdict, whatever it does to the machine."""
     submission = hand_in(tmp_path, READS_THE_TESTS + LEAVES_BY_EXIT + ALLOCATES)
     trainer = submission / PHASE / "trainer.py"
     trainer.write_text(trainer.read_text() + FLOODS + LEAVES_A_CHILD)

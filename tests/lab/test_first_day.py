@@ -1,4 +1,4 @@
-"""Commands of a new user on the first day, right and wrong ones."""
+"""Right and wrong commands that a new user gives on the first day."""
 
 import io
 import math

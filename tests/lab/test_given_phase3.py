@@ -1,4 +1,4 @@
-"""Refusals of what phase 3 gives; the judges run all else that it gives."""
+"""Checks in the given code of Phase 3; the judges run the rest of that code."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py in its dry form, the most that runs without a GPU."""
+"""benchmarks/gpu.py with --dry, the most that can run without a GPU."""
 
 import json
 import subprocess

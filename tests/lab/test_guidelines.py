@@ -34,7 +34,7 @@ def text_of(folder: str) -> str:
 
 @cache
 def sections(folder: str) -> dict[str, str]:
-    """Text by heading, of the headings ##."""
+    """Return the text under each ## heading."""
     outside_code = re.split(r"^## (.+)$", text_of(folder), flags=re.MULTILINE)
     return dict(zip(outside_code[1::2], outside_code[2::2], strict=True))
 
@@ -65,7 +65,7 @@ def test_task_has_three_hints_and_the_last_tells_the_number_of_lines(task: Task)
     assert "`" in names
 
 
-# --- what is quoted ------------------------------------------------------------------------------
+# --- quoted output -------------------------------------------------------------------------------
 
 
 def simulated(subject: str, cluster: str, ranks: int) -> Simulated[None]:

@@ -1,4 +1,4 @@
-"""The student's copy of the course: no answer in it, no page that leads out of it, and it works."""
+"""The student's copy of the course: it works, without answers or links that lead out of it."""
 
 import ast
 import os
@@ -19,8 +19,8 @@ from distlab.learner.source import defined
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-NUM_LINES = 4  # equal lines in a row that are not a coincidence
-NAMES_ALL = "AGENTS.md"  # it says what assistants must not read
+NUM_LINES = 4  # this many equal lines in a row are no coincidence
+NAMES_ALL = "AGENTS.md"  # it names what assistants must not read
 HERE = CourseFolder(ROOT, COURSE)
 SHORT = ["--num-workers", "2", "--epochs", "1"]
 
@@ -38,7 +38,7 @@ def mine(students: Path, tmp_path: Path) -> Path:
 
 
 def distlab(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command of a copy of the course, in it."""
+    """Run distlab from a copy of the course, in the folder of that copy."""
     return subprocess.run(
         [sys.executable, "-m", "distlab", *arguments],
         cwd=root,
@@ -49,7 +49,7 @@ def distlab(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def solve(root: Path, *lessons: str) -> None:
-    """Write lessons as the solutions do."""
+    """Fill in lessons with their solutions."""
     for lesson in lessons:
         text = (ROOT / "solutions" / PHASE / f"{lesson}.py").read_text()
         text = text.replace(f"from solutions.{PHASE}.", f"from {PHASE}.template_")
@@ -71,7 +71,7 @@ def blocks(lines: Sequence[str]) -> Iterator[Block]:
 
 
 def bodies(path: Path) -> dict[str, str]:
-    """The bodies of all functions of a file, without docstrings."""
+    """Return the bodies of all functions in a file, without docstrings."""
     text = path.read_text()
     texts = {}
     for name, node in defined(ast.parse(text)):
@@ -82,7 +82,7 @@ def bodies(path: Path) -> dict[str, str]:
 
 
 def answers() -> dict[Block, str]:
-    """All blocks of the solutions, and whose they are; not those that the templates give."""
+    """Return each block of a solution, and its function, unless the template has that function."""
     found = {}
     for template in sorted(ROOT.glob("phase*/template_*.py")):
         lesson = template.name.removeprefix("template_")
@@ -95,7 +95,7 @@ def answers() -> dict[Block, str]:
 
 
 def given_away(folder: Path) -> list[str]:
-    """Where in a folder something of a solution stands."""
+    """Return where files in a folder contain blocks of a solution."""
     own = answers()
     return [
         f"{file.relative_to(folder)} has lines of {own[block]}"
@@ -110,7 +110,7 @@ def test_no_block_of_a_solution_is_in_any_file(students: Path) -> None:
     assert given_away(students) == []
 
 
-# --- no file too many ----------------------------------------------------------------------------
+# --- no surplus files ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["inside", "full"])
@@ -177,7 +177,7 @@ def test_no_page_names_or_links_what_was_left_out(
 
 def test_make_test_grades_the_templates_of_a_handout(students: Path) -> None:
     (students / ".venv").mkdir(exist_ok=True)
-    (students / ".venv/.ready").touch()  # nothing is to be installed
+    (students / ".venv/.ready").touch()  # nothing needs installing
     done = subprocess.run(
         ["make", "--no-print-directory", "--dry-run", "test"],
         cwd=students,
@@ -216,7 +216,7 @@ def test_what_needs_the_solutions_says_so_in_a_line(
     assert says in done.stderr
 
 
-# --- training with what was written --------------------------------------------------------------
+# --- training with a learner's lessons -----------------------------------------------------------
 
 
 def test_the_learners_own_trainer_trains(mine: Path) -> None:

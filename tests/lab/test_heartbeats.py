@@ -22,7 +22,7 @@ NUM_RANKS, CULPRIT, FATAL_STEP = 3, 1, 10
 TIMEOUT_S, END_S = 1.5, 60.0
 STEP_S = 0.01
 context = multiprocessing.get_context("forkserver")
-# Otherwise each rank would load torch.
+# Otherwise each rank would import torch itself.
 context.set_forkserver_preload(["solutions.phase4_production.fault_tolerance"])
 
 
@@ -53,7 +53,7 @@ def train(rank: int, port: int, meeting: Path, fate: int) -> None:
 
 @contextmanager
 def training(fate: int, meeting: Path) -> Iterator[HeartbeatMonitor]:
-    """Start the ranks and a monitor of them, and end them in the end."""
+    """Start the ranks and yield their monitor; kill the ranks at the end."""
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=END_S)
     )

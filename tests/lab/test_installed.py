@@ -1,4 +1,4 @@
-"""distlab as ``pip install .`` leaves it: without pytest, and started anywhere."""
+"""distlab as ``pip install .`` installs it: without pytest, and started from any folder."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("forked")
 
 ROOT = Path(__file__).parents[2]
-NO_PYTEST = "import sys; sys.modules['pytest'] = None; "  # imports of pytest fail
+NO_PYTEST = "import sys; sys.modules['pytest'] = None; "  # makes imports of pytest fail
 
 
 def distlab(folder: Path, *arguments: str, before: str = "") -> "subprocess.CompletedProcess[str]":
@@ -35,7 +35,7 @@ sys.path.insert(0, sys.argv.pop(1))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that a wheel has, in a folder."""
+    """A folder with the files of a wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "distlab", folder / "distlab")
     return folder

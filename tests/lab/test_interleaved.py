@@ -1,4 +1,4 @@
-"""Meetings of threads and the contents of a watched file, as judges of Phase 4 use them."""
+"""Tools of Phase 4's judges: ``Meetings`` between threads, and the contents of a watched file."""
 
 import threading
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from distlab.grade import Wrong
 from distlab.sim import simulate
 from solutions.phase2_advanced import pipeline_parallel
 
-SIZES = [(9, 3, 11, 4), (9, 7, 4, 3), (11, 5, 8, 6)]  # drawn by gradings that rejected the solution
+SIZES = [(9, 3, 11, 4), (9, 7, 4, 3), (11, 5, 8, 6)]  # drawn in runs that rejected the solution
 
 
 @pytest.mark.parametrize("sizes", SIZES)

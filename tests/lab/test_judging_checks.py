@@ -1,4 +1,4 @@
-"""Messages of the judges' shared checks to a learner."""
+"""Messages to the learner from the judges' shared checks."""
 
 from math import inf, nan
 
@@ -61,7 +61,7 @@ def test_of_several_ranks_the_one_is_named_that_differs() -> None:
         ({"x": 1.0}, {}, inf),
         ([1.0], [1.0, 2.0], inf),
         (3, 3.5, 0.5),
-        (3, 4, inf),  # counts are equal or not
+        (3, 4, inf),  # counts must be equal
         (inf, inf, 0.0),
         (nan, nan, inf),
         (10**400, 1.0, inf),

@@ -75,7 +75,7 @@ def test_closures_and_lambdas_need_no_module() -> None:
 def test_a_rank_sees_the_callers_environment_and_its_own_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch.run(rank_and_size, 1)  # the fork server is older than what follows
+    launch.run(rank_and_size, 1)  # starts the fork server before the changes below
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DISTLAB_TEST_VARIABLE", "seen")
     seen = launch.run(what_a_rank_sees, 2)
@@ -94,7 +94,7 @@ def test_a_changed_module_is_seen_by_the_next_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    for answer in (1, 22):  # two lengths: size and second identify a cached .pyc
+    for answer in (1, 22):  # two lengths, as a .pyc is checked by size and whole seconds
         (tmp_path / "edited_by_learner.py").write_text(f"ANSWER = {answer}\n")
         assert launch.run(_answer_of_edited_module, 2) == [answer] * 2
 
@@ -166,7 +166,7 @@ def test_slow_imports_of_one_world_are_made_ahead_for_the_next() -> None:
 
 def _optimizer_was_ready() -> bool:
     ready = "torch._dynamo" in sys.modules
-    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # imports torch._dynamo: a second
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # imports torch._dynamo, taking a second
     return ready
 
 

@@ -1,4 +1,4 @@
-"""The ways a rank can fail, each with the error a person gets and the time until it comes.
+"""The ways in which a rank can fail, the error that the user gets, and how long that takes.
 
 `pytest tests/lab/test_launch_failures.py -s` prints the table.
 """
@@ -27,14 +27,14 @@ from distlab import launch
 from distlab.launch import Limits, fork_server_main
 
 MiB = 2**20
-# Limits of a rank that ends by itself, of one that computes forever, and of one that waits forever.
+# Limits for a rank that ends by itself, one that computes forever, and one that waits forever.
 UNUSED = Limits(120, memory_bytes=600 * MiB)
 COMPUTING = Limits(60, cpu_s=0.5)
 IDLE = Limits(60, idle_s=0.5)
 ERROR_CHARACTERS = 120  # length of an error in the table
-VERDICT_S = 60.0  # the table shows the times; this is only far below "forever"
+VERDICT_S = 60.0  # the table has the exact times; this only has to be far below "forever"
 ANY = -1
-# Not one of a run of these tests beside this one; ranks see the variables of who launched them.
+# Unique to this run, since these tests may run twice at once; ranks inherit the variable.
 ORPHAN = ["sleep", os.environ.setdefault("DISTLAB_TEST_ORPHAN_S", f"3607.{os.getpid()}")]
 
 
@@ -170,7 +170,7 @@ class Case:
     fn: Callable[[], object]
     error: type[launch.LaunchError]
     rank: int | None  # the rank to blame; None: no single one; ANY: whichever was first
-    says: tuple[str, ...]  # phrases of the message
+    says: tuple[str, ...]  # phrases that the message must have
     kind: str = ""  # kind of the error, where its class has several
     has_no_fates: bool = False
     limits: Limits = UNUSED
@@ -291,7 +291,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[str]]:
-    launch.run(dist.get_rank, 4)  # so that no time is that of importing torch
+    launch.run(dist.get_rank, 4)  # so that no time includes importing torch
     rows: list[str] = []
     yield rows
     print("\n\nway to fail                             seconds  error")
@@ -306,7 +306,7 @@ def test_failure_is_one_clear_error_in_time_and_nothing_survives(
     with pytest.raises(launch.LaunchError) as caught:
         launch.run(case.fn, 4, limits=case.limits)
     seconds = time.monotonic() - start
-    capsys.readouterr()  # megabytes of the ranks, which pytest -s would print after the test
+    capsys.readouterr()  # drops megabytes of output, which pytest -s would print after the test
 
     message = str(caught.value)
     error = message.splitlines()[0][:ERROR_CHARACTERS]
@@ -397,7 +397,7 @@ def says_again_that_it_has_started() -> None:
 
 
 def _sockets() -> list[str]:
-    """Descriptors of this rank's sockets, the one to its supervisor first."""
+    """Return the descriptors of this rank's sockets, starting with the one to its supervisor."""
     links = {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]}
     return sorted((fd for fd, target in links.items() if target.startswith("socket:")), key=int)
 
@@ -462,7 +462,7 @@ def test_ctrl_c_ends_the_ranks_and_reaches_the_caller() -> None:
 
 
 def processes_of_ranks() -> list[psutil.Process]:
-    """Return the processes below this one except idle fork servers, and orphans."""
+    """Return this process's descendants, without fork servers, plus the orphans of ranks."""
     children = processes.children(recursive=False)
     servers = [child for child in children if fork_server_main.COMMAND in child.cmdline()]
     below = [process for server in servers for process in server.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""launch_training.sh and launch_local as people start them, and the configurations."""
+"""launch_training.sh and launch_local as users start them, and the configurations."""
 
 import os
 import signal
@@ -35,10 +35,10 @@ TINY = (
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """A variable of all processes of a test: they end, or are ended after it."""
+    """An environment value that marks a test's processes, none of which may be left."""
     name = uuid.uuid4().hex
     yield name
-    end_s = time.monotonic() + END_S  # loader processes end once they see that their rank has
+    end_s = time.monotonic() + END_S  # loaders end once they notice that their rank has
     while (left := marked(name)) and time.monotonic() < end_s:
         time.sleep(0.05)
     for process in left:
@@ -47,7 +47,7 @@ def mark() -> Iterator[str]:
 
 
 def start(mark: str, folder: Path, command: tuple[str, ...]) -> "subprocess.Popen[str]":
-    """Start a command in a folder of its own; what it prints goes into a file there."""
+    """Start a command in this folder, with its output in a file there."""
     folder.mkdir(exist_ok=True)
     found = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), MARK: mark}
     no_data = {"DISTLAB_DATA": str(folder / "data")}
@@ -59,13 +59,13 @@ def start(mark: str, folder: Path, command: tuple[str, ...]) -> "subprocess.Pope
             env={**os.environ, **found, **no_data, **offline},
             stdout=log,
             stderr=log,
-            start_new_session=True,  # a process group of its own, as in a terminal
+            start_new_session=True,  # a separate process group, as in a terminal
             preexec_fn=heed_ctrl_c,
         )
 
 
 def heed_ctrl_c() -> None:
-    """A shell that starts the tests in the background lets them ignore it."""
+    """Restore ctrl-C, which is ignored if a shell starts the tests in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -86,7 +86,7 @@ def wait_for(text: str, folder: Path) -> None:
 
 
 def ranks(mark: str) -> list[psutil.Process]:
-    """The processes that train: those that torchrun has started, without their own."""
+    """Return the processes that train: those with a RANK in their environment."""
     return [process for process in marked(mark) if "RANK" in process.environ()]
 
 
@@ -95,7 +95,7 @@ def ranks(mark: str) -> list[psutil.Process]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads other processes' environments")
 def test_killed_it_starts_again_and_saves_at_ctrl_c(mark: str, tmp_path: Path) -> None:
-    """That the same command then continues is tested with the trainer."""
+    """The trainer's tests check that the same command then resumes the run."""
     training = launched(mark, tmp_path, "--epochs=30", "--num_gpus=2", "--save_every=5")
     wait_for("step 10 of", tmp_path)
     ranks(mark)[0].kill()
@@ -114,7 +114,7 @@ def test_torchrun_is_told_of_the_nodes_and_the_signals() -> None:
     for nodes in (alone, second):
         options = get_args_parser().parse_args([*_torchrun_options(nodes, 8), "program"])
         assert options.nproc_per_node == "8"
-        names = {number.name for number in stop_signals()}  # without those that nohup ignores
+        names = {number.name for number in stop_signals()}  # except any that nohup disabled
         assert {*options.signals_to_handle.split(",")} == names >= {"SIGTERM", "SIGINT", "SIGUSR1"}
         assert options.standalone == (nodes is alone)
     assert (options.nnodes, options.max_restarts) == ("2", 4)
@@ -156,8 +156,8 @@ def test_what_is_wrong_is_said_before_anything_starts(
         ([1, 75], (), 75, 2),
         ([78], (), 78, 1),
         ([74], (), 74, 1),
-        ([1], ("--nodes=2", "--node-rank=0", "--rendezvous=a:1"), 1, 1),  # torchrun does it
-        ([-1], (), 1, 1),  # here: a crash after a signal
+        ([1], ("--nodes=2", "--node-rank=0", "--rendezvous=a:1"), 1, 1),  # torchrun restarts it
+        ([-1], (), 1, 1),  # negative: a crash after a signal
     ],
 )
 def test_only_a_crash_is_started_anew(

@@ -16,7 +16,7 @@ from distlab.sim import Cluster, Options
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
 
 TIMEOUT_S = 3.0
-VERDICT_S = 30.0  # far below "forever"; tests are no stopwatch
+VERDICT_S = 30.0  # only has to be far below "forever"
 
 
 def who_am_i() -> tuple[int, int, launch.Context]:
@@ -180,5 +180,5 @@ def test_processes_of_torchrun_do_not_each_simulate_the_whole_world(
         launch.run(dist.get_rank, 2, backend="sim")
     with pytest.raises(launch.SetupError, match="leave torchrun out"):
         launch.simulate(dist.get_rank, 2)
-    monkeypatch.setenv("WORLD_SIZE", "1")  # a batch system may start any process so
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a batch system may set this for any process
     assert launch.run(dist.get_rank, 2, backend="sim") == [0, 1]

@@ -59,7 +59,7 @@ print(f"rank {dist.get_rank()} agrees\\n", end="", flush=True)  # in one write
 @pytest.fixture
 def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    monkeypatch.setenv("FAKE_JOB_ID", str(os.getpid()))  # its port is one of its own
+    monkeypatch.setenv("FAKE_JOB_ID", str(os.getpid()))  # gives this run its own port
     path = tmp_path / "launchers.py"
     path.write_text(FAKE_SRUN)
 
@@ -77,7 +77,7 @@ def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def as_task(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Set what Slurm sets in task 3 of four, two on each of two nodes."""
+    """Return a function that sets Slurm's variables for task 3 of 4, two on each of two nodes."""
 
     def arrange(**others: str) -> None:
         variables = {
@@ -159,7 +159,7 @@ def test_the_first_host_of_a_list_is_written_out(nodes: str, first: str) -> None
     assert launchers.first_host(nodes) == first
 
 
-# What does not fit
+# Requests that do not fit
 
 
 def test_another_number_of_tasks_is_refused(as_task: Any) -> None:

@@ -1,4 +1,4 @@
-"""Starting and ending a world when the machine is slow, short of something, or interrupted."""
+"""Starting and ending a world on a machine that is slow or short of resources, or after ctrl-C."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ StartRank = Callable[[fork_server.ForkServer, Any, int], int]
 
 @pytest.fixture
 def on_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], None]], None]:
-    """Have something called with number and pid of each rank when its process has started."""
+    """Return a function that sets a callback, which gets each started rank's number and pid."""
 
     def arrange(react: Callable[[int, int], None]) -> None:
         original: StartRank = fork_server.ForkServer.start_rank
@@ -44,7 +44,7 @@ def on_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], 
 
         monkeypatch.setattr(fork_server.ForkServer, "start_rank", start_rank)
 
-    launch.run(dist.get_rank, 1)  # the fork server runs
+    launch.run(dist.get_rank, 1)  # starts the fork server
     return arrange
 
 
@@ -100,7 +100,7 @@ def test_a_rank_killed_while_others_are_started_is_the_one_to_blame(
     def kill_first(number: int, pid: int) -> None:
         if number == 0:
             os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)  # its exit is known before the next rank is asked for
+            time.sleep(0.1)  # its exit is known before the next rank is requested
 
     on_start(kill_first)
     with pytest.raises(launch.RankCrashed, match="rank 0 of 2 was killed by SIGKILL") as caught:
@@ -172,27 +172,27 @@ def test_spawned_ranks_fail_as_clearly_as_forked_ones() -> None:
 def test_a_file_that_all_ranks_map_is_nobodys_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.ones(60 * MiB, dtype=np.uint8))
     path = str(tmp_path / "images.npy")
-    limits = Limits(memory_bytes=150 * MiB)  # the four of them read 240 MiB
+    limits = Limits(memory_bytes=150 * MiB)  # the four ranks read 240 MiB
     assert launch.run(_sum_of_mapped_file, 4, path, limits=limits) == [60 * MiB] * 4
 
 
 def _sum_of_mapped_file(path: str) -> int:
     total = int(np.load(path, mmap_mode="r").sum())
-    time.sleep(0.3)  # time for the supervisor to look
+    time.sleep(0.3)  # gives the supervisor time to look
     return total
 
 
 # Interruptions
 
 
-# Ctrl-C between an open() and its name leaves the closing to Python, which does it with a warning.
+# Ctrl-C between an open() and its assignment leaves the closing to Python, which then warns.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_world_after_ctrl_c_at_any_moment_is_healthy_and_nothing_leaks() -> None:
     def strike(*_: object) -> None:
         raise KeyboardInterrupt
 
     launch.run(dist.get_rank, 3)
-    gc.collect()  # garbage of other tests
+    gc.collect()  # clears garbage of other tests
     before = _descriptors()
     previous = signal.signal(signal.SIGALRM, strike)
     try:
@@ -272,7 +272,7 @@ def test_a_server_that_still_loads_ends_without_having_loaded() -> None:
 
 
 def test_a_fork_server_that_its_world_stopped_holds_nothing_of_it() -> None:
-    with pytest.raises((launch.RankHung, launch.SetupError)):  # by what is noticed first
+    with pytest.raises((launch.RankHung, launch.SetupError)):  # whichever is noticed first
         launch.run(_stop_the_server, 2, timeout_s=0.5)
     _interrupted_worlds_leave_no_process()
     assert launch.run(dist.get_rank, 2) == [0, 1]
@@ -302,7 +302,7 @@ def test_a_server_does_not_finish_an_import_before_it_ends(
 def test_a_server_is_stopped_for_as_long_as_it_has_been_seen_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The parent may have been stopped too, for an hour, and continue first."""
+    """If the parent was stopped too, and resumes first, the time before that must not count."""
     monkeypatch.setattr(fork_server, "LOOK_S", 0.0)
     monkeypatch.setattr(fork_server, "STOPPED_S", 0.0)
     with contextlib.closing(fork_server.ForkServer()) as server:
@@ -314,12 +314,12 @@ def test_a_server_is_stopped_for_as_long_as_it_has_been_seen_so(
             server.check()
 
 
-# What the machine refuses
+# Requests that the machine refuses
 
 
 @pytest.mark.usefixtures("spawning")
 def test_a_folder_that_was_there_before_the_server_is_not_used() -> None:
-    """Its path is in the arguments of a process: another user may have made it."""
+    """Its path is visible in a process's arguments, so another user may have created it."""
     with contextlib.closing(fork_server.ForkServer()) as server:
         server._folder.mkdir()
         with pytest.raises(launch.SetupError, match="File exists"):
@@ -346,7 +346,7 @@ def test_logs_can_go_to_a_folder_named_by_a_string_but_not_into_a_file(tmp_path:
         launch.run(print, 1, "hello", output_dir=tmp_path / "file")
 
 
-# What ranks know of the script
+# The script's definitions on the ranks
 
 
 SCRIPT = """

@@ -240,7 +240,7 @@ def kept(request: pytest.FixtureRequest, here: CourseFolder) -> CourseFolder:
 
 
 def backup(here: CourseFolder) -> bytes:
-    """Return the only file that a reset of 1.4 has kept."""
+    """Return the only file that a reset of 1.4 has backed up."""
     (old,) = (here.private / "reset" / "1.4").iterdir()
     return old.read_bytes()
 
@@ -361,7 +361,7 @@ def test_reset_asks_first(
     assert (here.root / FILE).read_text() == text
 
 
-# --- the result of a grading ---------------------------------------------------------------------
+# --- grading results -----------------------------------------------------------------------------
 
 
 def test_options_are_those_of_the_grader() -> None:
@@ -396,7 +396,7 @@ BROADCAST = ("1.5", "broadcast")
 
 
 def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) -> None:
-    """As after ``check --lend 1.6``, which took the earlier task from the solutions."""
+    """This happens after ``check --lend 1.6``, which took the earlier task from the solutions."""
     missing = reporting(1, result_of("1.6", "todo", missing=BROADCAST))
     grade_as(here, t1_6="passed")
     progress = grading.remember(here, grading.grade(here, [], missing))
@@ -424,7 +424,7 @@ def test_a_pass_lasts_until_the_next_verdict_on_the_task(
 
 
 def check(monkeypatch: Patch, capsys: Printed, result: TaskResult, *options: str) -> list[str]:
-    """Return the lines of ``distlab check`` for a task that ends so."""
+    """Return the lines that ``distlab check`` prints for a task with this result."""
     has_passed = result.outcome is Outcome.PASSED
     run = reporting(0 if has_passed else 1, result)
     monkeypatch.setattr(grading, "captured_in", lambda _: run)
@@ -552,7 +552,7 @@ def test_a_failure_of_the_grader_shows_what_pytest_printed(
     assert "INTERNALERROR> no" in printed
 
 
-# --- what is next --------------------------------------------------------------------------------
+# --- the next task -------------------------------------------------------------------------------
 
 
 def next_id(here: CourseFolder, after: str = "") -> str:
@@ -585,7 +585,7 @@ def test_a_phase_is_finished_before_another_is_begun(two_phases: CourseFolder) -
 
 
 def typed(*keys: str) -> "Queue[str]":
-    """Return keys that come one by one, each after the last one was dealt with."""
+    """Return a queue of keys, each of which arrives once the previous one has been handled."""
 
     class Keys(Queue[str]):
         def get(self, block: bool = True, timeout: float | None = None) -> str:
@@ -598,7 +598,7 @@ def typed(*keys: str) -> "Queue[str]":
 def session(
     here: CourseFolder, run: grading.RunPytest, *keys: str, events: "Queue[str] | None" = None
 ) -> tuple[watch.Watch, list[str]]:
-    """Return a session on 1.4 that has ended, and all lines that it showed."""
+    """Return a finished session on 1.4, and all lines that it showed."""
     lines: list[str] = []
     screen = Screen(lines.extend, lambda: None, lambda: (200, 100))
     watching = watch.Watch(here, here.task("1.4"), run, screen)
@@ -632,7 +632,7 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
 def failing_while(
     events: "Queue[str]", *batches: Sequence[str]
 ) -> tuple[grading.RunPytest, list[str]]:
-    """Return a grader that fails while a batch of events comes in, and the tasks it was given."""
+    """Return a grader that fails while a batch of events arrives, and a list of its tasks."""
     asked: list[str] = []
     coming = iter(batches)
 

@@ -1,4 +1,4 @@
-"""The learner's commands as processes: real gradings, signals, terminals, closed streams."""
+"""The learner's commands as processes: real grading runs, signals, terminals, closed streams."""
 
 import os
 import re
@@ -29,7 +29,7 @@ from distlab.learner import grading, watch
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grader_server import WarmGrader
 
-LONGEST_S = 600.0  # how long a test waits for what must happen; no verdict depends on it otherwise
+LONGEST_S = 600.0  # how long a test waits for something that must happen; changes no verdict
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
     return copy_course(tmp_path)
 
 
-# --- gradings ------------------------------------------------------------------------------------
+# --- grading runs --------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("forked")
@@ -102,7 +102,7 @@ def test_a_save_gets_its_verdict_from_the_warm_process(here: CourseFolder) -> No
 
 
 def save_until_noticed(here: CourseFolder, body: str, events: "Queue[str]") -> None:
-    """Write the file again and again until the watcher, which may still be starting, reports it."""
+    """Rewrite the file until the watcher, which may still be starting, reports it."""
     deadline = time.monotonic() + LONGEST_S
     while events.empty():
         assert time.monotonic() < deadline
@@ -145,7 +145,7 @@ def test_nothing_is_left_of_a_grading_that_was_ended(
 
 @contextmanager
 def on_a_terminal(*arguments: str) -> "Iterator[tuple[subprocess.Popen[bytes], int]]":
-    """Start the command, and yield it with our end of the terminal that it runs on."""
+    """Start the command on a terminal; yield its process and our end of the terminal."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -161,7 +161,7 @@ def on_a_terminal(*arguments: str) -> "Iterator[tuple[subprocess.Popen[bytes], i
         try:
             yield process, ours
         finally:
-            process.kill()  # otherwise a test that fails would wait for it
+            process.kill()  # otherwise a failing test would wait for it
     os.close(ours)
 
 

@@ -19,7 +19,7 @@ Printed = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
-    """A copy whose 1.7 is right and whose 1.4 is wrong."""
+    """A copy of the course whose 1.7 is right and whose 1.4 is wrong."""
     copied = copy_course(tmp_path)
     solved = (ROOT / "solutions" / PHASE / "collectives.py").read_text()
     before, head, rest = solved.partition("def broadcast(")
@@ -55,7 +55,7 @@ def test_what_passed_with_a_loan_stays_when_only_the_loan_is_missing(
 
 
 def test_a_whole_grading_lends_too(here: CourseFolder, capfd: Printed) -> None:
-    assert distlab("grade", "--lend") == 3  # this suite holds two tasks only
+    assert distlab("grade", "--lend") == 3  # this suite has only two tasks
     rows = [line for line in capfd.readouterr().out.splitlines() if line[:4] in ("1.4 ", "1.7 ")]
     assert "failed" in rows[0]
     assert "graded with" not in rows[0], "it builds on nothing"

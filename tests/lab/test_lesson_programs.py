@@ -1,4 +1,4 @@
-"""The lessons of phase 2 as programs: their output and their ends, in the simulator."""
+"""The lessons of Phase 2 as programs in the simulator: their output, and how they end."""
 
 import re
 import subprocess
@@ -15,13 +15,13 @@ from phase2_advanced import programs
 
 ROOT = Path(__file__).parents[2]
 LESSONS = ROOT / "solutions/phase2_advanced"
-SLOW = 10_000  # so slow that messages take no time beside computation
+SLOW = 10_000  # so slow that message time is negligible beside computation
 Run = Callable[..., str]
 
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run a lesson in the simulator; return what it prints, or the errors if it fails."""
+    """Return a function that runs a lesson in the simulator and returns its output or errors."""
 
     def simulated(lesson: str, ranks: int, *options: str, slow: int = 1) -> str:
         faults = [f"--fault=slow_rank {rank} {slow}" for rank in range(ranks)]
@@ -33,7 +33,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 
 def numbers(output: str, name: str) -> list[float]:
-    """The numbers in the last line of this name."""
+    """Return the numbers in the last line with this name."""
     line = re.findall(rf"^{name}: +(.*)$", output, re.MULTILINE)[-1]
     return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*", line)]
 
@@ -61,7 +61,7 @@ assert group() is None
     "module", ["phase2_advanced.programs", "distlab.launch.external_launchers"]
 )
 def test_a_process_group_ends_when_it_is_destroyed(module: str) -> None:
-    """Otherwise gloo's threads may drop tensors while Python ends, which aborts the process."""
+    """Otherwise gloo's threads may free tensors while Python exits, which aborts the process."""
     code = GROUP.format(module=module)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=LESSONS.parents[1])
 
@@ -171,6 +171,6 @@ def test_a_todo_is_one_line_that_names_its_task(run: Run, lesson: str, needs: st
 def test_weights_that_are_not_those_of_one_process_end_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phase2_advanced.programs.train", lambda model, num_steps: [])  # alone
+    monkeypatch.setattr("phase2_advanced.programs.train", lambda model, num_steps: [])  # 1 process
     errors = run("model_parallel.py", 2, "--steps", "1")
     assert "weights of ranks [0, 1] are not those of one process" in errors.splitlines()[0]

@@ -1,4 +1,4 @@
-"""The table that compares the methods of Phase 2: its rows are those of the program behind it."""
+"""The table that compares the methods of Phase 2: its rows match the program behind it."""
 
 import re
 from pathlib import Path

@@ -14,7 +14,7 @@ from mpirun import mpirun, needs_mpi
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts/mnist_mpi.py")
 RANKS, BATCH, NUM_IMAGES, TIMEOUT_S = 2, 128, 601, 240
-NUM_STEPS = -(-(NUM_IMAGES // RANKS) // BATCH)  # an image is left over; the last batch is small
+NUM_STEPS = -(-(NUM_IMAGES // RANKS) // BATCH)  # one image is left over; the last batch is small
 
 HERE: dict[str, Any] = runpy.run_path(SCRIPT)
 PARAMETERS = [*HERE["convnet"]().parameters()]
@@ -25,7 +25,7 @@ CALLS = {"one by one (1.10)": NUM_STEPS * len(PARAMETERS)} | dict.fromkeys(
 
 @pytest.fixture(scope="module")
 def on_mpi(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The output of two ranks of mpirun where there is no MNIST."""
+    """The output of two ranks under mpirun, without MNIST on disk."""
     nowhere = str(tmp_path_factory.mktemp("data"))
     done = mpirun(RANKS, SCRIPT, "--images", str(NUM_IMAGES), DISTLAB_DATA=nowhere)
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def on_mpi(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def rows(printed: str) -> dict[str, tuple[int, int, str]]:
-    """Calls, bytes in all, and losses by way."""
+    """Return each averaging method's calls, total bytes, and losses."""
     row = re.compile(r"^(.*\(\d.\d+\)) +([\d,]+) +[\d,]+ +([\d,]+) +(\S+ -> \S+)$", re.MULTILINE)
     return {
         way: (int(calls.replace(",", "")), int(num_bytes.replace(",", "")), losses)

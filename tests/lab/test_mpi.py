@@ -1,4 +1,4 @@
-"""The world mpi gives the results of gloo, counts, and never hangs."""
+"""The mpi world gives gloo's results, counts its calls, and never hangs."""
 
 import pickle
 import re
@@ -24,7 +24,7 @@ from distlab import launch, training
 from distlab.doctor import find_mpirun
 
 WORLD_SIZE = mpi_ranks.TRAINED_ON
-LOSS_TOLERANCE = 1e-5  # MPI adds four numbers in another order; float32, 22 steps
+LOSS_TOLERANCE = 1e-5  # MPI adds four numbers in a different order; float32, 22 steps
 HERE = Path(__file__).parent
 
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def on_mpi(folder: Path) -> list[dict[str, Any]]:
-    """Return what every rank returned of ``all_of_it``; one mpirun."""
+    """Return every rank's result of ``all_of_it``, from a single mpirun."""
     output = folder / "results"
     done = mpirun(WORLD_SIZE, str(HERE / "mpi_ranks.py"), str(WORLD_SIZE), str(output))
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def test_call_gives_what_it_gives_on_gloo(name: str, folder: Path) -> None:
 def test_training_gives_what_it_gives_on_gloo(name: str, folder: Path) -> None:
     ours = [trained[name] for trained in part("trainings", folder)]
     gloos = [t[name] for t in on_gloo(trainings.all_trainings)]
-    assert_same(ours, gloos, tolerance=1e-12)  # MPI adds four numbers in another order
+    assert_same(ours, gloos, tolerance=1e-12)  # MPI adds four numbers in a different order
 
 
 @needs_mpi
@@ -82,7 +82,7 @@ def test_the_course_s_trainer_loses_what_it_loses_on_gloo(gradients: str, folder
         assert losses[gradients] == expected
 
 
-# --- its own -------------------------------------------------------------------------------------
+# --- only on MPI ---------------------------------------------------------------------------------
 
 
 @needs_mpi
@@ -118,11 +118,11 @@ def test_the_train_command_trains_under_mpirun() -> None:
     assert last.startswith("test accuracy "), "one process reports"
 
 
-# --- what goes wrong -----------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------
 
 SAID: dict[str, Sequence[str]] = {
     "by_raising": ["[rank1]: ValueError: bad luck", "raise ValueError("],
-    "by_being_killed": [],  # mpirun says so
+    "by_being_killed": [],  # mpirun reports it
     "by_exiting": ["[rank1]: sys.exit(3) before its function returned"],
     "by_returning_early": [
         "RankLeft: rank 0 of 2 in recv from rank 1, (1,) float32, tag 0: rank 1 returned or ended"
@@ -137,7 +137,7 @@ SAID: dict[str, Sequence[str]] = {
 
 @cache
 def failures() -> dict[str, subprocess.CompletedProcess[str]]:
-    """All that ends a job, two at a time: much of it is waiting."""
+    """Run all programs that end a job, two at a time, because they mostly wait."""
     program = str(HERE / "mpi_failures.py")
     with ThreadPoolExecutor(2) as pool:
         runs = {name: pool.submit(mpirun, 2, program, name) for name in mpi_failures.FAILURES}
@@ -268,7 +268,7 @@ def test_the_number_of_workers_comes_from_mpirun(
     assert (config.num_workers, config.batch_size) == (3, 66)
     with pytest.raises(training.ConfigError, match="mpirun started 3 workers"):
         training.make_config(**settings, num_workers=4)
-    monkeypatch.setenv(size, "1")  # a batch system may start any process so
+    monkeypatch.setenv(size, "1")  # a batch system may set this for any process
     assert training.make_config(**settings).num_workers == training.DEFAULT_WORKERS
     assert training.make_config(**settings, backend="mpi").num_workers == 1
 

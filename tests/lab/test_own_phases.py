@@ -1,4 +1,4 @@
-"""A phase of one's own, added as docs/grading.md says."""
+"""A custom phase, added as docs/grading.md describes."""
 
 import shutil
 from pathlib import Path
@@ -46,7 +46,7 @@ def count(lesson):
 
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A course with another phase; returns its template."""
+    """A course with one more phase; return the path of its template."""
     copy_shipped(ROOT, tmp_path)
     with (tmp_path / "course.toml").open("a") as file:
         file.write(PHASE)

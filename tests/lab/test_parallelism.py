@@ -1,4 +1,4 @@
-"""`distlab train --parallelism`: replicas, stages and shards lose what one process does."""
+"""`distlab train --parallelism`: replicas, stages and shards give one process's losses."""
 
 import re
 from functools import cache
@@ -16,7 +16,7 @@ from solutions.phase1_data_parallel.trainer import EpochResult
 
 ROOT = Path(__file__).parents[2]
 ALL = "dp=2,pp=2,tp=2"
-SMALL = {"image_shape": (1, 4, 4), "train_size": 56, "test_size": 21}  # both leave a rest
+SMALL = {"image_shape": (1, 4, 4), "train_size": 56, "test_size": 21}  # both leave a remainder
 STEPS = 6  # two epochs of three batches of 18 samples
 
 
@@ -75,9 +75,9 @@ def test_rank_0_says_what_each_rank_holds_and_how_long_the_cluster_takes(
     first, mesh, epoch, *traffic, virtual = capfd.readouterr().out.splitlines()
     assert first.startswith("rank 0/8  gpt (202,112 parameters) on synthetic (56 images of 15 tok")
     assert "batch 18 = 2 x 9, " in first
-    # A block is 12E² + 13E numbers. A shard of it is half of its matrices (24,576), half of the
-    # biases of query, key, value and up (224), all other biases and the norms (384). Each stage
-    # has two, and the embedding, (17 + 15)E, or the norm and the head, (2 + 17)E; E = 64.
+    # A block has 12E² + 13E values. A shard has half of its matrices (24,576), half of the
+    # biases of query, key, value and up (224), and all other biases and norms (384). Each stage
+    # has two shards, plus the embedding, (17 + 15)E, or the norm and the head, (2 + 17)E; E = 64.
     assert mesh == (
         "rank 0/8  mesh dp=2,pp=2,tp=2; parameters per rank: stage 0 52,416, stage 1 51,584; "
         "micro-batches of 2"
@@ -98,7 +98,7 @@ def test_the_command_trains_in_processes(capfd: pytest.CaptureFixture[str]) -> N
     assert last.startswith("test accuracy ")
 
 
-# --- what a learner has written ------------------------------------------------------------------
+# --- a learner's lessons -------------------------------------------------------------------------
 
 LESSONS = {
     "phase1_data_parallel": ("data_loader", "collectives", "trainer"),

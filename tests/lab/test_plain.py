@@ -1,4 +1,4 @@
-"""Plain data arrives as it was, within limits; code, classes and bombs do not."""
+"""Plain data arrives unchanged, within limits; code, classes and bombs do not arrive."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def itself() -> object:
 
 
 def doubling() -> object:
-    """2^40 items for code that walks them, in 40 lists."""
+    """Return 40 nested lists, which hold 2^40 items for code that walks them."""
     value: object = 1
     for _ in range(40):
         value = [value, value]
@@ -121,7 +121,7 @@ def test_many_small_containers_are_refused_before_they_take_memory() -> None:
 
 @pytest.mark.parametrize("tag", ["s", "d"])
 def test_keys_that_share_a_hash_are_refused(tag: str) -> None:
-    """The hash of an int is its remainder by 2^61 - 1, and looking up keys of one hash is slow."""
+    """An int's hash is its remainder modulo 2^61 - 1, and looking up keys of equal hash is slow."""
     same = [place * (2**61 - 1) for place in range(100_000)]
     items = [item for number in same for item in (number, 0)] if tag == "d" else same
     with pytest.raises(plain.NotPlainError, match="100000 keys with the same hash"):

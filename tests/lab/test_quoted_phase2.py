@@ -1,4 +1,4 @@
-"""Figures in the guidelines of Phase 2 are those of ``scripts/phase2.py``."""
+"""Figures in the guidelines of Phase 2 match those of ``scripts/phase2.py``."""
 
 import math
 import re
@@ -62,7 +62,7 @@ def test_plain_float16_diverges_and_the_lesson_converges(
     assert list(found) == list(quoted)
     assert len(found) == 4
     for name, (first, last) in quoted.items():
-        # Without scaling, training hangs on the last bits of tiny gradients: they differ by CPU.
+        # Without scaling, training depends on the last bits of tiny gradients, which differ by CPU.
         tolerance = 2.0 if name == "float16, scale 1" else 0.02
         assert found[name][0] == pytest.approx(first, abs=0.02)
         assert found[name][1] == pytest.approx(last, abs=tolerance, nan_ok=True)

@@ -1,4 +1,4 @@
-"""Seconds that the guidelines of Phase 3 quote are those that ``scripts/phase3.py`` takes."""
+"""Times quoted in the guidelines of Phase 3 match those of ``scripts/phase3.py``."""
 
 from pathlib import Path
 

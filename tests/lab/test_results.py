@@ -1,4 +1,4 @@
-"""docs/results.md: its commands exist, and its virtual times are those of the simulator."""
+"""docs/results.md: its commands exist, and its virtual times match the simulator."""
 
 import re
 import shlex

@@ -22,7 +22,7 @@ TIMEOUT_S = 1200
 
 
 def python(*arguments: object, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """Run what a user types after ``python``, in a folder of the course."""
+    """Run ``python`` with these arguments, in a folder of the course."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
@@ -78,7 +78,7 @@ def test_mpirun_runs_a_lesson() -> None:
     assert done.stdout.count(SAME_WEIGHTS) == 1
 
 
-# --- what mpirun tells a lesson ------------------------------------------------------------------
+# --- variables under mpirun ----------------------------------------------------------------------
 
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {

@@ -1,4 +1,4 @@
-"""The optimizers of the references against torch's."""
+"""The references' hand-written optimizers, checked against torch's."""
 
 from typing import Any
 

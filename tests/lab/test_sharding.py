@@ -1,4 +1,4 @@
-"""sharding_strategy auto chooses a stage by memory; stage 1 also shares optimizers of pipelines."""
+"""sharding_strategy auto chooses a stage by memory; stage 1 also shards pipelines' optimizers."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def stages(*cases: tuple[float, dict[str, Any]]) -> list[int]:
 
 
 def test_the_lowest_stage_that_fits_is_chosen() -> None:
-    # SGD with momentum on 2 ranks: 12, 10, 8 and 6 bytes for each parameter
+    # SGD with momentum on 2 ranks: 12, 10, 8 and 6 bytes per parameter
     sizes = [12_000, 11_999, 10_000, 9_999, 8_000, 7_999, 6_000, 1]
     cases = [(float(size), dict[str, Any]()) for size in sizes]
     for result in on_ranks(stages, 2, *cases):
@@ -89,7 +89,7 @@ def test_bytes_of_the_states_on_four_ranks(keys: Any, bytes_by_stage: list[int])
     assert [state_bytes(1, stage, 4, config) for stage in range(4)] == bytes_by_stage
 
 
-# --- stage 1 with other things -------------------------------------------------------------------
+# --- stage 1 in combination ----------------------------------------------------------------------
 
 
 def losses(keys: dict[str, Any]) -> list[float]:

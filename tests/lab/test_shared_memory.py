@@ -1,4 +1,4 @@
-"""Collectives in shared memory: right sums on real processes, and clear errors if one is late."""
+"""Collectives in shared memory: correct sums on real processes, clear errors if one is late."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ SIZES = (0, 1, 2, 7, 64, 1000, 4099)
 
 @contextmanager
 def many_pieces() -> Iterator[None]:
-    """Make pieces, and what is added at once, so small that a test has many of them."""
+    """Shrink the pieces, and the blocks added at once, so that a test has many of each."""
     with (
         mock.patch.object(staging, "STAGE_BYTES", 2**15),
         mock.patch.multiple(collectives, SMALL_BYTES=64, CACHE_BYTES=128),
@@ -34,7 +34,7 @@ def many_pieces() -> Iterator[None]:
 
 
 def numbers(rank: int, numel: int, dtype: torch.dtype, call: int = 0) -> Tensor:
-    """Return what a rank brings: small whole numbers, whose sums are exact in all dtypes."""
+    """Return a rank's input: small whole numbers, whose sums are exact in all dtypes."""
     return ((torch.arange(numel) * 7 + 3 * rank + call) % 5).to(dtype)
 
 
@@ -63,7 +63,7 @@ def expected(
 def wrong_results(
     sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], group: dist.ProcessGroup | None = None
 ) -> list[str]:
-    """Name every case whose result on this rank is wrong."""
+    """Return the cases whose result on this rank is wrong."""
     wrong = []
     with many_pieces():
         shared = SharedMemory(group)
@@ -91,7 +91,7 @@ def test_a_group_of_some_ranks_needs_no_others() -> None:
 
 
 def wrong_in_turn(calls: int) -> list[int]:
-    """Call again and again, overwriting each result at once; ranks are late in turn."""
+    """Return the calls with wrong sums; results are overwritten, and each rank is late at times."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with many_pieces():
         shared = SharedMemory()
@@ -115,12 +115,12 @@ def test_the_next_call_never_overtakes_the_last_one() -> None:
 
 
 def shared_files() -> set[str]:
-    """Return what has a name of ours in the folder of shared memory."""
+    """Return the names of our files in the shared-memory folder."""
     return {path.name for path in Path("/dev/shm").iterdir() if "distlab" in path.name}
 
 
 def leftovers() -> tuple[int, int]:
-    """Count the open files before and after, with the memory in use and let go."""
+    """Return the number of open files before memory is shared and after it is released."""
     before = len(os.listdir("/proc/self/fd"))
     shared = SharedMemory()
     shared.buffer(1000)
@@ -140,7 +140,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """Return the text of what a call raises."""
+    """Return the text of the error that a call raises."""
     try:
         call()
     except (ValueError, RuntimeError) as error:
@@ -156,7 +156,7 @@ REFUSED_AS = {
 
 
 def differing() -> dict[str, tuple[str, list[float]]]:
-    """Let rank 1 call something else than the others, in several ways; after each, all agree."""
+    """Return the error of each call that differs on rank 1, and the result of the call after it."""
     shared, is_odd = SharedMemory(), dist.get_rank() == 1
     alone, _ = dist.new_subgroups(1)
     buffer, x = shared.buffer(10), torch.ones(10)
@@ -209,15 +209,15 @@ def test_calls_that_differ_fail_on_all_ranks_and_the_next_ones_work(
             assert "ranks 0 and 2: all_reduce of " in text
 
 
-# Ranks that are late, or do not come
+# Ranks that are late or absent
 
 
 def with_an_absent_rank() -> tuple[str, str]:
-    """Rank 1 calls once and no more; the others get tired of it one after the other."""
+    """Rank 1 makes only one call in time; the others give up on it, one after the other."""
     shared = SharedMemory(timeout_s=0.3 if dist.get_rank() == 0 else 60.0)
     shared.all_reduce(torch.ones(25))
     if dist.get_rank() == 1:
-        dist.barrier()  # alive, and somewhere else
+        dist.barrier()  # alive, but elsewhere
         return refused(lambda: shared.all_reduce(torch.ones(9))), ""
     text = refused(lambda: shared.all_reduce(torch.ones(9)))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""scripts/phase4.py on torchrun: killed or stopped, it ends with the bits of a run that is not."""
+"""scripts/phase4.py under torchrun: killed, stopped and rerun, it ends with the same bits."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def wait_for_a_checkpoint(
 
 
 def workers_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Torchrun gives each worker a session of its own."""
+    """Return the two workers, which torchrun starts in separate sessions."""
     children = psutil.Process(run.pid).children()
     workers = [child for child in children if os.getsid(child.pid) == child.pid]
     assert len(workers) == 2

@@ -1,4 +1,4 @@
-"""``distlab trace``: the task that it draws by default, and its words if it draws none."""
+"""``distlab trace``: the task that it draws by default, and its message if it draws none."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_what_is_not_written_is_one_line(here: CourseFolder, capfd: Printed) -> 
         (
             "    sending = dist.isend(outgoing, dst)\n    dist.recv(incoming, src)\n"
             "    sending.wait()\n",
-            "recv from rank 1 waits behind its isend to rank 1",  # judged in this order, too
+            "recv from rank 1 waits behind its isend to rank 1",  # the judges use this order too
         ),
     ],
     ids=["error", "deadlock"],

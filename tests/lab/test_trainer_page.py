@@ -1,4 +1,4 @@
-"""docs/trainer.md says what the trainer's configuration and its exit codes are."""
+"""docs/trainer.md matches the trainer's configuration and exit codes."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs/trainer.md").read_text(encoding="utf-8")
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of the first table of a section, without its head."""
+    """Return the rows of the first table in a section, without its header."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:]]

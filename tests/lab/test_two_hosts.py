@@ -1,4 +1,4 @@
-"""docs/clusters.md: its script runs on two hosts, made as the page says, of network namespaces."""
+"""docs/clusters.md: its script runs on two hosts, made of network namespaces as it describes."""
 
 import os
 import re
@@ -19,7 +19,7 @@ OWN_NAME = """unshare --uts sh -c 'hostname "$0" && exec "$@"' node$i"""
 
 @pytest.fixture
 def hosts() -> Iterator[str]:
-    """Names of the two namespaces, up to their number; both and all in them are gone afterwards."""
+    """The namespaces' common name prefix; they and their processes are gone after the test."""
     name = f"distlab-{uuid.uuid4().hex[:8]}-"
     tried = subprocess.run(["ip", "netns", "add", f"{name}0"], capture_output=True, text=True)
     if tried.returncode:
@@ -34,7 +34,7 @@ def hosts() -> Iterator[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has network namespaces")
 def test_the_script_finds_both_hosts_and_the_slow_link(hosts: str, tmp_path: Path) -> None:
-    """On the solutions, for what it imports of a learner's is still to be written."""
+    """Use the solutions: the script imports the learner's lessons, which are not written yet."""
     [script] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path / "two_hosts.py"
     path.write_text(script.replace("phase3_multi_node.template_", "solutions.phase3_multi_node."))
@@ -48,7 +48,7 @@ def test_the_script_finds_both_hosts_and_the_slow_link(hosts: str, tmp_path: Pat
 
 
 def run(hosts: str, script: str) -> str:
-    """Run a script on two hosts with a slow cable, as the page does; return what is printed."""
+    """Run a script on two hosts with a slow cable, as the page does; return its output."""
     making, slowing = re.findall(r"```bash\n(for i in 0 1.*?)```", PAGE, re.DOTALL)
     cable, starts, end = re.split(r"^(?=for i in 0 1; do\n  GLOO)|^(?=wait$)", making, flags=re.M)
     assert OWN_NAME in PAGE

@@ -1,4 +1,4 @@
-"""Tasks build on others: course.toml lists what the solutions call, and verdicts follow it."""
+"""What tasks build on: course.toml lists the tasks that solutions call; verdicts use the list."""
 
 import ast
 from collections.abc import Iterator
@@ -18,21 +18,21 @@ from distlab.learner.source import defined
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
 OWNERS = {(task.folder, name): task for task in COURSE.tasks for name in task.functions}
-OWNERS |= {  # and the class of each
+OWNERS |= {  # also each method's class
     (folder, name.partition(".")[0]): task for (folder, name), task in OWNERS.items()
 }
 
 
 @cache
 def functions_of(path: Path) -> dict[str, ast.AST]:
-    """Functions and methods by name, and the classes that hold methods."""
+    """Return the functions, methods and top-level classes of a file, by name."""
     tree = ast.parse((ROOT / path).read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     return classes | dict(defined(tree))
 
 
 def names_in(node: ast.AST, holder: str) -> Iterator[str]:
-    """Names that code calls or passes on; an annotation only says what comes in."""
+    """Yield the names that code calls or passes on; annotations do not count."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute) and holder:
@@ -45,7 +45,7 @@ def names_in(node: ast.AST, holder: str) -> Iterator[str]:
 
 
 def called_by(task: Task) -> set[str]:
-    """Ids of the tasks whose functions a solution calls, itself or through its helpers."""
+    """Return the ids of the tasks whose functions a solution calls, directly or through helpers."""
     nodes = functions_of(task.solution)
     inits = {f"{name.partition('.')[0]}.__init__" for name in task.functions if "." in name}
     reached = [*task.functions, *(inits & nodes.keys())]
@@ -55,9 +55,9 @@ def called_by(task: Task) -> set[str]:
         for base in getattr(nodes.get(name.partition(".")[0]), "bases", [])
         if (owner := OWNERS.get((task.folder, ast.unparse(base)), task)) != task
     }
-    for name in reached:  # it grows
+    for name in reached:  # grows in the loop
         for other in names_in(nodes[name], name.rpartition(".")[0]):
-            owner = OWNERS.get((task.folder, other), task)  # another phase's is given or torch's
+            owner = OWNERS.get((task.folder, other), task)  # unowned: helper, given code or torch's
             if owner != task:
                 found.add(owner.id)
             elif other in nodes and other not in reached:
@@ -76,7 +76,7 @@ def test_what_it_builds_on_includes_what_that_builds_on() -> None:
 
 
 def graded(**outcomes: Outcome) -> GradeResult:
-    """A grading of tasks, as t1_4, one test each."""
+    """Return grading results with one test per task; ``t1_4`` names task 1.4."""
     tasks = []
     for name, outcome in outcomes.items():
         task = COURSE.task(name[1:].replace("_", "."))

@@ -1,12 +1,12 @@
-"""torch's own tests of ``torch.distributed``, in any world: they are in every torch wheel.
+"""Run torch's own tests of ``torch.distributed``, which every torch wheel has, in any world.
 
 python tests/lab/torch_suite.py sim gloo mpi            # a line for each test, and the totals
 python tests/lab/torch_suite.py sim --only test_broadcast
 
-torch starts a process for each rank of a test. Here a world of three ranks is started, and each
-calls the test's method, as torch's processes do. What torch skips on CPUs is skipped. On ``sim``,
-the profiler is left out: simulated ranks have one between them. On ``mpi``, each test that is not
-skipped on ``sim`` is a job of mpirun.
+torch starts one process per rank of a test. Here, a world of three ranks is started, and each rank
+calls the test's method, as torch's processes do. Tests that torch skips on CPUs are skipped. On
+``sim``, the profiler is disabled, because all simulated ranks share one. On ``mpi``, each test that
+is not skipped on ``sim`` runs as an mpirun job.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from distlab.sim import SimulationError, simulate
 NUM_RANKS = 3
 SEED = 1234
 TIMEOUT_S = 60.0
-RANK = "--rank"  # marks a process of mpirun
+RANK = "--rank"  # marks a process that mpirun started
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
@@ -60,14 +60,14 @@ def suite() -> ModuleType:
 
 
 def names() -> list[str]:
-    """List the names of all tests."""
+    """Return the names of all tests."""
     return sorted(
         name for name in dir(suite().DistributedTest._DistTestBase) if "test_" in name[:5]
     )
 
 
 def run_in(world: str, name: str) -> Outcome:
-    """Run one test on three ranks of a world; a simulated one is in this process, to save time."""
+    """Run one test on three ranks of a world; a simulated world runs in this process."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             if world == "mpi":
@@ -105,7 +105,7 @@ def _be_rank_of_mpi_job(name: str, folder: str) -> None:
 
 
 def on_rank(name: str, folder: str, has_profiler: bool = True) -> tuple[str, str]:
-    """Be a rank of a test; return its outcome, or raise what it raises."""
+    """Run one rank of a test; return the outcome, or raise what the test raises."""
     skips = {skip.exit_code: skip.message for skip in _skips().values()}
     case = _case(name, folder)
     if not has_profiler:
@@ -145,7 +145,7 @@ def _case(name: str, folder: str) -> Any:
 
 
 def _meeting_place() -> Callable[[], None]:
-    """Return what lets ranks meet, at the store: torch's own files are for processes alone."""
+    """Return a barrier built on the store; torch's own, with files, needs separate processes."""
     store, times = _get_default_store(), count()
 
     def meet() -> None:
@@ -164,7 +164,7 @@ def _skips() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the tests in the worlds that are asked for, and print what became of them."""
+    """Run the tests in the worlds asked for, and print their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("worlds", nargs="+", choices=["sim", "gloo", "mpi"])
     parser.add_argument("--only", nargs="*", default=[])

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """Shape and dtypes of a batch of random bits."""
+    """Shapes and dtypes of a batch of random bits."""
 
     rows: int
     image_dtype: str = "float32"
@@ -30,7 +30,7 @@ class Kind:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Return the words for the name of a test."""
+        """Return a description for the test's name."""
         strided = ", strided" if self.is_strided else ""
         return f"{self.rows} rows of {self.image_dtype} and {self.label_dtype}{strided}"
 
@@ -54,12 +54,12 @@ def _tensor(dtype: str, shape: Shape, seed: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return the numbers of a tensor, bit by bit."""
+    """Return the values of a tensor as raw bytes."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def scatter(lesson: Any, kind: Kind, src: int | None, group: Any = None) -> dict[str, Any]:
-    """Return this rank's part of a batch; an argument that is None is left out."""
+    """Scatter a batch and describe this rank's rows; omit arguments that are None."""
     holds_it = dist.get_rank(group) == (src or 0)
     batch = kind.batch() if holds_it else None
     given = given_group(group) | ({"src": src} if src is not None else {})
@@ -81,7 +81,7 @@ def _description_of(part: Any) -> tuple[list[int], str, str, bytes]:
 
 
 def _is_view(part: Tensor, whole: Tensor) -> bool:
-    """True if the part lies in the memory of the whole, or is empty."""
+    """Return whether ``part`` is empty or shares the memory of ``whole``."""
     same = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     return same or not part.numel()
 
@@ -95,7 +95,7 @@ WRONG_BATCHES = {
 
 
 def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -> dict[str, str]:
-    """Return the rank's error if the source has no batch, or a wrong one."""
+    """Return the rank's error when the source has no batch or an invalid one."""
     lengths = WRONG_BATCHES[what]
     holds_it = dist.get_rank(group) == src and lengths
     batch = (torch.zeros(lengths[0], 2), torch.zeros(lengths[1])) if holds_it else None
@@ -112,7 +112,7 @@ def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[
         with devices_sent() as devices:
             parts = lesson.scatter_batch(batch, src, device=str(device) if is_text else device)
     images, labels = pair("scatter_batch", parts, "images and labels")
-    with torch._C.DisableTorchFunction():  # the mark stays with the memory
+    with torch._C.DisableTorchFunction():  # read the pretend device's tensors as CPU tensors
         numbers = [bytes_of(images), bytes_of(labels)]
     return {
         "devices": [str(device_of(images)), str(device_of(labels))],
@@ -128,10 +128,10 @@ def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[
 def exchange_all_kinds(
     lesson: Any, dsts: Sequence[int], are_alike: bool, group: Any = None
 ) -> dict[str, list[Any]]:
-    """Send every kind of tensor to ``dsts[rank]``; return what both tensors hold.
+    """Send every kind of tensor to ``dsts[rank]``; return the final incoming and outgoing values.
 
-    If the ranks are not alike, rank r sends kind i + r in step i, so that a rank sends and receives
-    different kinds.
+    Unless ``are_alike``, rank r sends kind i + r in step i, so that each rank sends one kind and
+    receives another.
     """
     rank, num_kinds = dist.get_rank(group), len(KINDS)
     src, mine = dsts.index(rank), [exact(kind, rank) for kind in KINDS]
@@ -144,7 +144,7 @@ def exchange_all_kinds(
 
 
 def exchange_once(lesson: Any, dsts: Sequence[int], lengths: Sequence[int]) -> None:
-    """Exchange once; each rank sends a tensor of its own length."""
+    """Exchange once; rank r sends ``lengths[r]`` elements."""
     rank = dist.get_rank()
     src = dsts.index(rank)
     outgoing, incoming = torch.zeros(lengths[rank]), torch.zeros(lengths[src])
@@ -152,10 +152,10 @@ def exchange_once(lesson: Any, dsts: Sequence[int], lengths: Sequence[int]) -> N
 
 
 def exchange_then_write(lesson: Any) -> list[float]:
-    """Overwrite what was sent as soon as exchange returns, while one rank comes late.
+    """Overwrite outgoing as soon as exchange returns, while one rank is late.
 
     Returns:
-        Number in the incoming tensor at once, and later.
+        Value in the incoming tensor when exchange returns, and after a barrier.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     outgoing, incoming = torch.full((4,), float(rank)), torch.full((4,), -1.0)
@@ -172,7 +172,7 @@ def exchange_then_write(lesson: Any) -> list[float]:
 
 
 def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:
-    """Broadcast from two ranks, one after the other, while one rank comes late."""
+    """Broadcast from each of ``srcs`` in turn; rank ``late`` starts late. Return the values."""
     rank = dist.get_rank()
     if rank == late:
         time.sleep(0.01)
@@ -185,8 +185,8 @@ def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:
 
 
 Strategy = Callable[[Tensor, Any], None]
-Strategies = Callable[[Any], Mapping[str, Strategy]]  # a factory that runs on a rank
-Schedule = Sequence[Sequence[Sequence[float]]]  # cell, rank, run: seconds
+Strategies = Callable[[Any], Mapping[str, Strategy]]  # factory that runs on each rank
+Schedule = Sequence[Sequence[Sequence[float]]]  # seconds by cell, rank and run
 
 
 def measure(
@@ -205,7 +205,7 @@ def _as_dict(times: Any) -> dict[str, Any]:
     """Return a table as plain data.
 
     Raises:
-        WrongResult: The table, or a value in it, is of a wrong type.
+        WrongResult: The table, or a value in it, has the wrong type.
     """
     kind = type(returned("measure_all_reduce", times)).__name__
     if kind != "AllReduceTimes":
@@ -228,14 +228,14 @@ def _check_floats(what: str, values: Any) -> None:
 
 
 def its_own(functions: Mapping[str, str], lesson: Any) -> dict[str, Strategy]:
-    """Return functions of the lesson, each under another name."""
+    """Return functions of the lesson, keyed by the names in ``functions``."""
     return {name: getattr(lesson, function) for name, function in functions.items()}
 
 
 def sleepers(
     schedules: Mapping[str, Schedule], sizes: Sequence[int], _: Any
 ) -> dict[str, Strategy]:
-    """Make strategies that sleep as long as their schedule says, in virtual seconds."""
+    """Make strategies that sleep for the virtual seconds in their schedules."""
     return {name: _sleeper(schedule, sizes) for name, schedule in schedules.items()}
 
 
@@ -252,7 +252,7 @@ def _sleeper(schedule: Schedule, sizes: Sequence[int]) -> Strategy:
 
 
 def chains(orders: Mapping[str, Sequence[int]], seconds: float, _: Any) -> dict[str, Strategy]:
-    """Make strategies whose ranks take turns: each waits for the one before it, then sleeps."""
+    """Make strategies that pass x along the ranks; each sleeps before it sends x to the next."""
     return {name: _chain(order, seconds) for name, order in orders.items()}
 
 
@@ -275,7 +275,7 @@ def measure_counting(
     arguments: Mapping[str, Any],
     group: Any = None,
 ) -> dict[str, list[list[Any]]]:
-    """Return each strategy's calls: bytes, dtype and device of the tensor, size of the group."""
+    """Return each strategy's calls: the tensor's bytes, dtype and device, and the group's size."""
     calls: dict[str, list[list[Any]]] = {name: [] for name in names}
 
     def counting(name: str) -> Strategy:
@@ -297,13 +297,13 @@ def measure_counting(
 
 
 def measure_elsewhere(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
-    """Measure on a pretended device; return the devices of all tensors used and sent."""
+    """Measure on a pretend device; return the devices of all tensors used and sent."""
     with PretendDevice() as device, devices_sent() as sent:
         calls = measure_counting(lesson, ["a"], sizes, {"device": device, "repeats": 2})
     return {"calls": calls["a"], "sent": sorted(set(sent)), "device": str(device)}
 
 
-_WORK_S: dict[int, float] = {}  # remaining work of each rank's pretended GPU
+_WORK_S: dict[int, float] = {}  # seconds of work left on each rank's pretend GPU
 
 
 def _synchronize(device: Any = None) -> None:
@@ -311,19 +311,19 @@ def _synchronize(device: Any = None) -> None:
 
 
 def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
-    """Measure a strategy that returns at once, while the pretended GPU works for ``seconds``."""
+    """Measure a strategy that returns at once while the pretend GPU works for ``seconds``."""
 
     def start_work(x: Tensor, group: Any) -> None:
         _WORK_S[dist.get_rank()] = seconds
 
-    torch.cuda.synchronize = _synchronize  # this process serves only this world
+    torch.cuda.synchronize = _synchronize  # safe: this process runs only this world
     with PretendDevice("cuda:0") as device:
         more = {"repeats": 2, "device": device}
         return measure(lesson, lambda _: {"a": start_work}, (4, 8), more)["seconds"]["a"]  # type: ignore[no-any-return]
 
 
 def measure_nonsense(lesson: Any, group: Any = None) -> dict[str, dict[str, str]]:
-    """Return the refusal of each call that cannot be measured."""
+    """Return the refusal of each measurement that cannot be made or fitted."""
     naive = {"naive": lesson.all_reduce_naive}
     calls: dict[str, tuple[Any, Any, int]] = {
         "no size": (naive, (), 1),
@@ -344,13 +344,13 @@ def measure_nonsense(lesson: Any, group: Any = None) -> dict[str, dict[str, str]
 
 
 def measure_alone(lesson: Any) -> dict[str, dict[str, str]]:
-    """Measure in a group of one rank, in a world of more."""
+    """Try to measure in a group of one rank within a larger world."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return measure_nonsense(lesson, groups[dist.get_rank()])
 
 
 def fit(lesson: Any, points: list[tuple[list[int], list[float]]]) -> list[list[float]]:
-    """Return α and β of the line through each list of points."""
+    """Return α and β of the line fitted to each list of points."""
     lines = []
     for sizes, seconds in points:
         line = lesson.fit_alpha_beta(sizes, seconds)

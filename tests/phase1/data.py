@@ -1,4 +1,4 @@
-"""Bodies for tasks 1.1 and 1.2, and the global generators, which no task of the lesson may move."""
+"""Bodies for tasks 1.1 and 1.2, and checks that the lesson leaves global generators alone."""
 
 import inspect
 import os
@@ -17,11 +17,14 @@ from torch.utils.data import Dataset
 from judging.calls import int_list, refused, returned
 from judging.tensors import given_group
 
-Shards = list[list[int]]  # a shard for each rank
+Shards = list[list[int]]  # one shard per rank
 
 
 def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Shards]:
-    """Return the shards by rank of every (samples, ranks, options), with other draws in between."""
+    """Return each case's shards by rank; draw random numbers between the calls.
+
+    A case is (samples, ranks, options).
+    """
     found = []
     for num_samples, num_ranks, options in cases:
         by_rank = []
@@ -33,7 +36,7 @@ def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Sh
 
 
 def own_shard(lesson: Any, num_samples: int, options: dict[str, Any]) -> list[int]:
-    """Return the shard of the calling rank, in a world of several."""
+    """Return the shard of the calling rank in a world of several ranks."""
     return _shard(lesson, num_samples, dist.get_rank(), dist.get_world_size(), options)
 
 
@@ -47,12 +50,12 @@ def _shard(
 def shards_refused(
     lesson: Any, cases: list[tuple[int, int, int, dict[str, Any]]]
 ) -> list[dict[str, str]]:
-    """Return the refusals of several (samples, rank, ranks, options)."""
+    """Return the refusal of each (samples, rank, ranks, options)."""
     return [refused(lesson, "shard_indices", *case, **options) for *case, options in cases]
 
 
 def shard_by_process(lesson: Any, options: dict[str, Any]) -> list[list[int]]:
-    """Return the orders of two processes, whose ``hash`` of a text differs."""
+    """Return the orders under two different string hashes, as in two processes."""
     names, found = inspect.unwrap(lesson.shard_indices).__globals__, []
     for salt in (1, 2):
         names["hash"] = partial(_salted_hash, salt)
@@ -71,7 +74,7 @@ def _holds_text(value: Any) -> bool:
 
 
 def peak_of_shard(lesson: Any, num_samples: int, rank: int, num_ranks: int) -> int:
-    """Return the most bytes that Python and numpy held at once during the call."""
+    """Return the peak bytes that Python and numpy allocate during the call."""
     tracemalloc.start()
     try:
         lesson.shard_indices(num_samples, rank, num_ranks)
@@ -91,36 +94,36 @@ class Generators:
         }
 
     def moved(self) -> set[str]:
-        """Name the generators that have been moved or seeded since."""
+        """Return the generators that have been advanced or seeded since the snapshot."""
         return {name for name, state in Generators().states.items() if state != self.states[name]}
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Return numbers and position: a draw only moves the position until the numbers run out."""
+    """Return numpy's random buffer and position; a draw may change only the position."""
     _, numbers, *place = np.random.get_state()
     return numbers.tobytes(), *place  # type: ignore[union-attr]
 
 
 def generators_moved(lesson: Any, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """For every case, name the global generators that a call has moved or seeded."""
+    """Return, for each case, the global generators that the call has advanced or seeded."""
     found = []
     for options in cases:
-        torch.rand(3), np.random.rand(3), random.random()  # so that seeding again is noticed
+        torch.rand(3), np.random.rand(3), random.random()  # so that reseeding is noticed
         before = Generators()
         lesson.shard_indices(10, 0, 2, **options)
         found.append(sorted(before.moved()))
     return found
 
 
-SOURCES = ("torch", "numpy", "random")  # sources of augmentation
+SOURCES = ("torch", "numpy", "random")  # random generators used by augmentation
 Case = tuple[int, int, list[int], dict[str, Any]]  # samples, global batch, epochs, options
 
 
 class Numbered(Dataset[tuple[Tensor, int]]):
-    """Sample k is the number k, a random number from each source, and the process that made it.
+    """Data set whose sample k holds k, a random number per source, and the process id.
 
     Attributes:
-        fetched: Numbers of the samples that this process has made.
+        fetched: Indices of the samples that this process has loaded.
     """
 
     def __init__(self, size: int) -> None:
@@ -137,7 +140,7 @@ class Numbered(Dataset[tuple[Tensor, int]]):
 
 
 def load(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
-    """Load each case on this rank, from a new loader."""
+    """Load each case on this rank, with a new loader for each."""
     return [_load(lesson, case, group) for case in cases]
 
 
@@ -159,7 +162,7 @@ def _load(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
 
 
 def last_set(epochs: Sequence[int]) -> list[int]:
-    """Return the loader's epoch for each entry; -1 keeps the epoch before, at first epoch 0."""
+    """Return the loader's epoch for each entry; -1 keeps the previous epoch, initially 0."""
     return [max([0, *[e for e in epochs[: i + 1] if e >= 0][-1:]]) for i, _ in enumerate(epochs)]
 
 
@@ -169,7 +172,7 @@ def _train() -> None:
 
 
 def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
-    """Load one epoch; -1 means without ``set_epoch``."""
+    """Load one epoch; for -1, do not call ``set_epoch``."""
     before = Generators()
     if epoch >= 0:
         loader.set_epoch(epoch)
@@ -181,7 +184,8 @@ def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
         steps.append([int(label) for label in labels])
         _train()
         before = Generators()
-    fetched, data.fetched = data.fetched, []  # the first epoch includes the building
+    # In the first epoch, these include samples fetched while building the loader.
+    fetched, data.fetched = data.fetched, []
     *noise, processes = torch.cat(images).T.tolist() if images else [[]] * 4
     return {
         "steps": steps,
@@ -197,7 +201,7 @@ def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
 def _shard_of_rank(
     lesson: Any, num_samples: int, epoch: int, options: dict[str, Any], group: Any
 ) -> list[int]:
-    """Return the shard of this rank and epoch by the lesson's own 1.1."""
+    """Return this rank's shard of an epoch, computed by the lesson's own ``shard_indices``."""
     used = {key: options[key] for key in options if key in ("seed", "shuffle")}
     place = dist.get_rank(group), dist.get_world_size(group)
     shard = lesson.shard_indices(num_samples, *place, epoch=epoch, drop_last=True, **used)
@@ -205,5 +209,5 @@ def _shard_of_rank(
 
 
 def loads_refused(lesson: Any, cases: Sequence[tuple[int, int]]) -> list[dict[str, str]]:
-    """Return the refusals of several (samples, global batch)."""
+    """Return the refusal of each (samples, global batch)."""
     return [refused(lesson, "build_loader", Numbered(n), batch) for n, batch in cases]

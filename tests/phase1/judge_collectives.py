@@ -1,4 +1,4 @@
-"""Judges tasks 1.3 to 1.7: messages that arrive, their senders and receivers, rounds, memory."""
+"""Judges tasks 1.3 to 1.7: messages, their senders and receivers, rounds and memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_gro
 from judging.tensors import even_size
 from phase1 import collectives as b
 
-HEADER_BYTES, HEADER_CALLS = 1_000, 2  # a broadcast_object_list: a length, then the object
+HEADER_BYTES, HEADER_CALLS = 1_000, 2  # a broadcast_object_list sends a length, then the object
 ONLY_SOURCE_RAISES = (
     "An error that only the source raises leaves the others waiting: send it in place of the "
     "shapes, so that every rank raises it."
@@ -250,7 +250,7 @@ def test_ranks_exchange_with_whom_they_are_told(grade: Grade) -> None:
 
 
 def _is_ring(dsts: Sequence[int]) -> bool:
-    """True if all ranks send equally far."""
+    """Return whether all ranks send over the same distance."""
     return len({(dst - rank) % len(dsts) for rank, dst in enumerate(dsts)}) == 1
 
 
@@ -331,7 +331,7 @@ def test_exchange_inside_a_group(grade: Grade) -> None:
 
 
 OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exchange and broadcast)"
-AT_ONCE = 30  # elements: so few that several messages started at once take as long as one
+AT_ONCE = 30  # elements; so few that several messages sent at once take no longer than one
 
 # 1.5 broadcast
 

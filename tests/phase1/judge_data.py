@@ -1,4 +1,4 @@
-"""Judges tasks 1.1 and 1.2: shards of the samples, batches, and random numbers of augmentation."""
+"""Judges tasks 1.1 and 1.2: shards, batches, and the random numbers of augmentation."""
 
 import re
 from collections import Counter
@@ -17,8 +17,8 @@ from phase1 import data as b
 
 SIZES = [(12, 4), (14, 4), (3, 8), (50, 3), (20, 7), (2, 3), (1, 2), (101, 5), (7, 1)]
 IMPOSSIBLE = [(10, 4, 4), (10, -1, 4), (10, 5, 4), (10, 0, 0), (0, 0, 1), (0, 1, 2), (-3, 0, 2)]
-ORDERS_OF_4, DRAWS = 24, 600  # a fair draw misses one of them once in 10^9 runs
-BYTES_PER_SAMPLE = 400  # a few lists of Python ints, 36 bytes each
+ORDERS_OF_4, DRAWS = 24, 600  # fair draws miss an order once in 10^9 runs
+BYTES_PER_SAMPLE = 400  # room for a few lists of Python ints, at 36 bytes per int
 SLOW = "a shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
 
 
@@ -264,7 +264,7 @@ def _check_steps(by_rank: Loaded, case: b.Case) -> None:
 
 
 def _check_samples(by_rank: Loaded, number: int, case: b.Case) -> None:
-    """Check that a rank loads its shard in order, each sample once, and fetches no others."""
+    """Check that each rank loads its shard in order, each sample once, and fetches no others."""
     n, here = len(by_rank), f"{case[0]} samples, epochs {case[2]}, {case[3] or 'defaults'}"
     here += f", iteration {number}"
     drawn = [[i for step in of["epochs"][number]["steps"] for i in step] for of in by_rank]
@@ -344,7 +344,7 @@ def test_augmentation_differs_by_rank_and_epoch_and_can_be_repeated(grade: Grade
 
 
 def _check_augmentation(by_rank: Loaded, epochs: list[int], how: str) -> None:
-    """Check that only the same rank draws the same numbers, and only in the same epoch."""
+    """Check that draws are equal only if both rank and epoch are equal."""
     drawn: dict[tuple[str, float], tuple[int, int]] = {}
     for rank, loaded in enumerate(by_rank):
         noise = [epoch["noise"] for epoch in loaded["epochs"]]

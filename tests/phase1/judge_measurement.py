@@ -1,4 +1,4 @@
-"""Judges task 1.8: times of all-reduces, their table, and the line through points."""
+"""Judges task 1.8: all-reduce times, their table, and the line fitted to points."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def test_the_table_and_the_line_are_those_of_the_link(grade: Grade, n: int) -> N
         cluster=link,
         if_stuck=NO_COMMON_CALLS,
     )
-    messages = {2: (1, 2, 1), 4: (1, 5, 2)}[n]  # lengths of the chains of messages, by column
+    messages = {2: (1, 2, 1), 4: (1, 5, 2)}[n]  # successive messages per run, by column
     for rank, table in enumerate(run.results):
         _check_names(table, [*names, "exchange"], sizes, rank)
         for name, num_messages in zip(["exchange", *names], messages, strict=True):
@@ -223,7 +223,7 @@ def test_the_slowest_rank_counts_in_the_median_run(grade: Grade, repeats: int) -
 
 
 def _drawn(random: Random, repeats: int) -> list[list[float]]:
-    """Draw seconds by rank and run, far apart, including a first run that does not count."""
+    """Draw widely varying seconds by rank and run, including a first run that does not count."""
     return [[round(10 ** random.uniform(0, 2), 2) for _ in range(repeats + 1)] for _ in range(3)]
 
 
@@ -254,7 +254,7 @@ def _noisy(random: Random, num_points: int) -> tuple[list[int], list[float]]:
 
 
 def _of_kind(random: Random, kind: str) -> tuple[list[int], list[float]]:
-    """Draw points whose best line without negative coefficients has no α or no β."""
+    """Draw points whose best line without negative coefficients lacks α or β, as ``kind`` says."""
     while True:
         sizes = [random.randrange(1000, 9000, 4) for _ in range(4)]
         seconds = [random.uniform(1e-6, 9e-6) for _ in sizes]
@@ -292,7 +292,7 @@ Line = tuple[float, float]  # α, β
 
 
 def best_line(sizes: list[int], seconds: list[float]) -> Line:
-    """Return the line without negative coefficients whose relative errors have least squares."""
+    """Return the line without negative coefficients that minimizes the squared relative errors."""
     n, t = [Fraction(size) for size in sizes], [Fraction(second) for second in seconds]
 
     def weighted(*factors: list[Fraction]) -> Fraction:

@@ -1,4 +1,4 @@
-"""Judges tasks 1.9 to 1.12: one model on all ranks, averaged gradients, steps and evaluation."""
+"""Judges tasks 1.9 to 1.12: broadcast parameters, averaged gradients, steps and evaluation."""
 
 from typing import Any
 
@@ -195,7 +195,7 @@ NOT_ON_EVERY_RANK = (
 
 
 def _uneven(grade: Grade, n: int) -> list[int]:
-    """Draw the number of samples of each rank: none on rank 1 of 3 or more, most on rank 0."""
+    """Draw each rank's number of samples: most on rank 0, and none on rank 1 if n is 3 or more."""
     sizes = [grade.random.randint(5, 8), *(grade.random.randint(1, 4) for _ in range(n - 1))]
     return [0 if rank == 1 and n > 2 else size for rank, size in enumerate(sizes)]
 
@@ -250,7 +250,7 @@ def _check_first_loss(here: str, rank: int, got: float, sizes: list[int], length
 
 
 def _check_use(here: str, result: Any, num_rows: int) -> None:
-    """Check the use of the batch, and the types of the results."""
+    """Check that the batch is used in full, that it is not changed, and that losses are floats."""
     expect(
         f"{here}: what the steps have changed of batches and buffers",
         result["changed"],
@@ -289,7 +289,7 @@ def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
 
 
 def _check_moved(here: str, moved: dict[str, list[float]], by: float) -> None:
-    """Check the step; the factor N/B, here 1/3, may come before the average or after it."""
+    """Check the change of each weight; N/B, here 1/3, may be applied before or after averaging."""
     for name, found in moved.items():
         check(
             any(is_close(found, [one] * len(found)) for one in (by, by / 3)),
@@ -315,7 +315,7 @@ def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> Non
 def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
     sizes = [
         4 * grade.random.randint(65, 124) + 3 for _ in range(2)
-    ]  # in bfloat16, each would be one larger
+    ]  # bfloat16 rounds each up by one
     wrong = [grade.random.randint(50, 120) for _ in sizes]
     expected = 64 * sum(wrong) / sum(sizes)
     expect_on_all_ranks(
@@ -374,7 +374,7 @@ def _check_evaluated(
         passes = [min(batch_size, len(share) - i) for i in range(0, len(share), batch_size)]
         expect(
             f"{here}: the samples of each forward pass, with batch_size {batch_size},",
-            [rows for rows in result["rows"] if rows],  # a pass without rows does no harm
+            [rows for rows in result["rows"] if rows],  # empty forward passes are harmless
             passes,
             "The caller sets batch_size to what fits in memory.",
         )
@@ -404,7 +404,7 @@ def test_a_forward_pass_has_256_samples_by_default(grade: Grade) -> None:
 @task("1.12")
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
 def test_modes_are_restored(grade: Grade, mode: bool) -> None:
-    """The model is in this mode, and some of its parts are in the other."""
+    """The model is in one mode, and at least one of its parts is in the other."""
     parts = len(list(Moody().modules())) - 1
     modes = [mode, not mode, *(grade.random.random() < 0.5 for _ in range(parts - 1))]
     results = grade.run(b.evaluate, 2, grade.random.randint(4, 6), 0, None, modes).results
@@ -445,7 +445,7 @@ def test_an_empty_data_set_is_refused_on_every_rank(grade: Grade) -> None:
 @task("1.12")
 def test_sums_are_exact_in_bfloat16(grade: Grade) -> None:
     share, num_wrong = 4 * grade.random.randint(65, 124) + 3, grade.random.randint(50, 250)
-    size = 2 * share  # in bfloat16, a share would be one too large
+    size = 2 * share  # bfloat16 would round a share up by one
     expected = [64 * num_wrong / size, 1 - num_wrong / size, size]
     for rank, found in enumerate(grade.run(b.evaluate_in_bfloat16, 2, size, num_wrong).results):
         expect(

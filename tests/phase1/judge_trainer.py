@@ -1,4 +1,4 @@
-"""Judges task 1.13: the whole training equals that of one process."""
+"""Judges task 1.13: a full training run gives the same result as on one process."""
 
 import re
 from typing import Any
@@ -49,7 +49,7 @@ def orders_of(by_rank: list[Any], epochs: int) -> reference.Steps:
 
 
 def _batches(steps: reference.Steps) -> list[list[int]]:
-    """Return the samples of each global batch, whatever their order and ranks."""
+    """Return the sorted samples of each global batch, over all ranks."""
     return [sorted(sample for share in step for sample in share) for step in steps]
 
 
@@ -151,7 +151,7 @@ def _check_printed(by_rank: list[Any]) -> None:
 
 
 def _names(number: int, line: str) -> bool:
-    """True if the number itself is in the line, not just in ``rank 0/2``, 1.73 or 1,024."""
+    """Return whether the line has ``number`` by itself, not just in ``rank 0/2``, 1.73 or 1,024."""
     return bool(re.search(rf"(?<![\d.,/]){number}(?![\d]|[.,]\d)", line))
 
 
@@ -171,7 +171,7 @@ def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> Non
 @task("1.13")
 def test_the_seed_fixes_the_order_whatever_the_number_of_ranks(grade: Grade) -> None:
     seed = grade.random.randint(1, 10**6)
-    for given, same in (seed, seed), (None, 0):  # None leaves the seed out
+    for given, same in (seed, seed), (None, 0):  # None omits the seed
         alone, two = _order_of(grade, 1, given), _order_of(grade, 2, same)
         expect(f"seed {same}: the global batches on 2 ranks, as on 1 rank,", two, alone)
 
@@ -209,7 +209,7 @@ def test_average_and_all_reduce_are_used(grade: Grade) -> None:
         [[True] * STEPS, [2] * STEPS],
         "self.step(batch) passes both on to train_step.",
     )
-    _check_fitted(results, [1], lr=n * LR)  # the given average sums
+    _check_fitted(results, [1], lr=n * LR)  # because ``average`` sums here
 
 
 @task("1.13")
@@ -238,7 +238,7 @@ def test_training_inside_a_group(grade: Grade) -> None:
 # The cost
 
 PARAMETERS = len(list(network(0, normalised=False).parameters()))
-REDUCED = STEPS * (PARAMETERS + 1)  # all-reduces of an epoch: the gradients, and the loss
+REDUCED = STEPS * (PARAMETERS + 1)  # all-reduces per epoch, for the gradients and the loss
 
 
 @task("1.13")
@@ -271,7 +271,7 @@ def test_the_speed_is_that_of_all_ranks(grade: Grade) -> None:
 
 @task("1.13")
 def test_nothing_else_is_sent(grade: Grade) -> None:
-    """The lesson's own broadcast_parameters and evaluate set the limit of their parts."""
+    """The limit includes what the lesson's own broadcast_parameters and evaluate send."""
     model = network(0, normalised=True)
     n, buffers = 4, len(list(model.buffers()))
     parts = grade.run(t.parts_of_fit, n, EPOCHS)
@@ -289,6 +289,6 @@ def test_nothing_else_is_sent(grade: Grade) -> None:
 
 
 def _broadcasts(run: Run, n: int) -> float:
-    """Count a rank's collectives, plus one for every N-1 messages of all ranks."""
+    """Return the highest collective count of any rank, plus one for every N-1 messages sent."""
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     return max(run.collectives) + sends / (n - 1)

@@ -15,9 +15,9 @@ LR, FIRST_SEED = 0.3, 3  # rank r draws its first weights with seed 3 + r
 
 
 class Odd(nn.Module):
-    """A module that breaks careless code: buffers, frozen, tied, unused, channels_last parameters.
+    """A module that breaks careless code: it has tied, frozen, unused and channels_last parameters.
 
-    Trainable parameters are in float64, buffers in many dtypes.
+    Its parameters are in float64, its buffers in many dtypes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -57,10 +57,10 @@ def sizes_of_odd() -> list[int]:
 
 
 def gradients_of(rank: int) -> dict[str, Tensor | None]:
-    """Make a rank's gradients after backward: odd ranks lack ``sometimes``, all ranks ``never``.
+    """Make a rank's gradients: none for ``never``, and on odd ranks none for ``sometimes``.
 
-    They are whole numbers, exact in every dtype, with an overflow on rank 2; ``frozen`` has an old
-    gradient. Rank 3 has no gradient at all.
+    All are whole numbers, exact in every dtype, except for an infinite one, ``scale`` on rank 2.
+    ``frozen`` has a stale gradient; rank 3 has no gradients at all.
     """
     gradients: dict[str, Tensor | None] = {}
     for number, (name, parameter) in enumerate(Odd(0).named_parameters()):
@@ -81,14 +81,14 @@ def classifier(seed: int) -> nn.Module:
 
 
 def batch_of(sizes: Sequence[int], rank: int, step: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the rank's inputs and targets; a sequence has ``length`` targets."""
+    """Return the rank's inputs and targets, as sequences if ``length`` is not 0."""
     return batch((sizes[rank], length) if length else (sizes[rank],), 1000 * step + rank)
 
 
 class Watched(Dataset[tuple[Tensor, Tensor]]):
-    """A data set that notes which samples are fetched, and when; each takes ``sample_s``.
+    """A data set that records which samples are fetched, and when; a fetch takes ``sample_s`` s.
 
-    A copy is the same data set, so samples fetched from the copy are noted too.
+    Copying returns the same object, so that fetches from a copy are recorded too.
     """
 
     def __init__(self, size: int, seed: int = 0, length: int = 0, sample_s: float = 0.001) -> None:
@@ -124,7 +124,7 @@ def network(seed: int, *, normalised: bool) -> nn.Module:
 
 
 class Seen(nn.Module):
-    """Buffers with the number of positive inputs in training, and the largest of the last ones."""
+    """Keeps the number of positive training inputs and the last batch's maximum in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Seen(nn.Module):
 
 
 class Saturated(nn.Module):
-    """Logits 0 and ±64 in bfloat16, by the sign of x: the loss of target 0 is exactly 64 or 0."""
+    """Has bfloat16 logits 0 and ±64, by the sign of x; target 0 has a loss of exactly 64 or 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.rows: list[int] = []  # rows of each forward pass
-        self.modes: set[str] = set()  # modes that are wrong for an evaluation
+        self.modes: set[str] = set()  # modes that an evaluation should not use
         self.devices: set[str] = set()
 
     def __deepcopy__(self, memo: object) -> "Notes":
@@ -163,7 +163,7 @@ class Notes:
 
 
 class Moody(nn.Module):
-    """A classifier with dropout that notes how it is called."""
+    """A classifier with dropout that records how it is called."""
 
     def __init__(self) -> None:
         super().__init__()

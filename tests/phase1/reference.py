@@ -1,6 +1,7 @@
-"""The judges' references: results of one process, which no rank imports.
+"""The judges' references: results of a single process.
 
-A submission can read the body that calls it, and must not find the references there.
+No rank imports this module: a submission can read the body that calls it, and must not find the
+results there.
 """
 
 from functools import cache
@@ -21,7 +22,7 @@ def odd_state(seed: int) -> dict[str, list[float]]:
 
 @cache
 def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict[str, Any]:
-    """Train one process on the batches of all ranks put together."""
+    """Train in one process on the concatenated batches of all ranks."""
     model = Worn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
@@ -38,7 +39,7 @@ def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict
 
 @cache
 def evaluate_alone(size: int, length: int = 0, rank: int = 0, world_size: int = 1) -> list[float]:
-    """Return loss, accuracy and targets of all samples, or of those of one rank."""
+    """Return loss, accuracy and number of targets over all samples, or over one rank's share."""
     data, model = models.Watched(size, length=length), models.classifier(7)
     with torch.no_grad():
         logits = model(data.inputs[rank::world_size]).flatten(0, -2)
@@ -55,10 +56,10 @@ Steps = tuple[tuple[tuple[int, ...], ...], ...]  # samples by step and rank
 def fit_alone(
     orders: Steps, calls: tuple[int, ...], *, normalised: bool = False, lr: float = models.LR
 ) -> dict[str, Any]:
-    """Train one process from rank 0's weights, on the batches that the ranks have fetched.
+    """Train in one process from rank 0's weights, on the batches that the ranks have fetched.
 
-    Each rank's part of a batch is normalised by itself, as on N ranks; after every epoch the
-    statistics are those of rank 0.
+    Each rank's share of a batch is normalised separately, as on N ranks; after every epoch, all
+    ranks adopt rank 0's statistics.
     """
     alone, steps, histories = _Alone(normalised, lr), iter(orders), []
     for epochs in calls:
@@ -71,14 +72,14 @@ def fit_alone(
 
 
 class _Alone:
-    """One process that keeps a set of buffers for each rank."""
+    """Training in one process that keeps a set of buffers for each rank."""
 
     def __init__(self, normalised: bool, lr: float) -> None:
         self.model = models.network(models.FIRST_SEED, normalised=normalised)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         self.data = models.Watched(models.NUM_SAMPLES)
         self.test = models.Watched(models.NUM_TEST, seed=1)
-        self.buffers: dict[int, list[Tensor]] = {}  # by rank, since the epoch began
+        self.buffers: dict[int, list[Tensor]] = {}  # by rank; emptied after each epoch
 
     def step(self, by_rank: tuple[tuple[int, ...], ...]) -> float:
         count, total = sum(map(len, by_rank)), 0.0
@@ -97,7 +98,7 @@ class _Alone:
         return total
 
     def evaluate(self) -> list[float]:
-        """End the epoch: all ranks continue with the buffers of rank 0, which the model has."""
+        """Evaluate; all ranks start the next epoch from rank 0's buffers, which the model holds."""
         self.buffers = {}
         self.model.eval()
         with torch.no_grad():

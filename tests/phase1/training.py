@@ -1,4 +1,4 @@
-"""Bodies for tasks 1.9 to 1.13, and the functions that they give to a lesson."""
+"""Bodies for tasks 1.9 to 1.13, and the functions that they pass to a lesson."""
 
 import io
 import sys
@@ -23,8 +23,8 @@ from phase1 import models
 
 
 def broadcast_odd(lesson: Any, src: int | None, group: Any = None) -> dict[str, Any]:
-    """Return the module's state after a broadcast, and the fate of its tensors."""
-    module = models.Odd(dist.get_rank(group) + 1).train(src is None)  # the mode makes no difference
+    """Return the module's state after a broadcast, and which tensors were replaced or moved."""
+    module = models.Odd(dist.get_rank(group) + 1).train(src is None)  # the mode should not matter
     _set_gradients(module, models.gradients_of(dist.get_rank(group)))
     before, gradients = models.tensors_of(module), gradients_of_module(module)
     addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
@@ -53,7 +53,7 @@ def _set_gradients(module: nn.Module, gradients: dict[str, Tensor | None]) -> No
 
 
 class Counted:
-    """An all-reduce that notes the sizes of its tensors, and when it was done."""
+    """An all-reduce that records the sizes of its tensors, and when each call ends."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -75,9 +75,9 @@ MIXED = {"conv.weight": torch.float32, "first.weight": torch.bfloat16, "scale": 
 def average_odd(
     lesson: Any, function: str, mixed: bool = False, group: Any = None
 ) -> dict[str, Any]:
-    """Return gradients after averaging, which of them have moved, and the all-reduce's bytes.
+    """Return the averaged gradients, which of them have moved, and the bytes of each all-reduce.
 
-    If ``mixed``, the parameters have many dtypes.
+    If ``mixed``, the parameters have several dtypes.
     """
     module = models.Odd(0)
     for name, parameter in module.named_parameters() if mixed else ():
@@ -100,7 +100,7 @@ def average_odd(
 
 
 def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
-    """Average the gradients with the defaults."""
+    """Average the gradients with the default arguments."""
     module = models.Odd(0)
     _set_gradients(module, models.gradients_of(dist.get_rank()))
     getattr(lesson, function)(module)
@@ -117,10 +117,10 @@ def average_nothing(lesson: Any) -> list[int]:
 
 
 def average_large(lesson: Any, function: str, size: int) -> list[int]:
-    """Average a layer of ``size`` squared parameters, by an all-reduce that takes no memory.
+    """Average ``size**2`` gradients with an all-reduce that allocates no memory.
 
     Returns:
-        Number of elements in each of its calls.
+        Number of elements in each call of the all-reduce.
     """
     module, sizes = nn.Linear(size, size, bias=False), list[int]()
     module.weight.grad = torch.ones(size, size)
@@ -132,7 +132,7 @@ def average_large(lesson: Any, function: str, size: int) -> list[int]:
 
 
 def averaging(given: list[Any]) -> Callable[..., None]:
-    """Make an average that sums instead, and notes the all-reduce it is given."""
+    """Make an ``average`` that sums instead, and appends the all-reduce it gets to ``given``."""
 
     def average(module: nn.Module, all_reduce: Any, group: Any = None) -> None:
         given.append(all_reduce)
@@ -148,7 +148,7 @@ def averaging(given: list[Any]) -> Callable[..., None]:
 def train_steps(
     lesson: Any, sizes: list[int], num_steps: int, length: int = 0, group: Any = None
 ) -> dict[str, Any]:
-    """Return losses, final weights and rows seen; weights start equal, with old gradients."""
+    """Train from equal weights with stale gradients; return losses, final weights and rows seen."""
     rank, device = dist.get_rank(group), own_device(group)
     model = Worn().to(device)
     model.frozen.grad = torch.full_like(
@@ -174,9 +174,9 @@ def train_steps(
 
 
 def step_with_arguments(lesson: Any, gradient: float, group: Any = None) -> dict[str, Any]:
-    """Return the arguments that the given functions got, and the changes of the weights.
+    """Return how ``average`` and ``all_reduce`` were called, and how the weights changed.
 
-    The given average sets every gradient to ``gradient``, which decides the step.
+    The given ``average`` sets every gradient to ``gradient``, which determines the step.
     """
     model, counted, given = Worn(), Counted(), list[list[bool]]()
     expected = model, counted, group
@@ -199,7 +199,7 @@ def step_with_arguments(lesson: Any, gradient: float, group: Any = None) -> dict
 
 
 def step_without_data(lesson: Any) -> dict[str, Any]:
-    """Return the error of the step, and whether it has changed the parameters."""
+    """Return the error of a step without targets, and whether the parameters changed."""
     model = Worn()
     before = models.state_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
@@ -209,7 +209,7 @@ def step_without_data(lesson: Any) -> dict[str, Any]:
 
 
 def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> float:
-    """Return the loss, in which each wrong target counts as 64, and all others as nothing."""
+    """Return the loss of a step; each wrong target contributes 64, every other target 0."""
     rank, model = dist.get_rank(), models.Saturated()
     inputs = _signs(sizes[rank], num_wrong[rank])
     targets = torch.zeros(sizes[rank], dtype=torch.int64)
@@ -219,7 +219,7 @@ def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> flo
 
 
 def _signs(size: int, num_wrong: int) -> Tensor:
-    """Make inputs of a ``Saturated``; target 0 is wrong for the first ones alone."""
+    """Make inputs for ``Saturated``; target 0 is wrong for the first ``num_wrong`` only."""
     inputs = torch.full((size, 1), -1.0, dtype=torch.bfloat16)
     inputs[:num_wrong] = 1
     return inputs
@@ -242,11 +242,11 @@ def evaluate(
     modes: Sequence[bool] = (),
     group: Any = None,
 ) -> dict[str, Any]:
-    """Return the result, and how data set and model were used.
+    """Return the result, and how the data set and the model were used.
 
     Args:
         given: Further arguments of the call.
-        modes: Modes of the model's modules before the call, or nothing.
+        modes: Training modes of the model's modules before the call; empty to keep them.
     """
     device, model = _device(group), models.Moody()
     for module, mode in zip(model.modules(), modes, strict=False):
@@ -257,7 +257,7 @@ def evaluate(
 
 
 def evaluate_there(lesson: Any, size: int) -> dict[str, Any]:
-    """Evaluate a model on a pretended device; also return the devices of the tensors sent."""
+    """Evaluate a model on a pretend device; also return the devices of the tensors sent."""
     with PretendDevice() as device, devices_sent() as sent:
         model, data = models.Moody().to(device), models.Watched(size)
         found = _evaluated(lesson, model, data, {"device": str(device)})
@@ -287,7 +287,7 @@ def evaluate_nothing(lesson: Any) -> dict[str, str]:
 
 
 def evaluate_in_bfloat16(lesson: Any, size: int, num_wrong: int) -> list[float]:
-    """Return loss and accuracy; each wrong target counts as 64, and all others as nothing."""
+    """Return loss, accuracy and targets; a wrong target has a loss of 64, any other 0."""
     data = TensorDataset(_signs(size, num_wrong), torch.zeros(size, dtype=torch.int64))
     found = returned("evaluate", lesson.evaluate(models.Saturated(), data, batch_size=size))
     return [float(found.loss), float(found.accuracy), float(found.num_targets)]
@@ -299,7 +299,7 @@ _PRINTED: dict[int, list[tuple[float, str]]] = {}
 
 
 class _ByRank(io.TextIOBase):
-    """Printed text by rank: simulated ranks share one standard output."""
+    """Collects printed text by rank, because simulated ranks share one standard output."""
 
     def write(self, text: str) -> int:
         _PRINTED.setdefault(dist.get_rank(), []).append((time.perf_counter(), text))
@@ -322,16 +322,16 @@ def fit(
     group: Any = None,
     **given: Any,
 ) -> dict[str, Any]:
-    """Train from weights that differ by rank, in evaluation mode at first.
+    """Train from weights that differ by rank; the model is in evaluation mode at first.
 
     Args:
-        calls: Numbers of epochs of the calls of ``fit``. Between them, ranks change their weights.
+        calls: Number of epochs in each call of ``fit``. Between calls, ranks change their weights.
         seed: Seed, or None to leave it out.
         given: Further arguments of the trainer.
     """
     sys.stdout, given = _ByRank(), {**_device(group), **given}
     model = models.network(dist.get_rank(group) + models.FIRST_SEED, normalised=normalised).eval()
-    model.training = dist.get_rank(group) % 2 == 1  # the mode of the model alone, not of its parts
+    model.training = dist.get_rank(group) % 2 == 1  # the mode of the model itself, not of its parts
     model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=models.LR, momentum=0.9)
     trainer = lesson.Trainer(model, optimizer, **_named(group=group), **given)
@@ -358,7 +358,7 @@ def fit(
 
 
 def _named(**given: Any) -> dict[str, Any]:
-    """Leave out what is None."""
+    """Return the arguments that are not None."""
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -369,7 +369,7 @@ def _change(model: nn.Module, by: int) -> None:
 
 
 def _noted_modes(model: nn.Module) -> set[str]:
-    """Note the modules that are called for training while they are in evaluation mode."""
+    """Return a set that collects the types of modules called in evaluation mode while training."""
     found = set[str]()
 
     def before_forward(module: nn.Module, *_: object) -> None:
@@ -390,7 +390,7 @@ def _entry(result: Any) -> dict[str, Any]:
 
 
 def _wrong_types(lesson: Any, histories: list[Any]) -> list[str]:
-    """Name the values that have another type than the lesson declares."""
+    """List the values whose types differ from those that the lesson declares."""
     found = {
         f"a {type(h).__name__} instead of a list" for h in histories if not isinstance(h, list)
     }
@@ -409,7 +409,7 @@ def _wrong_types(lesson: Any, histories: list[Any]) -> list[str]:
 
 
 def fit_counted(lesson: Any, calls: Sequence[int], sample_s: float) -> dict[str, Any]:
-    """Train with an all-reduce that notes when it was done."""
+    """Train with an all-reduce that records when each call ends."""
     all_reduce = Counted()
     found = fit(lesson, calls, sample_s=sample_s, all_reduce=all_reduce)
     return {**found, "reduced_s": all_reduce.done_s}
@@ -422,20 +422,20 @@ def fit_in_group(lesson: Any, calls: Sequence[int]) -> dict[str, Any] | None:
 
 
 def fit_there(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
-    """Train on a pretended device."""
+    """Train on a pretend device."""
     with PretendDevice() as device:
         return {**fit(lesson, calls, normalised=True, device=device), "device": str(device)}
 
 
 def fit_summing(lesson: Any) -> dict[str, Any]:
-    """Train with an average that sums instead; also return its arguments and the sizes reduced."""
+    """Train with an ``average`` that sums; also return what it was given and the sizes reduced."""
     all_reduce, given = Counted(), list[Any]()
     found = fit(lesson, [1], all_reduce=all_reduce, average=averaging(given))
     return {**found, "average": [one is all_reduce for one in given], "sizes": all_reduce.sizes}
 
 
 def parts_of_fit(lesson: Any, epochs: int) -> None:
-    """Call the lesson's own functions as a training does, without steps and buffers."""
+    """Call the lesson's own functions as training does, but take no steps and send no buffers."""
     model = models.network(models.FIRST_SEED, normalised=True)
     test = models.Watched(models.NUM_TEST, 1)
     lesson.broadcast_parameters(model)

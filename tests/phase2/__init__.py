@@ -1,1 +1,1 @@
-"""Bodies that run on the ranks for tests/test_phase2.py; judges check what they return."""
+"""Functions that the ranks run for tests/test_phase2.py (bodies), and judges of their results."""

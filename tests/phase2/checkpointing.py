@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.6 and 2.7, with the functions that are checkpointed in float64."""
+"""Bodies for tasks 2.6 and 2.7, with the float64 functions that are checkpointed."""
 
 import sys
 from collections import Counter
@@ -18,8 +18,8 @@ from judging.comparing import noting_changes
 from judging.models import DOUBLE
 
 ROWS, WIDTH = 512, 64
-UNIT = 4 * ROWS * WIDTH  # bytes of an activation
-LAYERS, BLOCKS = 6, 6  # layers of a block, blocks of a chain
+UNIT = 4 * ROWS * WIDTH  # bytes of one activation
+LAYERS, BLOCKS = 6, 6  # layers per block, blocks per chain
 LAYER_FLOPS = 2 * ROWS * WIDTH * WIDTH  # a layer's forward pass
 TWICE = "backward through the graph a second time"
 PARAMETERS_ONLY = (
@@ -36,12 +36,12 @@ Found = dict[str, Any]
 
 
 def plain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do what ``checkpoint`` must equal."""
+    """Call ``fn`` without checkpointing: the reference for ``checkpoint``."""
     return fn(*args, **kwargs)
 
 
 def plain_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor) -> Tensor:
-    """Do what ``checkpoint_sequential`` must equal."""
+    """Call the layers without checkpointing: the reference for ``checkpoint_sequential``."""
     return nn.Sequential(*layers)(x)  # type: ignore[no-any-return]
 
 
@@ -50,9 +50,9 @@ def given_back(value: Any) -> Any:
 
 
 def counted(fn: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
-    """Return ``fn`` with its calls counted; a module stays a module."""
+    """Count the calls of ``fn``; return ``fn`` itself if it is a module, or else a wrapper."""
     if isinstance(fn, nn.Module):
-        if not fn._forward_pre_hooks:  # not yet counted: it may be used in several places
+        if not fn._forward_pre_hooks:  # one hook, even if used in several places
             fn.register_forward_pre_hook(lambda module, _: calls.update([type(module).__name__]))
         return fn
 
@@ -73,7 +73,7 @@ def linear(num_in: int = 4, num_out: int = 4) -> nn.Linear:
 
 
 def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
-    """Go backward from ``loss``; return it, and the gradients, zeros where there is none."""
+    """Run the backward pass; return the loss and the gradients, with zeros for missing ones."""
     loss.backward()  # type: ignore[no-untyped-call]
     tensors: dict[str, Tensor] = {}
     for name, value in leaves.items():
@@ -86,14 +86,14 @@ def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
     return {"loss": loss.item(), "gradients": gradients}
 
 
-# 2.6: functions whose results and gradients are compared. The docstring of each is the advice for
-# an answer that gets them wrong.
+# 2.6: functions whose results and gradients are compared. If an answer gets them wrong, the learner
+# is shown the function's docstring as advice.
 
 
 def a_module(checkpoint: Checkpoint) -> Found:
     """Does the gradient reach the argument, and all parameters of fn? It is a module with dropout,
-    in training: does the second call draw the random numbers of the first, and is the module still
-    in training?
+    in training mode: does the second call draw the same random numbers as the first, and is the
+    module still in training mode?
     """
     x, before, after = leaf(3, 4), linear(), linear()
     block = nn.Sequential(linear(), nn.Dropout(0.4), nn.Tanh(), linear())
@@ -103,7 +103,7 @@ def a_module(checkpoint: Checkpoint) -> Found:
 
 def arguments_of_any_kind(checkpoint: Checkpoint) -> Found:
     """Keyword arguments, and tensors inside lists, tuples and dicts, are arguments too, and may
-    need a gradient: take_tensors finds them. Is every gradient in its place?
+    need a gradient: take_tensors finds them. Is every gradient in the right position?
     """
     x, y, z, scale, before = leaf(3, 4), leaf(3, 4), leaf(3, 4), leaf(3, 4), linear()
     layer, frozen = linear(), linear().requires_grad_(False)
@@ -131,8 +131,8 @@ def arguments_of_any_kind(checkpoint: Checkpoint) -> Found:
 
 
 def several_results(checkpoint: Checkpoint) -> Found:
-    """Every result has its own gradient, and some results have none: they are integers, or not
-    used. fn may return a tuple of one.
+    """Every result has its own gradient, but some results have none: they are integers, or not
+    used. fn may return a tuple of one element.
     """
     x, layer, unused = leaf(3, 4), linear(), linear()
 
@@ -167,8 +167,8 @@ def only_parameters(checkpoint: Checkpoint) -> Found:
 
 
 def frozen_modules(checkpoint: Checkpoint) -> Found:
-    """fn is a module whose parameters are frozen, but an argument needs a gradient, once a keyword
-    argument.
+    """fn is a module whose parameters are frozen, but an argument needs a gradient: in one call, a
+    keyword argument.
     """
     x, y = leaf(3, 4), leaf(3, 4)
     frozen = nn.Sequential(linear(), nn.Tanh()).requires_grad_(False)
@@ -179,7 +179,7 @@ def frozen_modules(checkpoint: Checkpoint) -> Found:
 
 
 def used_twice(checkpoint: Checkpoint) -> Found:
-    """A tensor may be passed twice, a result may be an argument itself, and a module may be used in
+    """A tensor may be passed twice, a result may itself be an argument, and a module may be used in
     several places.
     """
     x, layer, module = leaf(3, 4), linear(), linear()
@@ -191,7 +191,7 @@ def used_twice(checkpoint: Checkpoint) -> Found:
 
 
 def checkpoint_in_checkpoint(checkpoint: Checkpoint) -> Found:
-    """Does the second call draw the random numbers of the first, also inside of another one?"""
+    """Does the second call draw the same random numbers, even inside another checkpoint?"""
     x = leaf(3, 4)
     layers = nn.Sequential(linear(), linear(), linear())
 
@@ -215,11 +215,11 @@ CASES: dict[str, Callable[[Checkpoint], Found]] = {
 
 
 def run_case(lesson: Any, case: str, seed: int) -> Found:
-    """Return loss, gradients and numbers of calls.
+    """Return the loss, the gradients and the call counts.
 
     Raises:
-        WrongResult: Results were lost.
-        RuntimeError: Backward went twice through the graph outside of the checkpoint.
+        WrongResult: Results are missing.
+        RuntimeError: The backward pass went twice through the graph outside the checkpoint.
     """
     torch.manual_seed(seed)
     calls: Counter[str] = Counter()
@@ -235,7 +235,7 @@ def run_case(lesson: Any, case: str, seed: int) -> Found:
 
 
 class Watched:
-    """A function ``fn(x, y, ids, scale)`` that notes its calls."""
+    """A function ``fn(x, y, ids, scale)`` that records its calls."""
 
     def __init__(self) -> None:
         self.layer = nn.Linear(4, 4)
@@ -258,7 +258,7 @@ def _callers() -> str:
 
 
 def watch_calls(lesson: Any) -> list[Found]:
-    """Note the calls of a function if x needs a gradient, and if y does."""
+    """Return a function's calls when only x needs a gradient, and when only y does."""
     return [_watch(lesson, needing) for needing in ([True, False], [False, True])]
 
 
@@ -278,7 +278,7 @@ class Scaled(nn.Linear):
 
 
 def call_without_gradients(lesson: Any) -> dict[str, list[Any]]:
-    """Count a module's calls by situation, and note whether its result needs a gradient."""
+    """Return how often a module is called and whether its result needs a gradient, by situation."""
     found = {}
     for name, is_frozen in (("in no_grad", False), ("frozen", True)):
         layer = Scaled(4, 4).requires_grad_(not is_frozen)
@@ -294,7 +294,7 @@ CHANGED = ("an argument that requires a gradient", "an argument that requires no
 
 
 def change_argument(lesson: Any) -> dict[str, str]:
-    """Return the error of a backward pass after each argument was changed; "" if none came."""
+    """Change an argument before the backward pass; return the error by argument, "" for none."""
     return {which: _change(lesson, place) for place, which in enumerate(CHANGED)}
 
 
@@ -322,12 +322,12 @@ DRAWN = {
 
 
 def draw(lesson: Any, seed: int) -> Found:
-    """Draw dropout and noise on every rank, each with another seed."""
+    """Draw dropout and noise on every rank, each with its own seed."""
     return draw_with(lesson.checkpoint, seed + dist.get_rank())
 
 
 def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
-    """Return results, gradients, and numbers drawn outside: between the passes, and after them."""
+    """Return results, gradients, and the numbers drawn between the passes and after them."""
     torch.manual_seed(seed)
     x = torch.ones(20, **DOUBLE, requires_grad=True)
 
@@ -344,7 +344,7 @@ def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
 
 Autocast = tuple[str, bool]  # dtype, whether it is enabled
 OFF = ("bfloat16", False)
-CASTS: list[tuple[Autocast, Autocast]] = [  # autocast of the forward and of the backward pass
+CASTS: list[tuple[Autocast, Autocast]] = [  # autocast in the forward and in the backward pass
     (("float16", True), OFF),
     (("bfloat16", True), ("float16", True)),
     (OFF, ("bfloat16", True)),
@@ -352,12 +352,12 @@ CASTS: list[tuple[Autocast, Autocast]] = [  # autocast of the forward and of the
 
 
 def cast(lesson: Any, seed: int) -> list[Found]:
-    """Checkpoint a function with different autocast in the two passes."""
+    """Checkpoint a function with different autocast states in the two passes."""
     return [_cast(lesson, forward, backward, seed) for forward, backward in CASTS]
 
 
 def _cast(lesson: Any, forward: Autocast, backward: Autocast, seed: int) -> Found:
-    """Return the state of autocast in each call and after the backward pass, and the gradient."""
+    """Return the autocast state in each call and after the backward pass, and the gradient."""
     torch.manual_seed(seed)
     layer, x = nn.Linear(8, 8), torch.randn(5, 8, requires_grad=True)
     seen: list[Autocast] = []
@@ -390,7 +390,7 @@ def autocast_now() -> Autocast:
 
 
 def block() -> nn.Module:
-    """Six layers; each keeps one activation for the backward pass."""
+    """Make six layers, each of which keeps one activation for the backward pass."""
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
     return nn.Sequential(*layers)
 
@@ -403,7 +403,7 @@ def live_bytes() -> int:
 
 
 def hold(lesson: Any) -> Found:
-    """Count the bytes held after a checkpointed function's result has been used and deleted."""
+    """Return the bytes held after a checkpointed function's result has been used and deleted."""
     fn, x = block(), torch.randn(ROWS, WIDTH, requires_grad=True)
     before = live_bytes()
     h = x + 1
@@ -414,7 +414,7 @@ def hold(lesson: Any) -> Found:
 
 
 def train_chain(lesson: Any) -> int:
-    """Train checkpointed blocks for one step; return the bytes of the parameters."""
+    """Train checkpointed blocks for one step; return the bytes of their parameters."""
     blocks = [block() for _ in range(BLOCKS)]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     for fn in blocks:
@@ -427,7 +427,7 @@ def train_chain(lesson: Any) -> int:
 
 
 class Layer(nn.Module):
-    """A layer that notes its calls; every third one is in evaluation mode."""
+    """A layer that records its calls; every third layer is in evaluation mode."""
 
     def __init__(self, number: int, calls: list[int], inner: nn.Module) -> None:
         super().__init__()
@@ -440,15 +440,15 @@ class Layer(nn.Module):
 
 
 def run_segments(lesson: Any, cases: list[tuple[int, int]], seed: int) -> list[Found]:
-    """Run several (layers, segments)."""
+    """Return the observations for each (layers, segments)."""
     return [_run_segments(lesson, *case, seed) for case in cases]
 
 
 def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Found:
-    """Return loss, gradients, the layers called in each pass, and the rest of the sequence.
+    """Return loss, gradients, the layers called in each pass, and the sequence after the call.
 
-    With an even number of segments the input is inside a graph, and gets a gradient. With an odd
-    number of layers the first embeds integers.
+    With an even number of segments, the input is part of a graph and gets a gradient. With an odd
+    number of layers, the first one embeds integers.
     """
     torch.manual_seed(seed)
     calls: list[int] = []
@@ -474,7 +474,7 @@ def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Fou
 def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
     """Train for one step; return the bytes of the parameters."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
-    layers = tuple(blocks)  # any sequence is allowed
+    layers = tuple(blocks)  # not a list: any sequence is allowed
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     y = typed("checkpoint_sequential", lesson.checkpoint_sequential(layers, segments, x), Tensor)
     y.sum().backward()
@@ -482,6 +482,6 @@ def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
 
 
 def refuse_segments(lesson: Any, num_layers: int, segments: int) -> dict[str, str]:
-    """Return the refusal of a number of segments that does not fit the number of layers."""
+    """Return the refusal of a number of segments that is impossible for this number of layers."""
     layers = [nn.Linear(4, 4) for _ in range(num_layers)]
     return refused(lesson, "checkpoint_sequential", layers, segments, torch.randn(2, 4))

@@ -1,4 +1,4 @@
-"""Schedules as text: a row for each stage, an action in each column, a dot where it waits.
+"""Schedules as text: one row per stage, one column per time; a dot means that the stage waits.
 
 F0 F1 .  B0 B1
 .  F0 B0 F1 B1
@@ -54,7 +54,7 @@ F1 F2 F3 F0 B1 .  .  .  B0 B2 B3
 
 
 def drawn(text: str) -> Schedule:
-    """Read a schedule from its drawing; the times follow from the order."""
+    """Return the schedule in a drawing, whose columns are ignored: times follow from the order."""
     return [
         [Action(kind, int(i), int(chunk or 0)) for kind, i, chunk in CELL.findall(row)]
         for row in text.strip().splitlines()
@@ -62,27 +62,27 @@ def drawn(text: str) -> Schedule:
 
 
 def written(schedule: Schedule) -> str:
-    """Return the text that ``drawn`` reads as the schedule."""
+    """Return a schedule as text that ``drawn`` can read."""
     return "\n".join(" ".join(map(str, actions)) for actions in schedule)
 
 
 def redrawn(text: str) -> str:
-    """Return the drawing as ``grid`` writes it, without empty lines around it."""
+    """Return a drawing in the format of ``grid``, without surrounding empty lines."""
     return "\n".join(row.rstrip() for row in text.strip("\n").splitlines())
 
 
 def size_text(p: int, m: int) -> str:
-    """Write the size of a schedule in words."""
+    """Return the size of a schedule in words."""
     return f"{counted(p, 'stage')}, {counted(m, 'micro-batch', 'micro-batches')}"
 
 
 def length(schedule: Schedule, backward_time: int) -> int:
-    """Return the time when the last stage ends."""
+    """Return the time at which the last stage ends."""
     return max((event.time for event in timeline(schedule, backward_time)), default=0)
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """Return the most micro-batches between their forward and backward pass at any moment."""
+    """Return the maximum number of micro-batches in flight, between forward and backward pass."""
     now = most = 0
     for action in actions:
         now += 1 if action.kind == "F" else -1
@@ -91,13 +91,13 @@ def in_flight(actions: Sequence[Action]) -> int:
 
 
 def picture(schedule: Schedule) -> str:
-    """Return the drawing below a message, or the beginning of a wide one."""
+    """Return a drawing of the schedule to append to a message, cut off if it is wide."""
     rows = grid(schedule).splitlines()
     return "".join(f"\n    {row if len(row) <= 110 else row[:108] + ' …'}" for row in rows)
 
 
 def shuffled(random: Random, p: int, m: int, v: int) -> Schedule:
-    """Return a schedule that can be run, in a random order."""
+    """Return a valid schedule with its actions in random order."""
     left = {
         (block, Action(kind, i, block // p))
         for block in range(v * p)
@@ -114,7 +114,7 @@ def shuffled(random: Random, p: int, m: int, v: int) -> Schedule:
 
 
 def why_stopped(schedule: Schedule) -> str:
-    """Name the action that the stage at the root of all waiting needs; "" if none waits."""
+    """Explain why the schedule comes to a stop; return "" if it does not."""
     waits = _waits(schedule)
     if not waits:
         return ""
@@ -133,12 +133,12 @@ def why_stopped(schedule: Schedule) -> str:
     return f"{why} {marks} that never {'starts' if is_one else 'start'}."
 
 
-# By stage: the action that waits, and the stage and action it needs.
+# By stage: the action that waits, then the stage and the action that it waits for.
 Waits = Mapping[int, tuple[Action, int, Action]]
 
 
 def _waits(schedule: Schedule) -> Waits:
-    """Return each stage's first action that never starts, and an action that it needs."""
+    """Return each stage's first action that never starts, and one action that it needs."""
     p = len(schedule)
     num_blocks = p * (1 + max(action.chunk for actions in schedule for action in actions))
     done = {(event.stage, event.action) for event in timeline(schedule)}
@@ -153,16 +153,16 @@ def _waits(schedule: Schedule) -> Waits:
 
 
 def _root(waits: Waits) -> int:
-    """Return a stage that waits for itself, or else one of several that wait for each other."""
+    """Return a stage that waits for itself, or else one from a cycle of waiting stages."""
     own = [stage for stage, (_, where, _) in waits.items() if where == stage]
     if own:
-        return own[-1]  # backward begins at the last stage
+        return own[-1]  # the last stage starts the backward passes
     seen, stage = list[int](), min(waits)
     while stage not in seen:
         seen.append(stage)
         stage = waits[stage][1]
     circle = seen[seen.index(stage) :]
-    # Skip a stage whose partner waits for this very action: look for one that comes too late.
+    # Find a stage that needs an action later than the one at which its partner waits.
     return next(stage for stage in circle if waits[waits[stage][1]][0] != waits[stage][2])
 
 

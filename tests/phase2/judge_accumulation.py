@@ -1,4 +1,4 @@
-"""Judges tasks 2.1 to 2.3: micro-batches, and steps in them on one rank and on several."""
+"""Judges tasks 2.1 to 2.3: micro-batches, and accumulated steps on one rank and on several."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ def test_micro_batches_need_a_size_and_equal_rows(grade: Grade) -> None:
         check_refused([refusal], f"A batch of tensors with {rows} rows", *numbers)
 
 
-STEPS_ALONE, STEPS = 3, 2  # one rank alone, several ranks
+STEPS_ALONE, STEPS = 3, 2  # on one rank, and on several ranks
 TRAINABLE = sum(p.numel() for p in trainable(Worn()))
 GONE = "Are gradients from before the step gone?"
 ALONE = c.Contract(
@@ -188,16 +188,16 @@ def test_memory_is_that_of_one_micro_batch(grade: Grade) -> None:
 
 
 def _memory_of_one(grade: Grade) -> list[float]:
-    """Return bytes by rank: an ordinary step on one micro-batch, and the rest of the batch.
+    """Return the bytes allowed by rank: a step on one micro-batch, the batch, and two gradients.
 
-    Gradients count twice more: those so far, and a micro-batch's before they are added.
+    One of these is the sum so far, the other a micro-batch's gradient before it is added.
     """
     plain: Run = grade.run(b.plain_deep, len(COUNTS), WIDTH, ROWS, COUNTS, options=MEASURED)
     return [peak + _bytes_beside(WIDTH, ROWS, 2) for peak in plain.peak_bytes]
 
 
 def _bytes_beside(width: int, rows: int, num_gradients: int) -> int:
-    """Return the bytes of a batch, of gradients, and of scalars."""
+    """Return the bytes of a batch, of ``num_gradients`` sets of gradients, and of scalars."""
     gradients = sum(parameter.nbytes for parameter in Deep(width).parameters())
     return num_gradients * gradients + sum(x.nbytes for x in deep_batch(rows)) + 1024
 
@@ -206,7 +206,7 @@ def _bytes_beside(width: int, rows: int, num_gradients: int) -> int:
 
 
 def _shares(grade: Grade, n: int) -> tuple[b.Share, ...]:
-    """Draw rows and sizes: most micro-batches on rank 0, none on rank 1 of 3 or more."""
+    """Draw rows and sizes: most micro-batches on rank 0, none on rank 1 if n is 3 or more."""
     rows = [grade.random.randint(6, 8), *(grade.random.randint(1, 5) for _ in range(n - 1))]
     sizes = [2, *(grade.random.randint(1, 3) for _ in range(n - 1))]
     pairs = zip(rows, sizes, strict=True)

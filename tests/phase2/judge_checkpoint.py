@@ -1,4 +1,4 @@
-"""Judges tasks 2.6 and 2.7: a checkpointed function has the results of the plain one."""
+"""Judges tasks 2.6 and 2.7: a checkpointed function gives the results of the plain one."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,15 +16,15 @@ from judging.expect import expect
 from phase2 import checkpointing as b
 
 FLOPS_PER_S = 1e12
-# Computation takes as long as its FLOPs; memory traffic takes no time.
+# Computing time depends only on FLOPs; memory traffic takes no time.
 SPEED = {"float32": FLOPS_PER_S}
 COUNTING = Cluster(1, 1, gpu=GPU("toy", 1e15, 1e30, SPEED, SPEED))
-SLACK = 0.5  # activations; generators' states, gradients of parameters and other small things
-ON_THEIR_WAY = 4  # activations; gradients, and results being computed
+SLACK = 0.5  # in activations: room for generator states, parameter gradients and the like
+ON_THEIR_WAY = 4  # in activations: room for gradients and results being computed
 
 
 def alone(body: Callable[..., Any], *args: object) -> Any:
-    """Return the result of a body without any checkpointing, in this process."""
+    """Return the result of a body without checkpointing, in this process."""
     lesson = SimpleNamespace(checkpoint=b.plain, checkpoint_sequential=b.plain_sequential)
     with torch.random.fork_rng():
         return body(lesson, *args)
@@ -38,7 +38,7 @@ def test_gradients_are_those_of_the_plain_function(grade: Grade, case: str) -> N
     here, cause = case.replace("_", " "), " ".join((b.CASES[case].__doc__ or "").split())
     check_gradients(here, expected, found, cause)
     for name, in_one_pass in expected["calls"].items():
-        # In the second call of outer, inner is called to be checkpointed, and then once more.
+        # Recomputing outer calls inner once, and recomputing inner calls it once more.
         wanted = 3 if name == "inner" else 2 * in_one_pass
         expect(
             f"{here}: the number of calls of {name} in both passes",
@@ -161,7 +161,7 @@ def test_only_the_arguments_are_held_between_the_passes(grade: Grade) -> None:
         f"should be held, but no result that the caller has deleted; {held:.1f} times these bytes "
         "are. Does the forward pass record a graph, or keep what it computes?",
     )
-    # During the forward pass a layer's input and its two results are there, and the argument.
+    # In the forward pass, the argument, a layer's input and its two results are held.
     check(
         peak <= 5 + SLACK,
         f"{b.LAYERS} layers in one checkpoint: what fn computes on the way should be freed at "
@@ -182,7 +182,7 @@ def test_a_chain_takes_little_memory_and_one_more_forward_pass(grade: Grade) -> 
 
 
 def _check_costs(here: str, run: Run, num_layers: int, num_held: int, cause: str) -> None:
-    """Check a step's memory and time; its result is the number of bytes of parameters."""
+    """Check a step's memory and time; ``run`` has returned the bytes of the parameters."""
     held = (run.peak_bytes[0] - 2 * run.results[0]) / b.UNIT
     forward = round(run.seconds * FLOPS_PER_S) / (num_layers * b.LAYER_FLOPS)
     check(
@@ -220,7 +220,7 @@ def test_segments_are_of_equal_size(grade: Grade) -> None:
 
 
 def _check_sizes(here: str, num_layers: int, segments: int, calls: list[int]) -> None:
-    """Check what the backward pass calls again: segments, from the last to the first."""
+    """Check that the backward pass calls whole segments again, and that their sizes are right."""
     missing = [number for number in range(num_layers) if number not in calls]
     check(
         len(set(calls)) == len(calls)
@@ -231,7 +231,7 @@ def _check_sizes(here: str, num_layers: int, segments: int, calls: list[int]) ->
         "finds their last values when it is called later.",
     )
     starts = [now for before, now in pairwise([-2, *calls]) if now != before + 1]
-    bounds = sorted({*starts, len(calls), num_layers})  # the last may not have been called again
+    bounds = sorted({*starts, len(calls), num_layers})  # the last segment need not be called again
     sizes = [end - start for start, end in pairwise(bounds)]
     cause = ""
     if len(sizes) == num_layers > segments:

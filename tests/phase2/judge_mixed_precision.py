@@ -1,4 +1,4 @@
-"""Judges tasks 2.4 and 2.5: a loss scaler, and a step in 16 bits, decide alike on all ranks."""
+"""Judges tasks 2.4 and 2.5: a loss scaler and a 16-bit step, which decide the same on all ranks."""
 
 from collections.abc import Sequence
 from math import inf, nan
@@ -15,7 +15,7 @@ from phase2 import step_checks as c
 from phase2 import steps as b
 from phase2.steps import MIXED, Share, Small
 
-LARGE = 3e38  # finite in float32, but twice as much is not
+LARGE = 3e38  # finite in float32, but doubling it overflows
 WITHOUT_ONE = (
     "Every rank must call the all-reduce, also one that has no gradients, or has already found "
     "an inf among its own."
@@ -81,7 +81,7 @@ def _check_divided(by_rank: Sequence[Any], has_gradient: list[list[bool]], scale
     for rank, result in enumerate(by_rank):
         here = f"rank {rank} of {len(by_rank)}, scale {scale}"
         wanted = [s.gradient_of(rank, i).flatten().tolist() for i in range(len(s.SHAPES))]
-        wanted[-1] = [scale * x for x in wanted[-1]]  # not a parameter of the optimizer
+        wanted[-1] = [scale * x for x in wanted[-1]]  # not in the optimizer, so not divided
         rows = zip(wanted, has_gradient[rank], strict=True)
         expected = [row if has_one else None for row, has_one in rows]
         for when, found in result["after"].items():
@@ -117,7 +117,7 @@ def test_one_bad_number_stops_all_ranks(grade: Grade) -> None:
         places = [1, *(grade.random.randrange(len(s.SHAPES)) for _ in range(2)), 0]
         bad = list(zip((inf, nan, -inf, LARGE), ranks, places, strict=True))
         plan = [None, bad[0], None, *bad[1:], None]
-        arguments = {"init_scale": 8.0, "growth_interval": 100}  # it never falls below 1
+        arguments = {"init_scale": 8.0, "growth_interval": 100}  # the scale never falls below 1
         run = grade.run(s.follow, n, arguments, plan, if_stuck=WITHOUT_ONE)
         for rank, steps in enumerate(run.results):
             for one, step in zip(plan, steps, strict=True):
@@ -146,7 +146,7 @@ def _check_decision(here: str, bad: s.Bad, step: Any) -> None:
 
 
 def _plan(grade: Grade, interval: int, n: int) -> list[s.Bad]:
-    """Draw almost enough good steps, an overflow, almost enough again, and random steps."""
+    """Make a plan: good steps just short of growth, an overflow, growth, random steps, growth."""
     bad = [(inf, grade.random.randrange(n), grade.random.randrange(4)) for _ in range(12)]
     almost: list[s.Bad] = [None] * (interval - 1)
     drawn = [grade.random.choice((None, None, None, one)) for one in bad[1:]]
@@ -252,7 +252,7 @@ def test_a_scaler_uses_the_all_reduce_it_is_given(grade: Grade) -> None:
 
 
 STEPS = 3
-MAX_NORM = 0.25  # below the norms of some steps
+MAX_NORM = 0.25  # below the gradient norm in some steps
 EVERY_CALL = (
     "Every rank must make the same calls, also one that has an empty batch or whose own gradients "
     "are not finite."
@@ -271,7 +271,7 @@ CONTRACT = c.Contract(
 
 
 def _uneven(grade: Grade, n: int) -> tuple[Share, ...]:
-    """Draw the number of rows of each rank: none on rank 1 of 3 or more, most on rank 0."""
+    """Draw each rank's number of rows: most on rank 0, and none on rank 1 if n is 3 or more."""
     rows = [grade.random.randint(5, 8), *(grade.random.randint(1, 4) for _ in range(n - 1))]
     return tuple(Share(0 if rank == 1 and n > 2 else size, 0) for rank, size in enumerate(rows))
 
@@ -390,7 +390,7 @@ def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
 @task("2.5")
 @pytest.mark.parametrize("reduce_dtype", ["float16", "float32"])
 def test_small_gradients_survive(grade: Grade, reduce_dtype: str) -> None:
-    """Gradients are 2**-26, but float16 ends at 2**-24: backward and sum must scale them."""
+    """Gradients of 2**-26 vanish in float16, which ends at 2**-24: backward and sum must scale."""
     factors, rows, lr = [2.0**-26, 3 * 2.0**-26], [3, 1], 2.0**20
     expected = -lr * (3 * factors[0] + factors[1]) / 4
     small = Small(0.0, lr, factors, rows, reduce_dtype)

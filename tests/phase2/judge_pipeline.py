@@ -44,7 +44,7 @@ INTERLEAVED = [  # stages, micro-batches, chunks
 def _schedules(
     grade: Grade, function: str, drawings: Mapping[tuple[int, int], str], cause: str
 ) -> Iterator[tuple[int, int, Schedule, str]]:
-    """Yield stages, micro-batches, the learner's schedule, and the words for its size."""
+    """Yield stages, micro-batches, the learner's schedule, and its size in words."""
     sizes = [*SIZES, (grade.random.randint(2, 6), grade.random.randint(2, 12))]
     for (p, m), schedule in zip(sizes, _called(grade, function, sizes), strict=True):
         here = d.size_text(p, m)
@@ -65,7 +65,7 @@ def _called(grade: Grade, function: str, sizes: Sequence[tuple[int, ...]]) -> li
 
 
 def _check_actions(here: str, schedule: Schedule, p: int, m: int, v: int = 1) -> None:
-    """Check that each stage does all its actions once, and that the schedule can be run."""
+    """Check that each stage does each of its actions once, and that the schedule can be run."""
     check(
         len(schedule) == p,
         f"{here}: {counted(p, 'list')}, one for each stage, should come; {len(schedule)} came.",
@@ -97,7 +97,7 @@ def _some(actions: Counter[Action]) -> str:
 
 
 def _check_length(here: str, schedule: Schedule, expected: int, cause: str) -> None:
-    """Check how long a schedule takes: the unit is a forward and a backward pass."""
+    """Check how long a schedule takes, in units of a forward plus a backward pass."""
     for backward_time in (1, 2):
         unit = 1 + backward_time
         found = d.length(schedule, backward_time) / unit
@@ -144,7 +144,7 @@ def test_1f1b_holds_few_micro_batches(grade: Grade) -> None:
 
 @task("2.11")
 def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
-    """The drawings are the only order with that memory and that length."""
+    """Each drawing shows the only order with that memory and that length."""
     for p, m, schedule, here in _schedules(grade, "one_f_one_b_schedule", ONE_F_ONE_B, DIFFER):
         for stage, actions in enumerate(schedule):
             for kind, name in (("F", "forward"), ("B", "backward")):
@@ -158,7 +158,7 @@ def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
 
 
 def _interleaved(grade: Grade) -> Iterator[tuple[int, int, int, Schedule, str]]:
-    """Yield stages, micro-batches, chunks, the learner's schedule, and the words for its size."""
+    """Yield stages, micro-batches, chunks, the learner's schedule, and its size in words."""
     p = grade.random.randint(2, 5)
     drawn = p, p * grade.random.randint(1, 3), grade.random.randint(2, 4)
     sizes = [*INTERLEAVED, drawn]
@@ -201,12 +201,12 @@ STUCK = (
     "Both ranks of a message must come to it at the same point of one order that all ranks know. A "
     "rank that first sends what it has while its neighbour does the same waits forever."
 )
-ROUNDING = 2.0**-7  # of a number that was rounded to bfloat16's 8 bits twice
+ROUNDING = 2.0**-7  # relative error after two roundings to bfloat16's 8 bits
 Result = dict[str, Any]
 
 
 def _sizes(grade: Grade, m: int) -> list[int]:
-    """Draw the rows of m micro-batches, all different."""
+    """Draw the numbers of rows of m micro-batches, all different."""
     return grade.random.sample(range(3, 3 + 3 * m), m)
 
 
@@ -270,7 +270,7 @@ def _check_gradients(
     for name, wanted in expected["gradients"][block].items():
         got = found[name]
         if wanted is None and kind == "detached" and not any(got or []):
-            continue  # the loss does not depend on it: zeros or none
+            continue  # the loss does not depend on it: zeros and None are both right
         check(
             (wanted is None) == (got is None),
             f"{here}: {name} should have {'no' if wanted is None else 'a'} gradient, as in one "
@@ -286,13 +286,13 @@ def _check_gradients(
 
 
 def _tolerance(wanted: Any, kind: str) -> float:
-    """Return how far a gradient may be from this one, as rounding goes."""
+    """Return how far rounding may move a gradient from the expected one."""
     largest = float(torch.tensor(wanted).abs().max())
     return max(0.05, ROUNDING * largest) if kind == "bfloat16" else 1e-9
 
 
 def _cause(wanted: list[float], got: list[float], means: list[float], num_targets: int) -> str:
-    """Name the cause if the gradient is a multiple of the right one, or of the mean of means."""
+    """Compare a gradient with the right one and with ``means``; return the likely cause."""
     factor = _factor(wanted, got)
     if factor is None and _factor(means, got):
         return (
@@ -314,7 +314,7 @@ def _cause(wanted: list[float], got: list[float], means: list[float], num_target
 
 
 def _factor(one: list[float], other: list[float]) -> float | None:
-    """Return the factor from ``one`` to ``other``; None if there is none."""
+    """Return the factor that turns ``one`` into ``other``; None if there is none."""
     largest = max(range(len(one)), key=lambda i: abs(one[i]))
     factor = other[largest] / one[largest] if one[largest] else 0.0
     is_multiple = is_close([factor * x for x in one], other, 1e-9 * max(1.0, abs(factor)))
@@ -378,7 +378,7 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, name: str) -> 
     links = [(block % p, (block + 1) % p) for block in range(num_blocks - 1)]
     back = [
         link[::-1] for link in links if kind != "frozen"
-    ]  # if frozen, only the last block learns
+    ]  # if frozen, only the last block is trained
     expected = {link: b.CALLS * count for link, count in Counter([*links, *back]).items()}
     num_bytes = [(2 if kind == "bfloat16" else 8) * rows * 2 * WIDTH for rows in sizes]
     for size in num_bytes:
@@ -433,7 +433,7 @@ def test_time_and_memory_are_those_of_the_schedule(grade: Grade, name: str) -> N
             f"{d.picture(schedule)}",
         )
     length, busy = d.length(schedule, 2), 3 * m * v
-    found = run.seconds * b.FLOPS_PER_S / b.BLOCK_FLOPS  # unit: a forward pass through a block
+    found = run.seconds * b.FLOPS_PER_S / b.BLOCK_FLOPS  # in forward passes through a block
     check(
         found <= length * (1 + 1e-6),
         f"{here}: each stage should stand still for {1 - busy / length:.1%} of the time, as in "
@@ -477,7 +477,7 @@ BROKEN = [  # defect, a schedule with it, and the actions that an error should n
 OTHERS = {
     3: f"{GOOD[0]}\n{GOOD[0]}\n{GOOD[1]}",
     1: GOOD[1],
-}  # schedules for other numbers of stages
+}  # schedules for a different number of stages
 UNCHECKED = (
     "The schedule cannot be run, or is not that of all micro-batches. Every rank has the whole "
     "schedule, and can refuse it before it sends anything."

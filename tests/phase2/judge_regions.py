@@ -1,4 +1,4 @@
-"""Judges tasks 2.14 and 2.19: regions with one operation forward, and its counterpart backward."""
+"""Judges tasks 2.14 and 2.19: regions with one operation forward and its counterpart backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ OPERATIONS = {  # forward and backward
     GATHER: ("join", "scatter"),
     SCATTER: ("scatter", "join"),
 }
-# Results of the operations, from the tensors of all ranks and the number of a rank.
+# Result of each operation on a rank, as a function of all ranks' tensors and the rank.
 RESULTS: dict[str, Callable[[list[Tensor], int], Tensor]] = {
     "pass on": lambda xs, rank: xs[rank],
     "sum": lambda xs, rank: sum(xs[1:], xs[0]),
@@ -54,7 +54,7 @@ def _is_of_positions(function: str) -> bool:
 
 
 def _kinds(function: str, n: int) -> tuple[str, ...]:
-    """Return layouts and dtypes for n ranks: with more than three, only n is of interest."""
+    """Return the kinds of tensor to test: all of them on up to three ranks, two on more."""
     kinds = b.SEQUENCE_KINDS if _is_of_positions(function) else b.REGION_KINDS
     return kinds if n <= 3 else kinds[:2]
 
@@ -112,7 +112,7 @@ def _check_values(here: str, what: str, operation: str, of_all: list[Any], rank:
 
 
 def _calls(function: str, n: int) -> dict[str, c.Calls]:
-    """Return the collectives of each kind of tensor, forward and, where needed, backward."""
+    """Return the collectives for each kind of tensor, forward and, where needed, backward."""
     part, _ = _shapes(function if not _is_of_positions(function) else GATHER, n)
     calls: dict[str, c.Calls] = {}
     for stage, operation in zip(("forward", "backward"), OPERATIONS[function], strict=True):

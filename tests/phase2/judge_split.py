@@ -1,4 +1,4 @@
-"""Judges tasks 2.15 to 2.19: modules split over the ranks compute the same as on one rank."""
+"""Judges tasks 2.15 to 2.19: modules split over the ranks compute the same as the full ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ OF_BLOCK = (
 
 
 class Causes(NamedTuple):
-    """The likely causes of wrong results."""
+    """Likely causes of wrong results."""
 
     output: str
     x: str
@@ -77,7 +77,7 @@ CAUSES = {
 
 
 def _judge(grade: Grade, n: int, *cases: b.Case) -> None:
-    """Judge splits on n ranks: results, side effects and messages."""
+    """Judge split modules on n ranks: results, side effects and messages."""
     run = grade.run(b.split_cases, n, cases)
     for case, by_rank in zip(cases, zip(*run.results, strict=True), strict=True):
         _check_split(case, by_rank)
@@ -96,7 +96,7 @@ def _judge_refusal(grade: Grade, n: int, case: b.Case, *names: str) -> None:
 
 
 class Whole(NamedTuple):
-    """Full module of a case after its passes, their outputs, and the gradients of inputs."""
+    """A case's full module after its passes, with their outputs and input gradients."""
 
     module: nn.Module
     outputs: list[Tensor]
@@ -150,7 +150,7 @@ def _check_pass(
 
 
 def _check_calls(by_rank: Sequence[Sequence[c.Calls]], cases: Sequence[b.Case]) -> None:
-    lengths = [1 + 2 * case.num_passes for case in cases]  # stages: the split and each pass
+    lengths = [1 + 2 * case.num_passes for case in cases]  # a stage for the split, two per pass
     for rank, stages in enumerate(by_rank):
         c.check_barriers(f"{cases[0].function}, rank {rank}", len(stages), 1 + sum(lengths))
     for case, length, end in zip(cases, lengths, accumulate(lengths), strict=True):
@@ -181,19 +181,19 @@ def _check_calls_of(by_rank: Sequence[Sequence[c.Calls]], case: b.Case) -> None:
     c.check_calls(by_rank, str(case), expected, CAUSES[case.function].x, small)
 
 
-Drawn = Callable[[Grade, int], list[b.Case]]  # cases for a number of ranks
+Drawn = Callable[[Grade, int], list[b.Case]]  # draws cases for a number of ranks
 
 
 @dataclass(frozen=True)
 class Contract:
-    """A task's promises about a module that is split, as cases.
+    """What a task promises about a split module, as test cases.
 
     Attributes:
         task: Number of the task.
-        name: Beginning of the names of its tests.
-        of_sizes: Draws cases for any number of ranks.
-        variants: Draws cases with frozen parameters, other dtypes and the like, for two ranks.
-        refused: Number of ranks, a case that they cannot share, and a number that the error names.
+        name: Beginning of the test names.
+        of_sizes: Function that draws cases for any number of ranks.
+        variants: Function that draws cases with frozen parameters, other dtypes and the like.
+        refused: Number of ranks, a case that they cannot split, and a number that the error names.
     """
 
     task: str
@@ -203,7 +203,7 @@ class Contract:
     refused: Sequence[tuple[int, b.Case, str]]
 
     def tests(self) -> dict[str, Callable[[Grade], None]]:
-        """Return the tests of a suite by name, marked as those of the task."""
+        """Return the tests by name, marked as tests of the task."""
         tests = {
             "computes_what_the_full_one_does": self._test_sizes,
             "keeps_dtypes_and_what_is_frozen": self._test_variants,
@@ -236,7 +236,7 @@ class Contract:
 
 
 def _plain(method: Callable[[Grade], None]) -> Callable[[Grade], None]:
-    """Return a plain function, since methods cannot be marked."""
+    """Wrap a method in a plain function, since methods cannot be marked."""
 
     def test(grade: Grade) -> None:
         method(grade)
@@ -248,7 +248,7 @@ def _plain(method: Callable[[Grade], None]) -> Callable[[Grade], None]:
 
 
 def _linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
-    """Draw sizes whose parts are odd for each number of ranks, with bias and without."""
+    """Draw layers with and without bias; some of the sizes are odd on each rank."""
     a, c = grade.random.randint(1, 3), 2 * grade.random.randint(1, 2) + 1
     rows = grade.random.choice((1, 3, 5))
     cases = [
@@ -257,14 +257,14 @@ def _linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
     ]
     if layer == b.COLUMN:
         cases += [replace(cases[0], gathers=True)]
-    if n <= 3:  # one feature a rank, one row
+    if n <= 3:  # one feature per rank, one row
         cases += [b.Case(layer, (n, n), (), gathers=layer == b.COLUMN)]
     return cases
 
 
 def _variants_of_linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
     sizes = (2 * n + 1, 3 * n) if layer == b.COLUMN else (2 * n, 3 * n + 1)
-    case = b.Case(layer, sizes, (3,))  # n divides no size but that which is split
+    case = b.Case(layer, sizes, (3,))  # n divides only the size that is split
     changes = [{"frozen": ("weight",)}, {"frozen": ("bias",)}, {"is_input_trained": False}]
     frozen = [replace(case, **change) for change in changes]  # type: ignore[arg-type]
     return frozen + _dtypes(replace(case, gathers=layer == b.COLUMN))
@@ -278,7 +278,7 @@ def _dtypes(case: b.Case) -> list[b.Case]:
 
 
 def _module(function: str, grade: Grade, n: int, **more: Any) -> b.Case:
-    """Odd sizes; every rank gets one head or more, and n need not divide the width of an MLP."""
+    """Draw sizes; every rank gets at least one head, and n need not divide an MLP's width."""
     heads = n * grade.random.randint(1, 2)
     width = heads * grade.random.choice((2, 3))
     if function == b.MLP_SPLIT:
@@ -312,7 +312,7 @@ def _embedding(grade: Grade, n: int) -> list[b.Case]:
 
 
 def _block(grade: Grade, n: int, **more: Any) -> b.Case:
-    # Each rank returns all its weights, so many ranks get few of them.
+    # Each rank returns all its weights, so a block for many ranks is kept small.
     heads, head_width = (n * grade.random.randint(1, 2), 3) if n <= 3 else (n, 1)
     rows = grade.random.choice((1, 3)), n * grade.random.randint(1, 2)
     return b.Case(b.BLOCK_SPLIT, (head_width * heads, heads), rows, **more)
@@ -348,7 +348,7 @@ CONTRACTS = [
     Contract(
         *("2.17", "attention", lambda grade, n: [_module(b.ATTENTION_SPLIT, grade, n)]),
         variants=partial(_variants_of_module, b.ATTENTION_SPLIT),
-        refused=[  # with one head, 6 rows a rank would be half of it
+        refused=[  # an even split of the rows would cut a head in half
             (2, b.Case(b.ATTENTION_SPLIT, (12, 3), (1, 2)), "3"),
             (2, b.Case(b.ATTENTION_SPLIT, (8, 1), (1, 2)), "1"),
         ],
@@ -371,7 +371,7 @@ for contract in CONTRACTS:
     globals().update(contract.tests())
 
 
-# 2.18: a cross-entropy; no rank ever has the logits of the whole vocabulary
+# 2.18: a cross-entropy; no rank ever holds the logits of the whole vocabulary
 
 
 CAUSE = (
@@ -399,7 +399,7 @@ def _check_losses(case: b.Scores, by_rank: Sequence[Any], where: str = "") -> No
 
 
 def _check_numbers(run: Run, case: b.Scores) -> None:
-    """Check that three numbers per target travel, in three calls at most, and none backward."""
+    """Check that forward sends at most three values per target in three calls; backward none."""
     numbers = 3 * torch.Size(case.shape).numel()
     most = numbers * getattr(torch, case.dtype).itemsize
     for rank, by_stage in enumerate(c.calls_of(run)) if len(run.results) > 1 else ():

@@ -1,4 +1,4 @@
-"""Judges tasks 2.8 and 2.9: a cut into stages, their messages, and what they compute."""
+"""Judges tasks 2.8 and 2.9: cuts into stages, the stages' messages, and their results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ Costs = Sequence[float]
 FIXED: list[tuple[list[float], int]] = [
     ([3, 1, 1, 1, 3], 3),
     ([3, 3, 2, 6, 1, 4], 3),
-    ([1, 1, 1, 1, 1], 4),  # filled up to twice the mean, one stage is left empty
+    ([1, 1, 1, 1, 1], 4),  # filling stages up to twice the mean leaves one empty
     ([9, 4, 4, 4, 4, 4, 4, 9], 4),  # embedding and head cost more than a layer
     ([1, 1, 1, 1, 1, 1, 1, 10], 2),
     ([10, 1, 1, 1, 1, 1, 1, 1], 2),
@@ -41,7 +41,7 @@ FIXED: list[tuple[list[float], int]] = [
     ([0, 0, 0], 2),
     ([7, 0, 0, 0], 3),
 ]
-FEW_TIMES = 10  # a cut may take this many times L²·stages steps
+FEW_TIMES = 10  # a cut may take this multiple of L²·stages steps
 ONLY_ONCE = "Work out each part of the model only once."
 
 
@@ -89,7 +89,7 @@ def _check_cut(costs: Costs, p: int, cut: b.Cut) -> None:
 def _least_largest(costs: Costs, p: int) -> float:
     """Return the cost of the most expensive stage in the best cut."""
     before = [0, *accumulate(costs)]
-    best = [0.0, *[inf] * len(costs)]  # best[i]: the layers before i
+    best = [0.0, *[inf] * len(costs)]  # best[i]: for the layers before i
     for _ in range(p):
         best = [
             min((max(best[i], before[end] - before[i]) for i in range(end)), default=inf)
@@ -132,8 +132,8 @@ SENDS_STUCK = (
     "Every rank calls send_tensors first, and recv_tensors before it waits for the works: "
     "send_tensors must not wait for the receiver."
 )
-HEADER_BYTES, MORE_BYTES = 1024, 256  # up to four tensors; each further one
-HEADER = 2  # most messages of a header
+HEADER_BYTES, MORE_BYTES = 1024, 256  # for up to four tensors, and for each further one
+HEADER = 2  # maximum number of messages in a header
 CAUSES = {
     "dtype": "The header tells the dtype: allocate what comes in it.",
     "shape": "The header tells the shape, also () and (0, 3).",
@@ -171,9 +171,9 @@ def _check_arrived(by_rank: Sequence[Any]) -> None:
 
 
 def _sizes_sent(run: Run, src: int, dst: int) -> list[int]:
-    """Return the bytes of the messages from one rank to another, in the order of their numbers.
+    """Return the bytes of the messages from one rank to another, in sending order.
 
-    They may arrive in another order: a short message overtakes a long one.
+    They may arrive in a different order, since a short message can overtake a long one.
     """
     pairs = run.trace.pairs() if run.trace else []
     sends = [send for send, recv in pairs if (send.rank, recv.rank) == (src, dst)]
@@ -181,10 +181,10 @@ def _sizes_sent(run: Run, src: int, dst: int) -> list[int]:
 
 
 def _check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int]]) -> None:
-    """Check the messages of several ``send_tensors`` from one rank to another.
+    """Check the messages of several calls of ``send_tensors`` from one rank to another.
 
     Args:
-        here: Both ranks, at the beginning of the message.
+        here: Both ranks, as the beginning of the error text.
         found: Bytes of all messages, in order.
         sent: Bytes of the tensors of each call, in order.
     """
@@ -227,7 +227,7 @@ ALL_BACK = (
     "their graph."
 )
 PLANS = [ALL_TRAINED, SOME_FROZEN]
-ROUNDING = 1e-6  # some numbers are in float32; wrong gradients differ by more
+ROUNDING = 1e-6  # some values are in float32; wrong gradients differ by more
 
 
 def _cuts(random: Random, n: int) -> list[int]:
@@ -292,7 +292,7 @@ def _check_step(here: str, found: Any, alone: b.Alone, step: int, rank: int, is_
 
 
 def _sent(plan: Plan, cuts: Sequence[int], src: int, dst: int) -> list[list[int]]:
-    """Return the bytes of the tensors that go from one rank to another, call by call."""
+    """Return the bytes of the tensors sent from one rank to another, call by call."""
     if abs(src - dst) != 1:
         return []
     border = [step[cuts[max(src, dst)] - 1] for step in train_alone(plan).passed]

@@ -13,7 +13,7 @@ from judging.tensors import given_group, own_device
 from phase2.steps import NotedAllReduce
 
 SHAPES = ((3, 2), (16, 16), (), (2, 2))
-Bad = tuple[float, int, int] | None  # a number, the rank and the parameter whose gradient has it
+Bad = tuple[float, int, int] | None  # a number, and the rank and parameter whose gradient gets it
 NO_GRAPH = {
     "does not require grad": "No backward pass can go through what scale has returned: multiply "
     "the loss itself, neither a number taken from it nor a copy"
@@ -22,7 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def scale_losses(lesson: Any, loss: float, scale: float) -> dict[str, dict[str, Any]]:
-    """Return each scaled loss, its dtype and the gradient of the loss, by the dtype of the loss."""
+    """Return each scaled loss, its dtype and the loss's gradient, by the dtype of the loss."""
     return {
         str(dtype).removeprefix("torch."): _scaled(lesson, loss, scale, dtype) for dtype in DTYPES
     }
@@ -42,7 +42,7 @@ def _scaled(lesson: Any, value: float, scale: float, dtype: torch.dtype) -> dict
     }
 
 
-# Gradients are set by hand, as a backward pass would leave them.
+# Gradients are set by hand to what a backward pass would leave.
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -54,9 +54,9 @@ def _parameters() -> list[nn.Parameter]:
 
 
 def gradient_of(rank: int, number: int) -> Tensor:
-    """Make the gradient that a parameter should have after it is divided: whole numbers + 0.5.
+    """Make the gradient that a parameter should have after unscaling: whole numbers + 0.5.
 
-    It is transposed in memory, so it is not contiguous.
+    It is transposed in memory, and so not contiguous.
     """
     generator = torch.Generator().manual_seed(10 * rank + number)
     return (torch.randint(-8, 8, SHAPES[number][::-1], generator=generator) + 0.5).t()
@@ -73,7 +73,7 @@ def _set_gradients(
 def unscale_twice(
     lesson: Any, has_gradient: list[list[bool]], scale: float, group: Any = None
 ) -> dict[str, Any]:
-    """Return the answers of unscale, and the gradients after each; the step gets half of them.
+    """Return what unscale returns, and the gradients afterwards; halve them before the step.
 
     The last parameter does not belong to the optimizer.
     """
@@ -104,7 +104,7 @@ def unscale_twice(
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
-    """Return object and memory of each gradient."""
+    """Return the identity and the address of each gradient."""
     return [None if p.grad is None else (id(p.grad), p.grad.data_ptr()) for p in parameters]
 
 
@@ -112,7 +112,7 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
 
 
 def follow(lesson: Any, arguments: dict[str, Any], plan: Sequence[Bad]) -> list[dict[str, Any]]:
-    """Return each step's answer, whether it changes anything, and the scale after its update."""
+    """Return each step's answer, whether it changed anything, and the scale after its update."""
     return _follow(lesson.LossScaler(**arguments), plan, dist.get_rank())
 
 
@@ -130,7 +130,7 @@ def _one_step(
     if bad and bad[1] == rank:
         gradient = parameters[bad[2]].grad
         assert gradient is not None
-        # Two large numbers have an infinite sum; and a byte that counts 256 infs counts none.
+        # The sum of two large numbers overflows, and so does a uint8 that counts 256 infs.
         gradient.t().view(-1)[0 if bad[0] == torch.inf else -2 :] = bad[0]
     quotients = [p.grad / scaler.value for p in parameters if p.grad is not None]
     before = _everything(parameters, optimizer)
@@ -160,7 +160,7 @@ def _agree(gradient: Tensor, quotient: Tensor) -> bool:
 
 
 def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
-    """Return weights, and the optimizer's state and settings, as text: there, nan equals nan."""
+    """Return weights, optimizer state and settings as text, in which nan equals nan."""
     saved = optimizer.state_dict()
     moments = [
         torch.as_tensor(value).tolist()
@@ -173,7 +173,7 @@ def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
 def resume(
     lesson: Any, arguments: dict[str, Any], before: list[Bad], after: list[Bad]
 ) -> dict[str, Any]:
-    """Save after some steps, take others, and load into a scaler in the middle of a bad step."""
+    """Save after some steps, take more, and load into another scaler during a bad step."""
     rank = dist.get_rank()
     saved, loaded = lesson.LossScaler(**arguments), lesson.LossScaler(**arguments)
     _follow(saved, before, rank)
@@ -184,7 +184,7 @@ def resume(
     saved.state_dict()
     has_changed = repr(state) != first
     _follow(loaded, [None], rank)
-    # This scaler finds an inf, and the step ends before its update.
+    # This scaler finds an inf, and loads a state before its update.
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.full((1,), torch.inf)
     loaded.unscale(torch.optim.SGD([parameter], lr=0.0))
@@ -196,9 +196,9 @@ def resume(
 
 
 def count_with_defaults(lesson: Any) -> list[float]:
-    """Return the scale at first, after 1,999 and 2,000 good updates, an overflow, and one more.
+    """Return the scale at the start, after 1,999 and 2,000 good updates, an overflow, and one more.
 
-    One of the first updates comes without unscaled gradients.
+    One of the good updates is not preceded by a call of unscale.
     """
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -215,9 +215,10 @@ def count_with_defaults(lesson: Any) -> list[float]:
 
 
 def two_optimizers(lesson: Any, bad_rank: int) -> list[list[Any]]:
-    """Return the steps taken, weights and scale in three steps.
+    """Return, for three steps, which optimizers stepped, the weights and the scale.
 
-    The second optimizer's gradient is bad on one rank, then the first's.
+    On one rank, the second optimizer's gradient is bad in the first step, and the first
+    optimizer's in the second.
     """
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
@@ -233,7 +234,7 @@ def two_optimizers(lesson: Any, bad_rank: int) -> list[list[Any]]:
 
 
 def sums_of(lesson: Any, group: Any = None) -> list[Any]:
-    """Return the calls of the all-reduce given to a scaler, in a step that was unscaled."""
+    """Return the calls of a scaler's all-reduce during unscale and step."""
     noted = NotedAllReduce()
     parameters = _parameters()
     _set_gradients(parameters, [True] * len(parameters), 0, 1.0)

@@ -17,14 +17,14 @@ from judging.tensors import given_group
 from phase2.drawings import drawn
 from phase2_advanced.given import Action, Batch, LossSum, Schedule, cross_entropy_sum
 
-Rows = list[list[list[Any]]]  # a row of [kind, micro-batch, chunk] for each stage
+Rows = list[list[list[Any]]]  # for each stage, a row of [kind, micro-batch, chunk]
 
 
 def rows_of_each(lesson: Any, function: str, sizes: list[list[int]]) -> list[Rows]:
     """Return the schedules of a function for several sizes.
 
     Raises:
-        WrongResult: One of them is not a schedule.
+        WrongResult: A result is not a schedule.
     """
     return [_rows_of(lesson, function, *size) for size in sizes]
 
@@ -49,7 +49,7 @@ KINDS = ("dense", "tokens", "frozen", "checkpointed", "detached", "bfloat16")
 
 
 class _Again(torch.autograd.Function):
-    """A layer that is computed again in the backward pass, by a backward pass inside."""
+    """A layer that the backward pass recomputes, with a nested backward pass."""
 
     @staticmethod
     def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
@@ -80,21 +80,21 @@ class Checkpointed(nn.Module):
 
 
 class Detached(nn.Module):
-    """A cut of the graph: blocks before it require a gradient, and get none."""
+    """A cut in the graph: blocks before it require gradients but get none."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.detach()
 
 
 class Across(nn.Module):
-    """A transposition in memory: the result is not contiguous."""
+    """Returns its input with a transposed memory layout, which is not contiguous."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mT.contiguous().mT
 
 
 class InDouble(nn.Module):
-    """A layer in float64, whose input and output are in bfloat16."""
+    """A float64 layer with bfloat16 input and output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
 
 
 def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
-    """Make inputs, and two tensors for the loss; some targets do not count."""
+    """Make inputs, targets and weights for the loss; some targets do not count."""
     generator = torch.Generator().manual_seed(number)
     targets = torch.randint(CLASSES, (rows, LENGTH), generator=generator)
     targets[torch.rand(rows, LENGTH, generator=generator) < 0.3] = -100
@@ -138,7 +138,7 @@ def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
 
 
 def weighted_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """Return a loss that uses all three tensors of a batch, and counts targets in its own way."""
+    """Return a loss that uses all three tensors of a batch, and its own count of targets."""
     inputs, targets, weights = batch
     errors = (model(inputs) - targets[..., None]).square().sum(dim=(1, 2))
     return (errors * weights).sum(), 3 * len(weights)
@@ -149,7 +149,7 @@ def loss_of(kind: str) -> LossSum:
 
 
 def alone(num_blocks: int, sizes: Sequence[int], kind: str) -> dict[str, Any]:
-    """Return loss, targets, and gradients by block, of one process with all micro-batches."""
+    """Run all micro-batches in one process; return loss, targets and gradients by block."""
     blocks = [block(number, num_blocks, kind) for number in range(num_blocks)]
     model, batches = nn.Sequential(*blocks), [micro_batch(*one, kind) for one in enumerate(sizes)]
     found = [loss_of(kind)(model, batch) for batch in batches]
@@ -193,11 +193,11 @@ NO_TARGETS = {
     "need them."
 }
 
-Case = tuple[str, Sequence[int], str]  # a schedule as drawn; rows of micro-batches; kind of model
+Case = tuple[str, Sequence[int], str]  # schedule as drawn; rows of micro-batches; kind of model
 
 
 def run_pipelines(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
-    """Return, for each case, loss and gradients of this rank's blocks after the second call."""
+    """Return, for each case, the loss and this rank's gradients after the second call."""
     return [_run_pipeline(lesson, *case, group) for case in cases]
 
 
@@ -217,19 +217,19 @@ def _run_pipeline(
 
 
 def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
-    """Make the same loss, which notes the number of targets of each call."""
+    """Return the same loss, with each call's number of targets appended to ``calls``."""
 
     def noted(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         loss, count = loss_sum(model, batch)
         calls.append(count)
         return loss, count
 
-    noted.__name__ = "loss_sum"  # messages use the name
+    noted.__name__ = "loss_sum"  # error texts use the name
     return noted
 
 
 def _mine(text: str, sizes: Sequence[int], kind: str, group: Any) -> tuple[list[nn.Module], Any]:
-    """Return this rank's blocks, and the tensors of the micro-batches that it may read."""
+    """Return this rank's blocks, and the micro-batches with only the tensors that it may read."""
     rank, p = dist.get_rank(group), dist.get_world_size(group)
     v = 1 + max(action.chunk for actions in drawn(text) for action in actions)
     chunks = [block(chunk * p + rank, v * p, kind) for chunk in range(v)]
@@ -252,7 +252,7 @@ def _seen(batch: Batch, is_first: bool, is_last: bool) -> tuple[Tensor | None, .
 
 
 def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[dict[str, str]]:
-    """Return the errors for schedules that do not fit these micro-batches and one chunk a rank."""
+    """Return the errors for schedules that do not fit the micro-batches and one chunk per rank."""
     chunks = [block(dist.get_rank(), dist.get_world_size())]
     batches = [micro_batch(i, 3 + i) for i in range(num_micro_batches)]
     return [
@@ -261,10 +261,10 @@ def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[
     ]
 
 
-# An ideal cluster: only matrix products take time. Blocks are wide inside and narrow between.
+# Ideal cluster: only matrix products take time. Blocks are wide inside, with narrow ends.
 
 NARROW, WIDE, DEPTH, ROWS = 2, 64, 5, 8
-BLOCK_BYTES = 4 * ROWS * WIDE * DEPTH  # the activations of one micro-batch in one block
+BLOCK_BYTES = 4 * ROWS * WIDE * DEPTH  # activations of one micro-batch in one block
 BLOCK_FLOPS = 2 * ROWS * WIDE * (2 * NARROW + WIDE * (DEPTH - 1))  # a block's forward pass
 ENDLESS, FLOPS_PER_S = 1e30, 1e6
 SPEED = {"float32": FLOPS_PER_S}
@@ -278,7 +278,7 @@ def ideal(num_ranks: int) -> Cluster:
 
 
 class Shift(nn.Module):
-    """An added parameter, which makes the first block's backward pass as long as the others'."""
+    """Adds a parameter, so that the first block's backward pass takes as long as the others'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -
     return typed("run_schedule", loss, float)
 
 
-# Memory: with one micro-batch at a time, only the last message may be kept.
+# Memory: with one micro-batch at a time, only the last message may still be held.
 
 KEPT_ROWS, KEPT_WIDTH = 2_000, 8
 KEPT_BYTES = 4 * KEPT_ROWS * KEPT_WIDTH  # an output, or a gradient
@@ -319,7 +319,7 @@ def one_at_a_time(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def run_one_at_a_time(lesson: Any, num_micro_batches: int) -> float:
-    """Run a pipeline whose micro-batches are all the same tensors; return the loss."""
+    """Run a pipeline whose micro-batches all share the same tensors; return the loss."""
     p = dist.get_world_size()
     chunks = [nn.Sequential(nn.Linear(KEPT_WIDTH, KEPT_WIDTH), nn.Tanh())]
     batches = [(torch.ones(KEPT_ROWS, KEPT_WIDTH),) * 2] * num_micro_batches

@@ -1,4 +1,4 @@
-"""Checks of tensor parallelism: comparison with the full module, and counted collectives."""
+"""Checks of tensor parallelism: comparison with the full module, and collective counts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from phase2.tensor_parallel import rank_part
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
 
-Calls = list[tuple[str, int]]  # name and bytes of each collective and message
+Calls = list[tuple[str, int]]  # name and bytes of each collective or message
 
 
 def sizes_for(grade: Grade) -> tuple[int, ...]:
-    """Return the numbers of ranks for a test."""
+    """Return the numbers of ranks to test with."""
     return (3, 4, 1) if grade.is_simulated else (3,)
 
 
@@ -39,7 +39,7 @@ def check_same(
         joined = "Are parts joined or split along the right dim? "
         expect(shape, _shape(got), [*expected.shape], joined + cause)
     if _agree(expected, got):
-        return  # writing all values into a message takes longer than comparing them
+        return  # formatting all values is slower than comparing them
     wanted = None if expected is None else expected.tolist()
     check(
         False,
@@ -49,7 +49,7 @@ def check_same(
 
 
 def _agree(expected: Tensor | None, got: Any) -> bool:
-    """Compare as tensors: lists of all the weights of a block would take most of the time."""
+    """Compare as tensors: comparing lists of a block's weights would take most of the time."""
     if expected is None or got is None:
         return expected is got
     expected = expected.detach()
@@ -85,7 +85,7 @@ def check_graph(here: str, has_graph: bool) -> None:
 
 
 def check_use(here: str, found: Mapping[str, Any]) -> None:
-    """Check that input and gradient stay unchanged, even for other readers of the input."""
+    """Check that a call changes neither its arguments nor the gradient from x's other users."""
     expect(
         f"{here}: what has changed of the tensors that the caller has given",
         found["changed"],
@@ -109,13 +109,13 @@ def check_state(
     place: tuple[int, int],
     causes: Mapping[str, str],
 ) -> None:
-    """Check that a rank holds its part of each parameter, and of each gradient.
+    """Check that a rank holds its shard of each parameter, and of each gradient.
 
     Args:
         here: Rank and case.
         state: Result of ``tensor_parallel.state_of``.
         full: Full module after its backward passes.
-        part_of: Returns the split dim of a parameter by its name.
+        part_of: Function from a parameter's name to its split dim.
         place: Rank and number of ranks.
         causes: Likely causes of a wrong gradient, by name.
     """
@@ -139,7 +139,7 @@ def check_state(
 
 
 def check_is_independent(here: str, found: Mapping[str, Any]) -> None:
-    """Check that a layer has left the full one as it was, and does not keep its memory."""
+    """Check that a layer leaves the full one unchanged, and does not hold on to its memory."""
     expect(
         f"{here}: whether the full layer stays as it is, and its memory is free once it is "
         "deleted,",
@@ -169,14 +169,14 @@ def check_calls(
 ) -> None:
     """Check each rank's calls in each stage.
 
-    A single rank need not send anything, and its calls cost nothing.
+    The calls of a single rank are not checked, since they cost nothing.
 
     Args:
         by_rank: Result of ``calls_of``, or some of its stages.
         what: Function and case.
-        expected: Calls of each stage, by its name.
+        expected: Expected calls, by name of the stage.
         cause: Likely cause.
-        small_bytes: Further bytes that may be all-reduced backward.
+        small_bytes: Bytes that backward stages may all-reduce in addition.
     """
     n = len(by_rank)
     for rank, by_stage in enumerate(by_rank) if n > 1 else ():
@@ -199,7 +199,7 @@ def check_calls(
 
 
 def check_barriers(here: str, num_stages: int, expected: int) -> None:
-    """Check that all barriers are those of the body."""
+    """Check that the body's barriers are the only ones."""
     check(num_stages == expected, f"{here}: it calls a barrier, which it does not need.")
 
 

@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.8 and 2.9, with a model of nine blocks and its training in one process."""
+"""Bodies for tasks 2.8 and 2.9, with a model of nine blocks and its single-process training."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -17,17 +17,17 @@ from judging.tensors import given_group
 from phase2_advanced.given import group_device
 
 NUM_BLOCKS, VOCABULARY, NUM_CLASSES, LR = 9, 11, 5, 0.1
-WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # outputs of all blocks but the last
+WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # output widths of all blocks but the last
 
 
 class Plan(NamedTuple):
-    """A training: its frozen blocks and its steps."""
+    """A training run: its frozen blocks and its steps."""
 
     frozen: tuple[int, ...] = ()  # blocks
     input_requires_grad: bool = False
     num_steps: int = 6
-    evaluations: tuple[int, ...] = (2,)  # steps without backward
-    updates: tuple[int, ...] = (1, 4)  # steps that end with an update; gradients add up until then
+    evaluations: tuple[int, ...] = (2,)  # steps without a backward pass
+    updates: tuple[int, ...] = (1, 4)  # steps that end with an update; until then, gradients add up
 
 
 ALL_TRAINED = Plan(input_requires_grad=True)
@@ -35,9 +35,9 @@ SOME_FROZEN = Plan(frozen=(0, 1, 2, 5, 8))
 
 
 class First(nn.Module):
-    """Turn tokens into the five tensors that go through all blocks; three are trained.
+    """Turns tokens into the five tensors that go through all blocks; three require gradients.
 
-    One is transposed in memory, one in float32, and one in bfloat16 does not affect the loss.
+    One is transposed in memory, one is in float32, and one, in bfloat16, does not affect the loss.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class First(nn.Module):
 
 
 class Middle(nn.Module):
-    """Change the first and the fourth tensor, which share a part of their graph."""
+    """Changes the first and the fourth tensor, which share part of their graph."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Middle(nn.Module):
 
 
 class Last(nn.Module):
-    """Return logits, and a second term of the loss."""
+    """Returns logits and a second term of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def _laid_across(x: Tensor) -> Tensor:
 
 
 class Chain(nn.Module):
-    """Blocks one after another."""
+    """Blocks that run one after another."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Chain(nn.Module):
 
 
 def blocks_of(plan: Plan) -> nn.ModuleList:
-    """Make the blocks, the same ones on every rank."""
+    """Make the blocks, identical on every rank."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(5)
         middle = [Middle(*WIDTHS[i : i + 2]) for i in range(NUM_BLOCKS - 2)]
@@ -108,7 +108,7 @@ def blocks_of(plan: Plan) -> nn.ModuleList:
 
 
 def batch_of(plan: Plan, step: int) -> list[Tensor]:
-    """Make tokens, mask, scale and targets; their numbers differ from step to step."""
+    """Make tokens, mask, scale and targets; the numbers of rows and tokens vary by step."""
     generator = torch.Generator().manual_seed(step)
     rows, length = 2 + step % 4, 3 + step % 3
     tokens = torch.randint(VOCABULARY, (rows, length), generator=generator)
@@ -124,7 +124,7 @@ def loss_of(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
 
 
 def update(module: nn.Module) -> None:
-    """Do a step of plain gradient descent, and clear the gradients."""
+    """Take a step of plain gradient descent, and clear the gradients."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -133,7 +133,7 @@ def update(module: nn.Module) -> None:
 
 
 def state_of(blocks: nn.ModuleList, numbers: Iterable[int]) -> dict[str, Any]:
-    """Return values and gradients of these blocks' parameters; no gradient counts as zero."""
+    """Return values and gradients of these blocks' parameters; missing gradients count as zero."""
     state = {}
     for i in numbers:
         for name, parameter in blocks[i].named_parameters():
@@ -144,10 +144,10 @@ def state_of(blocks: nn.ModuleList, numbers: Iterable[int]) -> dict[str, Any]:
 
 
 class Alone(NamedTuple):
-    """Results of one process."""
+    """Results of training in one process."""
 
     outputs: list[Any]  # one for each step
-    has_graph: list[list[bool]]  # step by step: whether each output requires a gradient
+    has_graph: list[list[bool]]  # by step: whether each output requires a gradient
     losses: list[float]
     input_gradients: list[Any]
     state: dict[str, Any]
@@ -188,7 +188,7 @@ Cut = list[list[int]]  # start and stop of each stage
 
 
 def cuts_of(lesson: Any, cases: Sequence[tuple[list[float], int]]) -> list[dict[str, Any]]:
-    """Return the cuts of several models, and their costs afterwards: lists and tuples in turn."""
+    """Return each model's cut, and its costs after the call; pass lists and tuples in turn."""
     found = []
     for kind, (costs, p) in zip(cycle((list, tuple)), cases, strict=False):
         given = kind(costs)
@@ -227,7 +227,7 @@ for _name in ("add", "radd", "sub", "rsub", "lt", "le", "gt", "ge"):
 
 
 def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[str, Any]:
-    """Return a cut, and the number of additions and comparisons of costs that it took."""
+    """Return a cut, and how many additions and comparisons of costs it took."""
     Tallied.count = 0
     cut = _cut(lesson.partition_layers([*map(Tallied, costs)], num_stages))
     return {"cut": cut, "count": Tallied.count}
@@ -261,16 +261,16 @@ def tensors_of(rank: int) -> list[Tensor]:
 
 
 def lists_of(rank: int) -> list[list[Tensor]]:
-    """Make the lists to send, in order: each tensor by itself, several, none, all, many."""
+    """Make the lists to send, in order: each tensor alone, then several, none, four, all, many."""
     tensors = tensors_of(rank)
     many = [torch.full((1,) * (3 * i) + (2,), rank + i) for i in range(18)]  # a long header
     return [*([tensor] for tensor in tensors), tensors[:3], [], tensors[9:13], tensors, many]
 
 
 def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
-    """Send to the right, receive from the left; every rank sends before it receives.
+    """Send to the right and receive from the left; every rank sends before it receives.
 
-    The tensors and works are dropped as soon as the contract allows it.
+    Tensors are dropped as soon as the contract allows it.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     arrived, kept = [], []
@@ -288,7 +288,7 @@ def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
 
 
 def descriptions_from(rank: int) -> list[list[dict[str, Any]]]:
-    """Describe the lists that should arrive from ``rank``."""
+    """Return descriptions of the lists that should arrive from ``rank``."""
     return [[_description_of(x) | {"leaf": True} for x in tensors] for tensors in lists_of(rank)]
 
 
@@ -328,7 +328,7 @@ def train_all(
 
 
 def _train(lesson: Any, plan: Plan, cuts: Sequence[int], group: Any) -> dict[str, Any]:
-    """Train with one stage on each rank: blocks ``cuts[rank]`` to ``cuts[rank + 1]``."""
+    """Train with one stage per rank, blocks ``cuts[rank]`` to ``cuts[rank + 1] - 1``."""
     rank = dist.get_rank(group)
     blocks = blocks_of(plan).to(group_device(group))
     runner = lesson.StageRunner(Chain(blocks[cuts[rank] : cuts[rank + 1]]), **given_group(group))
@@ -358,7 +358,7 @@ def _step(runner: Any, plan: Plan, step: int, group: Any) -> dict[str, Any]:
 
 
 def kind_of(output: Any) -> str:
-    """Describe the result of a forward pass in words: ``a tuple``, ``None``."""
+    """Describe the result of a forward pass in words, such as ``a tuple`` or ``None``."""
     return "None" if output is None else f"a {type(output).__name__}"
 
 
@@ -376,7 +376,7 @@ def _pair(output: Any) -> tuple[Tensor, Tensor]:
 
 
 class Boxed(nn.Sequential):
-    """Return a tensor and a tuple of one tensor in turn."""
+    """Returns a tensor in odd calls, and a one-element tuple in even ones."""
 
     calls = 0
 
@@ -390,11 +390,11 @@ def train_long(lesson: Any, num_steps: int) -> list[str]:
     """Train stages of one layer whose activations take much more memory than its weights.
 
     Returns:
-        Results of ``forward`` in each step, in the words of ``kind_of``.
+        Result of ``forward`` in each step, as described by ``kind_of``.
     """
     stage = Boxed(nn.Linear(8, 8), nn.Tanh(), nn.Tanh())
     for parameter in stage.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # as large in the first step as later
+        parameter.grad = torch.zeros_like(parameter)  # so that memory does not grow later
     runner, rank = lesson.StageRunner(stage), dist.get_rank()
     kinds = []
     for _ in range(num_steps):

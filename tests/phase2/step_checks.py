@@ -1,6 +1,6 @@
-"""Checks of tasks 2.2, 2.3 and 2.5: steps are compared with those of one process.
+"""Checks of tasks 2.2, 2.3 and 2.5, which compare steps with those of one process.
 
-No rank imports this: a submission can read the body that calls it, and must not find the
+No rank imports this module: a submission can read the body that calls it, and must not find the
 references there.
 """
 
@@ -29,9 +29,9 @@ Shares = tuple[b.Share, ...]  # one for each rank
 def steps_alone(
     shares: Shares, num_steps: int, *, with_zeros: bool = False, max_norm: float = inf
 ) -> dict[str, Any]:
-    """Train one process on the batches of all ranks put together.
+    """Train in one process on the concatenated batches of all ranks.
 
-    With ``with_zeros``, a parameter that nothing uses has a gradient of zero.
+    With ``with_zeros``, the unused parameter has a gradient of zero.
     """
     model = Worn()
     optimizer, losses, norms = _sgd(model), [], []
@@ -49,7 +49,7 @@ def steps_alone(
 
 
 class Part(NamedTuple):
-    """A micro-batch in the first step: gradient of the sum of losses, this sum, and targets."""
+    """A micro-batch of the first step: its summed loss, the gradient, and the target count."""
 
     gradient: list[float]
     loss: float
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 @cache
 def parts_of_step(shares: Shares) -> list[list[Part]]:
-    """Return the parts of every micro-batch of the first step, by rank."""
+    """Return a ``Part`` for each micro-batch of the first step, by rank."""
     return [
         [
             _part(
@@ -80,14 +80,14 @@ def _part(inputs: Tensor, targets: Tensor) -> Part:
 
 
 def _used(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters, except for the one that nothing uses."""
+    """Return the trainable parameters, except the unused one."""
     named = model.named_parameters()
     return {name: p for name, p in named if p.requires_grad and name != "unused"}
 
 
 @cache
 def two_losses_alone(shares: Shares, loss: b.Loss) -> dict[str, Any]:
-    """Step on one batch that the ranks share."""
+    """Take one step, in one process, on the batch that the ranks share."""
     whole = b.batch_of_two(b.Share(sum(share.rows for share in shares), shares[0].size))
     with torch.random.fork_rng(devices=[]):
         model = b.Dropping()
@@ -99,7 +99,7 @@ def two_losses_alone(shares: Shares, loss: b.Loss) -> dict[str, Any]:
 
 
 def _split(whole: Sequence[Tensor], shares: Shares) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the micro-batches of all ranks, in order; each rank draws the same dropout masks."""
+    """Yield all ranks' micro-batches in order; seed dropout as each rank does itself."""
     of_ranks = zip(*(x.split([share.rows for share in shares]) for x in whole), strict=True)
     for share, tensors in zip(shares, of_ranks, strict=True):
         torch.manual_seed(share.rows)
@@ -111,7 +111,7 @@ def _sgd(model: nn.Module) -> SGD:
 
 
 def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
-    """Return the scale after each update, by the function that torch's GradScaler calls."""
+    """Return the scale after each update, computed by the function that GradScaler calls."""
     scale = torch.tensor(arguments["init_scale"], dtype=torch.float32)
     good_steps, values = torch.zeros((), dtype=torch.int32), []
     settings = [arguments[f"{name}_factor"] for name in ("growth", "backoff")]
@@ -129,13 +129,13 @@ CLIPPED = 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
 
 
 class Contract(NamedTuple):
-    """A function that steps, and the likely causes of wrong results.
+    """A step function, and the likely causes of wrong results.
 
     Attributes:
-        with_zeros: Whether a parameter that nothing uses has a gradient of zero, or none.
-        of_length: Likely cause of a gradient in the right direction, but of another length.
+        with_zeros: Whether the unused parameter has a gradient of zero, rather than none.
+        of_length: Likely cause of a gradient with the right direction but the wrong length.
         of_end: Likely cause of losses or weights that differ only after the first step.
-        of_unused: Likely cause of another weight of the parameter that nothing uses.
+        of_unused: Likely cause of a wrong weight of the unused parameter.
     """
 
     function: str
@@ -146,7 +146,7 @@ class Contract(NamedTuple):
 
 
 def described(shares: Shares) -> str:
-    """Return the beginning of a message: the rows and micro-batches of each rank."""
+    """Return the rows and micro-batches of each rank as the beginning of a message."""
     if not any(share.size for share in shares):
         return f"batches of {[share.rows for share in shares]} rows"
     if len(shares) == 1:
@@ -191,19 +191,19 @@ def check_steps(
 
 
 def _sums(parts: Iterable[Part]) -> tuple[float, int]:
-    """Return the sum of losses, and the number of targets."""
+    """Return the sum of the losses and the number of targets."""
     losses, targets = zip(*((part.loss, part.targets) for part in parts), strict=True)
     return sum(losses), sum(targets)
 
 
 def norm_of_first(shares: Shares) -> float:
-    """Return the norm of the gradient of the first step."""
+    """Return the gradient norm of the first step."""
     parts = [*chain.from_iterable(parts_of_step(shares))]
     return hypot(*_added((part.gradient, 1.0) for part in parts)) / _sums(parts)[1]
 
 
 def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
-    """Check the first loss; the message names a known mistake that has the same result."""
+    """Check the first loss; the message names a known mistake that gives the same loss."""
     by_rank = parts_of_step(shares)
     total, targets = _sums(chain.from_iterable(by_rank))
     means = [[part.loss / part.targets for part in parts if part.targets] for parts in by_rank]
@@ -231,7 +231,7 @@ def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
 
 
 def _directions(shares: Shares, rank: int) -> dict[str, list[float]]:
-    """Return the gradients of known wrong steps, up to a factor, by their description."""
+    """Return the direction of the gradient that each known mistake gives, by description."""
     by_rank = [parts for parts in parts_of_step(shares) if parts]
     every = [*chain.from_iterable(by_rank)]
     sums = [(_added((part.gradient, 1.0) for part in parts), _sums(parts)[1]) for parts in by_rank]
@@ -258,16 +258,16 @@ def _directions(shares: Shares, rank: int) -> dict[str, list[float]]:
 
 
 def _added(parts: Iterable[tuple[list[float], float]]) -> list[float]:
-    """Return the sum of gradients, each times a number."""
+    """Return the weighted sum of gradients."""
     return [sum(row) for row in zip(*([x * f for x in part] for part, f in parts), strict=True)]
 
 
 def _check_first_gradient(
     here: str, result: Any, shares: Shares, rank: int, max_norm: float, cause: str
 ) -> None:
-    """Check the gradient of the first step: its direction, then its length.
+    """Check the length of the first step's gradient; if its direction is wrong, find the mistake.
 
-    The check of losses and weights finds gradients in other wrong directions.
+    Unknown mistakes are left to the check of losses and weights.
     """
     parts = [*chain.from_iterable(parts_of_step(shares))]
     got = _moved(result)
@@ -285,7 +285,7 @@ def _check_first_gradient(
 
 
 def _moved(result: Mapping[str, Any]) -> list[float]:
-    """Return the gradient by which the first step has moved the parameters that are used."""
+    """Return the gradient by which the first step moved the parameters that are used."""
     model = Worn()
     before, after = state_of(model), result["states"][0]
     return [
@@ -323,6 +323,6 @@ def check_nothing_steps(results: Sequence[Any], what: str) -> None:
 
 
 def check_error_passed_on(grade: Grade, function: str) -> None:
-    """Check that the step passes on an error of the all-reduce, say because a peer has left."""
+    """Check that a step passes on an error of its all-reduce, such as one for a lost peer."""
     raised = grade.call(b.step_without_peers, function)
     expect(f"what {function} raises if the all_reduce given raises it", raised, "ConnectionError")

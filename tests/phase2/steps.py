@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.1 to 2.3 and 2.5: batches in parts, and steps on one rank or on several."""
+"""Bodies for tasks 2.1 to 2.3 and 2.5: split batches, and steps on one rank or on several."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,7 +45,7 @@ OTHERS_HAVE_TARGETS = {
 
 
 class Share(NamedTuple):
-    """One rank's part of a step."""
+    """One rank's share of a step."""
 
     rows: int
     size: int  # rows of a micro-batch; 0 for a batch that is not split
@@ -56,10 +56,10 @@ class Share(NamedTuple):
 
 
 def batch_of(share: Share, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Make sequences of a rank; about a third of their targets do not count.
+    """Make a rank's sequences, in which about a third of the targets do not count.
 
-    The first micro-batch has one target that counts, and so differs from the others. Batches of
-    even ranks have a flag in the last row.
+    The first micro-batch has only one target that counts, unlike the others. Batches of even ranks
+    have a flag in the last row.
     """
     inputs, targets = batch((share.rows, LENGTH), 1000 * step + rank)
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -77,7 +77,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class NotedAllReduce:
-    """An all-reduce that notes sizes, dtypes and groups; ``group`` may come by name or place."""
+    """An all-reduce that records sizes, dtypes and groups; ``group`` may be passed by position."""
 
     def __init__(self) -> None:
         self.sizes, self.dtypes, self.groups = list[int](), list[str](), list[Any]()
@@ -93,7 +93,7 @@ class NotedAllReduce:
 
 
 def tensors_of(rows: int) -> tuple[Tensor, ...]:
-    """Make tensors of many kinds; the last is not contiguous."""
+    """Make tensors of several kinds; the last is not contiguous."""
     images = torch.arange(rows * 6.0).view(rows, 3, 2)
     labels = torch.arange(rows) + 100
     masks = torch.arange(rows * 2).view(rows, 2) % 3 == 0
@@ -118,7 +118,7 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 
 
 def split_badly(lesson: Any, rows: Sequence[int], size: int) -> dict[str, str]:
-    """Return the refusal of a batch of tensors with these rows."""
+    """Return the refusal of a batch whose tensors have these numbers of rows."""
     return refused(lesson, "split_micro_batches", tuple(torch.zeros(n, 2) for n in rows), size)
 
 
@@ -126,7 +126,7 @@ def split_badly(lesson: Any, rows: Sequence[int], size: int) -> dict[str, str]:
 
 
 def accumulate_steps(lesson: Any, share: Share, num_steps: int) -> dict[str, Any]:
-    """Return the results of ``_steps`` of one process."""
+    """Return the results of ``_steps`` in one process."""
 
     def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
         return lesson.accumulate_step(model, optimizer, whole, share.size)
@@ -137,9 +137,9 @@ def accumulate_steps(lesson: Any, share: Share, num_steps: int) -> dict[str, Any
 def steps_over_ranks(
     lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float = inf, group: Any = None
 ) -> dict[str, Any]:
-    """Return the results of ``_steps``, and the calls of the all-reduce given.
+    """Return the results of ``_steps``, and the calls of the given all-reduce.
 
-    Without a group, every optional argument is left out.
+    Without a group, all optional arguments except ``max_norm`` are omitted.
     """
     rank, all_reduce = dist.get_rank(group), NotedAllReduce()
     more = {"max_norm": max_norm} if max_norm < inf else {}
@@ -149,7 +149,7 @@ def steps_over_ranks(
         size = shares[rank].size
         return lesson.accumulate_step_over_ranks(model, optimizer, whole, size, **more)
 
-    is_transposed = group is not None  # an all-reduce of each parameter would be refused
+    is_transposed = group is not None  # all-reducing each gradient by itself would then fail
     found = _steps(step, OVER_RANKS, shares[rank], rank, num_steps, is_transposed)
     is_group_given = all(given is group for given in all_reduce.groups)
     return {**found, "sizes": all_reduce.sizes, "is_group_given": is_group_given}
@@ -158,9 +158,9 @@ def steps_over_ranks(
 def mixed_steps(
     lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float, group: Any = None
 ) -> dict[str, Any]:
-    """Return the results of ``_steps``, all exact: the model is in float64.
+    """Return the results of ``_steps``, which are exact because the model is in float64.
 
-    In a group, a loss is given that notes its calls.
+    In a group, pass a loss that records its calls.
     """
     rank, scaler, results = dist.get_rank(group), TorchScaler(2.0**10, 2, group), list[Any]()
     more, sums = {"reduce_dtype": torch.float64, "max_norm": max_norm}, list[list[float]]()
@@ -214,7 +214,7 @@ def _steps(
 
 
 def step_on_nothing(lesson: Any, function: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the error of a step without targets, and whether it has changed parameters.
+    """Return the error of a step without targets, and whether parameters changed.
 
     Only one parameter is trainable.
     """
@@ -227,7 +227,7 @@ def step_on_nothing(lesson: Any, function: str, sizes: Sequence[int]) -> dict[st
 
 
 def _step(lesson: Any, function: str, model: nn.Module, whole: Any, **more: Any) -> None:
-    """Call any of the three functions."""
+    """Take a step with any of the three functions."""
     mixed = function == MIXED
     arguments = (TorchScaler(8.0), whole) if mixed else (whole, 2)
     getattr(lesson, function)(model, sgd(model), *arguments, **more)
@@ -261,7 +261,7 @@ class Dropping(nn.Sequential):
 def batch_of_two(share: Share) -> tuple[Tensor, ...]:
     """Make inputs, labels, values, and the number of targets that each row counts as.
 
-    The rows of the first micro-batch count as none, and still have a loss.
+    Rows of the first micro-batch count as no targets, but still have a loss.
     """
     generator = torch.Generator().manual_seed(share.rows)
     values = torch.randn(share.rows, generator=generator, dtype=torch.float64)
@@ -271,7 +271,7 @@ def batch_of_two(share: Share) -> tuple[Tensor, ...]:
 
 
 class Loss(NamedTuple):
-    """A loss of two parts, cross-entropies and squared errors, times a factor."""
+    """A sum of cross-entropies and squared errors, times a factor."""
 
     factor: float = 1.0
 
@@ -284,7 +284,7 @@ class Loss(NamedTuple):
 
 
 def two_losses(lesson: Any, function: str, shares: Sequence[Share], loss: Loss) -> dict[str, Any]:
-    """Take a step on the rank's rows of one batch; note the calls of its loss of two parts."""
+    """Take a step on the rank's rows of a batch; return its result, and the calls of the loss."""
     rank, model, calls = dist.get_rank(), Dropping(), list[tuple[bool, list[int]]]()
 
     def noted(given: nn.Module, part: Sequence[Tensor]) -> tuple[Tensor, int]:
@@ -303,7 +303,7 @@ def two_losses(lesson: Any, function: str, shares: Sequence[Share], loss: Loss) 
 def accumulate_deep(
     lesson: Any, function: str, num_steps: int, width: int, rows: int, counts: Sequence[int]
 ) -> None:
-    """Take steps, each rank in its own number of micro-batches, whose memory is measured."""
+    """Take steps whose memory is measured; rank r uses ``counts[r]`` micro-batches."""
     model, whole = Deep(width), deep_batch(rows)
     optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
     step = getattr(lesson, function)
@@ -313,7 +313,7 @@ def accumulate_deep(
 
 
 def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> None:
-    """Take one ordinary step on as many rows as a micro-batch of the rank has."""
+    """Take one ordinary step on as many rows as one of the rank's micro-batches has."""
     model, whole = Deep(width), deep_batch(rows // counts[dist.get_rank()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cross_entropy(model(whole[0]), whole[1]).backward()
@@ -324,9 +324,9 @@ def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> Non
 
 
 class TorchScaler:
-    """torch's GradScaler with the names of the lesson, and one decision for all ranks.
+    """torch's GradScaler with the lesson's method names, and one decision for all ranks.
 
-    A step can be judged with it before the learner's own scaler is written.
+    With it, a step can be judged before the learner has written a scaler.
     """
 
     def __init__(self, init_scale: float, growth_interval: int = 2000, group: Any = None) -> None:
@@ -373,7 +373,7 @@ def _result(found: Any) -> tuple[float, bool, float]:
     """Return loss, decision and norm from the result of the learner's step.
 
     Raises:
-        WrongResult: The result is something else.
+        WrongResult: A field is missing or has the wrong type.
     """
     result = returned(MIXED, found)
     for name, kind in {"loss": float, "is_skipped": bool, "norm": float}.items():
@@ -387,7 +387,7 @@ def _result(found: Any) -> tuple[float, bool, float]:
 
 
 class Noted(nn.Module):
-    """Two layers in float32 that note the dtypes they compute in."""
+    """Two float32 layers that record the dtypes they compute in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +403,7 @@ class Noted(nn.Module):
 
 
 def weighted(by_rank: Sequence[float]) -> Callable[..., tuple[Tensor, int]]:
-    """Make a loss whose gradient is the rank's factor for each output and target."""
+    """Make a loss whose gradient with respect to each output is the rank's factor."""
 
     def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
         factor = by_rank[dist.get_rank()]
@@ -413,7 +413,7 @@ def weighted(by_rank: Sequence[float]) -> Callable[..., tuple[Tensor, int]]:
 
 
 def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) -> dict[str, Any]:
-    """Return the dtypes of one step, and the calls of the all-reduce given to it."""
+    """Return the dtypes in one step, and the calls of the all-reduce given to it."""
     model, autocast, reduced = Noted(), list[tuple[bool, str]](), NotedAllReduce()
     model.register_parameter("unused", nn.Parameter(torch.ones(5)))
     model.second.bias.requires_grad_(False)
@@ -446,18 +446,18 @@ def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) ->
 
 
 class Small(NamedTuple):
-    """Steps of one weight: its first value, and its gradients."""
+    """Steps that update a single weight: its initial value, and its gradients."""
 
     start: float
     lr: float
-    factors: Sequence[float]  # sizes of gradients by rank
-    rows: Sequence[int]  # one for each rank
+    factors: Sequence[float]  # gradients by rank
+    rows: Sequence[int]  # by rank
     reduce_dtype: str = "float32"
     num_steps: int = 1
 
 
 def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
-    """Return a weight after steps that vanish if it is rounded to 16 bits."""
+    """Return a weight after steps that would vanish if it were rounded to 16 bits."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, small.start)
     optimizer = torch.optim.SGD(two_groups(model), lr=small.lr)
@@ -469,7 +469,7 @@ def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
 
 
 def overflow(lesson: Any, by_step: list[list[float]], reduce_dtype: str) -> list[dict[str, Any]]:
-    """Take steps with gradients of the size of the rank's factor; note what they change."""
+    """Take steps whose gradients equal the rank's factor; return the changes they make."""
     torch.manual_seed(9)
     model = nn.Linear(FEATURES, 2)
     optimizer = torch.optim.Adam(two_groups(model), lr=0.01)
@@ -500,7 +500,7 @@ def overflow(lesson: Any, by_step: list[list[float]], reduce_dtype: str) -> list
 
 
 def _noting(sums: list[list[float]], loss_sum: Any) -> Any:
-    """Make a loss that notes its results."""
+    """Make a loss that appends its results to ``sums``."""
 
     def noted(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
         loss, num_targets = loss_sum(model, whole)

@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.14 to 2.19: regions, and modules and a loss that are split over the ranks."""
+"""Bodies for tasks 2.14 to 2.19: regions, and modules and a loss split over the ranks."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -26,17 +26,17 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def laid_out(x: Tensor, is_transposed: bool) -> Tensor:
-    """Return the same numbers, in memory that is not contiguous if ``is_transposed``."""
+    """Return ``x``, with a memory layout that is not contiguous if ``is_transposed``."""
     return x.transpose(0, 1).contiguous().transpose(0, 1) if is_transposed else x
 
 
 def rank_part(full: Tensor, rank: int, n: int, dim: int | None) -> Tensor:
-    """Return the rank's part along a dim, or all of it if the dim is None."""
+    """Return the rank's shard along a dim, or the whole tensor if the dim is None."""
     return full if dim is None else full.chunk(n, dim)[rank]
 
 
 def place(group: Any) -> tuple[int, int]:
-    """Return rank and number of ranks."""
+    """Return the rank and the number of ranks."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -46,7 +46,7 @@ def listed(tensor: Any) -> Any:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Return values, gradients, dtypes and memory of the parameters, by name."""
+    """Return values, gradients, dtypes and bytes of the parameters, by name."""
     return {name: _description_of(p) for name, p in module.named_parameters()}
 
 
@@ -62,7 +62,7 @@ def _description_of(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 class _End(torch.autograd.Function):
-    """The end of a graph; its backward pass returns the given gradient, without a copy."""
+    """The end of a graph; its backward pass returns the given gradient without copying it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradient: Tensor) -> Tensor:
@@ -75,16 +75,16 @@ class _End(torch.autograd.Function):
 
 
 def go_backward_with(y: Tensor, gradient: Tensor) -> None:
-    """Do what ``y.backward(gradient)`` does, which would load SymPy.
+    """Like ``y.backward(gradient)``, but without loading SymPy.
 
-    It skips an output without a graph, or of another shape: the judge says what is wrong with it.
+    Outputs that have no graph or the wrong shape are skipped: the judge reports them.
     """
     if y.requires_grad and y.shape == gradient.shape:
         _End.apply(y, gradient).backward()  # type: ignore[no-untyped-call]
 
 
 def is_alone_summed(x: Tensor) -> bool:
-    """True if the gradient of another reader of ``x`` arrives unchanged; x.grad is restored."""
+    """Return whether a gradient from another user of ``x`` reaches it unchanged; restore x.grad."""
     before, x.grad = x.grad, None
     gradient = x.detach().clone()
     go_backward_with(x, gradient)
@@ -93,14 +93,14 @@ def is_alone_summed(x: Tensor) -> bool:
 
 
 INFINITE, UNTRAINED, NUMBER, SHORT = "infinite on rank 0", "no gradient needed", "a number", "short"
-INNER = "inside of a graph"  # not a leaf, so in-place writes are allowed
+INNER = "inside of a graph"  # not a leaf, so autograd allows in-place writes
 SEQUENCE_KINDS = ("contiguous", "transposed", "expanded gradient", INNER, "bfloat16", UNTRAINED)
 SEQUENCE_KINDS = (*SEQUENCE_KINDS, "float32", SHORT)
 REGION_KINDS = (*SEQUENCE_KINDS, NUMBER, INFINITE)
 
 
 def shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a kind of tensor; ``shape`` is the usual one."""
+    """Return the shape for a kind of tensor: for most of them, ``shape``."""
     return {NUMBER: (), SHORT: (1, shape[1] // 2)}.get(kind, shape)
 
 
@@ -123,7 +123,7 @@ def through_region(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     group: Any = None,
 ) -> list[dict[str, Any]]:
-    """Pass every kind of tensor through a region, then a barrier, then gradients back.
+    """Pass every kind of tensor forward through a region; after a barrier, pass gradients back.
 
     Args:
         shapes: Shapes of input and output.
@@ -181,7 +181,7 @@ COLUMN, ROW, EMBEDDING = "ColumnParallelLinear", "RowParallelLinear", "VocabPara
 MLP_SPLIT, ATTENTION_SPLIT, BLOCK_SPLIT = (
     f"parallelize_{kind}" for kind in ("mlp", "attention", "block")
 )
-LAYERS = COLUMN, ROW, EMBEDDING  # made from the full ones; the others are split in place
+LAYERS = COLUMN, ROW, EMBEDDING  # new modules made from the full ones; others are split in place
 NORMS = "attention_norm", "mlp_norm"
 OF_LAYERS = dict.fromkeys(
     [f"{name}.{kind}" for name in ("query", "key", "value", "up") for kind in ("weight", "bias")], 0
@@ -193,8 +193,8 @@ class Kind:
     """A way to split a module.
 
     Attributes:
-        make: Builds the full module.
-        parts: Split dims of the parameters, by the end of their names; others stay whole.
+        make: Function that builds the full module.
+        parts: Split dims of the parameters, by name suffix; other parameters stay whole.
         x_dim, y_dim: Split dims of input and output; None if every rank has all of it.
     """
 
@@ -220,16 +220,16 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A full module, and what it is given.
+    """A full module, the way to split it, and its input.
 
     Attributes:
         function: Name of the lesson's function or class that splits it.
         sizes: Inputs and outputs of a linear layer, vocabulary and width of an embedding, width
             and heads of a transformer's module.
-        rows: Dims of the input before its features.
-        frozen: Ends of the names of parameters that are not trained.
-        is_transposed: Whether input and gradient are transposed in memory, and the input is not a
-            leaf, so in-place writes are allowed.
+        rows: Dims of the input that come before its features.
+        frozen: Name suffixes of parameters that are not trained.
+        is_transposed: Whether input and gradient are transposed in memory; the input is then not a
+            leaf, so autograd allows in-place writes.
         num_passes: Number of forward and backward passes, whose gradients add up.
     """
 
@@ -245,7 +245,7 @@ class Case:
     num_passes: int = 1
 
     def __str__(self) -> str:
-        """Its words in a message."""
+        """Return a description for messages."""
         extras = ["gather_output=True"] * self.gathers + ["no bias"] * (not self.has_bias)
         extras += [f"frozen {name}" for name in self.frozen]
         extras += ["an input without gradient"] * (not self.is_input_trained)
@@ -263,7 +263,7 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """The way to split the module."""
+        """How the module is split."""
         return KINDS[self.function]
 
     @property
@@ -272,7 +272,7 @@ class Case:
         return None if self.gathers else self.kind.y_dim
 
     def full(self) -> nn.Module:
-        """Build the full module, with numbers that do not depend on torch's generator."""
+        """Build the full module, with values that do not depend on torch's generator."""
         module = self.kind.make(*self.sizes)
         for layer in module.modules():
             if not self.has_bias and isinstance(layer, nn.Linear):
@@ -284,22 +284,22 @@ class Case:
         return module
 
     def x(self, step: int = 0) -> Tensor:
-        """Return the full input of a pass; tokens are all in turn, from the last to the first."""
+        """Return the full input of a pass; token ids cycle from the last to the first."""
         if self.function == EMBEDDING:
             count = torch.Size(self.rows).numel()
             return (-1 - step - torch.arange(count)).remainder(self.sizes[0]).view(self.rows)
         return drawn(*self.rows, self.sizes[0], seed=61 + 2 * step).to(getattr(torch, self.dtype))
 
     def weights(self, step: int = 0) -> Tensor:
-        """Return the gradient of the full output: its factors in the loss."""
+        """Return the gradient of the full output."""
         width = self.sizes[self.function in LAYERS]
         return drawn(*self.rows, width, seed=62 + 2 * step).to(getattr(torch, self.dtype))
 
 
 def split_cases(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
-    """Split a module for each case, pass inputs through it, and gradients back.
+    """Split a module for each case; pass inputs forward and gradients back.
 
-    A barrier comes before each split, and before and after each forward pass.
+    There is a barrier before each split, and before and after each forward pass.
     """
     return [_split_case(lesson, case, group) for case in cases]
 
@@ -319,13 +319,13 @@ def _split_case(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
 
 
 def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], list[Any]]:
-    """Split a module; return the result, the use of the full module, and the full one's memory."""
+    """Split a module; return the result, what else was observed, and weak refs to its memory."""
     full = case.full()
     before, more = state_of(full), {"gather_output": True} if case.gathers else {}
     seen = list[list[int]]()
     for name in (
         NORMS if case.function == BLOCK_SPLIT else ()
-    ):  # registered before the hooks of the split
+    ):  # registered before the split's own hooks
         getattr(full, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     with case_told(f"of {case}"):
         result = getattr(lesson, case.function)(full, **given_group(group), **more)
@@ -337,7 +337,7 @@ def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], lis
 
 
 def _passed(made: Any, case: Case, step: int, group: Any) -> dict[str, Any]:
-    """Return output and gradients of one pass, and the names of changed tensors."""
+    """Return the output and gradients of one pass, and the names of changed tensors."""
     place_ = place(group)
     x = _input(rank_part(case.x(step), *place_, case.kind.x_dim).clone(), case)
     gradient = laid_out(
@@ -368,7 +368,7 @@ def _input(x: Tensor, case: Case) -> Tensor:
 
 
 def _wrong_shapes(made: nn.Module, case: Case, place: tuple[int, int]) -> str:
-    """Say which parameters have another shape than the rank's part; "" for none."""
+    """Describe the parameters that lack the shape of the rank's shard; "" if there are none."""
     expected = {
         name: [*rank_part(p, *place, case.kind.part_of(name)).shape]
         for name, p in case.full().named_parameters()
@@ -398,7 +398,7 @@ LOSS = "vocab_parallel_cross_entropy"
 
 @dataclass(frozen=True)
 class Scores:
-    """Logits and targets of a vocabulary; some targets may be ignored."""
+    """Logits and targets over a vocabulary; some targets may be ignored."""
 
     vocabulary: int
     shape: tuple[int, ...]
@@ -409,7 +409,7 @@ class Scores:
     dtype: str = "float64"
 
     def __str__(self) -> str:
-        """Its words in a message."""
+        """Return a description for messages."""
         extras = [f"up to ±{self.scale:g}"] * (self.scale > 1)
         extras += [f"about {self.offset:g}"] * bool(self.offset)
         extras += ["some targets -100"] * self.has_ignored
@@ -418,7 +418,7 @@ class Scores:
         return ", ".join([f"{[*self.shape]} targets of {self.vocabulary} tokens", *extras])
 
     def logits(self) -> Tensor:
-        """The full logits."""
+        """Return the full logits."""
         shape = *self.shape, self.vocabulary
         if self.is_transposed:
             shape = shape[1], shape[0], *shape[2:]
@@ -427,21 +427,21 @@ class Scores:
         return logits.transpose(0, 1) if self.is_transposed else logits
 
     def targets(self) -> Tensor:
-        """Return all tokens in turn; every third is ignored."""
+        """Return all tokens in turn, as targets; if ``has_ignored``, every third is ignored."""
         targets = torch.arange(torch.Size(self.shape).numel()).remainder(self.vocabulary)
         if self.has_ignored:
             targets[::3] = IGNORED
         return targets.view(self.shape)
 
     def weights(self) -> Tensor:
-        """Factors of the losses."""
+        """Return the factors of the losses."""
         return drawn(*self.shape, seed=82)
 
 
 def loss_case(lesson: Any, case: Scores, group: Any = None) -> dict[str, Any]:
-    """Compute the losses, and pass a gradient back, with barriers in between.
+    """Compute the losses between two barriers, and pass a gradient back.
 
-    Transposed logits are not a leaf, so in-place writes are allowed.
+    Transposed logits are not a leaf, so autograd allows in-place writes.
     """
     part = rank_part(case.logits(), *place(group), -1)
     logits = (part if case.is_transposed else part.clone()).detach().requires_grad_()

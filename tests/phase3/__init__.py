@@ -1,1 +1,1 @@
-"""Judges of tests/test_phase3.py, and the bodies that they run on ranks and that return facts."""
+"""Functions that the ranks run for tests/test_phase3.py (bodies), and judges of their results."""

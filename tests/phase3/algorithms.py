@@ -1,4 +1,4 @@
-"""The body for task 3.10: an algorithm for each tensor and topology."""
+"""Body for task 3.10: the choice of an algorithm for each tensor and topology."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from judging.calls import typed
 from phase3_multi_node.given import Topology
 
-Case = tuple[int, Topology]  # bytes of the tensor, and where it is reduced
+Case = tuple[int, Topology]  # bytes of the tensor, and topology
 
 
 def choose_all(lesson: Any, cases: Sequence[Case]) -> list[str]:
-    """Choose an algorithm in every case."""
+    """Return the chosen algorithm for every case."""
     return [typed("choose_algorithm", lesson.choose_algorithm(*case), str) for case in cases]

@@ -1,4 +1,4 @@
-"""Bodies for task 3.11: parameters of any dtype, device and memory, in buckets."""
+"""Bodies for task 3.11: parameters of any dtype, device and memory layout, in buckets."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,8 +10,8 @@ from distlab.grade import WrongResult
 from judging.calls import int_list
 from judging.pretend_device import PretendDevice
 
-PRETENDED = "xpu:0", "xpu:1"  # two of one type
-UNUSED = 29  # elements of a storage that a parameter does not see
+PRETENDED = "xpu:0", "xpu:1"  # two devices of the same type
+UNUSED = 29  # elements of a storage that lie outside the parameter
 
 
 class Param(NamedTuple):
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     first_bucket_bytes: int
 
 
-Found = tuple[list[list[int]], bool]  # buckets, and whether params are in the order they were in
+Found = tuple[list[list[int]], bool]  # buckets, and whether params kept their order
 
 
 def assigned(lesson: Any, cases: Sequence[Case]) -> list[Found]:
@@ -51,7 +51,7 @@ def assigned(lesson: Any, cases: Sequence[Case]) -> list[Found]:
 
 def _assigned(lesson: Any, case: Case, place: int) -> Found:
     made = _made(case.params)
-    params = made[:] if place % 2 else tuple(made)  # a Sequence, of either kind
+    params = made[:] if place % 2 else tuple(made)  # any sequence is allowed
     with PretendDevice(PRETENDED[0]):
         assigned = lesson.assign_buckets(params, case.bucket_bytes, case.first_bucket_bytes)
     if not isinstance(assigned, list):

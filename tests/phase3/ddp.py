@@ -1,4 +1,4 @@
-"""Bodies for task 3.12, their models, and the training in one process that theirs must equal."""
+"""Bodies for task 3.12, their models, and the single-process training to compare with."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from judging.tensors import own_device
 
 
 def odd_batch(rows: int, rank: int, step: int) -> Tensor:
-    """Return inputs for an ``Odd``; those of even ranks have flags in steps after the first."""
+    """Return inputs for an ``Odd``; after the first step, those of even ranks have flags."""
     inputs, _ = batch((rows,), 100 * step + rank)
     if rank % 2 == 0 and step:
         inputs[::2, :1] = FLAG
@@ -24,12 +24,12 @@ def odd_batch(rows: int, rank: int, step: int) -> Tensor:
 
 
 def loss_of(outputs: Tensor) -> Tensor:
-    """Return the sum over the rows."""
+    """Return the loss, summed over the rows."""
     return (outputs - 0.5).square().sum()
 
 
 class _Slowly(torch.autograd.Function):
-    """Takes a while in the backward pass."""
+    """The identity, with a backward pass that takes ``seconds``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -43,16 +43,16 @@ class _Slowly(torch.autograd.Function):
 
 
 class Layer(NamedTuple):
-    """Size of a layer, and the seconds of its backward pass."""
+    """Size of a layer, and seconds that its backward pass takes."""
 
     numel: int
     backward_s: float
 
 
 class Slow(nn.Module):
-    """Layers with known backward times, used in a different order from their registration.
+    """Layers with known backward times, registered in one order and used in another.
 
-    Before the first one comes something that has no parameters, but a backward pass too.
+    Before the first layer, an operation without parameters also takes time in the backward pass.
     """
 
     def __init__(self, layers: Sequence[Layer], order: Sequence[int], before_s: float) -> None:
@@ -76,12 +76,12 @@ class Call(NamedTuple):
     start_s: float
 
     def holds(self, gradient: Tensor) -> bool:
-        """Return True if a gradient lies in the tensor that was reduced."""
+        """Return whether a gradient lies in the tensor that was reduced."""
         return gradient.numel() > 0 and 0 <= gradient.data_ptr() - self.address < self.num_bytes
 
 
 class NotedStart:
-    """An all-reduce as the lesson takes it, which notes its calls; its handle can only wait."""
+    """An all-reduce for the lesson, which records its calls; its handle can only wait."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -93,7 +93,7 @@ class NotedStart:
         return _Waitable(dist.all_reduce(x, group=group, async_op=True))
 
     def taken(self) -> list[Call]:
-        """Return the calls since the last time."""
+        """Return the calls since the last call of ``taken``."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -124,20 +124,20 @@ ACCUMULATIONS = INSIDE_ONLY, IN_PARTS, FORWARD_BEFORE, AFTER_ERROR, KEPT
 
 
 class Limits(NamedTuple):
-    """Limits of the buckets."""
+    """Size limits of the buckets."""
 
     bucket_bytes: int
     first_bucket_bytes: int
 
 
 class Plan(NamedTuple):
-    """A training of an ``Odd``.
+    """A training run of an ``Odd``.
 
     Attributes:
-        limits: Limits of the buckets.
-        rows: Rows of the batches, by step and rank; a rank without rows computes nothing then.
+        limits: Size limits of the buckets.
+        rows: Rows in each batch, by step and rank; a rank without rows skips the passes.
         how: ``PLAIN``, or one of ``ACCUMULATIONS``.
-        is_noted: True if an all-reduce is given that notes its calls, False for the default.
+        is_noted: Whether the all-reduce is one that records its calls, rather than the default.
     """
 
     limits: Limits
@@ -147,7 +147,7 @@ class Plan(NamedTuple):
 
 
 def wrapped(lesson: Any, module: nn.Module, limits: Limits, **arguments: Any) -> Any:
-    """Give a module to the lesson; arguments that are None are left out."""
+    """Wrap a module in the lesson's class; omit arguments that are None."""
     given = {name: value for name, value in arguments.items() if value is not None}
     return lesson.DistributedDataParallel(module, **limits._asdict(), **given)
 
@@ -157,10 +157,10 @@ def _optimizer(model: nn.Module) -> SGD:
 
 
 def train(lesson: Any, plans: Sequence[Plan], group: Any = None) -> list[dict[str, Any]]:
-    """Train a fresh ``Odd`` by each plan.
+    """Train a fresh ``Odd`` according to each plan.
 
     Returns:
-        For each plan, the facts of every step, and the order of the first gradients.
+        For each plan, what every step has shown, and the order in which gradients first arrived.
     """
     trainings = [Training(lesson, plan, group) for plan in plans]
     return [
@@ -170,11 +170,11 @@ def train(lesson: Any, plans: Sequence[Plan], group: Any = None) -> list[dict[st
 
 
 class Training:
-    """A rank's training by a plan.
+    """One rank's training run, according to a plan.
 
     Attributes:
-        arrived: Names of the parameters in the order in which their gradients arrived in step 0,
-            outside of no_sync.
+        arrived: Names of the parameters, in the order in which their gradients arrived in step 0,
+            outside no_sync.
     """
 
     def __init__(self, lesson: Any, plan: Plan, group: Any) -> None:
@@ -195,7 +195,7 @@ class Training:
             self.arrived.append(name)
 
     def step(self, step: int) -> dict[str, Any]:
-        """Take a step."""
+        """Take a step; return its gradients, and its all-reduces."""
         rows, self.num_inside = self.plan.rows[step], 0
         if self.plan.how != KEPT:
             self.optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -229,14 +229,14 @@ class Training:
                 loss.backward()
 
     def _loss(self, x: Tensor, scale: float) -> Tensor:
-        # Parameters that are used first get their gradients last: on odd ranks, the head does.
+        # Parameters used first get their gradients last: on odd ranks, those of the head.
         used = [0.0 * parameter.sum() for parameter in self.model.head.parameters()]
         loss = scale * loss_of(self.ddp(x))
         return loss + sum(used) if self.rank % 2 else loss
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Open no_sync, and count the all-reduces that start while it is open."""
+        """Enter no_sync, and count the all-reduces that start inside it."""
         was_noting, self.is_noting = self.is_noting, False
         num_before = len(self.noted.calls)
         with self.ddp.no_sync():
@@ -257,16 +257,16 @@ def _raise_inside(ddp: Any) -> None:
 
 
 def state_of(module: nn.Module) -> dict[str, list[float]]:
-    """Return the numbers of the parameters and of all buffers."""
+    """Return the values of all parameters and buffers."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach().flatten().tolist() for name, tensor in named}
 
 
 def train_alone(plan: Plan) -> list[dict[str, Any]]:
-    """Train in one process that has the batches of all ranks.
+    """Train in one process with the batches of all ranks.
 
     Returns:
-        For each step, the gradients; and under "own", each rank's gradients.
+        Mean gradients of each step and, under "own", those of each rank.
     """
     model, steps = Odd(1), []
     optimizer = _optimizer(model)
@@ -285,7 +285,7 @@ def train_alone(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _own_gradients(model: nn.Module, rows: Sequence[int], rank: int, step: int) -> dict[str, Any]:
-    """Return the gradients that a rank computes in a step, before anything is sent."""
+    """Return the gradients that a rank computes in a step, before any communication."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not rows[rank]:
         return {name: torch.zeros_like(p) for name, p in named.items()}
@@ -295,7 +295,7 @@ def _own_gradients(model: nn.Module, rows: Sequence[int], rank: int, step: int) 
 
 
 def start(lesson: Any) -> dict[str, Any]:
-    """Return a rank's state after the construction, and right and learner's values of its use."""
+    """Return a rank's state after construction, and pairs of expected and actual values."""
     model = Odd(dist.get_rank() + 1)
     before = dict(model.named_parameters())
     trainable = {name: parameter.requires_grad for name, parameter in before.items()}
@@ -323,7 +323,7 @@ def start(lesson: Any) -> dict[str, Any]:
 
 
 def evaluate_alone(lesson: Any) -> list[str]:
-    """After a step, let rank 0 alone evaluate; return the parameters with a gradient afterwards."""
+    """Evaluate, once more on rank 0 than elsewhere; return the parameters that get a gradient."""
     model = Odd(1)
     ddp, rank = lesson.DistributedDataParallel(model), dist.get_rank()
     loss_of(ddp(odd_batch(2, rank, 0))).backward()
@@ -344,11 +344,11 @@ def _forget_gradients(model: nn.Module) -> None:
 def timed(
     lesson: Any, layers: Sequence[Layer], order: Sequence[int], before_s: float, limits: Limits
 ) -> list[dict[str, Any]]:
-    """Return when gradients arrived, buckets left and steps ended, since backward began.
+    """Measure when gradients arrive, buckets leave and steps end, from the start of backward.
 
     Args:
         order: Order in which the layers are used.
-        before_s: Seconds of the backward pass before the first layer.
+        before_s: Seconds that the backward pass takes before the first layer.
     """
     model, noted, steps = Slow(layers, order, before_s), NotedStart(), []
     came_s: dict[str, float] = {}
@@ -376,7 +376,7 @@ def timed(
 
 
 def _seconds_of(call: Callable[[], object]) -> tuple[float, float]:
-    """Call when all ranks are there; return when that was, and how long it took."""
+    """Run a barrier, then time ``call``; return its start time and duration."""
     dist.barrier()
     begin_s = time.perf_counter()
     call()
@@ -384,7 +384,7 @@ def _seconds_of(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def _alone_s(num_bytes: int) -> float:
-    """Return the seconds of an all-reduce by itself."""
+    """Return the seconds that an all-reduce takes on its own."""
     x = torch.zeros(num_bytes // 4)
     return _seconds_of(lambda: dist.all_reduce(x))[1]
 
@@ -394,7 +394,7 @@ def on_another_device(lesson: Any) -> dict[str, str]:
     with PretendDevice() as device:
         model = nn.Linear(2, 2).to(device)
         ddp = lesson.DistributedDataParallel(model)
-        ddp.finish_gradient_synchronization()  # makes all gradients: the mode does not see hooks
+        ddp.finish_gradient_synchronization()  # creates all gradients: the mode does not see hooks
         ddp(torch.ones(1, 2, device=device)).sum().backward()
         ddp.finish_gradient_synchronization()
         named = model.named_parameters()
@@ -402,7 +402,7 @@ def on_another_device(lesson: Any) -> dict[str, str]:
 
 
 def in_little_memory(lesson: Any, num_layers: int, width: int, limits: Limits) -> None:
-    """Take three steps of a deep model, on one row."""
+    """Take three steps of a deep model on a single row."""
     layers = [nn.Linear(width, width, bias=False) for _ in range(num_layers)]
     model = nn.Sequential(*layers)
     ddp = wrapped(lesson, model, limits)

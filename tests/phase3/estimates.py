@@ -13,7 +13,7 @@ ESTIMATES: dict[str, Any] = {"estimate_memory": Memory, "estimate_step_time": St
 
 
 def numbers_of(lesson: Any, function: str, cases: list[tuple[Any, ...]]) -> list[list[float]]:
-    """Return the number that a function returns in each case, or the parts of an estimate."""
+    """Call a function for each case; return its number, or the parts of its estimate."""
     numbers = []
     for case in cases:
         with case_told(f"of {case[0]} as {case[1]}", function):
@@ -31,7 +31,7 @@ def _numbers(function: str, value: Any) -> list[float]:
 
 
 def _number(what: str, value: Any) -> float:
-    if not isinstance(value, Real):  # a tensor or an array is not
+    if not isinstance(value, Real):  # tensors and arrays are not Real
         raise WrongResult(
             f"{what} should return a number; it returned a {type(value).__name__}, {value!r:.70}"
         )
@@ -63,7 +63,7 @@ def _layout(function: str, value: Any) -> list[Any]:
 
 
 def plans_of(lesson: Any, model: Any, machine: Any, batch_size: int) -> dict[str, Any]:
-    """Return layout and estimates of each plan, and how often plan calls each estimate."""
+    """Return each plan's layout and estimates, and how often ``plan`` calls each estimate."""
     calls = dict.fromkeys(ESTIMATES, 0)
     names = inspect.unwrap(lesson.plan).__globals__
 
@@ -89,5 +89,5 @@ def _plan(value: Any) -> list[Any]:
 
 
 def refusal_of_plan(lesson: Any, model: Any, machine: Any, batch_size: int) -> dict[str, str]:
-    """Return the type and the text of the error that plan raises."""
+    """Return the type and the text of the error that ``plan`` raises."""
     return refusal_of(lambda: lesson.plan(model, machine, batch_size))

@@ -1,4 +1,4 @@
-"""Bodies for task 3.20: passes drawn as figures, a model's everyday use, bytes, and states."""
+"""Bodies for task 3.20: passes drawn as figures, a model's everyday use, bytes and states."""
 
 import time
 from typing import Any, NamedTuple
@@ -19,21 +19,22 @@ from phase3.zero import (
 )
 
 FEATURES, BATCH = 8, 64
-Mark = tuple[float, str]  # virtual time in seconds, and the unit that had just computed
+Mark = tuple[float, str]  # virtual seconds, and the event, such as "compute 0"
 
 
 class Drawing(NamedTuple):
-    """A model and its passes, as their messages and computing must come.
+    """A model, and the required order of messages and computation in its passes.
 
     Attributes:
-        uses: Units that compute, in that order.
-        forward, backward: Order of the messages, as they set out, and of computing, as it ends.
-        why: Cause of a backward pass that differs.
+        uses: Units in the order in which they compute.
+        forward, backward: Order of events; a message counts when it starts, computation when it
+            ends.
+        why: Likely cause if the backward pass differs.
         frozen: Units that are not trained.
-        has_own: True if the model itself multiplies by parameters first and last: by
-            ``scale``, and by ``level``, which is frozen.
-        needs_input: True if the gradient of the input is wanted.
-        is_second: True if a forward pass without a backward pass came before.
+        has_own: True if the model itself, first and last, multiplies by its own parameters:
+            ``scale``, and ``level``, which is frozen.
+        needs_input: True if the input requires a gradient.
+        is_second: True if another forward pass, without a backward pass, comes first.
     """
 
     uses: tuple[int, ...]
@@ -85,7 +86,7 @@ DRAWINGS = {
 
 
 class Block(nn.Module):
-    """Two layers between the same number of features; marks the end of computing."""
+    """Two layers with equal input and output widths; records when it has computed."""
 
     def __init__(self, number: int, marks: list[Mark]) -> None:
         super().__init__()
@@ -94,11 +95,11 @@ class Block(nn.Module):
         self.narrow = nn.Linear(9 + number, FEATURES, bias=False)
 
     def mark(self, *_: Tensor) -> None:
-        """Note that the block has computed."""
+        """Record that the block has computed."""
         self.marks.append((time.perf_counter(), f"compute {self.number}"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute, and mark it; when the backward pass has been here, mark that too."""
+        """Compute; record when this pass is done, and when the backward pass is."""
         if x.requires_grad:
             x.register_hook(self.mark)
         y: Tensor = self.narrow(self.widen(x))
@@ -120,7 +121,7 @@ class Drawn(nn.Module):
             self.level = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call the units in their order, between the model's own parameters."""
+        """Call the units in their order, between multiplications by the model's own parameters."""
         x = x * self.scale * self.level if self.drawing.has_own else x
         for number in self.drawing.uses:
             x = self.blocks[number](x)
@@ -128,14 +129,14 @@ class Drawn(nn.Module):
 
 
 def words_by_bytes(n: int) -> dict[int, str]:
-    """Return the name of each gather, by the bytes of a rank's shard in float32."""
+    """Return the name of each gather, by the bytes of one rank's shard in float32."""
     sizes = {f"gather {i}": 2 * FEATURES * (9 + i) for i in range(4)}
     sizes |= {"gather scale": FEATURES, "gather level": 1}
     return {-(-size // n) * 4: word for word, size in sizes.items()}
 
 
 def draw(lesson: Any) -> list[list[Mark]]:
-    """Go through each drawing; barriers surround its forward and its backward pass."""
+    """Run the passes of each drawing, with barriers around the forward and the backward pass."""
     drawn = []
     for drawing in DRAWINGS.values():
         marks: list[Mark] = []
@@ -164,7 +165,7 @@ RETURNED = {"y": NARROW, "labels": WHOLE_NUMBER, "note": "as it was"}
 
 
 class Everyday(nn.Module):
-    """Takes tensors of several dtypes in several ways, and notes the dtypes that it sees."""
+    """Takes tensors of several dtypes in several ways, and records the dtypes that it gets."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class Everyday(nn.Module):
         self.seen: dict[str, str] = {}
 
     def forward(self, x: Tensor, labels: Tensor, *, more: dict[str, Any], mask: Tensor) -> Any:
-        """Return a dict that also holds other things than tensors."""
+        """Return a dict that holds more than tensors."""
         tensors = {"x": x, "labels": labels, "mask": mask}
         tensors |= {"more['pair'][0]": more["pair"][0], "more['pair'][1]": more["pair"][1]}
         self.seen = {name: str(tensor.dtype) for name, tensor in tensors.items()}
@@ -209,12 +210,12 @@ UNBORN = "1.weight"
 
 
 def _without_values() -> nn.Module:
-    """Return a module with one layer that was built on the device meta."""
+    """Return a module with one layer on the meta device."""
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False, device="meta"))
 
 
 def buffers_on(rank: int) -> dict[str, list[Any]]:
-    """Return the buffers of a rank; each rank has its own numbers in them."""
+    """Return a rank's buffers, whose values differ by rank."""
     return {"average": ["torch.float64", [rank + 0.1] * 2], "count": [WHOLE_NUMBER, rank]}
 
 
@@ -225,7 +226,7 @@ MISSING = "blocks.1.0.weight"
 
 
 def whole_numbers(kind: str) -> Numbers:
-    """Return a full state of a model, of numbers that are exact in float16; tied ones are equal."""
+    """Return a model's full state, with values exact in float16, equal for tied parameters."""
     with torch.no_grad():
         model = net(kind, 0)
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -234,14 +235,14 @@ def whole_numbers(kind: str) -> Numbers:
 
 
 def dtypes_of(kind: str) -> dict[str, str]:
-    """Return the dtypes of a full state of a model."""
+    """Return the dtypes in a model's full state."""
     return {name: str(value.dtype) for name, value in net(kind, 0).state_dict().items()}
 
 
 def restore(lesson: Any, kind: str) -> dict[str, Any]:
-    """Load a full state in float16, save and load the shards, then load an incomplete state.
+    """Load a full float16 state, save and load the shards, then load an incomplete state.
 
-    A barrier stands before and after the full state is saved.
+    There is a barrier before and after saving the full state.
     """
     model, other = (
         lesson.FullyShardedDataParallel(net(kind, seed), compute_dtype=torch.float64)
@@ -286,7 +287,7 @@ SENT_LAYERS = 4
 def pass_through(
     lesson: Any, num_frozen: int, passes: int, is_evaluated: bool, is_mixed: bool
 ) -> None:
-    """Go forward, and back unless it is evaluated; before that, go forward once for nothing.
+    """Repeat: an unused forward pass, another one and, unless evaluating, its backward pass.
 
     Args:
         is_mixed: True if each unit has a frozen and a trained layer.
@@ -303,7 +304,7 @@ def pass_through(
 
 
 def _mixed_chain() -> nn.Sequential:
-    """Return units of two layers, the first frozen."""
+    """Return units of two layers each, the first of which is frozen."""
     layers = chain(SENT_LAYERS)
     for layer in layers[::2]:
         layer.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Judges task 3.10: the algorithm chosen is the fastest by the formulas."""
+"""Judges task 3.10: the chosen algorithm is the fastest by the formulas."""
 
 from math import ceil, log2
 
@@ -8,8 +8,8 @@ from phase3.algorithms import Case, choose_all
 from phase3_multi_node.given import LinkCost, Topology
 
 ALGORITHMS = RING, TREE, HIERARCHICAL = "ring", "tree", "hierarchical"
-NEAR = 1.05  # times the seconds of the fastest
-SLOW = 1e6  # times the seconds per byte
+NEAR = 1.05  # relative to the fastest algorithm's time
+SLOW = 1e6  # factor on the seconds per byte
 NUM_CASES = 25  # cases for each fastest algorithm, and for each odd shape
 EXAMPLE: Case = (
     10**6,
@@ -18,7 +18,7 @@ EXAMPLE: Case = (
 
 
 def _predicted(case: Case) -> dict[str, float]:
-    """Return the seconds of each algorithm, by the formulas of the docstring."""
+    """Return each algorithm's seconds, by the formulas in the lesson's docstring."""
     n, topology = case
     counts = [len(ranks) for ranks in topology.nodes]
     num_ranks, k, g = sum(counts), len(counts), max(counts)
@@ -35,10 +35,10 @@ def _predicted(case: Case) -> dict[str, float]:
 
 
 def _drawn(grade: Grade, counts: list[int], *, is_tiny: bool = False) -> Case:
-    """Draw sizes and links of hosts with ``counts`` ranks each, numbered in any way.
+    """Draw a size and links for hosts of ``counts`` ranks, which are numbered at random.
 
     Args:
-        is_tiny: True for few bytes, each of which counts, as on a radio link.
+        is_tiny: True for a few bytes, each of which matters, as on a radio link.
     """
     draw = grade.random.uniform
     hosts = [f"h{host}" for host, count in enumerate(counts) for _ in range(count)]
@@ -53,7 +53,7 @@ def _drawn(grade: Grade, counts: list[int], *, is_tiny: bool = False) -> Case:
 
 @task("3.10")
 def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
-    """Few bytes are shared like many: each counts."""
+    """A few bytes are divided like many, without rounding: each counts."""
     cases = [EXAMPLE, *_clear_cases(grade), *_clear_cases(grade, is_tiny=True)] + [
         _drawn(grade, counts)
         for counts in ([4], [2], [7], [1] * 6, [1, 1], [3, 2], [1, 4, 4], [2, 2, 1, 1])
@@ -67,7 +67,7 @@ def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
 
 
 def _clear_cases(grade: Grade, *, is_tiny: bool = False) -> list[Case]:
-    """Draw cases until each algorithm has been the fastest equally often, by more than is near."""
+    """For each algorithm, draw equally many cases in which it wins by more than ``NEAR``."""
     cases: dict[str, list[Case]] = {name: [] for name in ALGORITHMS}
     while any(len(of_name) < NUM_CASES for of_name in cases.values()):
         nodes, gpus = grade.random.randrange(2, 9), grade.random.randrange(2, 9)

@@ -9,7 +9,7 @@ from judging.checks import short
 from phase3 import buckets as b
 from phase3.buckets import Case, Param
 
-DTYPES = ("float32", "int32", "float16", "bfloat16", "float64")  # some of one size
+DTYPES = ("float32", "int32", "float16", "bfloat16", "float64")  # some have the same size
 DEVICES = ("cpu", *b.PRETENDED)
 Buckets = Sequence[Sequence[int]]
 
@@ -24,7 +24,7 @@ def test_buckets_are_filled_from_the_last_parameter(grade: Grade) -> None:
         Case((Param(10), Param(large), Param(10)), 8000, 1000),
         Case((Param(10), Param(10), Param(large)), 8000, 1000),
         Case((Param(large), Param(large), Param(1)), 8000, 8),
-        Case((Param(2000), Param(2000), Param(2)), 8000, 8),  # just full
+        Case((Param(2000), Param(2000), Param(2)), 8000, 8),  # exactly full
         Case((Param(1), Param(large), Param(0), Param(0)), 8000, 0),
         *(_drawn(grade.random, ("float32",), ("cpu",)) for _ in range(20)),
     ]
@@ -56,7 +56,7 @@ def test_views_and_repeated_parameters_count_by_themselves(grade: Grade) -> None
 
 
 def _shared(random: Random, case: Case) -> Case:
-    """Make some parameters views of a larger memory, and some the same as the one before."""
+    """Make some parameters views of a larger memory, and some repeats of the one before."""
     params: list[Param] = []
     for param in case.params:
         if params and random.random() < 0.3:
@@ -72,7 +72,7 @@ def _drawn(random: Random, dtypes: tuple[str, ...], devices: tuple[str, ...]) ->
         for _ in range(random.randint(1, 14))
     )
     bucket_bytes = random.randint(150, 600)
-    return Case(params, bucket_bytes, random.randint(8, 2 * bucket_bytes))  # may be the larger
+    return Case(params, bucket_bytes, random.randint(8, 2 * bucket_bytes))  # may exceed the other
 
 
 def _check_cases(grade: Grade, cases: Sequence[Case]) -> None:
@@ -112,7 +112,7 @@ def _described(params: Sequence[Param]) -> str:
 
 
 def _why(case: Case, buckets: Buckets, expected: Buckets) -> str:
-    """Name the first rule that is broken."""
+    """Return the first rule that is broken."""
     params = case.params
     times = Counter(index for bucket in buckets for index in bucket)
     if times != Counter(range(len(params))):
@@ -146,7 +146,7 @@ def _why(case: Case, buckets: Buckets, expected: Buckets) -> str:
 
 
 def buckets_of(case: Case) -> list[list[int]]:
-    """Return the right buckets, filled by one parameter after the other."""
+    """Return the right buckets, filled one parameter after another."""
     buckets: list[list[int]] = []
     newest: dict[tuple[str, str], list[int]] = {}  # dtype and device -> bucket
     limits: dict[tuple[str, str], int] = {}

@@ -1,4 +1,4 @@
-"""Judges task 3.12: training equals that of one process; contents, times and memory of buckets."""
+"""Judges task 3.12: training as in one process; bucket contents, times and memory."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -45,7 +45,7 @@ CAUSES = {
 
 
 def run_together(grade: Grade, body: Any, world_size: int, *args: object, **options: Any) -> Run:
-    """Run a body; if ranks disagree or a bucket is overwritten, name the likely cause first."""
+    """Run a body; if the launch fails, put the likely cause at the front of the error."""
     try:
         return grade.run(body, world_size, *args, if_stuck=STUCK, **options)
     except LaunchError as error:
@@ -60,7 +60,7 @@ def run_together(grade: Grade, body: Any, world_size: int, *args: object, **opti
 
 
 def _rows(grade: Grade, n: int) -> tuple[tuple[int, ...], ...]:
-    """Draw the rows of four steps; in the second, rank 1 has none, if there are three or more."""
+    """Draw the rows of four steps; with three or more ranks, rank 1 has none in the second step."""
     steps = [[grade.random.randint(1, 4) for _ in range(n)] for _ in range(4)]
     if n > 2:
         steps[1][1] = 0
@@ -87,11 +87,11 @@ def test_training_inside_a_group(grade: Grade) -> None:
 
 
 def _check_training(plan: Plan, results: Sequence[Any], where: str = "", place: int = 0) -> None:
-    """Check gradients, buckets and silence inside of no_sync, in every step.
+    """Check gradients, buckets and silence inside no_sync, in every step.
 
     Args:
-        results: By rank, the facts about each plan.
-        place: Number of this plan.
+        results: Results for each plan, by rank.
+        place: Index of this plan.
     """
     by_rank = [of_rank[place] for of_rank in results]
     for step, right in enumerate(b.train_alone(plan)):
@@ -122,7 +122,7 @@ def _check_gradients(here: str, right: Any, result: Any, rank: int, plan: Plan) 
 
 
 def _tolerance_of(expected: Any) -> float:
-    """Return how far numbers may be from these, as rounding goes."""
+    """Return how far rounding may move values from the expected ones."""
     return TOLERANCE * max([1.0, *map(abs, expected or ())])
 
 
@@ -182,7 +182,7 @@ def test_a_rank_evaluates_alone(grade: Grade) -> None:
 
 @task("3.12")
 def test_no_sync_accumulates_without_a_message(grade: Grade) -> None:
-    rows = ((6, 6), (6, 6))  # two steps: buckets have another order in the second
+    rows = ((6, 6), (6, 6))  # two steps: the second has a different bucket order
     for hows in (b.ACCUMULATIONS[:1], b.ACCUMULATIONS[1:]):
         plans = [Plan(SMALL, rows, how=how) for how in hows]
         run = run_together(grade, b.train, 2, plans)
@@ -203,7 +203,7 @@ def test_no_sync_accumulates_without_a_message(grade: Grade) -> None:
 
 
 def _expected(limits: Limits, step: int, by_rank: Sequence[Any]) -> list[list[str]]:
-    """Return the buckets of a step, ordered by the arrival of rank 0's first gradients."""
+    """Return a step's buckets; from step 1 on, they follow the order of rank 0's gradients."""
     came = by_rank[0]["arrived"]
     order = [*came, *(name for name in reversed(TRAINABLE) if name not in came)]
     names = order[::-1] if step else TRAINABLE
@@ -283,7 +283,7 @@ def _check_nothing_besides(run: Run) -> None:
 
 RIGHT_TIMES = 1.05
 LONGEST_S = {"slow computation": 2e-3, "slow links": 1e-4}  # a layer's backward pass, at most
-CLOCK_S = 15e-6  # all readings of the clock of the simulated world
+CLOCK_S = 15e-6  # for all readings of the simulated clock
 
 
 @task("3.12")
@@ -295,7 +295,7 @@ def test_buckets_travel_during_the_backward_pass(grade: Grade, kind: str) -> Non
         for _ in range(6)
     ]
     limits, before_s = Limits(500_000, 100_000), longest_s / 2
-    # When layer 5 is done in the first step, two buckets may leave.
+    # In the first step, two buckets can be sent as soon as layer 5 is done.
     order = [0, 1, 2, 5, 4, 3]
     computing_s = before_s + sum(layer.backward_s for layer in layers)
     run = run_together(grade, b.timed, 4, layers, order, before_s, limits, cluster=UNIFORM)
@@ -329,7 +329,7 @@ def _check_times(
             f"backward pass ended after {_ms(result['computed_s'])}. Start each all-reduce in the "
             "hook of its last gradient.",
         )
-    if step:  # the first step also agrees on an order
+    if step:  # in the first step, ranks also agree on an order
         _check_waiting(here, ready_s, result)
 
 

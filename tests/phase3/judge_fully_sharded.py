@@ -1,4 +1,4 @@
-"""Judges task 3.20: values, memory, bytes, the order of messages, everyday use, and states."""
+"""Judges task 3.20: values, memory, bytes, message order, everyday use and states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ PASSES = (  # number of frozen layers, is_evaluated, is_mixed
     (b.SENT_LAYERS // 2, False, True),
     (0, True, False),
 )
-IN_A_PASS = {  # number of units whose bytes may be held, and their description
+IN_A_PASS = {  # number of units whose bytes may be held, and a description
     "in a forward pass": (2, "two whole units"),
     "in the backward pass": (5, "two whole units and the gradients of three"),
 }
@@ -131,7 +131,7 @@ def test_the_next_unit_comes_while_one_computes(grade: Grade) -> None:
 
 
 def _parts_of(run: Run, rank: int) -> list[list[Any]]:
-    """Return a rank's collectives in each part of the body that its barriers separate."""
+    """Return a rank's collectives before, between and after the body's barriers."""
     parts: list[list[Any]] = [[]]
     events = run.trace.events if run.trace else []
     for event in sorted(events, key=lambda event: event.start_s):
@@ -144,7 +144,7 @@ def _parts_of(run: Run, rank: int) -> list[list[Any]]:
 
 
 def _gathers(events: Sequence[Any], n: int) -> list[b.Mark]:
-    """Return the starts of the gathers, with the names of their units."""
+    """Return the start time of each gather, and the name of its unit."""
     words = b.words_by_bytes(n)
     return [
         (event.start_s, words.get(event.num_bytes, f"an all-gather of {event.num_bytes} bytes"))
@@ -154,7 +154,7 @@ def _gathers(events: Sequence[Any], n: int) -> list[b.Mark]:
 
 
 def _drawn(gathers: Sequence[b.Mark], marks: Sequence[b.Mark]) -> list[str]:
-    """List the events in order; messages that start together share an entry."""
+    """Return the events in order; messages that start together share an entry."""
     by_time: dict[tuple[float, bool], list[str]] = {}
     for at_s, word in sorted([*gathers, *marks]):
         by_time.setdefault((at_s, word.startswith("gather")), []).append(word)
@@ -162,7 +162,7 @@ def _drawn(gathers: Sequence[b.Mark], marks: Sequence[b.Mark]) -> list[str]:
 
 
 def _check_drawn(here: str, expected: list[str], got: list[str], why: str) -> None:
-    """Check that a pass runs as it is drawn, and show where it first does not."""
+    """Check that a pass runs as drawn; the message shows the first difference."""
     pairs = zip([*expected, "the end"], [*got, "the end"], strict=False)
     wanted, came = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
     check(
@@ -192,7 +192,7 @@ def test_units_come_in_the_order_of_the_figure(grade: Grade) -> None:
 
 # Everyday use
 
-IN_USE = {  # name of a fact -> right values, and the likely cause of others
+IN_USE = {  # name of a result -> right values, and the likely cause of wrong ones
     "seen": (
         b.SEEN,
         "Cast floating-point tensors, in args and kwargs, in tuples and dicts too, and no "
@@ -243,7 +243,7 @@ def test_states_fit_any_number_of_ranks(grade: Grade, kind: str) -> None:
 
 
 def _check_stored(here: str, kind: str, result: dict[str, Any], sent: int) -> None:
-    """Check the bytes of a full state and of the shards, and an incomplete state."""
+    """Check the bytes of a full state and of the shards, and the error for an incomplete state."""
     check(
         sent <= result["bytes"],
         f"{here}, full_state_dict: this rank's shards, {result['bytes']} bytes, should be in one "

@@ -1,4 +1,4 @@
-"""Judges task 3.8: sums, bits, traffic between the nodes, seconds and memory."""
+"""Judges task 3.8: sums, bits, traffic between nodes, seconds and memory."""
 
 import time
 from collections import Counter
@@ -36,7 +36,7 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 
 
 def ring_all_gather(x: Tensor, group: Group = None) -> None:
-    """Collect the chunks of all ranks in ``x``, around a ring."""
+    """Gather the chunks of all ranks in ``x``, around a ring."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = x.view(-1).tensor_split(n)
     for step in range(n - 1):
@@ -59,15 +59,15 @@ RINGS = {
 
 NOTED_KINDS = [Kind((13,), dtype) for dtype in NUMBERS]
 NotedCall = tuple[str, str, str, int]  # function, group, dtype, number of elements
-OUTER_NODES = (1, 2), (4, 5)  # ranks of the world
+OUTER_NODES = (1, 2), (4, 5)  # world ranks on each node
 OUTER_WORLD_SIZE = 6
 
 
 @dataclass(frozen=True)
 class OnNodes(AllReduce):
-    """An all-reduce on the nodes of a cluster; its keywords are the functions it is made of."""
+    """An all-reduce on the nodes of a cluster; its keywords are the functions that it calls."""
 
-    groups: tuple[Group, ...] = ()  # inside and across
+    groups: tuple[Group, ...] = ()  # inside a node, and across nodes
 
     def call(self, lesson: Any, x: Tensor, group: Any) -> Any:
         return getattr(lesson, self.function)(x, *self.groups, **self.keywords)
@@ -83,13 +83,13 @@ BY_RINGS = replace(BY_TORCH, keywords=RINGS)
 
 
 def sum_kinds(lesson: Any, hosts: Sequence[str], variants: Sequence[OnNodes]) -> list[Any]:
-    """Sum a tensor of every kind with each of the variants."""
+    """Sum a tensor of every kind with each variant."""
     groups = node_groups(hosts)
     return use(lesson, [replace(one, groups=groups) for one in variants], KINDS, exact)
 
 
 def sum_kinds_of_members(lesson: Any) -> list[Any] | None:
-    """Sum a tensor of every kind, by rings, on two nodes that are only a part of the world."""
+    """Sum a tensor of every kind, by rings, on two nodes that are only part of the world."""
     members = dist.new_group([rank for node in OUTER_NODES for rank in node])
     insides = [dist.new_group([*ranks]) for ranks in OUTER_NODES]
     acrosses = [dist.new_group([*ranks]) for ranks in zip(*OUTER_NODES, strict=True)]
@@ -101,15 +101,15 @@ def sum_kinds_of_members(lesson: Any) -> list[Any] | None:
 
 
 def sum_fractions(lesson: Any, hosts: Sequence[str]) -> list[list[float]]:
-    """Sum numbers that round, in every dtype, by torch's functions."""
+    """Sum numbers whose sums are rounded, in several dtypes, with torch's functions."""
     return use_fractions(lesson, replace(BY_TORCH, groups=node_groups(hosts)), 501)
 
 
 def note_calls(lesson: Any, hosts: Sequence[str]) -> list[list[NotedCall]]:
-    """Return how the functions that are passed were called, for a tensor of each kind.
+    """Return how the passed functions are called for a tensor of each kind.
 
-    They take the tensor by position, as the types of given.py say. Calls with an empty tensor do
-    not count.
+    They take the tensor by position, as their types in given.py say. Calls with an empty tensor
+    do not count.
     """
     groups = dict(zip(("inside", "across"), node_groups(hosts), strict=True))
     calls: list[NotedCall] = []
@@ -140,7 +140,7 @@ BY_POSITION = {
 
 
 def time_one(lesson: Any, hosts: Sequence[str], num_elements: int) -> list[float]:
-    """Sum ones by rings; return the seconds, and the least and the greatest result."""
+    """Sum ones by rings; return the seconds, and the smallest and largest result."""
     variant, x = replace(BY_RINGS, groups=node_groups(hosts)), torch.ones(num_elements)
     dist.barrier()
     start_s = time.perf_counter()
@@ -246,7 +246,7 @@ def test_each_function_takes_the_step_that_is_its_own(grade: Grade, nodes: int, 
                 "Each takes one step: an all_reduce that is passed, say one that compresses, is "
                 "there to carry what crosses between the nodes.",
             )
-            chunk = len(range(place, size, gpus))  # length of the chunk of tensor_split
+            chunk = len(range(place, size, gpus))  # chunk length in tensor_split
             expect(
                 f"{here}: the dtypes and the numbers of elements that the functions get",
                 [got for _, _, *got in calls],

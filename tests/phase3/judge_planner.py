@@ -11,17 +11,17 @@ from phase3 import estimates as b
 from phase3 import planner_reference as reference
 from phase3_multi_node.given import CHECKPOINTING, Layout, Transformer
 
-EXACT = 3e-8  # tolerance of rounding, also to whole bytes
+EXACT = 3e-8  # tolerance for rounding, including to whole bytes
 
 
 class Formula(NamedTuple):
     """A function of the lesson.
 
     Attributes:
-        right: Same function of the graders; it returns a number, or the parts of an estimate.
-        cases: Draws the arguments.
-        text: Writes a number with its unit.
-        causes: Likely cause of another number, by part; "" where there are no parts.
+        right: The graders' version; it returns a number, or the parts of an estimate.
+        cases: Function that draws the arguments.
+        text: Function that formats a number with its unit.
+        causes: Likely cause of a wrong number, by part; the key is "" if there are no parts.
     """
 
     right: Callable[..., Any]
@@ -49,7 +49,7 @@ def _check_formula(grade: Grade, function: str, formula: Formula) -> None:
 
 
 def _of_a_layer(grade: Grade) -> list[Any]:
-    example = Transformer(4, 64, 4, 128, 128), Layout(), 1  # example of the TODO
+    example = Transformer(4, 64, 4, 128, 128), Layout(), 1  # example in the TODO
     cases = [example, *reference.cases(grade.random, 6)]
     return [(model, layout, kind) for model, layout, _ in cases for kind in CHECKPOINTING]
 
@@ -115,9 +115,9 @@ def test_memory_is_that_of_the_formulas(grade: Grade, function: str) -> None:
 
 
 def _timed(grade: Grade) -> list[Any]:
-    """Draw cases, each on two machines: the answer for one is wrong for the other.
+    """Draw cases, each on two machines: an answer right for one is wrong for the other.
 
-    The nodes of the second are so small that tensor groups span several.
+    The second machine's nodes are so small that tensor groups span several of them.
     """
     cases = reference.cases(grade.random)
     machines = [reference.drawn_machine(grade.random) for _ in cases]

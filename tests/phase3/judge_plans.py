@@ -1,4 +1,4 @@
-"""Judges task 3.23: every valid layout, those that fit, the fastest first."""
+"""Judges task 3.23: all valid layouts, those that fit, and the fastest first."""
 
 from collections import Counter
 from itertools import pairwise
@@ -36,7 +36,7 @@ def _cases(grade: Grade) -> list[Case]:
 
 
 def _drawn_case(random: Random) -> Case:
-    """Draw sizes with factors of 2, 3 and 5 that do not always divide each other."""
+    """Draw sizes with factors 2, 3 and 5, which do not always divide one another."""
     layers, heads = random.choice((1, 5, 6, 8, 12, 20)), random.choice((1, 4, 6, 10, 12))
     model = SMALL._replace(layers=layers, heads=heads, length=random.choice((511, 512, 600)))
     machine = _machine(random.choice((1, 2, 3, 5)), random.choice((1, 2, 4, 6, 8, 10)))
@@ -73,10 +73,10 @@ def _text(case: Case) -> str:
 
 
 def _tight(grade: Grade) -> tuple[Case, list[Plan]]:
-    """Return a case in which some layouts do not fit, and all of its plans.
+    """Return a case in which some layouts do not fit, and all its plans.
 
-    All sizes are powers of two, so that needs are whole numbers in any order of operations, and
-    one that is just at the limit is so for every answer.
+    All sizes are powers of two, so that memory needs are exact in any order of operations, and
+    all correct answers agree on whether a plan exactly at the limit fits.
     """
     model = Transformer(grade.random.choice((8, 16)), 1024, 8, 512, 1024)
     machine = _machine(2, 4)._replace(network_bytes_per_s=grade.random.uniform(1e9, 9e9))

@@ -60,11 +60,11 @@ TOGETHER = (
 )
 
 
-# The traffic of a ring
+# Traffic of a ring
 
 
 def _messages_around(num_elements: int, n: int, times: int = 1) -> Counter[int]:
-    """Return the lengths of all messages if every chunk goes round the ring so many times."""
+    """Return the lengths of all messages if every chunk goes round the ring ``times`` times."""
     lengths: Counter[int] = Counter()
     for length in chunk_lengths(num_elements, n):
         lengths[length] += times * (n - 1)
@@ -72,7 +72,7 @@ def _messages_around(num_elements: int, n: int, times: int = 1) -> Counter[int]:
 
 
 def _check_neighbours(run: Run) -> None:
-    """Check that every rank sends to the next one alone."""
+    """Check that every rank sends only to its right neighbour."""
     n, edges = len(run.results), edges_of(run)
     is_left = n > 2 and all(dst == (src - 1) % n for src, dst in edges)
     cause = " These are left neighbours: your chunks travel the other way." if is_left else ""
@@ -92,13 +92,13 @@ def _chunk_bytes(call: Call) -> list[int]:
 
 
 def _sent_by(run: Run, rank: int) -> list[int]:
-    """Return the bytes of each message that a rank sends, without empty ones, sorted."""
+    """Return the sorted sizes in bytes of the nonempty messages that a rank sends."""
     pairs = run.trace.pairs() if run.trace else []
     return sorted(send.num_bytes for send, _ in pairs if send.rank == rank and send.num_bytes)
 
 
 def _check_chunks(call: Call, offset: int, which: str) -> None:
-    """Check that each rank r sends its neighbour every chunk but chunk r + offset, in any order."""
+    """Check that each rank r sends every chunk except r + offset to its neighbour, in any order."""
     _check_neighbours(call.run)
     chunks = _chunk_bytes(call)
     for rank, count in enumerate(call.run.messages):
@@ -113,14 +113,14 @@ def _check_chunks(call: Call, offset: int, which: str) -> None:
 
 
 def _text(sizes: Sequence[int], count: int | None = None) -> str:
-    """Say how many messages there are, by default as many as sizes, and how long."""
+    """Describe messages by number (by default, that of ``sizes``), total and maximum bytes."""
     count = len(sizes) if count is None else count
     longest = f", at most {max(sizes):,} in a message" if sizes else ""
     return f"{counted(count, 'message')}, {sum(sizes):,} bytes in all{longest}"
 
 
 def _why_not_sent(sent: Sequence[int], num_messages: int, chunks: Sequence[int]) -> str:
-    """Say the likely cause if a rank sends other bytes than it should."""
+    """Return the likely cause if a rank sends the wrong bytes."""
     if {*sent} == {max(chunks)} and min(chunks) < max(chunks):
         return (
             "All messages are as long as the longest chunk: this is padding. Send every chunk as "
@@ -189,7 +189,7 @@ globals().update(GATHER.tests())
 
 
 def _check_all_reduce(call: Call) -> None:
-    """Check that every rank sends 2(N-1) messages of a chunk, whichever chunks these are."""
+    """Check that every rank sends 2(N-1) messages of one chunk each, whichever chunks these are."""
     _check_neighbours(call.run)
     chunks, most = _chunk_bytes(call), 2 * (call.n - 1)
     fewest = 2 * (sum(map(bool, chunks)) - 1)  # empty chunks need not be sent
@@ -205,7 +205,7 @@ def _check_all_reduce(call: Call) -> None:
 
 
 def _check_bytes_of_all_reduce(call: Call) -> None:
-    """Check that every rank sends all chunks but one, twice."""
+    """Check that every rank sends the bytes of all chunks but one, twice."""
     chunks, whole = _chunk_bytes(call), call.kind.num_bytes
     least, most = 2 * (whole - max(chunks)), 2 * (whole - min(chunks))
     for rank, sent in enumerate(call.run.bytes_sent):
@@ -234,11 +234,11 @@ globals().update(REDUCE.tests())
 
 # 3.4 segmented_ring_all_reduce
 
-FEW_BYTES = 20  # a segment of 2 numbers of float64, 5 of float32 or 20 of uint8
+FEW_BYTES = 20  # a segment of 2 float64, 5 float32 or 20 uint8 numbers
 SEGMENT = 4096  # elements
-SEGMENTS = 16  # segments of a chunk in tests of time
+SEGMENTS = 16  # segments per chunk in timing tests
 LINK_BYTES_PER_S = 10e9
-ADDING_SHARE = 0.9  # share of a message's time; adding reads two numbers and writes one
+ADDING_SHARE = 0.9  # fraction of a message's time; adding reads two numbers and writes one
 SLOW_GPU = GPU(
     "slow at adding",
     1e15,
@@ -249,7 +249,7 @@ SLOW_GPU = GPU(
 SLOW_TO_ADD = Cluster(
     1, 4, latency_s=0.0, nvlink_bytes_per_s=LINK_BYTES_PER_S, gpu=SLOW_GPU, name="slow to add"
 )
-TOLERANCE = 0.1  # room for the first and the last of 16 segments in each step
+TOLERANCE = 0.1  # covers the first and the last of 16 segments in each step
 
 
 def _check_segments(call: Call) -> None:
@@ -282,7 +282,7 @@ def _check_segmented(call: Call) -> None:
 
 class _Segmented(Contract):
     def drawn(self, random: Random, n: int) -> tuple[Any, Kind]:
-        # Most lengths of a segment are not a whole number of elements.
+        # Most segment lengths are not a whole number of elements.
         variant = self.collective.cut_into(random.randrange(6000, 12_000))
         return variant, Kind((self.length(random),))
 

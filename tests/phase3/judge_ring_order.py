@@ -1,4 +1,4 @@
-"""Judges task 3.9: crossings of each level of the tree, and comparisons."""
+"""Judges task 3.9: crossings at each level of the tree, and the number of comparisons."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -14,7 +14,7 @@ Matrix = list[list[float]]
 
 
 def order_all(lesson: Any, matrices: Sequence[Matrix]) -> list[tuple[list[int], bool]]:
-    """Order the ranks of every matrix; return also whether the matrix is as it was."""
+    """Order the ranks of every matrix; also return whether the matrix is unchanged."""
     orders = []
     for matrix in matrices:
         copy = [[*row] for row in matrix]
@@ -24,7 +24,7 @@ def order_all(lesson: Any, matrices: Sequence[Matrix]) -> list[tuple[list[int], 
 
 
 class Counted(float):
-    """A number that counts how often any of its kind is compared."""
+    """A number that counts the comparisons of all such numbers."""
 
     num_compared = 0
 
@@ -44,7 +44,7 @@ class Counted(float):
 
 
 def comparisons_of(lesson: Any, matrix: Matrix) -> int:
-    """Return how often ``ring_order`` compares seconds."""
+    """Return how many comparisons of seconds ``ring_order`` makes."""
     Counted.num_compared = 0
     int_list("ring_order", lesson.ring_order([[*map(Counted, row)] for row in matrix]))
     return Counted.num_compared
@@ -56,8 +56,8 @@ SHAPES: list[list[Any]] = [  # ranks of each host; hosts of each leaf; leaves of
     *([[3, 1], [2], [2, 2, 1]], [[8, 8]] * 4),
 ]
 NUM_DRAWN = 20  # trees of other sizes
-MOST_TIMES = 16  # comparisons, in N²: sorting every row takes half of it
-Place = tuple[int, ...]  # pod of a rank, leaf in the pod, host below the leaf, and so on
+MOST_TIMES = 16  # most comparisons, in units of N²; sorting every row takes half of that
+Place = tuple[int, ...]  # a rank's pod, its leaf in the pod, its host at the leaf, and so on
 
 
 def _places(shape: list[Any], above: Place = ()) -> list[Place]:
@@ -70,13 +70,13 @@ def _places(shape: list[Any], above: Place = ()) -> list[Place]:
 
 
 def _drawn(random: Random, depth: int) -> list[Any]:
-    """Draw a tree of ``depth`` levels, with one to three parts in each part."""
+    """Draw a tree of ``depth`` levels, with one to three branches at each node."""
     number = random.randint(1, 3)
     return [_drawn(random, depth - 1) if depth > 1 else random.randint(1, 4) for _ in range(number)]
 
 
 def _measured(places: list[Place], random: Random, noise: float) -> Matrix:
-    """Return the seconds of a message between any two ranks: threefold per level, with noise."""
+    """Return the seconds of a message between any two ranks, tripled per level, with noise."""
     depth, fastest_s = len(places[0]), 10 ** random.uniform(-6, -3)
     return [
         [
@@ -90,7 +90,7 @@ def _measured(places: list[Place], random: Random, noise: float) -> Matrix:
 
 
 def _common(place: Place, other: Place) -> int:
-    """Return how many levels two ranks share, from the top."""
+    """Return how many levels two ranks share, counted from the top."""
     return next((k for k, (a, b) in enumerate(zip(place, other)) if a != b), len(place))  # noqa: B905
 
 
@@ -98,7 +98,7 @@ def _common(place: Place, other: Place) -> int:
 def test_each_part_of_the_tree_is_entered_once(grade: Grade) -> None:
     cases = []
     drawn = [_drawn(grade.random, grade.random.randint(1, 3)) for _ in range(NUM_DRAWN)]
-    for shape, noise in product([*SHAPES, *drawn], (0.2, 0.0)):  # without noise, times are equal
+    for shape, noise in product([*SHAPES, *drawn], (0.2, 0.0)):  # without noise, times are tied
         places = _places(shape)
         grade.random.shuffle(places)
         cases.append((places, _measured(places, grade.random, noise)))

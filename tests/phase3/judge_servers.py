@@ -1,4 +1,4 @@
-"""Judges tasks 3.14 to 3.17: steps and replies of servers, waiting, and deaths."""
+"""Judges tasks 3.14 to 3.17: servers' steps and replies, waiting, and dead workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -74,8 +74,8 @@ LATE = (
     "a worker whose connection closes raises a RuntimeError at once."
 )
 INTO_THE_SAME = "Receive every gradient into the same memory, and copy nothing for later."
-PACES_S = 10e-3, 13.1e-3, 41.3e-3, 17.9e-3, 23.3e-3  # no two gradients arrive at the same time
-LARGE = 300_000  # elements, of more than 2^20 bytes in 32 bits
+PACES_S = 10e-3, 13.1e-3, 41.3e-3, 17.9e-3, 23.3e-3  # no two gradients arrive simultaneously
+LARGE = 300_000  # elements; more than 2^20 bytes in 32 bits
 
 
 # 3.14 push_pull
@@ -160,7 +160,7 @@ def test_a_worker_inside_a_group(grade: Grade) -> None:
 
 
 def _plan(grade: Grade, function: str, num_workers: int, **settings: Any) -> Plan:
-    """Draw the server among the ranks, and the size of its shard."""
+    """Make a plan; draw which rank is the server, and the size of its shard."""
     ranks = [*range(num_workers + 1)]
     server = grade.random.choice(ranks)
     ranks.remove(server)
@@ -170,7 +170,7 @@ def _plan(grade: Grade, function: str, num_workers: int, **settings: Any) -> Pla
 
 
 def _judge_kinds(grade: Grade, function: str, *arguments: Any) -> None:
-    """Judge two servers and two workers, with shards of every dtype."""
+    """Judge two servers and two workers, with shards of several dtypes."""
     for dtype in ("float32", "float64", "bfloat16"):
         plan = Plan(function, (2, 0), (3, 1), 4, 11, dtype=dtype, arguments=arguments)
         judge(grade, plan, STUCK[function])
@@ -179,14 +179,14 @@ def _judge_kinds(grade: Grade, function: str, *arguments: Any) -> None:
 def _tests_of(
     number: str, name: str, function: str, num_extra: int, cause: str, *arguments: Any
 ) -> dict[str, Callable[..., None]]:
-    """Return the tests of the promises that all functions with one group make.
+    """Return tests of the promises shared by all functions that use a single group.
 
     Args:
         number: Task of the function.
-        name: Beginning of the names of its tests.
+        name: Beginning of the test names.
         function: Name of the function.
-        num_extra: Tensors that a server may hold beside its shard.
-        cause: Likely cause of more.
+        num_extra: Tensors that a server may hold besides its shard.
+        cause: Likely cause if it holds more.
         arguments: Arguments of the function after ``num_steps``.
     """
 
@@ -279,7 +279,7 @@ globals().update(_tests_of("3.16", "bounded", BOUNDED, 2, NOTED, 1))
         (1, (10, 13, 11)),
         (2, (10, 40, 10, 10)),
         (0, (10,)),
-        (7, (300, 10, 13)),  # the slowest comes when the others have ended
+        (7, (300, 10, 13)),  # the slowest arrives after the others have ended
         (8, (300, 10, 13)),
     ],
 )
@@ -296,7 +296,7 @@ def test_replies_are_held_back_by_the_bound_alone(
 
 TIMEOUT_S = 60e-3
 LONG_S = 10.0
-Deaths = Mapping[int, tuple[int, str]]  # place among the workers -> step, moment in it
+Deaths = Mapping[int, tuple[int, str]]  # index among the workers -> step, and moment in it
 DEATHS: dict[str, Deaths] = {
     "before its first push": {1: (0, BEFORE_PUSH)},
     "between its first push and pull": {3: (0, BEFORE_PULL)},
@@ -327,7 +327,7 @@ def _judge_survivors(grade: Grade, plan: Plan, **settings: Any) -> None:
 @pytest.mark.parametrize("deaths", DEATHS)
 def test_the_others_go_on_without_the_dead(grade: Grade, deaths: str) -> None:
     plan = _survivors(DEATHS[deaths], grade.random.randrange(2))
-    if "close" in deaths:  # noticed at once, not when the limit has passed
+    if "close" in deaths:  # noticed at once, not after the limit
         plan = replace(plan, arguments=(1, LONG_S))
     _judge_survivors(grade, plan, if_late=LATE)
 
@@ -370,7 +370,7 @@ def test_a_connection_closes(grade: Grade) -> None:
 
 
 def _long_s(grade: Grade) -> float:
-    """Return more than any worker is silent for; on processes, on a busy machine."""
+    """Return a limit longer than any worker's silence, even for processes on a busy machine."""
     return 1.0 if grade.is_simulated else 60.0
 
 

@@ -1,4 +1,4 @@
-"""Judges task 3.13: balance, moves when servers join and leave, and agreement of all ranks."""
+"""Judges task 3.13: balance, moves when servers join or leave, and agreement between ranks."""
 
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -21,16 +21,16 @@ class Case(NamedTuple):
     previous: Assigned | None = None
 
     def __str__(self) -> str:
-        """Write the arguments as the end of a sentence."""
+        """Return the arguments as the end of a sentence."""
         before = "" if self.previous is None else f", previous={dict(self.previous)!r:.300}"
         return f"for sizes={dict(self.sizes)!r:.300}, servers={[*self.servers]}{before}"
 
 
 def assign_all(lesson: Any, cases: Sequence[Case], seed: int) -> list[dict[str, Any]]:
-    """Assign the tensors of every case, with arguments in another order on every rank.
+    """Assign the tensors of every case, with arguments in a different order on each rank.
 
     Returns:
-        For each case, the assignment, and whether the arguments are unchanged.
+        Assignment for each case, and whether its arguments are unchanged.
     """
     random, results = Random(seed + dist.get_rank()), []
     for case in cases:
@@ -51,13 +51,13 @@ def _shuffled(table: Mapping[str, int], random: Random) -> dict[str, int]:
 
 
 def _named(random: Random, sizes: Sequence[int]) -> dict[str, int]:
-    """Name the tensors in any order."""
+    """Return the sizes by name, with names in random order."""
     names = random.sample(range(100), len(sizes))
     return {f"layers.{name}": size for name, size in zip(names, sizes, strict=True)}
 
 
 def _drawn_sizes(random: Random, num_tensors: int) -> list[int]:
-    """Draw sizes of one kind: any, alike, doubling, or few large and many small, as in models."""
+    """Draw sizes of one kind: any, similar, powers of two, or few large and many small ones."""
     num_large = random.randint(1, 4)
     kinds = (
         [random.randint(0, 20) for _ in range(num_tensors)],
@@ -95,7 +95,7 @@ def test_shares_are_nearly_as_small_as_they_can_be(grade: Grade) -> None:
 
 
 def _least_maximum(case: Case) -> int:
-    """Return the bytes on the fullest server in the best of all assignments."""
+    """Return the bytes on the fullest server in the best assignment."""
     states = {tuple([0] * len(case.servers))}
     for size in case.sizes.values():
         states = {
@@ -107,7 +107,7 @@ def _least_maximum(case: Case) -> int:
 
 
 def _assigned(grade: Grade, cases: Sequence[Case]) -> list[tuple[Case, Assigned]]:
-    """Assign, and check the promises that hold in every case; the simplest cases come first."""
+    """Assign all cases, the simplest first, and check the promises that hold for all of them."""
     cases = sorted(cases, key=lambda case: (len(case.sizes), sum(case.sizes.values())))
     run = grade.run(assign_all, 2, cases, grade.random.randrange(1000))
     check_silent(run, "assign_shards")
@@ -202,7 +202,7 @@ def test_what_any_assignment_becomes(grade: Grade) -> None:
 
 
 def _changed(random: Random) -> Case:
-    """Draw servers, some of them new and one lost, and names, some of them new and one gone."""
+    """Draw a case in which some servers and tensors are new, and one of each may be gone."""
     servers = _servers(random, random.choice((1, 2, 3, 4, 5, 8)))
     sizes = _named(random, _drawn_sizes(random, random.randint(1, random.choice((12, 40)))))
     homes = [*servers[: random.randint(1, len(servers))], *random.choice(([], [20]))]

@@ -1,4 +1,4 @@
-"""Judges task 3.7: hosts of the ranks, and costs of messages on links that are late and on GPUs."""
+"""Judges task 3.7: hosts of the ranks, and message costs, also on noisy links and on GPUs."""
 
 import socket
 import time
@@ -25,13 +25,13 @@ from judging.pretend_device import PretendDevice, device_of
 from phase3_multi_node.given import LinkCost, Topology
 
 FUNCTION = "discover_topology"
-DOMAIN = "gpu."  # the same beginning, up to a dot, of all names of hosts
+DOMAIN = "gpu."  # common beginning of all host names, up to the dot
 LATE_S = 0.05
 WORK_S = 0.001
 
 
 def discover(lesson: Any, arguments: Mapping[str, Any], group: Any = None) -> dict[str, Any]:
-    """Discover; return plain data, with the name of this rank's host."""
+    """Discover the topology; return it as plain data, with this rank's host name."""
     if group is not None:
         arguments = {**arguments, "group": group}
     topology = typed(FUNCTION, lesson.discover_topology(**arguments), Topology)
@@ -57,10 +57,10 @@ def _cost(name: str, cost: Any) -> list[float] | None:
 def discover_in_groups(
     lesson: Any, groups: Sequence[Sequence[int]], arguments: Mapping[str, Any]
 ) -> list[dict[str, Any] | None]:
-    """Discover in each group in turn, while hosts are called ``gpu.node0`` and so on.
+    """Discover in each group in turn, with host names ``gpu.node0`` and so on.
 
     Returns:
-        The topology of each group, None on ranks that are not in it.
+        Topology of each group; None on ranks outside the group.
     """
     made = [dist.new_group([*ranks]) for ranks in groups]
     name = socket.gethostname
@@ -73,7 +73,7 @@ def discover_in_groups(
 
 @contextmanager
 def _patched(patches: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Patch until the last rank is done: all ranks are threads of one process."""
+    """Keep the patches until the last rank is done, since all ranks are threads of one process."""
     with ExitStack() as stack:
         if dist.get_rank() == 0:
             for (owner, name), value in patches.items():
@@ -86,11 +86,10 @@ def _patched(patches: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 def discover_with_delays(
     lesson: Any, arguments: Mapping[str, Any], delays_s: Mapping[int, Sequence[float]]
 ) -> dict[str, Any]:
-    """Discover while messages are late.
+    """Discover while messages are delayed.
 
     Args:
-        delays_s: size in bytes -> delays of the messages of this size from one rank to another, in
-            their order.
+        delays_s: Size in bytes -> delays of successive messages of this size between two ranks.
     """
     sent: Counter[tuple[int, int, int]] = Counter()
     send = SimGroup.send
@@ -108,13 +107,13 @@ def discover_with_delays(
 
 
 def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Discover on pretended GPUs that work for ``WORK_S`` after each message has arrived.
+    """Discover on pretend GPUs that work for ``WORK_S`` after each message has arrived.
 
     Returns:
-        The topology, and the devices of the messages that were sent.
+        Topology, and the devices of the messages that were sent.
     """
     sent: list[str] = []
-    work_s: defaultdict[int, float] = defaultdict(float)  # rank -> work left to its GPU
+    work_s: defaultdict[int, float] = defaultdict(float)  # rank -> its GPU's remaining work
     send, recv = SimGroup.send, SimGroup.recv
 
     def noting_send(group: SimGroup, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
@@ -145,7 +144,7 @@ STUCK = (
 
 
 def _cluster(grade: Grade, nodes: int, gpus: int, numbering: str = "block") -> Cluster:
-    """Draw the links of a cluster."""
+    """Make a cluster; draw the speed of its links."""
     draw = grade.random.uniform
     return Cluster(
         nodes,
@@ -159,7 +158,7 @@ def _cluster(grade: Grade, nodes: int, gpus: int, numbering: str = "block") -> C
 
 
 def _sizes(grade: Grade) -> tuple[int, int]:
-    """Draw odd sizes that no other message has, the larger one first as often as not."""
+    """Draw odd sizes that no other message has, in random order."""
     sizes = [grade.random.randrange(low, 2 * low) | 1 for low in (8000, 800_000)]
     grade.random.shuffle(sizes)
     return sizes[0], sizes[1]
@@ -186,7 +185,7 @@ def test_hosts_and_links_are_those_of_the_cluster(
     cluster, sizes = _cluster(grade, nodes, gpus, numbering), _sizes(grade)
     repeats = grade.random.randrange(2, 6)
     arguments = {"sizes_bytes": sizes, "repeats": repeats}
-    # Where sends are buffered, as small ones are on real links, send returns before bytes arrive.
+    # If sends are buffered, as small ones are on real links, send returns before the bytes arrive.
     options = Options(eager_bytes=-1 if numbering == "block" else max(sizes))
     run = grade.run(discover, n, arguments, cluster=cluster, options=options, if_stuck=STUCK)
     _check_hosts(run.results)
@@ -263,7 +262,7 @@ def _are_close(some: list[float], others: list[float]) -> bool:
     return all(abs(a - b) <= 0.01 * b for a, b in zip(some, others, strict=True))
 
 
-GROUPS = (0, 1, 4), (1, 2, 4), (0, 1, 2, 4), (0, 3, 4, 5), (2, 5), (1, 3)  # r on host r % 3
+GROUPS = (0, 1, 4), (1, 2, 4), (0, 1, 2, 4), (0, 3, 4, 5), (2, 5), (1, 3)  # rank r is on host r % 3
 
 
 @task("3.7")
@@ -291,7 +290,7 @@ def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
     )
 
 
-# Who plays
+# Pairs that measure
 
 
 def _check_messages(run: Run, sizes: tuple[int, int], repeats: int) -> None:
@@ -358,7 +357,7 @@ def test_collectives_only_share_what_was_found(grade: Grade) -> None:
 @pytest.mark.parametrize("repeats", [1, 4, 5])
 def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
     cluster, sizes = _cluster(grade, 1, 2), tuple(sorted(_sizes(grade), reverse=repeats % 2 == 0))
-    # The longer message is later, so that β is above 0.
+    # The larger message is delayed longer, so that β is above 0.
     ranges_s = {min(sizes): (1e-3, 2e-3), max(sizes): (2e-3, 9e-3)}
     delays_s = {
         size: [LATE_S, *(grade.random.uniform(*limits_s) for _ in range(repeats))]
@@ -409,7 +408,7 @@ def test_gpus_are_waited_for(grade: Grade) -> None:
     result = grade.run(discover_on_gpus, 2, arguments, if_stuck=STUCK).results[0]
     what = "a backend that needs tensors on the GPU: the devices of the messages sent"
     expect(what, sorted({*result["sent"]}), ["cuda:0"], "group_device(group) is cuda:0.")
-    # Of the way there and back, rank 0 waits for the way back alone.
+    # In a round trip, rank 0 waits only for its own GPU, on the way back.
     least_s = WORK_S / 2
     check(
         result["inside"][0] >= 0.99 * least_s,

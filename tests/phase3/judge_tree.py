@@ -33,7 +33,7 @@ Trees = tuple[list[int], list[int]]
 
 
 def trees_of(lesson: Any, sizes: Sequence[int]) -> list[Trees]:
-    """Return the two trees of each size, as the learner makes them."""
+    """Return the learner's two trees for each size."""
     return [_trees(lesson, size) for size in sizes]
 
 
@@ -45,7 +45,7 @@ def _trees(lesson: Any, size: int) -> Trees:
 
 @dataclass(frozen=True)
 class AlongTrees(AllReduce):
-    """An all-reduce that also returns the learner's trees, to judge its messages by."""
+    """An all-reduce that also returns the learner's trees, to check its messages against."""
 
     def call(self, lesson: Any, x: Tensor, group: Any) -> Any:
         super().call(lesson, x, group)
@@ -64,7 +64,7 @@ OF_MESSAGES = "this all-reduce should be made of messages (sends and receives)"
 
 
 def _twice(num_elements: int, n: int) -> Counter[int]:
-    """Return the lengths of the messages that carry x up a tree, and down again."""
+    """Return the lengths of the messages that carry x up a tree and down again."""
     return Counter({num_elements: 2 * (n - 1)})
 
 
@@ -72,7 +72,7 @@ def _twice(num_elements: int, n: int) -> Counter[int]:
 
 
 def _check_up_and_down(call: Call) -> None:
-    """Check that messages lead to rank 0 along a tree, and away from it, in few rounds."""
+    """Check that messages go up a tree to rank 0, and down a tree from it, in few rounds."""
     run, n = call.run, call.n
     pairs = [*run.trace.pairs()] if run.trace else []
     check(
@@ -105,7 +105,7 @@ def _check_up_and_down(call: Call) -> None:
 
 
 def _up_and_down(edges: Sequence[Edge]) -> tuple[list[Edge], list[Edge]]:
-    """Split messages, as they arrive, into those up and those down: to each rank, the last one."""
+    """Split messages, sorted by arrival, into up and down: the last to reach a rank goes down."""
     last = {dst: place for place, (_, dst) in enumerate(edges) if dst != 0}
     down = {*last.values()}
     up = [edge for place, edge in enumerate(edges) if place not in down]
@@ -124,7 +124,7 @@ TREE = Contract(
     rounds=lambda n: 2 * ceil(log2(n)),
     late="On the way down, send first to the child with the most ranks below it, which must pass "
     "the sum on; on the way up, receive from it last.",
-    timed_up_to=30,  # so few that several messages started at once take as long as one
+    timed_up_to=30,  # so few that several messages sent at once take no longer than one
     inboxes=lambda _rank: 1,
     memory="A rank needs x and one tensor to receive into, which it can reuse for every message. "
     "Add in place: x += …",
@@ -186,7 +186,7 @@ def _check_tree(here: str, n: int, parents: Sequence[int]) -> None:
 
 
 def _depth(parents: Sequence[int], rank: int) -> int:
-    """Edges to the root; as many as there are ranks if it is not reached."""
+    """Return the number of edges to the root; if it is not reached, the number of ranks."""
     for depth in range(len(parents)):
         if parents[rank] < 0:
             return depth
@@ -196,7 +196,7 @@ def _depth(parents: Sequence[int], rank: int) -> int:
 
 # 3.6 double_binary_tree_all_reduce
 
-FAST = Cluster(1, 32, latency_s=5e-7, nvlink_bytes_per_s=1 / BYTE_S)  # bytes count, not messages
+FAST = Cluster(1, 32, latency_s=5e-7, nvlink_bytes_per_s=1 / BYTE_S)  # bytes dominate, not latency
 SMALL = Cluster(1, 32, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)
 TOLERANCE = 1.05
 NOT_TOGETHER = (
@@ -243,7 +243,7 @@ def _bytes_along(trees: Trees, num_elements: int, item_bytes: int) -> Counter[Ed
 
 class _DoubleTree(Contract):
     def drawn(self, random: Random, n: int) -> tuple[Any, Kind]:
-        fit = random.randrange(12, 22)  # elements in a segment; the first half has one too many
+        fit = random.randrange(12, 22)  # elements per segment; the first half of x has one too many
         kind = Kind((2 * fit * random.randrange(4, 7) + 1,))
         return self.collective.cut_into(4 * fit + 2), kind
 

@@ -1,4 +1,4 @@
-"""Judges tasks 3.18 and 3.19; values, memory and overlap are shared with task 3.20."""
+"""Judges tasks 3.18 and 3.19; task 3.20 shares the checks of values and overlap."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,12 +15,12 @@ SIZES, REAL_SIZES, SIZE_OF_ALL_CASES = (1, 2, 3, 5), (2,), 3
 TOLERANCE, TOLERANCE_OF_NARROW = 1e-8, 1e-4
 NUM_PARAMS = b.LAYERS * b.WIDTH**2
 BUCKET = 3 * 2 * b.WIDTH**2  # three layers, in bytes
-LIMITS = {2: 44, 3: 71, 5: 60}  # ranks -> bytes of a bucket; all of them make the same PARTS
+LIMITS = {2: 44, 3: 71, 5: 60}  # ranks -> bucket size in bytes; all lead to the same PARTS
 BUFFERS = {"shift": [0.5] * 3}
 STUCK = "All ranks must call the same collectives in the same order."
 FLOPS_PER_S, BYTES_PER_S = 1e12, 16e9
 LAYER_BYTES = 256 * 256 * 4
-SLOW = Cluster(  # a layer's gradients take as long to compute as to be summed
+SLOW = Cluster(  # computing a layer's gradients takes as long as summing them
     1,
     4,
     latency_s=1e-6,
@@ -68,7 +68,7 @@ def check_each(
     cause: str = "",
     tolerance: float = 0.0,
 ) -> None:
-    """Check values by name; the message continues with ``what`` after the name."""
+    """Check values by name; ``what`` follows the name in the message."""
     for name in {**expected, **got}:
         expect(f"{here}: {name}{what}", got.get(name), expected.get(name), cause, tolerance)
 
@@ -79,7 +79,7 @@ def check_each(
 def check_trained(
     what: str, cls: str, by_rank: Sequence[Sequence[dict[str, Any]]], cases: Sequence[Case]
 ) -> None:
-    """Check the parameters after each step, in each case and on each rank."""
+    """Check the parameters after each step, for each case and rank."""
     n = len(by_rank)
     for place, (kind, optimizer) in enumerate(cases):
         expected = b.trained_plainly(kind, optimizer, n)
@@ -116,7 +116,7 @@ def _check_step(here: str, cls: str, kind: str, number: int, right: Any, got: An
 
 
 def check_trains_as_plain(grade: Grade, cls: str, all_cases: Sequence[Case] = b.CASES) -> None:
-    """Check training on few ranks and on many, with links that are late by chance."""
+    """Check training on several numbers of ranks, with random delays on the links."""
     for n in SIZES if grade.is_simulated else REAL_SIZES:
         is_for_all = n == SIZE_OF_ALL_CASES or not grade.is_simulated
         cases = all_cases if is_for_all else all_cases[:1]
@@ -126,14 +126,14 @@ def check_trains_as_plain(grade: Grade, cls: str, all_cases: Sequence[Case] = b.
 
 
 def check_trains_in_group(grade: Grade, cls: str) -> None:
-    """Check training inside a group whose ranks have other numbers in the world."""
+    """Check training inside a group whose ranks differ from those in the world."""
     cases = b.CASES[:4]
     by_rank = results_in_group(grade, b.train, cls, cases)
     check_trained(f"{cls} inside the group {[*MEMBERS]}", cls, by_rank, cases)
 
 
 def check_small_updates(grade: Grade, cls: str, n: int, cause: str) -> list[Any]:
-    """Check steps that 16 bits cannot hold; return the facts by rank."""
+    """Check steps too small for 16 bits; return the results by rank."""
     by_rank = grade.run(b.take_small_steps, n, cls).results
     for rank, result in enumerate(by_rank):
         expect(
@@ -146,14 +146,14 @@ def check_small_updates(grade: Grade, cls: str, n: int, cause: str) -> list[Any]
     return by_rank
 
 
-# Promises of both optimizers
+# Promises that both optimizers make
 
 
 def _check_held(grade: Grade, cls: str, n: int, whole: int, sharded: int, **buckets: int) -> None:
-    """Check memory: ``whole`` bytes per parameter on each rank, ``sharded`` on all together."""
+    """Check memory: ``whole`` bytes per parameter on each rank, and ``sharded`` over all ranks."""
     for has_unused in (False, True) if buckets else (False,):
         most_buckets = {"after a backward pass": 0, "after step": 0}
-        if buckets:  # where the first bucket never fills, it is held until the pass ends
+        if buckets:  # a first bucket that never fills is held until the pass ends
             most_buckets["in the backward pass"] = 3 + has_unused
         body = (b.hold, n, cls, buckets, 0, has_unused)
         for rank, held in enumerate(grade.run(*body, options=MEASURED, if_stuck=STUCK).results):
@@ -180,7 +180,7 @@ def _check_bytes(grade: Grade, cls: str, n: int, rounds: int, **buckets: int) ->
     """Check the traffic of the construction and of a step with two backward passes.
 
     Args:
-        rounds: Reduce-scatters and all-gathers of everything, in the step.
+        rounds: Number of reduce-scatters and all-gathers of all parameters in the step.
     """
     body = (b.take_mixed_steps, n, cls, buckets)
     made, stepped = (grade.run(*body, steps, cluster=UNIFORM, if_stuck=STUCK) for steps in (0, 1))
@@ -240,15 +240,16 @@ def _check_small_updates(grade: Grade, cls: str) -> None:
 def _tests_of(
     number: str, name: str, cls: str, held: tuple[int, int], rounds: int, has_buckets: bool
 ) -> dict[str, Callable[..., None]]:
-    """Return the tests of the promises that both optimizers make.
+    """Return tests of the promises that both optimizers make.
 
     Args:
         number: Task of the class.
-        name: Part of the training that it shards; it is in the names of the tests.
+        name: Name of what the class shards, used in the test names.
         cls: Name of the class.
-        held: Bytes per parameter that each rank holds, and those that all hold together.
-        rounds: Reduce-scatters and all-gathers of everything, in a step of two backward passes.
-        has_buckets: Whether the class has a limit for the bytes of a bucket.
+        held: Bytes per parameter that each rank holds, and that all ranks hold together.
+        rounds: Number of reduce-scatters and all-gathers of all parameters in a step with two
+            backward passes.
+        has_buckets: Whether the class has a limit on bucket size.
     """
 
     def limited_to(num_bytes: int) -> dict[str, int]:
@@ -316,11 +317,11 @@ def test_one_reduction_is_under_way_at_a_time(grade: Grade) -> None:
 def check_overlap(
     grade: Grade, cls: str, keywords: dict[str, Any], num_exposed: int, why: str
 ) -> None:
-    """Check that few messages of a forward and a backward pass are not hidden by computing.
+    """Check that in a forward and a backward pass, computation hides all but a few messages.
 
     Args:
-        num_exposed: Messages of ``LAYER_BYTES`` that may be waited for.
-        why: Cause of more.
+        num_exposed: Number of messages of ``LAYER_BYTES`` that may be waited for.
+        why: Likely cause if more are waited for.
     """
     n = 4
     plain, sharded, made = (

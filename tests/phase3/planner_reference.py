@@ -1,4 +1,4 @@
-"""The formulas of tasks 3.21 to 3.23, as the graders compute them, and cases of these."""
+"""The graders' versions of the formulas of tasks 3.21 to 3.23, and cases to try them on."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -27,9 +27,9 @@ Case = tuple[Transformer, Layout, int]
 
 
 def drawn_model(random: Random) -> Transformer:
-    """Draw a model with heads divisible by 2, 3, 4 and 8, and layers by all stages and chunks.
+    """Draw a model whose heads and layers can be split by the layouts of ``drawn_layout``.
 
-    Nothing need divide the vocabulary.
+    The vocabulary need not be divisible by anything.
     """
     heads = random.choice((24, 48, 72))
     width = heads * random.choice((64, 80, 128))
@@ -38,7 +38,7 @@ def drawn_model(random: Random) -> Transformer:
 
 
 def drawn_layout(random: Random) -> tuple[Layout, int]:
-    """Draw a valid layout of such a model, and a batch size."""
+    """Draw a valid layout for such a model, and a batch size."""
     d, t, p = (random.choice(sizes) for sizes in ((1, 2, 3, 5, 8), (1, 2, 3, 4, 8), (1, 2, 3, 4)))
     v, b = random.choice((1, 2, 3)) if p > 1 else 1, random.choice((1, 2, 3, 4))
     m = p * random.randint(1, 6) if v > 1 else random.randint(1, 12)
@@ -48,7 +48,7 @@ def drawn_layout(random: Random) -> tuple[Layout, int]:
 
 
 def fixed_layouts() -> list[tuple[Layout, int]]:
-    """Return layouts that each show one thing, with batch sizes."""
+    """Return layouts that each exercise one feature, with batch sizes."""
     by_zero = [(Layout(8, micro_batch=2, zero_stage=stage), 64) for stage in range(4)]
     by_memory = [(Layout(2, 4, checkpointing=kind), 8) for kind in CHECKPOINTING]
     split = [(Layout(2, 4, 1, 1, 2, 1, kind, True), 8) for kind in CHECKPOINTING]
@@ -58,7 +58,7 @@ def fixed_layouts() -> list[tuple[Layout, int]]:
 
 
 def cases(random: Random, num_drawn: int = 20) -> list[Case]:
-    """Return fixed and drawn cases, and the drawn ones with twice the batch."""
+    """Return fixed and drawn cases, and the drawn ones again with twice the batch."""
     fixed = [(drawn_model(random), *layout) for layout in fixed_layouts()]
     drawn = [(drawn_model(random), *drawn_layout(random)) for _ in range(num_drawn)]
     return fixed + drawn + [(model, layout, 2 * size) for model, layout, size in drawn]
@@ -79,11 +79,11 @@ def drawn_machine(random: Random) -> Machine:
 
 
 def case_text(model: Transformer, layout: Layout, third: Any = 0, *_: Any) -> str:
-    """Write a case in the letters of the docstrings.
+    """Return a case as text, in the letters of the lesson's docstrings.
 
     Args:
         model: Transformer of the case.
-        layout: Its layout.
+        layout: Layout of the case.
         third: Third argument of the function: a batch size, a kind of checkpointing, or a machine.
     """
     letters = dict(zip("dtpvb", layout[:5], strict=True))
@@ -101,7 +101,7 @@ def case_text(model: Transformer, layout: Layout, third: Any = 0, *_: Any) -> st
 def factor_text(
     number: float, expected: float, _: Transformer, layout: Layout, third: Any = 0, *__: Any
 ) -> str:
-    """Say how a number is related to the expected one, if that is one of the case's sizes."""
+    """Describe ``number`` as a multiple of ``expected``; name the factor if it is a size."""
     if not number or not expected:
         return ""
     sizes, times = dict(zip("dtpvb", layout[:5], strict=True)), number / expected
@@ -114,7 +114,7 @@ def factor_text(
 
 
 def unsplit(layout: Layout) -> int:
-    """Return the divisor of the activations that only sequence parallelism splits."""
+    """Return the divisor for activations that only sequence parallelism splits."""
     return layout.tensor if layout.sequence_parallel else 1
 
 
@@ -198,7 +198,7 @@ def step_time(model: Transformer, layout: Layout, batch_size: int, machine: Mach
 
 
 def broken_rule(model: Transformer, machine: Machine, batch_size: int, layout: Layout) -> str:
-    """Return the first rule of the docstring that a layout breaks, "" if it is valid."""
+    """Return the first rule of the lesson's docstring that a layout breaks, "" if it is valid."""
     d, t, p, v, micro_batch, zero, _, is_split = layout
     if d * t * p != machine.gpus:
         return f"d · t · p = {d * t * p}, but there are {counted(machine.gpus, 'GPU')}."
@@ -235,7 +235,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def plans(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
-    """Return the plans of all valid layouts, also of those that do not fit."""
+    """Return the plans of all valid layouts, including those that do not fit."""
     return [
         Plan(
             layout, memory(model, layout, batch_size), step_time(model, layout, batch_size, machine)

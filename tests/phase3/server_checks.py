@@ -1,4 +1,4 @@
-"""The contract of parameter servers: steps, replies and their bound, messages, and times."""
+"""Contract of parameter servers: steps, replies and their staleness, messages and times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,9 +26,9 @@ from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SILENT, SURVIVORS, 
 
 OF_MESSAGES = "servers and workers should exchange messages (send, recv)"
 SLACK_BYTES = 4096
-ROUNDING = 1e-5  # tolerance of sums in float32
-CLOCK_S = 1e-5  # reading the clock of the simulated world, and rounding
-POLL_S = 1e-3  # per step: the pause between two looks for replies that may leave
+ROUNDING = 1e-5  # tolerance for float32 sums
+CLOCK_S = 1e-5  # for reading the simulated clock, and rounding
+POLL_S = 1e-3  # per step: pause between two checks for replies that may be sent
 
 
 def judge(
@@ -40,15 +40,15 @@ def judge(
     world_size: int = 0,
     **settings: Any,
 ) -> list[Any]:
-    """Let the ranks of a plan serve and work, and check all that its function promises.
+    """Run the servers and workers of a plan, and check all that the plan's function promises.
 
     Args:
-        if_late: Likely cause of late replies; without it, no times are checked.
-        world_size: Number of ranks; those of the plan by default.
-        settings: Settings of ``Grade.run``.
+        if_late: Likely cause of late replies; without it, times are not checked.
+        world_size: Number of ranks; by default, that of the plan.
+        settings: Keyword arguments of ``Grade.run``.
 
     Returns:
-        The facts of each rank.
+        Results of each rank.
     """
     settings = {"cluster": UNIFORM, **settings}
     size = world_size or plan.world_size
@@ -80,13 +80,13 @@ def check_served(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
 
 
 def judge_memory(grade: Grade, plan: Plan, num_extra: int, cause: str) -> None:
-    """Check the peak memory of a server, and that a large shard travels like a small one.
+    """Check a server's peak memory, and that a large shard is sent like a small one.
 
-    The shard is in 32 bits, and then in 16.
+    The shard is in 32 bits first, and then in 16.
 
     Args:
-        num_extra: Tensors of the size of the shard beside it.
-        cause: Likely cause of more.
+        num_extra: Number of shard-sized tensors allowed besides the shard.
+        cause: Likely cause of a higher peak.
     """
     for dtype in ("float32", "bfloat16"):
         same = replace(plan, dtype=dtype)
@@ -103,13 +103,13 @@ def judge_memory(grade: Grade, plan: Plan, num_extra: int, cause: str) -> None:
 
 
 def late_replies(plan: Plan) -> Options:
-    """Let gradients arrive at once and replies late: the next step comes while one is sent."""
+    """Return options that delay only replies: the next step comes while a reply is being sent."""
     pairs = product(plan.servers, plan.workers)
     return Options(faults=Faults(delays_s=dict.fromkeys(pairs, 20e-3)))
 
 
 def check_messages(plan: Plan, run: Run) -> None:
-    """Check that gradients and parameters travel once, in one message each."""
+    """Check that gradients and parameters are each sent once, in one message."""
     num_workers, num_servers = len(plan.workers), len(plan.servers)
     expect(
         f"{counted(num_workers, 'worker')} and {counted(num_servers, 'server')} in "
@@ -122,7 +122,7 @@ def check_messages(plan: Plan, run: Run) -> None:
 
 
 def _check_steps_alone(here: str, result: Mapping[str, Any]) -> None:
-    """Check that no two threads stepped at once, and that the optimizer kept its state."""
+    """Check that only one thread stepped at a time, and that the optimizer kept its state."""
     expect(
         f"{here}: the number of steps that the optimizer's state knows of",
         *(result["steps in state"], len(result["weights"])),
@@ -138,7 +138,7 @@ def _check_steps_alone(here: str, result: Mapping[str, Any]) -> None:
 
 
 def _check_means(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
-    """Check that the optimizer stepped with the means."""
+    """Check that the optimizer stepped with the mean gradients."""
     num_workers, steps = len(plan.workers), result["weights"]
     what = f"{here}: the number of steps of the optimizer, one for all workers together,"
     expect(what, len(steps), plan.num_steps)
@@ -166,7 +166,7 @@ def _why_not_the_mean(weights: Sequence[float] | None) -> str:
 
 
 def _check_each_gradient_steps(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
-    """Check that the optimizer stepped with each worker's gradients, one by one."""
+    """Check that the optimizer stepped with one worker's gradient at a time."""
     applied = schedule(plan).applied
     steps: list[list[float] | None] = result["weights"]
     for number, weights in enumerate(steps):
@@ -206,7 +206,7 @@ def _why_not_one(weights: Sequence[float] | None) -> str:
 
 
 def own_pulls(plan: Plan, by_rank: Sequence[Any]) -> list[tuple[int, int, int, Any]]:
-    """Return (worker, step, server, counts) of every pull."""
+    """Return (worker, step, server, counts) for every pull."""
     return [
         (worker, step, server, counts)
         for worker in plan.workers
@@ -216,7 +216,7 @@ def own_pulls(plan: Plan, by_rank: Sequence[Any]) -> list[tuple[int, int, int, A
 
 
 def _check_replies(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
-    """Check that each reply holds whole parameters, with all gradients of its worker."""
+    """Check that each reply holds consistent parameters, with its worker's gradients applied."""
     num_workers = len(plan.workers)
     for worker, step, server, counts in own_pulls(plan, by_rank):
         here = f"worker {worker}{where}, reply of server {server} to its gradient {step}"
@@ -239,7 +239,7 @@ def _check_replies(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
 
 
 class Schedule(NamedTuple):
-    """Times of the replies to each worker and of its pushes, and number of its gradients."""
+    """For each worker, times of the replies to it, number of its gradients, times of its pushes."""
 
     pulls_s: dict[int, list[float]]
     applied: dict[int, int]
@@ -247,12 +247,12 @@ class Schedule(NamedTuple):
 
 
 def schedule(plan: Plan) -> Schedule:
-    """Work out when replies come if messages take no time."""
+    """Return when replies should come if messages take no time."""
     staleness, timeout_s = plan.staleness, plan.timeout_s
     clocks, held = dict.fromkeys(plan.workers, 0), set[int]()
     pulls: dict[int, list[float]] = {worker: [] for worker in plan.workers}
     pushes: dict[int, list[float]] = {worker: [] for worker in plan.workers}
-    events: list[tuple[float, int, bool]] = []  # time, worker, whether it is known to be dead
+    events: list[tuple[float, int, bool]] = []  # time, worker, whether its death is noticed
 
     def proceed(worker: int, now_s: float) -> None:
         step = len(pushes[worker])
@@ -289,13 +289,13 @@ def schedule(plan: Plan) -> Schedule:
 
 
 def tolerance_s(plan: Plan) -> float:
-    """Return the seconds of all messages, one after the other, and of looking for replies."""
+    """Return the seconds that all messages take in sequence, plus those of polling for replies."""
     num_messages = 2 * len(plan.workers) * plan.num_steps * len(plan.servers)
     return num_messages * (LATENCY_S + plan.num_bytes * BYTE_S + CLOCK_S) + plan.num_steps * POLL_S
 
 
 def check_times(plan: Plan, by_rank: Sequence[Any], right: Schedule, if_late: str) -> None:
-    """Check that no reply comes later than it could, by the clock of the simulated world."""
+    """Check that each reply comes as soon as possible, by the simulated clock."""
     paces = ", ".join(f"{1e3 * plan.pause_s(worker):g}" for worker in plan.workers)
     for worker, right_s in right.pulls_s.items():
         pulls_s = [pull["pulled_s"] for pull in by_rank[worker]["pulls"]]
@@ -311,7 +311,7 @@ def check_times(plan: Plan, by_rank: Sequence[Any], right: Schedule, if_late: st
 
 
 def _check_bound(plan: Plan, by_rank: Sequence[Any]) -> None:
-    """Check in every reply that its worker is not too far ahead of any that is alive."""
+    """Check that no worker gets a reply while it is too far ahead of a live worker."""
     alive = [i for i, worker in enumerate(plan.workers) if worker in plan.alive]
     for worker, step, server, counts in own_pulls(plan, by_rank):
         if worker in plan.deaths or counts is None:

@@ -1,7 +1,7 @@
 """Bodies for tasks 3.14 to 3.17: servers, and workers whose gradients count their steps.
 
 Worker i of W pushes -1 at every W-th element from i on, and 0 elsewhere. After SGD with a learning
-rate of 1, the parameters say how many gradients of each worker have been applied.
+rate of 1, the parameters show how many gradients of each worker have been applied.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ LONG = 1000  # elements
 
 @dataclass(frozen=True)
 class Plan:
-    """Roles and habits of servers and workers.
+    """Roles and behaviour of servers and workers.
 
     Attributes:
-        function: Function of the lesson that serves.
-        servers, workers: Ranks inside the group; in the world, if each pair has a group.
-        num_steps: Steps of each worker.
-        num_elements: Elements of the shard of each server.
+        function: Name of the lesson's function that serves.
+        servers, workers: Ranks in the group, or in the world if each pair has its own group.
+        num_steps: Number of steps of each worker.
+        num_elements: Number of elements in each server's shard.
         pauses_s: Seconds for which each worker computes in a step.
-        arguments: Arguments of the function after ``num_steps``: staleness, limit in seconds.
-        deaths: worker -> step and moment of its end.
-        step_s: Seconds of a step of the optimizer.
-        copy_s: Seconds of a copy of the shard.
+        arguments: Arguments of the function after ``num_steps``: staleness, and limit in seconds.
+        deaths: Worker -> step and moment of its death.
+        step_s: Seconds that an optimizer step takes.
+        copy_s: Seconds that a copy of the shard takes.
     """
 
     function: str
@@ -68,17 +68,17 @@ class Plan:
         return self.num_elements * dtype.itemsize
 
     def pause_s(self, worker: int) -> float:
-        """Return for how long a worker computes in a step."""
+        """Return the seconds for which a worker computes in a step."""
         return dict(zip(self.workers, self.pauses_s, strict=False)).get(worker, 0.0)
 
     @property
     def staleness(self) -> float:
-        """Most steps that a worker may be ahead of the slowest."""
+        """Number of steps by which a worker may be ahead of the slowest."""
         return self.arguments[0] if self.arguments else inf
 
     @property
     def timeout_s(self) -> float:
-        """Limit of the server's patience."""
+        """Seconds of silence after which a server considers a worker dead."""
         return self.arguments[1] if len(self.arguments) > 1 else inf
 
     @property
@@ -88,7 +88,7 @@ class Plan:
 
 
 class SlowlyCopied(Tensor):
-    """Takes virtual time to copy, as a large tensor does: the end is read after the beginning."""
+    """A tensor that, like a large one, takes virtual time to copy: its second half is read last."""
 
     copy_s = 0.0
 
@@ -96,7 +96,7 @@ class SlowlyCopied(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Do the same as for any tensor, but take time for a copy."""
+        """Behave like any tensor, but take time to copy."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if func.__name__ in ("clone", "copy_") and isinstance(args[-1], cls):
@@ -107,7 +107,7 @@ class SlowlyCopied(Tensor):
 
 
 class CountingSGD(torch.optim.SGD):
-    """Notes how often each worker's gradient is in a step, and how many threads step at once."""
+    """SGD that records each step's gradients by worker, and how many threads step at once."""
 
     def __init__(self, shard: Tensor, plan: Plan) -> None:
         super().__init__([shard], lr=1.0)
@@ -116,7 +116,7 @@ class CountingSGD(torch.optim.SGD):
         self.under_way = self.most_at_once = 0
 
     def step(self, closure: Any = None) -> Any:
-        """Step, after ``plan.step_s`` of virtual time."""
+        """Step after ``plan.step_s`` virtual seconds."""
         self.under_way += 1
         self.most_at_once = max(self.most_at_once, self.under_way)
         if self.plan.step_s:
@@ -125,13 +125,13 @@ class CountingSGD(torch.optim.SGD):
         self.weights.append(None if gradient is None else _counts(gradient, self.plan, sign=-1))
         result = super().step(closure)
         state = self.state[self.shard]
-        state["steps"] = state.get("steps", 0) + 1  # kept like a momentum
+        state["steps"] = state.get("steps", 0) + 1  # state that must be kept, like momentum
         self.under_way -= 1
         return result
 
 
 def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any] | None:
-    """Serve or work; return the facts of this rank."""
+    """Serve or work; return this rank's results."""
     if plan.function == SURVIVORS:
         return _count(lesson, plan, pair_groups(plan.servers, plan.workers))
     return _count(lesson, plan, dict.fromkeys([*plan.servers, *plan.workers], group), group)
@@ -143,7 +143,7 @@ def _count(
     """Serve or work.
 
     Args:
-        groups: other rank -> group of all messages with it.
+        groups: Other rank -> group for all messages with it.
         group: Group whose ranks the plan names.
     """
     rank = dist.get_rank(group)
@@ -162,7 +162,7 @@ def _serve(
         shard = shard.as_subclass(SlowlyCopied)
         shard.copy_s = plan.copy_s
     if plan.num_elements <= LONG:
-        shard.grad = torch.full_like(memory, 5)  # leftover of an earlier training
+        shard.grad = torch.full_like(memory, 5)  # left over from an earlier training run
     optimizer = CountingSGD(shard, plan)
     is_of_survivors = plan.function == SURVIVORS
     workers = {worker: groups[worker] for worker in plan.workers}
@@ -199,9 +199,9 @@ WRONG_RANKS = {
 
 
 def _counts(shard: Tensor, plan: Plan, sign: int = 1) -> list[float] | None:
-    """Return how many gradients of each worker are in a tensor; None: not the same everywhere.
+    """Return how many gradients of each worker are in a tensor; None if its parts disagree.
 
-    Nothing is counted in a long tensor: that would take memory.
+    The result is None for a long tensor too: counting would take memory.
     """
     if len(shard) > LONG:
         return None
@@ -214,7 +214,7 @@ def _counts(shard: Tensor, plan: Plan, sign: int = 1) -> list[float] | None:
 
 
 def _work(plan: Plan, rank: int, groups: Mapping[int, Group]) -> list[dict[str, Any]]:
-    """Push ``num_steps`` gradients to all servers at once, or fall silent; return the pulls."""
+    """Push ``num_steps`` gradients to all servers at once, or die on the way; return the pulls."""
     dtype = getattr(torch, plan.dtype)
     gradient = torch.zeros(plan.num_elements, dtype=dtype)
     gradient[plan.workers.index(rank) :: len(plan.workers)] = -1
@@ -238,7 +238,7 @@ def _work(plan: Plan, rank: int, groups: Mapping[int, Group]) -> list[dict[str, 
 
 
 def _link(plan: Plan, server: int, groups: Mapping[int, Group]) -> tuple[int, Group]:
-    """Return a server's rank in the group that connects a worker with it, and this group."""
+    """Return a server's rank in the group that connects a worker to it, and this group."""
     group = groups[server]
     if plan.function != SURVIVORS or group is None:
         return server, group
@@ -246,20 +246,20 @@ def _link(plan: Plan, server: int, groups: Mapping[int, Group]) -> tuple[int, Gr
 
 
 def _fall_silent(when: str, gradient: Tensor, server: int, group: Group) -> None:
-    """End before the push or after it, with open connections or closed ones."""
+    """Die before the push or after it, with open or closed connections."""
     if when == BEFORE_PULL:
         dist.send(gradient, group=group, group_dst=server)
     elif when == CLOSED:
-        # a rank whose limit has passed closes its connections
+        # a rank whose time limit has passed closes its connections
         reply = dist.irecv(torch.empty_like(gradient), group=group, group_src=server)
         with contextlib.suppress(RuntimeError):
             reply.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
 
 
 def serve_some_who_leave(lesson: Any, plan: Plan) -> dict[str, Any] | None:
-    """Serve; a worker that dies destroys its groups: its connections close."""
+    """Serve or work; a worker that dies destroys its groups, which closes its connections."""
     pairs = pair_groups(plan.servers, plan.workers)
-    dist.barrier()  # no connection may close before all are made
+    dist.barrier()  # no connection may close before all are open
     seen = _count(lesson, plan, pairs)
     if dist.get_rank() in plan.deaths:
         for pair in pairs.values():
@@ -279,11 +279,11 @@ def push_and_pull(
     in_turn: bool = False,
     group: Any = None,
 ) -> Any:
-    """Let workers push to the grader's servers; each worker names them in another order.
+    """Push from workers to the grader's servers; each worker lists them in a different order.
 
     Args:
-        in_turn: True if each server answers a worker before it hears from the next, and begins with
-            another one; otherwise, it answers all of them when it has heard from all.
+        in_turn: True if each server answers one worker before it receives from the next, each
+            starting with a different worker; otherwise, it answers after it has received from all.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     workers = [other for other in range(world_size) if other not in servers]
@@ -320,7 +320,7 @@ def _span(tensor: Tensor) -> list[float]:
 
 
 def _answer(parts: Mapping[int, Tensor], in_turn: bool, group: Any) -> list[list[float]]:
-    """Answer a gradient of every worker: each at once with twice of it, or all with the sum."""
+    """Answer each gradient: at once with its double, or after the last with the sum of all."""
     for worker, part in parts.items():
         dist.recv(part, group=group, group_src=worker)
         if in_turn:

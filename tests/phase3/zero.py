@@ -1,4 +1,4 @@
-"""Bodies for tasks 3.18 to 3.20: one contract; each class shards more than the last."""
+"""Bodies for tasks 3.18 to 3.20, whose classes share a contract, and shard more and more."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,7 +16,7 @@ FULLY = "FullyShardedDataParallel"
 FEATURES = 5
 TWO = "two dtypes"
 Case = tuple[str, str]  # kind of model, optimizer
-Numbers = dict[str, list[float]]  # name of a parameter -> its numbers
+Numbers = dict[str, list[float]]  # parameter name -> values
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 0.05}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.3}),
@@ -26,8 +26,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
     ),
 }
-# SGD comes first: a factor that all gradients share, as where a sum is taken for the mean, changes
-# nothing in what Adam does.
+# SGD comes first: Adam would not notice a factor that all gradients share, such as that between a
+# sum and a mean.
 CASES: tuple[Case, ...] = (
     ("plain", "SGD"),
     ("plain", "AdamW"),
@@ -37,12 +37,13 @@ CASES: tuple[Case, ...] = (
     ("unused", "SGD with momentum and decay"),
     (TWO, "Adam"),
 )
-# Shards compute in one dtype, and torch's optimizers skip parameters without a gradient.
+# Fully sharded models compute in one dtype, and torch's optimizers skip parameters without a
+# gradient.
 CASES_IN_SHARDS = CASES[:5]
 IN_USE = "tied", "unused"  # models that have gradients before they are sharded
 NEXT_LR = 0.02
-# Actions before each step: calls of zero_grad, another learning rate, and backward passes of the
-# whole model or of one parameter
+# Actions before each step: calls of zero_grad, a new learning rate, and backward passes through the
+# whole model or only one parameter
 LIFE = (
     ("a step with one backward pass", ("own", "pass")),
     ("a step after module.zero_grad() and zero_grad()", ("module", "own", "pass")),
@@ -59,11 +60,11 @@ WALKED_TWICE = {
     "empty parameter list": "params is an iterator here, as model.parameters() is, and can be "
     "walked only once: if you need it twice, make a list of it first"
 }
-NOTHING = nn.Parameter(torch.zeros(1))  # placeholder where a model is all frozen
+NOTHING = nn.Parameter(torch.zeros(1))  # placeholder if all of a model is frozen
 
 
 class Net(nn.Module):
-    """Layers of sizes that few numbers of ranks divide; scale and head belong to the model."""
+    """Layers with sizes that few world sizes divide; scale and head belong to the model itself."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class Net(nn.Module):
             self.head.weight = nn.Parameter(by_column)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute with the first three blocks."""
+        """Compute the output from the first three blocks."""
         for block in self.blocks[:3]:
             weight = next(iter(block.parameters()), x)
             is_narrow = self.kind == TWO and block is self.blocks[1]
@@ -99,14 +100,14 @@ class Net(nn.Module):
 
 
 def net(kind: str, seed: int) -> Net:
-    """Return a model of small random numbers, the same for the same seed."""
+    """Return a model with small random values, determined by the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Net(kind)
 
 
 def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
-    """Return the loss of one of a rank's batches; those with odd numbers go in by name."""
+    """Return the loss on one of a rank's batches; odd-numbered inputs are passed by keyword."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     x, y = (
         torch.randn(4, width, generator=generator, dtype=torch.float64) for width in (FEATURES, 3)
@@ -117,7 +118,7 @@ def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
 
 
 def listed(tensors: dict[str, Tensor]) -> Numbers:
-    """Return the numbers of tensors, by name."""
+    """Return the values of tensors by name."""
     return {name: value.flatten().tolist() for name, value in tensors.items()}
 
 
@@ -126,7 +127,7 @@ class Sharded:
 
     Attributes:
         model: Module to call.
-        optimizer: Has ``zero_grad`` and ``step``.
+        optimizer: Object with ``zero_grad`` and ``step``.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Sharded:
             self.optimizer = optimizer_cls(trained or [NOTHING], **options)
 
     def act(self, action: str, rank: int, number: int) -> None:
-        """Take one of the actions of ``LIFE``, which precede a step."""
+        """Take one of the actions in ``LIFE``, which precede a step."""
         if action == "own":
             self.optimizer.zero_grad()
         elif action == "module":
@@ -164,9 +165,9 @@ class Sharded:
             _life_loss(self.model, action, rank, number).backward()
 
     def numbers(self) -> Numbers:
-        """Return all parameters, whole; of a model in shards, the buffers too.
+        """Return all parameters unsharded; for a fully sharded model, the buffers too.
 
-        Such a model also loads its own state, which changes nothing: the optimizer has its shards.
+        Such a model also loads its own state, which must not detach the optimizer from the shards.
         """
         if self.is_whole:
             return listed(dict(self.plain.named_parameters(remove_duplicate=False)))
@@ -179,8 +180,8 @@ class Sharded:
 
 
 def train(lesson: Any, cls: str, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
-    """Train a model in each case; the ranks begin with different numbers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # memory not written holds NaN
+    """Train a model in each case; the ranks begin with different values."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised memory with NaN
     return [_trained(lesson, cls, *case, group) for case in cases]
 
 
@@ -191,7 +192,7 @@ def _trained(lesson: Any, cls: str, kind: str, optimizer: str, group: Any) -> di
         _copy_frozen(net(kind, 0), model)
     before = dict(model.named_parameters(remove_duplicate=False))
     begun = listed(before)
-    if cls == STATE and kind in IN_USE:  # whose construction moves gradients, too
+    if cls == STATE and kind in IN_USE:  # the optimizer's constructor moves gradients too
         loss_of(model, rank, 0).backward()
     optimizer_cls, options = OPTIMIZERS[optimizer]
     limit = {"bucket_bytes": 300} if cls == GRADIENTS else {}
@@ -207,14 +208,14 @@ def _trained(lesson: Any, cls: str, kind: str, optimizer: str, group: Any) -> di
 
 
 def _copy_frozen(source: nn.Module, target: nn.Module) -> None:
-    """Make frozen parameters equal on all ranks; optimizers leave them as they are."""
+    """Make frozen parameters equal on all ranks, since the sharded optimizers do not."""
     for mine, first in zip(target.parameters(), source.parameters(), strict=True):
         if not mine.requires_grad:
             mine.data.copy_(first)
 
 
 def _set_learning_rate(optimizer: Any) -> None:
-    """Set it as a scheduler does."""
+    """Set the learning rate as a scheduler does."""
     for group in getattr(optimizer, "optimizer", optimizer).param_groups:
         group["lr"] = NEXT_LR
 
@@ -247,13 +248,13 @@ def trained_plainly(kind: str, optimizer: str, n: int) -> list[Numbers]:
 
 
 def take_small_steps(lesson: Any, cls: str) -> dict[str, Any]:
-    """Take 32 steps down from 1.0, each too small for 16 bits, and a large one.
+    """Take 32 steps down from 1.0, each too small for 16 bits, and then a large one.
 
-    Rank r begins with r + 1, and is given the 1.0 of rank 0.
+    Rank r begins with r + 1, and should be given rank 0's 1.0.
 
     Returns:
-        Facts about the parameters; "reduced" are dtypes and numbers of what ``reduce_gradients``
-        returns afterwards, with gradients of r + 1 on rank r.
+        Range of the parameters, and dtypes of output and parameters; "reduced" holds the dtypes
+        and values that ``reduce_gradients`` then returns for gradients of r + 1 on rank r.
     """
     layer = nn.Linear(1, 7, bias=False, dtype=torch.bfloat16)
     layer.weight.data.fill_(dist.get_rank() + 1.0)
@@ -289,7 +290,7 @@ WIDTH, LAYERS = 64, 16
 
 
 def chain(layers: int = LAYERS) -> list[nn.Linear]:
-    """Return layers of WIDTH² parameters each, in 16 bits."""
+    """Return layers of WIDTH² 16-bit parameters each."""
     return [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)]
 
 
@@ -300,7 +301,7 @@ def live() -> int:
 
 
 class Probe(nn.Module):
-    """Notes the bytes that are held while its unit computes, forward and backward."""
+    """Records the bytes held while its unit computes, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +320,7 @@ class Probe(nn.Module):
 
 
 def probed_chain(probe: Probe, num_frozen: int = 0, num_layers: int = LAYERS) -> nn.Sequential:
-    """Return layers as in ``chain``, each with a probe; the first ones are frozen."""
+    """Return layers as in ``chain``, each with a probe; the first ``num_frozen`` are frozen."""
     layers = chain(num_layers)
     for layer in layers[:num_frozen]:
         layer.requires_grad_(False)
@@ -329,10 +330,10 @@ def probed_chain(probe: Probe, num_frozen: int = 0, num_layers: int = LAYERS) ->
 def hold(
     lesson: Any, cls: str, keywords: dict[str, Any], num_frozen: int = 0, has_unused: bool = False
 ) -> dict[str, int]:
-    """Take two steps with Adam in 16 bits; return the bytes held between the calls, and at most.
+    """Take two 16-bit steps with Adam; return the bytes held between calls, and the peak in passes.
 
-    With all layers frozen, a backward pass only brings the gradient of the input. A model in shards
-    is also evaluated, and made to fail.
+    With all layers frozen, a backward pass only computes the input's gradient. A fully sharded
+    model is also evaluated, and made to fail.
     """
     probe, held = Probe(), dict[str, int]()
     plain = probed_chain(probe, num_frozen)
@@ -372,7 +373,7 @@ def _held_without_gradients(model: nn.Module, probe: Probe, x: Tensor) -> dict[s
 # Bytes
 
 NARROW, WIDE, FROZEN = ((7, 2), (13,), (9,)), ((5,),), (11,)
-PARTS = {  # numbers of elements that travel together, and bytes of each of them
+PARTS = {  # numbers of elements sent together, and bytes per element
     STATE: [(14 + 13 + 9, 2), (5, 4)],
     GRADIENTS: [(5, 4), (13 + 9, 2), (14, 2)],  # buckets of 44 to 71 bytes
 }
@@ -381,10 +382,10 @@ PARTS = {  # numbers of elements that travel together, and bytes of each of them
 def take_mixed_steps(lesson: Any, cls: str, keywords: dict[str, Any], steps: int) -> dict[str, Any]:
     """Take steps of two backward passes; the first does not use all parameters.
 
-    The frozen parameter holds the rank plus 1, and one of the others comes twice.
+    The frozen parameter holds the rank plus 1, and one of the others is listed twice.
 
     Returns:
-        Numbers of the frozen parameter, dtypes of the masters, and elements of the parts, in order.
+        Values of the frozen parameter, dtypes of the masters, and sizes of the parts, in order.
     """
     narrow = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in NARROW]
     wide = [nn.Parameter(torch.ones(shape)) for shape in WIDE]
@@ -413,9 +414,9 @@ def _total(params: Sequence[Tensor]) -> Tensor:
 
 
 def start_twice(lesson: Any) -> list[list[float]]:
-    """Start two reductions and finish them, twice; return the shards in the order of their use.
+    """Start two reductions, and finish twice; return the shards in the order of their use.
 
-    ``use`` calls a barrier, so that the trace shows what has started by then.
+    ``use`` calls a barrier, so that the trace shows what has started before it.
     """
     reduction, used = lesson.Reduction(None), list[list[float]]()
 
@@ -435,10 +436,10 @@ def start_twice(lesson: Any) -> list[list[float]]:
 
 
 def go_back_once(lesson: Any, cls: str, keywords: dict[str, Any], kind: str) -> None:
-    """Go forward and back once, through layers that take as long to compute as to send.
+    """Run one forward and backward pass; layers take as long to compute as to send.
 
     Args:
-        kind: "plain", "sharded", or only "made", without a pass.
+        kind: Kind of model: "plain", "sharded", or "made", which is sharded but runs no pass.
     """
     rows, model = _timed(cls)
     if kind != "plain":
@@ -456,7 +457,7 @@ TIMED_LAYERS, TIMED_UNITS = 12, 8
 
 
 def _timed(cls: str) -> tuple[int, nn.Module]:
-    """Return rows of a batch, and a model for it: layers, or units that are half frozen."""
+    """Return the rows of a batch, and a model of layers or, for ``FULLY``, half-frozen units."""
     if cls != FULLY:
         return 64, nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(TIMED_LAYERS)))
     units = []

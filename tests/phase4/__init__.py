@@ -1,1 +1,1 @@
-"""Bodies and judges of tests/test_phase4.py. Bodies run on the ranks, and assert nothing."""
+"""Functions that the ranks run for tests/test_phase4.py (bodies), and judges of their results."""

@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.1, 4.3 and 4.4: saves of one process, of all ranks, and in the background."""
+"""Bodies for tasks 4.1, 4.3 and 4.4: saves by one process, by all ranks, and in the background."""
 
 import errno
 import os
@@ -26,13 +26,13 @@ from phase4.states import plain, same
 from phase4.stores import MANIFEST, Facts, Plan, Store, error_text, listing, name_of
 from phase4_production.given import Group, Loaded, Shard
 
-# One process that saves, also on disks that are full or broken
+# Saves by one process, also on full or broken disks
 
-REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # names of audit events
+REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # audit events
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return a state of all kinds; those of two steps need the same number of bytes."""
+    """Return a state with values of all kinds; its size in bytes is the same for every step."""
     weight = torch.arange(60, dtype=torch.float32).view(6, 10) + step
     return {
         "model": {"weight": weight, "bias": weight[0].bfloat16(), "empty": torch.zeros(0)},
@@ -43,7 +43,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 class Checkpoints(Store):
-    """The checkpoints of one process."""
+    """Checkpoints of one process."""
 
     loads = "load_checkpoint"
 
@@ -63,12 +63,12 @@ class Checkpoints(Store):
 
 
 def run(lesson: Any, root: str, body: str, *args: object) -> Any:
-    """Run a body of ``stores``."""
+    """Run a body from ``stores``."""
     return getattr(stores, body)(Checkpoints(lesson, root), *args)
 
 
 class _Runs:
-    """Runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -86,11 +86,11 @@ def load_code(lesson: Any, root: str) -> bool:
     return trap.exists()
 
 
-# Disks that are full, or broken at one place
+# Disks that are full, or that fail at one point
 
 
 def save_where_it_fails(lesson: Any, root: str, limit_bytes: int | None) -> Facts:
-    """Save on a disk that is full, or (None) where nothing can be written."""
+    """Save on a full disk or, if the limit is None, where nothing can be written."""
     store = Checkpoints(lesson, root).prepare(Plan(0, there=(1, 2)))
     target = store.folder / name_of(1) / MANIFEST if limit_bytes is None else store.folder
     with _files_of_at_most(limit_bytes):
@@ -98,16 +98,16 @@ def save_where_it_fails(lesson: Any, root: str, limit_bytes: int | None) -> Fact
 
 
 def save_where_a_sync_fails(lesson: Any, root: str) -> list[Facts]:
-    """Save on a disk whose first sync of a file or folder fails, then its second, and so on.
+    """Save on a disk whose first sync of a file or folder fails, then the second, and so on.
 
-    All checkpoints are to be kept: an answer that removes one has saved the new one.
+    ``keep`` is large, so that no checkpoint is removed before the save fails.
     """
     saves: list[Facts] = []
     while True:
-        left = [len(saves)]  # number of syncs that do not fail
+        left = [len(saves)]  # number of syncs before the one that fails
 
         def failing(sync: Sync, descriptors: tuple[int, ...], left: list[int] = left) -> None:
-            left[0] -= bool(descriptors)  # os.sync has none, and never fails
+            left[0] -= bool(descriptors)  # os.sync takes none, and never fails
             if descriptors and left[0] == -1:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             sync(*descriptors)
@@ -121,7 +121,7 @@ def save_where_a_sync_fails(lesson: Any, root: str) -> list[Facts]:
 
 
 def save_where_an_old_one_stays(lesson: Any, root: str) -> Facts:
-    """Save step 3 where step 1 is to go, and can neither be renamed nor removed; then load."""
+    """Save step 3 when step 1 should be removed, but cannot be removed or renamed; then load."""
 
     def failing(name: str, arguments: tuple[Any, ...]) -> None:
         if name in REMOVALS and any(name_of(1) in str(argument) for argument in arguments):
@@ -134,7 +134,7 @@ def save_where_an_old_one_stays(lesson: Any, root: str) -> Facts:
 
 
 def _failed_save(store: Store, target: Path, keep: int) -> Facts:
-    """Save step 3; return the error, whether the folder is as before, and what is open."""
+    """Save step 3; return the error, whether the folder is unchanged, and the files left open."""
     before, error, reason = _content_of(store.folder), "", ""
     try:
         store.lesson.save_checkpoint({"model": torch.zeros(100_000)}, target, 3, keep=keep)
@@ -157,13 +157,13 @@ def _reasons(error: BaseException | None) -> Iterator[str]:
 
 
 def _content_of(folder: Path) -> dict[str, bytes]:
-    """Return all files in a folder."""
+    """Return the content of all files in a folder, by path."""
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @contextmanager
 def _files_of_at_most(num_bytes: int | None) -> Iterator[None]:
-    """Let writes beyond a file's limit fail, as on a full disk, whatever they are made with."""
+    """Make writes beyond a file size limit fail, as on a full disk, whatever code makes them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
     try:
@@ -172,29 +172,29 @@ def _files_of_at_most(num_bytes: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# Ranks that save their shards, and any number of ranks that load them
+# Shards saved by all ranks, and loaded by any number of ranks
 
 Cut = tuple[str, int, int]  # tensor, start, stop
 
 
 class Slices(NamedTuple):
-    """The slices of tensors that each rank saves."""
+    """Tensors, and the slices of them that each rank saves."""
 
     tensors: Mapping[str, tuple[int, str]]  # name -> number of elements, dtype
     by_rank: Sequence[Sequence[Cut]]
 
     def tensor(self, name: str, step: int) -> Tensor:
-        """Return the whole tensor, as it is at a step."""
+        """Return a whole tensor as it is at a step."""
         numel, dtype = self.tensors[name]
         return (torch.arange(numel) * 7 + 3 * step).remainder(101).to(getattr(torch, dtype))
 
     def shards(self, rank: int, step: int) -> dict[str, Shard]:
-        """Return views of the whole tensors, as those of a flattened parameter are."""
+        """Return a rank's shards as views of whole tensors, as with flattened parameters."""
         cuts = self.by_rank[rank]
         return {n: Shard(self.tensor(n, step)[a:b], a, self.tensors[n][0]) for n, a, b in cuts}
 
     def empty(self, cuts: Sequence[Cut]) -> dict[str, Shard]:
-        """Return shards to be filled, without a right number."""
+        """Return shards to load into, filled with a wrong value."""
         shards = {}
         for name, a, b in cuts:
             numel, dtype = self.tensors[name]
@@ -202,17 +202,17 @@ class Slices(NamedTuple):
         return shards
 
     def whole(self) -> list[Cut]:
-        """Return all of each tensor."""
+        """Return one cut per tensor, which spans all of it."""
         return [(name, 0, numel) for name, (numel, _) in self.tensors.items()]
 
 
 def values_of(shards: Mapping[str, Shard]) -> dict[str, list[float]]:
-    """Return the numbers of shards, by name."""
+    """Return the values of shards by name."""
     return {name: shard.values.tolist() for name, shard in shards.items()}
 
 
 class Shards(Store):
-    """The checkpoints of several ranks, each with its slices."""
+    """Checkpoints of several ranks, each with its own slices."""
 
     loads = "load_sharded"
 
@@ -241,14 +241,14 @@ class Shards(Store):
 def run_shards(
     lesson: Any, root: str, slices: Slices, body: str, *args: object, group: Group = None
 ) -> Any:
-    """Run a body of ``stores`` on all ranks."""
+    """Run a body from ``stores`` on all ranks."""
     return getattr(stores, body)(Shards(lesson, root, slices, group), *args)
 
 
 def save_and_load(
     lesson: Any, root: str, slices: Slices, wanted: Sequence[Sequence[Cut]], group: Group = None
 ) -> Facts:
-    """Save steps 1 and 2 on the first ranks, and load on as many as ``wanted`` has."""
+    """Save steps 1 and 2 on ``len(slices.by_rank)`` ranks, and load on ``len(wanted)`` ranks."""
     rank, members = dist.get_rank(group), dist.get_process_group_ranks(group)
     writers, readers = (dist.new_group(members[: len(r)]) for r in (slices.by_rank, wanted))
     store = Shards(lesson, root, slices, group)
@@ -269,7 +269,7 @@ def save_and_load(
 
 
 def load_with_other_lists(lesson: Any, root: str, slices: Slices) -> Facts:
-    """Save steps 1 to 3; load where rank 0 no longer sees step 3, and the others still do."""
+    """Save steps 1 to 3; load after step 3 has become invisible to rank 0 only."""
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1, 2, 3)))
     others = store.folder.with_name("as-the-others-see-it")
 
@@ -281,19 +281,19 @@ def load_with_other_lists(lesson: Any, root: str, slices: Slices) -> Facts:
 
     store.on_rank_0(hide_step_3)
     facts = store.load(store.folder if store.rank == 0 else others)
-    if facts["error"]:  # the other ranks may wait for this one
+    if facts["error"]:  # raised at once, since the other ranks may be waiting
         raise WrongResult(f"load_sharded raised {facts['error']}")
     return facts
 
 
 class Broken(NamedTuple):
-    """Disks that fail whenever something is synced."""
+    """Disks on which syncs fail."""
 
     reasons: Mapping[int, tuple[int, str]]  # rank -> number and text of its OSError
-    is_late: bool = False  # True if only the run's folder fails, once step 2 has its name
+    is_late: bool = False  # True if only syncs of the run's folder fail, once step 2 has its name
 
     def fail(self, folder: Path, sync: Sync, descriptors: tuple[int, ...]) -> None:
-        """Sync, or raise instead."""
+        """Sync, or raise an error instead."""
         rank = dist.get_rank()
         inodes = [os.fstat(descriptor).st_ino for descriptor in descriptors]
         is_named = (folder / name_of(2)).exists()
@@ -306,10 +306,10 @@ class Broken(NamedTuple):
 def save_on_a_broken_disk(
     lesson: Any, root: str, slices: Slices, broken: Broken
 ) -> tuple[str, list[str]]:
-    """Save step 2 while disks fail, and again; return the OSError, and the folder it left."""
+    """Save step 2 while disks fail, then again; return the first OSError, and the folder then."""
     store, text = Shards(lesson, root, slices).prepare(Plan(0, there=(1,))), ""
     failing = syncs_replaced(partial(broken.fail, store.folder), lesson)
-    with failing if store.rank == 0 else nullcontext():  # one process: it counts for all ranks
+    with failing if store.rank == 0 else nullcontext():  # one process: the patch covers all ranks
         dist.barrier()
         try:
             store.save(2)
@@ -318,13 +318,13 @@ def save_on_a_broken_disk(
         left = listing(store.folder)
         dist.barrier()
     dist.barrier()
-    with suppress(FileExistsError):  # a failed save may have left it
+    with suppress(FileExistsError):  # left by a save that failed late
         store.save(2)
     return text, left
 
 
 def load_what_is_missing(lesson: Any, root: str, slices: Slices, wanted: Slices) -> Facts:
-    """Load what the checkpoint lacks."""
+    """Try to load slices that the checkpoint lacks."""
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1,)))
     shards = wanted.empty(wanted.by_rank[store.rank])
     before = values_of(shards)
@@ -335,19 +335,19 @@ def load_what_is_missing(lesson: Any, root: str, slices: Slices, wanted: Slices)
     return {"refusal": refusal, "unchanged": before == values_of(shards)}
 
 
-# What a sharded checkpoint takes of disk, memory and reading
+# Disk space, memory and reads of a sharded checkpoint
 
 NUM_BYTES, NUM_SHARDS = 8_000_000, 8
-LARGE_BYTES = 10_000  # least size of a file of elements; smaller files describe others
+LARGE_BYTES = 10_000  # least size of a file with elements; smaller files hold metadata
 
 
 def save_large(lesson: Any, root: str, slices: Slices) -> int:
-    """Save; return the bytes of the checkpoint."""
+    """Save; return the size of the checkpoint in bytes."""
     return sum(file.stat().st_size for file in Shards(lesson, root, slices).save(1).iterdir())
 
 
 def memory_of_save(lesson: Any, root: str) -> int:
-    """Save shards of NUM_BYTES on one rank; return the most bytes that Python held for that."""
+    """Save shards of NUM_BYTES on one rank; return the peak bytes that Python held for it."""
     parts = torch.zeros(NUM_BYTES // 4).chunk(NUM_SHARDS)
     shards = {f"layer.{place}": Shard(part, 0, len(part)) for place, part in enumerate(parts)}
     tracemalloc.start()
@@ -361,7 +361,7 @@ def memory_of_save(lesson: Any, root: str) -> int:
 def who_reads(
     lesson: Any, root: str, slices: Slices, wanted: Sequence[Sequence[Cut]]
 ) -> dict[str, list[tuple[int, str]]]:
-    """Return which rank reads which large file in a save, a load of nothing and one of a slice."""
+    """Return which rank reads which large file in a save, an empty load and a load of slices."""
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1,)))
     shards = slices.empty(wanted[store.rank])
     doing: dict[str, tuple[int, Callable[[], object]]] = {
@@ -382,14 +382,14 @@ def who_reads(
     return facts
 
 
-# Writes that are held, and training that continues meanwhile
+# Writes that are held up while training continues
 
-HELD_S = 3.0  # longest wait of a write, so that a save that waits for its own write ends too
+HELD_S = 3.0  # longest wait of a write, so that a save that waits for its own write still ends
 LATE_S = 0.3
 TRAINING_S = 600.0
 NUM_ELEMENTS = 100_000
 FULL = "No space left on device"
-FAILURES = {  # errors of writes, by the call that reports them
+FAILURES = {  # errors in writes, by the call that reports them
     "save": OSError(28, FULL),
     "wait": ValueError("the manifest is too long"),
     "with": RuntimeError("enforce fail at inline_container.cc"),
@@ -397,12 +397,12 @@ FAILURES = {  # errors of writes, by the call that reports them
 
 
 class Writer:
-    """Notes what it is given to write; it may have to wait, and it may fail.
+    """A writer that records the states it gets; its writes may wait, and may fail.
 
     Args:
         is_held: Whether each write waits for ``may_go``.
         fails: Steps whose writes raise, with their errors.
-        keeps: Whether the writer keeps what it was given, or a copy without tensors.
+        keeps: Whether it keeps the states themselves, rather than copies without tensors.
     """
 
     def __init__(
@@ -440,7 +440,7 @@ class Writer:
 
 
 def state_of_training() -> dict[str, Any]:
-    """Return a state of all kinds."""
+    """Return a state with values of all kinds."""
     weight = nn.Parameter(torch.arange(6.0).view(2, 3))
     return {
         "model": {"weight": weight, "bias": torch.arange(8).bfloat16()[3:5]},
@@ -450,7 +450,7 @@ def state_of_training() -> dict[str, Any]:
         },
         "losses": [2.5, 1.25],
         "position": (4, torch.tensor([7, 8])),
-        "loss": weight.sum(),  # has a history
+        "loss": weight.sum(),  # has an autograd history
         "name": "run 3",
         "best": None,
     }
@@ -471,7 +471,7 @@ def change(state: dict[str, Any]) -> None:
 
 
 def save_and_change(lesson: Any) -> dict[str, Any]:
-    """Save, and change the state while the write is held."""
+    """Save, and change the state while the write is held up."""
     writer, state = Writer(is_held=True), state_of_training()
     before = plain(state)
     saver = lesson.AsyncCheckpointer(writer)
@@ -494,7 +494,7 @@ def save_and_change(lesson: Any) -> dict[str, Any]:
 
 
 def copy_of_a_slice(lesson: Any) -> tuple[int, list[str]]:
-    """Save a slice, and a tensor of a device; return the bytes and the devices of the copies."""
+    """Save a slice and a tensor on a device; return the bytes and the devices of the copies."""
     writer = Writer()
     with PretendDevice() as pretended, lesson.AsyncCheckpointer(writer) as saver:
         elsewhere = torch.ones(NUM_ELEMENTS).to(pretended)
@@ -517,9 +517,9 @@ def save_four(lesson: Any) -> dict[str, Any]:
 
 
 def wait(lesson: Any) -> dict[str, Any]:
-    """Return the steps that are written after ``wait`` and after with statements.
+    """Return the steps written by the end of ``wait`` and of with statements.
 
-    Also whether an error comes out of a with statement.
+    Also return whether an error comes out of a with statement.
     """
     steps, comes_out, writer = {}, False, Writer()
     saver = lesson.AsyncCheckpointer(writer)
@@ -541,7 +541,7 @@ def wait(lesson: Any) -> dict[str, Any]:
 
 
 def fail(lesson: Any, how: str) -> dict[str, Any]:
-    """Save step 300, whose write fails; return the errors, and what is written afterwards."""
+    """Save step 300, whose write fails; return the errors, and the steps written afterwards."""
     writer = Writer(fails={300: FAILURES[how]})
     saver = lesson.AsyncCheckpointer(writer)
     saver.save({"x": torch.ones(1)}, 300)
@@ -566,9 +566,9 @@ def _raised(call: Any) -> list[str]:
 
 
 def seconds(lesson: Any) -> dict[str, float]:
-    """Let a save wait for the write before; return its own times, and the measured ones.
+    """Make a save wait for the previous write; return the saver's times and the measured ones.
 
-    After the second write training continues for long, on the clock of the simulated world.
+    After the second save, training continues for a long time on the simulated clock.
     """
     writer = Writer(is_held=True)
     saver = lesson.AsyncCheckpointer(writer)

@@ -14,7 +14,7 @@ from phase4.compressors import UNDISTURBED, runs_from_state
 from phase4_production.given import Piece, Reduced
 
 SHAPES = {
-    "conv.weight": (4, 3, 2, 2),  # channels_last: in memory, it lies in another order
+    "conv.weight": (4, 3, 2, 2),  # channels_last: its order in memory differs
     "first.weight": (6, 8),
     "first.bias": (6,),
     "scale": (),
@@ -25,27 +25,27 @@ USED = ("first.bias", "scale", "second.weight", "conv.weight", "second.bias", "f
 BUCKETS = (
     (("second.bias", "second.weight"), ("scale", "first.bias", "first.weight"), ("conv.weight",)),
     (("first.weight", "second.bias"), ("conv.weight", "second.weight"), ("scale", "first.bias")),
-)  # buckets of the first step, and of all later ones
+)  # buckets in the first step, and in all later ones
 BUCKET_BYTES = 240
-GRAIN, FRACTION = 8.0, 1 / 128  # units of what is sent, and of gradients
+GRAIN, FRACTION = 8.0, 1 / 128  # units of sent values, and of gradients
 TORCHS, COURSES = "torch's DistributedDataParallel", "that of task 3.12"
 
 
 class Plan(NamedTuple):
-    """A training with a hook."""
+    """A training run with a hook."""
 
-    door: str  # TORCHS or COURSES
+    door: str  # kind of data parallelism: TORCHS or COURSES
     reduce: str = "coarse"  # kind of compressor, as in ``sent_of``
     steps: int = 6  # number of steps
     dtype: str = "float32"  # dtype of parameters and gradients
     seed: int = 0  # seed of the gradients
-    unused: tuple[str, ...] = ()  # parameters of which rank 1 has no gradients in odd steps
+    unused: tuple[str, ...] = ()  # parameters without gradients on rank 1 in odd steps
     restart: int = -1  # step before which new objects load the state; -1 for none
     spoiled: int = -1  # step in which each gradient of rank 0 holds a NaN; -1 for never
 
 
 def gradients_of(plan: Plan, rank: int, step: int) -> dict[str, Tensor]:
-    """Draw a rank's gradients: multiples of 1/128, exact in bfloat16, as their sums are not."""
+    """Draw a rank's gradients: multiples of 1/128, exact in bfloat16, unlike their sums."""
     gradients = {}
     for place, (name, shape) in enumerate(SHAPES.items()):
         seed = 1_000_000 * plan.seed + 10_000 * step + 100 * place + rank
@@ -58,7 +58,7 @@ def gradients_of(plan: Plan, rank: int, step: int) -> dict[str, Tensor]:
 
 
 def is_unused(plan: Plan, name: str, rank: int, step: int) -> bool:
-    """Return whether a rank leaves a parameter out in a step."""
+    """Return whether a rank does not use a parameter in a step."""
     return name in plan.unused and rank == 1 and step % 2 == 1
 
 
@@ -66,10 +66,10 @@ def is_unused(plan: Plan, name: str, rank: int, step: int) -> bool:
 
 
 def sent_of(reduce: str, part: Tensor, call: int) -> Tensor:
-    """Return what a compressor sends of a part: multiples of ``GRAIN``, unless it is "exact".
+    """Return what a compressor sends of ``part``: multiples of ``GRAIN``, unless it is "exact".
 
-    A "blind" one sends 0 for a NaN, like a compressor that happens to leave this entry out. An
-    "alternating" one sends nothing in every second call.
+    A "blind" compressor sends 0 for a NaN, like one that happens to omit this entry. An
+    "alternating" compressor sends zeros in every second call.
     """
     if reduce == "exact":
         return part.clone()
@@ -79,7 +79,7 @@ def sent_of(reduce: str, part: Tensor, call: int) -> Tensor:
 
 
 class Compressor:
-    """Notes what it gets, and sends a part of it; it has no state of its own."""
+    """A stateless compressor that records what it gets, and sends part of it."""
 
     def __init__(self, reduce: str, group: Any) -> None:
         self.reduce, self.group, self.got = reduce, group, dict[str, Tensor]()
@@ -106,7 +106,7 @@ class Compressor:
 
 
 class WithState(Compressor):
-    """A compressor with a state: how often each parameter was sent."""
+    """A compressor whose state is the number of times that each parameter was sent."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": dict(self.calls)}
@@ -116,7 +116,7 @@ class WithState(Compressor):
 
 
 def mean_of(sent: Tensor, group: Any = None) -> Reduced:
-    """Average what the ranks send."""
+    """Average the sent values over the ranks."""
     mean = sent.clone()
     dist.all_reduce(mean, group=group)
     return Reduced(mean / dist.get_world_size(group), sent)
@@ -126,7 +126,7 @@ def mean_of(sent: Tensor, group: Any = None) -> Reduced:
 
 
 class Parts(nn.Module):
-    """Parameters that are multiplied by factors, which are their gradients."""
+    """Parameters that are multiplied by factors, which become their gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def own_name(name: str) -> str:
 
 
 class Torchs:
-    """Torch's DistributedDataParallel, in small buckets, which change after the first step."""
+    """Torch's DistributedDataParallel with small buckets, which change after the first step."""
 
     def __init__(self, module: Parts, hook: Any, plan: Plan, group: Any) -> None:
         self.module = module
@@ -172,7 +172,7 @@ class Torchs:
 
 
 class Courses:
-    """Task 3.12's data parallelism in short: sums buckets in place, gradients are views of them."""
+    """Task 3.12's data parallelism in brief: sums buckets in place; gradients are views of them."""
 
     def __init__(self, module: Parts, hook: Any, plan: Plan, group: Any) -> None:
         self.module, self.hook, self.group, self.num_steps = module, hook, group, 0
@@ -191,7 +191,7 @@ class Courses:
 
 
 def _buckets(parameters: Sequence[Sequence[nn.Parameter]]) -> list[Tensor]:
-    """Move gradients into buckets, which lie side by side in a longer tensor."""
+    """Move gradients into buckets, which are adjacent parts of a longer tensor."""
     sizes = [sum(parameter.numel() for parameter in row) for row in parameters]
     flats = parameters[0][0].new_zeros(sum(sizes) + 5)[3:-2].split(sizes)
     for flat, row in zip(flats, parameters, strict=True):
@@ -215,7 +215,7 @@ DOORS: dict[str, Callable[..., Any]] = {TORCHS: Torchs, COURSES: Courses}
 
 
 class Training:
-    """A module, a hook and data parallelism around them."""
+    """A training run of a module with a hook, under one kind of data parallelism."""
 
     def __init__(self, lesson: Any, plan: Plan, group: Any = None) -> None:
         self.plan, self.group = plan, group
@@ -225,7 +225,7 @@ class Training:
         self.parallel = DOORS[plan.door](self.module, self.hook, plan, group)
 
     def steps(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Do steps; return what reduce got in each, and what the gradients became."""
+        """Take steps; return what reduce got in each, and the resulting gradients."""
         return [self._step(step) for step in numbers]
 
     def _step(self, step: int) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Training:
 
 
 def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, list[dict[str, Any]]]:
-    """Train; from ``plan.restart`` on also with new objects that load the state."""
+    """Train; from ``plan.restart`` on, also with new objects that load the state."""
     training, later = Training(lesson, plan, group), range(plan.restart, plan.steps)
     if plan.restart < 0:
         return {UNDISTURBED: training.steps(range(plan.steps))}
@@ -255,7 +255,7 @@ def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, list[dict[str
 
 
 def foreign_bucket(lesson: Any) -> dict[str, str]:
-    """Pass a bucket with elements that belong to no gradient; return the refusal."""
+    """Pass a bucket with elements outside all gradients; return the refusal."""
     module = nn.Linear(3, 2)
     hook = lesson.CompressionHook(module, lambda gradient, _: mean_of(gradient))
     flat = torch.zeros(9)

@@ -1,6 +1,7 @@
-"""The contract of every compressor as data, and the tests that hold an answer to it.
+"""The contract of all compressors as data, and the tests that check an answer against it.
 
-What the ranks have sent averages to the mean, bit for bit the same on all ranks, in few bytes.
+The mean is that of the values that the ranks send, and is the same on all ranks, bit for bit; few
+bytes are sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from phase4 import compressors as b
 from phase4.compressors import Case, How
 
 RING = Options(algorithm="ring")  # algorithm of all-reduces and all-gathers
-LITTLE_BYTES = 16  # allowance for lengths and scales, to each other rank
+LITTLE_BYTES = 16  # allowance for lengths and scales, per other rank
 EPSILON = {"float32": 1e-6, "float64": 1e-6, "bfloat16": 1e-2}
 STUCK = (
     "All ranks call the same collectives in the same order, with tensors of the same length: agree "
@@ -29,43 +30,44 @@ CASES = (
     *(Case(23, dtype, seed=3) for dtype in ("float64", "bfloat16")),
     *(Case(23, kind=kind, seed=4) for kind in ("zeros", "equal", "strided")),
 )
-FAR = 2**24 + 1  # a place that float32 can't tell from its neighbours
+FAR = 2**24 + 1  # an index that float32 cannot represent
 
 
 def draw_numbers(random: Random, case: Case, num_ranks: int, argument: Any) -> Case:
-    """Return the case with other numbers."""
+    """Return the case with new random numbers."""
     del num_ranks, argument
     return case._replace(seed=case.seed + random.randrange(10**6))
 
 
 @dataclass(frozen=True)
 class Compressor:
-    """A function that averages gradients in compressed form, and what its task promises."""
+    """A function that averages gradients in compressed form, and its task's promises."""
 
-    task: str  # task that asks for it
+    task: str  # number of its task
     name: str  # name of the function
     worlds: Sequence[tuple[int, Any]]  # numbers of ranks, each with the argument of the function
-    # Check of what a rank sent, called with the place in words, the argument, the case, the
-    # gradients of all ranks, the rank and what it sent.
+    # Check of what a rank sent, called with a description of rank and case, the argument, the case,
+    # the gradients of all ranks, the rank and what it sent.
     check_sent: Callable[[str, Any, Case, Sequence[Numbers], int, Numbers], None]
-    # Numbers of ranks, arguments and gradients whose bytes are counted.
+    # Numbers of ranks, arguments and gradients for which the bytes are counted.
     costs: Sequence[tuple[int, Any, Case]]
-    # Function of one of the costs that returns the bytes that a rank may send, and what they
-    # consist of.
+    # Function that returns, for one of the costs, the bytes that a rank may send, and what they are
+    # for.
     most_bytes: Callable[[int, Any, Case], tuple[float, str]]
     cases: Sequence[Case] = CASES  # gradients to be reduced
-    # Argument with which the one number of a long gradient travels; None: no place does.
+    # Argument with which the only nonzero entry of a long gradient is sent; None if no indices are
+    # sent.
     far: Any = None
-    # Likely cause where the ranks' means differ.
+    # Likely cause if the ranks' means differ.
     if_apart: str = (
         "Add in the same order on all ranks, and let all of them decode the same bytes, or their "
         "models drift apart."
     )
-    # Function that gives a case other numbers.
+    # Function that gives a case new random numbers.
     draw: Callable[[Random, Case, int, Any], Case] = draw_numbers
 
     def tests(self) -> dict[str, Callable[..., None]]:
-        """Return the tests of a suite by name, marked as those of the task."""
+        """Return the tests by name, marked as tests of the task."""
         tests = {
             "averages_what_ranks_send": over(self.worlds, self._test_world, ids=str),
             "on_processes": over(self.worlds[-1:], self._test_world, ids=str),
@@ -118,7 +120,7 @@ class Compressor:
             )
 
     def _test_odd(self, grade: Grade, world: tuple[int, Any]) -> None:
-        """Check that all ranks see the NaN of one, and that a place beyond 2^24 arrives."""
+        """Check that all ranks see one rank's NaN, and that an index beyond 2^24 arrives."""
         n, how = 20, How(self.name, world[1])
         run = grade.run(b.reduce_all, 3, how, [Case(n, kind="nan")], if_stuck=STUCK)
         for rank, (result,) in enumerate(run.results):
@@ -137,7 +139,7 @@ class Compressor:
 
 
 def check_reduced(what: str, by_rank: Sequence[Any], dtype: str, n: int, if_apart: str) -> None:
-    """Check dtype and shape, that the gradient is unchanged, and that all means are the same."""
+    """Check dtypes and shapes, that gradients are unchanged, and that all means are the same."""
     for rank, result in enumerate(by_rank):
         where = f"{what}, rank {rank} of {len(by_rank)}"
         for name, kind in zip(("mean", "sent"), result["kinds"], strict=True):
@@ -159,7 +161,7 @@ def check_reduced(what: str, by_rank: Sequence[Any], dtype: str, n: int, if_apar
 
 
 def check_mean(what: str, by_rank: Sequence[Any], epsilon: float) -> None:
-    """Check that the mean is that of what the ranks have sent."""
+    """Check that the mean is that of the values that the ranks have sent."""
     num_ranks = len(by_rank)
     sums = [sum(column) for column in zip(*(result["sent"] for result in by_rank), strict=True)]
     right = [total / num_ranks for total in sums]

@@ -14,20 +14,20 @@ from judging.calls import case_told, pair, returned, typed
 from judging.tensors import given_group, own_device
 from phase4_production.given import Reduced
 
-GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}  # inexact in fewer bits
+GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}  # inexact with fewer bits
 
 
 class Case(NamedTuple):
     """A gradient."""
 
     n: int  # number of entries
-    dtype: str = "float32"  # name of its dtype
-    # "normal" for random numbers. "zeros". "equal" for plus or minus 1. "strided" for every second
-    # of twice as many random numbers. "nan" for small numbers, of which the last rank has a NaN.
-    # "uneven" for random numbers below 1, but for 3r entries of rank r, which are plus or minus 1
-    # or 2.
+    dtype: str = "float32"  # dtype by name
+    # "normal": random numbers; "zeros"; "equal": all plus or minus 1; "strided": every second of
+    # twice as many random numbers; "nan": small numbers with one larger entry, which is NaN on the
+    # last rank; "uneven": random numbers below 1, except for 3r entries of rank r, which are plus
+    # or minus 1 or 2.
     kind: str = "normal"
-    seed: int = 0  # seed of the numbers
+    seed: int = 0  # seed of the random numbers
 
     def __str__(self) -> str:
         kind = "" if self.kind == "normal" else f" ({self.kind})"
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 class How(NamedTuple):
-    """The function that reduces, and its argument: a fraction, a least magnitude or a codec."""
+    """A reducing function and its argument: a fraction, a least magnitude or a codec."""
 
     name: str
     argument: Any
@@ -62,7 +62,7 @@ def gradient_of(case: Case, rank: int, num_ranks: int) -> Tensor:
 
 
 class Exact:
-    """A lossless codec: the codes are the bytes of each half number, and the scale is 2."""
+    """A lossless codec: the codes are the bytes of the halved numbers, and the scale is 2."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes and the scale."""
@@ -74,7 +74,7 @@ class Exact:
 
 
 def reducer(lesson: Any, how: How, group: Any = None) -> Any:
-    """Return a function of a gradient that calls the learner's."""
+    """Return a function of a gradient that calls the learner's function."""
     options = given_group(group)
     if how.name == "random_k":
         generator = torch.Generator().manual_seed(7)
@@ -86,10 +86,10 @@ def reducer(lesson: Any, how: How, group: Any = None) -> Any:
 
 
 def parts_of(name: str, reduced: Any) -> tuple[Tensor, Tensor]:
-    """Return the mean and what was sent.
+    """Return the mean and the sent values.
 
     Raises:
-        WrongResult: The learner's function returned anything but a Reduced of two tensors.
+        WrongResult: The learner's function did not return a Reduced of two tensors.
     """
     parts = getattr(returned(name, reduced), "mean", None), getattr(reduced, "sent", None)
     if not all(isinstance(part, Tensor) for part in parts):
@@ -116,7 +116,7 @@ def reduce_all(
     lesson: Any, how: How, cases: Sequence[Case], group: Any = None
 ) -> list[dict[str, Any]]:
     """Reduce a gradient of each case."""
-    torch.manual_seed(dist.get_rank(group))  # the global generator differs between ranks
+    torch.manual_seed(dist.get_rank(group))  # make the global generators differ between ranks
     reduce = reducer(lesson, how, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     results = []
@@ -128,7 +128,7 @@ def reduce_all(
 
 
 def reduce_long(lesson: Any, how: How, n: int, place: int) -> list[list[int]]:
-    """Reduce a long gradient with one number at ``place``; return where mean and sent have some."""
+    """Reduce a long gradient, nonzero only at ``place``; return where mean and sent are nonzero."""
     gradient = torch.zeros(n, dtype=torch.bfloat16)
     gradient[place] = 4.0
     parts = parts_of(how.name, reducer(lesson, how)(gradient))
@@ -136,7 +136,7 @@ def reduce_long(lesson: Any, how: How, n: int, place: int) -> list[list[int]]:
 
 
 def draw_often(lesson: Any, n: int, fraction: float, calls: int) -> dict[str, Any]:
-    """Call random_k again and again; return the places of each call, and the generator's state."""
+    """Call random_k repeatedly; return each call's indices, and the generator's state."""
     torch.manual_seed(dist.get_rank())
     generator = torch.Generator().manual_seed(99)
     before = generator.get_state()
@@ -153,9 +153,9 @@ def draw_often(lesson: Any, n: int, fraction: float, calls: int) -> dict[str, An
 
 
 def feed(lesson: Any, n: int, dtype: str, num_steps: int) -> list[dict[str, Any]]:
-    """Call reduce_with_feedback, on one rank, with a reduce that returns random numbers.
+    """Call reduce_with_feedback on one rank, with a reduce that returns random numbers.
 
-    The residual is a part of a longer tensor, and not contiguous.
+    The residual is part of a longer tensor, and not contiguous.
     """
     generator = torch.Generator().manual_seed(n)
     residual = torch.zeros(2 * n, dtype=getattr(torch, dtype))[::2]
@@ -188,13 +188,13 @@ Result = TypeVar("Result")
 def runs_from_state(
     first: T, make: Callable[[], T], owner_of: Callable[[T], Any], run: Callable[[T], Result]
 ) -> dict[str, Result]:
-    """Run on without a stop, and three times from the state that ``first`` has now.
+    """Continue ``first`` without a stop, and start three new runs from its current state.
 
     Args:
-        first: Training that has a state by now.
-        make: Function that makes a new training.
-        owner_of: Function that returns the object of the learner's that has the state.
-        run: Function that trains to the end, and returns the results.
+        first: Training run that has already built up state.
+        make: Function that makes a new training run.
+        owner_of: Function that returns the learner's object that holds a run's state.
+        run: Function that trains to the end and returns the results.
     """
     state = returned("state_dict", owner_of(first).state_dict())
     file = io.BytesIO()
@@ -214,7 +214,7 @@ def runs_from_state(
 
 
 def code(lesson: Any, name: str, rows: Sequence[list[float]], dtype: str) -> list[dict[str, Any]]:
-    """Encode and decode rows of numbers, and decode them again with more bytes after the codes."""
+    """Encode and decode rows of numbers; decode them again with extra bytes after the codes."""
     return [_code(getattr(lesson, name)(), name, row, dtype) for row in rows]
 
 

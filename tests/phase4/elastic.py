@@ -1,4 +1,4 @@
-"""Bodies for task 4.6: a job that notes what it is given, and workers that are interrupted."""
+"""Bodies for task 4.6: a job that records its calls, and workers that are interrupted."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ OPTIONS = ("num_samples", "global_batch", "num_epochs", "save_every", "micro_bat
 
 
 class Plan(NamedTuple):
-    """A run, and the fate of the workers of one start."""
+    """A run, and the way in which one start of its workers ends."""
 
     num_samples: int = 23
     global_batch: int = 5
@@ -29,27 +29,27 @@ class Plan(NamedTuple):
     save_every: int = 2
     micro_batch: int = 2
     seed: int = 0
-    width: int = 3  # number of weights of the model
-    # Early end of the workers: an error "before" or "after" the parameters have changed, a request
-    # to "stop", or "".
+    width: int = 3  # number of the model's weights
+    # Early end of the workers: an error "before" or "after" the parameters change, a request to
+    # "stop", or "" for none.
     ends: str = ""
-    at: int = 0  # step of this start in which, or after which, the workers end
+    at: int = 0  # step, counted from this start, in or after which the workers end
     fails: str = ""  # function that fails on rank 0: "load", "save" or ""
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples of each step of the whole run."""
+        """Number of samples in each step of the whole run."""
         num_full, rest = divmod(self.num_samples, self.global_batch)
         return ([self.global_batch] * num_full + [rest] * (rest > 0)) * self.num_epochs
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps of an epoch; the last one may be short."""
+        """Number of steps per epoch; the last one may be short."""
         return -(-self.num_samples // self.global_batch)
 
 
 class Interrupted(RuntimeError):
-    """The error of a collective when another rank has died."""
+    """The error that a collective raises when another rank has died."""
 
 
 class Model:
@@ -59,12 +59,12 @@ class Model:
         self.plan, self.linear = plan, nn.Linear(plan.width, 1, dtype=torch.float64)
         for parameter in self.parameters():
             nn.init.constant_(parameter, 1.0 + rank)
-            if rank % 2:  # "need not be cleared"
+            if rank % 2:  # gradients "need not be cleared"
                 parameter.grad = torch.ones_like(parameter)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        # Calls of ``add_gradients`` in each step: epoch and samples.
+        # Epoch and samples of each call of ``add_gradients``, by step.
         self.steps: list[list[tuple[int, list[int]]]] = [[]]
-        self.times_s: list[list[float]] = [[]]  # times of all calls in each step
+        self.times_s: list[list[float]] = [[]]  # times of all calls, by step
 
     def parameters(self) -> list[nn.Parameter]:
         return [*self.linear.parameters()]
@@ -77,7 +77,7 @@ class Model:
         self.optimizer.load_state_dict(deepcopy(state["optimizer"]))
 
     def loss(self, samples: Sequence[int], epoch: int) -> Tensor:
-        """Return the sum of the squared errors of these samples."""
+        """Return half the sum of the squared errors on these samples."""
         numbers = torch.tensor(samples, dtype=torch.float64)
         places = torch.arange(1, self.plan.width + 1)
         x = torch.sin(0.37 * (numbers[:, None] + 1) * places + epoch) / self.plan.width**0.5
@@ -102,12 +102,12 @@ class Model:
         self.times_s.append([])
 
     def flat(self) -> list[float]:
-        """Return the parameters, as numbers."""
+        """Return the first weights and the bias."""
         return [*self.linear.weight[0, :8].tolist(), self.linear.bias.item()]
 
 
 def replay(plan: Plan, steps: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
-    """Return the parameters after these steps (epoch and samples of each), on one rank."""
+    """Return the parameters after these steps (epoch and samples of each) in one process."""
     model = Model(plan, 0)
     for epoch, samples in steps:
         model.optimizer.zero_grad()
@@ -117,7 +117,7 @@ def replay(plan: Plan, steps: Sequence[tuple[int, Sequence[int]]]) -> list[float
 
 
 class Worker:
-    """The functions that ``run_elastic`` gets, which note how they are called."""
+    """Functions to pass to ``run_elastic``, which record how they are called."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank, self.job = plan, rank, Model(plan, rank)
@@ -137,7 +137,7 @@ class Worker:
         if self.plan.fails == "load" and self.rank == 0:
             raise RuntimeError(DAMAGED)
         files = sorted(Path(where).glob("step-*"))
-        if self.rank > 0:  # an older list of files
+        if self.rank > 0:  # an outdated list of files
             files = [] if self.rank % 2 else files[:-1]
         if not files:
             return None
@@ -148,7 +148,7 @@ class Worker:
         return self.plan.ends == "stop" and self.asked[-1] == self.plan.at
 
     def end_of(self, run: Callable[[], object]) -> Any:
-        """Return what ``run`` returns, or its end in words."""
+        """Return what ``run`` returns, or a description of how it ends instead."""
         try:
             return typed("run_elastic", run(), int)
         except Interrupted:
@@ -162,9 +162,9 @@ class Worker:
 
 
 def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, Any]:
-    """Be a worker, from one start to its end."""
+    """Run a worker from its start to its end; return what was observed."""
     rank, folder = dist.get_rank(group), Path(root)
-    # No order may depend on the global generator.
+    # The order of samples must not depend on the global generator.
     torch.manual_seed(1000 * dist.get_world_size(group) + rank)
     folder.mkdir(exist_ok=True)
     worker = Worker(plan, rank)
@@ -172,7 +172,7 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
     options |= {"seed": plan.seed} if plan.seed else {}
     options |= {name: getattr(worker, name) for name in ("save", "load", "should_stop")}
     ended = worker.end_of(lambda: lesson.run_elastic(worker.job, folder, **options))
-    steps, is_open = worker.job.steps, ended == "interrupted"  # a begun step counts as a step
+    steps, is_open = worker.job.steps, ended == "interrupted"  # a step that was begun counts
     return {
         "ended": ended,
         "steps": steps if is_open or steps[-1] else steps[:-1],
@@ -185,5 +185,5 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
 
 
 def step_of(path: Path) -> int:
-    """Return the step of a checkpoint, by its name."""
+    """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))

@@ -1,4 +1,4 @@
-"""Bodies for task 4.17: pages that are fetched, files that are cut and damaged, and curves."""
+"""Bodies for task 4.17: fetched pages, cut and damaged files, and curves."""
 
 import _thread
 import functools
@@ -25,27 +25,27 @@ from phase4.interleaved import Meetings, threads_left, watched
 
 # Pages, fetched by clients of all kinds
 #
-# Of the threads of simulated ranks one runs at a time, so that a rank would wait forever for its
-# own server. These bodies leave the simulated world, for a thread that it doesn't know.
+# Only one thread of the simulated ranks runs at a time, so that a rank would wait forever for its
+# own server. These bodies run in a thread outside the simulated world.
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
 Answer = tuple[int, str, str]  # status, content type, text
 PATIENCE_S = 20.0  # longest wait for an answer
-TRIES = 5  # attempts, where another process may take the port first
+TRIES = 5  # attempts, since another process may take the port first
 LOOPBACK = "127.0.0.1"
 FOREIGN = "192.0.2.1"  # an address for documentation, which no machine has
 ABOVE = 70_000  # a port that does not exist
 
 
 def _in_real_world(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a body run in a thread that belongs to no rank: what it starts is real."""
+    """Make a body run in a thread that belongs to no rank, so that its threads are real."""
 
     @functools.wraps(body)
     def call(*args: object) -> Any:
         done, outcome = _thread.allocate_lock(), []
 
         def work() -> None:
-            # Python takes it for a daemon, and so would be what it starts
+            # Python would consider this thread a daemon, and the threads that it starts too.
             threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
             try:
                 outcome.append((body(*args), None))
@@ -82,7 +82,7 @@ def show(
 def fetch_at_each_line(
     lesson: Any, names: Sequence[str]
 ) -> tuple[Answer, Answer, list[tuple[str, Answer]]]:
-    """Let all values be 1, then 2; return the pages before, after and (by line) during that."""
+    """Change all values from 1 to 2; return the pages before, after and (by line) meanwhile."""
     with closing(lesson.PrometheusExporter({})) as exporter:
         exporter.write(*_all_are(1, names))
         fetch, during = partial(_fetch, _port(exporter)), list[Answer]()
@@ -96,7 +96,7 @@ def fetch_at_each_line(
 
 @_in_real_world
 def write_at_each_line(lesson: Any, names: Sequence[str]) -> tuple[Answer, Answer, int]:
-    """Let all values be greater by 1 at each line of a request; return two pages, and the last."""
+    """Raise all values by 1 at each line of a request; return two pages, and the last value."""
     values = itertools.count(1)
 
     def write() -> None:
@@ -117,7 +117,7 @@ def _all_are(value: int, names: Sequence[str]) -> Write:
 
 @_in_real_world
 def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], str]:
-    """Break connections off, then fetch paths; return each path's status, and what was printed."""
+    """Reset connections, then fetch paths; return each path's status, and the printed text."""
     printed = io.StringIO()
     with (
         redirect_stderr(printed),
@@ -129,15 +129,15 @@ def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], s
         for request in (b"", b"GET /metr", b"GET /metrics HTTP/1.0\r\n\r\n"):
             with socket.create_connection((LOOPBACK, port), PATIENCE_S) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                client.sendall(request)  # and close sends a reset
-        statuses = {path: _fetch(port, path)[0] for path in paths}  # those before were accepted
+                client.sendall(request)  # and the close sends a reset
+        statuses = {path: _fetch(port, path)[0] for path in paths}  # by then, all are accepted
         threads_left(serving)
     return statuses, printed.getvalue()
 
 
 @_in_real_world
 def say_nothing(lesson: Any) -> tuple[bool, list[str]]:
-    """Connect and say nothing; return whether the client was dropped, and threads that are left."""
+    """Connect and send nothing; return whether the client is dropped, and the threads left."""
     before = {*threading.enumerate()}
     exporter = lesson.PrometheusExporter({})
     port, limit_s = _port(exporter), 2 * float(lesson.REQUEST_S)
@@ -148,13 +148,13 @@ def say_nothing(lesson: Any) -> tuple[bool, list[str]]:
 
 
 def _hears(client: socket.socket, timeout_s: float) -> bool:
-    """Return whether data comes, or the connection ends."""
+    """Return whether data arrives or the connection ends."""
     return bool(select.select([client], [], [], timeout_s)[0])
 
 
 @contextmanager
 def _short_timeouts(port: int) -> Iterator[None]:
-    """Shorten the timeouts of sockets at this port to a tenth of a second."""
+    """Limit the timeouts of sockets at this port to a tenth of a second."""
 
     def settimeout(self: socket.socket, value: float | None) -> None:
         is_cut = value is not None and self.getsockname()[1] == port
@@ -164,12 +164,12 @@ def _short_timeouts(port: int) -> Iterator[None]:
     try:
         yield
     finally:
-        del socket.socket.settimeout  # it is that of the base class again
+        del socket.socket.settimeout  # restores the base class's method
 
 
 @_in_real_world
 def be_refused(lesson: Any) -> dict[str, Any]:
-    """Take two free ports, then one in use, one that does not exist, and a foreign address."""
+    """Try two free ports, then one in use, one that does not exist, and a foreign address."""
     with (
         closing(lesson.PrometheusExporter({"rank": "0"})) as first,
         closing(lesson.PrometheusExporter({"rank": "1"})) as second,
@@ -195,7 +195,7 @@ def _refusal(lesson: Any, host: str, port: int) -> dict[str, str]:
 
 @_in_real_world
 def listen_again(lesson: Any) -> dict[str, Any]:
-    """Close an exporter, and take its port again, which another process seldom takes first."""
+    """Close an exporter and take its port again; retry in case another process takes it first."""
     for _ in range(TRIES):
         facts = _listen_again(lesson)
         if not facts["is open"] and not facts["error"]:
@@ -218,7 +218,7 @@ def _listen_again(lesson: Any) -> dict[str, Any]:
             facts |= {"ports": [port, _port(second)], "localhost": _addresses(port)}
     except OSError as error:
         facts["error"] = f"{error}"
-    # Threads that are not daemons stay, and are reported.
+    # Threads that are not daemons are reported as such, not as left over.
     return facts | {"left": [] if threads else threads_left(before)}
 
 
@@ -265,7 +265,7 @@ def _is_open(port: int) -> bool:
     return False
 
 
-# Files that are cut, closed and damaged, and curves that are continued
+# Files that are cut, closed or damaged, and continued curves
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
 NAME = "metrics.jsonl"
@@ -274,13 +274,13 @@ Curves = dict[str, list[tuple[int, float]]]
 
 # Lines of JSON
 
-Case = tuple[bytes | None, int | None, Sequence[Write]]  # file that is there, resume_after, writes
+Case = tuple[bytes | None, int | None, Sequence[Write]]  # existing file, resume_after, writes
 
 
 def write_each(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Open a file of each case and write; return the errors, and the contents of the file.
+    """Open each case's file and write to it; return the errors, and the contents of the file.
 
-    Also the records that are read in the end.
+    Also return the records that are read from it at the end.
     """
     return [_write_one(lesson, *case) for case in cases]
 
@@ -323,7 +323,7 @@ def _write(writer: Any, writes: Sequence[Write]) -> None:
 
 
 def watch(lesson: Any, text: str, after: int | None, last: Write) -> list[str]:
-    """Resume, write and close; return all contents that the file had, in order."""
+    """Resume, write and close; return all successive contents of the file."""
     with own_folder() as folder:
         path = folder / NAME
         path.write_text(text, encoding="utf-8")
@@ -333,7 +333,10 @@ def watch(lesson: Any, text: str, after: int | None, last: Write) -> list[str]:
 
 
 def close_all(lesson: Any) -> dict[str, list[str]]:
-    """Return the files and threads of each writer after it was closed, while it still exists."""
+    """Return the files and threads that each writer leaves open after close.
+
+    The writers are kept alive, so that garbage collection cannot close anything.
+    """
     with own_folder() as folder:
         before, left_of, kept = {*threading.enumerate()}, {}, []
         for kind, name in (("TensorBoardWriter", "run"), ("JsonlWriter", NAME)):
@@ -346,11 +349,12 @@ def close_all(lesson: Any) -> dict[str, list[str]]:
 
 # TensorBoard
 
-Resumption = tuple[Sequence[Write], int | None, Sequence[Write]]  # writes, after which step, again
+# Writes, resume_after, further writes.
+Resumption = tuple[Sequence[Write], int | None, Sequence[Write]]
 
 
 def draw_each(lesson: Any, cases: Sequence[Resumption]) -> list[tuple[Curves, Curves]]:
-    """Write, if there is anything, resume and write again; return the curves, also before close."""
+    """Write (if anything), resume and write more; return the curves before and after close."""
     curves = []
     for writes, after, again in cases:
         with own_folder() as folder:
@@ -365,7 +369,7 @@ def draw_each(lesson: Any, cases: Sequence[Resumption]) -> list[tuple[Curves, Cu
 
 
 def _curves(folder: Path) -> Curves:
-    """Return what TensorBoard would draw."""
+    """Return the curves that TensorBoard would draw."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})

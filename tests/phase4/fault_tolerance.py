@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.5, 4.7 and 4.8: ranks that report, training that stops, and intervals."""
+"""Bodies for tasks 4.5, 4.7 and 4.8: ranks that report, training that stops, and save intervals."""
 
 import os
 import signal
@@ -14,15 +14,15 @@ import torch.distributed as dist
 from judging.calls import case_told, typed
 from judging.tensors import given_group
 
-# Ranks that report, fall silent or are slow, on the tests' own clock
+# Ranks that report, fall silent or are slow, on the test's own clock
 
 Event = tuple[Any, ...]  # ("beat", rank, step, busy_s), ("wait", seconds) or ("poll",)
-Poll = list[tuple[int, int, float, str]]  # rank by rank: rank, step, silent_s, status
-STORE_S = 0.5  # timeout of a get of a missing key
+Poll = list[tuple[int, int, float, str]]  # per rank: rank, step, silent_s, status
+STORE_S = 0.5  # timeout for getting a missing key
 
 
 class CountedStore(dist.Store):
-    """A store that notes the name of each method that is called: each is one message."""
+    """A store that records the name of each method called; each call is one message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class CountedStore(dist.Store):
         self.kept.set_timeout(timedelta(seconds=STORE_S))
 
     def __getattribute__(self, name: str) -> Any:
-        """Return a method of the kept store that notes its calls."""
+        """Return a wrapper around the method of ``kept`` that also records each call."""
         if name.startswith("_") or name in ("kept", "calls"):
             return super().__getattribute__(name)
 
@@ -42,9 +42,9 @@ class CountedStore(dist.Store):
 
 
 def watch_all(lesson: Any, stories: Sequence[Any]) -> list[list[Poll]]:
-    """Let stories happen, each with ranks of its own; return the polls of each.
+    """Play stories, each with its own ranks; return the polls of each.
 
-    The last poll of a story is empty if it has waited for a key that is not there.
+    If a poll waits for a missing key, the story ends with an empty poll.
     """
     return [_watch(lesson, *story) for story in stories]
 
@@ -72,7 +72,7 @@ def _watch(
 
 
 def send(lesson: Any, num_ranks: int, num_steps: int) -> dict[str, list[list[str]]]:
-    """Report and poll; return the calls of the store in each report and in each poll."""
+    """Report and poll; return the store's methods called in each report and in each poll."""
     store = CountedStore()
     ranks = [lesson.Heartbeat(store, rank) for rank in range(num_ranks)]
     monitor = lesson.HeartbeatMonitor(store, num_ranks, timeout_s=10.0, clock=lambda: 1000.0)
@@ -90,9 +90,9 @@ def send(lesson: Any, num_ranks: int, num_steps: int) -> dict[str, list[list[str
 
 # Training that is asked to stop
 #
-# In the simulated world ranks are threads, which get no signals: handlers are noted there, and
-# called as the interpreter would. Processes get real signals. A signal that reaches anything but
-# the request that should catch it is noted too.
+# Simulated ranks are threads, which get no signals: handlers are recorded, and called as the
+# interpreter would call them. Processes get real signals. A signal that does not reach the request
+# that should catch it is recorded too.
 
 SAVE_S = 20e-3
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -100,18 +100,18 @@ _handlers: dict[tuple[int, int], Any] = {}  # (thread of a simulated rank, signa
 
 
 class Plan(NamedTuple):
-    """The signals to the ranks."""
+    """Signals to the ranks, and what the ranks do."""
 
-    # Rank, step and signal; it comes while the rank computes this step.
+    # Rank, step and signal; the signal arrives while the rank computes this step.
     arrivals: tuple[tuple[int, int, int], ...] = ()
     signals: tuple[int, ...] = ()  # signals to be caught; empty for the default ones
-    num_steps: int = 5  # steps in which the ranks ask, whatever the answer is
+    num_steps: int = 5  # number of steps; ranks ask in each, whatever the answer
     leaves: bool = False  # whether ranks leave when the answer is true
-    is_interrupted: bool = False  # whether a further signal comes while they save
+    is_interrupted: bool = False  # whether another signal comes while they save
 
 
 def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any]:
-    """Train, and ask after every step whether to stop; each rank takes another time to save."""
+    """Train, and ask after every step whether to stop; saving takes longer the higher the rank."""
     facts: dict[str, Any] = {"answers": [], "computed": [], "saved_s": [], "code": None}
     with _handled() as signals:
         try:
@@ -140,7 +140,7 @@ def _train(stop: Any, plan: Plan, rank: int, signals: "Signals", facts: dict[str
 
 
 def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
-    """Let a rank come late to the second step, and ask another to stop while it waits for it."""
+    """Delay a rank's second step, and ask another rank to stop while it waits for that rank."""
     signals, answers = Signals(), []
     with lesson.StopRequest() as stop:
         for step in range(4):
@@ -153,7 +153,7 @@ def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
 
 
 def fail(lesson: Any) -> dict[str, Any]:
-    """Fail in a step; return whether the error came out, and ``Signals.report``."""
+    """Fail in a step; return whether the error comes out, and the result of ``Signals.report``."""
     signals, has_come_out = Signals(), False
     handlers = [_a_handler, signal.SIG_IGN, signal.getsignal(signal.SIGUSR2)]
     signals.install(dict(zip(NUMBERS, handlers, strict=True)))
@@ -173,29 +173,29 @@ def _request(lesson: Any, plan: Plan, group: Any) -> Any:
 
 
 def _a_handler(number: int, frame: object) -> None:
-    """Do nothing, as a caller's handler may."""
+    """Do nothing, as a caller's handler might."""
 
 
 class Signals:
-    """Sends signals to this rank, and notes those that the request has not kept to itself."""
+    """Sends signals to this rank, and records those that the request did not catch."""
 
     def __init__(self) -> None:
-        # Sentences about signals that reached an earlier handler, or none.
+        # Sentences about signals that reached an earlier handler or none.
         self.let_through: list[str] = []
-        self.before: dict[int, Any] = {}  # handlers outside of the with statement
+        self.before: dict[int, Any] = {}  # handlers outside the with statement
         self.thread = threading.get_ident()
         self.is_simulated = dist.get_backend() == "sim"
         if self.is_simulated:
             signal.signal, signal.getsignal = _note, _noted  # type: ignore[assignment]
 
     def install(self, handlers: dict[int, Any]) -> None:
-        """Handle signals as a caller does for reasons of its own."""
+        """Install handlers, as the caller of a lesson may have done."""
         for number, handler in handlers.items():
             signal.signal(number, handler)
             self.before[number] = signal.getsignal(number)
 
     def report(self) -> dict[str, list[str]]:
-        """Return the signals that are not handled as before, and those that were let through."""
+        """Return the signals whose handlers have changed, and those that were let through."""
         changed = [n for n, handler in self.before.items() if signal.getsignal(n) is not handler]
         names = [signal.Signals(number).name for number in changed]
         return {"changed": names, "let through": self.let_through}
@@ -212,7 +212,7 @@ class Signals:
             self._note(number, "met the default handling, which ends a process at once")
 
     def handle(self, number: int, frame: object) -> None:
-        """Note a signal; a real handler of a caller's might end the process."""
+        """Record a signal; a caller's real handler might end the process."""
         self._note(number, "reached the handler that was there before the with statement")
 
     def _note(self, number: int, what: str) -> None:
@@ -221,7 +221,7 @@ class Signals:
 
 @contextmanager
 def _handled() -> Iterator[Signals]:
-    """Install a caller's own handler for all signals, and remove it in the end."""
+    """Install a caller's own handler for all signals, and remove it at the end."""
     signals = Signals()
     first = {number: signal.getsignal(number) for number in NUMBERS}
     signals.install(dict.fromkeys(NUMBERS, signals.handle))
@@ -245,7 +245,7 @@ def _noted(number: int) -> Any:
 
 
 def seconds(lesson: Any, function: str, calls: Sequence[Sequence[float]]) -> list[float]:
-    """Call a function with all arguments by position; the last one is the number of nodes."""
+    """Call a function with positional arguments, of which the last is the number of nodes."""
     results = []
     for call in calls:
         arguments = call[:-1] if call[-1] == 1 else call  # 1 is the default

@@ -1,12 +1,12 @@
-"""The changes that a program makes to the files of a folder, in order.
+"""The changes that a program makes to the files in a folder, in order.
 
 A history is recorded from outside, whatever the program writes with: whenever it opens, renames,
-removes or syncs something, the folder is looked at, and all changes since the last look belong to
-the history. So a file that C++ has written in between is in it, too.
+removes or syncs something, the folder is inspected, and all changes since the last inspection
+become part of the history. Files that C++ code writes in between are thus included.
 
-A crash follows the rules of POSIX, which file systems use: the content of a file is safe once the
-file was synced; a name, new or gone, once its folder was synced. All other changes may have reached
-the disk or not; a file's content may be torn.
+A crash follows the rules of POSIX, as file systems do: a file's content is safe once the
+file has been synced; a name, new or gone, once its folder has been synced. All other changes may or
+may not have reached the disk, and a file's content may be torn.
 """
 
 import os
@@ -32,15 +32,15 @@ WATCHED = frozenset(
     )
     for name in names.split()
 )
-RETURNED = "phase4.returned"  # audit event of a body
-ROOT = 0  # node of the recorded folder itself
-EVERYTHING = -1  # stands for all nodes
+RETURNED = "phase4.returned"  # audit event that a body raises
+ROOT = 0  # node of the recorded folder
+EVERYTHING = -1  # means all nodes
 Names = Mapping[tuple[int, str], int]  # (folder, name) -> node
 
 
 @dataclass
 class Tree:
-    """The folder as it is seen while the program runs."""
+    """The folder as seen while the program runs."""
 
     names: dict[tuple[int, str], int] = field(default_factory=dict)
     contents: dict[int, bytes] = field(default_factory=dict)  # node of a file -> content
@@ -48,11 +48,11 @@ class Tree:
 
 
 class Event(NamedTuple):
-    """A change, or a sync after which a file's content or the names in a folder are safe."""
+    """A change, or a sync that makes a file's content or the names in a folder safe."""
 
     text: str  # such as "writes run/state.pt (1,705 bytes)"
-    tree: Tree  # the folder after it
-    synced: int | None = None  # node of the file or folder
+    tree: Tree  # the folder after the event
+    synced: int | None = None  # node of the synced file or folder
 
 
 class Recorder:
@@ -71,7 +71,7 @@ class Recorder:
         self.events.clear()
 
     def look(self) -> None:
-        """Note all changes since the last look."""
+        """Record all changes since the last look."""
         if getattr(self._is_looking, "now", False):
             return
         self._is_looking.now = True
@@ -84,7 +84,7 @@ class Recorder:
             self._is_looking.now = False
 
     def sync(self, inode: int | None) -> None:
-        """Note that a file or a folder is on the disk; None: everything is."""
+        """Record that a file or a folder, or everything if the inode is None, is on the disk."""
         self.look()
         nodes = {**self.seen.nodes, self.folder.stat().st_ino: ROOT, None: EVERYTHING}
         if inode in nodes:
@@ -112,7 +112,7 @@ class Recorder:
         return tree
 
     def _node(self, tree: Tree, inode: int) -> int:
-        """Return the node of an inode: a new one, unless it was there at the last look."""
+        """Return the node of an inode, which is new unless the inode was there at the last look."""
         if inode not in tree.nodes:
             known = self.seen.nodes.get(inode)
             tree.nodes[inode] = self._next_node if known is None else known
@@ -120,7 +120,7 @@ class Recorder:
         return tree.nodes[inode]
 
     def _note(self, now: Tree) -> None:
-        """Note an event for the names that are new or gone, and one for each changed content."""
+        """Record an event for names that are new or gone, and one for each changed content."""
         before, old_paths, paths = self.seen, *map(_paths_by_node, (self.seen.names, now.names))
         new = [node for key, node in now.names.items() if before.names.get(key) != node]
         verbs = {
@@ -138,7 +138,7 @@ class Recorder:
 
 
 def paths_in(names: Names) -> tuple[tuple[str, int], ...]:
-    """Return the paths in the folder, with their nodes."""
+    """Return the paths in the folder with their nodes."""
     children: dict[int, list[tuple[str, int]]] = {}
     for (folder, name), node in sorted(names.items()):
         children.setdefault(folder, []).append((name, node))
@@ -165,7 +165,7 @@ def recorded(
 
     Args:
         folder: Existing folder.
-        modules: Modules that may have imported ``os.fsync`` by name: it is replaced there, too.
+        modules: Modules that may have imported ``os.fsync`` by name; it is replaced there too.
         before_sync: Function that is called before each sync, to imitate a slow disk.
     """
     recorder = Recorder(folder)
@@ -188,7 +188,7 @@ def _look_at(recorder: Recorder, name: str, _arguments: tuple[Any, ...]) -> None
         recorder.returns.append(len(recorder.events))
 
 
-# Audit events, which announce what Python is about to do to files
+# Audit events, which announce Python's file operations
 
 Listener = Callable[[str, tuple[Any, ...]], None]  # name and arguments of an event
 _listeners: list[Listener] = []
@@ -196,9 +196,9 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call ``listener`` before anything that Python does to files, in any thread."""
+    """Call ``listener`` before every file operation of Python, in any thread."""
     if not hasattr(sys, "_watches_files"):
-        sys.addaudithook(_notify)  # can't be removed again
+        sys.addaudithook(_notify)  # cannot be removed
         sys._watches_files = True  # type: ignore[attr-defined]
     _listeners.append(listener)
     try:
@@ -220,11 +220,11 @@ SYNCING = [getattr(os, name) for name in ("fsync", "fdatasync", "sync") if hasat
 def syncs_replaced(
     replacement: Callable[[Sync, tuple[int, ...]], None], *modules: Any
 ) -> Iterator[None]:
-    """Let ``os.fsync`` and its like call ``replacement``, with the real one and its arguments.
+    """Make ``os.fsync`` and the like call ``replacement`` with the real function and its arguments.
 
     Args:
-        replacement: Function that calls the real one, or raises instead.
-        modules: Modules that may have imported ``os.fsync`` by name: it is replaced there, too.
+        replacement: Function that calls the real one, or raises an error instead.
+        modules: Modules that may have imported ``os.fsync`` by name; it is replaced there too.
     """
     replaced = {
         (module, name): value
@@ -241,21 +241,21 @@ def syncs_replaced(
             setattr(module, name, value)
 
 
-# The states of the disk that a crash may leave of a recorded history
+# Disk states that a crash may leave, computed from a recorded history
 
-State = tuple[tuple[str, bytes | None], ...]  # path -> content; None: a folder
+State = tuple[tuple[str, bytes | None], ...]  # paths and contents; None for a folder
 
 
 class Disk:
-    """The names and contents that are safe, and the latest ones, which may be lost."""
+    """Names and contents that are safe, and the latest ones, which may be lost."""
 
     def __init__(self, tree: Tree) -> None:
-        """Begin where all of ``tree`` is safe."""
+        """Start from a state in which all of ``tree`` is safe."""
         self.names, self.latest_names = tree.names, tree.names
         self.contents, self.latest = dict(tree.contents), dict(tree.contents)
 
     def apply(self, event: Event) -> None:
-        """Take one event of the history into account."""
+        """Apply one event of the history."""
         self.latest_names = event.tree.names
         self.latest.update(event.tree.contents)
         if event.synced == EVERYTHING:
@@ -266,10 +266,10 @@ class Disk:
             self.names = self._names_with({event.synced})
 
     def states(self) -> Iterator[State]:
-        """Yield the states that a crash may leave now, some of them several times.
+        """Yield the states that a crash may leave now, some of them more than once.
 
-        Of each folder, either the safe names or the latest ones are there; of the contents that
-        are not safe, all, nothing, half, or zeros instead of all.
+        Each folder has either its safe names or its latest ones; contents that are not safe are
+        complete, old, cut in half or replaced by zeros.
         """
         changed = self.names.items() ^ self.latest_names.items()
         folders = sorted({folder for (folder, _), _ in changed})
@@ -279,7 +279,7 @@ class Disk:
             yield tuple((path, contents.get(node)) for path, node in paths)
 
     def _names_with(self, late: Collection[int]) -> Names:
-        """Return the safe names, but the latest ones of some folders."""
+        """Return the latest names in the folders ``late``, and the safe names in all others."""
         names = {key: node for key, node in self.names.items() if key[0] not in late}
         return names | {key: node for key, node in self.latest_names.items() if key[0] in late}
 
@@ -295,9 +295,9 @@ class Disk:
 
 
 def crash_states(recorder: Recorder, end: int) -> Iterator[tuple[int, bool, State]]:
-    """Yield each state that a crash may leave once, after the number of events before it.
+    """Yield each state that a crash may leave, once, with the number of events before it.
 
-    The states that it may leave after ``end`` events come again, marked by True.
+    The states that a crash may leave after ``end`` events are yielded again, marked by True.
     """
     disk, seen = Disk(recorder.start), set[State]()
     for count in range(len(recorder.events) + 1):
@@ -320,13 +320,13 @@ def build(state: State, folder: Path) -> None:
             (folder / path).write_bytes(content)
 
 
-# Files that are read, or still open
+# Files that are read or still open
 
-Identity = tuple[int, int]  # device, and number of a file or a folder on it
+Identity = tuple[int, int]  # device, and inode of a file or folder on it
 
 
 class Read(NamedTuple):
-    """A file that was opened, and not in order to write it."""
+    """A file that was opened, but not for writing."""
 
     rank: int
     path: Path  # relative to the folder
@@ -334,11 +334,11 @@ class Read(NamedTuple):
 
 @contextmanager
 def reads_in(folder: Path, rank_of_caller: Callable[[], int] = int) -> Iterator[list[Read]]:
-    """List the files of ``folder`` that are read in the context, whatever Python opens them with.
+    """Yield a list that collects reads of files in ``folder``, however Python opens the files.
 
     Args:
         folder: Absolute path; the folder need not exist yet.
-        rank_of_caller: Rank of the thread that calls it; always 0 by default.
+        rank_of_caller: Function that returns the calling thread's rank; by default, always 0.
     """
     reads: list[Read] = []
 
@@ -352,7 +352,7 @@ def reads_in(folder: Path, rank_of_caller: Callable[[], int] = int) -> Iterator[
 
 
 def _read_file(path: Any, _mode: object, flags: int) -> Path | None:
-    """Return the file to be read; None if it is written, a folder, or without a name."""
+    """Return the file to be read; None for writing, for a descriptor or for a folder."""
     if flags & os.O_ACCMODE != os.O_RDONLY or isinstance(path, int):
         return None
     file = Path(os.path.abspath(os.fsdecode(path)))
@@ -360,9 +360,9 @@ def _read_file(path: Any, _mode: object, flags: int) -> Path | None:
 
 
 def open_in(folder: Path) -> list[str]:
-    """Return the open files in a folder, once for each descriptor, and ``.`` for the folder.
+    """Return the open files in a folder, once per descriptor, with ``.`` for the folder itself.
 
-    Files that have lost their names are missing.
+    Files that have lost their names are not included.
     """
     names = {_identity(os.stat(path)): path for path in (folder, *folder.rglob("*"))}
     paths = (names.get(identity) for identity in _open_identities())
@@ -373,7 +373,7 @@ def _open_identities() -> Iterator[Identity]:
     for descriptor in map(int, os.listdir("/dev/fd")):
         try:
             yield _identity(os.fstat(descriptor))
-        except OSError:  # the descriptor of the listing itself is closed by now
+        except OSError:  # the listing's own descriptor is already closed
             continue
 
 

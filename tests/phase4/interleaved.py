@@ -1,10 +1,10 @@
 """Two threads that meet at each line of a lesson, so that nothing depends on speed.
 
-While a thread walks through a method of the lesson, a second thread does something else at each of
-its lines, and wherever a generator continues within one; the first one waits for it. So a race goes
-wrong at once, whether the machine is fast or slow. The second thread may have to wait for a lock
-that the first one holds: then the first one continues, and nothing more is begun until that is
-done.
+While one thread runs a method of the lesson, a second thread does something else at each line of
+the method, and wherever a generator continues within a line; the first thread waits for it. Races
+thus show at once, whether the machine is fast or slow. If the second thread has to wait for a lock
+that the first one holds, the first one continues, and no further event starts until the current one
+is done.
 """
 
 import linecache
@@ -18,13 +18,13 @@ from types import FrameType
 from typing import Any
 
 PATIENCE_S = 20.0  # longest wait for the last event
-NUM_IDLE_LOOKS = 30  # looks at an idle process, after which its threads wait for a lock
+NUM_IDLE_LOOKS = 30  # looks at an idle process before its thread counts as waiting for a lock
 MOST = 200  # largest number of meetings
 NUM_LOOKS, LOOK_S = 500, 0.01
 
 
 def threads_left(before: Collection[threading.Thread]) -> list[str]:
-    """Wait for new threads to end; return the names of those that don't."""
+    """Wait for new threads to end; return the names of those that do not."""
     for _ in range(NUM_LOOKS):
         if not (left := {*threading.enumerate()} - {*before}):
             break
@@ -33,13 +33,13 @@ def threads_left(before: Collection[threading.Thread]) -> list[str]:
 
 
 class Meetings:
-    """Calls ``event`` in a thread at each line of ``file`` that another thread comes to."""
+    """Calls ``event`` in a second thread at each line of ``file`` that a watched thread reaches."""
 
     def __init__(self, file: str, event: Callable[[], None]) -> None:
         self.file, self.event = file, event
         self.is_on = False
         self.lines: list[int] = []  # line of each meeting
-        self.thread = threading.Thread()  # second thread
+        self.thread = threading.Thread()  # the second thread
 
     @contextmanager
     def in_this_thread(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Meetings:
 
     @contextmanager
     def in_new_threads(self) -> Iterator[None]:
-        """Watch the lines of threads that begin in here, while ``now()`` is entered."""
+        """Watch the lines of threads that start inside this context, while ``now()`` is active."""
         threading.settrace(self._trace)
         try:
             yield
@@ -63,7 +63,7 @@ class Meetings:
 
     @contextmanager
     def now(self) -> Iterator[None]:
-        """Let the threads meet, and wait for the second one in the end."""
+        """Make the threads meet, and wait for the second one at the end."""
         self.is_on = True
         try:
             yield
@@ -73,12 +73,12 @@ class Meetings:
                 self.thread.join(PATIENCE_S)
 
     def line(self, place: int) -> str:
-        """Quote the line of the lesson at which the threads have met."""
+        """Return the line of the lesson at a meeting, with its number."""
         number = self.lines[place]
         return f"line {number}, {linecache.getline(self.file, number).strip()!r}"
 
     def _trace(self, frame: FrameType, kind: str, argument: object) -> Any:
-        """Meet where a function begins or a generator continues, perhaps within a line."""
+        """Meet where a function starts or a generator continues, perhaps within a line."""
         if frame.f_code.co_filename != self.file:
             return None
         self._meet(frame)
@@ -110,14 +110,14 @@ class Meetings:
             num_looks = num_looks + 1 if is_idle else 0
 
 
-# The contents of a file at any moment, also between two calls of one line
+# Contents of a file at every moment, even between two calls on one line
 
 
 @contextmanager
 def watched(path: Path) -> Iterator[list[bytes]]:
-    """Look at a file before each bytecode of this thread; yield its contents, in order.
+    """Look at a file before each bytecode of this thread; yield a list of successive contents.
 
-    The content is b"" while there is no file.
+    The content is b"" while the file does not exist.
     """
     contents: list[bytes] = []
 

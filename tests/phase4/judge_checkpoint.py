@@ -1,4 +1,4 @@
-"""Judges tasks 4.1, 4.3 and 4.4: crashes, damage, broken disks, any number of ranks, and waits."""
+"""Judges tasks 4.1, 4.3 and 4.4: crashes, damage, broken disks, any number of ranks, waiting."""
 
 import errno
 import os
@@ -121,7 +121,7 @@ def _check_failure(facts: Facts, what: str, reason: str) -> None:
     check_closed(facts["open"], f"a save that has failed ({what})")
 
 
-# 4.3: any number of ranks loads, crashes leave whole checkpoints, ranks end alike
+# 4.3: loads on any number of ranks, intact checkpoints after crashes, the same error on all ranks
 
 STUCK = (
     "A rank that fails must say so before it raises: the others wait for it. Gather on all ranks "
@@ -131,15 +131,16 @@ DTYPES = ("float32", "bfloat16", "int64", "float64")
 
 
 def _run(grade: Grade, body: Callable[..., Any], num_ranks: int, *args: object) -> Run:
-    """Run a body on ranks with a root folder for all of them."""
+    """Run a body on ranks that share a root folder."""
     with TemporaryDirectory(prefix="distlab-") as root:
         return grade.run(body, num_ranks, root, *args, if_stuck=STUCK)
 
 
 def _cuts(grade: Grade, tensors: dict[str, tuple[int, str]], num_ranks: int) -> list[list[Cut]]:
-    """Cut every tensor at random places; ranks with nothing of a tensor may not name it.
+    """Cut every tensor at random positions; a rank may also list a tensor with an empty slice.
 
-    Of every other tensor, parts are on several ranks. Of the first, the last rank names nothing.
+    Slices of every second tensor overlap between ranks. The last rank's slice of the first tensor
+    is empty.
     """
     by_rank: list[list[Cut]] = [[] for _ in range(num_ranks)]
     for place, (name, (numel, _)) in enumerate(tensors.items()):
@@ -336,7 +337,7 @@ def test_a_broken_disk_is_an_error_on_all_ranks(grade: Grade, what: str) -> None
         )
 
 
-LACKS = {  # tensor, length and dtype, wanted slice, and texts; the error has one of these
+LACKS = {  # tensor, length and dtype, wanted slice, and texts, one of which the error contains
     "w[2:12] of which w[5:9] was never saved": ("w", (20, "float32"), 2, 12, ["[5:9]"]),
     "w[9:20] of which w[16:20] was never saved": ("w", (20, "float32"), 9, 20, ["[16:20]"]),
     "c[1:3] of which nothing was saved": ("c", (4, "float32"), 1, 3, ["[1:3]"]),
@@ -360,7 +361,7 @@ def test_what_a_checkpoint_lacks_is_named(grade: Grade, what: str) -> None:
     expect_on_all_ranks(f"{what} is refused: whether wanted is unchanged", unchanged, True)
 
 
-# 4.4: the waits of training, the written states, and errors that are reported
+# 4.4: how long training waits, the written states, and error reports
 
 
 @task("4.4")

@@ -1,4 +1,4 @@
-"""Judges task 4.13: compressed gradients, their means, residuals and states, at both doors."""
+"""Judges task 4.13: compressed gradients, residuals and states, with both data-parallel classes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +20,8 @@ STUCK = (
     "all ranks in the order of the buckets."
 )
 each_door = pytest.mark.parametrize("door", [TORCHS, COURSES], ids=["torchs", "courses"])
-Tensors = dict[str, Tensor]  # name of the parameter -> tensor
-Step = Mapping[str, Any]  # "got" and "gradients" of a rank, by name
+Tensors = dict[str, Tensor]  # parameter name -> tensor
+Step = Mapping[str, Any]  # a rank's "got" and "gradients", by name
 
 
 def _plan(grade: Grade, door: str, reduce: str = "coarse", **options: Any) -> Plan:
@@ -55,7 +55,7 @@ def _check(plan: Plan, by_rank: Sequence[Mapping[str, Sequence[Step]]], where: s
 
 
 def _expected(plan: Plan, n: int) -> list[list[Any]]:
-    """Return what reduce should get and gradients should become, by step and rank."""
+    """Return what reduce should get and what gradients should become, by step and rank."""
     residuals = [{name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(n)]
     steps = []
     for step in range(plan.steps):
@@ -74,7 +74,7 @@ def _expected(plan: Plan, n: int) -> list[list[Any]]:
 
 
 def _left(got: Tensors, sent: Tensors, mean: Tensors) -> Tensors:
-    """Return new residuals where the mean is finite; elsewhere, the old ones stay."""
+    """Return new residuals for parameters whose mean is finite; the others keep the old ones."""
     left = {m: got[m] - sent[m] for m in SHAPES if mean[m].isfinite().all()}
     return {m: torch.where(part.isfinite(), part, 0.0) for m, part in left.items()}
 
@@ -103,7 +103,7 @@ def _check_got(plan: Plan, step: int, facts: Step, expected: Any, here: str) -> 
 
 
 def _start_of(tensor: Tensor, other: Tensor | None = None) -> str:
-    """Write the first numbers, with enough digits to differ from another tensor's."""
+    """Return the first numbers as text, with enough digits to differ from another tensor's."""
     first, others = (x.flatten()[:3].tolist() for x in (tensor, tensor if other is None else other))
     return short_beside(first, others)
 
@@ -157,7 +157,7 @@ def _why_not_mean(got: Tensor, right: Tensor, expected: Any, name: str, n: int, 
     return "Does every part of the mean go back to where its gradient was, in its layout?"
 
 
-# Both doors
+# Both data-parallel classes
 
 
 @task("4.13", real=True)
@@ -166,7 +166,7 @@ def test_what_is_left_behind_goes_with_the_next_gradient(grade: Grade, door: str
     _train(grade, 2, _plan(grade, door))
 
 
-WORLDS: dict[str, tuple[int, dict[str, Any]]] = {  # number of ranks, and changes of the plan
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {  # number of ranks, and changes to the plan
     **{f"{n} ranks": (n, {"steps": 3}) for n in (1, 5)},
     "a reduce without loss": (3, {"reduce": "exact", "steps": 3}),
     "bfloat16": (2, {"dtype": "bfloat16"}),

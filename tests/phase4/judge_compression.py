@@ -1,4 +1,4 @@
-"""Judges tasks 4.9 to 4.11: compressors of a gradient, codes, and feedback of the rest."""
+"""Judges tasks 4.9 to 4.11: gradient compressors, codes, and error feedback."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -16,7 +16,7 @@ from phase4 import compressors as b
 from phase4.compressor_contract import CASES, STUCK, Compressor, Numbers
 from phase4.compressors import Case
 
-# 4.9 and 4.10: the entries that travel, and feedback of the rest
+# 4.9 and 4.10: the entries that are sent, and feedback of the others
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 INDEX_BYTES = 4
@@ -24,14 +24,14 @@ FRACTION, LEAST, RARE = 0.2, 1.0, 1e-9
 
 
 def number_of(n: int, fraction: float) -> int:
-    """Return the number of entries that travel."""
+    """Return the number of entries to send."""
     return min(n, max(1, round(fraction * n)))
 
 
 def _check_drawn(
     where: str, fraction: float, case: Case, gradients: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
-    """Check that what was sent is the gradient at as many places as should travel."""
+    """Check that the required number of entries was sent, each as it is in the gradient."""
     gradient = gradients[rank]
     wrong = [i for i, x in enumerate(sent) if x not in (0, gradient[i])]
     first = wrong[0] if wrong else -1
@@ -168,7 +168,7 @@ def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
             "nothing that depends on the values.",
         )
         check(
-            min(counts) >= 55 and max(counts) <= 145,  # 5 standard deviations from 100
+            min(counts) >= 55 and max(counts) <= 145,  # within 5 standard deviations of 100
             f"random_k was called {calls} times, each time for {k} of {n} places; the places came "
             f"up {counts} times. All should come up equally often, about {calls * k // n} times, "
             "and others in each call.",
@@ -189,8 +189,8 @@ def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
 # 4.11: codes and their decoding, and an exchange in few bytes that loses nothing
 
 DTYPES = ["float32", "float64", "bfloat16"]
-SCALE_SLACK = {"float32": 1e-5, "float64": 1e-5, "bfloat16": 1e-2}  # it may be taken in 16 bits
-TIE = 1e-4  # rounding errors, in steps, that may turn a tie either way
+SCALE_SLACK = {"float32": 1e-5, "float64": 1e-5, "bfloat16": 1e-2}  # may be computed in 16 bits
+TIE = 1e-4  # rounding error, in steps, within which a tie may go either way
 
 
 # The codecs
@@ -199,10 +199,10 @@ TIE = 1e-4  # rounding errors, in steps, that may turn a tie either way
 def _code(
     grade: Grade, name: str, rows: list[Numbers], dtype: str = "float32"
 ) -> list[tuple[str, Numbers, dict[str, Any]]]:
-    """Encode and decode rows of numbers; check dtypes, shapes, and that more bytes change nothing.
+    """Encode and decode rows of numbers; check dtypes, shapes, and that extra bytes change nothing.
 
     Returns:
-        Each row after its description, and before what came of it.
+        Description, row and results for each row.
     """
     coded = []
     for x, facts in zip(rows, grade.call(b.code, name, rows, dtype), strict=True):
@@ -308,7 +308,7 @@ def test_what_is_not_finite_is_seen(grade: Grade, name: str) -> None:
 def _check_sent(
     where: str, codec: str, case: Case, gradients: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
-    """Check what a rank sent, unless bfloat16 or a tie may round it either way."""
+    """Check what a rank sent, unless bfloat16 or ties may be rounded either way."""
     if codec == "Exact":
         expect(
             *(f"{where}, with a codec that loses nothing: sent", sent, gradients[rank]),
@@ -343,7 +343,7 @@ def _draw_without_ties(random: Random, case: Case, num_ranks: int, codec: str) -
 
 
 def _exchanged(gradients: Sequence[Numbers], codec: str) -> tuple[list[Numbers], float]:
-    """Return what each rank sends, and how close a number comes to a tie, in steps."""
+    """Return what each rank sends, and the closest distance of any number to a tie, in steps."""
     num_ranks, n = len(gradients), len(gradients[0])
     sizes = [n // num_ranks + (r < n % num_ranks) for r in range(num_ranks)]
     sent, margin = [[0.0] * n for _ in gradients], 1.0
@@ -360,7 +360,7 @@ def _exchanged(gradients: Sequence[Numbers], codec: str) -> tuple[list[Numbers],
 
 
 def _coded(x: Numbers, codec: str) -> tuple[Numbers, float]:
-    """Return what comes out of a codec, and how close it was to something else."""
+    """Return a codec's output, and how close the input is to a different output."""
     if not any(x) or codec == "Exact":
         return x, 1.0
     if codec == "Sign":

@@ -21,7 +21,7 @@ EXIT_STOPPED = 75
 FLOAT = 8  # bytes of a float64
 Worker = Mapping[str, Any]
 Step = tuple[int, list[int]]  # epoch, samples
-Start = tuple[int, str, int]  # number of ranks, and how and when they end early
+Start = tuple[int, str, int]  # number of ranks, how they end early, and in which step
 STUCK = (
     "All ranks take part in every all-reduce, also one whose share of the samples is empty; and "
     "what goes wrong on rank 0 alone must reach the others, which wait for it."
@@ -36,7 +36,7 @@ APART = (
 def _start(
     grade: Grade, root: str, num_ranks: int, plan: Plan, *, is_group: bool = False
 ) -> list[Worker]:
-    """Start workers and let them come to their end."""
+    """Start workers and run them to their end."""
     try:
         if is_group:
             return results_in_group(grade, b.start, root, plan)
@@ -86,7 +86,7 @@ def test_training_inside_a_group(grade: Grade) -> None:
 def _live(
     grade: Grade, plan: Plan, starts: Sequence[Start], *, is_group: bool = False
 ) -> list[Step]:
-    """Start one number of workers after the other, check each start, and return what counts."""
+    """Run the starts in turn, check each, and return the steps that were not rolled back."""
     counting: list[Step] = []
     story = "inside a group, " if is_group else ""
     with TemporaryDirectory(prefix="distlab-") as root:
@@ -109,11 +109,11 @@ def _how(plan: Plan) -> str:
     return f" {what[plan.ends]} their step {plan.at}" if plan.ends else ""
 
 
-# One start: its steps, its end and its saves
+# One start: its steps, end and saves
 
 
 def _check_steps(workers: Sequence[Worker], plan: Plan, first: int) -> list[Step]:
-    """Check the shares of all ranks in each step after ``first``; return epochs and samples."""
+    """Check all ranks' shares in each step after ``first``; return epochs and samples."""
     numbers = [len(worker["steps"]) for worker in workers]
     left = len(plan.sizes) - first
     check(
@@ -162,7 +162,7 @@ def _checked_step(by_rank: Sequence[Sequence[Step]], plan: Plan, step: int) -> S
 
 
 def _check_end(workers: Sequence[Worker], plan: Plan, first: int, story: str) -> None:
-    """Check how each rank ended, and that it asked whether to stop once after each step."""
+    """Check how each rank ends, and that it asks once after each step whether to stop."""
     left = len(plan.sizes) - first
     right: object = len(plan.sizes)
     if plan.ends == "stop" and plan.at < left:
@@ -185,7 +185,7 @@ def _check_end(workers: Sequence[Worker], plan: Plan, first: int, story: str) ->
 
 
 def _check_saves(workers: Sequence[Worker], plan: Plan, first: int) -> None:
-    """Check after which steps there is a save, and that all ranks wait for it."""
+    """Check after which steps a save is made, and that all ranks wait for it."""
     total = len(plan.sizes)
     last = first + len(workers[0]["steps"]) - (workers[0]["ended"] == "interrupted")
     due = [step for step in range(first + 1, last + 1) if step % plan.save_every == 0]
@@ -209,7 +209,7 @@ def _check_saves(workers: Sequence[Worker], plan: Plan, first: int) -> None:
             )
 
 
-# The whole
+# The whole run
 
 
 def _check_epochs(steps: Sequence[Step], plan: Plan, story: str) -> None:

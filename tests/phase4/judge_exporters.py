@@ -1,4 +1,4 @@
-"""Judges task 4.17: the page for Prometheus, its clients, files that are cut, and curves."""
+"""Judges task 4.17: the page for Prometheus, its clients, cut files, and curves."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ def _text(answer: Answer) -> str:
 
 
 def _refused(text: str) -> str:
-    """Return the line of a page that can't be read, if it is a single one."""
+    """Describe the first line of a page that cannot be read by itself, or else the whole page."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             list(text_string_to_metric_families(f"{line}\n"))
@@ -53,7 +53,7 @@ def _refused(text: str) -> str:
 
 
 def _samples(answer: Answer, labels: Mapping[str, str]) -> dict[str, Sample]:
-    """Return the samples of a page as Prometheus' own parser reads them."""
+    """Return a page's samples as Prometheus' own parser reads them."""
     text = _text(answer)
     try:
         families = [*text_string_to_metric_families(text)]
@@ -150,7 +150,7 @@ METRICS = ("a", "b", "c", "d_total")
 
 
 def _check_one_value(answer: Answer, allowed: Sequence[int], how: str) -> None:
-    """Check that all metrics and the step have one of the values."""
+    """Check that all metrics and the step have the same value, one of ``allowed``."""
     values = {name: value for name, (_, value) in _samples(answer, {}).items()}
     least, most = allowed[0], allowed[-1]
     value = f"the value {least}" if least == most else f"one value, of {least} to {most}"
@@ -273,7 +273,7 @@ def test_a_port_that_cannot_be_taken(grade: Grade) -> None:
     )
     above, elsewhere = facts["never"]
     _check_blame(above, b.LOOPBACK, b.ABOVE, "port must be 0-65535")
-    if elsewhere["kind"]:  # some machines can listen at any address
+    if elsewhere["kind"]:  # on some machines, listening at any address works
         _check_blame(elsewhere, b.FOREIGN, first, os.strerror(errno.EADDRNOTAVAIL))
 
 
@@ -298,14 +298,14 @@ def _checked_refusal(refusal: Mapping[str, str], host: str, port: int, reason: s
     return refusal["text"]
 
 
-# Files that are cut at any moment, and TensorBoard's curves
+# Files cut off at any point, and TensorBoard's curves
 
 
 # Lines of JSON
 
 
 def _check_read(records: Sequence[Any], writes: Sequence[Write], case: str, cause: str) -> None:
-    """Check the records that read_jsonl has returned; as text, for there NaN equals NaN."""
+    """Check the records that read_jsonl returned, as text, in which NaN equals NaN."""
     right = [(step, {name: float(value) for name, value in m.items()}) for m, step in writes]
     expect(f"{case}: what read_jsonl returns", str(records), str(right), cause)
 
@@ -321,7 +321,7 @@ STRINGS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def _write_each(grade: Grade, cases: Sequence[Case]) -> list[Any]:
-    """Write where nothing is damaged; return what came of each case."""
+    """Write to files that are not damaged; return the observations for each case."""
     results: list[Any] = grade.call(b.write_each, cases)
     for (content, after, _), facts in zip(cases, results, strict=True):
         check(
@@ -417,7 +417,7 @@ def test_no_step_is_there_twice(grade: Grade) -> None:
 
 
 FIRST, THIRD, HALF = '{"step": 1, "loss": 3.5}\n', '{"step": 3, "loss": 1.5}\n', '{"st'
-DAMAGED = {  # second lines
+DAMAGED = {  # second lines of a file
     "half a line": '{"step": 2, "lo\n',
     "an empty line": "\n",
     "a line without a step": '{"loss": 2.5}\n',

@@ -1,4 +1,4 @@
-"""Judges tasks 4.5, 4.7 and 4.8: lost, waiting and slow ranks, stopping together, and intervals."""
+"""Judges tasks 4.5, 4.7 and 4.8: lost, waiting and slow ranks, joint stops, and save intervals."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +15,11 @@ from judging.expect import check_small, expect, expect_on_all_ranks, results_in_
 from phase4 import fault_tolerance as b
 from phase4.fault_tolerance import Event, Plan, Poll
 
-# 4.5: stories drawn at random are compared with a model of the monitor, poll by poll
+# 4.5: random stories are compared with a model of the monitor, poll by poll
 
 DEFAULTS = {"slow_factor": 2.0, "patience": 3}
 OPTIONS: Sequence[Mapping[str, float]] = ({}, {"patience": 2}, {"slow_factor": 4.0, "patience": 1})
-CAUSES = {  # likely causes of a wrong status, by the right one
+CAUSES = {  # likely causes of a wrong status, by the right status
     "silent": "Its silence is above timeout_s and no rank has a lower step, so it is gone, or all "
     "pause. A rank that has never reported has the step -1, and timeout_s from the start of the "
     "monitor.",
@@ -38,7 +38,7 @@ SILENCE = (
 
 
 class Story(NamedTuple):
-    """Events that happen to some ranks and their monitor, and the options of the monitor."""
+    """Events that happen to some ranks and their monitor, and the monitor's options."""
 
     num_ranks: int
     events: Sequence[Event]
@@ -46,10 +46,10 @@ class Story(NamedTuple):
 
 
 def draw(random: Random, num_events: int) -> Story:
-    """Draw a story: one rank is slow in most steps, and some ranks end half-way.
+    """Draw a story in which one rank is slow in most steps, and some ranks end halfway.
 
-    All times are multiples of 2.5 s, so that a silence is often as long as the timeout, to the bit;
-    and all busy_s are powers of two, so that one is often exactly twice another.
+    All times are multiples of 2.5 s, so that silences often equal the timeout exactly, and all
+    busy_s are powers of two, so that one is often exactly twice another.
     """
     num_ranks = random.randint(2, 5)
     steps, slow = [0] * num_ranks, random.randrange(num_ranks)
@@ -67,16 +67,16 @@ def draw(random: Random, num_events: int) -> Story:
 
 
 class _Rank:
-    """The knowledge of a monitor about a rank."""
+    """A monitor's knowledge of one rank."""
 
     def __init__(self) -> None:
         self.seen_s, self.step = 0.0, -1
         self.unseen: tuple[int, float] | None = None  # step and busy_s of a newer report
         self.busy_s: float | None = None
-        self.was_slow: list[bool] = []  # one for each report that was seen
+        self.was_slow: list[bool] = []  # one entry per report seen
 
     def status(self, ranks: Sequence["_Rank"], now_s: float, options: Mapping[str, float]) -> str:
-        """Return the right status."""
+        """Return the rank's right status."""
         if now_s - self.seen_s > options["timeout_s"]:
             return "waiting" if any(rank.step < self.step for rank in ranks) else "silent"
         last = self.was_slow[-int(options["patience"]) :]
@@ -84,7 +84,7 @@ class _Rank:
 
 
 def expected(story: Story) -> Iterator[tuple[int, Poll]]:
-    """Yield for each poll its place among the events, and its right result."""
+    """Yield each poll's position among the events, and its right result."""
     ranks, now_s = [_Rank() for _ in range(story.num_ranks)], 0.0
     options = {**DEFAULTS, **story.options}
     for place, (kind, *values) in enumerate(story.events, start=1):
@@ -115,7 +115,7 @@ def _see(ranks: Sequence[_Rank], now_s: float, factor: float) -> None:
 
 
 def difference(story: Story, polls: Sequence[Poll]) -> tuple[int, str] | None:
-    """Return the first difference from what should be said: number of events up to it, and text."""
+    """Return the first wrong poll: the number of events up to it, and a description."""
     for (place, right), poll in zip(expected(story), polls, strict=True):
         for rank, (wanted, actual) in enumerate(zip(right, poll, strict=True)):
             if tuple(actual) != wanted:
@@ -129,7 +129,7 @@ def difference(story: Story, polls: Sequence[Poll]) -> tuple[int, str] | None:
 
 
 def in_words(story: Story, num_events: int, most: int = 14) -> str:
-    """Write the last events before something."""
+    """Return the last of the first ``num_events`` events, in words."""
     events = [event for event in story.events[:num_events] if event != ("wait", 0.0)]
     omitted = "… → " if len(events) > most else ""
     options = ", ".join(f"{name}={value:g}" for name, value in story.options.items())
@@ -154,7 +154,7 @@ def test_what_a_monitor_says(grade: Grade) -> None:
         if wrong_poll := difference(story, polls):
             wrong.append((*wrong_poll, story))
     if wrong:
-        length, text, story = min(wrong, key=lambda failure: failure[0])  # the shortest says most
+        length, text, story = min(wrong, key=lambda failure: failure[0])  # the shortest is clearest
         check(False, f"{in_words(story, length)}: {text}")
 
 
@@ -189,7 +189,7 @@ def test_messages_to_the_store(grade: Grade) -> None:
             )
 
 
-# 4.7: one step in which all ranks stop, handlers of signals, and leaving
+# 4.7: one step after which all ranks stop, signal handlers, and leaving
 
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2

@@ -12,11 +12,11 @@ from judging.expect import check_small, expect, expect_on_all_ranks, results_in_
 from phase4 import monitoring as b
 from phase4.monitoring import Event, Story, Times, Verdict
 
-# 4.14: programs of steps drawn at random are compared with a model, ``times_of``
+# 4.14: random step programs are compared with a model, ``times_of``
 
 NAMES = ("step_s", "data_s", "compute_s", "communication_s")
 STUCK = "All ranks put their numbers together, by collectives that all of them call."
-CAUSES_OF_TIMES = {  # likely causes of wrong times, by the events of a program: the first that fits
+CAUSES_OF_TIMES = {  # likely causes of wrong times, by event in a program; the first match counts
     "fail": "An error ends the parts that it leaves: put what comes after yield into finally.",
     "launch": "Starting kernels takes no time, and the device works on them until synchronize has "
     "returned. Call synchronize first and read the clock then: when the timer is made, when a part "
@@ -50,7 +50,7 @@ def _check_times(
 @task("4.14")
 def test_times_of_steps(grade: Grade) -> None:
     programs = [b.draw_program(grade.random, 2, most) for most in (1, 2, 3) for _ in range(30)]
-    programs.sort(key=lambda program: len(_program_in_words(program)))  # the shortest says most
+    programs.sort(key=lambda program: len(_program_in_words(program)))  # the shortest is clearest
     for program, (times, lost_s) in zip(programs, grade.call(b.split, programs), strict=True):
         text = _program_in_words(program)
         cause = next(cause for word, cause in CAUSES_OF_TIMES.items() if word in text)
@@ -161,7 +161,7 @@ def test_gathering_times_inside_a_group(grade: Grade) -> None:
     _check_gathered(results_in_group(grade, b.gather, right), right)
 
 
-# 4.15: rates of the job, FLOPs that are counted, and peaks of memory
+# 4.15: rates of the job, counted FLOPs, and peak memory
 
 MIB = 2**20
 Given = Sequence[tuple[float, ...]]  # arguments by rank
@@ -175,7 +175,7 @@ CAUSES_OF_RATES = {
     "mfu": "All FLOPs, over the time of the slowest rank times the sum of all peaks; float32 "
     "rounds.",
 }
-BYTES = {"throughput": 16, "mfu": 24}  # contribution of a rank
+BYTES = {"throughput": 16, "mfu": 24}  # contributed by each rank
 
 
 def _draw(grade: Grade, function: str) -> Given:
@@ -205,10 +205,10 @@ def test_the_rate_of_the_job(grade: Grade, function: str) -> None:
 
 UNEVEN: Sequence[tuple[str, Given]] = (
     ("throughput", [(300, 1.5)]),
-    ("throughput", [(300, 1.0), (0, 2.5), (100, 2.0)]),  # the slowest rank has nothing
+    ("throughput", [(300, 1.0), (0, 2.5), (100, 2.0)]),  # the slowest rank has no samples
     ("throughput", [(0, 1.0), (0, 0.5)]),
-    ("throughput", [(2**24 + 1 + 2 * rank, 1.0) for rank in range(3)]),  # not in float32
-    ("mfu", [(1e12, 0.01, 1e15), (0.0, 0.01, 5e14)]),  # a device that could have computed
+    ("throughput", [(2**24 + 1 + 2 * rank, 1.0) for rank in range(3)]),  # not exact in float32
+    ("mfu", [(1e12, 0.01, 1e15), (0.0, 0.01, 5e14)]),  # an idle device counts too
 )
 
 
@@ -228,7 +228,7 @@ def test_rates_inside_a_group(grade: Grade, function: str) -> None:
 
 # FLOPs
 
-COUNTS: dict[str, tuple[Callable[..., int], str]] = {  # kind -> FLOPs for its sizes, and the reason
+COUNTS: dict[str, tuple[Callable[..., int], str]] = {  # kind -> FLOPs by sizes, and the reason
     "trained": (
         lambda m, k, h, n: 4 * m * k * h + 6 * m * h * n,
         "2·m·k·n for each layer's forward pass and for each of its gradients, but none for the "
@@ -297,7 +297,7 @@ def test_the_peak_of_a_gpu(grade: Grade) -> None:
     )
 
 
-# 4.16: stories drawn at random are compared with a model of the detector, ``verdicts_of``
+# 4.16: random stories are compared with a model of the detector, ``verdicts_of``
 
 STUCK_MEDIANS = "All ranks call add after every step, and gather their medians in the same one."
 CAUSES_OF_VERDICTS = (  # likely causes of wrong ranks, parts and ratios
@@ -342,7 +342,7 @@ def _last_steps(story: Story, step: int) -> str:
 
 
 def _wrong_column(verdict: Verdict, right: Verdict) -> int | None:
-    """Return the first of rank, part and ratio that is wrong in a verdict."""
+    """Return which column of a verdict is wrong first: 0 for rank, 1 for part, 2 for ratio."""
     if [rank for rank, *_ in verdict] != [rank for rank, *_ in right]:
         return 0
     pairs = [*zip(verdict, right, strict=True)]

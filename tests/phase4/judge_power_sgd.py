@@ -1,4 +1,4 @@
-"""Judges task 4.12: means of low rank, their bytes, step by step, and orthonormal columns."""
+"""Judges task 4.12: low-rank means, their bytes, progress over steps, and orthonormal columns."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from phase4 import low_ranks as b
 from phase4.compressor_contract import check_mean, check_reduced
 from phase4.low_ranks import MIXED, NOT_WORTH_IT, Plan
 
-TOLERANCES = {"float32": 2e-4, "float64": 1e-9}  # relative to the greatest number
+TOLERANCES = {"float32": 2e-4, "float64": 1e-9}  # relative to the largest value
 STUCK = (
     "All ranks call the same all-reduces in the same order: what is compressed depends on the "
     "shapes alone, which all ranks know."
@@ -36,7 +36,7 @@ def _average(grade: Grade, n: int, plan: Plan) -> None:
 
 
 def _check_results(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
-    """Check everything that holds for all gradients."""
+    """Check the results of all steps, gradient by gradient."""
     n, sizes = len(by_rank), [torch.Size(shape).numel() for shape in plan.shapes.values()]
     for step in range(plan.steps):
         of_ranks = [b.gradients_of(plan, rank, step, n) for rank in range(n)]
@@ -55,7 +55,7 @@ def _check_results(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
             check_sent = _check_projected if is_low else _check_whole
             for rank, (gradient, of_rank) in enumerate(zip(gradients, sents, strict=True)):
                 check_sent(plan, gradient, of_rank[place].view(shape), f"{what} on rank {rank}")
-            # After gradients of zeros, Q begins again: the next mean is not exact.
+            # After zero gradients, Q starts afresh, so that the next mean is not exact.
             if not is_low or (plan.low_rank and step != plan.zero_step + 1):
                 _check_exact(plan, gradients, means[0][place].view(shape), what, is_low)
 
@@ -73,7 +73,7 @@ def _check_whole(plan: Plan, gradient: Tensor, sent: Tensor, here: str) -> None:
 
 
 def _check_projected(plan: Plan, gradient: Tensor, sent: Tensor, here: str) -> None:
-    """Check that a rank has sent the projection of its gradient onto r directions."""
+    """Check that a rank sent the projection of its gradient onto r directions."""
     tolerance = TOLERANCES[plan.dtype]
     part, whole = sent.flatten(1), gradient.flatten(1)
     largest = float(whole.norm())
@@ -95,7 +95,7 @@ def _check_projected(plan: Plan, gradient: Tensor, sent: Tensor, here: str) -> N
 def _check_exact(
     plan: Plan, gradients: Sequence[Tensor], mean: Tensor, what: str, is_low: bool
 ) -> None:
-    """Check that the mean is that of the gradients, but for rounding."""
+    """Check that the mean is that of the gradients, up to rounding."""
     right = sum(gradients[1:], gradients[0]) / len(gradients)
     largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0)
     first, wanted = ([*x.flatten()[:3].tolist()] for x in (mean, right))
@@ -112,7 +112,7 @@ def _check_exact(
     )
 
 
-# What travels, and what comes of it
+# Sent values and their means
 
 
 @task("4.12", real=True)
@@ -120,7 +120,7 @@ def test_ranks_average_pieces_of_all_shapes(grade: Grade) -> None:
     _average(grade, 3, Plan(MIXED))
 
 
-WORLDS = {  # number of ranks, and plan; float32 may lose all but three digits of a rank of 3
+WORLDS = {  # number of ranks, and plan; with a rank of 3, float32 may lose all but three digits
     "one rank": (1, Plan(MIXED, rank=3)),
     "five ranks": (5, Plan(MIXED, rank=1, dtype="float64")),
     "nothing worth compressing": (3, Plan(NOT_WORTH_IT, steps=2)),

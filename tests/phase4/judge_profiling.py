@@ -79,7 +79,7 @@ def test_a_rank_waits_for_no_other(grade: Grade) -> None:
 def test_a_real_trace_can_be_read(grade: Grade) -> None:
     run = grade.run(b.profile_and_read, 2, if_stuck=STUCK)
     for rank, (step_s, communication_s, exposed_s) in enumerate(run.results):
-        has_some = communication_s > 0  # which a simulated step has not
+        has_some = communication_s > 0  # not in a simulated step
         check(
             0 <= exposed_s <= communication_s < step_s and has_some != run.is_simulated,
             f"in the trace of rank {rank}, exposed_s is at most communication_s, which is below "
@@ -88,7 +88,7 @@ def test_a_real_trace_can_be_read(grade: Grade) -> None:
         )
 
 
-# Traces that were made up, written as "step 0-100, nccl 20-80": times in µs
+# Made-up traces, written as "step 0-100, nccl 20-80", with times in µs
 
 STEP, CPU, OP, KERNEL = "ProfilerStep#2", "user_annotation", "cpu_op", "kernel"
 MAIN, OTHER = 100, 101  # threads
@@ -113,7 +113,7 @@ KINDS: dict[str, tuple[str, str, int]] = {  # name, category and thread (or stre
     "sgd": ("Optimizer.step#SGD.step", CPU, MAIN),
     "python": ("train.py(7): step", "python_function", MAIN),
 }
-START_US = 4_740_384_000_000  # traces begin anywhere
+START_US = 4_740_384_000_000  # traces start at arbitrary times
 ODD: list[Event] = [
     {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "args": {"name": "python"}},
     {"ph": "s", "id": 3, "cat": "ac2g", "name": "ac2g", "pid": 7, "tid": 9, "ts": START_US},
@@ -126,7 +126,7 @@ OTHER_PROCESS: list[Event] = [
     {"ph": "X", "name": "aten::add_", "cat": OP, "pid": 8, "tid": MAIN, "ts": START_US + 50,
      "dur": 10},
 ]  # fmt: skip
-Trace = tuple[str, list[Event], Sequence[float], str]  # further events, three times, likely cause
+Trace = tuple[str, list[Event], Sequence[float], str]  # text, more events, three times, cause
 TRACES: dict[str, Trace] = {
     "a trace of a GPU": (
         "step 0-100, nccl 20-80, gemm 20-30, like_nccl 30-40, mm 40-50, memcpy 50-60, sync 60-70, "
@@ -180,7 +180,7 @@ def test_random_traces(grade: Grade, sends: str, computes: str) -> None:
 
 
 def _draw(grade: Grade, sends: str, computes: str, count: int) -> Trace:
-    """Draw a trace, and count its µs one by one."""
+    """Draw a trace, and compute its times by counting each µs."""
     spans = {"step": [(0, 100), (100, 150), (160, 300)]}
     for kind in (sends, computes):
         begins = [grade.random.randrange(0, 320) for _ in range(count)]

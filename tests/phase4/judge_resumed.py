@@ -1,4 +1,4 @@
-"""Judges task 4.2: resumed runs that are the same run, and samples that come once an epoch."""
+"""Judges task 4.2: resumed runs equal uninterrupted ones, and each sample comes once per epoch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -13,8 +13,8 @@ from judging.expect import check_small, expect, expect_on_all_ranks, results_in_
 from phase4 import resumed as b
 from phase4.resumed import GENERATORS, PARTS, Plan
 
-MOST_BYTES = 40_000  # size of a rank's generators
-IN_A_GROUP = -1  # number of ranks that stands for a group inside a world
+MOST_BYTES = 40_000  # size limit for a rank's generator states
+IN_A_GROUP = -1  # in place of a number of ranks: a group inside a world
 STUCK = (
     "All ranks call state_dict, and each of its collectives: rank 0 alone can't know the "
     "generators of the others. Loading needs no collective."
@@ -39,7 +39,7 @@ def _different(prints: Mapping[str, str], right: Mapping[str, str]) -> list[str]
 
 
 def _check_runs(results: Sequence[Found], where: str = "") -> None:
-    """Check all ranks after each thing that was done, so that causes are met before effects."""
+    """Check all ranks after each action in turn, so that causes are found before their effects."""
     names = [f"{where}rank {rank} of {len(results)}" for rank in range(len(results))]
     for name, facts in zip(names, results, strict=True):
         expect(
@@ -65,7 +65,7 @@ def _check_runs(results: Sequence[Found], where: str = "") -> None:
 def _check_prints(
     prints: Mapping[str, str], right: Mapping[str, str], what: str, results: Sequence[Found]
 ) -> None:
-    """Check all parts and generators of a rank, with those of a run without a stop."""
+    """Compare a rank's parts and generators with those of an uninterrupted run."""
     different = _different(prints, right)
     if not different:
         return

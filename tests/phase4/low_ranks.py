@@ -1,4 +1,4 @@
-"""Bodies for task 4.12: gradients that travel as products of thin matrices."""
+"""Bodies for task 4.12: gradients that are sent as products of thin matrices."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MIXED: Shapes = {
     "norm.scale": (),
     "wide.weight": (10, 14),
     "empty.weight": (0, 4),
-    "head.weight": (4, 4),  # no smaller as two factors with r = 2
+    "head.weight": (4, 4),  # two factors with r = 2 are no smaller
     "tall.weight": (30, 6),
 }
 MATRIX = 12, 10
@@ -29,24 +29,24 @@ NEVER = -9
 
 
 class Plan(NamedTuple):
-    """The gradients that are averaged, step by step."""
+    """Gradients to average, step by step."""
 
     shapes: Shapes  # shapes of the gradients, by name
     rank: int = 2  # rank of PowerSGD
     steps: int = 3  # number of steps
     dtype: str = "float32"  # dtype of the gradients
-    low_rank: int = 0  # rank of the mean of each matrix over the ranks; 0 for full rank
+    low_rank: int = 0  # matrix rank of each mean gradient; 0 for full rank
     zero_step: int = NEVER  # step in which all gradients are zero
 
 
 def gradients_of(plan: Plan, rank: int, step: int, n: int) -> dict[str, Tensor]:
-    """Draw the gradients of a rank in a step, by name."""
+    """Draw a rank's gradients in a step, by name."""
     seed, gradients = 10_000 * step, {}
     for place, (name, shape) in enumerate(plan.shapes.items()):
         seed += 100 * place
         own = _normal(shape, seed + rank)
         if plan.low_rank and len(shape) > 1 and 0 not in shape:
-            noise = own - _normal(shape, seed + (rank + 1) % n)  # its sum over the ranks is zero
+            noise = own - _normal(shape, seed + (rank + 1) % n)  # sums to zero over the ranks
             own = _low(shape, plan.low_rank, seed + 50) + noise
         gradients[name] = own.to(getattr(torch, plan.dtype)) * (step != plan.zero_step)
     return gradients
@@ -64,7 +64,7 @@ def _low(shape: Sequence[int], rank: int, seed: int) -> Tensor:
 
 
 def falling(shape: tuple[int, int], factor: float, seed: int = 1) -> Tensor:
-    """Return a matrix whose singular values fall by a factor from each to the next."""
+    """Return a matrix whose singular values decrease by a constant factor."""
     least = min(shape)
     left = torch.linalg.qr(_normal((shape[0], least), seed)).Q
     right = torch.linalg.qr(_normal((shape[1], least), seed + 1)).Q
@@ -79,7 +79,7 @@ def average(lesson: Any, plan: Plan, group: Any = None) -> list[dict[str, Any]]:
 
 
 def _average(power_sgd: Any, gradients: dict[str, Tensor]) -> dict[str, Any]:
-    """Average gradients in one flat tensor."""
+    """Average gradients as one flat tensor."""
     pieces = [Piece(name, gradient.shape) for name, gradient in gradients.items()]
     flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
     with case_told(f"with pieces of the shapes {[(*p.shape,) for p in pieces]}", "PowerSGD"):
@@ -91,11 +91,11 @@ def _mean_of(power_sgd: Any, gradients: dict[str, Tensor]) -> list[float]:
     return mean
 
 
-ROWS = ["a", "b"], ["b", "a"], ["b"], ["a"]  # parameters that are averaged step by step
+ROWS = ["a", "b"], ["b", "a"], ["b"], ["a"]  # parameters that are averaged, by step
 
 
 def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[float]]:
-    """Average two matrices again and again, either one first; return the errors of the means."""
+    """Average two matrices repeatedly, together and alone; return the errors of the means."""
     power_sgd = lesson.PowerSGD(2)
     matrices = {name: falling(MATRIX, factor, seed) for name, seed in (("a", 1), ("b", 5))}
     errors: dict[str, list[float]] = {name: [] for name in matrices}
@@ -108,7 +108,7 @@ def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[fl
 
 
 def spoil_a_step(lesson: Any, plan: Plan, spoiled: int) -> dict[str, Any]:
-    """Average with and without an additional step with a NaN in each matrix of rank 0."""
+    """Average with and without an extra step in which each matrix on rank 0 has a NaN."""
     rank, n = dist.get_rank(), dist.get_world_size()
     steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
     nans = {name: _with_a_nan(part, rank) for name, part in steps[spoiled].items()}
@@ -128,9 +128,9 @@ def _with_a_nan(gradient: Tensor, rank: int) -> Tensor:
 
 
 def begin(lesson: Any) -> dict[str, Any]:
-    """Return the means of first steps with several seeds and names.
+    """Return the means of first steps for several seeds and names.
 
-    Also whether torch's global generator is left alone.
+    Also return whether torch's global generator is left alone.
     """
     matrix = falling(MATRIX, 0.9)
     torch.manual_seed(dist.get_rank())
@@ -151,7 +151,7 @@ def begin(lesson: Any) -> dict[str, Any]:
 
 
 def go_on(lesson: Any, plan: Plan, saved_after: int) -> dict[str, list[Any]]:
-    """Train, and return the results of the last steps: without a stop, and from a state."""
+    """Train; return the results of the last steps, uninterrupted and from a saved state."""
     rank, n = dist.get_rank(), dist.get_world_size()
     steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
     first = lesson.PowerSGD(plan.rank)
@@ -180,7 +180,7 @@ COLUMNS = {
 
 
 def orthogonalize(lesson: Any, dtype: str) -> dict[str, dict[str, float]]:
-    """Make columns orthonormal; return how far they are from it, and what of the old is lost."""
+    """Make columns orthonormal; return their errors, and how much of the old span is lost."""
     return {
         what: _errors(lesson, draw().to(getattr(torch, dtype))) for what, draw in COLUMNS.items()
     }

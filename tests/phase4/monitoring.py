@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.14 to 4.16: programs of steps, rates, FLOPs and memory, and slow ranks."""
+"""Bodies for tasks 4.14 to 4.16: step programs, rates, FLOPs and memory, and slow ranks."""
 
 import resource
 import sys
@@ -22,11 +22,11 @@ from judging.expect import floats
 from judging.tensors import given_group
 from phase4_production.given import StepTimes
 
-# Programs of steps, on a clock and a device of the test's own
+# Step programs, on the test's own clock and device
 #
 # A program is a list of events: ("work", s) computes on the CPU, ("launch", s) starts kernels,
-# ("part", name, program) is inside of a part, ("fail", names, program) is inside of several, nested
-# parts that an error leaves, and ("end",) ends a step.
+# ("part", name, program) runs a program inside a part, ("fail", names, program) runs one inside
+# nested parts and leaves them by an error, and ("end",) ends a step.
 
 Event = tuple[Any, ...]
 Times = tuple[float, ...]  # step, data, compute, communication
@@ -39,7 +39,7 @@ class Failure(Exception):
 
 
 class Device:
-    """A clock that work moves, and a little with each reading; and kernels that still run."""
+    """A clock that advances with work and slightly with each reading, and running kernels."""
 
     def __init__(self) -> None:
         self.now_s, self.queued_s = 1000.0, 0.0
@@ -60,7 +60,7 @@ class Device:
 
 
 class Loader:
-    """Yields 0, 1, 2, …; starting, each batch and finding the end take time."""
+    """Yields 0, 1, 2, …; starting, loading each batch and finding the end take time."""
 
     def __init__(self, device: Device, start_s: float, waits_s: Sequence[float], end_s: float):
         self.device, self.start_s, self.waits_s, self.end_s = device, start_s, waits_s, end_s
@@ -81,7 +81,7 @@ class Loader:
 
 
 def draw_program(random: Random, num_steps: int, most: int) -> list[Event]:
-    """Draw a program of steps with at most ``most`` events each, and as many inside of parts."""
+    """Draw a program of steps; each step and each part has at most ``most`` events."""
     program = [event for _ in range(num_steps) for event in (*_draw(random, most), ("end",))]
     return [*program, ("end",)]
 
@@ -101,7 +101,7 @@ def _draw_event(random: Random, most: int, depth: int) -> Event:
 
 
 def times_of(program: Sequence[Event]) -> list[Times]:
-    """Return the right times of each step; kernels count where they were started."""
+    """Return the right times of each step; kernels count where they are started."""
     steps, times = list[Times](), dict.fromkeys(("step", *PARTS), 0.0)
 
     def walk(events: Sequence[Event], part: str) -> None:
@@ -120,7 +120,7 @@ def times_of(program: Sequence[Event]) -> list[Times]:
 
 
 def split(lesson: Any, programs: Sequence[Sequence[Event]]) -> list[tuple[list[Times], float]]:
-    """Run programs; return the times of each step, and how much of the time is in no step."""
+    """Run programs; return the times of each step, and how much time belongs to no step."""
     return [_split(lesson, program) for program in programs]
 
 
@@ -153,13 +153,13 @@ def _split(lesson: Any, program: Sequence[Event]) -> tuple[list[Times], float]:
         raise WrongResult("an error inside of a part should be passed on; part has swallowed it")
 
     run(program[:-1])
-    last_s = device.now_s + READING_S  # the first reading of the last end_step
+    last_s = device.now_s + READING_S  # first reading in the last end_step
     run(program[-1:])
     return ended, last_s - made_s - sum(step_s for step_s, *_ in ended)
 
 
 def _times_taken(times: Any, function: str = "end_step") -> Times:
-    """Return the numbers of a StepTimes."""
+    """Return the values of a StepTimes."""
     if type(times).__name__ != "StepTimes":
         kind = type(returned(function, times)).__name__
         raise WrongResult(f"there should be StepTimes of given.py; there is a {kind}")
@@ -168,7 +168,7 @@ def _times_taken(times: Any, function: str = "end_step") -> Times:
 
 
 def mistype(lesson: Any, name: str) -> dict[str, Any]:
-    """Enter an unknown part inside of compute, and end the step with 5 s of compute."""
+    """Enter an unknown part inside compute, and end the step with 5 s of compute."""
     device, ran, refusal = Device(), [], {"type": "", "text": ""}
     timer = lesson.StepTimer(device.clock)
 
@@ -177,7 +177,7 @@ def mistype(lesson: Any, name: str) -> dict[str, Any]:
             ran.append(name)
             raise Failure
 
-    with suppress(LookupError), timer.part("compute"):  # LookupError: of the part that is open now
+    with suppress(LookupError), timer.part("compute"):  # LookupError: from the part still open
         device.work(1.0)
         with suppress(Failure):
             refusal = refusal_of(enter)
@@ -192,11 +192,11 @@ def loop(
     """Compute with each batch for 2 s and log for 1 s; after the loop, end a step with 8 s of work.
 
     Args:
-        lesson: Lesson of the learner.
+        lesson: The learner's lesson.
         start_s: Time that starting the loader takes.
-        waits_s: Time of each batch.
-        end_s: Time in which the loader finds out that there is no further batch.
-        leave: How the second batch ends the loop: "break", "error", or not at all.
+        waits_s: Time that each batch takes.
+        end_s: Time that the loader takes to find out that there are no more batches.
+        leave: How the second batch ends the loop: "break", "error", or "" if it does not.
     """
     device = Device()
     loader = Loader(device, start_s, waits_s, end_s)
@@ -222,7 +222,7 @@ def loop(
 
 
 def train(lesson: Any, seconds: Sequence[float], num_steps: int) -> list[Times]:
-    """Compute for this rank's seconds, and wait for the slowest: by the default clock."""
+    """Compute for this rank's seconds, and wait for the slowest rank, on the default clock."""
     timer, times, gradient = lesson.StepTimer(), [], torch.ones(1)
     for _ in range(num_steps):
         with timer.part("compute"):
@@ -234,7 +234,7 @@ def train(lesson: Any, seconds: Sequence[float], num_steps: int) -> list[Times]:
 
 
 def gather(lesson: Any, by_rank: Sequence[Times], group: Any = None) -> list[Times]:
-    """Gather times that differ on all ranks."""
+    """Gather times that differ between ranks."""
     mine = StepTimes(*by_rank[dist.get_rank(group)])
     gathered = lesson.gather_times(mine, **given_group(group))
     return [_times_taken(times, "gather_times") for times in typed("gather_times", gathered, list)]
@@ -254,7 +254,7 @@ def rate(
 
 
 def _step(kind: str, m: int, k: int, h: int, n: int) -> tuple[nn.Module, Callable[[], object]]:
-    """Make a model and its step, of one of the kinds of ``judge_utilisation.COUNTS``."""
+    """Make a model and a step for it, of a kind in ``judge_monitoring.COUNTS``."""
     model: nn.Module = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Dropout(), nn.Linear(h, n))
     x, recomputed = torch.randn(m, k), cast(Any, checkpoint)
     if kind == "convolution":
@@ -268,7 +268,7 @@ def _step(kind: str, m: int, k: int, h: int, n: int) -> tuple[nn.Module, Callabl
 
 
 def count(lesson: Any, kind: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Count the FLOPs of a step, and compare its effects with a step that was not counted."""
+    """Count the FLOPs of a step, and compare its effects with those of an uncounted step."""
     torch.manual_seed(5)
     model, step = _step(kind, *sizes)
     calls, printed, generator = [], StringIO(), torch.get_rng_state()
@@ -297,7 +297,7 @@ def _taken_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def process_memory(lesson: Any) -> tuple[int, int, int]:
-    """Return the peak of this process, between what the system says before and after it."""
+    """Return the peak that the lesson reports, between the system's figures before and after."""
     ballast = torch.ones(BYTES_OF_BALLAST, dtype=torch.uint8)
     del ballast
     before = _max_rss_bytes()
@@ -311,10 +311,10 @@ def _max_rss_bytes() -> int:
 
 
 def gpu_memory(lesson: Any, index: int, num_bytes: int) -> Any:
-    """Ask for the peak of a GPU that is not there; torch's functions add its index to a number."""
+    """Return the reported peak of a fake GPU; torch reports ``num_bytes`` plus the GPU's index."""
 
     def peak(device: Any = None) -> int:
-        if device is None:  # the current one, which is GPU 0
+        if device is None:  # the current device, GPU 0
             return num_bytes
         return num_bytes + (device if isinstance(device, int) else torch.device(device).index)
 
@@ -325,9 +325,9 @@ def gpu_memory(lesson: Any, index: int, num_bytes: int) -> Any:
 
 # Slow ranks, and a model of the detector
 
-Work = tuple[float, float]  # data and compute of a rank in a step
+Work = tuple[float, float]  # data and compute seconds of a rank in a step
 Verdict = list[tuple[int, str, float]]  # rank, part, ratio
-# Exact in float64, so that ties are ties; the last one is not in float32.
+# Exact in float64, so that ties are exact too; the last value is not exact in float32.
 TIMES_S = (0.0, 0.25, 0.25, 0.25, 1.0, 1.0, 1.5, 8.0, 1.5 + 2.0**-24)
 
 
@@ -339,7 +339,7 @@ class Story(NamedTuple):
 
 
 def draw_story(random: Random, num_ranks: int) -> Story:
-    """Draw up to three windows, and some steps of a further one."""
+    """Draw one to three whole windows, and some steps of another."""
     window = random.choice((1, 1, 2, 3, 4, 5))
     factor = random.choice((1.5, 1.5, 2.0))
     num_steps = random.randint(1, 3) * window + random.randrange(window)
@@ -354,7 +354,7 @@ def _draw_work(random: Random, typical: Sequence[float]) -> Work:
 
 
 def verdicts_of(story: Story) -> list[Verdict]:
-    """Return the right verdict after each step; a part that ties is written "data or compute"."""
+    """Return the right verdict after each step; a tie between parts reads "data or compute"."""
     window = int(story.options.get("window", 50))
     ends = range(1, len(story.steps) + 1)
     factor = story.options.get("factor", 1.3)
@@ -384,7 +384,7 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def watch(lesson: Any, stories: Sequence[Story], group: Any = None) -> list[list[Verdict]]:
-    """Let a detector see each story; in a step, all ranks wait for the slowest."""
+    """Run a detector on each story, in which all ranks wait for the slowest in each step."""
     rank = dist.get_rank(group)
     verdicts: list[list[Verdict]] = []
     for story in stories:

@@ -1,4 +1,4 @@
-"""Bodies for task 4.18: steps that are profiled, and traces that were made up."""
+"""Bodies for task 4.18: profiled steps, and made-up traces."""
 
 import json
 import tempfile
@@ -21,7 +21,7 @@ NAME = "made-up.json"
 
 
 def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str, Any]:
-    """Profile some steps on every rank; return the facts of the calls and of the trace."""
+    """Profile some steps on every rank; return what the calls and the trace show."""
     calls: list[int] = []
     is_on: list[bool] = []
     with _folder(group) as folder:
@@ -43,7 +43,7 @@ def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str,
 
 
 def profile_alone(lesson: Any) -> list[int]:
-    """Profile on rank 0, while the others never do; return the steps that were called."""
+    """Profile on rank 0 only; return the steps that were called."""
     calls: list[int] = []
     if dist.get_rank() == 0:
         with own_folder() as folder:
@@ -52,7 +52,7 @@ def profile_alone(lesson: Any) -> list[int]:
 
 
 def profile_and_read(lesson: Any) -> list[float]:
-    """Profile, and read the trace that was written."""
+    """Profile, and read the trace that is written."""
     with _folder(None) as folder:
         times_s: list[float] = []
         for _ in _turns(None):
@@ -63,7 +63,7 @@ def profile_and_read(lesson: Any) -> list[float]:
 
 
 def _step(calls: list[int], is_on: list[bool], group: Any) -> Callable[[int], None]:
-    """Return a step that computes and, on processes, communicates."""
+    """Return a step that computes and, with real processes, communicates."""
     weights = torch.ones(64, 64, device=own_device(group))
 
     def step(index: int) -> None:
@@ -84,7 +84,7 @@ def _is_on() -> bool:
 
 
 def _turns(group: Any) -> Iterator[None]:
-    """Let simulated ranks take turns: a process has one profiler."""
+    """Make simulated ranks take turns, since a process has only one profiler."""
     if dist.get_backend() != "sim":
         yield
         return
@@ -96,7 +96,7 @@ def _turns(group: Any) -> Iterator[None]:
 
 @contextmanager
 def _folder(group: Any) -> Iterator[Path]:
-    """Yield the path of a folder that all ranks share, and that does not exist yet."""
+    """Yield the path of a folder that all ranks share and that does not exist yet."""
     with tempfile.TemporaryDirectory() as outer:
         paths = [outer]
         dist.broadcast_object_list(paths, group=group, group_src=0)
@@ -117,7 +117,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def measure_all(lesson: Any, traces: Sequence[Sequence[Event]]) -> list[list[float]]:
-    """Return the three times that are read from each trace."""
+    """Return the three times read from each trace."""
     with own_folder() as folder:
         return [_taken(lesson.exposed_communication(_written(folder, trace))) for trace in traces]
 
@@ -128,7 +128,7 @@ def _taken(exposed: Any) -> list[float]:
 
 
 def refuse(lesson: Any, events: Sequence[Event]) -> str:
-    """Return the ValueError of a trace that can't be measured, as text."""
+    """Return the ValueError for a trace that cannot be measured, as text."""
     with own_folder() as folder:
         path = _written(folder, events)
         return error_of(lambda: lesson.exposed_communication(path))

@@ -1,4 +1,4 @@
-"""Bodies for task 4.2: a small training with parts of all kinds, which is interrupted."""
+"""Bodies for task 4.2: a small training run with parts of all kinds, which is interrupted."""
 
 import hashlib
 import io
@@ -19,7 +19,7 @@ from judging.calls import int_list, refusal_of, returned, typed
 from judging.tensors import given_group
 from phase4.states import plain
 
-AHEAD = 2  # number of batches that are asked for before they are trained on
+AHEAD = 2  # number of batches that are requested ahead of training
 PARTS = ("model", "optimizer", "scheduler", "ema", "sampler", "drawing")
 GENERATORS = ("random", "NumPy", "torch")
 Prints = dict[str, str]  # fingerprints of parts and generators
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 class Drawing:
-    """A part that draws random numbers while it is loaded."""
+    """A part that draws random numbers when it is loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -46,12 +46,12 @@ class Drawing:
 
 
 class Training:
-    """A run with noise of ``random`` and NumPy in its data, with dropout, and with all parts."""
+    """A run with noise from ``random`` and NumPy in its data, with dropout, and with all parts."""
 
     def __init__(self, lesson: Any, plan: Plan, salt: int, group: Any = None) -> None:
-        """Make all objects new.
+        """Make all objects from scratch.
 
-        ``salt`` is added to all seeds, so that everything that is not restored is different.
+        ``salt`` is added to all seeds, so that everything that is not restored differs.
         """
         self.plan, self.group, self.rank = plan, group, dist.get_rank(group)
         torch.manual_seed(salt)
@@ -66,7 +66,7 @@ class Training:
         seed_generators(100 * salt + self.rank)
 
     def go_on(self, num_steps: int) -> None:
-        """Train for ``num_steps``, with batches that were asked for ahead."""
+        """Train for ``num_steps``, with batches that are requested ahead."""
         batches = chain.from_iterable(ahead(self.sampler) for _ in count())
         for batch in islice(batches, num_steps):
             self._step(batch)
@@ -97,13 +97,13 @@ class Training:
 
 
 def sampler_of(lesson: Any, plan: Plan, group: Any, **options: Any) -> Any:
-    """Make a sampler as a caller would: without a group where all ranks take part."""
+    """Make a sampler as a caller would, without a group if all ranks take part."""
     options = {"seed": plan.seed, **options, **given_group(group)}
     return lesson.ResumableSampler(plan.num_samples, plan.global_batch, **options)
 
 
 def state_of(lesson: Any, parts: Mapping[str, Any], group: Any) -> Any:
-    """Make the learner's state of a run."""
+    """Make the learner's object for the state of a run."""
     return lesson.TrainingState(parts, **given_group(group))
 
 
@@ -121,7 +121,7 @@ def seed_generators(seed: int) -> None:
 
 
 def ahead(sampler: Any) -> Iterator[list[int]]:
-    """Ask for batches before they are trained on, as a DataLoader does."""
+    """Request batches ahead of training, as a DataLoader does."""
     waiting: list[list[int]] = []
     for number, batch in enumerate(sampler):
         waiting.append(int_list("ResumableSampler.__iter__", batch))
@@ -136,12 +136,12 @@ def ahead(sampler: Any) -> Iterator[list[int]]:
 
 
 def fingerprint(part: Any) -> str:
-    """Return a few digits that change with any bit."""
+    """Return a short hash that changes with any bit."""
     return hashlib.sha256(repr(plain(part)).encode()).hexdigest()[:12]
 
 
 def written(state: Any, group: Any = None) -> Any:
-    """Write the state of rank 0 and read it on all ranks, as a checkpoint is."""
+    """Write rank 0's state and read it on all ranks, as with a checkpoint."""
     content = [b""]
     if dist.get_rank(group) == 0:
         file = io.BytesIO()
@@ -159,14 +159,14 @@ def written(state: Any, group: Any = None) -> Any:
 
 
 def resumed(lesson: Any, plan: Plan, salt: int, state: Any, group: Any = None) -> Training:
-    """Load a state into objects that are all new."""
+    """Return a new training run with a state loaded into it."""
     training = Training(lesson, plan, salt, group)
     training.state.load_state_dict(state)
     return training
 
 
 def interrupt(lesson: Any, plan: Plan, stops: Sequence[int], group: Any = None) -> dict[str, Any]:
-    """Train without a stop, and again with new objects after some of the steps."""
+    """Train without interruption, and again with new objects after the steps in ``stops``."""
     straight = Training(lesson, plan, 1, group)
     right = [straight.prints()]
     for _ in range(stops[-1]):
@@ -191,7 +191,7 @@ def interrupt(lesson: Any, plan: Plan, stops: Sequence[int], group: Any = None) 
 
 
 def sample(lesson: Any, plan: Plan, num_epochs: int, group: Any = None) -> dict[str, Any]:
-    """Go through some epochs; the generators of each rank are in another state."""
+    """Iterate over some epochs; each rank's generators are in a different state."""
     seed_generators(17 + dist.get_rank(group))
     before = prints_of_generators()
     sampler, epochs, lengths = sampler_of(lesson, plan, group), [], []
@@ -208,7 +208,7 @@ def sample(lesson: Any, plan: Plan, num_epochs: int, group: Any = None) -> dict[
 
 
 def look_ahead(lesson: Any, plan: Plan, taken: int, trained: int) -> dict[str, Any]:
-    """Ask for more batches than are trained on; return what is saved, and what is left."""
+    """Request more or fewer batches than are trained on; return the state and what is left."""
     sampler = sampler_of(lesson, plan, None)
     whole, batches = [*sampler], iter(sampler)
     for _ in range(taken):
@@ -231,7 +231,7 @@ def look_ahead(lesson: Any, plan: Plan, taken: int, trained: int) -> dict[str, A
 
 
 def other_ranks(lesson: Any, plan: Plan, before: int, after: int, stop: int) -> dict[str, Any]:
-    """Save on ``before`` ranks after some steps of the first epoch, load on ``after`` of them."""
+    """Save on ``before`` ranks after some steps of the first epoch, and load on ``after`` ranks."""
     rank, facts = dist.get_rank(), {}
     savers, loaders = dist.new_group([*range(before)]), dist.new_group([*range(after)])
     state = None
@@ -252,7 +252,7 @@ def other_ranks(lesson: Any, plan: Plan, before: int, after: int, stop: int) -> 
 
 
 def load_other_parts(lesson: Any, plan: Plan, name: str, is_saved: bool) -> dict[str, Any]:
-    """Load a state with one part too many, or one too few; return the error, and what changed."""
+    """Load a state with one part too many or too few; return the error, and the changed parts."""
     here, there = Training(lesson, plan, 2), Training(lesson, plan, 1)
     here.go_on(1)
     incomplete = here if is_saved else there
@@ -271,10 +271,10 @@ def save_large(lesson: Any) -> None:
 
 
 def with_cuda(lesson: Any) -> tuple[bool, str]:
-    """Load where torch.cuda pretends to have a GPU, and where it has none.
+    """Load while torch.cuda pretends to have a GPU, and then while it has none.
 
     Returns:
-        Whether the generator of the GPU is restored, and the error where there is none.
+        Whether the GPU's generator is restored, and the error without a GPU.
     """
     is_there, states = [True], [torch.arange(16, dtype=torch.uint8)]
 
@@ -298,7 +298,7 @@ def with_cuda(lesson: Any) -> tuple[bool, str]:
 
 
 def _pretend_cuda(is_there: list[bool], states: list[Tensor], set_state: Any) -> None:
-    """Replace the functions of torch.cuda by which a lesson may reach a generator."""
+    """Replace the functions of torch.cuda through which a lesson may access a generator."""
     functions: dict[str, Any] = {
         **dict.fromkeys(("is_available", "is_initialized"), lambda: is_there[0]),
         "device_count": lambda: int(is_there[0]),

@@ -1,4 +1,4 @@
-"""States of all kinds, written as plain values that can be compared and shown."""
+"""States of all kinds, converted to plain values that can be compared and shown."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def plain(part: Any) -> Any:
-    """Write a state without tensors, and with the keys of its mappings sorted."""
+    """Return a state with tensors replaced by lists, and with sorted keys in its mappings."""
     if isinstance(part, Tensor):
         return [f"{part.dtype} on {part.device}", [*part.shape], part.detach().tolist()]
     if isinstance(part, Mapping):

@@ -1,6 +1,6 @@
-"""The contract of checkpoints as data, and the tests that hold an answer to it.
+"""The contract of checkpoints as data, and the tests that check an answer against it.
 
-Tasks 4.1 and 4.3 promise the same of crashes, of damage and of the checkpoints that stay.
+Tasks 4.1 and 4.3 make the same promises about crashes, damage and which checkpoints are kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ def names_of(steps: Sequence[int]) -> list[str]:
 
 
 def check_load(load: Facts, step: int | None, where: str, cause: str = "") -> None:
-    """Check that a load finds a step as it was saved, or returns None."""
+    """Check that a load finds a step as it was saved, or finds none if ``step`` is None."""
     check(
         load["step"] == step and load["equal"] == (step is not None) and not load["error"],
         f"{where}, {load['function']} should find step {step}, with all keys, dtypes, "
@@ -42,7 +42,7 @@ def _loaded(load: Facts) -> str:
 
 
 def check_closed(names: Sequence[str], after: str) -> None:
-    """Check that no file of the run is open."""
+    """Check that none of the run's files is open."""
     check(
         not names,
         f"after {after}, these are still open: {short(names)}. A run saves thousands of times, and "
@@ -53,18 +53,18 @@ def check_closed(names: Sequence[str], after: str) -> None:
 
 @dataclass(frozen=True)
 class StoreContract:
-    """The promises of a task about checkpoints."""
+    """A task's promises about checkpoints."""
 
-    task: str  # task that asks for it
-    name: str  # word for the checkpoints, in the names of the tests
-    # Function that runs a body of ``stores`` by name, and returns the facts by rank.
+    task: str  # number of the task
+    name: str  # word for the checkpoints in the test names
+    # Function that runs a body of ``stores`` by name, and returns the results by rank.
     run: Callable[..., list[Any]]
-    crashes: Mapping[str, Plan]  # saves that crash at every moment, by description
-    # Saves one after the other: their steps, the folder before them, and the steps that are left
-    # after each.
+    crashes: Mapping[str, Plan]  # saves to crash at every moment, by description
+    # Series of saves: their steps, the folder before them, and the steps that are left after each
+    # save.
     kept: Mapping[str, Kept]
-    damages: Callable[[Random], Sequence[Damage]]  # function that draws ways to damage a checkpoint
-    is_one_process: bool  # True if one process writes one file and a manifest, alone in the folder
+    damages: Callable[[Random], Sequence[Damage]]  # draws ways to damage a checkpoint
+    is_one_process: bool  # True if a single process writes one file and a manifest
     advice: str = ""  # likely cause of damage after a crash
 
     @property
@@ -73,7 +73,7 @@ class StoreContract:
         return "save_checkpoint" if self.is_one_process else "save_sharded"
 
     def tests(self) -> dict[str, Callable[..., None]]:
-        """Return the tests of a suite by name, marked as those of the task."""
+        """Return the tests by name, marked as tests of the task."""
         tests: dict[str, Callable[..., None]] = {
             "survive_a_crash": over(self.crashes, self._test_crash),
             "that_are_damaged_are_skipped": over(["each in turn"], self._test_damage),
@@ -113,7 +113,7 @@ class StoreContract:
         )
 
     def _check_state(self, plan: Plan, state: Facts, when: str) -> None:
-        """Check a state that a crash may leave during the save."""
+        """Check a state that a crash during the save may leave."""
         names = {path.split("/")[1] for path in state["files"]}
         others = sorted(name for name in names if not name.startswith(("step-", ".step-")))
         check(
@@ -170,7 +170,7 @@ class StoreContract:
             "clock says.",
         )
         reason = facts["skipped"][name_of(3)]
-        # With a flipped bit, a manifest may list a ``ctate.pt``, which is missing.
+        # A manifest with a flipped bit may list a missing file, such as ``ctate.pt``.
         may_name_any = facts["file"] == MANIFEST and damage.kind == "a flipped bit"
         damaged_file = facts["file"] if self.is_one_process else ""
         check(

@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.1 and 4.3: saves that crash or are damaged, and loads after these."""
+"""Bodies for tasks 4.1 and 4.3: saves that crash or are damaged, and loads after them."""
 
 import os
 import shutil
@@ -31,23 +31,23 @@ from phase4.file_history import (
 from phase4_production.given import Group
 
 MANIFEST = "manifest.json"
-MORE = "rank-00007.bin"  # file that is in no manifest, as of a killed attempt of more ranks
+MORE = "rank-00007.bin"  # file in no manifest, as left by a killed save with more ranks
 LONG_AGO_S = 1_000_000_000  # the year 2001
 KINDS = FileExistsError, OSError, RuntimeError, ValueError
 Facts = dict[str, Any]
 
 
 class Plan(NamedTuple):
-    """The folder before a checkpoint is saved."""
+    """State of the folder before a checkpoint is saved."""
 
     step: int  # step of the new checkpoint
     there: tuple[int, ...] = ()  # steps of the checkpoints in the folder
-    damaged: tuple[int, ...] = ()  # steps of those that are damaged
-    keep: int = 3  # number of checkpoints that stay
+    damaged: tuple[int, ...] = ()  # steps of the damaged ones
+    keep: int = 3  # number of checkpoints to keep
     is_made: bool = True  # whether the folder exists
-    leftovers: tuple[str, ...] = ()  # names of folders that a crash has left
-    # Steps of undamaged checkpoints that a save had just renamed, to be removed, when it was
-    # killed: their old names may come back when the power fails.
+    leftovers: tuple[str, ...] = ()  # names of folders left by a crash
+    # Steps of undamaged checkpoints that a save had just renamed for removal when it was killed:
+    # their old names may come back when the power fails.
     renamed: tuple[int, ...] = ()
 
 
@@ -62,19 +62,19 @@ def listing(folder: Path) -> list[str]:
 
 
 def shorten(checkpoint: Path) -> None:
-    """Damage a checkpoint: its largest file ends a byte too early."""
+    """Damage a checkpoint by cutting the last byte off its largest file."""
     largest = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size - 1)
 
 
 def error_text(error: Exception) -> str:
-    """Return ``OSError: …``, also for a class that the lesson derives from it."""
+    """Return ``OSError: …``, even for a class that the lesson derives from it."""
     known = next((kind for kind in KINDS if isinstance(error, kind)), type(error))
     return f"{known.__name__}: {error}"
 
 
 class Store:
-    """The folder of a run, the same on all ranks, and this rank's calls of the lesson."""
+    """A run's folder, the same on all ranks, and this rank's calls of the lesson."""
 
     loads = ""  # function of the lesson that loads
 
@@ -82,26 +82,26 @@ class Store:
         made = [tempfile.mkdtemp(dir=root)] if dist.get_rank(group) == 0 else [""]
         dist.broadcast_object_list(made, group=group, group_src=0)
         self.lesson, self.rank, self.group = lesson, dist.get_rank(group), group
-        self.folder = Path(made[0]) / "run"  # alone in another folder
-        self.is_unchanged = True  # False once a save has changed what it was given
+        self.folder = Path(made[0]) / "run"  # the only entry in its parent folder
+        self.is_unchanged = True  # False once a save has changed its argument
 
     def save(self, step: int, *, keep: int = 9) -> Path:
-        """Save a step; return the path that the lesson has returned."""
+        """Save a step; return the path that the lesson returned."""
         raise NotImplementedError
 
     def _load(self, folder: Path, alone: Group) -> tuple[Any, bool] | None:
-        """Return what the lesson has loaded, and whether it is what was saved."""
+        """Return what the lesson loaded, and whether it equals what was saved."""
         raise NotImplementedError
 
     def load(self, folder: Path | None = None, *, alone: Group = None) -> Facts:
-        """Load from a folder, by default from that of the run.
+        """Load from a folder, by default the run's.
 
         Args:
             folder: Folder of the checkpoints.
-            alone: Group of this rank alone, if no other one loads.
+            alone: Group of only this rank, if no other rank loads.
 
         Returns:
-            The step that is loaded (None for none), whether its state and path are right, the
+            Step that was loaded (None if none was), whether its state and path are right, the
             skipped checkpoints with their reasons, and the error.
         """
         folder = folder or self.folder
@@ -122,14 +122,14 @@ class Store:
         return {**facts, "step": step, "equal": is_equal and is_there, "skipped": skipped}
 
     def on_rank_0(self, do: Callable[[], Any]) -> Any:
-        """Let rank 0 do something while the others wait; return its result on all."""
+        """Do something on rank 0 while the others wait; return its result on all ranks."""
         dist.barrier(self.group)
         results = [do() if self.rank == 0 else None]
         dist.broadcast_object_list(results, group=self.group, group_src=0)
         return results[0]
 
     def prepare(self, plan: Plan) -> "Store":
-        """Make the folder of a plan."""
+        """Make the folder that a plan describes."""
         if plan.is_made:
             self.on_rank_0(partial(self.folder.mkdir, exist_ok=True))
         for step in plan.there:
@@ -144,7 +144,7 @@ class Store:
             shutil.copytree(self.folder / name_of(plan.there[-1]), self.folder / name)
             shorten(self.folder / name)
             (self.folder / name / MORE).write_bytes(b"old")
-        # The first checkpoint is dated last, as by a copy.
+        # The first checkpoint gets the latest date, as after copying.
         for place, checkpoint in enumerate(sorted(self.folder.glob("step-*"), reverse=True)):
             os.utime(checkpoint, (LONG_AGO_S + place, LONG_AGO_S + place))
 
@@ -153,19 +153,19 @@ class Store:
 
 
 def crash(store: Store, plan: Plan) -> Facts:
-    """Save, and load from whatever a crash may leave, during the save and after it.
+    """Save, and load from every state that a crash may leave, during the save and after it.
 
-    The disk of rank 0 is slow, so that the others are as far ahead as they may be.
+    Rank 0's disk is slow, so that the other ranks get as far ahead as they can.
 
     Returns:
-        The operations of the save, in words; the folder after it; whether the path was right; and
-        for each state that a crash may leave, the number of operations before it, whether a rank
-        has returned, the result of a load, and the ``step-…`` folders, with what an undamaged
-        checkpoint holds or with anything else.
+        Operations of the save, in words; the folder after it; whether the path was right; and for
+        each state that a crash may leave, the number of operations before it, whether a rank has
+        returned, the result of a load, and the ``step-…`` folders, separated into those with the
+        content of an undamaged checkpoint and all others.
     """
     store.prepare(plan)
     alone, recording = dist.new_group([0]), nullcontext()
-    if store.rank == 0:  # one process: it watches all ranks
+    if store.rank == 0:  # one process, so that it watches all ranks
         recording = recorded(store.folder.parent, store.lesson, before_sync=_sleep_on_rank_0)
     with recording as recorder:
         for step in plan.renamed:
@@ -188,7 +188,7 @@ def crash(store: Store, plan: Plan) -> Facts:
 
 
 def _sleep_on_rank_0() -> None:
-    """Take a second of the simulated world, while the other ranks continue."""
+    """Sleep for a simulated second on rank 0, while the other ranks continue."""
     if dist.get_rank() == 0:
         time.sleep(1)
 
@@ -200,7 +200,7 @@ def _contents(tree: Tree, steps: Sequence[int]) -> set[State]:
 
 
 def _inside(name: str, state: State) -> State:
-    """Return the part of a state that is in a checkpoint."""
+    """Return the part of a state inside a checkpoint."""
     return tuple((path, c) for path, c in state if path.startswith(f"run/{name}/"))
 
 
@@ -226,7 +226,7 @@ def _after_a_crash(
 
 
 class Damage(NamedTuple):
-    """A damage of the newest of three checkpoints; ``which`` numbers its files."""
+    """A kind of damage to the newest of three checkpoints; ``which`` selects the file."""
 
     kind: str
     which: int = 0
@@ -242,9 +242,9 @@ class Damage(NamedTuple):
 
 
 def damaged(store: Store, damages: Sequence[Damage]) -> list[Facts]:
-    """Damage the newest checkpoint of three in each of the ways, and load.
+    """Damage the newest of three checkpoints in one way after the other; load after each.
 
-    The oldest is damaged too, unless it is the one to be loaded: a load need not notice that.
+    The oldest is damaged too, unless it is the one to load: a load need not notice that.
     """
     store.prepare(Plan(0, there=(1, 2, 3)))
     whole, loads = store.folder.with_name("whole"), list[Facts]()
@@ -259,23 +259,23 @@ def damaged(store: Store, damages: Sequence[Damage]) -> list[Facts]:
 
 
 def times_read(reads: Sequence[Read]) -> dict[str, int]:
-    """Return how often a file of each ``step-…`` was read, at most; manifests don't count."""
+    """Return, for each ``step-…`` folder, how often its most-read file was read; skip manifests."""
     times = Counter(read.path for read in reads if read.path.name != MANIFEST)
     names = sorted({path.parts[0] for path in times if path.parts[0].startswith("step-")})
     return {name: max(n for path, n in times.items() if path.parts[0] == name) for name in names}
 
 
 def names_a_file(reason: str, files: Sequence[str], damaged_file: str) -> bool:
-    """Return whether a reason names the damaged file, or any of ``files`` if that may be another.
+    """Return whether a reason names the damaged file or, if any may be blamed, one of ``files``.
 
-    A damaged manifest no longer fits a file that is as it was.
+    If the manifest is damaged, intact files no longer match it, so that any of them may be named.
     """
     to_blame = files if damaged_file in ("", MANIFEST) else [Path(damaged_file).name]
     return any(name in reason for name in to_blame)
 
 
 def _damage_copy(whole: Path, folder: Path, damage: Damage) -> str:
-    """Damage a copy of the whole folder; return the name of the file."""
+    """Damage a fresh copy of the whole folder; return the name of the damaged file."""
     shutil.rmtree(folder)
     shutil.copytree(whole, folder)
     newest, before = folder / name_of(3), folder / name_of(2)
@@ -324,7 +324,7 @@ def draw_damages(random: Random, num_flips: int) -> list[Damage]:
 
 
 def load_where_all_are_damaged(store: Store) -> Facts:
-    """Load where there is nothing yet, and where no checkpoint is undamaged."""
+    """Load where there is nothing yet, and where all checkpoints are damaged."""
     empty = store.prepare(Plan(0)).load()
     missing = store.load(store.folder / "not there")
     store.prepare(Plan(0, there=(1, 2), damaged=(1, 2)))
@@ -336,11 +336,11 @@ def load_where_all_are_damaged(store: Store) -> Facts:
     return {"all": load, "files": files, "unchanged": is_unchanged, "nothing": nothing}
 
 
-# Saves one after the other
+# Series of saves
 
 
 def save_all(store: Store, steps: Sequence[int], plan: Plan) -> Facts:
-    """Save some steps after those of a plan; return the folder after each, and what is loaded."""
+    """Save some steps after those of a plan; return the folder after each, and the final load."""
     store.prepare(plan)
     left, read = [], list[Mapping[str, int]]()
     for step in steps:
@@ -354,7 +354,7 @@ def save_all(store: Store, steps: Sequence[int], plan: Plan) -> Facts:
 
 
 def save_again(store: Store) -> Facts:
-    """Save a step that has a checkpoint; return the error, the folder and what is loaded."""
+    """Save a step that has a checkpoint; return the error, the folder and the result of a load."""
     store.prepare(Plan(0, there=(1, 2)))
     refusal = ""
     try:

@@ -1,1 +1,1 @@
-"""Known-wrong and unusual but right answers, which grade the grader."""
+"""Known-wrong answers, and right but unusual ones, which grade the grader."""

@@ -1,21 +1,21 @@
-"""The banks of answers: known-wrong ones, and unusual but right ones, as changes of the solutions.
+"""Banks of answers, known-wrong ones and right but unusual ones, as changes to the solutions.
 
 A file of a bank, ``phase1/1_4.toml``, holds the answers to one task:
 
     [wrong.wrecks_outgoing]                 # or [right.NAME]
     says = "It overwrites outgoing, which is the caller's."
     rejected_by = "test_a_ring_exchanges_without_deadlock"
-    outcome = "failed"                      # of that test; may be left out
-    phrase = "only incoming is written"     # of its message
+    outcome = "failed"                      # of that test; optional
+    phrase = "only incoming is written"     # part of its message
     change = '''
          work.wait()
     +    outgoing.zero_()
     '''
 
 ``change`` is a diff of the solution; a line ``@@`` separates hunks. The old lines of a hunk, which
-begin with a blank or ``-``, must stand exactly once in the solution. Instead of a change,
-``whole`` is code for the end of the lesson, where its definitions win. Right answers name no
-test, and neither do those of a bank whose authors have not seen the tests.
+begin with a blank or ``-``, must occur exactly once in the solution. Instead of a change, an answer
+may have ``whole``: code appended to the lesson, whose definitions override earlier ones. Right
+answers name no test, and neither do those of a bank whose authors have not seen the tests.
 """
 
 import ast
@@ -51,10 +51,10 @@ class Answer:
     task: Task
     name: str
     is_right: bool
-    says: str  # what is wrong with it, or unusual
+    says: str  # its mistake, or what is unusual about it
     rejected_by: str = ""  # the test that must reject it
-    outcome: str = "failed"  # that this test must find
-    phrase: str = ""  # of the message that it must give
+    outcome: str = "failed"  # expected outcome of this test
+    phrase: str = ""  # part of the message expected from it
     change: str = ""
     whole: str = ""
 
@@ -67,7 +67,7 @@ class Answer:
         """Return the text of the lesson with this answer in it.
 
         Raises:
-            BankError: the change does not fit the solution, or the result does not parse.
+            BankError: The change does not fit the solution, or the result does not parse.
         """
         solution = (ROOT / self.task.solution).read_text(encoding="utf-8")
         try:
@@ -79,10 +79,10 @@ class Answer:
 
 
 def load(bank: Path) -> list[Answer]:
-    """Read a bank, in the course's order; tasks without a file have no answers.
+    """Read a bank, in the order of the course's tasks; a task without a file has no answers.
 
     Raises:
-        BankError, CourseError: a file is not that of a task, or an entry not an answer.
+        BankError, CourseError: A file does not belong to a task, or an entry is not an answer.
     """
     files = {COURSE.task(file.stem.replace("_", ".")): file for file in bank.glob("phase*/*.toml")}
     for task, file in files.items():
@@ -99,7 +99,7 @@ def path_of(bank: Path, task: Task) -> Path:
 
 
 def load_equivalents() -> list[Answer]:
-    """Read the mutants of solutions that no test can tell from them, ``["1.5".NAME]``."""
+    """Read the mutants that no test can distinguish from their solution, ``["1.5".NAME]``."""
     return [
         _answer(COURSE.task(id), name, True, entry)
         for id, entries in _tables(EQUIVALENTS).items()
@@ -136,7 +136,7 @@ def _check_keys(where: str, entry: dict[str, Any]) -> None:
 
 
 def hand_in(task: Task, lesson: str, folder: Path) -> Submission:
-    """Build what a learner hands in: the phase's solutions, with ``lesson`` as the task's."""
+    """Build a submission: the phase's solutions, with ``lesson`` in place of the task's."""
     phase = folder / task.folder
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / task.solution.parent, phase, ignore=ignored)

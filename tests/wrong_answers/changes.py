@@ -1,10 +1,10 @@
-"""Changes of a solution, as the banks write them: applied, and found."""
+"""Changes to a solution in the banks' format: how to apply them, and how to derive them."""
 
 import difflib
 from collections.abc import Iterator
 from itertools import count
 
-Hunk = tuple[int, int, list[str]]  # lines start to end of the solution become these
+Hunk = tuple[int, int, list[str]]  # start and end of the lines to replace, and new lines
 
 
 class BankError(ValueError):
@@ -15,7 +15,7 @@ def changed(text: str, change: str) -> str:
     """Apply a change to a text.
 
     Raises:
-        BankError: the old lines of a hunk do not stand exactly once in the text, or hunks overlap.
+        BankError: The old lines of a hunk do not occur exactly once in the text, or hunks overlap.
     """
     lines, untouched = text.splitlines(), len(text.splitlines())
     hunks = [hunk.splitlines() for hunk in change.replace("\n@@\n", "\n@@").split("\n@@")]
@@ -28,7 +28,7 @@ def changed(text: str, change: str) -> str:
 
 
 def _placed(lines: list[str], hunks: list[list[str]]) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yield where each hunk begins, its old lines, its new ones."""
+    """Yield where each hunk starts, with its old and its new lines."""
     for number, hunk in enumerate(hunks, start=1):
         if odd := [line for line in hunk if line[:1] not in ("", " ", "-", "+")]:
             raise BankError(f"hunk {number}: begin with ' ', '-' or '+', not as in {odd[0]!r}")
@@ -42,7 +42,7 @@ def _placed(lines: list[str], hunks: list[list[str]]) -> Iterator[tuple[int, lis
 
 
 def change_between(text: str, wanted: str) -> str:
-    """Return the change that makes ``wanted`` of ``text``, in as few lines as fit once."""
+    """Return the change that turns ``text`` into ``wanted``, with minimal unique context."""
     lines, others = text.splitlines(), wanted.splitlines()
     opcodes = difflib.SequenceMatcher(None, lines, others, autojunk=False).get_opcodes()
     hunks = [(i, j, others[k:m]) for tag, i, j, k, m in opcodes if tag != "equal"]
@@ -50,7 +50,7 @@ def change_between(text: str, wanted: str) -> str:
 
 
 def _written(lines: list[str], hunks: list[Hunk]) -> Iterator[list[str]]:
-    """Yield the lines of each hunk; those whose surroundings meet become one."""
+    """Yield the lines of each hunk; hunks whose contexts meet are merged."""
     start, end, text = 0, -1, []
     for first, last, new in hunks:
         above, below = _surroundings(lines, first, last)
@@ -65,7 +65,7 @@ def _written(lines: list[str], hunks: list[Hunk]) -> Iterator[list[str]]:
 
 
 def _surroundings(lines: list[str], first: int, last: int) -> tuple[int, int]:
-    """Return the smallest range of lines around these that stands once in the text."""
+    """Return the smallest range around these lines that occurs only once in the text."""
     contexts = ((size - below, below) for size in count() for below in range(size + 1))
     return next(
         (first - above, last + below)

@@ -1,4 +1,4 @@
-"""Grades a hand-in with the tests of one task, without pytest around them."""
+"""Grading of a submission with the tests of one task, without pytest."""
 
 import importlib
 import inspect
@@ -17,17 +17,17 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import Submission, reference
 from wrong_answers.bank import ROOT
 
-Found = tuple[str, Verdict]  # a test, and what it finds in one of its cases
+Found = tuple[str, Verdict]  # a test's name, and its verdict in one of its cases
 
 
 @dataclass(frozen=True)
 class TaskTest:
-    """One test of a task, with the cases of its ``parametrize``."""
+    """A test of a task, with the cases of its ``parametrize``."""
 
     name: str
     body: Callable[..., None]
     cases: list[dict[str, Any]]
-    is_real: bool  # whether it runs on real processes too
+    is_real: bool  # whether it also runs on real processes
 
 
 def find_tests(task: Task) -> list[TaskTest]:
@@ -43,7 +43,7 @@ def find_tests(task: Task) -> list[TaskTest]:
 
 
 def _cases(marks: Iterable[Any]) -> list[dict[str, Any]]:
-    """Expand ``parametrize``."""
+    """Return the arguments of each case of ``parametrize``."""
     cases: list[dict[str, Any]] = [{}]
     for names, values in (mark.args for mark in marks if mark.name == "parametrize"):
         keys = names.split(",") if isinstance(names, str) else list(names)
@@ -61,14 +61,14 @@ def verdicts(submission: Submission, task: Task, tests: Iterable[TaskTest]) -> I
 
 
 def verdicts_on_processes(submission: Submission, task: Task) -> Iterator[Found]:
-    """Run the last case of each test that is for real processes on such."""
+    """Run, on real processes, the last case of each test that is meant for them."""
     for test in find_tests(task):
         if test.is_real:
             yield test.name, _verdict(submission, task, "gloo", test, test.cases[-1])
 
 
 class Rejection(NamedTuple):
-    """Verdict of a test on a submission that it rejects, and the line of a judge that raised it."""
+    """A test's verdict on a submission that it rejects, and the judge's line that raised it."""
 
     verdict: Verdict
     place: str
@@ -77,7 +77,7 @@ class Rejection(NamedTuple):
 def rejections(
     submission: Submission, task: Task, tests: Iterable[TaskTest]
 ) -> Iterator[Rejection]:
-    """Run all cases of some of a task's tests in the simulated world, and yield the rejections."""
+    """Run all cases of some of a task's tests in the simulated world; yield the rejections."""
     for test in tests:
         for case in test.cases:
             grade = Grade(submission, task, "sim", TIMEOUT_S, reference=reference(ROOT))
@@ -88,7 +88,7 @@ def rejections(
 
 
 def _place_of(error: Exception) -> str:
-    """Return the innermost line of a judge in a traceback, or else of the helpers of all judges."""
+    """Return a traceback's innermost line in a judge, or else in the helpers of all judges."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT / "tests")]
     judges = [frame for frame in places if "/phase" in frame.filename[len(str(ROOT)) :]]
@@ -97,13 +97,13 @@ def _place_of(error: Exception) -> str:
 
 
 def first_rejection(submission: Submission, task: Task) -> Found | None:
-    """Return the first test of the task that rejects a hand-in in the simulated world."""
+    """Return the first test of the task that rejects the submission in the simulated world."""
     found = verdicts(submission, task, find_tests(task))
     return next((one for one in found if one[1].outcome is not Outcome.PASSED), None)
 
 
 def pool(jobs: int) -> ProcessPoolExecutor:
-    """Return processes that grade side by side; a fork of one with threads might hang."""
+    """Return a pool of grading processes, spawned because forking a threaded process may hang."""
     return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 

@@ -1,11 +1,11 @@
-"""Find the fewest wrong answers of our own bank that prove all that it proves.
+"""Find the fewest wrong answers of our own bank that prove all that the bank proves.
 
-python tests/wrong_answers/minimal.py --only 1.4 --jobs 2         # prints which may go
+python tests/wrong_answers/minimal.py --only 1.4 --jobs 2         # prints which can go
 python tests/wrong_answers/minimal.py --jobs 2 --write            # also removes them from the bank
 
-An answer proves that its test can fail, that a line of a judge is reached, and that a sentence of
-advice is given. Answers are taken, the one that proves most first and the shortest of equals, until
-all of this is proved; the others may go. No choice is made by eye.
+An answer proves that its test can fail, that a judge's line is reached, and that a sentence of
+advice is given. Answers are kept greedily until all of this is proved: the next one is always
+the answer that adds most, or the shortest of several that add equally. The others can go.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _SENTENCE = re.compile(r"(?<=[.?!:;])\s+(?=[A-Z])")
 
 
 def main() -> None:
-    """Choose the answers that stay, task by task."""
+    """Choose the answers to keep, task by task."""
     options = _options()
     answers = [
         answer
@@ -58,10 +58,10 @@ def _options() -> argparse.Namespace:
 
 
 def proofs_of(answer: Answer) -> frozenset[str]:
-    """Return the test that must reject an answer, the line of a judge, and its advice.
+    """Return the test that must reject an answer, the judge's line, and its advice.
 
     Raises:
-        LookupError: the test does not reject it as the bank says.
+        LookupError: The test does not reject the answer as the bank says.
     """
     tests = [test for test in find_tests(answer.task) if test.name == answer.rejected_by]
     with tempfile.TemporaryDirectory() as folder:
@@ -69,14 +69,14 @@ def proofs_of(answer: Answer) -> frozenset[str]:
         for rejection in rejections(submission, answer.task, tests):
             message = rejection.verdict.message
             if answer.phrase in message:
-                # The first sentence has expected and got, for which the line of the judge stands.
+                # Leave out the first sentence: its values vary, and the judge's line identifies it.
                 _, *advice = _SENTENCE.split(_VALUE.sub("#", message))
                 return frozenset({answer.rejected_by, rejection.place, *advice})
     raise LookupError(f"{answer.id}: {answer.rejected_by} does not say {answer.phrase!r}")
 
 
 def chosen(proofs: Mapping[Answer, frozenset[str]]) -> set[Answer]:
-    """Return few answers that prove all that is proved, greedily."""
+    """Return a small set of answers, chosen greedily, that proves as much as all of them."""
     missing = frozenset[str]().union(*proofs.values())
     stay: set[Answer] = set()
     while missing:

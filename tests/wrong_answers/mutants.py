@@ -1,11 +1,11 @@
-"""Grade the mutants of the solutions: what the tests do not notice.
+"""Grade mutants of the solutions, to find changes that the tests do not notice.
 
 python tests/wrong_answers/mutants.py --only 1.7 --jobs 2
 
-A mutant is a solution with one small change (``mutation.py``). It meets the tests of its task in
-the simulated world, up to the first that rejects it. One that survives asks for a test, or for an
-entry in equivalent_mutants.toml that says why no test may reject it: its change is printed as it
-goes there.
+A mutant is a solution with one small change (``mutation.py``). It is run against the tests of its
+task in the simulated world, up to the first that rejects it. A survivor calls for a test, or for an
+entry in equivalent_mutants.toml that says why no test may reject it; its change is printed in the
+format of that file.
 """
 
 import argparse
@@ -27,20 +27,20 @@ from wrong_answers.mutation import Mutant, mutants_of  # noqa: E402
 
 @dataclass(frozen=True)
 class Graded:
-    """What the tests say of a mutant."""
+    """The tests' verdict on a mutant."""
 
     mutant: Mutant
-    rejection: Found | None  # the first
-    is_equivalent: bool  # says equivalent_mutants.toml
+    rejection: Found | None  # the first rejection
+    is_equivalent: bool  # according to equivalent_mutants.toml
 
     @property
     def survives(self) -> bool:
-        """Whether a test is missing, or a line in the list."""
+        """True if no test rejects the mutant, and it is not listed as equivalent."""
         return self.rejection is None and not self.is_equivalent
 
 
 def main() -> None:
-    """Grade the mutants; a row per task, then what to look at."""
+    """Grade the mutants; print a row per task, then the mutants to look at."""
     options = _options()
     tasks = [task for task in COURSE.tasks if options.only in ("", task.id)]
     equivalents = {answer.lesson(): answer.id for answer in load_equivalents()}
@@ -86,7 +86,7 @@ def _cells(graded: list[Graded]) -> str:
 
 
 def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
-    """Yield what a reader should know of a mutant."""
+    """Yield remarks on a mutant for the reader."""
     where = f"{one.mutant.task.id} {one.mutant.function}\n{one.mutant.change}"
     if one.survives:
         yield f"\nSURVIVES {where}"
@@ -102,7 +102,7 @@ def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
 
 
 def _unmade(tasks: list[Task], equivalents: dict[str, str], made: set[str]) -> Iterator[str]:
-    """Yield what is listed as equivalent, and is no mutant any more."""
+    """Yield a line for each mutant that is listed as equivalent but no longer made."""
     for lesson, name in equivalents.items():
         if lesson not in made and name.split()[0] in [task.id for task in tasks]:
             yield f"\nLISTED AS EQUIVALENT, BUT NOT MADE: {name}"

@@ -1,10 +1,10 @@
-"""Makes mutants of the solutions: one small change each, by operators of mutmut and three more.
+"""Makes mutants of the solutions, each with one small change, by mutmut's operators and three more.
 
-Of mutmut's, those that make a mistake someone could make: another operator, a number one larger,
-True for False, a removed ``not``, one branch of ``a if b else c``, ``=`` for ``+=``, an argument
-left out. Not those that change texts, or put None in place of a value: that crashes, whatever the
-tests are. mutmut leaves out no statement, negates no plain condition and drops no decorator: these
-are here.
+Of mutmut's operators, it uses those that make a mistake someone could make: another operator, a
+number increased by one, True for False, a removed ``not``, one branch of ``a if b else c``, ``=``
+for ``+=``, an omitted argument. It skips those that change texts or replace a value with None,
+which crashes whatever the tests are. mutmut never omits a statement, negates a plain condition or
+drops a decorator; the operators here do.
 """
 
 import ast
@@ -47,7 +47,7 @@ def mutants_of(task: Task) -> Iterator[Mutant]:
 
 
 def written_for(task: Task) -> list[str]:
-    """Name the task's functions, and the helpers that it uses first and no template gives."""
+    """Return the task's functions, and helpers that no template has and no earlier task uses."""
     solution = _functions(cst.parse_module((ROOT / task.solution).read_text(encoding="utf-8")))
     template = _functions(cst.parse_module((ROOT / task.template).read_text(encoding="utf-8")))
     written = {
@@ -64,13 +64,13 @@ def written_for(task: Task) -> list[str]:
 
 
 def named(names: Iterable[str], functions: Iterable[str]) -> list[str]:
-    """Return the functions of these names, and all methods where the name is a class."""
+    """Return the functions with these names; for a class, all its methods."""
     prefixes = tuple(f"{name}." for name in names)
     return [function for function in functions if f"{function}.".startswith(prefixes)]
 
 
 def _helpers(name: str, functions: dict[str, cst.FunctionDef]) -> list[str]:
-    """Name the functions that one calls, and those that they call."""
+    """Return the functions that ``name`` calls, directly or indirectly."""
     found, names = [], [name]
     while names:
         caller = names.pop()
@@ -82,9 +82,9 @@ def _helpers(name: str, functions: dict[str, cst.FunctionDef]) -> list[str]:
 
 
 def _is_reached(function: str, caller: str, used: Container[str]) -> bool:
-    """Whether the names that a caller uses lead to a function, or to a method's class.
+    """Return whether a caller uses the name of a function, or of a method's class.
 
-    The name of a method leads to it from its own class only: many classes have a ``forward``.
+    A method's own name counts only within its class, because many classes have a ``forward``.
     """
     owner, _, name = function.rpartition(".")
     is_at_home = caller.rpartition(".")[0] == owner
@@ -115,7 +115,7 @@ def _parses(text: str) -> bool:
 
 
 def mutations(function: cst.FunctionDef) -> Iterator[tuple[Node, Node]]:
-    """Yield what is replaced by what; signature, texts and what is raised stay."""
+    """Yield pairs of old and new nodes; signatures, texts and raised errors are left alone."""
     for new in _without_decorator(function):
         yield function, new
     for node in _walk(function.body):
@@ -134,12 +134,12 @@ def _walk(node: Node) -> Iterator[Node]:
 
 
 def _is_strict(node: Node) -> bool:
-    """Whether it is zip's ``strict``: what are equally long anyway are so without it, too."""
+    """Return whether a node is zip's ``strict``, which has no effect on equally long arguments."""
     return isinstance(node, cst.Arg) and bool(node.keyword) and node.keyword.value == "strict"
 
 
 def _fewer_arguments(call: cst.Call) -> Iterator[Node]:
-    """Leave out an argument by keyword, or the last one, or None for the only one."""
+    """Omit a keyword argument or the last one, or replace a sole argument with None."""
     for new in mutators.operator_arg_removal(call):
         is_none = len(new.args) == len(call.args)
         if is_none and len(call.args) == 1:
@@ -155,7 +155,7 @@ def _fewer_arguments(call: cst.Call) -> Iterator[Node]:
 
 
 def _without_statement(line: cst.SimpleStatementLine) -> Iterator[Node]:
-    """Put ``pass`` in its place; without an assignment, the name is missing: that crashes."""
+    """Replace a statement with ``pass``, except assignments: without the name, the code crashes."""
     statement = line.body[0]
     is_text = isinstance(statement, cst.Expr) and isinstance(statement.value, cst.BaseString)
     if not is_text and not isinstance(statement, cst.Assign | cst.AnnAssign | cst.Pass):
@@ -163,7 +163,7 @@ def _without_statement(line: cst.SimpleStatementLine) -> Iterator[Node]:
 
 
 def _opposite_condition(node: cst.If) -> Iterator[Node]:
-    """Negate a condition that has no operator to replace."""
+    """Negate a condition without an operator to replace."""
     if isinstance(node.test, cst.Name | cst.Attribute | cst.Call):
         yield node.with_changes(test=cst.UnaryOperation(cst.Not(), node.test))
 

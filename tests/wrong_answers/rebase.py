@@ -1,10 +1,11 @@
-"""Carry the answers of the bank over to solutions that have changed.
+"""Carry the bank's answers over to solutions that have changed.
 
     python tests/wrong_answers/rebase.py HEAD --rename _count=count
 
-For each answer the old solution, the old answer and the new solution are merged, as git merges
-branches; the answer's change becomes the difference that is left. Names that were only renamed are
-renamed in the answers first. What cannot be merged is listed, and stays as it is: mend it by hand.
+For each answer, the old solution, the old answer and the new solution are merged as git merges
+branches; the answer's change becomes the remaining difference. Names that were only renamed are
+renamed in the answers first. Answers that cannot be merged are listed and stay as they are: mend
+them by hand.
 """
 
 import argparse
@@ -23,15 +24,15 @@ from wrong_answers.changes import BankError, change_between, changed  # noqa: E4
 
 
 class Conflict(Exception):
-    """The solution changed where the answer differs from it, or became what the answer is."""
+    """The solution changed where the answer differs from it, or now equals the answer."""
 
 
 def rebased(old: str, new: str, change: str, renamed: Mapping[str, str]) -> str:
-    """Return the change of ``new`` that does what ``change`` did to ``old``.
+    """Return the change to ``new`` that does what ``change`` did to ``old``.
 
     Raises:
-        Conflict: both changed the same lines, or ``new`` does already what ``change`` did.
-        BankError: the change does not fit ``old``.
+        Conflict: Both changed the same lines, or ``new`` already does what ``change`` did.
+        BankError: The change does not fit ``old``.
     """
     wrong = _with_new_names(changed(old, change), renamed)
     merged = _merged(_with_new_names(old, renamed), wrong, new)
@@ -63,13 +64,13 @@ def _merged(base: str, ours: str, theirs: str) -> str:
 
 
 def old_solution(answer: Answer, commit: str) -> str:
-    """Return the solution of an answer's task as it was."""
+    """Return the solution of an answer's task at ``commit``."""
     command = ["git", "show", f"{commit}:{answer.task.solution.as_posix()}"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def rebase(answer: Answer, file: Path, commit: str, renamed: Mapping[str, str]) -> str:
-    """Rewrite an answer in its file; return what hinders it, "" if nothing."""
+    """Rewrite an answer in its file; return the problem that prevents it, or ""."""
     text = file.read_text(encoding="utf-8")
     if answer.whole:
         now = _with_new_names(answer.whole, renamed)
@@ -88,10 +89,10 @@ def rebase(answer: Answer, file: Path, commit: str, renamed: Mapping[str, str]) 
 
 
 def replaced(text: str, name: str, old: str, new: str) -> str:
-    """Return a bank's text with another change in the table of one answer.
+    """Return a bank's text with the change in one answer's table replaced.
 
     Raises:
-        ValueError: the table does not hold ``old``.
+        ValueError: The table does not hold ``old``.
     """
     header = re.search(rf"^\[[^\]\n]*\.{re.escape(name)}\]$", text, re.MULTILINE)
     start = text.index(old, header.end() if header else 0)

@@ -1,11 +1,12 @@
-"""Grade a bank, and print what its task's tests say of each answer.
+"""Grade a bank, and print the verdicts of each task's tests on its answers.
 
 python tests/wrong_answers/table.py > table.md                 # a row for each task
 python tests/wrong_answers/table.py --bank DIR -v    # another bank; -v shows rejected answers too
 python tests/wrong_answers/table.py --only 1.4 --jobs 2
 
-An answer of the course's own bank meets every test of its task, a right one on real processes too.
-One of another bank meets them in the simulated world, up to the first that rejects it.
+An answer of the course's own bank is run against every test of its task, a right one on real
+processes too. An answer of another bank is run in the simulated world only, up to the first test
+that rejects it.
 """
 
 import argparse
@@ -36,15 +37,15 @@ from wrong_answers.grading import (  # noqa: E402
 
 @dataclass(frozen=True)
 class Graded:
-    """What the tests say of an answer."""
+    """The tests' verdict on an answer."""
 
     answer: Answer
-    rejection: Found | None  # the first
-    grader_error: str  # where the grader itself failed
+    rejection: Found | None  # the first rejection
+    grader_error: str  # test in which the grader itself failed, and message
 
 
 def main() -> None:
-    """Grade a bank; a row per task, then the answers that are not judged as they should be."""
+    """Grade a bank; print a row per task, then the answers that are misjudged."""
     options = _options()
     answers = [answer for answer in bank.load(options.bank) if options.only in ("", answer.task.id)]
     if not answers:
@@ -77,7 +78,7 @@ def _problems(answers: list[Answer]) -> Iterator[str]:
 
 
 def grade(answer: Answer, *, is_thorough: bool) -> Graded:
-    """Grade one answer, by all tests of its task or up to the first that rejects it."""
+    """Grade an answer, with all tests of its task or up to the first that rejects it."""
     with tempfile.TemporaryDirectory() as folder:
         submission = bank.hand_in(answer.task, answer.lesson(), Path(folder))
         if is_thorough:
@@ -95,7 +96,7 @@ def grade(answer: Answer, *, is_thorough: bool) -> Graded:
 
 
 def _all_verdicts(answer: Answer, submission: Submission) -> Iterator[Found]:
-    """Run every test, first the one that must reject it, until two have hung, as pytest would."""
+    """Run every test until two have hung, as in pytest; the one that must reject it goes first."""
     tests = sorted(find_tests(answer.task), key=lambda test: test.name != answer.rejected_by)
     hangs = 0
     for found in verdicts(submission, answer.task, tests):
@@ -127,7 +128,7 @@ def _cells(graded: list[Graded]) -> str:
 
 
 def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
-    """Yield what a reader should know of an answer, in one line each."""
+    """Yield remarks on an answer for the reader, one per line."""
     if one.grader_error:
         yield f"GRADER ERROR {one.answer.id}: {one.grader_error}"
     if not one.rejection:

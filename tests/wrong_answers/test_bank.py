@@ -1,6 +1,6 @@
-"""The grader graded: known-wrong submissions are rejected as they say, unusual but right ones pass.
+"""The grader graded: wrong answers are rejected as the bank says, right but unusual ones pass.
 
-Here a wrong answer meets the one test that must reject it; ``table.py`` lets it meet all.
+Here, only the test that must reject a wrong answer is run on it; ``table.py`` runs them all.
 """
 
 import re
@@ -53,7 +53,7 @@ def test_unusual_but_right_answers_pass(answer: Answer, tmp_path: Path) -> None:
 
 
 def test_no_test_of_a_suite_hides_another_of_its_name() -> None:
-    """A suite collects its judges by star imports: of two tests with one name, one is lost."""
+    """Suites collect judges by star imports: if two tests have the same name, one is lost."""
     for folder in sorted((ROOT / "tests").glob("phase*/")):
         files = sorted(folder.glob("judge_*.py"))
         names = [

@@ -1,4 +1,4 @@
-"""The mutants: of what a learner writes, one change each, none twice."""
+"""Mutants have one change each, in code that learners write, and none is made twice."""
 
 import libcst as cst
 import pytest

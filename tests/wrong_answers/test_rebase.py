@@ -1,4 +1,4 @@
-"""An answer follows its solution: what it changed stays changed, whatever else became different."""
+"""An answer follows its solution: its own change is kept, whatever else has become different."""
 
 import hypothesis.strategies as st
 import pytest

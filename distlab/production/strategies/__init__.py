@@ -1,4 +1,4 @@
-"""Strategies that spread a model over ranks: torch's own, and those of the course.
+"""Strategies that spread a model over ranks: torch's own, and the course's.
 
 configuration                                      strategy
 strategy: ddp                                      TorchDDP
@@ -26,7 +26,7 @@ __all__ = ["LossSum", "Strategy", "parallelise"]
 
 
 def parallelise(model: nn.Module, config: Config, loss_sum: LossSum, lessons: Lessons) -> Strategy:
-    """Spread a model, equal on all ranks, as the configuration says; called on all ranks.
+    """Spread a model, identical on all ranks, as configured; called on all ranks.
 
     Raises:
         ConfigError: The number of ranks or the model's layers cannot be split that way.

@@ -1,4 +1,4 @@
-"""The base of all strategies, which is also the simplest one: one process that trains alone."""
+"""The base of all strategies, which is also the simplest one: a single process trains alone."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Strategy:
-    """A way to spread a model over the ranks, and to do a step together.
+    """A way to spread a model over the ranks, and to take steps together.
 
         strategy.zero_grad()
         loss = strategy.forward_backward(images, targets, num_samples)   # adds to the gradients
@@ -37,7 +37,7 @@ class Strategy:
     called: Any  # the module that training calls, perhaps wrapped or compiled
     optimizer: torch.optim.Optimizer
     replicas: Group = None
-    reorders_buckets = False  # True if the first step decides the order of the buckets
+    reorders_buckets = False  # True if the first step determines the bucket order
     has_own_parameters = False  # True if ranks hold different parameters
 
     def __init__(
@@ -49,12 +49,12 @@ class Strategy:
         self.distribute(model)
 
     def distribute(self, model: nn.Module) -> None:
-        """Spread the model, and make the optimizer of this rank's part."""
+        """Spread the model, and create the optimizer for this rank's part."""
         self.module = self.called = model
         self.make_optimizer()
 
     def make_optimizer(self) -> None:
-        """Make torch's optimizer of this rank's parameters."""
+        """Create torch's optimizer for this rank's parameters."""
         kind, options = optimizer_of(self.config)
         self.optimizer = kind(groups_of(self.module, self.config), **options)
 
@@ -64,7 +64,7 @@ class Strategy:
         return dist.get_world_size(self.replicas)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute in 16 bits if the configuration says so."""
+        """Return a context that computes in 16 bits if configured."""
         if self.config.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.config.precision])
@@ -80,8 +80,8 @@ class Strategy:
 
         Args:
             images: (b, 3, S, S), this rank's part; at least one image.
-            targets: (b,) classes, or (b, classes) shares of the classes.
-            num_samples: Number of images of all ranks.
+            targets: (b,) classes, or (b, classes) class probabilities.
+            num_samples: Number of images on all ranks together.
 
         Returns:
             The sum of this rank's losses.
@@ -99,9 +99,9 @@ class Strategy:
         return total
 
     def _cut(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cut into ``accumulate`` micro-batches, as many on all ranks: each is a collective.
+        """Cut a batch into micro-batches: ``accumulate`` on every rank, so that collectives match.
 
-        If there are too few images, ones that do not count are added.
+        If there are too few images, blank ones that do not count are added.
         """
         count = self.config.accumulate
         if (missing := count - len(images)) > 0:
@@ -130,7 +130,7 @@ class Strategy:
     # between steps
 
     def predict(self, images: Tensor) -> Tensor:
-        """Return the logits of this rank's images; called equally often on all ranks."""
+        """Return the logits of this rank's images; called the same number of times on all ranks."""
         logits: Tensor = self.module(images)
         return logits
 
@@ -141,17 +141,17 @@ class Strategy:
 
     @property
     def counts(self) -> bool:
-        """True if this rank's results count; other ranks of its replica may have the same."""
+        """True if this rank's results count; others in its replica may have the same results."""
         return self.computes
 
     def warm_up(self, side: int, unchanged: Callable[[], AbstractContextManager[None]]) -> None:
-        """Compute gradients once, which only changes their order in the buckets.
+        """Compute gradients once, only to fix their order in the buckets; compile if configured.
 
-        Otherwise a resumed run would sum its first gradients in the order of the parameters, and
-        the last bits of sums over three or more ranks would differ. Then compile if configured.
+        Otherwise a resumed run would sum its first gradients in parameter order, and the last bits
+        of sums over three or more ranks would differ.
 
         Args:
-            unchanged: Context that restores the state of the training at its end.
+            unchanged: Context that restores the training state at its end.
         """
         if self.reorders_buckets:
             blank = torch.zeros(2, 3, side, side, device=self.device)
@@ -159,12 +159,12 @@ class Strategy:
             with unchanged():
                 self.forward_backward(blank, nothing, 1)
                 self.average_gradients()
-                self.module.zero_grad(set_to_none=True)  # frees the buckets of the old order
+                self.module.zero_grad(set_to_none=True)  # frees the buckets in the old order
         if self.config.compile:
             self.called = torch.compile(self.called)
 
     def of_parameters(self, part: HasState) -> HasState:
-        """Wrap a state with a number for each of this rank's parameters, for checkpoints."""
+        """Wrap a state with a tensor for each parameter of this rank, for checkpoints."""
         return PerRank(part) if self.has_own_parameters else part
 
     def parts(self) -> Mapping[str, HasState]:
@@ -184,7 +184,7 @@ class Parameters:
         self.module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters by name; one that two layers share is listed once."""
+        """Return the parameters by name; a parameter that two layers share is listed once."""
         return {name: value.detach() for name, value in self.module.named_parameters()}
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from distlab.production.types import Group, HasState
 
 POWER_SGD_RANK = 4
 
-# Each rank keeps its own buffers; an evaluation averages them. Newer versions of torch have
+# Each rank keeps its own buffers; an evaluation averages them. Newer versions of torch use
 # another name for this option.
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 OWN_BUFFERS: dict[str, Any] = {
@@ -34,7 +34,7 @@ class TorchDDP(Strategy):
     ddp: Any
 
     def distribute(self, model: nn.Module) -> None:
-        """Wrap the model; compressed gradients travel by a hook."""
+        """Wrap the model; if configured, a hook compresses the gradients."""
         self.module = model
         self.ddp = self.called = DistributedDataParallel(model, **OWN_BUFFERS)
         self.hook = compression_hook(self)
@@ -44,7 +44,7 @@ class TorchDDP(Strategy):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Send gradients only with the last micro-batch, all of them summed."""
+        """Send gradients only with the last micro-batch, summed over all micro-batches."""
         if is_last:
             yield
             return
@@ -52,7 +52,7 @@ class TorchDDP(Strategy):
             yield
 
     def parts(self) -> Mapping[str, HasState]:
-        """Add the residuals of compression, which differ between ranks."""
+        """Add the compression residuals, which differ between ranks."""
         residuals = {"compression": PerRank(self.hook, is_optional=True)} if self.hook else {}
         return {**super().parts(), **residuals}
 
@@ -104,7 +104,7 @@ class CourseDDP(TorchDDP):
 
 
 def compression_hook(strategy: Strategy) -> Any:
-    """Return the hook that compresses gradients, with error feedback; None without compression."""
+    """Return the hook that compresses gradients with error feedback, or None if there is none."""
     config = strategy.config
     if config.compression == "none":
         return None
@@ -130,7 +130,7 @@ def _reduce(name: str, ratio: float, lesson: Lessons) -> Any:
 
 
 class _RandomK:
-    """Random entries, the same on all ranks, also after a resume."""
+    """Selects random entries, the same on all ranks, even after a resume."""
 
     def __init__(self, random_k: Any, ratio: float) -> None:
         self.random_k, self.ratio = random_k, ratio
@@ -147,7 +147,7 @@ class _RandomK:
 
 
 def _least(gradient: Tensor, ratio: float) -> float:
-    """Return the magnitude that a share ``ratio`` of normal entries would exceed."""
+    """Return the magnitude that a fraction ``ratio`` of normally distributed entries exceeds."""
     share = torch.tensor(1 - ratio, dtype=torch.float64).clamp(max=1 - 1e-9)
     deviation = float(gradient.norm()) / max(gradient.numel(), 1) ** 0.5
     quantile: Tensor = torch.special.ndtri((1 + share) / 2)

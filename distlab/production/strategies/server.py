@@ -31,7 +31,7 @@ class ParameterServer(Strategy):
         self.module = self.called = model
         self.flat = nn.utils.parameters_to_vector(model.parameters()).detach()
         dist.broadcast(self.flat, src=SERVER)
-        nn.utils.vector_to_parameters(self.flat, self.module.parameters())  # makes views of flat
+        nn.utils.vector_to_parameters(self.flat, self.module.parameters())  # now views of flat
         kind, options = optimizer_of(self.config)
         self.optimizer = kind([self.flat], **options)
 
@@ -46,7 +46,7 @@ class ParameterServer(Strategy):
         return len(self.workers)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the model; the optimizer only has the flat tensor."""
+        """Drop the model's gradients; the optimizer has only the flat tensor."""
         self.module.zero_grad(set_to_none=True)
 
     def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:

@@ -25,7 +25,7 @@ from distlab.production.types import HasState
 
 
 class TorchFSDP(Strategy):
-    """torch's fully_shard: parameters, gradients and optimizer's state in shards."""
+    """torch's fully_shard: parameters, gradients and optimizer state in shards."""
 
     has_own_parameters = True
 
@@ -40,7 +40,7 @@ class TorchFSDP(Strategy):
         self.make_optimizer()
 
     def predict(self, images: Tensor) -> Tensor:
-        """Return the logits, then shard again: an evaluation may swap parameters now."""
+        """Return the logits, and reshard so that an evaluation may swap parameters."""
         logits = super().predict(images)
         self.root.reshard()
         return logits
@@ -55,7 +55,7 @@ class TorchFSDP(Strategy):
 
 
 def dtype_of_whole(config: Config) -> torch.dtype:
-    """Return the dtype in which parameters travel and compute.
+    """Return the dtype in which parameters are gathered and used.
 
     BatchNorm computes in 32 bits, so a ResNet's parameters stay float32 and autocast does the rest.
     """
@@ -73,7 +73,7 @@ SPREAD = StateDictOptions(full_state_dict=True)
 
 
 class _Whole:
-    """A sharded model as one state, on rank 0 alone, which writes it."""
+    """A sharded model as one state, gathered only on rank 0, which writes it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -102,7 +102,7 @@ class ShardedOptimizer(Strategy):
     """ZeRO stages 1 and 2: tasks 3.18 and 3.19."""
 
     def distribute(self, model: nn.Module) -> None:
-        """Move the parameters into flat memory; each rank updates its part of it."""
+        """Move the parameters into flat memory; each rank updates its shard."""
         self.module = self.called = model
         self.sharded = sharded_optimizer(self)
         self.optimizer = self.sharded.optimizer
@@ -112,18 +112,18 @@ class ShardedOptimizer(Strategy):
         self.sharded.zero_grad()
 
     def step(self) -> None:
-        """Average the gradients, update this rank's shard, gather the others'."""
+        """Average the gradients, update this rank's shard, and gather the others'."""
         self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:
-        """Add the optimizer by rank; the master copies are views of the parameters."""
+        """Add the optimizer by rank; master copies are views of parameters and need no entry."""
         return {**super().parts(), "optimizer": PerRank(self.optimizer)}
 
 
 def sharded_optimizer(strategy: Strategy) -> Any:
     """Return the optimizer of task 3.18 or 3.19 for this rank's part of the model.
 
-    With ``communication_pattern: ring``, the one of 3.18 reduces gradients by the ring of 3.1.
+    With ``communication_pattern: ring``, that of 3.18 reduces gradients with the ring of 3.1.
     """
     config, lesson = strategy.config, strategy.lessons("zero")
     cls = {1: lesson.ShardedOptimizer, 2: lesson.ShardedGradientOptimizer}[config.zero_redundancy]
@@ -152,7 +152,7 @@ class FullySharded(Strategy):
     has_own_parameters = True
 
     def distribute(self, model: nn.Module) -> None:
-        """Shard the parameters; a unit is gathered while it computes."""
+        """Shard the parameters; each unit is gathered only while it computes."""
         lesson = self.lessons("zero")
         self.dtype = dtype_of_whole(self.config)
         model = lesson.FullyShardedDataParallel(model, compute_dtype=self.dtype)
@@ -169,6 +169,6 @@ class FullySharded(Strategy):
         return logits.float()
 
     def parts(self) -> Mapping[str, HasState]:
-        """Replace the model and the optimizer by this rank's shards."""
+        """Replace the model and the optimizer with this rank's shards."""
         model = PerRank(Parameters(self.module))
         return {**super().parts(), "model": model, "optimizer": PerRank(self.optimizer)}

@@ -22,13 +22,13 @@ MICRO_BATCHES_PER_STAGE = 4  # the bubble, (p-1)/(m+p-1), is then less than 1/5 
 
 
 class Split(CourseDDP):
-    """Replicas of a model that consist of stages, which consist of shards.
+    """Replicas of a model that are cut into stages, which are cut into shards.
 
     8 ranks, pipeline_parallelism 2, tensor_parallelism 2
     replica 0    stage 0: ranks 0, 1    stage 1: ranks 2, 3
     replica 1    stage 0: ranks 4, 5    stage 1: ranks 6, 7
 
-    With zero_redundancy: 1, ranks 0 and 4 share the optimizer's state, as do 1 and 5, and so on.
+    With zero_redundancy: 1, ranks 0 and 4 share the optimizer state, as do 1 and 5, and so on.
     """
 
     has_own_parameters = True
@@ -48,7 +48,7 @@ class Split(CourseDDP):
             self.runner = runner(stage, self.stages)
 
     def _share(self, stage: nn.Module) -> None:
-        """Let the replicas of a stage average gradients, or also share the optimizer's state."""
+        """Let a stage's replicas average gradients and, if configured, share optimizer state."""
         if not self.config.zero_redundancy:
             super().distribute(stage)
             return
@@ -82,7 +82,7 @@ class Split(CourseDDP):
             lesson.parallelize_mlp(block.mlp, self.shards)
 
     def _stage(self, model: nn.Module) -> nn.Sequential:
-        """Return this rank's stage; all stages have about as many FLOPs."""
+        """Return this rank's stage; all stages have about the same FLOPs."""
         layers = layers_of(model)
         costs = layer_flops(layers, self.config.image_size)
         partition = self.lessons("model_parallel").partition_layers
@@ -121,7 +121,7 @@ class Split(CourseDDP):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Keep gradients on this rank; a sharded optimizer always does until the step."""
+        """Keep gradients on this rank; a sharded optimizer always keeps them until the step."""
         with nullcontext() if self.sharded else super().accumulating(is_last=is_last):
             yield
 
@@ -137,7 +137,7 @@ class Split(CourseDDP):
             gradients_into(self.sharded)
 
     def step(self) -> None:
-        """Change the parameters of this stage."""
+        """Update the parameters of this stage."""
         self.sharded.step() if self.sharded else super().step()
 
     def _loss(self, stage: nn.Module, batch: Batch) -> tuple[Tensor, int]:

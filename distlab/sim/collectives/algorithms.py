@@ -1,14 +1,14 @@
-"""The transfers of the built-in collectives, and the time that they would take.
+"""The transfers of the built-in collectives, and the time that they take.
 
-A collective without the chosen algorithm uses the first one of its row. Seconds are for p equal
-GPUs whose links are not shared; n: bytes of the whole buffer; lg: to base 2, rounded up.
+A collective that lacks the chosen algorithm uses the first one in its row. Seconds are for p equal
+GPUs with unshared links; n is the whole buffer in bytes, and lg the base-2 logarithm, rounded up.
 
     collective       algorithm            seconds
     all_reduce       ring                 2(p-1)α + 2n(p-1)/p β
                      tree                 2 lg p (α + nβ)
                      recursive_doubling   lg p (α + nβ)                     (p = 2^k)
                      halving_doubling     2 lg p α + 2n(p-1)/p β            (p = 2^k)
-                     hierarchical         ring inside the nodes and one across them, see below
+                     hierarchical         ring inside the nodes, ring across them; see below
     broadcast,       tree                 lg p (α + nβ)
     reduce           ring                 (lg p + p-1)α + 2n(p-1)/p β
                      halving_doubling     2 lg p α + 2n(p-1)/p β
@@ -22,12 +22,12 @@ GPUs whose links are not shared; n: bytes of the whole buffer; lg: to base 2, ro
                      recursive_doubling   lg p α + (n/2) lg p β             (p = 2^k; Bruck)
     barrier          recursive_doubling   lg p α     (dissemination; also monitored_barrier)
 
-For other p see `patterns`. Adding numbers takes no time. The "hierarchical" algorithms need equally
-many ranks on every node of the group; otherwise the first algorithm of the row is used.
-Their steps follow each other; in "hierarchical_overlapped" they work on different pieces of the
-buffer at once, so the slowest step determines the time.
+For other p see `patterns`. Additions take no time. The "hierarchical" algorithms need the same
+number of ranks on every node of the group; otherwise the first algorithm in the row is used. Their
+steps run one after the other; in "hierarchical_overlapped" they run at once, on different pieces of
+the buffer, so the slowest step determines the time.
 
-These are the algorithms of textbooks. NCCL's own ones begin with "nccl_": see `nccl`.
+These are textbook algorithms. The names of NCCL's own begin with "nccl_"; see `nccl`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,7 +64,7 @@ from distlab.sim.hardware.cluster import Cluster
 __all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan"]
 
 Members = Sequence[int]  # GPUs by position, root first
-Nodes = Sequence[Members]  # members of each node, equally many; the root is the very first
+Nodes = Sequence[Members]  # members of each node, the same number on each; the root comes first
 M = TypeVar("M", Members, Nodes)
 NCCL = "nccl_"
 
@@ -84,19 +84,18 @@ def plan(
             one phase, 6 times: 4→5, 5→6, 6→7 and 7→4, 250 bytes each
 
     Args:
-        collective, algorithm: Names of the table at the top. "auto" means NCCL's choice on GPUs
-            whose `protocol_efficiency` is known (`protocols`). On others it is the plan of the
-            table whose rounds take the least time (`round_s`, of shared links), with the fewest
-            transfers if several do.
-        gpus: GPUs of the group's ranks, in the order of the ring.
+        collective, algorithm: Names from the table of this module. On GPUs whose
+            `protocol_efficiency` is known, "auto" is NCCL's choice (see `protocols`). On others it
+            is the plan from the table that takes the least time (`round_s` with shared links);
+            ties go to the plan with the fewest transfers.
+        gpus: GPUs of the group's ranks, in ring order.
         num_bytes: Bytes of the tensor (all_reduce, reduce, broadcast), of all shards together
-            (all_gather, reduce_scatter), of all that the root sends or gets, including its own
-            part (scatter, gather), or of all that one rank sends, including its own part
-            (all_to_all). 0 for a barrier.
+            (all_gather, reduce_scatter), or of everything that the root sends or gets (scatter,
+            gather) or that one rank sends (all_to_all), its own share included. 0 for a barrier.
         root: Index into ``gpus``, for reduce, broadcast, scatter and gather.
 
-    Cost: 1024 GPUs: below 1 ms for a ring or a tree, 3 ms for algorithms of lg p rounds with all
-        members busy, 0.1 s for "auto" once the cluster knows its routes; 0.4 s for a direct
+    Cost: For 1024 GPUs, below 1 ms for a ring or a tree, 3 ms for lg p rounds that keep all members
+        busy, 0.1 s for "auto" once the cluster has cached its routes, and 0.4 s for a direct
         all_to_all, which has p(p-1) transfers.
     """
     members = [*gpus[root:], *gpus[:root]]
@@ -113,7 +112,7 @@ def plan(
 
 
 def _fastest(plans: Iterable[Phases], cluster: Cluster) -> Phases:
-    """Return the plan that ends first, dropping each one once it is slower than the best."""
+    """Return the fastest plan; drop a plan as soon as it is slower than the best so far."""
     best: Phases = []
     best_s = inf
     for phases in sorted(plans, key=lambda phases: sum(len(phase.transfers) for phase in phases)):
@@ -140,7 +139,7 @@ def _plan(
     return row.get(algorithm, natural)(members, num_bytes)
 
 
-# Two levels. A node is a row, the j-th members of all nodes are a column:
+# Two levels. A node is a row, and the j-th members of all nodes are a column:
 #
 #     node 0    0  1  2  3        inside a node:    rows, in parallel
 #     node 1    4  5  6  7        across nodes:     columns, in parallel
@@ -149,8 +148,8 @@ def _plan(
 def _hierarchical_all_reduce(nodes: Nodes, n: float) -> Phases:
     """All-reduce: reduce-scatter in every row, all-reduce in every column, all-gather in every row.
 
-    Cost: k nodes of g: 2(g-1)α₁ + 2n(g-1)/g β₁ + 2(k-1)α₂ + 2(n/g)(k-1)/k β₂.
-    Source: Mikami et al. 2018, arXiv 1811.05233 (2-D torus all-reduce), which has these steps.
+    Cost: For k nodes of g GPUs, 2(g-1)α₁ + 2n(g-1)/g β₁ + 2(k-1)α₂ + 2(n/g)(k-1)/k β₂.
+    Source: The 2-D torus all-reduce of Mikami et al. 2018, arXiv 1811.05233.
     """
     columns = list(zip(*nodes, strict=True))
     inside = together(ring(node, n) for node in nodes)
@@ -161,7 +160,7 @@ def _hierarchical_all_reduce(nodes: Nodes, n: float) -> Phases:
 def _hierarchical_all_gather(nodes: Nodes, n: float) -> Phases:
     """All-gather in every column, then all-gather the results in every row.
 
-    Cost: k nodes of g: (k-1)α₂ + (n/g)(k-1)/k β₂ + (g-1)α₁ + n(g-1)/g β₁.
+    Cost: For k nodes of g GPUs, (k-1)α₂ + (n/g)(k-1)/k β₂ + (g-1)α₁ + n(g-1)/g β₁.
     """
     columns = list(zip(*nodes, strict=True))
     across = together(ring(column, n / len(columns)) for column in columns)
@@ -171,7 +170,7 @@ def _hierarchical_all_gather(nodes: Nodes, n: float) -> Phases:
 def _hierarchical_broadcast(nodes: Nodes, n: float) -> Phases:
     """Broadcast down the root's column, then along every row.
 
-    Cost: k nodes of g: lg k (α₂ + nβ₂) + lg g (α₁ + nβ₁).
+    Cost: For k nodes of g GPUs, lg k (α₂ + nβ₂) + lg g (α₁ + nβ₁).
     """
     across = tree_broadcast([node[0] for node in nodes], n)
     return across + together(tree_broadcast(node, n) for node in nodes)

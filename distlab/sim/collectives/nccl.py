@@ -1,19 +1,19 @@
 """NCCL: rings and double trees over all NICs at once, and sums inside the switches.
 
     channel    one of C copies of a ring or tree; each carries 1/C of the bytes, and enters and
-               leaves a node through a NIC of its own, so that all NICs are busy
+               leaves a node through a different NIC, so that all NICs are busy
     hop        a message that waits for the one before it: over NVLink, or over the network
     pattern    the transfers of one byte of the buffer, and the hops of its longest path
 
 The pieces of a buffer follow each other along every channel, so all hops are busy at once. A
-collective takes the latency of its longest path, plus the time of its busiest link for its bytes.
+collective takes the latency of its longest path plus the transfer time on its busiest link.
 
     collective       algorithm   each GPU sends, of n bytes            hops in nodes + network
     all_reduce       ring        2n(p-1)/p                             2(p-k) + 2(k-1)
                      tree        2n, along chains; a NIC 2n/C          2(g-1) + 2 lg k
-                     nvls        n + n/g: the switch adds up           2
+                     nvls        n + n/g: the switch sums              2
                      nvls_tree   n + n/g; a NIC 2n/C                   2 + 2 lg k
-                     collnet     n + n/g; a NIC n/C: switches add up   2 + 2
+                     collnet     n + n/g; a NIC n/C: switches sum      2 + 2
     all_gather,      ring        n(p-1)/p                              p-k + k-1
     reduce_scatter
     broadcast,       ring        n, a chain from the root              p-k + k-1
@@ -21,7 +21,7 @@ collective takes the latency of its longest path, plus the time of its busiest l
     all_to_all       direct      n(p-1)/p, to all others at once       1
     scatter, gather  direct      n(p-1)/p from or to the root          1
 
-p GPUs on k nodes of g; lg: to base 2, rounded up.
+There are p GPUs on k nodes of g each; lg is the base-2 logarithm, rounded up.
 Source: NVIDIA/nccl, src/graph and src/device; Hu et al. 2025, arXiv 2507.04786.
 """
 
@@ -34,7 +34,7 @@ from itertools import chain, pairwise, product
 from distlab.sim.collectives.phases import Transfer
 from distlab.sim.hardware.cluster import Cluster
 
-Nodes = Sequence[Sequence[int]]  # GPUs of each node; a root is the very first
+Nodes = Sequence[Sequence[int]]  # GPUs of each node; a root comes first
 Bytes = defaultdict[tuple[int, int], float]  # (src GPU, dst GPU) -> bytes
 Travelling = tuple[list[Bytes], int, int]  # rounds, hops in nodes, hops between them
 
@@ -46,7 +46,7 @@ class Pattern:
     Attributes:
         rounds: Transfers of each round; rounds follow each other without a pause. A round has one
             transfer per pair of GPUs, for all channels together.
-        hops, net_hops: Number of hops of the longest path, inside nodes and between them.
+        hops, net_hops: Number of hops on the longest path, inside nodes and between them.
         cluster: Cluster on which the byte travels.
     """
 
@@ -57,11 +57,11 @@ class Pattern:
 
     @cached_property
     def loads(self) -> list[list[tuple[float, float]]]:
-        """Seconds of each round's busiest links, for bytes inside nodes and for bytes across."""
+        """Seconds on each round's busiest links, for bytes inside nodes and bytes between them."""
         return [_busiest(transfers, self.cluster) for transfers in self.rounds]
 
     def seconds(self, efficiency: float = 1.0, net_efficiency: float = 1.0) -> float:
-        """Return the seconds of the busiest links, if data has this share of the bytes on them."""
+        """Return the seconds on the busiest links if only these fractions of the bytes are data."""
         return sum(
             max(inside_s / efficiency + across_s / net_efficiency for inside_s, across_s in busiest)
             for busiest in self.loads
@@ -69,11 +69,11 @@ class Pattern:
 
 
 def pattern(collective: str, algorithm: str, members: tuple[int, ...], cluster: Cluster) -> Pattern:
-    """Return the pattern of a collective; ``members`` are GPUs, a root first.
+    """Return the pattern of a collective; ``members`` are GPUs, with a root first.
 
-    Cost: 1024 GPUs: 50 ms, once; all_to_all takes a few seconds for its million pairs, every time.
+    Cost: 50 ms for 1024 GPUs, once; all_to_all takes seconds for its million pairs, every time.
     """
-    is_large = collective == "all_to_all"  # entries for all pairs of GPUs are too many to cache
+    is_large = collective == "all_to_all"  # too large to cache: an entry for every pair of GPUs
     find = _pattern.__wrapped__ if is_large else _pattern
     return find(collective, algorithm, members, cluster)
 
@@ -95,9 +95,9 @@ def _pattern(
 
 
 def algorithms(collective: str, members: Sequence[int], cluster: Cluster) -> list[str]:
-    """Return the algorithms that NCCL has for these GPUs.
+    """Return the algorithms that NCCL offers for a collective on these GPUs.
 
-    Sums in switches need equally many GPUs on every node, at least two.
+    Sums in switches need the same number of GPUs on every node, at least two.
     """
     sizes = {len(node) for node in cluster.by_node(members)}
     across = len(members) > max(sizes)
@@ -127,7 +127,7 @@ def _busiest(transfers: Iterable[Transfer], cluster: Cluster) -> list[tuple[floa
     return busiest or [(0.0, 0.0)]
 
 
-# Channel c enters a node at its c-th GPU, by the c-th NIC, and then visits the node's other GPUs:
+# Channel c enters a node at its c-th GPU, through the c-th NIC, and then visits the other GPUs:
 #
 #     channel 0    0 → 1 → 2 → 3 →  4 → 5 → 6 → 7 →  0        two nodes of four GPUs
 #     channel 1    1 → 2 → 3 → 0 →  5 → 6 → 7 → 4 →  1
@@ -182,10 +182,10 @@ def _tree(nodes: Nodes) -> Travelling:
 
 
 def _nvls(nodes: Nodes) -> Travelling:
-    """All-reduce in the switch, which adds the GPUs' data and copies the sums to all.
+    """All-reduce in the switch, which sums the GPUs' data and copies the sums to all.
 
-    It reads the data of every GPU, hands each GPU a share of the sums, and takes that back to copy
-    it. So every GPU sends and gets n + n/g; a ring of transfers puts that on the switch's ports.
+    It reads every GPU's data, gives each GPU a share of the sums, and reads that back to copy it to
+    all. So every GPU sends and gets n + n/g, modelled here as a ring of transfers over the ports.
     """
     travelling: Bytes = defaultdict(float)
     for node in nodes:
@@ -194,14 +194,14 @@ def _nvls(nodes: Nodes) -> Travelling:
 
 
 def _nvls_tree(nodes: Nodes) -> Travelling:
-    """All-reduce: a node's switch leaves each GPU a share of the sums, and trees add the nodes."""
+    """All-reduce: a node's switch gives each GPU a share of the sums; trees sum across nodes."""
     (inside,), hops, _ = _nvls(nodes)
     across, net_hops = _double_tree(nodes, len(nodes[0]))
     return [defaultdict(float, inside | across)], hops, net_hops
 
 
 def _collnet(nodes: Nodes) -> Travelling:
-    """All-reduce: like ``nvls_tree``, but the network's switches add the nodes (SHARP)."""
+    """All-reduce: like ``nvls_tree``, but the network's switches sum across nodes (SHARP)."""
     (travelling,), hops, _ = _nvls(nodes)
     for column in zip(*nodes, strict=True):
         _around(travelling, column, 1 / len(nodes[0]))
@@ -214,9 +214,9 @@ def _around(travelling: Bytes, gpus: Sequence[int], share: float) -> None:
 
 
 def _double_tree(nodes: Nodes, channels: int) -> tuple[Bytes, int]:
-    """Join the nodes by two trees, each for half of the bytes; also return the number of hops.
+    """Return the transfers of two trees across nodes, each with half the bytes, and the hop count.
 
-    Inner nodes of one tree are leaves of the other, so all nodes send equally many bytes.
+    Inner nodes of one tree are leaves of the other, so all nodes send the same number of bytes.
     Source: Sanders, Speck and Träff 2009.
     """
     travelling: Bytes = defaultdict(float)
@@ -237,7 +237,7 @@ def _both_ways(travelling: Bytes, a: int, b: int, share: float) -> None:
 def _all_to_all(nodes: Nodes) -> Travelling:
     """All-to-all: one round for each distance between nodes, so that all NICs are busy.
 
-    Bytes that stay inside nodes travel during the first round.
+    Bytes that stay inside a node travel during the first round.
     """
     p, k = sum(map(len, nodes)), len(nodes)
     rounds: list[Bytes] = [defaultdict(float) for _ in range(k)]
@@ -281,7 +281,7 @@ _PATTERNS: Mapping[str, Mapping[str, Callable[[Nodes], Travelling]]] = {
 
 
 def tree_parents(k: int) -> list[int]:
-    """Return the parent of each of k nodes, -1 for the root: odd nodes are leaves.
+    """Return the parent of each of k nodes, or -1 for the root; odd nodes are leaves.
 
     k = 8:   0 ── 4 ─┬─ 2 ─┬─ 1
                      │     └─ 3          [-1, 2, 4, 2, 0, 6, 4, 6]
@@ -297,7 +297,7 @@ def tree_parents(k: int) -> list[int]:
 
 
 def other_tree(parents: Sequence[int]) -> list[int]:
-    """Return a tree whose inner nodes are leaves of the first: its mirror, or a shift for odd k."""
+    """Return a tree whose inner nodes are leaves of the first: mirrored, or shifted for odd k."""
     k = len(parents)
     new_parents = [-1] * k
     for node, parent in enumerate(parents):

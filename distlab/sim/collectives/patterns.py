@@ -1,7 +1,7 @@
 """The message patterns of collectives: senders, receivers and sizes.
 
-    members   the GPUs of the group in the order of their positions 0 … p-1; a root is at position 0
-    n         bytes of the whole buffer; a share of it is n/p
+    members   the group's GPUs in order of their positions 0 … p-1; a root is at position 0
+    n         bytes of the whole buffer; each share is n/p
     α, β      seconds per message, seconds per byte; `algorithms` has a table of all costs
     lg        logarithm to base 2
 
@@ -9,14 +9,14 @@ Reductions are missing here, because each is a distribution run backwards (`phas
 reduce mirrors a broadcast, a gather a scatter, a reduce-scatter an all-gather. Adding takes no
 time.
 
-A group of one has nothing to send: every pattern is then empty.
+A group of one has nothing to send, so its patterns are empty.
 """
 
 from collections.abc import Iterator, Sequence
 
 from distlab.sim.collectives.phases import Phase, Phases, mirrored
 
-# Rounds one after the other, along a ring or to all members in turn
+# Rounds of messages along a ring, or to each member in turn
 
 
 def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
@@ -42,7 +42,7 @@ def ring_twice(members: Sequence[int], n: float) -> Phases:
 
 
 def pairwise(members: Sequence[int], n: float) -> Phases:
-    """All-to-all: in round s every member sends one share to the member s positions further.
+    """All-to-all: in round s every member sends one share to the member s positions ahead.
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.3.
     """
@@ -54,7 +54,7 @@ def pairwise(members: Sequence[int], n: float) -> Phases:
 
 
 def one_by_one(members: Sequence[int], n: float) -> Phases:
-    """Scatter: the root sends every other member its share, one after the other."""
+    """Scatter: the root sends the other members their shares, one member at a time."""
     root, *receivers = members
     return [Phase(((root, receiver, n / len(members)),)) for receiver in receivers]
 
@@ -68,8 +68,9 @@ def _branches(p: int) -> Iterator[tuple[int, range]]:
     p = 6:   distance 4   0→4
                       2   0→2
                       1   0→1  2→3  4→5
-    A member that received at distance d is the root of a subtree of d positions, its own and the
-    next ones. Far messages come first, so that a node of 8 neighbouring positions is entered once.
+    A member that receives at distance d becomes the root of a subtree of d positions, starting at
+    its own. Long distances come first, so that a node that holds 8 neighbouring positions is
+    entered only once.
     """
     distance = _power_of_two_from(p) // 2
     while distance:
@@ -114,9 +115,9 @@ def tree_scatter(members: Sequence[int], n: float) -> Phases:
 def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
     """Double each member's data: partners swap all they have. p = 4, n = 1000: 250 bytes, then 500.
 
-    For p = 2^k this is recursive doubling. For other p it is Bruck's algorithm: members send to
-    the one ``distance`` to the left, and in the last round only the shares that are missing there.
-    Run backwards, they are recursive halving and Träff's reduce-scatter.
+    For p = 2^k this is recursive doubling. For other p it is Bruck's algorithm: each member
+    sends to the one ``distance`` positions back; in the last round, only the shares missing there.
+    Run backwards, the two are recursive halving and Träff's reduce-scatter.
 
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4; Träff 2024, arXiv 2410.14234.
     """
@@ -148,10 +149,10 @@ def doubling_broadcast(members: Sequence[int], n: float) -> Phases:
 def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
     """All-to-all in few rounds: a share travels in hops of 1, 2, 4, … that add up to its distance.
 
-    p = 4: a share for the member 3 positions further hops 1, then 2, so it is sent twice.
+    p = 4: a share for the member 3 positions ahead hops 1, then 2, so it is sent twice.
 
-    Cost: p = 2^k: lg p α + (n/2) lg p β. For other p, the hop of ``distance`` carries one share for
-        each total distance below p that contains it.
+    Cost: lg p α + (n/2) lg p β for p = 2^k. For other p, the hop of ``distance`` carries one share
+        for each total distance below p that includes it.
     Source: Bruck et al. 1997; Thakur, Rabenseifner and Gropp 2005, section 4.3.
     """
     p = len(members)
@@ -162,7 +163,7 @@ def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
 
 
 def dissemination(members: Sequence[int], n: float) -> Phases:
-    """Barrier: notify the member 1, 2, 4, … positions further of all arrivals known so far.
+    """Barrier: pass all arrivals known so far to the member 1, 2, 4, … positions ahead.
 
     Source: Hensgen, Finkel and Manber 1988.
     """
@@ -172,7 +173,7 @@ def dissemination(members: Sequence[int], n: float) -> Phases:
 def doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
     """All-reduce: partners at distance 1, 2, 4, … swap their whole sums.
 
-    Cost: p = 2^k: lg p (α + nβ); other p: (⌊lg p⌋ + 2)(α + nβ), see `_fold`.
+    Cost: lg p (α + nβ) for p = 2^k, (⌊lg p⌋ + 2)(α + nβ) for other p; see `_fold`.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5.
     """
     fold, core = _fold(members, n)
@@ -181,7 +182,7 @@ def doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 
 
 def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
-    """Rabenseifner's all-reduce: halve the part still to add, then double the part done.
+    """Rabenseifner's all-reduce: halve the part left to sum, then double the finished part.
 
     p = 4, n = 1000:
         reduce-scatter   distance 1: 500 bytes, distance 2: 250
@@ -189,8 +190,8 @@ def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 
     The large messages go to the neighbour, as in MPICH.
 
-    Cost: p = 2^k: 2 lg p α + 2n(p-1)/p β. For other p, P being the largest power of two below p:
-        (2 lg P + 2)α + (2(P-1)/P + 2)nβ, see `_fold`.
+    Cost: 2 lg p α + 2n(p-1)/p β for p = 2^k. For other p, with P the largest power of two below p,
+        (2 lg P + 2)α + (2(P-1)/P + 2)nβ; see `_fold`.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5.
     """
     fold, core = _fold(members, n)
@@ -199,9 +200,9 @@ def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 
 
 def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
-    """Reduce the members to a power of two: surplus ones hand their buffers to a neighbour.
+    """Reduce the members to a power of two: surplus ones send their buffers to a neighbour.
 
-    p = 6:  1→0  3→2, and 0 2 4 5 continue. At the end, this phase mirrored hands the results back.
+    p = 6:  1→0  3→2, and 0 2 4 5 continue. At the end, the mirrored phase sends the results back.
     """
     p = len(members)
     surplus = p - _power_of_two_from(p + 1) // 2
@@ -211,18 +212,18 @@ def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
 
 
 def _swaps(members: Sequence[int], distance: int, size: float) -> Phase:
-    """Make a phase: every member sends to the one whose position differs in bit ``distance``."""
+    """Return a phase in which each member swaps with the one at position XOR ``distance``."""
     return Phase(tuple((src, members[i ^ distance], size) for i, src in enumerate(members)))
 
 
 def _shift(members: Sequence[int], distance: int, size: float) -> Phase:
-    """Make a phase: every member sends to the one ``distance`` positions further."""
+    """Return a phase in which each member sends to the one ``distance`` positions ahead."""
     p = len(members)
     return Phase(tuple((src, members[(i + distance) % p], size) for i, src in enumerate(members)))
 
 
 def _doublings(p: int) -> list[int]:
-    """Return 1, 2, 4, … below p."""
+    """Return the powers of two 1, 2, 4, … below p."""
     return [1 << k for k in range((p - 1).bit_length())]
 
 

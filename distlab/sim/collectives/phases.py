@@ -1,4 +1,4 @@
-"""Plans of transfers: phases that follow each other, and the time that they would take."""
+"""Transfer plans: phases that run one after the other, and the time that they take."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class Phase:
         repeat: Number of rounds in a row.
         latency_s: Total latency of each transfer, if its pieces pass through several GPUs. None for
             the latency of its route, in every round.
-        bytes_on_links: Bytes of each transfer with the flags of its protocol; empty without flags.
+        bytes_on_links: Bytes of each transfer including protocol flags; empty without flags.
     """
 
     transfers: tuple[Transfer, ...]
@@ -56,10 +56,10 @@ def together(plans: Iterable[Phases]) -> Phases:
 
 
 def overlapped(phases: Phases, cluster: Cluster) -> Phases:
-    """Let all phases run at once, each on a piece that the previous phase has finished.
+    """Run all phases at once, each on a piece that the previous phase has finished.
 
-    The pieces are so small that the first one is through after the latencies of all phases. The
-    rest takes the time of the slowest phase, or of a link that several phases use.
+    The pieces are so small that the first is finished after the latencies of all phases. The rest
+    takes as long as the slowest phase or, if longer, the busiest link that phases share.
     """
     latency_s = 0.0
     num_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -73,14 +73,14 @@ def overlapped(phases: Phases, cluster: Cluster) -> Phases:
 
 
 def round_s(phase: Phase, cluster: Cluster, *, shared: bool) -> float:
-    """Return the seconds of one of the phase's rounds if nothing else is on the links.
+    """Return the seconds that one round of a phase takes if nothing else is on the links.
 
     A round waits for its slowest transfer: latency + bytes / slowest link.
 
     Args:
-        shared: True if a link that k transfers cross gives each 1/k of its bandwidth, which is an
-            upper bound; False if they do not affect each other, a lower bound. Both are exact
-            where no link is shared.
+        shared: True if a link that k transfers cross gives each 1/k of its bandwidth, for an upper
+            bound; False if transfers do not affect each other, for a lower bound. Both are
+            exact where no link is shared.
     """
     routes = [cluster.route(src, dst) for src, dst, _ in phase.transfers]
     crossing = Counter(chain.from_iterable(route.links for route in routes))

@@ -1,21 +1,21 @@
-"""NCCL's protocols, and its choice of an algorithm and a protocol for every size.
+"""NCCL's protocols, and its choice of an algorithm and a protocol for each size.
 
     LL        a flag beside every 4 bytes of data: short hops, little bandwidth
     LL128     a flag in every 128 bytes: short hops, most of the bandwidth
     Simple    pieces of up to 512 KiB, each with a flag: long hops, all of the bandwidth
-    NVLS      Simple, with sums in the switch of the node
-    SHARP     NVLS, with sums in the switches of the network as well
+    NVLS      Simple, with sums in the node's switch
+    SHARP     NVLS, with sums in the network's switches as well
     P2P       Simple, between all pairs at once: all_to_all, scatter, gather
 
 A collective of n bytes takes
 
     launch + hops · hop + network hops · network hop + n · seconds / efficiency
 
-where the hops and the seconds (of the busiest link, per byte) depend on the pattern, and the rest
-on the protocol. Its efficiency differs between bytes that stay inside a node and those that leave
-it. As in NCCL's tuner, the cheapest pair of an algorithm and a protocol is chosen.
+where the number of hops and the seconds (per byte, on the busiest link) depend on the pattern, and
+the rest on the protocol. A protocol's efficiency differs between bytes that stay inside a node and
+those that leave it. As in NCCL's tuner, the cheapest combination of algorithm and protocol is used.
 
-Source: NVIDIA/nccl, src/graph/tuning.cc, for this form; the numbers are fitted, see presets.py.
+Source: NVIDIA/nccl, src/graph/tuning.cc, for the formula; the numbers are fitted, see presets.py.
 """
 
 from collections.abc import Sequence
@@ -58,16 +58,16 @@ class Way:
 def plan(
     collective: str, algorithm: str, members: Sequence[int], num_bytes: float, cluster: Cluster
 ) -> Phases:
-    """Return the transfers of a collective as NCCL runs it: the latency, then all at once.
+    """Return a collective's phases as NCCL runs them; the first includes all of the latency.
 
         plan("all_reduce", "auto", range(8), 2**30, Cluster.preset("dgx-h100"))
             one phase: each GPU sends and gets 1.125 GiB, via the switch, at 77 % of its bandwidth
 
     Args:
-        algorithm: "auto" for the cheapest, or a key of OF_ALGORITHM. If NCCL lacks that for this
-            collective, the first that NCCL has is used.
+        algorithm: "auto" for the cheapest, or a key of OF_ALGORITHM. If NCCL lacks that algorithm
+            for this collective, the first that it has is used.
         members: GPUs, a root first.
-        num_bytes: Bytes as in `algorithms.plan`.
+        num_bytes: Size as in `algorithms.plan`.
     """
     if len(members) == 1:
         return []
@@ -94,7 +94,7 @@ def _phase(
 def cheapest(
     collective: str, algorithm: str, members: Sequence[int], num_bytes: float, cluster: Cluster
 ) -> Way:
-    """Return the way that NCCL's tuner would choose, limited to ``algorithm`` unless "auto"."""
+    """Return the way that NCCL's tuner chooses, limited to ``algorithm`` unless it is "auto"."""
     if collective.endswith("barrier"):  # torch runs a barrier as an all-reduce of one number
         collective = "all_reduce"
     names = nccl.algorithms(collective, members, cluster)
@@ -133,7 +133,7 @@ def _way(
 
 
 def latency_s(protocol: Protocol, pattern: nccl.Pattern, cluster: Cluster) -> float:
-    """Return the seconds of the longest path without its bytes: launch and hops."""
+    """Return the latency of the longest path in seconds: launch and hops, without any bytes."""
     hops_s = pattern.hops * protocol.hop.value * cluster.latency_s
     net_hops_s = pattern.net_hops * protocol.net_hop.value * cluster.net_latency_s
     return protocol.launch_s.value + hops_s + net_hops_s

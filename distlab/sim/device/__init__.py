@@ -1,1 +1,1 @@
-"""One rank's virtual GPU: the time of operations, and the use of its memory."""
+"""One rank's virtual GPU: the time that operations take, and the memory that they use."""

@@ -1,11 +1,11 @@
-"""The GPU of one rank: while the rank's thread is inside it, tensor operations take time.
+"""One rank's virtual GPU: a context in which the thread's tensor operations take time.
 
     with Device(gpu, advance=clock.advance) as device:
         train()
     device.memory.peak_by_category
 
 Each operation takes as long as its arithmetic or its memory traffic, whichever is longer (the
-roofline). A GPU of 800 TFLOP/s and 4.8 TB/s breaks even at 167 FLOPs per byte:
+roofline). A GPU with 800 TFLOP/s and 4.8 TB/s breaks even at 167 FLOPs per byte:
 
     (4096, 4096) @ (4096, 4096) in bfloat16   0.137 TFLOP 172 us   0.1 GB 21 us   takes 172 us
     relu of (4096, 4096) in bfloat16          0                    67 MB 14 us    takes 14 us
@@ -37,7 +37,7 @@ _innermost_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchMod
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Charge the operations of the thread that enters it, in time and in memory.
+    """Charge time and memory for the operations of the thread that enters it.
 
     Views, metadata and communication take no time. Without a GPU, no operation takes time, but
     memory is still accounted for.
@@ -45,14 +45,14 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         gpu: Speed of the GPU; arithmetic in an unlisted dtype is as fast as in float32.
         advance: Function called with (seconds, operation) after each operation that takes time.
-        capacity_bytes: Size of the memory; None for that of the GPU, or for no limit without one.
-        slowdown: Factor on all times, which may change at any moment.
+        capacity_bytes: Memory size; None for the GPU's own, or for no limit without a GPU.
+        slowdown: Factor on all durations; it may be changed at any time.
     Attributes:
-        memory: Live tensors, and the peak.
-        flops, bytes_moved: Totals of the operations so far; 0 without a GPU.
+        memory: Tracker of live tensors and peak memory.
+        flops, bytes_moved: Totals of all operations so far; 0 without a GPU.
     Raises: OutOfMemory: the results of an operation do not fit; raised inside that operation.
     Cost: about 15 us of real time per operation, including 5 for torch; 12 us without a GPU. On
-        meta 15 us as well for a repeated call, and 100 to 400 us for a new one.
+        meta tensors, a repeated call takes 15 us more, and a new one 100 to 400 us more.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def in_another_thread(self) -> Iterator[None]:
-        """Also charge the operations of another thread, while the first one is inside."""
+        """Charge for the calling thread's operations too, while the first thread is inside."""
         self.memory.serve()
         _push_mode(self)
         try:
@@ -118,7 +118,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operation and charge for it."""
         if _innermost_mode(_FAKE) is not None:  # DTensor computes the shapes of a new operation
             return func(*args, **(kwargs or {}))
-        if types and _has_wrapper(types):  # a DTensor, whose local tensors come here by themselves
+        if types and _has_wrapper(types):  # a DTensor: its local tensors are dispatched separately
             for value in args:
                 if isinstance(value, Parameter):
                     self.memory.meet(value)
@@ -136,7 +136,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_parts(
         self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operation that consists of others, and charge for those."""
+        """Run a composite operation, and charge for its parts."""
         _push_mode(self)
         try:
             return func.decompose(*args, **kwargs)
@@ -163,9 +163,9 @@ def _has_wrapper(types: tuple[type, ...]) -> bool:
     return any(is_traceable_wrapper_subclass_type(kind) for kind in types)
 
 
-# Attention is one fused kernel that keeps no scores, both on GPU and on CPU. Only on meta tensors,
-# torch splits it into parts and keeps the scores: for 32 heads, T = 4096 and width 4096 they take
-# 1.1 GB, and all other activations of a layer 0.5 GB. So it is fused for meta tensors as well.
+# On GPU and CPU, attention is one fused kernel that keeps no scores. Only for meta tensors does
+# torch split it into parts and keep the scores: with 32 heads, T = 4096 and width 4096 they take
+# 1.1 GB, and all other activations of a layer 0.5 GB. So it is fused here for meta tensors as well.
 
 
 def _attend(
@@ -179,7 +179,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention`` of meta tensors, fused where the CPU's is."""
+    """Compute ``F.scaled_dot_product_attention`` on meta tensors, fused where the CPU fuses it."""
     if dropout_p or (attn_mask is not None and attn_mask.requires_grad):
         out, _ = aten._scaled_dot_product_attention_math(
             query,
@@ -202,7 +202,7 @@ def _attend(
 def _install_kernels() -> Callable[[], None]:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")  # type: ignore[no-untyped-call]
-    # In evaluation mode, nn.TransformerEncoderLayer would be a single operation without a formula.
+    # In evaluation mode, nn.TransformerEncoderLayer would be one operation without a FLOP formula.
     had_fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
 

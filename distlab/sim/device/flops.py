@@ -1,16 +1,16 @@
 """Cost of a tensor operation: FLOPs, and bytes read and written.
 
 A multiplication and an addition are two FLOPs, as in the published formulas. Only products count:
-matrix products, convolutions and fused attention. Operations on single elements are limited by
-memory on any accelerator, so they have bytes but no FLOPs.
+matrix products, convolutions and fused attention. Element-wise operations are memory-bound on any
+accelerator, so they have bytes but no FLOPs.
 
     (64, 512) @ (512, 256) in bfloat16
         FLOPs   2 * 64 * 256 * 512                  = 16,777,216
         bytes   2 * (64 * 512 + 512 * 256 + 64 * 256) = 360,448
 
-These costs are approximations on purpose:
-- Attention counts the products that its gradient needs, not those that a fused kernel repeats (it
-  repeats one of five). A causal mask halves attention, whatever the shape.
+These costs are deliberate approximations:
+- The backward pass of attention counts the products that the gradient needs, not the one (of
+  five) that a fused kernel recomputes. A causal mask halves the cost, whatever the shape.
 - A scatter reads and writes its whole target. Two views of the same elements count as two tensors.
 - Linear algebra beyond products (``torch.linalg``, ``cdist``) has bytes only.
 """
@@ -37,7 +37,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Operations that change a tensor's metadata only; views that their schema marks are not listed.
+# Operations that only change metadata or allocate. Views are not listed: their schema marks them.
 _UNTOUCHED = _names(
     "_unsafe_view _local_scalar_dense resize_ set_ t_ transpose_ squeeze_ unsqueeze_ as_strided_ "
     "detach_ empty empty_like empty_strided new_empty new_empty_strided"
@@ -49,7 +49,7 @@ _OVERWRITES = _names(
 )
 # Operations that read from their first argument only the elements that they return.
 _GATHERS = _names("embedding index index_select gather take")
-# Operations with results shaped like an argument, but not computed from it.
+# Operations whose result is shaped like an argument, but not computed from it.
 _FACTORIES = _names(
     "empty_like zeros_like ones_like full_like rand_like randn_like "
     "new_empty new_empty_strided new_zeros new_ones new_full"
@@ -58,10 +58,10 @@ _FACTORIES = _names(
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Properties of an operation by its schema, equal for all calls.
+    """Properties of an operation that follow from its schema, and so are the same for all calls.
 
     Attributes:
-        is_composite: True if it consists of other operations. Such an operation comes as a whole
+        is_composite: True if it consists of other operations. Such an operation arrives undivided
             only in inference mode.
         is_view: True if its result is a view of its first argument.
         is_free: True if the device moves no data: a view, metadata, allocation or communication.
@@ -72,7 +72,7 @@ class Operation:
             ``torch.tensor([1.0])``.
         resizes: True if it may change the size of the tensor that it writes.
         written: Positions of the arguments that it writes.
-        out_names: Keyword arguments that are pure results.
+        out_names: Names of the keyword arguments that only receive results.
     """
 
     name: str
@@ -104,10 +104,10 @@ def op_cost(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     """Return the cost of a call, from its arguments and its result.
 
     A tensor that is read and written counts twice: ``a.add_(b)`` moves as many bytes as ``a + b``.
-    A broadcast tensor (stride 0) counts with its real elements only.
+    Of a broadcast tensor (stride 0), only the elements in memory count.
 
     Args:
-        args, kwargs: Arguments as a ``TorchDispatchMode`` gets them.
+        args, kwargs: Arguments as a ``TorchDispatchMode`` receives them.
         out: Result of the operation.
     """
     if op.is_free:
@@ -205,7 +205,7 @@ def _formula(func: OpOverload[..., Any]) -> Formula | None:
 
 
 def _matrix_product(first: int) -> Formula:
-    """Each element of the result is a sum over the last dimension of argument ``first``."""
+    """Return the formula for results summed over the last dimension of argument ``first``."""
     return lambda args, out: int(2 * out.numel() * args[first].shape[-1])
 
 
@@ -215,26 +215,26 @@ def _convolution(args: Sequence[Any], out: Any) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
-    """The gradients of input and weight each take as many products as the forward pass."""
+    """Count the forward pass's products once for each gradient wanted: input, weight, or both."""
     grad_out, x, weight, transposed, output_mask = *args[:3], args[7], args[10]
     forward = _convolution_flops(x, weight, x if transposed else grad_out)
     return forward * sum(map(bool, output_mask[:2]))
 
 
 def _convolution_flops(x: Tensor, weight: Tensor, where: Tensor) -> int:
-    """Every weight meets every position of ``where``, once per sample (padding included)."""
+    """Count one product per sample, weight and position of ``where``, padding included."""
     return 2 * x.shape[0] * math.prod(where.shape[2:]) * weight.numel()
 
 
 def _recurrent_layer(args: Sequence[Any], out: Any) -> int:
-    """Each input row meets the input's weights, and each hidden state those of the state."""
+    """Count the products of each input row and each hidden state with their weights."""
     x, of_input, of_state = args[:3]
     products = x.numel() // x.shape[-1] * (of_input.numel() + of_state.numel())
     return 2 * int(products)
 
 
 def _attention(args: Sequence[Any], out: Any) -> int:
-    is_causal = len(args) > 4 and args[4]  # defaults at the end of the arguments are left out
+    is_causal = len(args) > 4 and args[4]  # trailing default arguments are omitted
     return _attention_flops(args[0], args[1], args[2], is_causal)
 
 
@@ -243,7 +243,7 @@ def _attention_backward(args: Sequence[Any], out: Any) -> int:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> int:
-    """Two products per head: scores from queries and keys, then means of values by score."""
+    """Count two products per head: queries with keys (scores), then scores with values."""
     *batch_and_heads, length, width = query.shape
     pairs = math.prod(batch_and_heads) * length * key.shape[-2]
     flops = 2 * pairs * (width + value.shape[-1])
@@ -257,7 +257,7 @@ _FORMULAS: dict[str, Formula] = {
     "convolution_backward": _convolution_backward,
     "mkldnn_rnn_layer": _recurrent_layer,  # nn.LSTM on CPU
     "mkldnn_rnn_layer_backward": lambda args, out: 2 * _recurrent_layer(args, out),
-    # F.scaled_dot_product_attention on CPU; torch's counter does not know it (pytorch#195460).
+    # F.scaled_dot_product_attention on CPU; torch's counter does not cover it (pytorch#195460).
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }

@@ -2,7 +2,7 @@
 
 The account counts storages: a view is free, and a gradient inside a bucket belongs to the bucket.
 The category of a storage may only become clear later (a sum in the backward pass becomes a
-gradient). The storage is then moved to that category, also in the account of the peak.
+gradient). The storage is then moved to that category, in the peak figures as well.
 """
 
 from collections import deque
@@ -24,18 +24,18 @@ class Block(ref[UntypedStorage]):
     key: int  # id() of the storage
     nbytes: int
     category: Category
-    since: int  # number of the account's change that gave it its size
+    since: int  # number of the account change that set this size
     shape: tuple[int, ...]  # shape of its first tensor
     dtype: torch.dtype
 
 
 class Account:
-    """Live bytes by category, and a copy of them from the moment of their peak.
+    """Live bytes by category, and a copy of them taken at their peak.
 
     Attributes:
         live, peak: Bytes by category.
         live_bytes, peak_bytes: Sums over the categories.
-        blocks: Live blocks by id of their storages.
+        blocks: Live blocks, by the id of their storage.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,9 @@ class Account:
         self.peak = dict(self.live)
         self.live_bytes = self.peak_bytes = 0
         self.blocks: dict[int, Block] = {}
-        # A storage dies at any point, in the thread that drops it last. That thread only appends
-        # the block here, which is atomic. So a single thread changes the account, without a lock.
+        # A storage may die at any point, in the thread that drops the last reference. That thread
+        # only appends the block here, which is atomic. So only one thread changes the account, and
+        # no lock is needed.
         self._dead: deque[Block] = deque()
         self._changes = self._peak_since = 0
 
@@ -54,7 +55,7 @@ class Account:
         return self.blocks.get(id(storage))
 
     def add(self, tensor: Tensor, category: Category) -> None:
-        """Enter the storage of a tensor, which leaves the account when it dies."""
+        """Add a tensor's storage to the account, where it stays until it is freed."""
         storage = tensor.untyped_storage()
         block = Block(storage, self._dead.append)
         block.key, block.category, block.nbytes = id(storage), category, 0
@@ -91,7 +92,7 @@ class Account:
             self.live_bytes -= block.nbytes
 
     def largest(self, count: int) -> list[tuple[Block, int]]:
-        """Return the largest blocks, largest first, each with the number of blocks of its kind."""
+        """Return (a block, number of such blocks) for each of the ``count`` largest kinds."""
         kinds: dict[tuple[object, ...], list[Block]] = {}
         for block in sorted(self.blocks.values(), key=lambda block: -block.nbytes):
             kind = (block.nbytes, block.category, block.shape, block.dtype)

@@ -1,4 +1,4 @@
-"""Use of a rank's memory, now and at its peak.
+"""Memory use of one rank, now and at its peak.
 
     model = nn.Linear(1000, 1000)                          parameters       4,004,000 bytes
     model(x).sum().backward()                              gradients        4,004,000
@@ -6,12 +6,12 @@
 
 A parameter is recognised by its registration in a module or by its use, a gradient as the ``.grad``
 of a parameter, and optimizer state as a tensor in ``optimizer.state``. An activation is any other
-result that autograd may differentiate, even if it is freed at once. All else is "other": inputs,
-buffers, temporaries of the backward pass.
+result that autograd may differentiate, even if it is freed at once. Everything else is "other":
+inputs, buffers, temporaries of the backward pass.
 
 Sizes are exact. An allocator that rounds up to 512 bytes, as CUDA's does, uses a little more; one
-that fragments, much more. The account misses memory inside an operation, tensors of other threads
-or from before, and tensors made without an operation (``torch.Tensor([1.0])``).
+that fragments, much more. The account misses memory used inside an operation, and tensors made
+before it started, in other threads, or without an operation (``torch.Tensor([1.0])``).
 """
 
 import threading
@@ -52,7 +52,7 @@ class OutOfMemory(RuntimeError):
 
 
 class SharedInstallation:
-    """A change to the process that stays as long as at least one thread needs it.
+    """A process-wide change that stays in place as long as at least one thread needs it.
 
     Args: install: Function that makes the change and returns a function that undoes it.
     """
@@ -95,7 +95,7 @@ class MemoryTracker:
         return self
 
     def serve(self) -> None:
-        """Account for the calling thread.
+        """Start accounting for the calling thread's memory.
 
         Raises: RuntimeError: the thread already has a tracker.
         """
@@ -107,7 +107,7 @@ class MemoryTracker:
         _thread.tracker = self
 
     def stop_serving(self) -> None:
-        """Stop accounting for the calling thread."""
+        """Stop accounting for the calling thread's memory."""
         self._update()
         _thread.tracker = None
         _HOOKS.leave()
@@ -133,7 +133,7 @@ class MemoryTracker:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes ever held at once."""
+        """Most bytes held at once since the start, or since ``restart_peak``."""
         return self._account.peak_bytes
 
     def restart_peak(self) -> None:
@@ -142,18 +142,18 @@ class MemoryTracker:
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """Bytes by category at the time of ``peak_bytes``, which are not the categories' peaks."""
+        """Bytes by category at the time of ``peak_bytes``; each category's own peak may differ."""
         return dict(self._update().peak)
 
     def reclassify(self, tensor: Tensor, category: Category) -> None:
-        """Set the category of a tensor of this rank, such as a hand-made momentum."""
+        """Set the category of one of this rank's tensors, such as a hand-coded momentum buffer."""
         for storage in _storages(tensor):
             block = self._account.find(storage)
             if block and block.category != category:
                 self._account.move(block, category)
 
     def _update(self) -> Account:
-        """Bring the account up to date, because ``model.bfloat16()`` swaps parameters silently."""
+        """Return the account, updated for parameters that ``model.bfloat16()`` silently swapped."""
         for reference, _ in list(self._parameters.values()):
             if (parameter := reference()) is not None:
                 self.meet(parameter)
@@ -178,7 +178,7 @@ class MemoryTracker:
             self._follow_sizes(tensors_in(out), op.name)
 
     def meet(self, parameter: Tensor) -> None:
-        """Note a parameter, and its gradient, now or as soon as there is one."""
+        """Register a parameter, and its gradient now or as soon as it exists."""
         if is_lazy(parameter):
             return  # a lazy parameter has neither shape nor memory yet
         self.reclassify(parameter, "parameters")
@@ -212,15 +212,15 @@ class MemoryTracker:
         return is_recorded and any(tensor.requires_grad for tensor in inputs)
 
     def _recognise_activation(self, tensor: Tensor) -> None:
-        """Note an activation that was received or comes from an ``autograd.Function``."""
+        """Reclassify an activation that was received or comes from an ``autograd.Function``."""
         block = self._account.find(tensor.untyped_storage())
         if block and block.category == "other":
             self._account.move(block, "activations")
 
     def _fresh(self, results: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results with new memory, one for each storage.
+        """Return the results that have new memory, one for each storage.
 
-        An operation that may return an unmarked view shares the memory of its ``sources``.
+        If an operation may return unmarked views, its results may share memory with ``sources``.
         """
         known = self._account.blocks
         fresh = {id(storage): t for t in results if id(storage := t.untyped_storage()) not in known}
@@ -246,17 +246,17 @@ class MemoryTracker:
     def _require(self, nbytes: int, op_name: str) -> None:
         capacity = self.capacity_bytes
         if capacity is not None and self._account.live_bytes + nbytes > capacity:
-            _recognise_optimizer_state()  # the state of a first step is not known yet
+            _recognise_optimizer_state()  # state from an unfinished first step is still unknown
             raise OutOfMemory(_explain(self._update(), nbytes, capacity, op_name))
 
 
 def _is_buffer(op: Operation, inputs: list[Tensor]) -> bool:
-    """Return whether a result is only shaped like a parameter, or starts a backward pass (1.0)."""
+    """Return whether a result only has a parameter's shape, or is the 1.0 that starts backward."""
     return op.is_factory and (inputs[0].is_leaf or op.name == "ones_like")
 
 
 def _storages(value: object) -> list[UntypedStorage]:
-    """Return the storages of a tensor, of the local part of a DTensor, or none if it is sparse."""
+    """Return the storages of a tensor or of a DTensor's local part; none if it is sparse."""
     if type(value) not in _PLAIN and is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         return [storage for name in names for storage in _storages(getattr(value, name))]
@@ -266,7 +266,7 @@ def _storages(value: object) -> list[UntypedStorage]:
 
 
 def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
-    """List the contents of the memory, largest first, and a usual remedy."""
+    """Return an error message: the memory's contents, largest first, and the usual remedy."""
     held = sorted(account.live.items(), key=lambda item: -item[1])
     return "\n".join(
         [
@@ -304,7 +304,7 @@ def _install_hooks() -> Callable[[], None]:
         register_optimizer_step_pre_hook(_before_step),
         register_optimizer_step_post_hook(_after_step),
     ]
-    # FSDP2 frees and restores parameters by resize_, which is not a tensor operation.
+    # FSDP2 frees and restores parameters with resize_, which is not a tensor operation.
     UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
 
     def undo() -> None:
@@ -324,7 +324,7 @@ def _on_registration(module: object, name: str, parameter: Tensor | None) -> Non
 
 
 def _on_gradient(parameter: Tensor) -> None:
-    """Serve as post-accumulate hook of a parameter."""
+    """Classify a parameter's gradient; this is the parameter's post-accumulate hook."""
     if (tracker := this_tracker()) and parameter.grad is not None:
         tracker.reclassify(parameter.grad, "gradients")
 
@@ -343,7 +343,7 @@ def _after_step(optimizer: Optimizer, *arguments: object) -> None:
 
 
 def _recognise_optimizer_state() -> None:
-    """Report the state of this thread's current or latest optimizer to its tracker."""
+    """Report the state of this thread's current or latest optimizer to the thread's tracker."""
     tracker, optimizer = this_tracker(), getattr(_thread, "optimizer", lambda: None)()
     if tracker and optimizer is not None:
         _classify_state(tracker, optimizer)

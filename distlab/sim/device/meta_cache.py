@@ -1,12 +1,12 @@
-"""A cache for operations on meta tensors: a repeated call returns the same shapes without torch.
+"""A cache for operations on meta tensors: a repeated call does not compute its shapes again.
 
-Meta tensors hold no numbers, so a result is only a shape. But torch computes it in Python, in 100
-to 400 us per call, and the ranks of a simulated training repeat the same calls. A repeated call
+Meta tensors hold no values, so a result is only a shape. But torch computes the shape in Python, in
+100 to 400 us per call, and the ranks of a simulated run repeat the same calls. A repeated call
 takes 15 us here.
 
-    x = torch.empty(4096, 4096, device="meta")
-    x + x                                     # runs torch's kernel, and stores the result's shape
-    x * 2 + x                                 # makes the sum as a new tensor of the stored shape
+    x, y = torch.empty(2, 4096, 4096, device="meta")
+    x + y                                     # runs torch's kernel, and stores the result's shape
+    y + x                                     # makes a new tensor of the stored shape
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from distlab.sim.device.flops import Cost, Operation, op_cost, tensors_in
 
 Key = tuple[Any, ...]  # everything that the shape of a result may depend on
 
-_MOST_CALLS = 20_000  # size of the cache
+_MOST_CALLS = 20_000  # calls kept in the cache
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 _PLAIN |= {torch.layout, torch.memory_format}
 _SEQUENCES, _STRIDED = (list, tuple), torch.strided  # globals are faster than attributes of torch
 
 
 class Result(NamedTuple):
-    """One result of a call: the argument at ``position``, or a new tensor, or None (no dtype)."""
+    """One result of a call: the argument at ``position``, a new tensor, or None if ``dtype`` is."""
 
     position: int | None = None
     shape: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ _calls: dict[Key, Call] = {}
 def run(
     func: OpOverload[..., Any], op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Cost | None]:
-    """Call an operation, from the cache if possible.
+    """Run an operation, or build its result from the cache.
 
     Returns: Result of the operation, and its cost if that is in the cache.
     """
@@ -69,7 +69,7 @@ def _key(
     """Return the key of this call in the cache, or None if it cannot be cached."""
     parts: list[Any] = [func, *kwargs]
     tensors: list[int] = []
-    # No shape of an in-place operation depends on a float, and every optimizer step has new ones.
+    # Shapes of in-place operations never depend on floats, which change at every optimizer step.
     skipped = float if op.written else None
     if not (
         _describe(args, skipped, parts, tensors)
@@ -86,7 +86,7 @@ def _key(
 def _describe(
     values: Sequence[Any], skipped: type | None, parts: list[Any], tensors: list[int]
 ) -> bool:
-    """Append to ``parts`` all that shapes may depend on; return False if that is not possible."""
+    """Append everything that shapes may depend on to ``parts``; return False if impossible."""
     parts.append(len(values))
     for value in values:
         kind = type(value)
@@ -119,7 +119,7 @@ def _remember(
 
 
 def _result(op: Operation, args: Sequence[Any], value: Any, used: set[int]) -> Result | None:
-    """Return how to make a result again, or None if its memory is shared or larger than needed."""
+    """Return the recipe for a result, or None if its memory is shared or larger than needed."""
     if value is None:
         return Result()
     for position in op.written:

@@ -1,4 +1,4 @@
-"""The time of the ranks: computing, waiting, and the record of both.
+"""The ranks' virtual time: computing, waiting, and the record of both.
 
 rank 0   ── computes ──┬ act: all earlier ranks go first
                        └ block · · · · · ready ── computes
@@ -23,11 +23,11 @@ class Clock:
 
     Args:
         trace: Record of computing and waiting.
-        overlap: Loss of computation to collectives, or None.
+        overlap: Model of the computation time lost to collectives, or None.
 
     Attributes:
-        scheduler: Scheduler of the ranks. Code that runs for every message reads its ``current``,
-            which is faster.
+        scheduler: Scheduler of the ranks. Code that runs for every message reads
+            ``scheduler.current``, which is faster than ``current``.
         loses_time: True if computation loses time to collectives.
         block: Method that waits until ``ready`` is called for the running rank, and returns whether
             that happened in time.
@@ -54,11 +54,11 @@ class Clock:
 
     @property
     def current(self) -> Strand:
-        """The running strand: a rank's first thread, or another thread of it."""
+        """The running strand: a rank's first thread, or another of its threads."""
         return self.scheduler.current
 
     def act(self, *, is_progress: bool = True) -> None:
-        """Let all earlier ranks go first; called before anything that other ranks can notice.
+        """Let all earlier ranks go first; called before any action that other ranks can notice.
 
         Args:
             is_progress: False for a call that a rank may repeat forever without any effect.
@@ -76,9 +76,9 @@ class Clock:
     def read(self) -> float:
         """Return the running rank's time.
 
-        Reading it is free, unless a rank does nothing else: code that waits for time to pass, such
-        as a busy loop or asyncio, must see it pass. In every hundred reads, each costs twice as
-        much as in the hundred before. No two readings are equal, so their difference is never 0.
+        Reading is free unless a rank does nothing else: code that waits for time to pass, such as a
+        busy loop or asyncio, must see it pass. After a hundred readings, each has a cost, which
+        doubles every hundred readings. No two readings are equal, so their difference is never 0.
         """
         rank = self.scheduler.current
         if cost_s := rank.patience.reading_s():
@@ -88,9 +88,9 @@ class Clock:
         return rank.last_reading_s
 
     def advance(self, seconds: float) -> None:
-        """Advance the running rank's clock by the time of a computation.
+        """Advance the running rank's clock by the duration of a computation.
 
-        The rank's other threads share its memory, so those that are earlier go first.
+        The rank's other threads share its memory, so those with earlier clocks go first.
         """
         strand = self.scheduler.current
         start_s = strand.clock_s
@@ -103,43 +103,43 @@ class Clock:
             self.scheduler.act()
 
     def collective_begins(self, ranks: Iterable[int], at_s: float) -> None:
-        """Note that bytes of a collective begin to travel."""
+        """Note that a collective's bytes begin to travel."""
         if self._overlap:
             for rank in ranks:
                 self._overlap.begins(rank, at_s)
 
     def collective_ends(self, ranks: Iterable[int], at_s: float) -> None:
-        """Note that these bytes have arrived: ranks that computed meanwhile have lost time."""
+        """Note that a collective's bytes have arrived; ranks that computed meanwhile lost time."""
         if self._overlap:
             for rank in ranks:
                 self._overlap.ends(rank, at_s)
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass and other ranks act, because the sleeper may be waiting for them."""
+        """Advance the running rank's clock and let other ranks act; it may be waiting for them."""
         self.scheduler.current.clock_s += max(seconds, POLL_S)
         self.scheduler.rest()
 
     def gave_up(self, operation: object) -> None:
-        """Note that a wait of the running rank has timed out, and may be repeated."""
+        """Note that a wait of the running rank has timed out; the rank may repeat it."""
         self.scheduler.rest(lambda: operation)
 
     def refused(self, operation: object) -> None:
-        """Let time pass for a rank whose operation can never be done: it may retry forever."""
+        """Charge a rank for an operation that can never complete: the rank may retry it forever."""
         self.scheduler.current.clock_s += REFUSED_S
         self.scheduler.rest(lambda: operation)
 
     def poll(self, operation: Callable[[], object], max_polls: int = MAX_POLLS) -> None:
-        """Let a moment pass for a rank that asks whether ``operation()`` is done.
+        """Charge the running rank for polling an operation.
 
         Args:
-            operation: Maker of the operation for which the rank asks.
+            operation: Function that returns the polled operation.
             max_polls: Number of unsuccessful polls after which the rank counts as waiting.
         """
         self.scheduler.current.clock_s += POLL_S
         self.scheduler.poll(operation, max_polls)
 
     def settle(self, since_s: float) -> float:
-        """Charge the running rank for its lost time; return when its wait really began."""
+        """Charge the running rank for its lost time; return when its wait actually began."""
         if self._overlap:
             strand = self.scheduler.current
             since_s += self._overlap.pay(strand.number)
@@ -147,7 +147,7 @@ class Clock:
         return since_s
 
     def waited(self, name: str, site: Site, start_s: float) -> None:
-        """Note that the running rank has waited since ``start_s``; until then it computed."""
+        """Record that the running rank has waited since ``start_s``, and computed before that."""
         rank = self.scheduler.current
         if rank.order:
             return
@@ -158,7 +158,7 @@ class Clock:
         self._computed_until[number] = now_s
 
     def note_compute(self, rank: Strand, until_s: float) -> None:
-        """Record that a rank has computed since it last waited; its other threads do not count."""
+        """Record that a rank has computed since its last wait; only its first thread counts."""
         if rank.order:
             return
         since_s = self._computed_until[rank.number]

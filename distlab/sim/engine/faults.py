@@ -1,4 +1,4 @@
-"""Things that go wrong on purpose: slow ranks and links, lost ranks, delays, jitter.
+"""Faults to inject: slow ranks and links, killed ranks, delays and jitter.
 
 Faults(slow_ranks={3: 2.0}, kill_ranks={5: 0.010}, jitter_s=1e-6, seed=7)
 """
@@ -17,18 +17,18 @@ class Faults:
     """Faults to inject into a simulated world.
 
     Attributes:
-        slow_ranks: rank -> factor on the time of its computation.
-        slow_links: pattern of link names -> divisor of their bandwidth.
-        kill_ranks: rank -> virtual second after which its next call kills it.
-        kill_at_steps: rank -> number of the optimizer step, counted from 1, that kills it.
-        delays_s: (source, destination) -> seconds added to every message between them, those of
-            built-in collectives too.
-        jitter_s: Longest random delay before a communication call. Each seed gives another order
-            of events, which is how schedules are fuzzed.
+        slow_ranks: rank -> factor on its computation time.
+        slow_links: link name pattern -> divisor of the links' bandwidth.
+        kill_ranks: rank -> virtual time in seconds after which its next call kills it.
+        kill_at_steps: rank -> number, from 1, of the optimizer step that kills it.
+        delays_s: (source, destination) -> seconds added to every message between them, including
+            those of built-in collectives.
+        jitter_s: Longest random delay before a communication call. Each seed gives a different
+            order of events, so varying the seed fuzzes the schedule.
         seed: Seed of the jitter.
 
     Raises:
-        ValueError: a time below 0, a factor that is not above 0, or a step before the first.
+        ValueError: a time is below 0, a factor is not above 0, or a step is below 1.
     """
 
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class Faults:
 
     @classmethod
     def parse(cls, texts: Iterable[str], seed: int = 0) -> "Faults":
-        """Read faults as people write them: ``slow_rank 3 2.0``; ``FORMS`` lists all kinds.
+        """Parse faults written as text, such as ``slow_rank 3 2.0``; ``FORMS`` lists all kinds.
 
             Faults.parse(["slow_rank 3 2.0", "kill_rank 5 0.01"])
 
         Raises:
-            ValueError: there is no such fault, or its values do not fit.
+            ValueError: a fault is unknown, or its values are invalid.
         """
         tables: dict[str, Any] = {form.field: {} for form in FORMS.values()}
         for text in texts:
@@ -72,10 +72,10 @@ class Faults:
                 raise ValueError(f"the seconds of {key!r} must be 0 or more, got {seconds!r}")
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Refuse faults of ranks that do not exist.
+        """Check that the ranks of all faults exist.
 
         Raises:
-            ValueError: a fault names such a rank; the text says which ranks exist.
+            ValueError: a rank does not exist; the message says which ranks do.
         """
         named = {
             "slow_rank": list(self.slow_ranks),
@@ -91,7 +91,7 @@ class Faults:
                     )
 
     def jitter(self, rank: int) -> random.Random:
-        """Return a generator of jitter for one rank."""
+        """Return the random generator of one rank's jitter."""
         return random.Random(self.seed * 1_000_003 + rank)
 
 
@@ -100,9 +100,9 @@ class Form:
     """Syntax of one kind of fault, and the field of ``Faults`` that holds it.
 
     Attributes:
-        field: Name of the field, which maps the value of ``keys`` to that of ``value``.
-        keys: Readers of all words but the last.
-        value: Reader of the last word.
+        field: Name of that field, a mapping from the parsed keys to the parsed value.
+        keys: Parsers of all words but the last.
+        value: Parser of the last word.
         example: Well-formed text, shown in errors.
     """
 

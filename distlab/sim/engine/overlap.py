@@ -1,20 +1,20 @@
-"""The processors and memory traffic that computation loses to collectives running beside it.
+"""Computation slowed by concurrent collectives, which use processors and memory bandwidth.
 
-    rank 0    computes ───────────────┬──── the rest   0.15 s of 1 s more, if the cost is 0.15
+    rank 0    computes ───────────────┬──── the rest   0.15 s longer, if the cost is 0.15
     collective       ├──── 1 s ───────┤
 
 The loss is charged when the collective ends, and paid at the rank's next call. If the rank is
 already waiting, its wait counts as having begun that much later.
 
 Source: a cost of 0.15 on NVLink and 0.02 between nodes is what Calculon assumes for H100 (Isaev et
-al. 2023); NCCL runs on 16 to 32 of the 132 processors of such a GPU.
+al. 2023); NCCL runs on 16 to 32 of the H100's 132 processors.
 """
 
 from collections import deque
 
 
 class Overlap:
-    """Computation intervals of each rank, and the seconds that it owes.
+    """Each rank's computation intervals, and the seconds that the rank owes.
 
     Args:
         cost: Seconds lost per second of computation during a collective of the same rank.
@@ -24,11 +24,11 @@ class Overlap:
         self._cost = cost
         self._computed: list[deque[tuple[float, float]]] = [deque() for _ in range(num_ranks)]
         self._under_way = [0] * num_ranks
-        self._charged_until_s = [0.0] * num_ranks  # end of the last charge, or a later start
+        self._charged_until_s = [0.0] * num_ranks  # earlier computation adds no charge
         self._owed_s = [0.0] * num_ranks
 
     def computed(self, rank: int, start_s: float, end_s: float, now_s: float) -> None:
-        """Note when a rank computes; ``now_s`` is the time of the world."""
+        """Record when a rank computed; ``now_s`` is the world's time."""
         intervals = self._computed[rank]
         # No collective can add a charge for intervals that end before `done_s`.
         done_s = self._charged_until_s[rank] if self._under_way[rank] else now_s
@@ -39,13 +39,13 @@ class Overlap:
         intervals.append((start_s, end_s))
 
     def begins(self, rank: int, at_s: float) -> None:
-        """Note that a collective of a rank begins."""
+        """Note that one of a rank's collectives begins."""
         if not self._under_way[rank]:
             self._charged_until_s[rank] = at_s
         self._under_way[rank] += 1
 
     def ends(self, rank: int, at_s: float) -> None:
-        """Charge a rank for what it has computed since the last charge, or since this one began."""
+        """Charge a rank for the uncharged computation during a collective that ends at ``at_s``."""
         self._under_way[rank] -= 1
         begin_s, self._charged_until_s[rank] = self._charged_until_s[rank], at_s
         self._owed_s[rank] += self._cost * sum(

@@ -1,19 +1,19 @@
 """Ranks are threads, and exactly one runs at a time: the one whose clock is earliest.
 
 A rank computes as far ahead as it likes. Before it does something that other ranks can notice, it
-calls ``act`` and waits until no rank is earlier. So everything that ranks do to each other happens
-in the order of the virtual clock, ties by rank, and a program's behaviour never depends on the
-machine.
+calls ``act`` and waits until no rank is earlier. Ranks therefore affect each other in the order of
+virtual time, with ties broken by rank, and a program's behaviour never depends on the machine.
 
     rank 0   ── compute ──┐act  send          block · · · · ·  ready ── compute
     rank 1   ── compute ─────────────┐act  recv  block · · · ·  ready ──
     events                                          the message arrives
 
-There is no thread for the scheduler: the rank that stops picks the next one and hands over the
-baton. When no rank is ready and no event is pending, the world is known to be deadlocked.
+The scheduler has no thread of its own: the rank that stops picks the next and hands it the baton.
+When no rank is ready and no event is pending, the world is deadlocked.
 
-A rank may start threads of its own. Each is a strand with a clock and a baton; a rank is its first
-strand. Exactly one strand of all ranks runs at a time, so what holds for ranks holds for strands.
+A rank may start threads. Each is a strand with a clock and a baton; the rank itself is its first
+strand. Across all ranks, exactly one strand runs at a time, so what holds for ranks holds for
+strands.
 """
 
 import heapq
@@ -27,8 +27,8 @@ from typing import Any, NoReturn, Protocol
 from distlab.sim.engine.patience import MAX_POLLS, Operation, Patience
 
 NEVER = float("inf")
-MAX_UNWOUND = 100  # calls of a rank that ends: `finally` makes few, `while` with `except` many
-STACK_BYTES = 512 * 1024  # the default of 8 MiB would be 8 GiB of addresses for 1,024 ranks
+MAX_UNWOUND = 100  # calls by an unwinding rank: `finally` makes few, `while` with `except` many
+STACK_BYTES = 512 * 1024  # the default of 8 MiB takes 8 GiB of address space for 1,024 ranks
 
 
 class Stopped(BaseException):
@@ -56,7 +56,7 @@ _new_baton = threading.Lock  # the real lock; while a world runs, ranks get virt
 
 
 class Timer:
-    """An action due at a virtual time; None once it is cancelled."""
+    """An action due at a virtual time; ``action`` is None once the timer is cancelled."""
 
     __slots__ = ("action",)
 
@@ -79,7 +79,7 @@ class Strand:
         last_reading_s: Latest reading of its clock.
         num_unwound: Number of its calls that raised Stopped or Killed.
         is_daemon: True if it ends with its rank.
-        waiting: Strands that wait for its end.
+        waiting: Strands that wait for this one to end.
     """
 
     rank: "Rank"
@@ -112,8 +112,8 @@ class Rank(Strand):
 
     Attributes:
         strands: All its threads, the first one being the rank itself.
-        num_calls: Number of its calls of torch.distributed.
-        last_call: Operation of the latest one.
+        num_calls: Number of torch.distributed calls that it has made.
+        last_call: Operation of the latest call.
     """
 
     def __init__(self, number: int) -> None:
@@ -125,7 +125,7 @@ class Rank(Strand):
 
     @property
     def has_left(self) -> bool:
-        """True once it has ended, with all its threads."""
+        """True once all threads of the rank have ended."""
         return all(strand.has_ended for strand in self.strands)
 
 
@@ -138,9 +138,9 @@ class Scheduler:
         self.now_s = 0.0  # time of the latest event or `act`
         self.source: EventSource | None = None
         self.is_stopping = False
-        self.describe_rest: Callable[[Strand], object] = repr  # maker of an operation for a sleeper
+        self.describe_rest: Callable[[Strand], object] = repr  # operation to report for a sleeper
         self.on_abandoned: Callable[[Strand], None] = lambda _: None  # callback for killed daemons
-        self._on_switch = on_switch  # (from, to): swaps the state of two ranks
+        self._on_switch = on_switch  # (from, to): swaps per-rank process state
         self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # clock, rank, strand
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = count()
@@ -149,11 +149,11 @@ class Scheduler:
         self.failure: BaseException | None = None
 
     def run(self, body: Callable[[Rank], None], on_deadlock: Callable[[], BaseException]) -> None:
-        """Run ``body`` as every rank until all have ended; raise the error that ended the world.
+        """Run ``body`` on every rank until all have ended; raise the error that ended the world.
 
         Args:
-            body: Function of a rank, called in that rank's thread.
-            on_deadlock: Maker of the error to raise when no rank can continue.
+            body: Function called for each rank, in that rank's thread.
+            on_deadlock: Function that returns the error to raise when no rank can continue.
         """
         self._on_deadlock = on_deadlock
         self._all_ended.acquire()
@@ -190,7 +190,7 @@ class Scheduler:
         self.be(rank, lambda: body(rank))
 
     def spawn(self, name: str, *, is_daemon: bool) -> Strand:
-        """Make another strand of the running rank, whose thread is to call ``be``."""
+        """Return a new strand of the running rank; the strand's thread must call ``be``."""
         rank = self.current.rank
         strand = Strand(len(rank.strands), self.current.clock_s, name, is_daemon=is_daemon)
         strand.rank, strand.number = rank, rank.number
@@ -219,16 +219,16 @@ class Scheduler:
                     self._kill(other)
         self._hand_over(strand)
 
-    # Calls of the running rank
+    # Calls made by the running rank
     #
-    # The invariant: while a rank does something that others can notice, `now_s` is its clock, and
-    # no other strand is ready, and no event pending, at an earlier time. `act` makes it so: it puts
-    # the rank among the ready ones and hands over until nothing is earlier. So no rank can be
-    # surprised from the past, and equal programs have equal histories. Between two calls of `act`
-    # a clock may run ahead of `now_s`; that rank computes, which no other rank sees.
+    # The invariant: while a rank does something that others can notice, `now_s` is its clock, no
+    # other strand is ready at an earlier time, and no earlier event is pending. `act` ensures this:
+    # it queues the rank as ready and hands over until nothing is earlier. So nothing can change a
+    # rank's past, and identical programs have identical histories. Between two calls of `act`, a
+    # rank's clock may run ahead of `now_s`: the rank computes, which no other rank sees.
 
     def act(self) -> None:
-        """Wait until the running rank is the earliest of all, and so may affect the others."""
+        """Wait until the running rank is the earliest of all, and may therefore affect others."""
         rank = self.current
         while rank.clock_s > self.now_s and not rank.is_killed:
             if not self._someone_is_earlier(rank):
@@ -266,11 +266,11 @@ class Scheduler:
             self.ready(rank, self.now_s)
 
     def poll(self, operation: Operation, max_polls: int = MAX_POLLS) -> None:
-        """Do what ``act`` does, for a rank that asks whether something is done.
+        """Like ``act``, but for a rank that polls an operation.
 
         Args:
-            operation: Maker of the operation for which the rank asks.
-            max_polls: Number of unsuccessful polls after which it counts as waiting.
+            operation: Function that returns the polled operation.
+            max_polls: Number of unsuccessful polls after which the rank counts as waiting.
         """
         rank = self.current
         if rank.patience.polls(operation, max_polls):
@@ -278,10 +278,10 @@ class Scheduler:
         self.act()
 
     def rest(self, operation: Operation | None = None) -> None:
-        """Do what ``act`` does, for a rank that has slept.
+        """Like ``act``, but for a rank that has slept.
 
         Args:
-            operation: Maker of the operation whose wait has timed out, or None.
+            operation: Function that returns the operation whose wait has timed out, or None.
         """
         rank, patience = self.current, self.current.patience
         if patience.rests(operation, partial(self.describe_rest, rank), rank.clock_s):
@@ -316,13 +316,13 @@ class Scheduler:
         heapq.heappush(self._ready, (rank.clock_s, rank.number, rank.order))
 
     def at(self, time_s: float, action: Callable[[], None]) -> Timer:
-        """Call ``action`` when the virtual time is ``time_s``, unless the timer is cancelled."""
+        """Call ``action`` when virtual time reaches ``time_s``, unless the timer is cancelled."""
         timer = Timer(action)
         heapq.heappush(self._timers, (time_s, next(self._order), timer))
         return timer
 
     def kill(self, rank: Rank) -> None:
-        """End a rank where it is, without notifying the others."""
+        """End a rank wherever it is, without notifying the others."""
         for strand in rank.strands:
             self._kill(strand)
 
@@ -343,11 +343,11 @@ class Scheduler:
         return self.is_stopping or self.current.is_killed
 
     def stop(self, failure: BaseException) -> None:
-        """End the world: every other rank is unwound where it is."""
+        """End the world: every other rank is unwound wherever it is."""
         self.failure = self.failure or failure
         if not self.is_stopping:
             self.is_stopping = True
-            self.now_s = NEVER  # no rank has to wait any more
+            self.now_s = NEVER  # no rank has to wait any longer
             running = [strand for strand in self._strands() if not strand.has_ended]
             for strand in running:
                 strand.waits_in = None
@@ -390,7 +390,7 @@ class Scheduler:
         raise Stopped if self.is_stopping else Killed
 
     def _park(self, rank: Strand) -> NoReturn:
-        """Never again run a rank that catches everything and keeps calling."""
+        """Stop running a rank that catches all exceptions and keeps making calls."""
         rank.has_ended = rank.is_parked = True
         self._hand_over(rank)
         while True:
@@ -423,9 +423,9 @@ class Scheduler:
                 self._stop_deadlock()
 
     def _dismiss(self) -> bool:
-        """End threads that only wait for work from their rank, which has ended.
+        """Kill threads that only await work from a rank that has ended; return False if none do.
 
-        Python ends them too: executors end their threads when the program ends.
+        Python ends them too: executors stop their threads when the program ends.
         """
         idle = [
             strand

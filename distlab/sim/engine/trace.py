@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 from distlab.sim.reporting.sites import Site
 
 NOWHERE: Site = ("", 0, "")
-Row = tuple[int, str, str, float, float, int, int, Site, int]  # an Event, which is slower to make
+Row = tuple[int, str, str, float, float, int, int, Site, int]  # faster to make than an Event
 
 
 class Event(NamedTuple):
-    """Something a rank did, from ``start_s`` to ``end_s`` of virtual time.
+    """Something a rank did from ``start_s`` to ``end_s``, in virtual time.
 
     Attributes:
         kind: "compute", "send", "recv", "collective" or "wait".
         name: Name of the call or of the awaited operation; "" for computation.
         num_bytes: Bytes of this rank's tensors.
-        peer: Global rank of the other side of a send or recv, else -1.
+        peer: Global rank of the other side of a send or recv; -1 for other kinds.
         site: File, line and function of the call.
-        message: Number of the message, the same at its send and its recv, else -1.
+        message: Message number, shared by a send and its recv; -1 for other kinds.
     """
 
     rank: int
@@ -46,12 +46,12 @@ class Trace:
     def __init__(self, num_ranks: int, *, has_events: bool = True) -> None:
         self.has_events = has_events
         self.bytes_by_link: list[float] = []
-        self.leftovers: list[str] = []  # operations that never matched, a line each
-        self.unwaited: list[str] = []  # handles that were never waited for, a line each, by rank
+        self.leftovers: list[str] = []  # operations that never matched, one line each
+        self.unwaited: list[str] = []  # handles that were never waited for, one line each, by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> virtual time
-        self.network_s = 0.0  # time at which the last bytes had arrived, or the last rank ended
+        self.network_s = 0.0  # time at which all ranks had ended and all bytes had arrived
         self._rows: list[Row] = []
-        self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # messages, by source
+        self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # counts by source
         self.bytes_sent = [0.0] * num_ranks
         self.bytes_received = [0.0] * num_ranks
         self.messages = [0] * num_ranks
@@ -70,7 +70,7 @@ class Trace:
         """Return the trace that another process has sent.
 
         Raises:
-            ValueError: ``state`` is not one that ``Trace.state`` returned.
+            ValueError: ``state`` was not returned by ``Trace.state``.
         """
         trace = cls(1)
         wanted = {name: type(value) for name, value in vars(trace).items()}
@@ -81,7 +81,7 @@ class Trace:
 
     @property
     def events(self) -> list[Event]:
-        """All events, in the order of their ends.
+        """All events, ordered by end time.
 
         Raises:
             ValueError: the trace has only counted them.
@@ -128,7 +128,7 @@ class Trace:
                 yield sends[event.message], event
 
     def arrived(self) -> dict[tuple[int, int], int]:
-        """Count the messages that have arrived, by source and destination."""
+        """Return the number of messages that have arrived, by (source, destination)."""
         return {
             (src, dst): number
             for dst, by_source in enumerate(self._arrived)
@@ -136,7 +136,7 @@ class Trace:
         }
 
     def digest(self) -> str:
-        """Hash all events, without the names of their files, which differ between machines."""
+        """Return a hash of all events without file names, which differ between machines."""
         sha = hashlib.sha256()
         for e in self.events:
             line = (e.rank, e.kind, e.name, e.start_s, e.end_s, e.num_bytes, e.peer, e.site[1:])
@@ -145,7 +145,7 @@ class Trace:
 
 
 def departure_s(send: Event, recv: Event) -> float:
-    """Return when the bytes set out: at the send if it was buffered, else once both were posted."""
+    """Return when the bytes left: at the send if it was buffered, else once both were posted."""
     is_buffered = send.end_s == send.start_s
     return send.start_s if is_buffered else max(send.start_s, recv.start_s)
 

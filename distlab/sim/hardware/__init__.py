@@ -1,1 +1,1 @@
-"""The cluster: GPUs, links and routes. No time, no ranks."""
+"""The cluster: GPUs, links and routes, without time or ranks."""

@@ -29,11 +29,11 @@ class GPU:
     """Memory and speed of one GPU.
 
     Args:
-        peak_flops: FLOP/s by name of the dtype ("bfloat16", "float16", "float32", "float64"), as on
-            the data sheet, dense. Utilisation (MFU) is relative to it.
-        achievable_flops: FLOP/s that a large matmul really reaches. Simulated times use it.
-        protocol_efficiency: Share of the links' bandwidth that each of NCCL's protocols reaches,
-            by name; a missing protocol reaches all of it.
+        peak_flops: Dense FLOP/s from the data sheet, by dtype name ("bfloat16", "float16",
+            "float32", "float64"). Utilisation (MFU) is relative to it.
+        achievable_flops: FLOP/s that a large matmul actually reaches. Simulated times use it.
+        protocol_efficiency: Fraction of the link bandwidth that each NCCL protocol reaches, by
+            name; 1 for a protocol that is not listed.
     """
 
     name: str
@@ -45,7 +45,7 @@ class GPU:
 
     @classmethod
     def preset(cls, name: str) -> "GPU":
-        """Return a GPU of the table in presets.py, such as "H100-80GB"."""
+        """Return a GPU from the table in presets.py, such as "H100-80GB"."""
         if name not in GPUS:
             raise unknown_name("GPU", name, GPUS)
         fields: dict[str, Any] = {}
@@ -58,7 +58,7 @@ class GPU:
         return cls(name, **fields)
 
     def numbers(self) -> dict[str, float]:
-        """Return all numbers under their names in the table, such as "peak_flops.float16"."""
+        """Return all numbers by their names in the table, such as "peak_flops.float16"."""
         return {
             "memory_bytes": self.memory_bytes,
             "memory_bytes_per_s": self.memory_bytes_per_s,
@@ -102,24 +102,24 @@ class Cluster(Shape):
         cyclic             0 2 | 1 3                  on node g % nodes
 
     Args:
-        nodes, gpus_per_node: Number of nodes, and of GPUs on each, which share a switch or host. An
-            NVL72 rack is one node.
-        gpu: Model of each GPU, or None for computation without time and memory without limit.
-        nics_per_node: Number of NICs, shared evenly by neighbours. 0 for the topology's default:
-            one for ethernet, and one per GPU otherwise.
+        nodes, gpus_per_node: Number of nodes, and of GPUs on each. The GPUs of a node share a
+            switch or host; an NVL72 rack is one node.
+        gpu: GPU model, or None if computation takes no time and memory has no limit.
+        nics_per_node: Number of NICs, shared evenly by neighbouring GPUs. 0 for the topology's
+            default: one for ethernet, and one per GPU otherwise.
         nvlink_bytes_per_s: Bandwidth of one GPU inside its node, over NVLink (ethernet: over PCIe).
         nic_bytes_per_s: Bandwidth of one NIC.
         latency_s, net_latency_s: Latency of a message inside a node, and between nodes.
-        hop_latency_s: Latency of every GPU that relays and every switch beyond the first.
+        hop_latency_s: Latency added by each relaying GPU and each switch beyond the first.
         oversubscription: Bandwidth of the NICs below a leaf / bandwidth of its up-link, in a
             fat-tree.
         nodes_per_leaf: Number of nodes that share a leaf switch, in a fat-tree.
         switch_adds: True if the switch of a node sums the data of its GPUs (NVLS).
-        network_adds: True if the switches between the nodes do so as well (SHARP).
+        network_adds: True if the switches between nodes also sum data (SHARP).
         numbering: Order of the GPUs, and so of the ranks: "block", node by node, or "cyclic", a GPU
-            of each node in turn. The names are those of Slurm's --distribution.
-        faults: Pairs (pattern, factor) for links that `slowed` has slowed down.
-    Raises: ValueError: a value is invalid; the text says what is valid, in one line.
+            of each node in turn. The names are from Slurm's --distribution.
+        faults: (pattern, factor) of each call of `slowed` that led to this cluster.
+    Raises: ValueError: a value is invalid; the message says what is valid, in one line.
     """
 
     _: KW_ONLY
@@ -151,7 +151,7 @@ class Cluster(Shape):
     def preset(cls, name: str, nodes: int = 1) -> "Cluster":
         """Return ``nodes`` nodes of a known machine, one of PRESETS, such as "dgx-h100".
 
-        Raises: ValueError: there is no such preset; the text lists the valid names.
+        Raises: ValueError: there is no such preset; the message lists the valid names.
         Source: presets.py, for every number.
         """
         if name not in CLUSTERS:
@@ -196,14 +196,14 @@ class Cluster(Shape):
         return Place(*divmod(gpu, self.gpus_per_node))
 
     def by_node(self, gpus: Sequence[int]) -> list[list[int]]:
-        """Group GPUs by node, in the order of first appearance."""
+        """Group GPUs by node, in order of first appearance."""
         nodes: dict[int, list[int]] = {}
         for gpu in gpus:
             nodes.setdefault(self.node_of(gpu), []).append(gpu)
         return list(nodes.values())
 
     def route(self, src: int, dst: int) -> Route:
-        """Return the route of bytes from GPU ``src`` to ``dst``; without links if both are one."""
+        """Return the route from GPU ``src`` to ``dst``; it has no links if they are the same."""
         route = self._routes.get((src, dst))
         if route is None:
             route = self._routes[src, dst] = self._find_route(
@@ -217,9 +217,9 @@ class Cluster(Shape):
             cluster.slowed("node3.nic0.*", 10)      # both directions, a tenth of the bandwidth
 
         Args:
-            pattern: Pattern as for file names: `*` is any text, `?` any character, `[12]` either.
+            pattern: Shell-style pattern; `*` matches any text, `?` any character, `[12]` 1 or 2.
             factor: Divisor of the bandwidth, 1 or more.
-        Raises: ValueError: no link matches; the text names some that exist.
+        Raises: ValueError: no link matches; the message names some that exist.
         """
         if not 1 <= factor < inf:
             raise ValueError(f"slowed() divides by factor: expected 1 or more, got {factor}")
@@ -230,10 +230,10 @@ class Cluster(Shape):
         return replace(self, faults=(*self.faults, (pattern, factor)))
 
     def assumptions(self) -> list[str]:
-        """Return a line for every number that is neither on a data sheet nor measured.
+        """Return a line for every number that is assumed or was set by hand.
 
-        These lines belong to every result: "simulated, preset dgx-h100, assuming: ...". For a
-        single node, the numbers of the network are left out.
+        Report these lines with every result: "simulated, preset dgx-h100, assuming: ...". For a
+        single node, the network's numbers are left out.
         """
         preset = CLUSTERS.get(self.name)
         used = _INSIDE if self.nodes == 1 else _INSIDE + _BETWEEN
@@ -298,7 +298,7 @@ def _assumed_lines(
 
 
 def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
-    """Return the given cluster, or make one from a preset's name or None, with a GPU per rank.
+    """Return ``cluster``; for a preset's name or None, make one with a GPU for every rank.
 
     Raises:
         ValueError: the cluster has fewer GPUs than there are ranks, there is no preset of that

@@ -1,13 +1,13 @@
 """All hardware numbers of the simulator, each with its source. Data only.
 
     status      meaning
-    spec        from the maker's data sheet: one direction, dense (the sheets print the sum of both
-                directions, and twice the FLOP/s with sparsity)
+    spec        from the manufacturer's data sheet: one direction, dense (the sheets print the sum
+                of both directions, and twice the FLOP/s with sparsity)
     measured    a published measurement
     fitted      fitted to published runs of NCCL; docs/fidelity.md shows how well
     assumed     not published, but plausible; `Cluster.assumptions` lists these
 
-Simulated times use achievable FLOP/s, and utilisation (MFU) the peak, so both are listed.
+Simulated times use achievable FLOP/s, and utilisation (MFU) uses the peak, so both are listed.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def assumed(value: float, source: str) -> Number:
     return Number(value, "assumed", source)
 
 
-GIB = 2**30  # the sheets write GB; the drivers show that it is GiB
+GIB = 2**30  # the data sheets say GB, but the drivers report GiB
 Gbps = 1e9 / 8  # bytes/s
 
 # ------------------------------------------------------------------------------ NCCL's protocols
@@ -51,9 +51,9 @@ class Protocol(NamedTuple):
 
     Attributes:
         launch_s: Seconds per collective, including the kernel's start.
-        hop: Latency between two GPUs of a node, in latencies of the cluster.
-        net_hop: Latency between two nodes, in network latencies of the cluster.
-        net_efficiency: Bytes of data per byte sent between two nodes; GPUS has it inside nodes.
+        hop: Latency between two GPUs of a node, as a multiple of the cluster's ``latency_s``.
+        net_hop: Latency between two nodes, as a multiple of the cluster's ``net_latency_s``.
+        net_efficiency: Bytes of data per byte sent between nodes; for inside a node, see GPUS.
         in_trees: Factor on the efficiency inside a node if a GPU serves three neighbours instead of
             two.
     """
@@ -112,11 +112,11 @@ def _gpu(
     matmul: Number,
     protocol_efficiency: Mapping[str, Number],
 ) -> dict[str, Number]:
-    """Return the numbers of one GPU, under the names of the fields of `cluster.GPU`.
+    """Return the numbers of one GPU, named after the fields of `cluster.GPU`.
 
     Args:
         matmul: FLOP/s that the 16-bit dtypes reach. Other dtypes are assumed to reach the same
-            share of their peaks.
+            fraction of their peaks.
     """
     numbers = {
         "memory_bytes": spec(memory_gib * GIB, sheet),
@@ -209,7 +209,7 @@ class Preset:
     latency_s: Number
     net_latency_s: Number
     hop_latency_s: Number
-    switch_adds: bool = False  # NVLink SHARP: NVSwitch of Hopper and later
+    switch_adds: bool = False  # NVLink SHARP, in the NVSwitch of Hopper and later
 
 
 def _ethernet(gigabit: float, net_latency_s: float) -> Preset:

@@ -1,11 +1,11 @@
-"""The links of a cluster, and those that a message crosses: names and bandwidths only.
+"""The links of a cluster, and the path of a message over them: names and bandwidths only.
 
     node    the GPUs that share an NVLink switch, or a host
     port    a GPU's connection to the switch of its node, in one direction
     NIC     a node's connection to the other nodes
     relay   a GPU that passes bytes on, or a switch beyond the first
 
-A cable carries both directions at full speed, so each direction is a link of its own:
+A cable carries both directions at full speed, so each direction is a separate link:
 `node0.gpu3.out` and `node0.gpu3.in`. Switches themselves are never the bottleneck.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Place of a GPU: the number of its node, and the GPU's number inside that node."""
+    """Where a GPU is: the number of its node, and the GPU's number inside that node."""
 
     node: int
     gpu: int
@@ -54,7 +54,7 @@ class Switch:
     A GPU reaches its NIC without crossing the node's switch, so its ports stay free.
     """
 
-    nic_per_gpu = True  # the default number of NICs
+    nic_per_gpu = True  # default: one NIC per GPU, not one per node
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -102,7 +102,7 @@ class Ethernet(Switch):
 
 
 class RailOptimised(Switch):
-    """NIC i of every node is on leaf switch i, a rail; the rails do not meet.
+    """NIC i of every node is on rail i, a leaf switch; the rails are not connected.
 
         node 0   gpu0 ── gpu1        gpu0 to gpu0 of node 1: over rail 0
                  nic0    nic1        gpu0 to gpu1 of node 1: over NVLink to gpu1 of its own
@@ -130,7 +130,7 @@ class RailOptimised(Switch):
 
 
 class FatTree(Switch):
-    """Nodes are connected to leaf switches, and leaves to a spine by an up-link that nodes share.
+    """Nodes are connected to leaf switches, and leaves to a spine through shared up-links.
 
            ┌─── spine ───┐           leaf0.up, leaf1.down: NICs below / oversubscription
          leaf0         leaf1
@@ -160,7 +160,7 @@ class FatTree(Switch):
 
 
 class Torus:
-    """Every GPU is wired to four neighbours, and both axes close to rings.
+    """Every GPU is wired to four neighbours, and both axes close into rings.
 
         x: along a node, gpus_per_node GPUs, NVLink      y: across the nodes, over NICs
 

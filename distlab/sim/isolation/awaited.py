@@ -1,7 +1,7 @@
-"""Descriptions of a thread's waits, read off the calls of Python's library around them.
+"""Descriptions of what threads wait for, read from the standard library's frames on their stacks.
 
-Events, queues, semaphores and futures are all built on locks. The frames around the lock that
-blocks a thread show which of them it is, and hold the object itself, whose state a report gives.
+Events, queues, semaphores and futures are all built on locks. When a lock blocks a thread, the
+frames above it show which of these is in use, and hold the object, so its state can be reported.
 """
 
 import queue
@@ -27,9 +27,9 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
     """Describe what a thread waits for when a lock blocks it.
 
     Args:
-        frame: Frame that has called the lock's ``acquire``.
+        frame: Frame that called the lock's ``acquire``.
         holder: Strand that holds the lock, or None if it is unknown.
-        me: Thread that waits.
+        me: Strand that waits.
     """
     if frame and _is_in_the_way(frame):
         return _lock(holder, me)
@@ -47,7 +47,7 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
 
 
 def _is_in_the_way(frame: FrameType) -> bool:
-    """Return whether the lock is the one inside a condition, which may be held for any reason."""
+    """Return whether the thread waits for a condition's own lock, not for a notification."""
     outer = frame.f_back if frame.f_code is _ACQUIRE_AGAIN else frame
     return outer is not None and (
         outer.f_code is _ENTER or outer.f_code.co_name == "_acquire_restore"
@@ -108,7 +108,7 @@ def _done(worked_on: Any, me: Strand) -> Awaited:
 
 
 def _result(future: Any, me: Strand) -> Awaited:
-    workers: list[Strand] = []  # threads of the pool that has queued the task
+    workers: list[Strand] = []  # threads of the pool in which the task is queued
     for strand, item, tasks in _workers(me):
         if item is not None and item.future is future:
             text = f"the result of a task in {thread_name(strand)}"
@@ -131,7 +131,7 @@ def _result(future: Any, me: Strand) -> Awaited:
 
 
 def _workers(me: Strand) -> Iterator[tuple[Strand, Any, list[Any]]]:
-    """Yield each pool thread of a rank with the task that it works on and those in its queue."""
+    """Yield a rank's pool threads, each with its current task and the tasks queued in its pool."""
     frames = sys._current_frames()
     for strand in me.rank.strands:
         frame, item = frames.get(strand.ident), None
@@ -162,8 +162,8 @@ _TASK = "a task for its pool", "Does the program wait for more than it has given
 _ENTER = threading.Condition.__enter__.__code__
 _ACQUIRE_AGAIN = threading._PyRLock.acquire.__code__  # type: ignore[attr-defined]
 _RUN, _WORK = pools._WorkItem.run.__code__, pools._worker.__code__
-# By function of Python's library: a description of its wait, or a text and advice. A text may show
-# attributes of the object.
+# For each library function, a function that describes a wait in it, or a text and advice. The
+# text is a format string for the object, such as "{0._value}".
 _MADE_OF_LOCKS: dict[CodeType, Describe | tuple[str, str]] = {
     function.__code__: description
     for function, description in (

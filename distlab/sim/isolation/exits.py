@@ -1,8 +1,8 @@
-"""The end of each rank's program: its ``return``, or its last line.
+"""Where each rank's program ended: at a ``return``, or on its last line.
 
-A frame that is kept alive remembers the line on which it ended. So a trace function catches the
-outermost frame of a rank's program as it begins. It then removes itself, because tracing every call
-would make programs slow.
+A frame that is kept alive remembers the line on which it ended, so a trace function captures the
+outermost frame of a rank's program as it starts. The function then removes itself, because tracing
+every call would slow programs down.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places,
 OURS = str(Path(__file__).parents[2])  # folder of the code that calls the program
 SCRIPT = "<module>"
 STARTERS = ("_call", "_run_program")  # our functions that call the program
-LEADERS = ("_on_cpu", "_be_main")  # our functions that a starter may call instead
+LEADERS = ("_on_cpu", "_be_main")  # our functions that a starter may call before the program
 _IS_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-MAX_CALLS = 10_000  # calls traced at most; unpickling a program may import its module first
+MAX_CALLS = 10_000  # limit on traced calls; unpickling a program may import its module first
 
 
 class Exits:
-    """Places at which ranks left their process group, and at which their programs ended.
+    """Where ranks left their process groups, and where their programs ended.
 
     Attributes:
         known: Exits by rank.
@@ -43,7 +43,7 @@ class Exits:
 
     @contextlib.contextmanager
     def watched(self, rank: int) -> Iterator[None]:
-        """Note the last line of the program inside, unless a debugger or coverage is tracing."""
+        """Record the program's last line, unless a debugger or coverage is already tracing it."""
         program = self._programs[rank] = _Program(self._places)
         is_free = sys.gettrace() is None
         if is_free:
@@ -59,25 +59,25 @@ class Exits:
                 self.known[rank] = Exit(program.last, known.left_group_at if known else None)
 
     def joined(self, rank: int) -> None:
-        """Note that a rank enters the world; a script does so in a call below its ``main()``."""
+        """Record that a rank joins the world, and look for the ``main()`` that made it join."""
         self.known.pop(rank, None)
         if rank in self._programs:
             self._programs[rank].look_for_main(outside())
 
     def left(self, rank: int) -> None:
-        """Note that a rank destroys its process group."""
+        """Record that a rank destroys its process group."""
         site = self._places.call_site()[0]
         self.known[rank] = Exit(site, left_group_at=site)
 
 
 class _Program:
-    """The frame of a rank's program, and that of a script's ``main()``."""
+    """The outermost frame of a rank's program and, in a script, the frame of its ``main()``."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._frame: FrameType | None = None
         self._main: FrameType | None = None
-        self._main_called_at = 0  # line of the script
+        self._main_called_at = 0  # line of the script that called it
         self.last: Site | None = None  # line on which the program ended
         self._num_calls = 0
 
@@ -93,10 +93,10 @@ class _Program:
         if is_called and kind == PROGRAM and not code.co_flags & _IS_SUSPENDED:
             self._frame = frame
         if is_called or kind == GIVEN or self._num_calls == MAX_CALLS:
-            sys.settrace(None)  # even if the function is ours, or decorated by one of torch's
+            sys.settrace(None)  # also if the called function is ours or has a torch decorator
 
     def look_for_main(self, frame: FrameType | None) -> None:
-        """Find the function that the script has called, given a frame inside that call."""
+        """Find the frame of the function that the script called, given a frame inside that call."""
         script = self._frame
         if self._main or script is None or script.f_code.co_name != SCRIPT:
             return
@@ -105,7 +105,7 @@ class _Program:
         self._main, self._main_called_at = frame, script.f_lineno
 
     def let_go(self) -> None:
-        """Note the last line, and drop the frames, which keep the program's variables alive."""
+        """Record the last line, and drop the frames, which keep the program's variables alive."""
         last, frames = self._frame, [self._frame, self._main]
         if self._main and self._frame and self._frame.f_lineno == self._main_called_at:
             last = self._main  # the script did nothing after the call
@@ -120,7 +120,7 @@ class _Program:
 def deaths_due(
     faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates
 ) -> Iterator[None]:
-    """Let faults kill ranks: at a time, or as they begin an optimizer step."""
+    """Kill ranks as ``faults`` says: at a given time, or as they begin a given optimizer step."""
     for number, at_s in faults.kill_ranks.items():
         scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
     begun = [0] * clock.num_ranks

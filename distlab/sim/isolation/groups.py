@@ -1,4 +1,4 @@
-"""The process groups that ranks make: the default one, and those of ``new_group``."""
+"""The process groups that ranks make: the default one, and those from ``new_group``."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,7 @@ from distlab.sim.reporting.sites import CallSite
 
 BACKEND = "sim"
 BACKEND_CONFIG = ",".join(f"{device}:{BACKEND}" for device in ("cpu", "cuda", "meta"))
-TAG = "ptd:0"  # torch's tag for groups without a tag of the user's
+TAG = "ptd:0"  # torch's tag for groups without a user-defined tag
 
 
 class Groups:
@@ -24,11 +24,11 @@ class Groups:
 
     Args:
         shared: Parts of the world that all groups use.
-        tables: Tables of torch with the running rank's groups.
+        tables: Torch's tables with the running rank's groups.
 
     Attributes:
         store: Store of the world.
-        made: All groups that the program has made, by name, in the order of their creation.
+        made: All groups that the program has made, by key, in order of creation.
     """
 
     def __init__(self, shared: Shared, tables: RankWorld) -> None:
@@ -41,7 +41,7 @@ class Groups:
         self._joins = [0] * num_ranks  # number of times that each rank has joined
 
     def join(self, timeout: timedelta | None = None) -> None:
-        """Make the default process group of the running rank, with a limit for its operations."""
+        """Make the running rank's default process group; ``timeout`` limits each operation."""
         number = self._shared.clock.current.number
         self._joins[number] += 1
         key, limit_s = (self._joins[number], "0"), group_limit_s(timeout)
@@ -58,7 +58,7 @@ class Groups:
         self.show()
 
     def show(self) -> None:
-        """Let functional collectives in the calling thread find the rank's groups by name."""
+        """Register the rank's groups by name, for functional collectives in the calling thread."""
         register: Any = c10d._register_process_group  # type: ignore[attr-defined]
         for group, name in self._tables.__dict__["pg_names"].items():
             register(name, group)
@@ -70,21 +70,21 @@ class Groups:
         timeout: timedelta | None = None,
         description: str = "",
     ) -> SimGroup:
-        """Make the running rank's view of a new group; without ``ranks``, it has all ranks.
+        """Make the running rank's view of a new group.
 
-        As on gloo, the call returns when all members have made it.
+        As on gloo, the call returns only after all members have made the group.
 
         Args:
-            ranks: Global numbers of its members.
-            key: Name, distinct from those of the rank's other groups.
-            timeout: Limit of its operations.
+            ranks: Global ranks of the members; if empty, all ranks are members.
+            key: Name that no other group of the rank has.
+            timeout: Time limit of each operation on the group.
             description: Text for reports.
 
         Raises:
-            Mismatch: another rank has made a group of other ranks under this key.
+            Mismatch: another rank has made a group with other members under this key.
         """
         members, number = ranks or self._everyone, self._shared.clock.current.number
-        place = (self._joins[number], key)  # a rank that joins again makes other groups
+        place = (self._joins[number], key)  # a rank that joins again makes new groups
         call_site = self._shared.places.call_site()
         group = MadeGroup(members, call_site[0], description, number)
         first = self.made.setdefault(place, group)

@@ -1,8 +1,8 @@
-"""The real machine while a world is simulated: no preemption, one core, few garbage collections.
+"""Host settings during a simulation: no preemption, one core, few garbage collections.
 
 A rank that hands over wakes the next thread and then blocks. If the woken thread ran at once, it
-would find the interpreter's lock still held and go back to sleep, which is twice the work. Also,
-every operation makes objects, so the collector would look through all of torch again and again.
+would find the interpreter's lock still held and go back to sleep, which doubles the work. Also,
+every operation makes objects, so the collector would scan all of torch again and again.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ YOUNG_OBJECTS = 50_000  # threshold of the collector; its default, 700, doubles 
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Set up all three, and restore the machine's state afterwards."""
+    """Apply all three settings, and restore the previous ones afterwards."""
     with _few_collections(), _no_preemption(), one_core():
         yield
 
@@ -33,7 +33,7 @@ def _few_collections() -> Iterator[None]:
     thresholds, was_enabled, is_ours = gc.get_threshold(), gc.isenabled(), not gc.get_freeze_count()
     if is_ours:
         gc.freeze()
-    if thresholds[0]:  # 0 is off
+    if thresholds[0]:  # 0 means disabled
         gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
     try:
         yield
@@ -47,9 +47,9 @@ def _few_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_preemption() -> Iterator[None]:
-    """Let this thread, and those it starts, keep running when it wakes another (Linux only).
+    """Keep this thread, and those it starts, running when it wakes another (Linux only).
 
-    This affects only speed: a process with another scheduling policy keeps it.
+    This affects only speed. A process with another scheduling policy keeps that policy.
     """
     is_ordinary = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
     if is_ordinary:
@@ -69,12 +69,12 @@ def _set_policy(name: str) -> None:
 HAND_OVERS = 8  # hand-overs timed in each run
 RUNS = 3  # timed runs; the fastest one counts
 SPARE = 0.5  # idle cores needed: on a busy machine, a core may be shared while another is idle
-FAST_S = 15e-6  # least time of a hand-over between cores
+FAST_S = 15e-6  # a hand-over between two cores takes at least this long
 
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Pin this thread, and those it starts, to its present core, if hand-overs are fast there."""
+    """Pin this thread, and those it starts, to its current core, if hand-overs are fast there."""
     free = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     if len(free) < 2 or os.getloadavg()[0] > len(free) - SPARE:
         yield

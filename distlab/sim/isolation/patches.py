@@ -1,7 +1,7 @@
 """Patches of torch and Python while a simulated world runs, undone afterwards.
 
 torch keeps one table of process groups per process and has no public way to keep one per rank. The
-attributes changed here are those that torch's own tests with threads use. They are private, so
+attributes changed here are those that torch's own thread-based tests use. They are private, so
 another torch version has to be tested first (constraints.txt names the tested one).
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.autograd.profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.nn.functional  # a rank's import would bind its group as default
+import torch.distributed.nn.functional  # binds group.WORLD on import, so not inside a rank
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.isolation.exits import Exits
@@ -43,7 +43,7 @@ from distlab.sim.messages.work import Handles
 from distlab.sim.reporting.errors import SimulationError
 from distlab.util.text import rank_names
 
-OfRanks = Callable[[Any, str, Callable[..., Any]], None]  # (owner, name, function of a rank)
+OfRanks = Callable[[Any, str, Callable[..., Any]], None]  # (owner, name, function for ranks)
 
 
 class RankHost(Protocol):
@@ -70,7 +70,7 @@ def installed(host: RankHost) -> Iterator[None]:
     """Make this process host simulated ranks.
 
     Raises:
-        SimulationError: it hosts another world already.
+        SimulationError: the process already hosts another world.
     """
     if not _occupied.acquire(blocking=False):
         raise SimulationError("a process can simulate only one world at a time")
@@ -79,7 +79,7 @@ def installed(host: RankHost) -> Iterator[None]:
         _restore_afterwards(undo)
         undo.callback(host.rank_states.leave, os.environ._data)  # type: ignore[attr-defined]
         _replace(undo, c10d, "_world", host.rank_states.tables)
-        isolate: Any = torch._C._distributed_c10d  # groups by name, per thread; not in the stubs
+        isolate: Any = torch._C._distributed_c10d  # keeps named groups per thread; not in stubs
         isolate._set_thread_isolation_mode(True)
         undo.callback(isolate._set_thread_isolation_mode, False)
         _register_backend(host)
@@ -102,9 +102,9 @@ def installed(host: RankHost) -> Iterator[None]:
 
 
 def _restore_afterwards(undo: contextlib.ExitStack) -> None:
-    """Put back the settings of the process that ranks may change."""
+    """Make ``undo`` restore the process settings that ranks may change."""
     undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
-    undo.callback(setattr, sys, "stdout", sys.stdout)  # redirections of ranks interleave
+    undo.callback(setattr, sys, "stdout", sys.stdout)  # ranks' redirections interleave
     undo.callback(setattr, sys, "stderr", sys.stderr)
     undo.callback(set_warning_state, warning_state())
     undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
@@ -115,7 +115,7 @@ def _restore_afterwards(undo: contextlib.ExitStack) -> None:
 
 
 def _set_deterministic(wanted: bool) -> None:
-    """Restore the setting only if a rank changed it, as that loads torch's compiler (1 s)."""
+    """Restore the setting if a rank changed it; setting it loads torch's compiler (1 s)."""
     if torch.are_deterministic_algorithms_enabled() != wanted:
         torch.use_deterministic_algorithms(wanted)
 
@@ -134,7 +134,7 @@ def _replace_on_ranks(
     name: str,
     of_rank: Callable[..., Any],
 ) -> None:
-    """Replace a function for the threads of ranks; all others keep the original."""
+    """Replace a function for rank threads; all other threads keep the original."""
     real = getattr(owner, name)
 
     @functools.wraps(real)
@@ -145,7 +145,7 @@ def _replace_on_ranks(
 
 
 def _register_backend(host: RankHost) -> None:
-    """Let ``new_group`` and ``DeviceMesh`` make simulated groups."""
+    """Register the backend with which ``new_group`` and ``DeviceMesh`` make simulated groups."""
     _current["host"] = host
     if BACKEND.upper() not in vars(dist.Backend):
         dist.Backend.register_backend(
@@ -157,7 +157,7 @@ _current: dict[str, Any] = {}  # host of the current world; the backend is regis
 
 
 def _be_no_rank() -> None:
-    """Let a process that a rank forks, such as a data loader's, live in real time."""
+    """Switch to real time in a process that a rank has forked, such as a data loader's worker."""
     host: RankHost | None = _current.get("host")
     if host is not None and _occupied.locked():
         host.rank_states.forget()
@@ -167,10 +167,10 @@ os.register_at_fork(after_in_child=_be_no_rank)
 
 
 def unwaited() -> list[str]:
-    """List the handles that the calling rank has not waited for, a line each.
+    """Return a line for each handle that the calling rank has not waited for.
 
-    A handle counts as waited for when ``wait()`` was called, or ``is_completed()`` returned True;
-    a barrier is not enough. Outside of a simulated rank there are none.
+    A handle counts as waited for once ``wait()`` has been called or ``is_completed()`` has returned
+    True; a barrier is not enough. Outside a simulated rank, the list is empty.
     """
     host: RankHost | None = _current.get("host")
     if host is None or not _occupied.locked() or not host.rank_states.is_in_rank():
@@ -217,7 +217,7 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch's works only on gloo
 
 
-# Inner functions of torch, so that names that a program imported earlier also work
+# Patches of torch's inner functions, which also affect names that a program imported earlier
 
 
 def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
@@ -244,7 +244,7 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
 
 
 def _patch_default_group(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Find the running rank's default group in fewer steps than torch."""
+    """Find the running rank's default group in fewer steps than torch does."""
     find_group, tables = c10d._group_or_default_group, host.rank_states.tables
 
     def group_or_default(group: Any = None) -> Any:
@@ -256,10 +256,10 @@ def _patch_default_group(undo: contextlib.ExitStack, host: RankHost) -> None:
 
 
 def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Note each batch where torch checks it, and let DDP hold parameters on the meta device."""
+    """Record each P2P batch when torch checks it, and allow DDP parameters on the meta device."""
 
     def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
-        if not tensors[0].is_meta:  # DDP compares shapes by their values in a tensor
+        if not tensors[0].is_meta:  # DDP compares shapes as tensor values, which meta lacks
             verify(group, tensors, *rest)
 
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
@@ -272,13 +272,13 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
         if host.mailbox.lanes is not None:
             host.mailbox.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
 
-    # batch_isend_irecv calls this first, whatever name a program has imported it by.
+    # torch's batch_isend_irecv calls this first, whatever name a program imported it under.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
 
 
 def _patch_clocks(of_ranks: OfRanks, host: RankHost) -> None:
-    """Make clocks show a rank its virtual time, and sleeping take virtual time only."""
+    """Make clocks return a rank's virtual time, and sleeps take only virtual time."""
 
     def read_ns() -> int:
         return round(host.clock.read() * 10**9)
@@ -295,7 +295,7 @@ def _patch_clocks(of_ranks: OfRanks, host: RankHost) -> None:
 
 
 def _patch_process(of_ranks: OfRanks, host: RankHost) -> None:
-    """Give each rank a working folder and an exit of its own, and refuse it signal handlers."""
+    """Give each rank its own working folder and ``os._exit``, and forbid signal handlers."""
 
     def refuse(number: Any, handler: Any) -> Any:
         raise ValueError(
@@ -309,7 +309,7 @@ def _patch_process(of_ranks: OfRanks, host: RankHost) -> None:
 
 
 def _patch_host(of_ranks: OfRanks, rank_states: RankStates) -> None:
-    """Give each rank the name of its node, so that it can find the ranks on the same one."""
+    """Give each rank its node's host name, so that it can find the other ranks on its node."""
     uname = os.uname
 
     def name_of_rank() -> str:
@@ -325,7 +325,7 @@ def _patch_host(of_ranks: OfRanks, rank_states: RankStates) -> None:
 
 
 def _patch_generators(of_ranks: OfRanks, rank_states: RankStates) -> None:
-    """Let ``random.random`` and ``np.random.rand`` draw from the running rank's generators."""
+    """Make ``random.random`` and ``np.random.rand`` draw from the running rank's generators."""
     for module, generator, names in (
         (random, "python_rng", PYTHON_FUNCTIONS),
         (np.random, "numpy_rng", NUMPY_FUNCTIONS),
@@ -339,9 +339,9 @@ def _draw(rank_states: RankStates, generator: str, name: str, *args: Any, **kwar
 
 
 def _patch_profiler(replace: Replace, rank_states: RankStates) -> None:
-    """Refuse the profiler to a rank while another one uses it.
+    """Keep a rank from starting the profiler while another rank uses it.
 
-    A process has only one, and starting it in two threads crashes the process (SIGSEGV).
+    A process has only one profiler, and starting it in two threads crashes the process (SIGSEGV).
     """
     profiler: Any = torch.autograd.profiler
     owner: list[int] = []  # rank that uses it; empty if none does
@@ -371,17 +371,17 @@ def _patch_profiler(replace: Replace, rank_states: RankStates) -> None:
     replace(profiler, "_disable_profiler", give_back)
 
 
-# ``torch.meta`` is the counterpart of ``torch.cuda``: FSDP2 needs it to shard over a "meta" mesh.
-# FSDP takes a parameter on meta for one that was left there by mistake, and refuses to train. For
-# simulated ranks, meta is the GPU that holds models too large for this machine.
+# ``torch.meta`` is to the meta device what ``torch.cuda`` is to GPUs: FSDP2 needs it to shard over
+# a "meta" mesh. FSDP assumes that a parameter on meta was left there by mistake, and refuses to
+# train. Simulated ranks, however, use meta as a GPU, for models too large for this machine.
 
 _OWNER = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 class MetaHandle:
-    """Streams and events of meta tensors: the CPU's, which do nothing.
+    """Streams and events for meta tensors: those of the CPU, which do nothing.
 
-    Args: undo: Stack that undoes the change to FSDP, made when a program first uses it.
+    Args: undo: Stack that undoes the change to FSDP, which is made when FSDP is first used.
     """
 
     def __init__(self, undo: contextlib.ExitStack) -> None:
@@ -392,7 +392,7 @@ class MetaHandle:
         return getattr(torch.cpu, name)
 
     def current_device(self) -> int:
-        """Return the number of the device; FSDP asks for it before anything else."""
+        """Return the device's index; FSDP asks for it first, so FSDP's check is disabled here."""
         owner = sys.modules.get(_OWNER)
         if owner is not None and not self._is_used:
             self._is_used = True
@@ -400,7 +400,7 @@ class MetaHandle:
         return 0
 
     def _let_train(self, groups: Any) -> None:
-        """Drop FSDP's check, but not earlier, because importing FSDP takes a second."""
+        """Disable FSDP's check; not done in advance, because importing FSDP takes a second."""
         check = groups._validate_no_meta_params
         self._undo.callback(setattr, groups, "_validate_no_meta_params", check)
         groups._validate_no_meta_params = lambda _: None

@@ -22,10 +22,10 @@ from distlab.sim.engine.scheduler import Strand
 from distlab.sim.hardware.topology import Place
 
 Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the original
-_warnings: Any = warnings  # the stubs do not know its inner names
+_warnings: Any = warnings  # the type stubs lack its private names
 _environ: Any = os.environ
 
-# Functions called at every hand-over, and so looked up only once.
+# Functions called at every hand-over, and therefore looked up only once.
 _get_torch_rng = torch.default_generator.get_state
 _set_torch_rng = torch.default_generator.set_state
 _get_dtype = torch.get_default_dtype
@@ -73,15 +73,15 @@ def set_warning_state(state: WarningState) -> None:
 class RankState:
     """The process-wide state of one rank while another runs.
 
-    torch's generator is one object, whose state is copied at every hand-over. Each rank has objects
-    of its own for everything else: the generators of ``random`` and numpy, the environment, its
-    host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if
-    redirected, and the default dtype.
+    torch's generator is one object, whose state is copied at every hand-over. Each rank has its own
+    objects for everything else: the generators of ``random`` and numpy, the environment, its host
+    name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if redirected, and the
+    default dtype.
     """
 
     def __init__(self, rank: int, place: Place, seed: int, common: Mapping[bytes, bytes]) -> None:
         self.tables = new_tables()
-        # As in separate processes, ranks that do not seed draw different numbers.
+        # As in separate processes, ranks that set no seed draw different numbers.
         self.torch_rng = torch.Generator().manual_seed(seed * 1_000_003 + rank).get_state()
         node, local = place
         self.host = f"node{node}"
@@ -90,7 +90,7 @@ class RankState:
         self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
         self.streams = sys.stdout, sys.stderr
         self.dtype = torch.get_default_dtype()
-        self.folder = ""  # current folder; "" for that of the process before
+        self.folder = ""  # current folder; "" for the process's original one
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class RankState:
         self.dtype = _get_dtype()
 
     def bring_out(self, world: RankWorld) -> None:
-        """Make this rank's state the process's."""
+        """Load this rank's state into the process."""
         world.__dict__, _environ._data = self.tables, self.variables
         _set_torch_rng(self.torch_rng)
         _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = self.warnings
@@ -121,13 +121,13 @@ class RankState:
 
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:
-    """List the functions of a module that are methods of its hidden generator."""
+    """Return the names of a module's functions that are methods of ``owner``, its generator."""
     owners = {name: getattr(value, "__self__", None) for name, value in vars(module).items()}
     return sorted(name for name in owners if owners[name] is owner)
 
 
 PYTHON_FUNCTIONS = functions_of(random, random._inst)
-NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # seed is no method
+NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # seed is not a method
 
 
 _chdir = os.chdir
@@ -138,16 +138,16 @@ def _encoded(variables: Mapping[str, object]) -> dict[bytes, bytes]:
 
 
 class RankStates:
-    """The states of a world's ranks; the running rank's is that of the process.
+    """The states of a world's ranks; the process takes on the state of the running rank.
 
     Args:
-        places: Places of the ranks in the cluster.
+        places: Node and local rank of each rank.
         seed: Seed of the ranks' generators.
         running: Memory shared with a supervisor process, or None. It holds the number of the
-            running rank, followed by the thread of every rank.
+            running rank, followed by the thread identifier of every rank.
 
     Attributes:
-        num_local_ranks: Number of ranks of the fullest node.
+        num_local_ranks: Largest number of ranks on one node.
         tables: Stand-in for torch's table of process groups, with the running rank's groups.
     """
 
@@ -163,7 +163,7 @@ class RankStates:
         self._running: MutableSequence[int] | memoryview = (
             [0] * (1 + num_ranks) if running is None else running
         )
-        self._folder = self._home = ""  # folder of the running rank, and of the process before
+        self._folder = self._home = ""  # the running rank's folder; the process's original folder
         torchrun = {
             "WORLD_SIZE": num_ranks,
             "LOCAL_WORLD_SIZE": self.num_local_ranks,
@@ -174,7 +174,7 @@ class RankStates:
         self._states = [RankState(rank, place, seed, common) for rank, place in enumerate(places)]
 
     def forget(self) -> None:
-        """Stop hosting ranks, in a process that a rank has forked."""
+        """Stop hosting ranks; called in a process that a rank has forked."""
         self._running = [0] * (1 + self.num_ranks)
 
     def begin(self) -> None:
@@ -183,11 +183,11 @@ class RankStates:
         self._states[0].bring_out(self.tables)
 
     def move_in(self, rank: Strand) -> None:
-        """Note that the calling thread is the first one of a rank."""
+        """Record the calling thread as a rank's first thread."""
         self._running[1 + rank.number] = threading.get_ident()
 
     def switch(self, strand: Strand, next_strand: Strand) -> None:
-        """Put away one rank's state, and bring out the next one's."""
+        """Save one rank's process state, and restore the next one's."""
         states, number = self._states, next_strand.number
         if strand.number != number:
             states[strand.number].put_away()
@@ -199,7 +199,7 @@ class RankStates:
         self._running[1 + number] = next_strand.ident
 
     def change_folder(self, path: Any) -> None:
-        """Do what ``os.chdir`` does, for the running rank alone."""
+        """Like ``os.chdir``, but for the running rank only."""
         self._home = self._home or os.getcwd()
         _chdir(path)
         self.state().folder = self._folder = os.getcwd()
@@ -209,9 +209,10 @@ class RankStates:
         self._folder = folder
 
     def leave(self, process: dict[bytes, bytes]) -> None:
-        """Go back to the folder and the environment of the process before the world began.
+        """Restore the folder and the environment that the process had before the world began.
 
-        Child processes inherit the real environment, which ranks change with their own.
+        Child processes inherit the real environment, which ranks also change when they set a
+        variable.
         """
         if self._folder:
             self._go_to("")
@@ -233,5 +234,5 @@ class RankStates:
         return self._states[self._running[0]]
 
     def is_in_rank(self) -> bool:
-        """Return whether the calling thread is that of the running rank."""
+        """Return whether the calling thread belongs to the running rank."""
         return self._running[1 + self._running[0]] == threading.get_ident()

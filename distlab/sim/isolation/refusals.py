@@ -1,7 +1,7 @@
-"""Calls that ``torch.distributed`` refuses: the ranks that saw the error, and its wording.
+"""Errors of refused ``torch.distributed`` calls: the ranks that saw them, and clearer wording.
 
 A rank that catches such an error continues or returns, while the other ranks, which have not seen
-the error, wait for it. So the last error of each rank is kept for the report.
+the error, wait for that rank. So the last error of each rank is kept for the report.
 """
 
 import contextlib
@@ -32,21 +32,21 @@ _LISTS = {  # call -> its argument that lists one object per rank
 
 
 class Refusals:
-    """By rank, the last error that a call of ``torch.distributed`` raised there."""
+    """The last error that a call of ``torch.distributed`` raised on each rank."""
 
     def __init__(self, clock: Clock, rank_states: RankStates, exits: Exits, places: Places) -> None:
         self._clock, self._rank_states = clock, rank_states
         self._exits, self._places = exits, places
-        self._by_rank: dict[int, tuple[str, int]] = {}  # the error, and earlier successful calls
+        self._by_rank: dict[int, tuple[str, int]] = {}  # error, number of calls before it
         self._outside: dict[int, str] = {}  # a call on a group that the rank is not in
 
     def outside_note(self, rank: int) -> str:
-        """Return a note on a call that torch left out with only a warning, or ""."""
+        """Return a note on a call that torch skipped with only a warning, or ""."""
         call = self._outside.get(rank)
         return f"Before, rank {rank} {call}: torch has left out that call." if call else ""
 
     def notes(self, num_calls: Mapping[int, int]) -> list[str]:
-        """Report errors that ranks got instead of their last call, or of the one before it.
+        """Return notes on each rank's last error, if at most one successful call has followed it.
 
         Args:
             num_calls: Number of successful calls by rank.
@@ -63,7 +63,7 @@ class Refusals:
         )
 
     def install(self, replace: Replace) -> None:
-        """Make torch's errors say what a program can change, and note what torch refuses."""
+        """Make torch's errors say what a program can change, and record refused calls."""
         self._note_refusals(replace)
         self._speak_of_members(replace)
         self._refuse_self(replace)
@@ -71,7 +71,7 @@ class Refusals:
         replace(c10d, "_warn_not_in_group", self._warn_and_note)
 
     def _note_refusals(self, replace: Replace) -> None:
-        """Keep each error, unless it only says that the world has ended."""
+        """Record each error, unless it only says that the world has ended."""
 
         def note_and_describe(name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
             error = sys.exc_info()[1]
@@ -88,7 +88,7 @@ class Refusals:
         describe_call = replace(c10d_logger, "_get_msg_dict", note_and_describe)
 
     def _warn_and_note(self, call: str) -> None:
-        """Note a call that torch leaves out with only a warning."""
+        """Warn about a call that torch skips with only a warning, and record it for the report."""
         rank, where = self._rank_states.current, place(self._places.call_site()[0])
         self._outside.setdefault(rank, f"called {call} on a group that it is not in, {where}")
         warnings.warn(f"rank {rank} calls {call} on a group that it is not in", stacklevel=3)
@@ -115,11 +115,11 @@ class Refusals:
         find = replace(c10d, "_get_default_group", get_default_group)
 
     def _speak_of_members(self, replace: Replace) -> None:
-        """Make the error about a rank outside of a group list the group's ranks."""
+        """Add the group's ranks to the error about a rank outside the group."""
         number_in_group, tables = c10d.get_group_rank, self._rank_states.tables
 
         def get_group_rank(group: Any, global_rank: int) -> int:
-            if group is tables.default_pg:  # torch does the same in several steps
+            if group is tables.default_pg:  # as in torch, but in fewer steps
                 return int(global_rank)
             members = _members(group)
             if members and global_rank not in members:
@@ -133,7 +133,7 @@ class Refusals:
             replace(owner, "get_group_rank", get_group_rank)
 
     def _refuse_self(self, replace: Replace) -> None:
-        """Make the error about a message to oneself say how ranks are counted, inside a group."""
+        """Add to the error about a message to oneself how ranks are counted within a group."""
 
         def check_not_self_rank(group: Any, rank: int, rank_type: str) -> None:
             try:
@@ -150,7 +150,7 @@ class Refusals:
 def _speak_of_objects(
     name: str, error: BaseException | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Make errors of object collectives name the list of objects, not the tensors made of it."""
+    """Reword errors of object collectives: name the object list, not the tensors made from it."""
     if error is None or name not in _LISTS:
         return
     if "``gather_list``" in str(error):
@@ -165,7 +165,7 @@ def _speak_of_objects(
 
 
 def _members(group: Any) -> list[int]:
-    """Return the global ranks of a group; none for the world, or for an unknown group."""
+    """Return the global ranks of a group; empty for the world or an unknown group."""
     known = c10d._world.pg_group_ranks
     return [] if group is dist.GroupMember.WORLD or group not in known else [*known[group]]
 

@@ -1,7 +1,7 @@
-"""Notes on how threads of ranks ended, which may explain why others wait.
+"""Notes on how ranks' threads ended, which may explain why others wait.
 
-Python only prints the error that ends a thread, keeps that of a future until it is asked for,
-and says nothing of a daemon that ends with its process.
+Python only prints the error that ends a thread, keeps a future's error until the program asks for
+it, and says nothing about a daemon thread that ends with its process.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from distlab.sim.isolation.rank_states import Replace
 from distlab.sim.reporting.report import WHO, error_line, merged_notes, place, place_suffix
 from distlab.sim.reporting.sites import Places, Site
 
-FAILED_ON = "_distlab_failed_on"  # attribute of a future whose task has failed: its rank
+FAILED_ON = "_distlab_failed_on"  # attribute of a failed future: its task's rank
 
 
 class ThreadNotes:
@@ -21,34 +21,34 @@ class ThreadNotes:
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self._failures: list[tuple[int, str]] = []  # those that no program has asked for
+        self._failures: list[tuple[int, str]] = []  # (rank, note on an error)
         self._abandoned: list[tuple[int, str]] = []
 
     def failed(self, rank: int, name: str, error: BaseException) -> None:
-        """Keep the error that has ended a thread."""
+        """Record an error that has ended a thread."""
         text = f"On {WHO}, thread {name!r} ended with {self._describe(error)}."
         self._failures.append((rank, text))
 
     def future_failed(self, rank: int, name: str, error: BaseException) -> None:
-        """Keep the error that a future holds, unless the program asks for it later."""
+        """Record the error that a future holds, until the program asks for it."""
         by = f" in thread {name!r}" if name else ""
         ending = f"ended with {self._describe(error)}"
         text = f"On {WHO}, what ran{by} {ending}, and nobody has asked for it."
         self._failures.append((rank, text))
 
     def abandoned(self, rank: int, name: str, site: Site, start: Site) -> None:
-        """Keep where a daemon was when its rank ended, or where it was started."""
+        """Record where a daemon was when its rank ended; if it never ran, where it was started."""
         where = f", which was at {place(site)}"
         if not site[0]:
             where = f", which had not begun (started at {place(start)})"
         self._abandoned.append((rank, f"{WHO} ended, and daemon thread {name!r} with it{where}."))
 
     def failures(self) -> list[str]:
-        """Report the errors that the program has not asked for."""
+        """Return notes on the errors that the program has not asked for."""
         return merged_notes(self._failures)
 
     def of_daemons(self, ranks: Iterable[int]) -> list[str]:
-        """Report where the daemons of ranks were when those ranks ended."""
+        """Return notes on where the ranks' daemons were when the ranks ended."""
         blamed = {*ranks}
         notes = merged_notes((rank, text) for rank, text in self._abandoned if rank in blamed)
         return [f"{text[:1].upper()}{text[1:]}" for text in notes]
@@ -57,11 +57,11 @@ class ThreadNotes:
         return f"{error_line(error)}{place_suffix(self._places.raised_at(error))}"
 
     def watch_results(self, replace: Replace, running: Callable[[], Strand | None]) -> None:
-        """Keep errors of futures until the program asks for them.
+        """Record errors of futures until the program asks for them.
 
         Args:
             replace: Function that replaces an attribute and returns the original.
-            running: Function that returns the calling strand, or None if no rank's thread calls.
+            running: Function that returns the calling strand, or None outside ranks' threads.
         """
 
         def set_exception(future: Any, error: BaseException | None) -> None:
@@ -84,9 +84,9 @@ class ThreadNotes:
         replace(futures.Future, "exception", asking(futures.Future.exception))
 
     def _ask(self, future: Any) -> None:
-        """Forget all failures of a rank, once its program asks for one of them.
+        """Forget all of a rank's failures, because its program has asked for one of them.
 
-        ``Executor.map`` asks for the first error only.
+        Not only that one: ``Executor.map`` never asks for the errors after the first.
         """
         rank = getattr(future, FAILED_ON, None)
         self._failures = [failure for failure in self._failures if failure[0] != rank]

@@ -1,8 +1,8 @@
-"""Threads that a rank starts itself: heartbeats, savers, servers, prefetching.
+"""Threads that a rank starts itself: heartbeats, savers, servers, prefetchers.
 
-Exactly one thread of all ranks runs at a time, so a rank's thread is one more strand of the
-scheduler. Whatever would really block it blocks it in virtual time instead: locks, and everything
-that Python builds on locks (conditions, events, semaphores, queues, futures, executors).
+Only one thread of all ranks runs at a time, so a thread that a rank starts is one more strand of
+the scheduler. Whatever would block it in real time blocks it in virtual time: locks, and all that
+Python builds on locks (conditions, events, semaphores, queues, futures, executors).
 
     rank 0            all_reduce · · · · · · · · · · all_reduce
     its heartbeat     sleep 1 s ── store.set ── sleep 1 s ── store.set
@@ -42,19 +42,19 @@ _real_start, _real_join, _real_is_alive = (
     _real_thread.is_alive,
 )
 _real_select: Any = selectors.DefaultSelector.select
-NO_THREAD = -1  # a thread without a known start: only its own lines count
-MAX_PAUSE_S = 1e-3  # longest pause between two looks at files
-STRAND = "_distlab_strand"  # attribute of a thread that a rank has started
+NO_THREAD = -1  # a thread with no recorded start: only its own lines count
+MAX_PAUSE_S = 1e-3  # longest pause between two polls of files
+STRAND = "_distlab_strand"  # attribute of a rank's thread that holds its strand
 
 
 class Threads:
     """Turns the threads that ranks start into strands.
 
     Args:
-        around: Context of a rank's threads while they run, such as its device.
+        around: Function that returns the context in which a rank's thread runs, such as its device.
 
     Attributes:
-        notes: Errors of threads and tasks, and daemons that ended with their rank.
+        notes: Notes on errors of threads and tasks, and on daemons that ended with their rank.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Threads:
         self._scheduler, self._clock = scheduler, clock
         self._rank_states, self._places = rank_states, places
         self._around, self.notes = around, ThreadNotes(places)
-        self._plain = threading.local()  # flag of threads that are to get real locks
+        self._plain = threading.local()  # flags threads that currently get real locks
 
     def install(self, replace: Replace) -> None:
-        """Replace Python's locks and threads with those of the world."""
+        """Replace Python's locks and threads with simulated ones."""
         self._scheduler.describe_rest = self._sleep
         self._scheduler.on_abandoned = self._note_abandoned
         replace(threading, "Lock", self._lock)
         replace(threading, "RLock", self._rlock)
         replace(threading, "_allocate_lock", self._lock)
-        replace(threading, "_time", time.monotonic)  # virtual where a rank asks
+        replace(threading, "_time", time.monotonic)  # virtual when a rank calls it
         replace(queue, "time", time.monotonic)
         replace(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
         replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
@@ -91,11 +91,11 @@ class Threads:
         replace(ThreadPoolExecutor, "_counter", staticmethod(numbers))
 
     def is_virtual(self) -> bool:
-        """Return whether a lock or thread that is made now belongs to a rank."""
+        """Return whether a lock or thread made now would belong to a rank."""
         return self._rank_states.is_in_rank() and not getattr(self._plain, "is_wanted", False)
 
     def running(self) -> Strand | None:
-        """Return the calling strand, or None if no thread of a rank calls."""
+        """Return the calling strand, or None if the calling thread belongs to no rank."""
         return self._scheduler.current if self.is_virtual() else None
 
     def _lock(self) -> Any:
@@ -104,7 +104,7 @@ class Threads:
 
     def _rlock(self) -> Any:
         is_of_rank = self.is_virtual() and not _is_for_processes()
-        # Python's own lock of Python code is made of `_allocate_lock`, and so of a RankLock.
+        # The pure-Python RLock is built on `_allocate_lock`, and so on RankLock.
         kind: Any = threading._PyRLock if is_of_rank else threading._CRLock  # type: ignore[attr-defined]
         return kind()
 
@@ -117,7 +117,7 @@ class Threads:
             self._plain.is_wanted = False
 
     def _numbers(self, of_process: Callable[[], int], first: int) -> Callable[[], int]:
-        """Make a counter for names that counts on each rank separately, as processes would."""
+        """Return a counter for thread names that counts per rank, as in separate processes."""
         of_ranks: defaultdict[int, Iterator[int]] = defaultdict(lambda: count(first))
 
         def number() -> int:
@@ -141,12 +141,12 @@ class Threads:
             self._places.note_start(strand.ident, site)
 
     def _start_for_real(self, thread: threading.Thread) -> None:
-        with self._plain_locks():  # Python's own hand-shake happens outside of virtual time
+        with self._plain_locks():  # Python's start-up handshake takes place in real time
             thread._started = threading.Event()  # type: ignore[attr-defined]
             _real_start(thread)
 
     def _make_strand(self, thread: threading.Thread) -> Strand:
-        """Make the thread a strand of the running rank, once it starts."""
+        """Prepare a thread to run as a strand of the running rank, and return the strand."""
         strand = self._scheduler.spawn(thread.name, is_daemon=thread.daemon)
         setattr(thread, STRAND, strand)
         run = thread.run
@@ -172,7 +172,7 @@ class Threads:
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, trace, thread)))
 
     def _note_abandoned(self, strand: Strand) -> None:
-        """Note where a daemon was when its rank ended."""
+        """Record where a daemon was when its rank ended."""
         frame = sys._current_frames().get(strand.ident)
         if frame is not None and not self._scheduler.is_stopping:
             site = self._places.call_site(frame, NO_THREAD)[0]
@@ -198,7 +198,7 @@ class Threads:
     # Waiting
 
     def _sleep(self, strand: Strand) -> ThreadWait:
-        """Describe the wait of a thread that only sleeps."""
+        """Return the wait of a thread that only sleeps."""
         site = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
         return ThreadWait(self._clock, awaited.sleeps, site, strand)
 
@@ -213,15 +213,15 @@ class Threads:
         until_s: float,
         look: Look,
     ) -> bool:
-        """Let other strands run until ``is_done()`` or the time is up; return whether it is done.
+        """Let other strands run until ``is_done()`` or until time is up; return ``is_done()``.
 
         Args:
-            is_done: Condition, tried whenever the thread is woken.
+            is_done: Condition, tested whenever the thread is woken.
             waiting: Queue of strands to wake when the condition may have changed.
             until_s: Virtual time at which to give up.
             look: Function that describes the wait for a report.
         """
-        self._scheduler.act()  # strands that are earlier go first
+        self._scheduler.act()  # strands with earlier clocks go first
         current, site = self._scheduler.current, self._places.call_site()
         operation = ThreadWait(self._clock, look, site, current)
         start_s, is_in_time = current.clock_s, True
@@ -233,11 +233,11 @@ class Threads:
         with contextlib.suppress(ValueError):
             waiting.remove(current)
         if not is_in_time:
-            self._scheduler.rest()  # it may retry forever
+            self._scheduler.rest()  # the thread may retry forever
         return is_in_time or is_done()
 
     def _select(self, selector: Any, timeout: float | None = None) -> list[Any]:
-        """Wait for files, as asyncio does between tasks, while other threads of the rank run."""
+        """Wait for files, as asyncio does between tasks, while the rank's other threads run."""
         strands = self._scheduler.current.rank.strands
         until_s, pause_s = NEVER if timeout is None else self.now_s() + timeout, POLL_S
         while self.is_virtual() and not all(s.has_ended for s in strands[1:]):
@@ -249,25 +249,25 @@ class Threads:
         return _real_select(selector, timeout)  # type: ignore[no-any-return]
 
     def wake(self, waiting: deque[Strand]) -> None:
-        """Let the first waiting strand try again."""
+        """Wake the first waiting strand, so that it tries again."""
         if waiting:
             self._scheduler.ready(waiting.popleft(), self.now_s())
 
     def ask(self) -> None:
-        """Count an unsuccessful question: a thread that keeps asking must see time pass."""
+        """Count an unsuccessful poll: a thread that keeps polling must see time pass."""
         self._clock.read()
 
 
 def _is_for_processes() -> bool:
-    """Return whether ``multiprocessing`` makes the call, for example for a data loader.
+    """Return whether the call comes from ``multiprocessing``, for example for a data loader.
 
-    Its threads wait for processes outside of the simulated world, in real time.
+    Its threads wait for processes outside the simulated world, in real time.
     """
     return str(outside().f_globals.get("__name__", "")).startswith("multiprocessing.")
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """Return False for the record of an executor's thread that was unwound."""
+    """Return False for a log record that only reports the unwinding of an executor's thread."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, Stopped | Killed)
 
@@ -278,13 +278,13 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RankLock:
-    """``threading.Lock`` for the threads of ranks."""
+    """``threading.Lock`` for rank threads."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._lock = _real_lock()
         self._waiting: deque[Strand] = deque()
-        self._holder: Strand | None = None  # None if free, or held by a thread of no rank
+        self._holder: Strand | None = None  # None if free, or if held by a thread of no rank
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, waiting in virtual time."""
@@ -298,8 +298,8 @@ class RankLock:
             self._threads.ask()
             return False
         until_s = NEVER if timeout < 0 else self._threads.now_s() + timeout
-        # The caller's frame. This call's own frame would refer to itself through the lambda below,
-        # and keep all variables of its callers alive until the next garbage collection.
+        # Take the caller's frame: this call's own frame would refer to itself through the lambda
+        # below, and keep all variables of its callers alive until the next garbage collection.
         caller = sys._getframe().f_back
         is_taken = self._threads.wait_until(
             lambda: self._lock.acquire(False),

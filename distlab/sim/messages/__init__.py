@@ -1,1 +1,1 @@
-"""Communication of ranks: messages, collectives, and the store."""
+"""Communication between ranks: messages, collectives, and the store."""

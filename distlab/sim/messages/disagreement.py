@@ -1,4 +1,4 @@
-"""Errors of calls that cannot be one collective: the ranks on each side, arguments and lines."""
+"""Errors for calls that do not form one collective: which rank made which call, and where."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from distlab.sim.reporting.torch_calls import advice_for
 from distlab.util.text import joined, rank_names
 
 NUM_TENSORS = "number of tensors"
-MAX_SIDES = 4  # sides in the headline
+MAX_SIDES = 4  # sides named in the headline
 MAX_ROWS = 12
 TWO_CALLS = (
     "If these are two different calls of the program, the ranks make them in another order, or one "
@@ -19,21 +19,21 @@ TWO_CALLS = (
 
 
 class RankCall(NamedTuple):
-    """One rank's call: all of ``values`` has to be the same on all ranks."""
+    """One rank's call; its ``values`` must be the same on all ranks."""
 
     rank: int
     name: str
-    maker: str  # function of torch that has made the call; "" if the program has
+    maker: str  # torch function that made the call; "" if the program made it
     values: dict[str, object]  # arguments by name, as written in a report
     row: Row
 
     def key(self) -> str:
-        """Return a key that is equal for calls that belong together."""
+        """Return a key that is the same for all calls that agree."""
         return f"{self.name} {sorted(self.values.items())}"
 
 
 def values_of(call: Call, group: Sequence[int]) -> dict[str, object]:
-    """Return the arguments that must be equal on all ranks; a root by its global number."""
+    """Return the arguments that must be equal on all ranks; the root is given as a global rank."""
     values: dict[str, Any] = {**call.must_agree, "device": device_of(call)}
     if call.is_coalesced:
         values[NUM_TENSORS] = len(call.inputs)
@@ -43,14 +43,14 @@ def values_of(call: Call, group: Sequence[int]) -> dict[str, object]:
 
 
 def device_of(call: Call) -> str:
-    """Write ``cpu`` or ``meta``: tensors without data match only others without data."""
+    """Return ``cpu`` or ``meta``: a meta tensor, which holds no data, matches only meta tensors."""
     return joined(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
 
 
 def disagreement(calls: Sequence[RankCall]) -> Mismatch:
-    """Make the error, with the ranks on each side, their arguments and their lines.
+    """Return the error for calls that differ: the ranks on each side, their arguments and lines.
 
-    all_reduce with op MAX on rank 2, but with op SUM on ranks 0, 1 and 3
+    For example: all_reduce with op MAX on rank 2, but with op SUM on ranks 0, 1 and 3
     """
     sides: dict[str, list[RankCall]] = {}
     for call in calls:
@@ -85,12 +85,12 @@ def _headline(sides: Sequence[tuple[Sequence[RankCall], str]]) -> str:
 
 
 def _details(call: RankCall, words: Iterable[str]) -> str:
-    """Write ``size 4 and dtype float32``."""
+    """Return the named arguments with their values: ``size 4 and dtype float32``."""
     return joined([f"{word} {str(call.values.get(word)).removeprefix('torch.')}" for word in words])
 
 
 def _merged(calls: Iterable[RankCall]) -> list[Row]:
-    """Merge equal calls into rows."""
+    """Return one row per distinct call, with all ranks that made it."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for call in calls:
         ranks.setdefault((call.key(), call.row.text, call.row.where), []).append(call.rank)
@@ -98,7 +98,7 @@ def _merged(calls: Iterable[RankCall]) -> list[Row]:
 
 
 def unequal_parts(calls: Sequence[Call], rows: Sequence[Row]) -> Mismatch | None:
-    """Make the error if a rank's part of an ``all_to_all`` is not as long as its peer expects."""
+    """Return an error if a rank of an ``all_to_all`` expects more or less than it is sent."""
     for i, sender in enumerate(calls):
         for k, receiver in enumerate(calls):
             sent, expected = sender.inputs[k].numel(), receiver.outputs[i].numel()

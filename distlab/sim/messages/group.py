@@ -1,4 +1,4 @@
-"""The process group of the simulated world: every ``torch.distributed`` call ends here."""
+"""The process group of the simulated world: every ``torch.distributed`` call ends up here."""
 
 # torch's stubs declare overloads of the C++ class; c10d calls only the methods below from Python.
 # mypy: disable-error-code="override,assignment"
@@ -32,7 +32,7 @@ class Failures:
     """Keeps a world's first error.
 
     Args:
-        explain: Function that completes a report while all ranks are still where they were.
+        explain: Function that adds notes to a report; called before any rank moves on.
         stop: Function that ends the world with an error.
 
     Attributes:
@@ -49,9 +49,9 @@ class Failures:
         self.first: SimulationError | None = None
 
     def note(self, error: SimulationError) -> None:
-        """Keep an error that is about to be raised in the running rank.
+        """Count an error that is about to be raised in the running rank; keep it if it is first.
 
-        After MAX_ERRORS errors the world ends, because a rank catches them and retries forever.
+        After MAX_ERRORS errors the world ends: a rank that catches them might retry forever.
         """
         self._num_errors += 1
         if self.first is None:
@@ -66,7 +66,7 @@ class Shared:
 
     Attributes:
         handles: Operations not waited for yet.
-        failures: Record of errors of calls that cannot belong together.
+        failures: Record of errors from calls that do not match.
     """
 
     clock: Clock
@@ -82,11 +82,11 @@ class SimGroup(BaseGroup):
 
     Args:
         shared: Parts of the world that all groups use.
-        ranks: Global numbers, in group order.
+        ranks: Global ranks of the members, in group order.
         rank: Number of this rank inside the group.
         key: Identity of the group, equal on all ranks that created it.
-        name: Name under which torch knows it.
-        limit_s: Limit of an operation, in virtual time.
+        name: Name under which torch knows the group.
+        limit_s: Time limit of each operation, in virtual seconds.
     """
 
     world_name = "sim"
@@ -111,7 +111,7 @@ class SimGroup(BaseGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors the group carries; asynchronous checkpoints need the CPU."""
+        """The devices whose tensors the group carries; asynchronous checkpoints need ``cpu``."""
         return [torch.device(name) for name in ("cpu", "cuda", "meta")]
 
     # Point to point
@@ -131,7 +131,7 @@ class SimGroup(BaseGroup):
         return self._post("recv", tensors, self._ranks[src], src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimWork:
-        """Post a recv from any rank; it takes the earliest send, of the lowest rank if several."""
+        """Post a recv from any rank; it takes the earliest send, with ties broken by rank."""
         check_contiguous("recv", tensors)
         return self._post("recv", tensors, ANY_SOURCE, ANY_SOURCE, tag)
 
@@ -160,14 +160,14 @@ class SimGroup(BaseGroup):
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks; rank 0 of the group reports ranks that do not come in time.
+        """Wait for all ranks; rank 0 of the group reports ranks that do not arrive in time.
 
         Args:
-            timeout: Limit on rank 0; None for the group's.
+            timeout: Time limit on rank 0; None for the group's.
             wait_all_ranks: True to report all missing ranks, not only the first.
 
         Raises:
-            RuntimeError: not all ranks have come; raised on all ranks that have.
+            RuntimeError: some ranks did not arrive in time; raised on all ranks that did.
         """
         self.counts.add(MONITORED)
         attendance = self._attend(MONITORED)
@@ -202,7 +202,7 @@ class SimGroup(BaseGroup):
             raise
 
     def _refused(self, call: Call) -> None:
-        """Let time pass for a call on a closed group, which is about to be refused."""
+        """Charge virtual time for a call that is about to be refused, as its group is closed."""
         shared = self._shared
         meeting = Meeting(shared.meetings, self._key, self._ranks, self._num_calls)
         attendance = Attendance(meeting, call, shared.places.call_site())

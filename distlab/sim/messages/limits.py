@@ -1,6 +1,6 @@
-"""Limits on waiting, in virtual time: the meaning of ``timeout=``, and the errors of timeouts.
+"""Limits on waiting, in virtual time: the meaning of ``timeout=``, and timeout errors.
 
-The errors begin as torch's do over gloo, and end with the operation that timed out.
+An error begins like torch's own over gloo, and then names the operation that timed out.
 """
 
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ from distlab.sim.engine.scheduler import NEVER
 
 
 def limit_s(timeout: timedelta | float | None) -> float:
-    """Return a limit in seconds; NEVER for none, which torch also writes as 0."""
+    """Return a limit in seconds; NEVER for no limit, which torch also writes as 0."""
     return seconds_of(timeout) if timeout else NEVER
 
 
 def seconds_of(timeout: timedelta | float) -> float:
-    """Return a time in seconds; torch also accepts a number."""
+    """Return a timeout in seconds; like torch, accept a plain number of seconds too."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 def group_limit_s(timeout: timedelta | None) -> float:
-    """Return the limit of a group; NEVER for torch's default, because a deadlock needs no limit."""
+    """Return a group's limit; NEVER for torch's default, as deadlocks are found without one."""
     return NEVER if timeout == default_pg_timeout else limit_s(timeout)
 
 
 def milliseconds(seconds: float) -> str:
-    """Write ``1500``."""
+    """Return a time in whole milliseconds, such as ``1500``."""
     return f"{round(seconds * 1000)}"
 
 
 def operation_error(rank: int, name: str, seconds: float, waited_for: str) -> RuntimeError:
-    """Make the error of a message or a collective that took too long, and so has failed."""
+    """Return the error for a message or a collective that failed because it took too long."""
     return RuntimeError(
         f"[rank {rank}] Timed out waiting {milliseconds(seconds)}ms for {name} operation to "
         f"complete: {waited_for}"
@@ -41,24 +41,24 @@ def operation_error(rank: int, name: str, seconds: float, waited_for: str) -> Ru
 
 
 def patience_error(rank: int, seconds: float, waited_for: str) -> RuntimeError:
-    """Make the error of a rank that stops waiting for a collective, which itself continues."""
+    """Return the error for a rank that stops waiting for a collective, which itself continues."""
     return RuntimeError(
         f"[rank {rank}] Operation timed out! After {milliseconds(seconds)}ms: {waited_for}"
     )
 
 
 def store_error(keys: list[str], seconds: float) -> DistStoreError:
-    """Make the error of keys that no rank has set in time."""
+    """Return the error for keys that no rank set in time."""
     return DistStoreError(f"wait timeout after {milliseconds(seconds)}ms, keys: {', '.join(keys)}")
 
 
 def closed_error(rank: int, gave_up: int, waited_for: str = "") -> RuntimeError:
-    """Make the error of a connection that is closed, because an operation of a rank timed out.
+    """Return the error for a connection that was closed because an operation timed out.
 
     Args:
-        rank: Rank that gets the error.
+        rank: Rank on which the error is raised.
         gave_up: Rank whose operation timed out.
-        waited_for: That operation and its place; "" if not known.
+        waited_for: Text with that operation and the line that called it; "" if unknown.
     """
     waited = f" in its {waited_for}" if waited_for else ""
     if rank == gave_up:
@@ -70,11 +70,11 @@ def closed_error(rank: int, gave_up: int, waited_for: str = "") -> RuntimeError:
 
 
 def missing_error(missing: Sequence[int], seconds: float) -> RuntimeError:
-    """Make the error of a monitored barrier on rank 0 of its group.
+    """Return a monitored barrier's error on rank 0 of the group.
 
     Args:
-        missing: Ranks inside the group that have not come.
-        seconds: Time that rank 0 has waited.
+        missing: Ranks that have not arrived, numbered inside the group.
+        seconds: Time that rank 0 waited.
     """
     if not seconds:
         return RuntimeError("Rank 0 timed out in monitoredBarrier after 0 ms.")
@@ -85,7 +85,7 @@ def missing_error(missing: Sequence[int], seconds: float) -> RuntimeError:
 
 
 def unmonitored_error(rank: int) -> RuntimeError:
-    """Make the error of a monitored barrier on a rank that has come, numbered inside its group."""
+    """Return a monitored barrier's error on a rank that arrived; ``rank`` is its group rank."""
     return RuntimeError(
         f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
         "send/recv from rank 0. Please check rank 0 logs for faulty rank."

@@ -1,4 +1,4 @@
-"""Point-to-point messages: a send meets its recv, the bytes travel, and both are done.
+"""Point-to-point messages: a send is matched with a recv, the bytes travel, and both are done.
 
 synchronous (as on NCCL)    send ── waits ──┬ recv posted
                                             └─ α + nβ ─▶ both are done
@@ -31,7 +31,7 @@ Taken = tuple[object, int, int, tuple[torch.Size, torch.dtype]]  # group, source
 
 
 class Mailbox:
-    """Holds sends and recvs that have not met, first in first out per address.
+    """Holds the unmatched sends and recvs, first in, first out per address.
 
     Args:
         eager_bytes: Size up to which sends are buffered.
@@ -49,10 +49,10 @@ class Mailbox:
         self.lanes = Lanes(self._start) if p2p_order == "pair" else None
         self._sends: dict[Address, deque[Message]] = defaultdict(deque)
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
-        self._has_any_source = False  # True once a recv from any rank was posted
+        self._has_any_source = False  # True once a recv from any rank has been posted
         self._numbers = count()
-        self.closed: dict[Pair, tuple[int, str]] = {}  # rank that has waited, and its message
-        # By receiving rank: messages that recvs from any rank took, and the places of these recvs.
+        self.closed: dict[Pair, tuple[int, str]] = {}  # rank that timed out, and its message
+        # By receiving rank: messages that recvs from any rank took, and the sites of those recvs.
         self._taken: dict[int, deque[tuple[Taken, Site]]] = {}
 
     def next_number(self) -> int:
@@ -63,8 +63,8 @@ class Mailbox:
         """Post a send or a recv.
 
         Raises:
-            Mismatch: the other side, which waits already, has another size or dtype.
-            RuntimeError: the connection of these two ranks is closed.
+            Mismatch: the other side, which is already waiting, has a different size or dtype.
+            RuntimeError: the connection between the two ranks is closed.
         """
         if self.closed:
             self._check_open(message)
@@ -75,9 +75,9 @@ class Mailbox:
         if self.lanes is None or self.lanes.enter(message):
             self._start(message)
 
-    # The invariant: a message is in a queue only until it meets its other side, and of the two
-    # queues of an address, at most one holds messages, because a message first tries to take the
-    # earliest of the other queue. An eager send is done when it is posted, even while it is in a
+    # The invariant: a message is in a queue only until it is matched, and at most one of an
+    # address's two queues holds messages, because a new message first tries to take the earliest
+    # one from the other queue. An eager send is done when it is posted, even while it is in a
     # queue, and its bytes travel at once. Any other send travels once its recv is posted, and both
     # are done when the bytes arrive.
 
@@ -122,9 +122,9 @@ class Mailbox:
             self.deliver(send, recv, recv.posted_s)
 
     def close(self, late: Message) -> None:
-        """Close the connection of two ranks, as gloo does when a wait on it times out.
+        """Close the connection that ``late`` uses, as gloo does when a wait times out.
 
-        All messages posted there fail, and so will later ones.
+        All messages posted on the connection fail, and so will later ones.
         """
         pair = _pair_of(late)
         self.closed[pair] = timed_out = late.rank, f"{late.text()}, {late.where()}"
@@ -146,22 +146,22 @@ class Mailbox:
         return (key, min(rank, peer), max(rank, peer)) not in self.closed
 
     def why_closed(self, message: Message) -> str:
-        """Say which rank closed the connection of a message; "" while it is open."""
+        """Return which rank closed the message's connection, and why; "" while it is open."""
         timed_out = self.closed.get(_pair_of(message))
         return "rank {} had waited long enough in its {}".format(*timed_out) if timed_out else ""
 
     def taken_at(self, recv: Message) -> Site | None:
-        """Return where a recv from any rank took a message that would have fit this recv."""
+        """Return the site of an any-source recv that took a message fitting ``recv``, or None."""
         wanted = (recv.key, recv.peer, recv.tag, recv.form)
         taken = self._taken.get(recv.rank, ())
         return next((site for message, site in reversed(taken) if message == wanted), None)
 
     def unmatched(self) -> Iterator[Message]:
-        """Yield the messages that have started, and not met their other side."""
+        """Yield the messages that have started but are still unmatched."""
         return chain.from_iterable((*self._sends.values(), *self._recvs.values()))
 
     def waiting(self) -> Iterator[Message]:
-        """Yield the messages that were posted and have not started."""
+        """Yield the messages that were posted but have not started."""
         return iter(()) if self.lanes is None else self.lanes.waiting()
 
     def _earliest_to(self, group: object, dst: int, tag: int) -> deque[Message] | None:
@@ -190,7 +190,7 @@ class Mailbox:
         send.meet(recv)
 
     def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:
-        """Ask about tags, if a message with another tag would fit; "" if none would."""
+        """Return a question about tags if a message with another tag would fit; else ""."""
         queues = self._sends if later is recv else self._recvs
         for (key, src, dst, tag), queue in queues.items():
             is_near = (key, src, dst) == (send.key, send.rank, recv.rank) and tag != send.tag

@@ -1,8 +1,8 @@
-"""Collectives: all ranks of a group meet, the bytes travel phase by phase, and all are done.
+"""Collectives: all ranks of a group arrive, the bytes travel phase by phase, and all are done.
 
-A collective is recognised by its number: the k-th call of every rank on a group is one meeting.
+A collective is identified by its number: the k-th calls of all ranks on a group form one meeting.
 Arguments that must agree are compared as each rank arrives. If they differ, no bytes travel: the
-meeting fails on all its ranks when the last one has come, or after a while if some are missing.
+meeting fails on all its ranks when the last one arrives, or after a while if some are missing.
 """
 
 import copy
@@ -34,12 +34,12 @@ from distlab.sim.reporting.sites import CallSite
 from distlab.util.text import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
-DISPUTE_S = 0.1  # virtual time for which calls that differ wait for the missing ranks
+DISPUTE_S = 0.1  # virtual seconds that differing calls wait for the missing ranks
 THREADS = (
     "If several threads of a rank use this group, the order of their calls is chance: give each "
     "thread a group of its own."
 )
-MAX_SHAPES = 6  # shapes of a coalesced call in a report
+MAX_SHAPES = 6  # shapes of a coalesced call shown in a report
 Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # (call, ranks of the group) -> transfers
 
 
@@ -54,14 +54,14 @@ class Attendance(Pending):
         tensors = call.inputs if call.is_coalesced else [*call.inputs, *call.outputs][:1]
         self.forms = [Form(tensor.shape, tensor.dtype) for tensor in tensors]
         self.meeting = meeting
-        self.kept: list[Tensor] = []  # copies of the inputs when posted, in strict mode
+        self.kept: list[Tensor] = []  # copies of the inputs as posted, in strict mode
 
     def late(self, limit_s: float) -> Exception:
         """Return the error for a rank whose own limit has expired; the collective continues."""
         return patience_error(self.rank, limit_s, f"{self.text()}, {self.where()}")
 
     def expired(self, limit_s: float) -> Exception:
-        """Let the collective fail on all ranks of the group."""
+        """Make the collective fail on all ranks of the group, and return the error."""
         if self.meeting.is_disputed:
             dispute = self.meeting.dispute()
             self.meeting.fail(partial(_copied, dispute))
@@ -75,24 +75,24 @@ class Attendance(Pending):
         return [rank for rank in self.group if rank not in self.meeting.attendances]
 
     def title(self) -> str:
-        """Write ``all_reduce (call 3 of ranks 0-7)``."""
+        """Return ``all_reduce (call 3 of ranks 0-7)``."""
         return f"{self.full_name()} (call {self.meeting.number + 1} of {rank_names(self.group)})"
 
     def text(self) -> str:
-        """Write ``all_reduce (call 3 of ranks 0-7), (4,) float32``; all shapes if coalesced."""
+        """Return ``all_reduce (call 3 of ranks 0-7), (4,) float32``; more shapes if coalesced."""
         shown = [describe(form) for form in self.forms[:MAX_SHAPES]]
         more = ["…"] if len(self.forms) > MAX_SHAPES else []
         return ", ".join([self.title(), *shown, *more])
 
 
 class Founding(Attendance):
-    """One rank's part in making a group, which exists once all its ranks have called for it."""
+    """One rank's part in creating a group, which takes effect once all its ranks have called."""
 
     __slots__ = ()
     kind, is_recorded = "founding", False
 
     def title(self) -> str:
-        """Write ``new_group of ranks 0-3``."""
+        """Return ``new_group of ranks 0-3``."""
         return f"new_group of {rank_names(self.group)}"
 
 
@@ -101,26 +101,26 @@ class Meeting:
 
     # The invariant: the k-th call of every rank on a group attends the k-th meeting, which stays in
     # `Meetings._open` until its last rank arrives. Until then it can fail, and ranks that arrive
-    # later get its error. Once it has begun, it can only end. A meeting that has failed or
+    # later get its error. Once it has begun, it cannot fail. A meeting that has failed or
     # ended holds no attendance, so that no handle keeps the tensors of other ranks alive.
 
     def __init__(self, world: "Meetings", key: object, group: tuple[int, ...], number: int) -> None:
         self._world, self.clock = world, world.clock
         self.key, self.group, self.number = key, group, number
         self.attendances: dict[int, Attendance] = {}  # keys: global ranks
-        self._under_way = 0  # number of transfers of the current phase
+        self._under_way = 0  # number of unfinished transfers in the current phase
         self._begin_s = 0.0
         self._has_begun = False
-        self._error_of: Callable[[int], Exception] | None = None  # set once it has failed
+        self._error_of: Callable[[int], Exception] | None = None  # set once the meeting has failed
         self.is_disputed = False  # True while calls differ
 
     def arrive(self, call: Call, site: CallSite) -> Attendance:
-        """Take part as the running rank.
+        """Attend the meeting as the running rank.
 
         If calls differ, the meeting waits for all ranks, so that the error can show their calls.
 
         Raises:
-            Mismatch: the calls of the ranks cannot be one collective.
+            Mismatch: the ranks' calls cannot form one collective.
         """
         if self._error_of is not None:
             raise self._error_of(self.clock.current.number)
@@ -158,7 +158,7 @@ class Meeting:
             self.fail(partial(_copied, error))
 
     def dispute(self) -> Mismatch:
-        """Make the error for calls that differ, showing the ranks that have come."""
+        """Return the error for calls that differ, showing those of the ranks that have arrived."""
         present = [self.attendances[rank] for rank in sorted(self.attendances)]
         error = disagreement(
             [
@@ -179,13 +179,13 @@ class Meeting:
         return row._replace(where=f"{row.where}, thread {name!r}") if name else row
 
     def _thread(self, attendance: Attendance) -> str:
-        """Return the name of the thread that waits or has just arrived; "" for the first thread."""
+        """Return the name of the thread that made the call; "" for a rank's first thread."""
         current = self.clock.scheduler.current
         newcomer = [current] if attendance.rank == current.number else []
         return next((strand.name for strand in attendance.waiters or newcomer), "")
 
     def _has_several_threads(self) -> bool:
-        """Return whether more than one thread of a rank is in a call of this group."""
+        """Return whether any rank has more than one thread in a call on this group."""
         users = [
             strand.number
             for rank in self.clock.scheduler.ranks
@@ -195,15 +195,15 @@ class Meeting:
         return len({*users}) < len(users)
 
     def close(self, gave_up: int) -> None:
-        """Let this and all later collectives of the group fail, because one has timed out."""
+        """Make this and all later collectives of the group fail, because one has timed out."""
         self._world.closed[self.key] = gave_up
         self.fail(lambda rank: closed_error(rank, gave_up))
 
     def fail(self, error_of: Callable[[int], Exception]) -> None:
-        """End the meeting for all ranks, including those still to come, if it has not begun.
+        """Make the call fail on all ranks, including those still to arrive, unless it has begun.
 
         Args:
-            error_of: Maker of the error of a global rank.
+            error_of: Function that returns the error for a global rank.
         """
         if self._has_begun:
             return
@@ -214,7 +214,7 @@ class Meeting:
         self.attendances.clear()
 
     def _begin(self, call: Call) -> None:
-        """Let the bytes travel, now that all ranks have arrived."""
+        """Start the transfers, now that all ranks have arrived."""
         self._has_begun = True
         clock = self.clock
         self._begin_s = clock.current.clock_s
@@ -223,11 +223,11 @@ class Meeting:
             clock.scheduler.at(self._begin_s, lambda: self._end(self._begin_s))
         else:
             calls = (attendance.call for attendance in self.attendances.values())
-            largest = max(calls, key=lambda call: call.num_bytes)  # only sparse ones may differ
+            largest = max(calls, key=lambda call: call.num_bytes)  # only sparse sizes may differ
             self._run_phase(iter(self._world.plan(largest, self.group)), self._begin_s)
 
     def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
-        """Start all transfers of the next phase; the last one to arrive starts the one after."""
+        """Start all transfers of the next phase; the last to arrive starts the phase after it."""
         phase = next(phases, None)
         if phase is None:
             return self._end(now_s)
@@ -257,14 +257,14 @@ class Meeting:
                 MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a cycle would keep tensors alive
         for member in members:
-            del member.call  # otherwise a handle that is never waited for keeps tensors alive
+            del member.call  # otherwise a handle that is never waited for would keep tensors alive
             member.kept.clear()
             member.finish(at_s)
 
 
 @dataclass(frozen=True)
 class Meetings:
-    """All meetings that still lack a rank.
+    """All meetings that some rank has yet to attend.
 
     Args:
         plan: Function that returns the transfers of a call.
@@ -286,7 +286,7 @@ class Meetings:
         """Return the meeting of a group's ``number``-th collective call.
 
         Raises:
-            RuntimeError: the group is closed, because a collective of a rank has timed out.
+            RuntimeError: the group is closed, because one of its collectives has timed out.
         """
         if key in self.closed:
             raise closed_error(self.clock.current.number, self.closed[key])
@@ -295,11 +295,11 @@ class Meetings:
         if meeting is None:
             meeting = self._open[place] = Meeting(self, key, ranks, number)
         if len(meeting.attendances) == len(ranks) - 1:
-            del self._open[place]  # the last one arrives now
+            del self._open[place]  # the last rank is arriving
         return meeting
 
     def leftovers(self) -> Iterator[Attendance]:
-        """Yield attendances of meetings to which not all ranks have come."""
+        """Yield the attendances of all meetings that some rank has yet to attend."""
         for meeting in self._open.values():
             yield from meeting.attendances.values()
 

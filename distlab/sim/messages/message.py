@@ -1,8 +1,8 @@
 """A posted send or recv, from the call until its bytes have arrived, and the turns it may wait for.
 
 NCCL runs the point-to-point operations of a stream one after the other. An operation that a rank
-posts by itself goes to the stream of the pair (the rank and its peer, on one group). Those that it
-gives to one ``batch_isend_irecv`` start together, on the group's stream:
+posts on its own goes to the stream of the pair (the rank and its peer, on one group). Operations
+passed to one ``batch_isend_irecv`` start together, on the group's stream:
 
     isend(1); irecv(1)              rank 0 ── 1     send ─▶ recv      the recv starts when the
                                                                       send is done
@@ -23,7 +23,7 @@ from distlab.sim.reporting.sites import CallSite, Site
 from distlab.util.text import rank_names
 
 PREPOSITIONS = {"send": "to", "recv": "from"}
-_BATCHES = -2  # peer in the key of a lane of batches
+_BATCHES = -2  # replaces the peer in the key of a lane for batches
 
 
 class Postbox(Protocol):
@@ -39,17 +39,17 @@ class Postbox(Protocol):
 class Message(Pending):
     """A posted send or recv. Only its own methods change it.
 
-    Ranks are global. Both sides have one ``number``, the send's.
+    Ranks are global. Both sides share one ``number``, which the send gets when it is posted.
 
     Attributes:
         key: Identity of the group, which differs even between groups of the same ranks.
-        tensor: Buffer of the program, until the bytes have arrived.
+        tensor: The program's buffer, until the bytes have arrived.
         form: Shape and dtype; a plain tuple, because one is made for every message.
         source: Rank inside the group that sends the message.
-        payload: Copy of the tensor as it was when posted, if it is eager or watched.
+        payload: Copy of a send's tensor as posted, if the send is eager or its buffer is watched.
         arrived_s: Virtual time at which the bytes of a send arrived.
-        partner: Message of the other side, once there is one.
-        turn: Turn in its lane until it is done; None where there are no lanes.
+        partner: Message of the other side, once the two are matched.
+        turn: Turn of the message in its lane, until it is done; None if it is in no lane.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class Message(Pending):
         key: object,
         mailbox: Postbox,
     ) -> None:
-        Pending.__init__(self, clock, name, group, tensor.nbytes, call)  # faster than by super()
+        Pending.__init__(self, clock, name, group, tensor.nbytes, call)  # faster than super()
         self.kind = name
         self.key, self.mailbox = key, mailbox
         self.tensor = tensor
@@ -86,7 +86,7 @@ class Message(Pending):
         self.turn: Turn | None = None
 
     def keep(self, payload: Tensor, *, is_eager: bool) -> None:
-        """Keep the tensor as it is now: an eager send delivers it, strict mode compares it."""
+        """Keep a copy of the tensor as posted: eager sends deliver it, strict mode compares it."""
         self.payload, self.is_eager = payload, is_eager
 
     def start(self, at_s: float) -> None:
@@ -99,13 +99,13 @@ class Message(Pending):
         recv.peer, recv.number = self.rank, self.number
 
     def release(self, source: int) -> None:
-        """Drop tensors and partner: a handle that is never waited for would keep them alive."""
+        """Drop tensors and partner; a handle that is never waited for would keep them alive."""
         self.source = source
         self.partner = self.payload = None
         del self.tensor
 
     def expired(self, limit_s: float) -> Exception:
-        """Close the connection; return the error of an operation that has timed out."""
+        """Make the message fail, close its connection, and return the timeout error."""
         error = super().expired(limit_s)
         self.fail(error, self.clock.current.clock_s)
         self.mailbox.close(self)
@@ -118,7 +118,7 @@ class Message(Pending):
             self.mailbox.deliver(self, self.partner, at_s)
 
     def waits_for(self) -> Sequence[int]:
-        """Return the peer, or all ranks that could send, or the peers of messages ahead."""
+        """Return the peer, all ranks that could send, or the ranks that messages ahead wait for."""
         if ahead := self.ahead():
             return sorted({peer for message in ahead for peer in message.waits_for()})
         if self.peer == ANY_SOURCE:
@@ -135,12 +135,12 @@ class Message(Pending):
         return self.turn is not None and self.turn.is_batch
 
     def toward(self) -> str:
-        """Write ``to rank 2``, ``from itself`` or ``from any rank``."""
+        """Return ``to rank 2``, ``from itself`` or ``from any rank``."""
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         return f"{PREPOSITIONS[self.name]} {'itself' if self.peer == self.rank else peer}"
 
     def text(self) -> str:
-        """Write ``recv from rank 2, (4,) float32``, and the tag and group unless they are usual."""
+        """Return ``recv from rank 2, (4,) float32``, with tag and group if not the default."""
         toward = PREPOSITIONS[self.name]
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         tag = f", tag {self.tag}" if self.tag else ""
@@ -153,7 +153,7 @@ class Turn:
     """The unfinished messages of a batch, which start together, or a single message.
 
     Args:
-        lane: A stream of one rank: its turns run one after the other, and the first is under way.
+        lane: Stream of one rank; its turns run one after the other, and the first is under way.
     """
 
     def __init__(self, lane: "Lane", *, is_batch: bool) -> None:
@@ -162,7 +162,7 @@ class Turn:
         lane.append(self)
 
     def ahead(self) -> list[Message]:
-        """Return the messages of the lane's first turn, or none if that is this turn."""
+        """Return the messages of the lane's first turn; none if this turn is the first."""
         first = self.lane[0]
         return [] if first is self else first.members
 
@@ -179,7 +179,7 @@ class Lanes:
     """The streams of all ranks.
 
     Args:
-        start: Function that posts a message whose turn has come.
+        start: Function that starts a message whose turn has come.
     """
 
     def __init__(self, start: Callable[[Message], None]) -> None:
@@ -191,7 +191,7 @@ class Lanes:
         self._is_starting = False
 
     def begin_batch(self, rank: int, num_messages: int) -> None:
-        """Let the rank's next ``num_messages`` messages start together."""
+        """Make the rank's next ``num_messages`` messages start together."""
         self._batches[rank] = (num_messages, None)
 
     def enter(self, message: Message) -> bool:
@@ -205,11 +205,11 @@ class Lanes:
         return turn.lane[0] is turn
 
     def _batch_turn(self, message: Message) -> Turn | None:
-        """Return the turn of the batch that the rank is posting, or None if it posts none."""
+        """Return the turn of the batch that the rank is posting, or None outside a batch."""
         num_missing, turn = self._batches.get(message.rank, (0, None))
         if not num_missing:
             return None
-        if turn is None or not turn.members:  # its earlier members were done at once
+        if turn is None or not turn.members:  # its earlier members are already done
             turn = Turn(self._lane(message, _BATCHES), is_batch=True)
         self._batches[message.rank] = (num_missing - 1, turn)
         return turn
@@ -218,7 +218,7 @@ class Lanes:
         return self._lanes.setdefault((message.key, message.rank, peer), deque())
 
     def done(self, message: Message, at_s: float) -> None:
-        """Let the next turn of the lane start, if the message was the last of its turn."""
+        """Start the lane's next turn if the message was the last of its own turn."""
         turn, message.turn = message.turn, None
         if turn is None:
             return
@@ -232,7 +232,7 @@ class Lanes:
             self._start_due()
 
     def _start_due(self) -> None:
-        """Start due turns in a loop, not recursively: a message may be done as it starts."""
+        """Start due turns in a loop: messages done as soon as they start would recurse deeply."""
         if self._is_starting:
             return
         self._is_starting = True
@@ -246,7 +246,7 @@ class Lanes:
             self._is_starting = False
 
     def waiting(self) -> Iterator[Message]:
-        """Yield the messages that were posted and have not started."""
+        """Yield the messages that were posted but have not started."""
         for lane in self._lanes.values():
             for turn in [*lane][1:]:
                 yield from turn.members

@@ -16,19 +16,19 @@ ANY_SOURCE = -1  # the peer of a recv from any rank
 
 
 class Pending:
-    """One rank's side of a communication.
+    """One rank's side of an operation in flight.
 
     Attributes:
-        rank: Global number of the rank that posted it.
-        name: "send", "recv", "all_reduce".
-        group: Global numbers of the group's ranks.
+        rank: Global rank that posted the operation.
+        name: Name of the call, such as "send", "recv" or "all_reduce".
+        group: Global ranks of the group.
         num_bytes: Bytes of this rank's tensors.
         posted_s: Virtual time of the call.
-        done_s: Virtual time of the end, once ``is_done``.
-        error: Reason for its failure, or None.
+        done_s: Virtual time at which it ended, once ``is_done``.
+        error: Error with which the operation failed, or None.
         site: File, line and function of the call.
-        is_by_torch: True if torch made the call by itself, and keeps the handle.
-        maker: Function of torch that has made the call; "" if the program has.
+        is_by_torch: True if torch made the call on its own, and keeps the handle.
+        maker: Torch function that made the call; "" if the program made it.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class Pending:
         self.error: Exception | None = None
 
     def finish(self, at_s: float) -> None:
-        """Mark the operation done, record it, and let strands that wait for it continue."""
+        """Mark the operation done, record it, and wake the strands that wait for it."""
         self.is_done = True
         self.done_s = at_s
         if self.is_recorded:
@@ -67,7 +67,7 @@ class Pending:
             self.clock.ready(waiter, at_s)
 
     def fail(self, error: Exception, at_s: float) -> None:
-        """Mark the operation failed, so that present and future waits raise an error."""
+        """Mark the operation failed, so that current and future waits raise an error."""
         self.error, self.is_done, self.done_s = error, True, at_s
         for waiter in self.waiters:
             self.clock.ready(waiter, at_s)
@@ -98,17 +98,17 @@ class Pending:
             raise self.error
 
     def block(self, until_s: float = NEVER) -> bool:
-        """Let other strands run until the operation is done, which may move the rank's clock.
+        """Run other strands until the operation is done, which may move the rank's clock.
 
         Returns:
-            Whether it was done by ``until_s``.
+            True if it was done by ``until_s``.
         """
         if self.is_done:
             return True
         me = self.clock.scheduler.current
         self.waiters = (*self.waiters, me)
         is_in_time = self.clock.block(self, until_s)
-        if not self.is_done:  # a finished operation wakes no strand any more
+        if not self.is_done:  # a finished operation no longer wakes strands
             self.waiters = tuple(other for other in self.waiters if other is not me)
         return is_in_time
 
@@ -117,13 +117,13 @@ class Pending:
         return self.expired(limit_s)
 
     def expired(self, limit_s: float) -> Exception:
-        """End the operation, because it has taken too long; return the error."""
+        """Return the error for an operation that took too long; subclasses also end it."""
         return limits.operation_error(
             self.rank, self.name, limit_s, f"{self.text()}, {self.where()}"
         )
 
     def check_unchanged(self, tensor: Tensor, before: Tensor) -> None:
-        """Check that a tensor was not written while the operation was under way.
+        """Check that a tensor was not modified while the operation was under way.
 
         Raises:
             Mismatch: the tensor differs from ``before``.
@@ -142,23 +142,23 @@ class Pending:
         raise NotImplementedError
 
     def title(self) -> str:
-        """Name the call in a sentence: ``recv``."""
+        """Return the call's name for use in a sentence, such as ``recv``."""
         return self.full_name()
 
     def full_name(self) -> str:
-        """Write ``broadcast``, or ``broadcast_object_list's broadcast`` for a call of torch's."""
+        """Return ``broadcast``, or ``broadcast_object_list's broadcast`` if torch made the call."""
         return f"{self.maker}'s {self.name}" if self.maker else self.name
 
     def text(self) -> str:
-        """Describe the call in a report: ``recv from rank 2, (4,) float32``."""
+        """Return the text for a report, such as ``recv from rank 2, (4,) float32``."""
         raise NotImplementedError
 
     def where(self) -> str:
-        """Write ``ring.py:41 in exchange``."""
+        """Return where the call was made, such as ``ring.py:41 in exchange``."""
         return place(self.site)
 
     def row(self) -> Row:
-        """Return the operation's row of a report."""
+        """Return the operation's row in a report."""
         return Row((self.rank,), self.text(), self.where())
 
 
@@ -167,15 +167,15 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Buffers:
-    """Copies tensors of ranks for the simulator, at no cost to the ranks.
+    """Copies ranks' tensors for the simulator, at no cost to the ranks.
 
     Args:
-        is_strict: True if the buffers of operations under way are watched.
-        unnoticed: Maker of a context that keeps operations out of the running rank's account, or
-            None.
+        is_strict: True to check that buffers of operations in flight do not change.
+        unnoticed: Function that returns a context in which operations cost the running rank
+            nothing; None if no operation costs anything.
 
     Attributes:
-        unnoticed: That context's maker, for other code that handles tensors.
+        unnoticed: The same, for other code that handles tensors; never None.
         copy: Function that copies its second argument into its first.
     """
 
@@ -185,7 +185,7 @@ class Buffers:
         self.copy = _copy if unnoticed is None else self._copy_unnoticed
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor as it is now."""
+        """Return a copy of a tensor as it is now."""
         with self.unnoticed():
             return tensor.detach().clone()
 
@@ -195,18 +195,18 @@ class Buffers:
 
 
 def same_bytes(x: Tensor, y: Tensor) -> bool:
-    """Compare bit by bit, so that a NaN that has not changed is equal to itself."""
+    """Return whether two tensors are equal bit for bit, so that NaN equals itself."""
     return torch.equal(_bytes(x), _bytes(y))
 
 
 def _bytes(x: Tensor) -> Tensor:
-    flat = x.detach().contiguous().view(-1)  # a tensor without dimensions cannot be viewed as bytes
+    flat = x.detach().contiguous().view(-1)  # a 0-d tensor cannot be viewed as bytes
     if flat.numel() == 1:  # the stride of a single element is arbitrary
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 
 def _copy(output: Tensor, value: Tensor) -> None:
-    if output.requires_grad or value.requires_grad:  # autograd must not see it
+    if output.requires_grad or value.requires_grad:  # autograd must not see the copy
         output, value = output.detach(), value.detach()
     output.copy_(value if value.shape == output.shape else value.view(output.shape))

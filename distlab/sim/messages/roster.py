@@ -1,8 +1,8 @@
 """Groups that the program makes: all ranks call ``new_group`` for all of them, in the same order.
 
 torch counts the groups on each rank and uses the number as the name. If ranks call ``new_group``
-for different groups, or not at all, different groups share a name: over gloo they hang, or talk to
-the wrong ranks.
+for different groups, or not at all, different groups share a name: over gloo, ranks then hang, or
+talk to the wrong ranks.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from distlab.sim.reporting.report import Row, mismatch, place
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import rank_names
 
-_OF_A_MESH = "mesh_"  # prefix of torch's description of a mesh's axis
+_OF_A_MESH = "mesh_"  # prefix of torch's description of a mesh axis
 _UNNAMED_AXIS = "dim_"
 _WHOLE_MESH = "mesh_default"
 
@@ -21,8 +21,8 @@ class MadeGroup(NamedTuple):
     """A group made by ``new_group``, or for an axis of a mesh.
 
     Attributes:
-        members: Global numbers of its ranks.
-        site: Place of the call.
+        members: Global ranks of its members.
+        site: File, line and function of the call.
         description: ``group_desc`` as given to torch, or "".
         rank: First rank that made it.
     """
@@ -33,7 +33,7 @@ class MadeGroup(NamedTuple):
     rank: int = 0
 
     def name(self) -> str:
-        """Write ``axis tp`` of a mesh's group, ``group 'metrics'`` of another; "" if unnamed."""
+        """Return ``axis tp`` for a mesh's group, ``group 'metrics'`` otherwise; "" if unnamed."""
         if self.description in ("", _WHOLE_MESH):
             return ""
         if self.description.startswith(_OF_A_MESH):
@@ -42,15 +42,15 @@ class MadeGroup(NamedTuple):
         return f"group {self.description!r}"
 
     def text(self) -> str:
-        """Write ``new_group of ranks 0-3``."""
+        """Return ``new_group of ranks 0-3``."""
         return f"new_group of {rank_names(self.members)}"
 
     def row(self) -> Row:
-        """Return the group's row of a report."""
+        """Return the group's row in a report."""
         return Row((self.rank,), self.text(), place(self.site))
 
     def mismatch(self, other: "MadeGroup") -> Mismatch:
-        """Make the error for a group of the same name whose members are others."""
+        """Return the error for a group of the same name with different members."""
         return mismatch(
             "operation mismatch",
             f"{self.text()} on rank {self.rank}, but {other.text()} on rank {other.rank}",

@@ -2,10 +2,10 @@
 
     call 1   ranks 0-3 at line 20
     call 2   ranks 0-1 at line 20, ranks 2-3 at line 22     an extra call on ranks 2 and 3
-    call 3   ranks 0-1 at line 20, ranks 2-3 at line 20     the pairs are shifted from here on
+    call 3   ranks 0-1 at line 20, ranks 2-3 at line 20     pairs are off by one from here on
 
-A program may well make one call at two lines, the root at its own for instance. But then no rank
-uses the lines of others, or all ranks use both lines equally often, taking turns.
+A program may well make one call from two lines, for instance from a separate line on the root. But
+then either no rank uses another rank's line, or all ranks take turns and use both equally often.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import clauses, rank_names
 
-MAX_KEPT = 8  # calls of a group with different pairs of lines
+MAX_KEPT = 8  # calls kept per group, each with its own set of lines
 
 
 class Split(NamedTuple):
@@ -24,14 +24,14 @@ class Split(NamedTuple):
 
     Attributes:
         number: Number of the call in its group, from 0.
-        sites: Places of the call by rank.
+        sites: Where each rank made the call.
     """
 
     number: int
     sites: Mapping[int, Site]
 
     def text(self) -> str:
-        """Write which ranks made the call at which line, and ask whether one is left out."""
+        """Return which ranks made the call at which line, and ask about extra or missing calls."""
         by_site: dict[Site, list[int]] = {}
         for rank, site in self.sites.items():
             by_site.setdefault(site, []).append(rank)
@@ -47,11 +47,11 @@ class Splits:
 
     def __init__(self) -> None:
         self._by_group: dict[object, dict[frozenset[Site], Split]] = {}
-        # Number of calls at such lines, by group and rank.
+        # Number of uses of each such line, by group and rank.
         self._uses: dict[object, dict[int, Counter[Site]]] = {}
 
     def note(self, key: object, number: int, sites: Mapping[int, Site]) -> None:
-        """Keep a call that ranks made at different lines, once for the same lines."""
+        """Record a call that ranks made at different lines; keep the first per set of lines."""
         uses = self._uses.setdefault(key, {})
         for rank, site in sites.items():
             uses.setdefault(rank, Counter())[site] += 1
@@ -61,11 +61,11 @@ class Splits:
             splits[lines] = Split(number, sites)
 
     def shift(self, key: object, now: Iterable[tuple[int, Site]]) -> str:
-        """Report the first call from which pairs may be shifted, or "" without a sign of that.
+        """Return a note on the call at which ranks may have got out of step; "" if none did.
 
         Args:
             key: Identity of the group.
-            now: Ranks with the places of their current or last calls on the group.
+            now: Ranks, each with the site of its current or last call on the group.
         """
         here, uses = list(now), [*self._uses.get(key, {}).values()]
         if all(use == uses[0] for use in uses):

@@ -16,24 +16,24 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import CallSite, Places, Site
 from distlab.util.text import joined, verb
 
-MAX_KEYS = 4  # keys in a report
+MAX_KEYS = 4  # keys shown in a report
 FREE_ANSWERS = 1000  # equal answers in a row that cost no virtual time
-MAX_ANSWERS = 200_000  # further equal answers before a deadlock: one or two seconds of real time
-MAX_ASKED = 8  # keys for which the answers to a thread are kept
-MAX_VALUE_BYTES = 20  # bytes of a value in a report
+MAX_ANSWERS = 200_000  # further equal answers before a deadlock; they take 1 to 2 s of real time
+MAX_ASKED = 8  # keys per thread whose last answers are kept
+MAX_VALUE_BYTES = 20  # bytes of a value shown in a report
 _DIGITS = re.compile(r"\d+")
-NEAR = 0.7  # likeness of two keys that may be meant to be one; equal keys have 1
+NEAR = 0.7  # similarity above which a key may be a misspelling of another; equal keys have 1
 
 
 class Change(NamedTuple):
-    """The last time that a key was set or deleted."""
+    """The latest change to a key: it was set or deleted."""
 
     rank: int
     site: Site
     is_deletion: bool
 
     def text(self) -> str:
-        """Write ``rank 0 has set at trainer.py:12 in main``."""
+        """Return ``rank 0 has set at trainer.py:12 in main``."""
         action = "deleted" if self.is_deletion else "set"
         return f"rank {self.rank} has {action} at {place(self.site)}"
 
@@ -43,7 +43,7 @@ class KeyWait(Pending):
 
     Attributes:
         keys: Keys that are not set, or the one whose value has to change.
-        changes: Latest change of each key of the store.
+        changes: Latest change to each key of the store.
         values: Values of the store's keys.
     """
 
@@ -73,7 +73,7 @@ class KeyWait(Pending):
         return store_error(self.keys, limit_s)
 
     def fate(self) -> str:
-        """Write ``which no rank has set``, or which rank deleted the key, or which value it has."""
+        """Return ``which no rank has set``, or which rank deleted the key, or what its value is."""
         key = self.keys[0]
         change = self.changes.get(key)
         if change and key in self.values:
@@ -84,7 +84,7 @@ class KeyWait(Pending):
         return f"which {change.text()}" if change else "which no rank has set"
 
     def advice(self) -> str:
-        """Return advice on a deleted key, a misspelled key or a stale value, or list the keys."""
+        """Return advice on a deleted or misspelled key or a stale value, or list existing keys."""
         key = self.keys[0]
         if key in self.values:
             return "Which rank should change it, and does that rank wait for something else first?"
@@ -104,18 +104,18 @@ class KeyWait(Pending):
         )
 
     def text(self) -> str:
-        """Write ``store.get for 'ready'``."""
+        """Return ``store.get for 'ready'``."""
         return f"{self.name} for {', '.join(map(repr, self.keys))}"
 
 
 def _shown(value: bytes) -> str:
-    """Write ``2`` or ``'cpu'``, cut off if it is long."""
+    """Return ``2`` or ``'cpu'``, truncated if it is long."""
     text = value[:MAX_VALUE_BYTES].decode(errors="replace")
     return text if text.isdecimal() else repr(text)
 
 
 class SimStore(Store):
-    """A store that all ranks share. Only repeated questions cost virtual time."""
+    """A store that all ranks share. Only repeated queries cost virtual time."""
 
     timeout: timedelta  # torch's stub lacks it
 
@@ -126,7 +126,7 @@ class SimStore(Store):
         self._values: dict[str, bytes] = {}
         self._changes: dict[str, Change] = {}
         self._waits: list[KeyWait] = []
-        # By thread of a rank and key: the last answer, and how many equal answers preceded it.
+        # By (rank, thread) and key: the last answer, and how many equal answers preceded it.
         self._asked: dict[tuple[int, int], dict[str, tuple[bytes, int]]] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -152,11 +152,11 @@ class SimStore(Store):
         return self._values[key]
 
     def _ask(self, name: str, key: str) -> None:
-        """Let earlier ranks go first; a rank that only gets equal answers waits for another one.
+        """Let earlier ranks go first; a rank that keeps getting the same answer counts as waiting.
 
         A program may well read a key many times. But after FREE_ANSWERS equal answers, time has to
-        pass, so that asking again can help. After MAX_ANSWERS more, if no other rank can do
-        anything, the world is deadlocked.
+        pass, so that another rank can change the key. After MAX_ANSWERS more, if no other rank can
+        do anything, the world is deadlocked.
         """
         strand, value = self._clock.current, self._values[key]
         answers = self._asked.setdefault((strand.number, strand.order), {})
@@ -171,13 +171,13 @@ class SimStore(Store):
             self._clock.act()
 
     def _wait_of(self, strand: Strand, name: str, keys: Sequence[str], call: CallSite) -> KeyWait:
-        """Describe the wait of a rank that keeps asking, which need not be the running one."""
+        """Return a strand's wait for keys; the strand need not be the running one."""
         waiting = KeyWait(self._clock, name, keys, self._changes, self._values, call)
         waiting.rank = strand.number
         return waiting
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return it; adding 0 only asks for its value."""
+        """Add to a counter and return its new value; adding 0 only reads it."""
         if amount == 0 and key in self._values:
             self._ask("add", key)
             if key in self._values:  # no other rank has deleted it meanwhile
@@ -192,7 +192,7 @@ class SimStore(Store):
         """Set a key if it has the expected value; return its value afterwards."""
         old = expected if isinstance(expected, bytes) else expected.encode()
         if self._values.get(key, old) != old:
-            self._ask("compare_set", key)  # the rank may be waiting for another one to set it
+            self._ask("compare_set", key)  # the rank may be waiting for another to set it
         else:
             self._clock.act()
         if self._values.get(key, b"") == old:
@@ -200,7 +200,7 @@ class SimStore(Store):
         return self._values.get(key, old)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set; asking takes a microsecond, so that time passes."""
+        """Return whether all keys are set; each check takes a microsecond, so that time passes."""
         strand, call = self._clock.current, self._places.call_site()
         self._clock.poll(lambda: self._wait_of(strand, "check", self._missing(keys), call))
         return self._has(keys)

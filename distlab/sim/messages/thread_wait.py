@@ -1,4 +1,4 @@
-"""Waits of a rank's threads for each other: for a lock, a queue, or the end of a thread.
+"""How a rank's threads wait for each other: for a lock, a queue, or the end of a thread.
 
     main ──▶ 'saver' ──▶ room in a queue         main waits for the end of the thread 'saver'
 
@@ -15,7 +15,7 @@ from distlab.sim.reporting.sites import CallSite
 
 
 class Awaited(NamedTuple):
-    """The lock, queue or end that a thread waits for, and advice if it never comes.
+    """What a thread waits for (a lock, a queue, a thread's end), and advice if it waits in vain.
 
     Attributes:
         by: Thread that has to continue first, or None if it is unknown.
@@ -34,7 +34,7 @@ Look: TypeAlias = Callable[[Strand], Awaited]  # returns the current wait of a b
 class ThreadWait(Pending):
     """A thread's wait for another thread of its own rank.
 
-    Args: look: Describes what the thread waits for; called only for reports, while it is blocked.
+    Args: look: Function that describes the wait; called only for reports, while the wait lasts.
     """
 
     __slots__ = ("_look",)
@@ -52,11 +52,11 @@ class ThreadWait(Pending):
         return self._look(self.waiters[0])
 
     def waits_for(self) -> Sequence[int]:
-        """Return the thread's own rank, because another thread of it has to continue first."""
+        """Return the thread's own rank, because another of its threads has to continue first."""
         return (self.rank,)
 
     def text(self) -> str:
-        """Write ``waits for a lock of its own``."""
+        """Return ``waits for a lock of its own``."""
         return f"waits for {self.awaited.text}"
 
     def chain(self) -> list["ThreadWait"]:
@@ -74,12 +74,12 @@ class ThreadWait(Pending):
 
 
 def thread_name(strand: Strand) -> str:
-    """Write ``the main thread`` or ``thread 'saver'``."""
+    """Return ``the main thread`` or ``thread 'saver'``."""
     return f"thread {strand.name!r}" if strand.name else "the main thread"
 
 
 def beside(wait: Pending) -> list[ThreadWait]:
-    """Return the waits of a rank's other threads, as far as they wait for threads."""
+    """Return the ``ThreadWait`` of each other thread of the rank that is blocked in one."""
     strands = wait.waiters[0].rank.strands if wait.waiters else []
     return [
         strand.waits_in

@@ -19,17 +19,17 @@ MAX_NOTES = 2
 
 
 class Handles:
-    """The operations whose ``wait()`` was not called yet.
+    """The operations whose ``wait()`` has not been called yet.
 
     Attributes:
-        open: These operations, in the order of the calls.
+        open: These operations, in call order.
     """
 
     def __init__(self) -> None:
         self.open: dict[Pending, None] = {}  # a plain dict is fast: every operation passes through
 
     def rows(self, ranks: Iterable[int]) -> list[Row]:
-        """Return a row for each open handle of these ranks, by rank, with equal ones counted.
+        """Return rows for the open handles of these ranks, by rank; equal ones share a row.
 
         Handles that torch keeps to itself, as in DistributedDataParallel, are left out.
         """
@@ -40,19 +40,19 @@ class Handles:
         return sorted(rows, key=lambda row: row.ranks)
 
     def note_of_failed(self, rank: int) -> str:
-        """List operations that a failed rank had not waited for; "" if there are none."""
+        """Return a note on operations that a failed rank had not waited for; "" if none."""
         texts = [f"{row.text} ({row.where})" for row in self.rows([rank])[:MAX_NOTES]]
         return f"Rank {rank} had not waited for its {joined(texts)}." if texts else ""
 
     def notes(self, returned: Iterable[int]) -> Iterator[str]:
-        """Report the first few operations that ranks had not waited for when they returned."""
+        """Yield notes on the first few operations that ranks returned without waiting for."""
         for row in self.rows(returned)[:MAX_NOTES]:
             who = rank_names(row.ranks).capitalize()
             yield f"{who} returned without waiting for its {row.text} ({row.where})."
 
 
 def _row(pending: Pending) -> Row:
-    """Return the row of a report; an unwaited message came from ``isend`` or ``irecv``."""
+    """Return a row for a report; an unwaited message came from ``isend`` or ``irecv``."""
     letter = "i" if pending.kind in ("send", "recv") else ""
     return Row((pending.rank,), f"{letter}{pending.text()}", pending.where())
 
@@ -62,7 +62,7 @@ def _counted(row: Row, count: int) -> Row:
 
 
 class SimWork(dist.Work):
-    """Waits in virtual time. ``work_of`` makes one: torch's ``__init__`` alone is faster."""
+    """Waits in virtual time. ``work_of`` sets the attributes: an ``__init__`` would be slower."""
 
     __slots__ = ("_limit_s", "_open", "pending", "tensors")
 
@@ -81,7 +81,7 @@ class SimWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation is done at this rank's time; asking takes a microsecond."""
+        """Return whether the operation is done at this rank's time; a poll takes a microsecond."""
         clock = self.pending.clock
         clock.poll(lambda: self.pending)
         is_completed = self.pending.is_done and self.pending.done_s <= clock.current.clock_s
@@ -100,15 +100,15 @@ class SimWork(dist.Work):
         return list(self.tensors)
 
     def source_rank(self) -> int:
-        """Return the rank inside the group that a receive came from."""
+        """Return the rank, numbered inside the group, that sent the received message."""
         return int(getattr(self.pending, "source", -1))
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a completed future, after blocking until the data is there.
+        """Return a completed future, after blocking until the data has arrived.
 
-        C++ code (the reducer of DistributedDataParallel) waits for futures in a place where no
+        C++ code (the reducer of DistributedDataParallel) waits for futures at a point where no
         other rank could get the baton. So this method blocks instead, without moving the rank's
         clock. The clock moves to the end of the operation at the end of backward, where the reducer
         waits. Async operations that ranks post in different orders therefore deadlock here; NCCL
@@ -131,12 +131,12 @@ class SimWork(dist.Work):
 def work_of(
     pending: Pending, tensors: Sequence[Tensor], handles: Handles, group_limit_s: float
 ) -> SimWork:
-    """Make the handle of an operation that the running rank has called.
+    """Return the handle of an operation that the running rank has posted.
 
     Args:
         pending: Operation to wait for.
         tensors: Value of the handle's future.
-        handles: Collection that the operation leaves when it is waited for.
+        handles: Collection that holds the operation until it is waited for.
         group_limit_s: Time limit of the group.
     """
     work = SimWork()

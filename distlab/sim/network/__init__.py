@@ -1,1 +1,1 @@
-"""Bytes on their way, which share links and arrive."""
+"""The network: bytes in transit, which share links until they arrive."""

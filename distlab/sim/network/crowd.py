@@ -1,14 +1,14 @@
 """Flows, and crowds: many flows that share links, computed in arrays.
 
-    flow     bytes on their way over a route; see flows.py for route, link, rate and component
+    flow     bytes in transit over a route; see flows.py for route, link, rate and component
     crowd    a component of many flows, each of them a column in arrays of links, bytes and rates
     full     a link whose bandwidth its flows use up
     level    of a full link: bytes/s of the fastest flows on it; every flow gets the lowest level on
              its route
 
 When one of the 4,032 flows of an all-to-all among 64 ranks ends, nearly all others get new rates.
-Flow by flow, that would take 4,032 x 4,032 / 2 steps of Python until the last flow has ended; in a
-crowd, the end of a flow takes a few dozen operations on arrays.
+Flow by flow, that would take 4,032 x 4,032 / 2 Python steps until the last flow has ended; in a
+crowd, the end of a flow takes a few dozen array operations.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,23 +18,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-TIE = 1 + 1e-12  # levels this close are one level: equal flows must end at equal instants
+TIE = 1 + 1e-12  # levels this close count as equal: equal flows must end at the same instant
 
 Floats = npt.NDArray[np.float64]
 Links = npt.NDArray[np.intp]  # numbers of links
 
 
 class Flow:
-    """Bytes on their way over one route.
+    """Bytes in transit over one route.
 
     Attributes:
         links, num_bytes: Arguments of `Network.start`.
-        crowd: Crowd that the flow is part of, or None. While it is part of one, only the crowd
-            knows its rate, since_s and remaining_bytes, and also finish_s unless it ends next.
+        crowd: Crowd that the flow is part of, or None. If there is one, only the crowd knows the
+            flow's rate, since_s and remaining_bytes, and also finish_s unless the flow ends next.
         own_rate: Current bytes/s; 0 once the flow has ended.
         since_s, remaining_bytes: Time of the last change of the rate, and bytes left at that time.
-        finish_s: Time of the end if no rate changes any more.
-        order: Number of the flow, in the order of starts.
+        finish_s: Time at which the flow ends if rates no longer change.
+        order: Number of the flow, in order of start.
         tag: Value for the caller's own use.
     """
 
@@ -63,7 +63,7 @@ class Flow:
 
     @property
     def rate(self) -> float:
-        """Current bytes/s; 0 before the first share and once the flow has ended."""
+        """Current bytes/s; 0 before the first rate is computed and once the flow has ended."""
         return self.own_rate if self.crowd is None else self.crowd.rate(self)
 
     def __repr__(self) -> str:
@@ -71,21 +71,21 @@ class Flow:
 
 
 class Crowd:
-    """Many flows that share links; it computes all rates at once, and returns the next to end.
+    """Many flows that share links; it computes all their rates at once, and says which end next.
 
     Every flow has a column in the arrays. For a flow over links 0 and 2, in a network of links 0 to
-    3 and a crowd whose longest route has 3 links, it holds:
+    3 and a crowd whose longest route has 3 links, the column holds:
 
         routes          0  2  4    link 4 is "nowhere", which never gets full
-        left, since_s   5e6, 0.1   bytes left at the last change of the rate, and its time
+        left, since_s   5e6, 0.1   bytes left when the rate last changed, and that time
         rates, ends     1e9, 0.2   bytes/s now, and the time of the end at that rate
 
-    The network adds and removes flows, and then asks once for new rates. If flows have only ended,
-    rates below that of the slowest of them stay: the links that are full at a lower level were not
-    on its route.
+    The network adds and removes flows, and then asks once for new rates. If flows have ended but
+    none was added, rates below that of the slowest ended flow do not change: the links that are
+    full at a lower level were not on its route.
 
     Args: bytes_per_s: Bandwidth of each link of the network.
-    Cost: see `share`; 2 µs per flow added, and a copy of the arrays for each addition.
+    Cost: see `share`; 2 µs per flow added, and a copy of the arrays per call of `add`.
     """
 
     def __init__(self, bytes_per_s: Sequence[float]) -> None:
@@ -100,7 +100,7 @@ class Crowd:
         self._ends: Floats = np.empty(0)
         self._levels = np.full(len(bytes_per_s) + 1, inf)
         self._ended: list[int] = []  # columns of the flows that have ended since the last share
-        self._floor = 0.0  # bound below which rates and levels stay
+        self._floor = 0.0  # bound below which rates and levels do not change
         self._next: list[Flow] = []  # flows that end before all others
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class Crowd:
 
     @property
     def is_thin(self) -> bool:
-        """True if half of the flows have ended, so that the others may share no link any more."""
+        """True once half of the flows have ended: the others may no longer share links."""
         return 2 * len(self._column) <= len(self._flows)
 
     def rate(self, flow: Flow) -> float:
@@ -135,7 +135,7 @@ class Crowd:
         flow.crowd = None
 
     def disband(self) -> list[Flow]:
-        """Give all flows their rates and remaining bytes back, and return the flows."""
+        """Copy rates and remaining bytes back to the flows that have not ended; return them."""
         for flow, column in self._column.items():
             flow.remaining_bytes = float(self._left[column])
             flow.since_s = float(self._since_s[column])
@@ -146,10 +146,10 @@ class Crowd:
 
     # The invariant between two calls of `share`: a column holds the state of its flow at
     # `since_s`, namely the bytes left then, and a rate that has not changed since. So nothing is
-    # updated until a rate changes. Only flows that end next have a finite `finish_s` of their own:
-    # the network's heap holds one instant of each crowd. Flows with a rate below the floor are
-    # limited by links that no ended flow has crossed (a new flow sets the floor to 0), so they keep
-    # their rates and ends to the last bit.
+    # updated until a rate changes. Only the flows that end next have a finite `finish_s`: the
+    # network's heap holds one instant per crowd. Flows with a rate below the floor are limited by
+    # links that no ended flow has crossed (a new flow sets the floor to 0), so they keep their
+    # rates and ends to the last bit.
 
     def share(self, now_s: float) -> list[Flow]:
         """Compute new rates; return the flows that end next, with `finish_s` set.
@@ -176,7 +176,7 @@ class Crowd:
 
     def _clear_ended(self) -> None:
         slowest = self._rates[self._ended].min(initial=inf)
-        self._floor = min(self._floor, slowest / TIE)  # flows that tie with the slowest also move
+        self._floor = min(self._floor, slowest / TIE)  # flows that tie with the slowest also change
         self._routes[:, self._ended] = self._nowhere
         self._left[self._ended] = self._ends[self._ended] = inf
         self._ended.clear()
@@ -191,7 +191,7 @@ class Crowd:
         self._levels[self._levels >= self._floor] = inf
         fill_links(routes, spare, self._levels)
         _even_out(self._levels)
-        self._floor = inf  # no flow was added or has ended since
+        self._floor = inf  # until flows are added or end, nothing changes
         rates = self._levels.take(routes).min(axis=0)
         changed = rates != self._rates[moving]
         return moving[changed], rates[changed]
@@ -205,23 +205,24 @@ class Crowd:
 
 
 def fill_links(routes: Links, spare: Floats, levels: Floats) -> None:
-    """Raise the rates of all flows together until each has a full link; note the links' levels.
+    """Raise the rates of all flows together until each has a full link; store the links' levels.
 
-    This is `max_min_rates` of flows.py in fewer, larger steps. Every round fills all links that
-    are the tightest for each of their flows, as no such flow stops earlier on another link and
-    leaves room. Links of 10, 4 and 9 bytes/s; flow a over 0, b over 0 and 1, c over 1, d and e
-    over 2:
+    This is `max_min_rates` of flows.py in fewer, larger steps. Every round fills all links that are
+    the tightest for each of their flows: none of these flows stops earlier on another link, which
+    would leave room on this one. With links of 10, 4 and 9 bytes/s, and flow a over link 0, b over
+    0 and 1, c over 1, d and e over 2:
 
         round    link 0 offers    link 1 offers    link 2 offers
           1      5 to a, b        2 to b, c        4.5 to d, e      1 and 2 are full
           2      8 to a                                             0 is full
 
     Args:
-        routes: Array of (links of the longest route, flows), with a column per flow; see `Crowd`.
-        spare: Array of (links + 1,), bytes/s that these flows may share; used up on return.
-        levels: Array of (links + 1,), written for the links that get full.
-    Cost: 30 µs per round, and 15 ns for each link of each flow without a full link; at most one
-        round per link. An unequal all-to-all takes 5 on average for 64 ranks and 10 for 128.
+        routes: Array of shape (links of the longest route, flows), a column per flow; see `Crowd`.
+        spare: Array of shape (links + 1,): bytes/s that these flows may share; on return, what is
+            left over.
+        levels: Array of shape (links + 1,), written for the links that get full.
+    Cost: 30 µs per round, plus 15 ns per link of each flow that has no full link yet; at most one
+        round per link. An unequal all-to-all takes 5 rounds on average for 64 ranks, 10 for 128.
     """
     growing = _per_link(routes, 1.0, len(spare))
     while routes.size:
@@ -239,21 +240,21 @@ def fill_links(routes: Links, spare: Floats, levels: Floats) -> None:
 
 
 def _offers(spare: Floats, growing: Floats) -> Floats:
-    """Return bytes/s per link: the level at which it is full if none of its flows stops earlier."""
+    """Return the level (bytes/s) at which each link fills up if none of its flows stops earlier."""
     offers = np.full(len(spare), inf)
     np.divide(spare, growing, out=offers, where=growing > 0)
     return offers
 
 
 def _per_link(routes: Links, values: Floats | float, links: int) -> Floats:
-    """Return the sum of ``values``, one per flow or one for all, over the flows on each link."""
+    """Return for each link the sum of ``values`` (one per flow, or one for all) over its flows."""
     weights = np.empty(routes.shape)
     weights[:] = values
     return np.bincount(routes.ravel(), weights.ravel(), links).astype(np.float64, copy=False)
 
 
 def _even_out(levels: Floats) -> None:
-    """Set levels that differ only by rounding to the lowest of them."""
+    """Where levels differ only by rounding, set them all to the lowest."""
     full = np.flatnonzero(levels < inf)
     full = full[np.argsort(levels[full])]
     ascending = levels[full]

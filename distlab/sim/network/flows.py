@@ -1,10 +1,10 @@
 """Flows in flight: how many bytes per second each flow gets, and when it ends.
 
-    link        one direction of one cable or port, a number into the list of bandwidths
+    link        one direction of one cable or port, given as an index into the list of bandwidths
     route       the links that a flow crosses, each at most once
-    flow        bytes on their way over all links of a route at once: a fluid, not packets
+    flow        bytes in transit over all links of a route at once: a fluid, not packets
     rate        bytes/s that a flow gets now; it changes when a neighbour starts or ends
-    component   flows that share links, directly or through others: only they affect each other
+    component   flows that share links, directly or through other flows; only they interact
     crowd       a component of many flows, whose rates are computed in arrays; see crowd.py
 
 Links are shared max-min fairly. One link of 10 bytes/s, 100 bytes at 0 s and 100 more at 5 s:
@@ -24,7 +24,7 @@ from distlab.sim.network.crowd import TIE, Crowd, Flow
 
 __all__ = ["Flow", "Network", "max_min_rates"]
 
-CROWD = 64  # least number of flows of a crowd; with fewer, arrays are slower
+CROWD = 64  # smallest number of flows in a crowd; with fewer, arrays are slower
 
 _BY_FINISH = attrgetter("finish_s", "order")
 
@@ -36,8 +36,8 @@ class Network:
         end_s = network.next_finish_s()      # 1e6 / the slower of links 0 and 3
         network.pop_finished(end_s)          # [flow]
 
-    Every call moves the network to its ``now_s``, which must not lie before that of the last call;
-    flows that end in between end at their own time.
+    Every call advances the network to its ``now_s``, which must not be earlier than in the last
+    call; flows that end in between end at their own times.
 
     Args: bytes_per_s: Bandwidth of each link, above 0.
     Raises: ValueError: time runs backwards, or a bandwidth is not positive and finite.
@@ -89,15 +89,15 @@ class Network:
         return flow
 
     def next_finish_s(self) -> float:
-        """Return when the next flow ends if none starts earlier; infinity if none is under way."""
+        """Return when the next flow ends if none starts earlier; infinity if there are no flows."""
         if self._finished:
             return self._finished[0].finish_s
         return self._next_end_s()
 
     def pop_finished(self, now_s: float) -> list[Flow]:
-        """Return the flows that have ended by ``now_s`` and were not returned yet.
+        """Return the flows that have ended by ``now_s`` and have not been returned yet.
 
-        They are sorted by finish time, and at equal times by start.
+        They are sorted by finish time, with ties broken by order of start.
         """
         self._advance(now_s)
         finished, self._finished = self._finished, []
@@ -112,10 +112,10 @@ class Network:
         ends = self._ends
         while (end_s := self._next_end_s()) <= now_s:
             self._now_s = end_s
-            while ends and ends[0][0] == end_s:  # all flows of this instant, and then one solve
+            while ends and ends[0][0] == end_s:  # all flows that end now, before a single solve
                 _, _, flow = heapq.heappop(ends)
                 if flow.finish_s == end_s and (flow.own_rate or flow.crowd):
-                    self._end(flow)  # has not ended already, and its entry is not outdated
+                    self._end(flow)  # it has not ended yet, and its entry is not outdated
         self._now_s = now_s
 
     def _next_end_s(self) -> float:
@@ -144,7 +144,7 @@ class Network:
         self._finished.append(flow)
 
     def _share(self) -> None:
-        """Compute new rates of all flows that the changed links and crowds can affect."""
+        """Compute new rates for all flows that the changed links and crowds can affect."""
         if self._changed_crowds:
             self._disband_thin_crowds()
         seen: set[int] = set()
@@ -175,7 +175,7 @@ class Network:
                 self._set_rate(flow, rate)
 
     def _component(self, link: int, seen: set[int]) -> tuple[dict[Flow, None], dict[Crowd, None]]:
-        """Return the flows and the crowds that ``link`` can affect; add the links to ``seen``."""
+        """Return the flows and the crowds that ``link`` can affect; add their links to ``seen``."""
         flows: dict[Flow, None] = {}
         crowds: dict[Crowd, None] = {}
         seen.add(link)
@@ -184,7 +184,7 @@ class Network:
             for flow in reversed(self._flows_on[frontier.pop()]):
                 if flow.crowd is not None:
                     crowds[flow.crowd] = None
-                    break  # all older flows are in it as well; only new ones are not
+                    break  # all older flows are in the crowd as well; only new ones are not
                 if flow not in flows:
                     flows[flow] = None
                     new = [crossed for crossed in flow.links if crossed not in seen]
@@ -193,7 +193,7 @@ class Network:
         return flows, crowds
 
     def _gather(self, flows: dict[Flow, None], crowds: dict[Crowd, None]) -> None:
-        """Make one crowd of these flows and crowds."""
+        """Merge these flows and crowds into one crowd."""
         largest = max(crowds, key=len) if crowds else Crowd(self._bytes_per_s)
         for crowd in crowds:
             if crowd is not largest:
@@ -222,7 +222,7 @@ class Network:
 
 
 def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float]) -> list[float]:
-    """Return max-min fair rates in bytes/s: a flow can only gain from flows that are no faster.
+    """Return max-min fair rates in bytes/s: a flow gains only if one that is no faster loses.
 
     Progressive filling: all rates grow together until a link is full. The flows on it keep their
     rates, and the others continue to grow. Links of 10 and 4 bytes/s, flows a and b on the first, b
@@ -234,13 +234,13 @@ def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float
 
     Args: routes: Links of each flow, each link at most once.
     Returns: Rate of each route; infinity for an empty one.
-    Cost: O(n log n), n being the sum of the lengths of the distinct routes; 1,024 flows of 4 links
+    Cost: O(n log n), where n is the total length of the distinct routes; 1,024 flows of 4 links
         take 4 ms.
     Source: Bertsekas and Gallager, Data Networks, 2nd ed., section 6.5.2.
     """
     members = Counter(routes)
     routes_on: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-    growing: Counter[int] = Counter()  # number of flows on each link that still grow
+    growing: Counter[int] = Counter()  # number of flows on each link whose rates still grow
     for route, flows in members.items():
         for link in route:
             routes_on[link].append(route)
@@ -255,7 +255,7 @@ def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float
         if not growing[link]:
             continue  # all its flows have stopped on other links
         full_at = spare[link] / growing[link]
-        if full_at > promised * TIE:  # some of its flows have stopped, which left room
+        if full_at > promised * TIE:  # some of its flows stopped elsewhere and left room
             heapq.heappush(queue, (full_at, link))
             continue
         if full_at > level * TIE:

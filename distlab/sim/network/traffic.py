@@ -10,17 +10,17 @@ from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster
 from distlab.sim.network.flows import Network
 
-# Start time, order among transfers of the same instant, links, bytes, callback for the arrival.
+# Start time, order among transfers that start together, links, bytes, callback for the arrival.
 Transfer = tuple[float, int, tuple[int, ...], float, Callable[[float], None]]
 
 
 class Traffic:
-    """The network as the scheduler sees it: a source of events, which are arrivals.
+    """The network as the scheduler sees it: a source of arrival events.
 
     A transfer of n bytes over an idle route takes latency + n / bandwidth seconds, exactly.
 
     Attributes:
-        next_event_s: Next time at which the latency of a transfer is over, or its bytes arrive.
+        next_event_s: Next time at which a transfer's latency is over, or its bytes have arrived.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Traffic:
         latency_s: float | None = None,
         bytes_on_links: float | None = None,
     ) -> None:
-        """Send ``num_bytes`` from GPU ``src`` to GPU ``dst``; call ``arrived`` with the time.
+        """Send ``num_bytes`` from GPU ``src`` to GPU ``dst``; then call ``arrived`` with the time.
 
-        ``repeat`` such messages, each sent when the previous one has arrived, are one transfer of
-        all their bytes after all their latencies and delays.
+        ``repeat`` such messages, each sent when the previous one has arrived, are simulated as one
+        transfer: first all their latencies and delays, then all their bytes.
 
         Args:
             latency_s: Latency of a message; None for the route's.
-            bytes_on_links: Bytes of a message with the flags of its protocol; None without flags.
+            bytes_on_links: Bytes of a message including protocol flags; None without flags.
         """
         route, total = self.cluster.route(src, dst), repeat * num_bytes
         self._trace.carried(src, dst, total, repeat)

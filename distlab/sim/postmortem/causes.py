@@ -1,4 +1,4 @@
-"""The kinds of deadlock: the mistake, the ranks to blame, and advice."""
+"""The causes of a deadlock: the kind of mistake, the ranks to blame, and advice."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,9 +21,9 @@ class Cause(NamedTuple):
 
     Attributes:
         ranks: Ranks to blame.
-        involved: Blocked ranks of this deadlock.
+        involved: Ranks that this cause blocks.
         words: Sentence that says which ranks wait for which.
-        advice: Advice on what to look for.
+        advice: What to look for in the program.
     """
 
     kind: DeadlockKind
@@ -37,15 +37,15 @@ KEY_ADVICE = (
     "Is the key spelled the same on both sides? Does the rank that should set it wait for "
     "something else first?"
 )
-MAX_CIRCLE = 12  # most ranks of a circle that are listed
+MAX_CIRCLE = 12  # largest circle whose ranks are listed
 FOUND_TOGETHER = "Every rank of a group has to call new_group for it"
 
 
 def find_causes(still: Standstill) -> list[Cause]:
-    """Find everything that has to be fixed before all ranks can continue."""
+    """Return all causes that have to be fixed before every rank can continue."""
     knots = still.knots()
     waits = [wait for ranks in knots if isinstance(wait := still.blocked[ranks[0]], ThreadWait)]
-    alone = [wait.rank for wait in waits]  # such a rank waits for no other rank
+    alone = [wait.rank for wait in waits]  # these ranks wait for no other rank
     return [
         *(_peer_ended(still, ranks) for ranks in still.deserted()),
         *map(_thread_wait, thread_waits.alike(waits)),
@@ -54,7 +54,7 @@ def find_causes(still: Standstill) -> list[Cause]:
 
 
 def _knot(still: Standstill, ranks: list[int]) -> Cause:
-    """Explain a knot; a lock that a thread holds while it communicates may be the reason."""
+    """Return the cause of a knot, which may be a lock that a communicating thread holds."""
     cause = _knot_of_calls(still, ranks)
     if by_torch := advice_for(still.blocked[rank].maker for rank in ranks):
         # The program cannot change the order of torch's own messages.
@@ -127,7 +127,7 @@ def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _thread_wait(waits: Sequence[ThreadWait]) -> Cause:
-    """Blame ranks whose threads all wait for each other, in the same way on each rank."""
+    """Blame ranks whose own threads block them, in the same way on each rank."""
     ranks = [wait.rank for wait in waits]
     words, advice = thread_waits.words(ranks, waits[0]), thread_waits.advice(waits[0])
     return Cause("thread wait", ranks, ranks, words, advice)
@@ -153,7 +153,7 @@ def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
-    """Say which ranks wait on which axis, if a circle would have too many clauses; else ""."""
+    """Describe which ranks wait on which axis, if the circle is too long to spell out; else ""."""
     names = still.group_names.sentence(still.blocked[rank] for rank in cycle)
     is_long = len(cycle) > MAX_CLAUSES and all(len(still.mates[rank]) == 1 for rank in cycle)
     if not names or not is_long or len(cycle) > MAX_CIRCLE:
@@ -177,7 +177,7 @@ def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> st
 
 
 def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame ranks that are absent from the collective with the fewest absent ranks."""
+    """Blame the ranks missing from the collective that lacks the fewest ranks."""
     present = min(
         (rank for rank in ranks if isinstance(still.blocked[rank], Attendance)),
         key=lambda rank: (len(still.waits_for[rank]), rank),

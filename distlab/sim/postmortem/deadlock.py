@@ -21,7 +21,7 @@ MAX_CAUSES = 3
 
 
 def explain(still: Standstill) -> Deadlock:
-    """Make the error for a world in which no rank can continue."""
+    """Return the error for a world in which no rank can continue."""
     causes = find_causes(still)
     kind = causes[0].kind
     ranks = {rank for cause in causes if cause.kind == kind for rank in cause.ranks}
@@ -53,7 +53,7 @@ def _headlines(causes: Sequence[Cause]) -> list[str]:
 
 
 def _shift(cause: Cause, still: Standstill) -> str:
-    """Report the first call from which ranks of a group may have been shifted, or ""."""
+    """Return a note on the first call where a group's ranks may have got out of step, or ""."""
     last = {rank: call for rank, (_, call) in still.history.calls.items() if rank in still.ended}
     calls = [call for call in {**last, **still.blocked}.values() if isinstance(call, Attendance)]
     for key in dict.fromkeys(call.meeting.key for call in calls if call.rank in cause.involved):
@@ -64,7 +64,7 @@ def _shift(cause: Cause, still: Standstill) -> str:
 
 
 def _advice(cause: Cause, still: Standstill) -> list[str]:
-    """Put hints on calls that nearly matched first, often alone: they are more specific."""
+    """Return the cause's advice, or more specific hints on near misses, or both."""
     if hint := near_misses.kept_apart(still, cause.involved):
         return [hint]
     waits = (still.blocked[rank] for rank in cause.involved)
@@ -82,7 +82,7 @@ def _advice(cause: Cause, still: Standstill) -> list[str]:
     doubtful = near_misses.doubtful(pairs, still, cause.involved, is_cycle=is_cycle)
     hint = near_misses.with_another_rank(doubtful)
     if hint and is_cycle and _have_posted_the_other_side(waiting, still.unmatched):
-        return [hint]  # the cycle's advice, to post the other side, does not fit
+        return [hint]  # the cycle's advice is to do what they have already done
     return [cause.advice, f"Or else: {hint}"] if hint else [cause.advice]
 
 
@@ -92,7 +92,7 @@ def _have_posted_the_other_side(waiting: Sequence[Message], unmatched: Sequence[
 
 
 def _blocked_calls(calls: rows.Calls) -> list[BlockedCall]:
-    """Return the table's calls as data for programs; ranks with equal waits share one tuple."""
+    """Return the table's calls as objects for programs; equal tuples of peers are shared."""
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}
     blocked = []
     for row, wait in calls:

@@ -1,7 +1,8 @@
-"""Errors of a world that fails: the exception of a rank, or a report of a standstill.
+"""Errors of a world that fails: a rank's exception, or a report of a standstill.
 
-The first error counts. After a rank has raised, the calls of its clean-up may meet ranks that wait
-for the rank's next call, and then they deadlock or disagree. The cause is the exception.
+The first error counts: after a rank has raised an exception, its clean-up may make calls that
+other ranks mistake for its next ones, so that they deadlock or disagree. The cause is still the
+exception.
 """
 
 import sys
@@ -32,10 +33,10 @@ def standstill_error(
     mailbox: Mailbox,
     history: History,
 ) -> SimulationError:
-    """Make the error for a world in which no rank can continue.
+    """Return the error for a world in which no rank can continue.
 
     Args:
-        mailbox: Mailbox with all sends and recvs that have not met.
+        mailbox: Holds all unmatched sends and recvs.
     """
     blocked = {rank.number: waiting(rank) for rank in ranks}
     firsts = {number: strands[0] for number, strands in blocked.items() if strands}
@@ -54,7 +55,7 @@ def standstill_error(
 
 
 def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) -> SimulationError:
-    """Return the exception that a rank was passing on when ``report`` was made, or ``report``."""
+    """Return an exception that was propagating when ``report`` was made, or else ``report``."""
     under_way = {
         rank: report.__context__ if error is report else error
         for rank, error in exceptions_of(ranks)
@@ -75,7 +76,7 @@ def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) 
 def _is_passed_on(error: Exception) -> bool:
     """Return whether an exception will leave its current frame, through a ``finally`` or ``with``.
 
-    An ``except`` that raises nothing has dealt with it, as fallbacks do.
+    An ``except`` that raises nothing has dealt with it, for example by a fallback.
     """
     if error.__traceback__ is None:
         return False
@@ -90,7 +91,7 @@ TRACEBACK = "Traceback (most recent call last):\n"
 def rank_error(
     rank: int, num_ranks: int, error: BaseException, places: Places, others: str = ""
 ) -> RankError:
-    """Make the error of a rank that has raised, with a traceback of the program's lines.
+    """Return the error for a rank that raised ``error``, with a traceback of the program's lines.
 
     Args:
         others: Report on the other ranks, shown below the traceback.
@@ -103,7 +104,7 @@ def rank_error(
         headline, text = f"OutOfMemory: {error}", stack
     if TRACEBACK.strip() in headline:  # the message holds errors of all ranks, with torch's frames
         headline, text = _without_frames(headline), stack
-    if isinstance(error, SystemExit):  # the program ends itself, so no traceback is needed
+    if isinstance(error, SystemExit):  # the program ended itself, so no traceback is needed
         headline, text = f"{headline}, {place(places.raised_at(error))}", ""
     headline = f"rank {rank} of {num_ranks} raised {headline}"
     parts = filter(None, (headline, text.rstrip(), others))
@@ -111,13 +112,13 @@ def rank_error(
 
 
 def _without_frames(text: str) -> str:
-    """Leave out tracebacks inside a message, and repeated lines."""
+    """Return a message without the tracebacks inside it, and without repeated lines."""
     lines = [x for x in text.splitlines() if not x.startswith((" ", TRACEBACK.strip()))]
     return "\n".join(dict.fromkeys(lines))
 
 
 def exit_error(rank: int, num_ranks: int, status: int, site: Site, others: str) -> RankError:
-    """Make the error of a rank that has called ``os._exit``."""
+    """Return the error for a rank that has called ``os._exit``."""
     headline = f"rank {rank} of {num_ranks} ended by os._exit({status}), {place(site)}"
     return RankError("\n\n".join(filter(None, (headline, others))), (rank,), EXIT)
 
@@ -125,7 +126,7 @@ def exit_error(rank: int, num_ranks: int, status: int, site: Site, others: str) 
 def doing_of_others(
     failed: Collection[int], ranks: Sequence[Rank], places: Places, history: History
 ) -> str:
-    """Report where ranks other than ``failed`` wait, or how they have ended; "" if all run."""
+    """Return where ranks other than ``failed`` wait, or how they ended; "" if all are running."""
     frames = sys._current_frames()
     blocked = {
         other.number: strands[0]
@@ -151,13 +152,13 @@ def doing_of_others(
 
 
 def _running(rank: Rank, places: Places, frames: Mapping[int, FrameType]) -> Row:
-    """Return a row with the line that a rank has reached; a rank that has not begun has none."""
+    """Return a row for a running rank, with the line that it has reached, if any."""
     site = waits_at(rank, places, frames)
     return Row((rank.number,), "running", place(site) if site[0] else "")
 
 
 def _of_program(files: Collection[str], places: Places) -> Collection[str]:
-    """Choose the program's files, or all but the simulator's if none is the program's."""
+    """Return the program's files, or all except the simulator's if none is the program's."""
     kinds = {file: places.kind(file) for file in files}
     has_program = PROGRAM in kinds.values()
     return [
@@ -166,11 +167,11 @@ def _of_program(files: Collection[str], places: Places) -> Collection[str]:
 
 
 def waits_at(strand: Strand, places: Places, frames: Mapping[int, FrameType]) -> Site:
-    """Find the line of the program on which a thread waits."""
+    """Return the line of the program on which a thread waits."""
     return places.call_site(frames[strand.ident], strand.ident)[0]
 
 
 def waiting(rank: Rank) -> list[Any]:
-    """Return the blocked threads of a rank, those that wait for other ranks first."""
+    """Return a rank's blocked threads; those that wait for other ranks come first."""
     blocked = [strand for strand in rank.strands if isinstance(strand.waits_in, Pending)]
     return sorted(blocked, key=lambda strand: isinstance(strand.waits_in, ThreadWait))

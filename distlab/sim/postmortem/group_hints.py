@@ -1,4 +1,4 @@
-"""Hints on collectives on the wrong group, such as those with a forgotten ``group=``."""
+"""Hints that a collective is on the wrong group, for example because ``group=`` is missing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,11 +9,11 @@ from distlab.util.text import rank_names, verb
 
 
 def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]) -> str:
-    """Ask whether ranks that wait in a collective gave the wrong group; "" without a sign of that.
+    """Return a hint that a collective may be on the wrong group; "" if nothing suggests that.
 
     Args:
         involved: All ranks of the cause.
-        ranks: Ranks among them that have equal waits.
+        ranks: Those of ``involved`` whose call is in question; their waits are equal.
     """
     if hint := _other_group_on_the_line(still, involved):
         return hint
@@ -24,7 +24,7 @@ def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]
 
 
 def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
-    """Find a missing rank that made the same call on the same line, but on a different group.
+    """Return a hint if missing ranks made the same call on the same line, but on another group.
 
     At train.py:7 in step, rank 3 calls all_reduce on ranks 0-3, and ranks 0-2 call it on ranks 0-2…
     """
@@ -42,7 +42,7 @@ def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def _elsewhere(still: Standstill, wait: Attendance) -> Iterator[Attendance]:
-    """Yield calls of missing ranks that differ only in the group: same name, same line."""
+    """Yield missing ranks' calls with the same name and line as ``wait``, but another group."""
     for peer in still.waits_for[wait.rank]:
         call = still.blocked.get(peer) or still.history.calls.get(peer, (0, None))[1]
         if (
@@ -59,7 +59,7 @@ def _described(still: Standstill, wait: Pending) -> str:
 
 
 def _same_call_elsewhere(still: Standstill, ranks: Sequence[int], wait: Attendance) -> str:
-    """Look for a rank that waits for one of ``ranks`` in the same call, but on another group."""
+    """Return a hint if a rank waits for one of ``ranks`` in the same call on another group."""
     for rank, other in still.blocked.items():
         if not isinstance(other, Attendance) or other.name != wait.name:
             continue
@@ -74,19 +74,19 @@ def _same_call_elsewhere(still: Standstill, ranks: Sequence[int], wait: Attendan
 
 
 def _question(*calls: tuple[Attendance, Sequence[int]]) -> str:
-    """Ask about the wider group of two calls, which are given with the ranks that make them."""
+    """Ask whether ``group=`` is wrong in one of two calls, usually the one on the larger group."""
     (first, _), (second, _) = calls
     if len(first.group) == len(second.group):
         return "is group= wrong on one of them?"
     wide, ranks = max(calls, key=lambda call: len(call[0].group))
     fault = _fault(wide)
     if fault == "missing" and first.site == second.site:
-        fault = "missing, or None,"  # all ranks run the same source line
+        fault = "missing, or None,"  # all ranks run this line, so it may pass group=None
     return f"is group= {fault} on {rank_names(ranks)}?"
 
 
 def _fitting_group(still: Standstill, ranks: Sequence[int], wait: Attendance) -> str:
-    """Look for a group that contains all present ranks and no absent one."""
+    """Return a hint if some group contains all present ranks and no absent one."""
     absent = set(still.waits_for[ranks[0]])
     present = set(wait.group) - absent
     groups = {made.members for made in still.history.groups.values()}
@@ -101,5 +101,5 @@ def _fitting_group(still: Standstill, ranks: Sequence[int], wait: Attendance) ->
 
 
 def _fault(wait: Attendance) -> str:
-    """Name the mistake in ``group=`` of a call whose group has too many ranks."""
+    """Return what is wrong with ``group=`` in a call whose group has too many ranks."""
     return "missing" if len(wait.group) == wait.clock.num_ranks else "wrong"

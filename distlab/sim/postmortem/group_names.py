@@ -1,4 +1,4 @@
-"""Names of groups in a report: the axis of a mesh, or a number for groups of the same ranks."""
+"""Names of groups in a report: a mesh axis, or an ordinal among groups of the same ranks."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
@@ -9,7 +9,7 @@ from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.reporting.report import place
 from distlab.util.text import clauses, rank_names, verb
 
-MAX_GROUPS = 4  # groups in a sentence
+MAX_GROUPS = 4  # most groups in a sentence
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
@@ -17,19 +17,19 @@ class GroupNames:
     """Names the groups of blocked calls, if their ranks alone do not identify them.
 
     Args:
-        waits: Operations of the report.
-        made: Groups that the program has made, by their keys, in the order of their creation.
+        waits: Operations in the report.
+        made: Groups that the program has made, by key, in order of creation.
     """
 
     def __init__(self, waits: Iterable[Pending], made: Mapping[object, MadeGroup]) -> None:
         self._made = made
-        self._keys: dict[tuple[int, ...], set[object]] = {}  # keys: members
+        self._keys: dict[tuple[int, ...], set[object]] = {}  # members -> keys of their groups
         for wait in waits:
             if _is_collective(wait):
                 self._keys.setdefault(wait.group, set()).add(wait.meeting.key)
 
     def name(self, wait: Pending) -> str:
-        """Write ``axis tp``, ``their 2nd group`` or ``the default group``; "" if none is needed."""
+        """Return ``axis tp``, ``their 2nd group`` or ``the default group``; "" if not needed."""
         if not _is_collective(wait):
             return ""
         made = self._made.get(wait.meeting.key)
@@ -40,13 +40,13 @@ class GroupNames:
         return f"their {self._number(wait)} group" if made else "the default group"
 
     def _number(self, wait: Attendance) -> str:
-        """Write the group's number among groups of the same ranks: ``2nd``."""
+        """Return the group's ordinal among groups of the same ranks, such as ``2nd``."""
         twins = [key for key, made in self._made.items() if made.members == wait.group]
         number = twins.index(wait.meeting.key) + 1
         return f"{number}{_ENDINGS.get(number, 'th')}"
 
     def sentence(self, waits: Iterable[Pending]) -> str:
-        """Say which ranks wait on which group, if they wait on several; else "".
+        """Return which ranks wait on which group, if they wait on several; else "".
 
         Ranks 0 and 3 wait on axis tp, and ranks 1 and 2 wait on axis dp.
         """
@@ -62,7 +62,7 @@ class GroupNames:
         return f"{words[0].upper()}{words[1:]}."
 
     def _with_line(self, wait: Pending) -> str:
-        """Write ``the 2nd group of ranks 0 and 1 (made at train.py:12 in main)``, or the name."""
+        """Return ``the 2nd group of ranks 0 and 1 (made at train.py:12 in main)``, or its name."""
         name = self.name(wait)
         if not name or not _is_collective(wait):
             return ""

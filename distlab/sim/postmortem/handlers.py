@@ -1,7 +1,7 @@
-"""Exceptions that ranks have caught: ``except`` clauses of the source that may have hidden one.
+"""Exceptions that ranks have caught: ``except`` clauses in the source that may have hidden one.
 
-A rank that has caught an exception may leave out a call, and its waits do not show that. Python
-does not report that an exception was caught, so the report can only ask.
+A rank that has caught an exception may have skipped a call, and its waits do not show that. Python
+keeps no record of caught exceptions, so the report can only ask.
 """
 
 import ast
@@ -27,7 +27,7 @@ DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # exceptions that are caugh
 
 
 class Skipper(NamedTuple):
-    """An ``except`` or ``suppress`` of the source that may skip a line."""
+    """An ``except`` or ``suppress`` in the source that may skip a line."""
 
     word: str
     line: int
@@ -39,7 +39,7 @@ def handler_around(site: Site) -> ast.ExceptHandler | None:
 
 
 def raises(handler: ast.ExceptHandler) -> bool:
-    """Return whether a handler always raises: the exception that it has caught, or another one."""
+    """Return whether a handler always raises, either the caught exception or another one."""
     blocks = [handler.body]
     for block in blocks:
         blocks += [node.body for node in block if isinstance(node, ast.With | ast.Try)]
@@ -47,10 +47,10 @@ def raises(handler: ast.ExceptHandler) -> bool:
 
 
 def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
-    """Find an ``except`` or a ``suppress`` of the same function that may skip a line.
+    """Return an ``except`` or ``suppress`` in the same function that may skip a line.
 
-    Either its ``try`` contains the line, or the handler leaves the function or the iteration of the
-    loop before the line.
+    Either its block contains the line, or its handler is above the line and leaves the function,
+    the loop or the iteration.
 
     Args:
         site: Line that may be skipped.
@@ -129,12 +129,12 @@ KINDS = ("peer ended", "missing rank", "order mismatch")  # deadlocks that a ski
 def suspicions(
     error: SimulationError, ranks: Sequence[Rank], places: Places, exits: Mapping[int, Exit]
 ) -> Iterator[str]:
-    """Ask about handlers that may have hidden errors of the ranks to blame.
+    """Yield questions about handlers that may have hidden errors of the ranks to blame.
 
-    Nothing is asked if a rank ended inside an ``except``, because the report says so already.
+    Yield none if a rank ended inside an ``except``, because the report already says so.
 
     Args:
-        exits: Place at which a rank has left, by rank.
+        exits: Where each rank ended, by rank.
     """
     ends = {exits[rank].at for rank in error.ranks if rank in exits}  # few, even for many ranks
     if any(handler_around(site) for site in ends):
@@ -144,7 +144,7 @@ def suspicions(
 
 
 def handled(ranks: Sequence[Rank], places: Places) -> list[str]:
-    """Report the exceptions that ranks have caught and are still handling."""
+    """Return notes on exceptions that ranks have caught and are still handling."""
     return merged_notes(
         (
             rank,
@@ -157,7 +157,7 @@ def handled(ranks: Sequence[Rank], places: Places) -> list[str]:
 
 
 def exceptions_of(ranks: Sequence[Rank]) -> Iterator[tuple[int, Exception]]:
-    """Yield the exceptions that ranks are handling or passing on."""
+    """Yield ranks that are handling or propagating an exception, each with its exception."""
     by_thread: Mapping[int, Any] = sys._current_exceptions()
     for rank in ranks:
         error = None if rank.has_ended else by_thread.get(rank.ident)
@@ -175,7 +175,7 @@ def _suspicions(error: SimulationError, ranks: Sequence[Rank], places: Places) -
     sites = dict.fromkeys(s for rank in victims for s in _program_sites(frames[rank.ident], places))
     for site in sites:
         continues = any(other[::2] == site[::2] and other[1] > site[1] for other in sites)
-        # Ranks that disagree have made a later call: further down, or in another round of a loop.
+        # In a mismatch, ranks have gone on to a later call: further down, or in a later iteration.
         is_in_loop = isinstance(error, Mismatch) and not continues
         if skipper := skipper_of(site, is_in_loop=is_in_loop):
             who = rank_names(blamed) if len(blamed) < len(ranks) else "a rank"

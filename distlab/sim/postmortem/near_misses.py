@@ -13,10 +13,10 @@ Pair = tuple[Message, Message]  # a send and a recv
 
 
 def near_pairs(unmatched: Iterable[Message], waiting: Iterable[Message]) -> Iterator[Pair]:
-    """Find sends and recvs that have not matched, although they have a rank in common.
+    """Yield unmatched pairs of a send and a recv that agree on the source or on the destination.
 
     Args:
-        unmatched: Sends and recvs that were posted and have not met.
+        unmatched: Sends and recvs that were posted but have not matched.
         waiting: Messages that block ranks; every pair includes one of them.
     """
     by_rank, by_peer = defaultdict(list), defaultdict(list)
@@ -30,7 +30,7 @@ def near_pairs(unmatched: Iterable[Message], waiting: Iterable[Message]) -> Iter
 
 
 def between_the_same_ranks(pairs: Sequence[Pair]) -> str:
-    """Say why a send does not match a recv between the same two ranks; "" if there is no such pair.
+    """Explain why a send and a recv between the same ranks do not match; "" if there are none.
 
     Rank 0 sends to rank 1 with tag 1, but rank 1 receives with tag 2.
     """
@@ -62,11 +62,12 @@ def doubtful(
     *,
     is_cycle: bool,
 ) -> list[Pair]:
-    """Keep the pairs with a peer that may be wrong.
+    """Return the pairs in which a peer may be wrong.
 
-    A peer is right if a message has passed that way before, unless several threads of a rank wait
-    for the same message. In a cycle, messages of ranks outside it are consequences of the cycle. If
-    a rank has other blocked threads, one of those may be about to make the missing call.
+    A peer counts as right if a message has passed that way before, unless several threads of a
+    rank wait for the same message. In a cycle, a pair with a rank outside it is a consequence of
+    the cycle. If a rank has other blocked threads, one of them may be about to make the missing
+    call, so no pair is returned.
 
     Args:
         ranks: Ranks whose waits are in the pairs.
@@ -107,7 +108,7 @@ def _ends(message: Message) -> tuple[int, int]:
 
 
 def on_a_closed_connection(waiting: Iterable[Message]) -> str:
-    """Say which rank closed the connection that a message needs; "" if none is closed."""
+    """Return why the connection that a message needs is closed; "" if none is closed."""
     for wait in waiting:
         if wait.peer != ANY_SOURCE and (why := wait.mailbox.why_closed(wait)):
             return (
@@ -119,7 +120,7 @@ def on_a_closed_connection(waiting: Iterable[Message]) -> str:
 
 
 def taken_by_another(waiting: Iterable[Message]) -> str:
-    """Ask whether a recv from any rank took the message of a later recv; "" if none did."""
+    """Return a hint if a recv from any rank took a message meant for a later recv; else ""."""
     for wait in waiting:
         site = wait.mailbox.taken_at(wait) if wait.name == "recv" else None
         if site:
@@ -131,7 +132,7 @@ def taken_by_another(waiting: Iterable[Message]) -> str:
 
 
 def with_another_rank(pairs: Sequence[Pair]) -> str:
-    """Ask whether a send and a recv were meant for each other; "" if there are none.
+    """Return a hint if a send and a recv may have been meant for each other; else "".
 
     Rank 0 sends to rank 1, but rank 1 receives from rank 2: is one of the peers wrong?
     """
@@ -147,7 +148,7 @@ def with_another_rank(pairs: Sequence[Pair]) -> str:
 
 
 def counted_inside_the_group(pairs: Sequence[Pair]) -> str:
-    """Say which peer would be right if its number were counted inside the group; "" if none.
+    """Return a hint if a peer seems to be counted inside the group, not the world; else "".
 
     Rank 1 sends to rank 2, and rank 3 waits for rank 1 to send. Inside the group of ranks 1-3, …
     """
@@ -180,7 +181,7 @@ def _number(message: Message, number: int, end: str) -> str:
     )
 
 
-# Messages that would match if NCCL did not run unbatched operations one after the other
+# Messages that would match if NCCL did not run unbatched operations one at a time
 
 MAX_APART = 2
 _OF_PAIRS = (
@@ -194,12 +195,12 @@ _OF_BATCHES = (
 
 
 def kept_apart(still: Standstill, ranks: Collection[int]) -> str:
-    """Say which messages would match if they were not waiting for their turns; "" if none would.
+    """Return which messages would match if they did not have to queue; "" if none would.
 
     Rank 0's irecv from rank 1 waits behind its isend to rank 1: on NCCL …
 
     Args:
-        ranks: Ranks whose messages count.
+        ranks: Ranks whose queued messages to check.
     """
     queued = [message for message in still.queued if message.rank in ranks]
     apart = list(_kept_apart(queued, [*still.unmatched, *still.queued]))
@@ -220,12 +221,12 @@ def _kept_apart(queued: Sequence[Message], posted: Sequence[Message]) -> Iterato
 
 
 def _meeting_point(message: Message, name: str) -> tuple[object, ...]:
-    """Return the address of a message; its match has the same one with the other name."""
+    """Return a key for matching a message; the key of its match differs only in ``name``."""
     return message.key, *_ends(message), message.tag, name
 
 
 def _clause(message: Message, blocked: Mapping[int, Pending]) -> str:
-    """Write ``rank 0's irecv from rank 1 waits behind its isend to rank 1``."""
+    """Return ``rank 0's irecv from rank 1 waits behind its isend to rank 1``."""
     letter = "" if blocked.get(message.rank) is message else "i"
     ahead = named(message.ahead())
     return (

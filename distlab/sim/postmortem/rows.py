@@ -1,4 +1,4 @@
-"""The rows of a report: waits of ranks, ends of other ranks, and further posted operations."""
+"""The rows of a report: what ranks wait for, how others ended, and what else was posted."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -17,11 +17,11 @@ Calls = Sequence[tuple[Row, Pending]]
 
 
 def row_of(wait: Pending, waits_at: Site | None = None, group: str = "") -> Row:
-    """Return the row of a wait.
+    """Return the row for a wait.
 
     Args:
-        waits_at: Line on which its rank waits, or None if it is unknown.
-        group: Name of its group, or "" if the ranks alone identify it.
+        waits_at: Line on which the rank waits, or None if it is unknown.
+        group: Name of the group, or "" if its ranks alone identify it.
     """
     row = wait.row()
     if group:
@@ -32,7 +32,7 @@ def row_of(wait: Pending, waits_at: Site | None = None, group: str = "") -> Row:
 
 
 def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[Row]:
-    """Merge rows until they fit; if they still do not, keep those of the ranks to blame."""
+    """Merge rows to fit the limit; if too many are left, keep those of ranks to blame."""
     rows = _merged(calls, [row.text for row, _ in calls])
     if len(rows) > limit:
         rows = _merged(calls, [_relative(*call) for call in calls], has_threads=False)
@@ -42,7 +42,7 @@ def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[
 
 
 def _merged(calls: Calls, texts: Iterable[str], *, has_threads: bool = True) -> list[Row]:
-    """Merge rows with the same text, line, collective and name of the thread."""
+    """Merge rows with the same text, line, collective and thread name."""
     groups: dict[tuple[str, str, object], list[Row]] = {}
     for (row, wait), text in zip(calls, texts, strict=True):
         meeting = wait.meeting if isinstance(wait, Attendance) else None
@@ -52,7 +52,7 @@ def _merged(calls: Calls, texts: Iterable[str], *, has_threads: bool = True) -> 
 
 
 def _thread(wait: Pending) -> str:
-    """Write ``, thread 'saver'`` if a thread other than the rank's first one waits; else ""."""
+    """Return ``, thread 'saver'`` if a thread other than the rank's first one waits; else ""."""
     name = "" if wait.is_done or not wait.waiters else wait.waiters[0].name
     return f", thread {name!r}" if name else ""
 
@@ -67,7 +67,7 @@ def _merged_row(rows: Sequence[Row], text: str) -> Row:
 
 
 def _relative(row: Row, wait: Pending) -> str:
-    """Name the peer by its distance: ``send to rank + 1``, ``send to themselves``."""
+    """Return a row's text with a relative peer: ``send to rank + 1``, ``send to themselves``."""
     if not isinstance(wait, Message) or wait.peer == ANY_SOURCE:
         return row.text
     distance = wait.peer - wait.rank
@@ -121,13 +121,13 @@ def _last_site(end: Exit) -> Site:
 
 
 def _caught(site: Site) -> str:
-    """Write ``, in the except of line 9`` if a rank that ended there had caught an error."""
+    """Return ``, in the except of line 9`` if the line is inside that ``except``; else ""."""
     handler = handler_around(site)
     return f", in the except of line {handler.lineno}" if handler else ""
 
 
 def at(site: Site, near: Site) -> str:
-    """Write ``at line 9``, or the whole place if its function is not that of ``near``."""
+    """Return ``at line 9``, or the full place if ``near`` is in another function."""
     return f"at line {site[1]}" if site[::2] == near[::2] else f"at {place(site)}"
 
 
@@ -140,7 +140,7 @@ def alike(rows: Iterable[Row]) -> list[Row]:
 
 
 def in_other_threads(operations: Iterable[Pending]) -> list[str]:
-    """List the waits of further threads of the ranks."""
+    """Return a table of the waits of the ranks' other threads, with a heading."""
     rows = fitting([(row_of(operation), operation) for operation in operations], MAX_IDLE)
     return ["other threads wait too:", *table(rows)] if rows else []
 
@@ -148,7 +148,7 @@ def in_other_threads(operations: Iterable[Pending]) -> list[str]:
 def also_posted(
     messages: Iterable[Message], blocked: Mapping[int, Pending], fate: str
 ) -> list[str]:
-    """List the messages that block no rank: another rank may be waiting for one of them."""
+    """Return a table of messages that do not block their own rank; another rank may need them."""
     idle = [(row_of(m), m) for m in messages if m is not blocked.get(m.rank)]
     rows = fitting(idle, MAX_IDLE)
     return [f"also posted, and {fate}:", *table(rows)] if rows else []
@@ -158,12 +158,12 @@ MAX_ROWS = 12
 
 
 def never_met(operations: Sequence[Pending]) -> list[str]:
-    """List operations that never matched; no rank waited for them, or the world would hang."""
+    """Return a table of operations that never matched, but did not block any rank either."""
     return table(shorten([operation.row() for operation in operations], MAX_ROWS))
 
 
 def never_met_error(operations: Sequence[Pending]) -> Mismatch:
-    """Make the error for operations that never matched; there is at least one."""
+    """Return the error for one or more operations that never matched."""
     num = len(operations)
     count = "an operation was" if num == 1 else f"{num} operations were"
     return mismatch(
@@ -175,5 +175,5 @@ def never_met_error(operations: Sequence[Pending]) -> Mismatch:
 
 
 def unwaited(handles: Handles, ranks: Iterable[int]) -> list[str]:
-    """List the handles of these ranks that were never waited for."""
+    """Return a table of these ranks' handles that were never waited for."""
     return table(shorten(handles.rows(ranks), MAX_ROWS))

@@ -1,4 +1,4 @@
-"""A deadlocked world: the waits of ranks for each other, as a graph and in words.
+"""A deadlocked world: which ranks wait for which, as a graph and in words.
 
     rank 4 ──▶ rank 3 ──▶ rank 1 ⇄ rank 2        ranks 1 and 2 are a knot, 3 and 4 its victims
     rank 5 ──▶ rank 0, which has returned        a second cause
@@ -20,13 +20,13 @@ from distlab.sim.postmortem.group_names import GroupNames
 from distlab.sim.reporting.sites import Exit, Site
 from distlab.util.text import clauses, rank_names, verb
 
-MAX_CLAUSES = 3  # clauses of a sentence; longer ones show the first two and an end
+MAX_CLAUSES = 3  # most clauses in a sentence; longer ones show the first two and the end
 
 Graph = Mapping[int, Sequence[int]]  # blocked rank -> ranks that it waits for
 
 
 def find_knots(waits_for: Graph) -> list[list[int]]:
-    """Find the sets of ranks that wait only for each other, directly or indirectly."""
+    """Return the sets of ranks that wait only for each other, directly or indirectly."""
     reach = {rank: sum(1 << peer for peer in peers) for rank, peers in waits_for.items()}
     for via in reach:
         for rank in reach:
@@ -40,7 +40,7 @@ def find_knots(waits_for: Graph) -> list[list[int]]:
 
 
 def find_cycle(waits_for: Graph) -> list[int]:
-    """Find ranks that each wait for the next one, and the last for the first; [] if none do.
+    """Return ranks that each wait for the next one, and the last for the first; [] if none do.
 
     The cycle is a shortest one through the lowest rank that is on any cycle.
     """
@@ -57,7 +57,7 @@ def find_cycle(waits_for: Graph) -> list[int]:
 
 
 def named(ahead: Sequence[Message]) -> str:
-    """Write ``isend to rank 1``, or ``batch with the isend to rank 1``."""
+    """Return ``isend to rank 1``, or ``batch with the isend to rank 1``."""
     first = ahead[0]
     name = f"i{first.name} {first.toward()}"
     return f"batch with the {name}" if first.is_in_batch else name
@@ -67,12 +67,12 @@ class History(NamedTuple):
     """Earlier calls of the ranks that deadlocked, and the rules in force.
 
     Attributes:
-        calls: Number of calls of torch.distributed and the last one, by rank.
-        arrived: Number of messages that have arrived, by source and destination.
-        groups: All groups that were made, by their keys.
-        exits: Place at which a rank has left, by rank, as far as known.
+        calls: Number of torch.distributed calls, and the last call, by rank.
+        arrived: Number of messages that have arrived, by (source, destination).
+        groups: All groups that were made, by key.
+        exits: Where each rank ended, by rank, if known.
         splits: Calls that ranks made at different lines.
-        is_in_order: True if messages of a pair ran one after the other (``Options.p2p_order``).
+        is_in_order: True if messages between two ranks ran one at a time (``Options.p2p_order``).
     """
 
     calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
@@ -91,13 +91,13 @@ class Standstill:
 
     Args:
         blocked: Operations that block ranks, by rank.
-        ended: Ranks that have returned or were killed.
+        ended: Ranks that have returned or been killed.
         killed: Ranks that a fault has killed, which are also in ``ended``.
         history: Earlier calls of the ranks.
-        unmatched: Sends and recvs that have started and have not met.
-        queued: Sends and recvs that have not started, because their rank's earlier ones run.
-        waits_at: Line on which a rank waits, by rank, which may not be that of the call.
-        beside: Operations that block further threads of ranks.
+        unmatched: Sends and recvs that have started but not matched.
+        queued: Sends and recvs that have not started, because the rank's earlier ones are not done.
+        waits_at: Line on which each rank waits, by rank; it may differ from the line of the call.
+        beside: Operations that block other threads of the ranks.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Standstill:
         self.waits_for = {rank: self._peers(wait) for rank, wait in self.blocked.items()}
 
     def _peers(self, wait: Pending) -> list[int]:
-        """Return the ranks that a rank waits for; if any of them would do, those still running."""
+        """Return the ranks that a rank waits for; if one of them is enough, only running ones."""
         peers = list(wait.waits_for())
         running = [peer for peer in peers if peer not in self.ended]
         if isinstance(wait, KeyWait):
@@ -131,28 +131,28 @@ class Standstill:
         return peers
 
     def deserted(self) -> list[list[int]]:
-        """Find the ranks that wait for an ended one, grouped by equal waits."""
+        """Return the ranks that wait for a rank that has ended, grouped by equal waits."""
         return self._alike(
             rank for rank, peers in self.waits_for.items() if not self.ended.isdisjoint(peers)
         )
 
     def knots(self) -> list[list[int]]:
-        """Find the sets of ranks that wait only for each other."""
+        """Return the sets of ranks that wait only for each other."""
         return find_knots(self.waits_for)
 
     @cached_property
     def mates(self) -> dict[int, list[int]]:
-        """By rank, all ranks with an equal wait, including the rank itself."""
+        """For each rank, all ranks with an equal wait, including itself."""
         return {rank: group for group in self._alike(self.blocked) for rank in group}
 
     # Words
 
     def sentence(self, ranks: Sequence[int]) -> str:
-        """Describe the wait of ranks with equal waits: ``rank 0 waits for rank 1 to send``."""
+        """Describe a wait that ranks have in common: ``rank 0 waits for rank 1 to send``."""
         return f"{rank_names(ranks)} {verb(ranks, 'wait')} {self._wait(ranks[0])}"
 
     def sentences(self, ranks: Iterable[int]) -> str:
-        """Describe the waits of ranks, in this order."""
+        """Describe the waits of ranks, in the given order."""
         groups = self._alike(ranks)
         sentences = [self.sentence(group) for group in groups[:MAX_CLAUSES]]
         if len(groups) <= MAX_CLAUSES:
@@ -166,7 +166,7 @@ class Standstill:
         return ", ".join([*map(self.sentence, groups[:2]), "…", self.sentence(groups[-1])])
 
     def fates(self, ranks: Iterable[int]) -> str:
-        """Say how ranks have ended: ``rank 1 has returned``."""
+        """Return how ranks have ended, such as ``rank 1 has returned``."""
         killed = sorted(self.killed.intersection(ranks))
         returned = sorted(set(ranks) - self.killed)
         fates = []

@@ -1,4 +1,4 @@
-"""Sentences about threads of a rank that wait for each other, and about locks held too long."""
+"""Sentences about a rank's threads that wait for each other, and about locks held too long."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ HELD, HELD_BY_EACH = "which it holds itself", "which each of them holds itself"
 
 
 def alike(waits: Iterable[ThreadWait]) -> list[list[ThreadWait]]:
-    """Group the waits of ranks whose threads wait in the same way."""
+    """Group waits of different ranks that are alike: the same threads wait for the same things."""
     groups: dict[str, list[ThreadWait]] = {}
     for wait in waits:
         groups.setdefault(words([0], wait), []).append(wait)
@@ -18,7 +18,7 @@ def alike(waits: Iterable[ThreadWait]) -> list[list[ThreadWait]]:
 
 
 def words(ranks: Sequence[int], wait: ThreadWait) -> str:
-    """Name the thread that cannot continue and one waiting for it, or those in a circle."""
+    """Describe which thread cannot continue and which one waits for it, or which form a circle."""
     chain = wait.chain()
     links = _circle(chain) or chain[:-3:-1]
     if len(links) == 1 and not wait.waiters[0].name:
@@ -43,10 +43,9 @@ def advice(wait: ThreadWait) -> str:
 
 
 def held_during(wait: Pending) -> tuple[str, str]:
-    """Describe a lock that the waiting thread holds, and that another thread of the rank needs.
+    """Return words and advice on a lock that the waiting thread holds and another thread needs.
 
-    Returns:
-        Words and advice; "" without such a lock.
+    Both are "" if there is no such lock.
     """
     for other in beside(wait):
         chain = other.chain()
@@ -62,7 +61,7 @@ def held_during(wait: Pending) -> tuple[str, str]:
 
 
 def _circle(chain: Sequence[ThreadWait]) -> list[ThreadWait]:
-    """Return the waits at the end of a chain that form a circle; none if the chain has an end."""
+    """Return the waits that form a circle at the end of a chain; [] if there is no circle."""
     following = chain[-1].following()
     starts = [number for number, link in enumerate(chain) if link is following]
     return [*chain[starts[0] :]] if starts else []

@@ -1,4 +1,4 @@
-"""Advice on deadlocks of messages that fits their ranks and calls."""
+"""Advice on deadlocks of messages, depending on the ranks and calls involved."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,9 +15,9 @@ _ONE_BY_ONE = (
 
 
 def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
-    """Advise how ranks that wait for each other's messages can continue.
+    """Return advice on how ranks that wait for each other's messages can continue.
 
-    If messages of a pair run one after the other, as on NCCL, only a batch is sure to help.
+    If messages between two ranks run one at a time, as on NCCL, only a batch is sure to help.
     """
     if len(ranks) == 1:
         both = "in one batch_isend_irecv" if still.history.is_in_order else "posted before the wait"
@@ -74,7 +74,7 @@ def _all_receive(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def _counts(still: Standstill, ranks: Sequence[int]) -> str:
-    """Compare the numbers of earlier messages each way: unequal counts also lead to a cycle."""
+    """Return a question if more messages went one way than back, which also causes cycles."""
     if len(ranks) != 2:
         return ""
     arrived = still.history.arrived
@@ -92,7 +92,7 @@ def _counts(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:
-    """Say why ranks do not come to the collective that blocks ``present``; "" if unknown.
+    """Return why ranks do not reach the collective that blocks ``present``; "" if unknown.
 
     A rank that waits for a message from a rank that is already there can never arrive.
     """

@@ -1,1 +1,1 @@
-"""Parts of reports: errors, rows of a table, and places of calls in a program."""
+"""Parts of reports: errors, table rows, and call sites in a program."""

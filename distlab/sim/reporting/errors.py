@@ -1,9 +1,9 @@
 """Errors of a simulated world.
 
 SimulationError
-├── RankError     a rank's function raised; the first one ends the world
-├── Mismatch      two ranks called the same collective, or send and recv, differently
-└── Deadlock      every rank that has not finished waits for another: detected at once
+├── RankError     a rank's function raised an exception; the first one ends the world
+├── Mismatch      ranks disagree on a collective, or on a send and its recv
+└── Deadlock      every unfinished rank waits for another; detected at once
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ DeadlockKind = Literal[
     "missing rank",  # a rank waits for a message while others wait for it in a collective
     "order mismatch",  # ranks wait in different collectives, each for the other
     "key never set",  # a rank waits for a key of the store
-    "thread wait",  # a rank waits for a lock, a queue or a thread of its own
-    "peer ended",  # a rank waits for one that has returned or was killed
+    "thread wait",  # a rank waits for one of its own locks, queues or threads
+    "peer ended",  # a rank waits for another that has returned or was killed
 ]
 
 
 class SimulationError(RuntimeError):
-    """A simulated world that failed.
+    """A simulated world has failed.
 
     Attributes:
-        ranks: Ranks to blame, in order; empty if no particular ones are.
+        ranks: Ranks to blame, in order; empty if none in particular are.
         advice: Advice that the message contains, or "".
     """
 
@@ -55,15 +55,15 @@ EXIT = "os._exit"
 
 
 class RankError(SimulationError):
-    """The function of a rank raised an exception; the message holds its traceback."""
+    """A rank's function raised an exception; the message contains its traceback."""
 
     def __init__(self, message: str, ranks: Sequence[int] = (), exception: str = "") -> None:
         super().__init__(message, ranks)
-        self.exception = exception  # the name of its type, or EXIT
+        self.exception = exception  # name of the exception's type, or EXIT
 
 
 class Mismatch(SimulationError):
-    """Ranks disagree on an operation: its kind, its order, a shape, a dtype, a root."""
+    """Ranks disagree on an operation: its kind, order, shape, dtype or root."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Deadlock(SimulationError):
 
     Attributes:
         kind: Kind of the cause that the message names first.
-        calls: Calls that block ranks, in the order of the ranks.
+        calls: Calls that block ranks, in rank order.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from distlab.sim.reporting.errors import Mismatch, MismatchKind
 from distlab.util.text import rank_names
 
-WHO = "{who}"  # placeholder in a note for the ranks that it is about
+WHO = "{who}"  # in a note, stands for the ranks that the note is about
 
 
 class Row(NamedTuple):
@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
 
 def place(site: tuple[str, int, str]) -> str:
-    """Write ``ring.py:41 in exchange``."""
+    """Return a site as ``ring.py:41 in exchange``."""
     file, line, function = site
     if not file:
         return f"in given code ({function})"
@@ -27,7 +27,7 @@ def place(site: tuple[str, int, str]) -> str:
 
 
 def shorten(rows: Sequence[Row], limit: int) -> list[Row]:
-    """Cut rows down to ``limit``; the last one then names the ranks that are not shown."""
+    """Return at most ``limit`` rows; if any are cut, the last one lists the ranks not shown."""
     if len(rows) <= limit:
         return list(rows)
     others = tuple(sorted({rank for row in rows[limit - 1 :] for rank in row.ranks}))
@@ -35,7 +35,7 @@ def shorten(rows: Sequence[Row], limit: int) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Write rows in columns."""
+    """Return rows as lines of aligned columns."""
     labels = [rank_names(row.ranks) for row in rows]
     label_width = max(map(len, labels), default=0)
     text_width = max((len(row.text) for row in rows if row.where), default=0)
@@ -46,21 +46,21 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def place_suffix(site: tuple[str, int, str]) -> str:
-    """Write ``, ring.py:41 in exchange``, or nothing if no line of the program is known."""
+    """Return ``, ring.py:41 in exchange``, or "" if no line of the program is known."""
     return f", {place(site)}" if site[0] else ""
 
 
 def error_line(error: BaseException) -> str:
-    """Write ``KeyError: 'x'``: the first line of an error, without a full stop."""
+    """Return the first line of an error, such as ``KeyError: 'x'``, without a full stop."""
     try:
         text = str(error).strip()
-    except Exception:  # __str__ is the program's, and may fail
+    except Exception:  # __str__ is the program's code, and may fail
         text = "it cannot be printed"
     return f"{type(error).__name__}: {text}".splitlines()[0].rstrip(".: ")
 
 
 def merged_notes(notes: Iterable[tuple[int, str]], limit: int = 4) -> list[str]:
-    """Write notes on ranks, merging those with the same text; ``WHO`` becomes their ranks."""
+    """Merge notes with the same text; ``WHO`` becomes the ranks that a note is about."""
     ranks: dict[str, list[int]] = {}
     for rank, text in notes:
         ranks.setdefault(text, []).append(rank)
@@ -71,6 +71,6 @@ def merged_notes(notes: Iterable[tuple[int, str]], limit: int = 4) -> list[str]:
 
 
 def mismatch(kind: MismatchKind, headline: str, rows: Sequence[Row], advice: str) -> Mismatch:
-    """Make the error for calls that cannot belong together."""
+    """Return the error for calls that do not match."""
     message = "\n".join([f"{kind}: {headline}", *table([*dict.fromkeys(rows)]), advice])
     return Mismatch(message, sorted({rank for row in rows for rank in row.ranks}), kind, advice)

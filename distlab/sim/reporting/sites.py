@@ -1,4 +1,4 @@
-"""Places of calls in a program: its own innermost line, not a line of the machinery."""
+"""Call sites: the innermost line of the program itself, not of torch or the simulator."""
 
 import os
 import re
@@ -25,9 +25,9 @@ PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
 
 
 def outside() -> FrameType:
-    """Return the innermost frame outside of the simulator: that of the code that called it.
+    """Return the innermost frame outside the simulator: the frame of the code that called it.
 
-    Callers need not count how many functions of the simulator lie in between.
+    It does not matter how many of the simulator's functions lie in between.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_SIMULATOR) and frame.f_back is not None:
@@ -36,7 +36,7 @@ def outside() -> FrameType:
 
 
 class Exit(NamedTuple):
-    """The end of a rank.
+    """Where a rank's program ended.
 
     Attributes:
         at: Last line of the rank's program.
@@ -51,42 +51,42 @@ def _folder(file: str | None) -> str:
     return f"{Path(file or '').parent}{os.sep}"
 
 
-# Kinds of files by the start of their path; the first match counts. They distinguish calls of the
-# program from calls that torch makes by itself.
+# Kinds of files by the start of their path; the first match counts. They distinguish the program's
+# calls from those that torch makes by itself.
 _KINDS = (
     (_SIMULATOR, SIMULATOR),
     (_folder(process_group.__file__), SIMULATOR),
     (f"{_folder(dist.__file__)}distributed_c10d.py", API),
-    (f"{_folder(dist.__file__)}c10d_logger.py", STANDARD_LIBRARY),  # wraps its functions
-    # A call passes through these two while a default device is set, such as by torch.device("cpu").
+    (f"{_folder(dist.__file__)}c10d_logger.py", STANDARD_LIBRARY),  # wraps c10d's functions
+    # A call passes through these two while a default device is set, say by torch.device("cpu").
     (f"{_folder(torch.__file__)}overrides.py", STANDARD_LIBRARY),
     (f"{_folder(torch.__file__)}utils{os.sep}_device.py", STANDARD_LIBRARY),
     (_folder(torch.__file__), TORCH),
     ("<frozen", STANDARD_LIBRARY),
-    (typing_extensions.__file__, STANDARD_LIBRARY),  # wraps what torch has deprecated
+    (typing_extensions.__file__, STANDARD_LIBRARY),  # wraps torch's deprecated functions
 )
 _PUBLIC = ("forward", "backward", "step")  # methods that a program calls, directly or indirectly
 _OF_PARALLELISM = (_folder(dist.__file__), f"{_folder(torch.__file__)}nn{os.sep}parallel{os.sep}")
 # Code that runs in every operation on DTensors.
 _OF_TENSORS = f"{_folder(dist.__file__)}tensor{os.sep}"
-_WRAPS = re.compile(r"wrapper|^inner")  # names of functions that decorators make
+_WRAPS = re.compile(r"wrapper|^inner")  # names of functions made by decorators
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _LIBRARY = _folder(threading.__file__)
 _PACKAGES = ("site-packages", "dist-packages")  # folders below _LIBRARY that are not part of it
 
 
 class Places:
-    """Distinguishes the lines of a program from those of the machinery.
+    """Distinguishes the program's lines from those of the simulator, torch and Python.
 
-    Args: given: Folders or files of code that belongs to the caller, not to the program.
+    Args: given: Folders or files of the simulator's caller, whose code is not the program's.
     """
 
     def __init__(self, given: Iterable[str] = ()) -> None:
         self._given = tuple(os.path.realpath(folder) for folder in given)
         self._kinds: dict[str, int] = {}
         self._starts: dict[int, Site] = {}
-        # Sites by code and instruction, because Python walks through a table to find a line. The
-        # code is kept alive, so that no other code gets its id.
+        # Cache of sites by code and instruction, because Python walks a table to find a line. The
+        # code objects are kept alive, so that their ids are not reused.
         self._sites: dict[tuple[int, int], tuple[CodeType, Site]] = {}
 
     def kind(self, file: str) -> int:
@@ -107,17 +107,17 @@ class Places:
         return GIVEN if is_given else PROGRAM
 
     def note_start(self, thread: int, site: Site) -> None:
-        """Note where the program started a thread, for threads that run none of its other lines."""
+        """Record the line that started a thread, for threads that run no line of the program."""
         self._starts[thread] = site
 
     def call_site(self, frame: FrameType | None = None, thread: int = 0) -> CallSite:
-        """Find the innermost frame of the program, and which function of torch has made the call.
+        """Return the program's innermost line, and the torch function that made the call.
 
-        That function is named only if the program has not called the operation itself.
+        The function is "" if the program called the operation itself.
 
         Args:
             frame: Innermost frame to look at; None for the caller's.
-            thread: Identifier of the thread that runs the frame; 0 is the calling one.
+            thread: Identifier of the thread that runs the frame; 0 for the calling thread.
         """
         frame = frame or sys._getframe(1)
         kind_of, is_by_torch, innermost, maker = self._kinds.get, False, frame, ""
@@ -146,10 +146,11 @@ class Places:
         return known[1], is_by_torch, maker
 
     def _maker(self, inner: FrameType, program: FrameType) -> str:
-        """Name the function of torch that the program has called and that communicates by itself.
+        """Return the name of the torch function that the program called and that made this call.
 
-        It is the outermost function about parallelism, such as ``ScheduleGPipe.step``, or else the
-        outermost of all. It is "" for a functional collective, which torch only posts later.
+        This is the outermost function for parallelism, such as ``ScheduleGPipe.step``, or, if there
+        is none, the outermost of all. For a functional collective, which torch posts only later, it
+        is "".
         """
         makers = []
         frame: FrameType | None = inner
@@ -171,7 +172,7 @@ class Places:
         return "" if is_functional else _method_name(maker)
 
     def raised_at(self, error: BaseException) -> Site:
-        """Find the innermost line of the program that an exception has passed."""
+        """Return the innermost line of the program in an exception's traceback."""
         site, trace = ("", 0, ""), error.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
@@ -181,7 +182,7 @@ class Places:
         return site
 
     def _given_site(self, frame: FrameType) -> Site:
-        """Name the caller's function that made the call, or torch's if none did."""
+        """Return a site without a line, naming the innermost given function, or else torch's."""
         names: dict[int, str] = {}
         outer: FrameType | None = frame
         while outer is not None:
@@ -192,7 +193,7 @@ class Places:
 
 
 def _function_name(frame: FrameType) -> str:
-    """Return the name of the function, even if the frame is that of a comprehension in it."""
+    """Return the name of a frame's function; for a comprehension, of the function around it."""
     outer = frame.f_back
     while outer and frame.f_code.co_name in _COMPREHENSIONS:
         frame, outer = outer, outer.f_back
@@ -200,7 +201,7 @@ def _function_name(frame: FrameType) -> str:
 
 
 def _method_name(frame: FrameType) -> str:
-    """Write ``DistributedDataParallel.forward``, or only the class if the method is internal."""
+    """Return ``DistributedDataParallel.forward``, or only the class if the method is internal."""
     code = frame.f_code
     if code.co_varnames[:1] != ("self",):
         return code.co_name.removeprefix("_")

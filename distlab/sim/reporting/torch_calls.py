@@ -56,7 +56,7 @@ _ADVICE = (  # pattern of a function's name, advice; the first match counts
         "the same settings.",
     ),
 )
-# Functions of torch.distributed that communicate by calling other ones.
+# Functions of torch.distributed that communicate by calling others.
 INDIRECT = frozenset(name for name in dir(c10d) if re.search("_object|coalesc", name))
 
 

@@ -1,6 +1,6 @@
-"""Pictures of a simulated run. Each is a matplotlib Figure: ``figure.savefig("ring.svg")``.
+"""Pictures of a simulated run, each a matplotlib Figure: ``figure.savefig("ring.svg")``.
 
-space_time   the activities of every rank over time, with messages as arrows
+space_time   what each rank did over time, with messages as arrows
 gantt        how each rank spent its time
 """
 
@@ -21,7 +21,7 @@ from distlab.util.text import SECONDS, counted, unit_of
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
 ENDED = "#f6f6f6"
-# Activities of a rank that waits, with their colours.
+# Activities of a waiting rank, with their colours.
 WAITS = {
     "sending": "#6cb2d6",
     "receiving": "#9bcf9f",
@@ -35,25 +35,25 @@ STATES = {  # (is sending, is receiving) -> activity
     (False, False): "waiting",
 }
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
-CROWDED = 32  # most ranks with arrows for messages; more arrows would hide everything
-MANY = 500  # most messages with thick arrows
+CROWDED = 32  # most ranks for which messages are drawn; more arrows would hide all else
+MANY = 500  # most messages that are drawn with thick arrows
 LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
 _ARROW: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "units": "inches"}
 
-Span = tuple[float, float]  # y from a lane's middle; y grows downward
-Bar = tuple[int, float, float]  # rank, from second, to second
+Span = tuple[float, float]  # y range, relative to a lane's middle; y grows downward
+Bar = tuple[int, float, float]  # rank, start and end in seconds
 Interval = tuple[float, float]  # seconds
 
 
 def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> Figure:
-    """Draw a lane per rank over the virtual time, with computation and waits as bars.
+    """Draw a lane per rank over virtual time, with computation and waits as bars.
 
         rank 0  ██████╲░░░░░░░░   computes, sends, has ended
         rank 1  ░░░░░░░╲█████     waits, receives, computes
 
-    Collectives are drawn below the bars, because they may overlap them. Messages are left out for
-    more than 32 ranks.
+    Collectives are drawn below the bars, because they may overlap with them. With more than 32
+    ranks, messages are left out.
     """
     kinds: defaultdict[str, list[Event]] = defaultdict(list)
     for event in simulated.trace.events:
@@ -72,7 +72,7 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
 
 
 def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figure:
-    """Draw a bar per rank: computation, exposed communication, and idle time until all ended."""
+    """Draw a bar per rank: computation, exposed communication, and idle time until the end."""
     picture = _Lanes(simulated, title, lane_inches=0.34)
     span, _ = picture.spans(with_strip=False)
     starts = [0.0] * len(simulated.results)
@@ -93,7 +93,7 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
 
 
 def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[Bar]]:
-    """Cut waits at the starts and ends of the rank's messages, into sending, receiving, and so on.
+    """Split waits where the rank's messages start or end, into sending, receiving and so on.
 
     A rank in ``send`` waits until the other rank is in ``recv``, and sends from then on.
     """
@@ -114,7 +114,7 @@ def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[
 
 
 def _cuts(wait: Event, intervals: Iterable[Interval]) -> list[float]:
-    """Return the start and end of a wait, and the starts and ends of messages in between."""
+    """Return the start and end of a wait, and the times in it when messages start or end."""
     inside = {time for time in chain(*intervals) if wait.start_s < time < wait.end_s}
     return sorted({wait.start_s, wait.end_s, *inside})
 
@@ -137,7 +137,7 @@ def _bars(events: Iterable[Event]) -> list[Bar]:
 
 
 def _draw_collectives(picture: "_Lanes", events: Iterable[Event], strip: Span) -> None:
-    """Draw collectives in a colour per name, in several rows if they overlap on a rank."""
+    """Draw collectives in one colour per name, in several rows if they overlap on a rank."""
     by_rank: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
         by_rank[event.rank].append(event)
@@ -171,7 +171,7 @@ class _Lanes:
         self._name_lanes()
 
     def spans(self, *, with_strip: bool) -> tuple[Span, Span]:
-        """Return the positions of the bars in a lane, and of the strip below them."""
+        """Return the y ranges of a lane's bars, and of the strip for collectives below them."""
         edge = 0.5 if self.is_crowded else 0.38 if with_strip else 0.3
         if with_strip:
             return (-edge, 0.12), (0.12 if self.is_crowded else 0.16, edge)
@@ -227,7 +227,7 @@ class _Lanes:
             )
 
     def write_shares(self, bars: list[Bar]) -> None:
-        """Write percentages of the whole time into bars that have room for them."""
+        """Write percentages of the total time into bars that have room for them."""
         for rank, start, end in bars:
             share = (end - start) / self.simulated.seconds
             if share > 0.05:
@@ -241,9 +241,9 @@ class _Lanes:
                 )
 
     def finished(self) -> Figure:
-        """Write the simulation's label, the legend below it, and the assumptions at the bottom."""
+        """Return the figure, with a label, the legend below it, and assumptions at the bottom."""
         handles, names = self._axes.get_legend_handles_labels()
-        entries = dict(zip(names, handles, strict=True))  # merges the rows of a collective
+        entries = dict(zip(names, handles, strict=True))  # one entry for all rows of a collective
         self._axes.legend(
             entries.values(),
             entries,

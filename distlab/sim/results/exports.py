@@ -5,8 +5,8 @@
     rank 1   compute            ██ wait ██  ┊
              communication 1      recv ◀┄┄┄┄┘
 
-A trace file has the format of torch's profiler (Kineto): a process per rank, with a thread for
-computation and as many threads for communication as there were operations at the same time.
+A trace file has the format of torch's profiler (Kineto): a process per rank, with one thread for
+computation and as many threads for communication as there were concurrent operations.
 """
 
 import csv
@@ -22,12 +22,12 @@ from distlab.sim.results.summary import assumed, label, link_use, settings
 Json = dict[str, Any]
 Placed = tuple[Event, Json]  # an event and its slice in a trace file
 
-COMPUTE = 1  # thread of computation ("stream" in Kineto); communication has threads 2, 3, …
-WRITTEN_DIGITS = 3  # digits of microseconds: nanoseconds, the resolution of viewers
+COMPUTE = 1  # thread for computation ("stream" in Kineto); communication has threads 2, 3, …
+WRITTEN_DIGITS = 3  # decimal places of microseconds; viewers resolve nanoseconds
 
 
 def write_trace(simulated: Simulated[Any], path: Path) -> None:
-    """Write all ranks into one file, for https://ui.perfetto.dev or chrome://tracing."""
+    """Write the events of all ranks to one file, for https://ui.perfetto.dev or chrome://tracing."""
     path.write_text(json.dumps(chrome_trace(simulated)))
 
 
@@ -43,7 +43,7 @@ def write_traces(simulated: Simulated[Any], folder: Path) -> None:
 
 
 def write_links(simulated: Simulated[Any], path: Path) -> None:
-    """Write the bytes of every link, its bandwidth, and the share of its capacity in use."""
+    """Write a CSV file with the bytes, bandwidth and utilisation of each link."""
     trace, cluster = simulated.trace, simulated.cluster
     with path.open("w", newline="") as file:
         table = csv.writer(file)
@@ -74,7 +74,7 @@ def chrome_trace(simulated: Simulated[Any]) -> Json:
 
 
 def kineto_traces(simulated: Simulated[Any]) -> Iterator[Json]:
-    """Yield each rank's events under the names from which analysers recognise kernels."""
+    """Yield each rank's trace, in which events have names that analysers recognise as kernels."""
     ranks = len(simulated.results)
     for rank, events in enumerate(_by_rank(simulated)):
         yield {
@@ -93,7 +93,7 @@ def _by_rank(simulated: Simulated[Any]) -> list[list[Event]]:
 
 
 def _placed(events: Iterable[Event]) -> list[Placed]:
-    """Place every event of a rank on a thread."""
+    """Assign each event of a rank to a thread, so that no two overlap."""
     device: list[Event] = []
     network: list[Event] = []
     for event in events:
@@ -106,7 +106,7 @@ def _placed(events: Iterable[Event]) -> list[Placed]:
 
 
 def _slice(event: Event, thread: int) -> Json:
-    """Write an event as a complete event ("X") of the trace format."""
+    """Return an event as a complete event ("X") in the trace format."""
     start_us, end_us = _us(event.start_s), _us(event.end_s)
     return {
         "ph": "X",
@@ -151,7 +151,7 @@ def _name(kind: str, rank: int, thread: int, **arguments: object) -> Json:
 
 
 def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Json]:
-    """Yield the two ends ("s" and "f") of each message; either lies inside its slice."""
+    """Yield both ends ("s" and "f") of each message's arrow, each inside its event's slice."""
     threads = {
         (event.kind, event.message): {"pid": entry["pid"], "tid": entry["tid"]}
         for event, entry in placed
@@ -166,7 +166,7 @@ def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Jso
 
 
 def _as_kernel(entry: Json) -> Json:
-    """Name a slice like an NCCL kernel, or like a call of the host if it is a wait."""
+    """Return a slice with an NCCL kernel's name if it communicates; mark a wait as a host call."""
     if entry["cat"] == "wait":
         return {**entry, "cat": "cpu_op", "args": {**entry["args"], "stream": -1}}
     if entry["tid"] == COMPUTE:

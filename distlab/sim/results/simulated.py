@@ -19,23 +19,23 @@ class Options:
 
     Attributes:
         algorithm: Algorithm of the built-in collectives, one of ALGORITHMS.
-        eager_bytes: Largest size of buffered sends; -1 lets every send wait for its recv, as on
+        eager_bytes: Largest size of a buffered send; with -1, every send waits for its recv, as on
             NCCL.
         p2p_order: "free" starts point-to-point operations when they are posted. "pair" runs those
-            of the same two ranks one after the other unless they are batched, as on NCCL.
+            between the same two ranks one at a time unless they are batched, as on NCCL.
         is_strict: True to report buffers changed before their operations are done, and operations
-            that never met.
-        seed: Seed of each rank's generators of torch, ``random`` and numpy.
+            that never matched.
+        seed: Seed of each rank's torch, ``random`` and numpy generators.
         has_devices: True to account for computation and memory; None to do so if the cluster
             describes its GPU.
-        capacity_bytes: Memory of each GPU; None for that of its description.
-        overlap_cost: Seconds lost per second of computation during a collective of the same rank:
+        capacity_bytes: Memory of each GPU; None to take it from the cluster's description.
+        overlap_cost: Seconds lost per second of computation during a collective of the same rank;
             see `engine.overlap`.
         has_events: True to keep every event, for pictures and traces. Without them a message takes
             less memory, and only totals are known.
         faults: Faults to inject.
-        given: Folders or files of the caller's own code, which reports and tracebacks leave out:
-            they name the innermost line of the program outside of them.
+        given: Folders or files of the caller's own code. Reports and tracebacks leave them out, and
+            name the program's innermost line outside them.
     """
 
     algorithm: str = "auto"

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from distlab.sim.results.simulated import Simulated
 from distlab.util.text import bytes_text, counted, seconds_text
 
-LISTED = 16  # most ranks with a line each; for more, the table shows the spread and the slowest
+LISTED = 16  # most ranks with a line each; with more, only the spread and the slowest are shown
 SLOWEST = 3  # slowest ranks shown
-BUSIEST = 3  # busiest links named
+BUSIEST = 3  # busiest links listed
 
 HEADINGS = ("rank", "time", "compute", "exposed", "idle", "sent", "messages", "peak memory")
 
@@ -34,7 +34,7 @@ class Totals(NamedTuple):
 
 
 def totals(simulated: Simulated[Any]) -> list[Totals]:
-    """Add up the times and bytes of each rank."""
+    """Return the total times and bytes of each rank."""
     trace = simulated.trace
     columns = (
         *(trace.compute_s, trace.exposed_s),
@@ -49,7 +49,7 @@ def totals(simulated: Simulated[Any]) -> list[Totals]:
 
 
 def summary(simulated: Simulated[Any]) -> str:
-    """Describe a run: the times, bytes and memory of each rank, and the assumptions.
+    """Return a run in words: the times, bytes and memory of each rank, and the assumptions.
 
         simulated, preset dgx-h100, not measured
         4 ranks on 1 x 8 GPUs (H100-80GB), rail-optimised: 38.4 µs
@@ -57,7 +57,7 @@ def summary(simulated: Simulated[Any]) -> str:
         rank     time  compute  exposed  idle      sent  messages  peak memory
            0  38.4 µs  4.07 µs  34.3 µs   0 s  6.00 MiB         6     5.00 MiB
 
-    For more than 16 ranks, the table has minimum, median, maximum, and the slowest ranks.
+    For more than 16 ranks, the table shows minimum, median and maximum, and the slowest ranks.
     """
     ranks = totals(simulated)
     rows: list[tuple[str, ...]] = [HEADINGS]
@@ -75,14 +75,14 @@ def summary(simulated: Simulated[Any]) -> str:
 
 
 def label(simulated: Simulated[Any]) -> str:
-    """Write the label of every table and picture: "simulated, preset dgx-h100, not measured"."""
+    """Return the label of every table and picture: "simulated, preset dgx-h100, not measured"."""
     name = simulated.cluster.name
     cluster = "custom cluster" if name == "custom" else f"preset {name}"
     return f"simulated, {cluster}, not measured"
 
 
 def assumed(simulated: Simulated[Any]) -> list[str]:
-    """List the numbers in use that are neither taken from a data sheet nor measured."""
+    """Return a line for each number in use that is neither from a data sheet nor measured."""
     lines = simulated.cluster.assumptions()
     if not any(simulated.trace.collectives):
         lines = [line for line in lines if not line.startswith("gpu.protocol")]
@@ -97,7 +97,7 @@ def has_compute(simulated: Simulated[Any]) -> bool:
 
 
 def settings(simulated: Simulated[Any]) -> list[str]:
-    """List the options that differ from their defaults, and the faults."""
+    """Return a line for each option that differs from its default, and for each fault."""
     options, faults = simulated.options, simulated.options.faults
     slowed = simulated.cluster.faults
     lines = [f"{pattern} is {factor:g} times slower" for pattern, factor in slowed]
@@ -138,7 +138,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _slowest(ranks: Sequence[Totals]) -> list[int]:
-    """Pick the ranks that ended last; of ranks that ended together, those that waited least."""
+    """Return the ranks that ended last; of ranks that tie, those that waited least come first."""
     return sorted(
         range(len(ranks)), key=lambda rank: (-round(ranks[rank].time_s, 9), ranks[rank].exposed_s)
     )[:SLOWEST]
@@ -155,7 +155,7 @@ def _size(simulated: Simulated[Any]) -> str:
 
 
 def _details(simulated: Simulated[Any]) -> list[str]:
-    """Name the busiest links, unmatched operations, and the memory use of the fullest rank."""
+    """Return lines on the busiest links, unfinished operations, and the highest peak memory."""
     lines = []
     busiest = sorted(link_use(simulated), key=lambda use: -round(use[0], 6))[:BUSIEST]
     named = [f"{name} {share:.0%}" for share, name in busiest if share >= 0.005]
@@ -175,7 +175,7 @@ def _details(simulated: Simulated[Any]) -> list[str]:
 
 
 def link_use(simulated: Simulated[Any]) -> Iterable[tuple[float, str]]:
-    """Yield the used share of each link's capacity, and the link's name."""
+    """Yield each link's utilisation, from 0 to 1, and its name."""
     for link, num_bytes in zip(simulated.cluster.links, simulated.trace.bytes_by_link, strict=True):
         capacity = link.bytes_per_s * simulated.trace.network_s
         yield (num_bytes / capacity if capacity else 0.0), link.name

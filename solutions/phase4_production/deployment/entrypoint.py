@@ -1,16 +1,16 @@
-"""Runs torchrun, and ends with the trainer's exit code, which torchrun does not pass on.
+"""Runs torchrun, and exits with the trainer's exit code, which torchrun does not pass on.
 
     python entrypoint.py torchrun … -m solutions.phase4_production.imagenet_trainer … --run_dir DIR
 
-When a worker fails, torchrun ends with 1, whatever the worker's code was; but Kubernetes and Slurm
+When a worker fails, torchrun exits with 1, whatever the worker's code was; but Kubernetes and Slurm
 have to tell 75 (stopped, run it again) from 78 (restarting does not help). The trainer writes its
-code into ``DIR/exit_code``, and this process ends with it if the file has changed meanwhile.
+code into ``DIR/exit_code``, and this process exits with it if the file has changed meanwhile.
 
-It also stands between the signals and torchrun. As process 1 of a container, torchrun would ignore
-SIGTERM until it has started its workers, that is, as long as it waits for the other nodes. SIGUSR1
-would kill it, and Slurm sends that to every process of a task. So torchrun ignores SIGUSR1, is in a
-session of its own, which signals from a terminal don't reach, and gets a single SIGTERM from here,
-which it forwards.
+This process also handles signals for torchrun. As process 1 of a container, torchrun would ignore
+SIGTERM until it has started its workers, that is, while it waits for the other nodes. SIGUSR1 would
+kill it, and Slurm sends that to every process of a task. So torchrun ignores SIGUSR1, runs in its
+own session, which signals from a terminal don't reach, and gets a single SIGTERM from here, which
+it forwards to its workers.
 """
 
 import os
@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-# By default, torchrun tells the address of rank 0 only in the first round of a rendezvous, so that
-# a node that replaces another waits for it in vain.
+# By default, torchrun shares the address of rank 0 only in the first round of a rendezvous, so a
+# node that replaces another waits for it in vain.
 NEW_ADDRESS_IN_EACH_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOPPED = 75
@@ -30,21 +30,21 @@ USAGE = 2
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the command; return the exit code of the trainer that it has run.
+    """Run the command, and return the exit code of the trainer that it started.
 
     Args:
-        command: holds ``--run_dir DIR``, for the trainer.
+        command: command that contains ``--run_dir DIR``, for the trainer.
 
     Returns:
-        0 if the command ended with 0. Otherwise what the trainer has written; STOPPED if SIGTERM
-        killed torchrun itself, which has not started any worker then; otherwise the command's
+        0 if the command exited with 0. Otherwise, the code that the trainer has written; STOPPED if
+        SIGTERM killed torchrun itself, which then had not started any worker; or else the command's
         own code, or 128 plus the signal that killed it.
     """
     if "--run_dir" not in command[:-1]:
         print("usage: entrypoint.py COMMAND … --run_dir DIR", file=sys.stderr)
         return USAGE
     code_file = Path(command[command.index("--run_dir") + 1]) / "exit_code"
-    code_file.parent.mkdir(parents=True, exist_ok=True)  # the trainer may fail first
+    code_file.parent.mkdir(parents=True, exist_ok=True)  # the trainer may fail before making it
     before = _version(code_file)
     status = _run(command)
     if status == -signal.SIGTERM:
@@ -54,9 +54,13 @@ def main(command: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run the command, and forward the first signal; return its code, or minus a signal."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # none arrives before there is a handler
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # torchrun inherits that
+    """Run the command, and send it SIGTERM on the first signal.
+
+    Returns:
+        Its exit code, or minus the number of the signal that killed it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # none arrives before the handlers are set
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # torchrun inherits this
     environment = {**os.environ, **NEW_ADDRESS_IN_EACH_ROUND}
     pid = os.posix_spawnp(command[0], [*command], environment, setsid=True, setsigmask=())
 
@@ -70,13 +74,13 @@ def _run(command: Sequence[str]) -> int:
         signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     while True:
-        ended, status = os.wait()  # process 1 also gets the orphans of workers that were killed
+        ended, status = os.wait()  # process 1 also reaps orphans of killed workers
         if ended == pid:
             return os.waitstatus_to_exitcode(status)
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Return what changes when the file is written; no clock of another machine is asked."""
+    """Return a value that changes when the file is written; no clocks are compared."""
     try:
         found = path.stat()
     except OSError:

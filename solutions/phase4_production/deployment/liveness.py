@@ -1,14 +1,15 @@
-"""Tells whether the ranks of this container still train: the probe of Kubernetes and Docker.
+"""Checks whether the ranks of this container are still training: a probe for Kubernetes and Docker.
 
-    python liveness.py RUN_DIR MAX_AGE_S             fails if a rank here is silent for too long
+    python liveness.py RUN_DIR MAX_AGE_S             fails if a rank here has been silent too long
     python liveness.py RUN_DIR MAX_AGE_S --started   fails until each rank here has a heartbeat
 
 A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step, and while it evaluates. A port would
 prove nothing: a rank that hangs in a collective keeps its ports open. All nodes share RUN_DIR, and
-torchrun numbers the ranks anew at each rendezvous, so which ranks are here is read from ``/proc``.
+torchrun renumbers the ranks at each rendezvous, so the ranks here are found through ``/proc``.
 
-A rank that has just been started gets MAX_AGE_S from its start, whatever its predecessor has left.
-While there is no rank here, torchrun waits for other nodes: its own timeouts end that.
+A new rank gets MAX_AGE_S from its start, whatever heartbeat its predecessor has left behind. The
+probe also passes while no rank runs here: torchrun then waits for other nodes, as long as its own
+timeouts allow.
 """
 
 import argparse
@@ -25,21 +26,21 @@ PROC = Path("/proc")
 
 
 class Rank(NamedTuple):
-    """A rank that runs here."""
+    """A rank that runs in this container."""
 
     number: int
     running_s: float  # age of its process
-    silent_s: float  # age of its last heartbeat, which may be an earlier process's
+    silent_s: float  # age of its last heartbeat, which may come from an earlier process
 
 
 def ranks_here(run_dir: Path) -> list[Rank]:
-    """Return the ranks of a run that run on this machine, or in this container.
+    """Return the ranks of a run that are on this machine, or in this container.
 
     Args:
-        run_dir: folder that the trainer was given as ``--run_dir``.
+        run_dir: folder that the trainer got as ``--run_dir``.
     """
     started_s: dict[int, float] = {}
-    for number, seconds in _processes(str(run_dir)):  # the workers of a DataLoader are younger
+    for number, seconds in _processes(str(run_dir)):  # DataLoader workers are younger
         started_s[number] = min(seconds, started_s.get(number, math.inf))
     return [
         Rank(number, _uptime_s() - seconds, _silent_s(run_dir / f"heartbeat.rank{number}"))
@@ -48,7 +49,7 @@ def ranks_here(run_dir: Path) -> list[Rank]:
 
 
 def complaints(ranks: Sequence[Rank], max_age_s: float) -> list[str]:
-    """Return what is wrong with ranks that should be training, as a line for each."""
+    """Return one line for each rank that has been silent for too long."""
     return [
         f"rank {rank.number} has been silent for {min(rank.silent_s, rank.running_s):.0f} s, "
         f"{max_age_s:.0f} s are allowed"
@@ -58,14 +59,14 @@ def complaints(ranks: Sequence[Rank], max_age_s: float) -> list[str]:
 
 
 def not_started(ranks: Sequence[Rank]) -> list[str]:
-    """Return which ranks have given no heartbeat yet, as a line for each."""
+    """Return one line for each rank without a heartbeat yet, or one line if no rank runs here."""
     waiting = [rank for rank in ranks if rank.silent_s >= rank.running_s]
     lines = [f"rank {r.number} has given no heartbeat in {r.running_s:.0f} s" for r in waiting]
     return lines if ranks else ["no rank runs here yet"]
 
 
 def _processes(run_dir: str) -> Iterator[tuple[int, float]]:
-    """Yield the rank of each process of the run here, and when it was started, after the boot."""
+    """Yield rank and start time, in seconds after boot, of each of the run's processes here."""
     for folder in PROC.glob("[0-9]*"):
         try:
             arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
@@ -79,7 +80,7 @@ def _processes(run_dir: str) -> Iterator[tuple[int, float]]:
 
 
 def _uptime_s() -> float:
-    """Return the seconds since the machine was booted."""
+    """Return the seconds since the machine booted."""
     return float((PROC / "uptime").read_text().split()[0])
 
 

@@ -1,7 +1,7 @@
-"""Broken programs of people who had not seen the simulator: each has found a fault in a report.
+"""Broken programs by people who had not seen the simulator.
 
 They wrote 525 programs. These are the ones that led to a change, or whose report says something
-that no other program of the catalogue shows.
+that no other report in the catalogue does.
 """
 
 import os
@@ -33,7 +33,7 @@ from catalogue import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-# Exceptions that are caught
+# Caught exceptions
 
 
 @deadlock(
@@ -45,7 +45,7 @@ from torch.distributed.distributed_c10d import _get_default_store
     "can hide an error: did rank 1 come through it, and so leave out a call?",
 )
 def skips_a_bad_batch() -> None:
-    """Rank 1 skips a batch that it cannot read, and makes a call less."""
+    """Rank 1 skips a batch that it cannot read, and so makes one call fewer."""
     for step in range(3):
         try:
             x = value(int("x") if (step, me()) == (1, 1) else 1)
@@ -62,7 +62,7 @@ def skips_a_bad_batch() -> None:
     "in the except of line",
 )
 def swallows_its_error_and_returns() -> None:
-    """Rank 2 fails before the all_reduce, and says nothing."""
+    """Rank 2 fails before the all_reduce and swallows its error."""
     try:
         if me() == 2:
             raise ValueError("bad sample")
@@ -79,7 +79,7 @@ def swallows_its_error_and_returns() -> None:
     "can hide an error: did rank 0 come through it, and so leave out a call?",
 )
 def suppresses_its_error() -> None:
-    """The same with contextlib.suppress, which no frame shows afterwards."""
+    """An error is swallowed by contextlib.suppress, which no stack frame shows afterwards."""
     with suppress(KeyError):
         losses = {1: 1.0}
         dist.all_reduce(value(losses[me()]))
@@ -112,19 +112,19 @@ def reports_its_error_to_rank_0() -> None:
     "all_gather_object sends sizes first, then the objects",
 )
 def gathers_what_cannot_be_pickled() -> None:
-    """Rank 1 gives an object that cannot be sent, catches the error, and comes to the barrier."""
+    """Rank 1 passes an object that cannot be sent, catches the error, and reaches the barrier."""
     with suppress(TypeError):
         batches: object = (batch for batch in range(3)) if me() == 1 else 1
         dist.all_gather_object([None] * size(), batches)
     dist.barrier()
 
 
-# Ends of ranks
+# Ranks and groups
 
 
 @rank_error(4, "os._exit", (1,), "rank 1 of 4 ended by os._exit(1), broken_by_strangers.py:")
 def ends_its_process() -> None:
-    """The process that simulates all ranks survives."""
+    """Rank 1 calls os._exit; the process that simulates all ranks survives."""
     if me() == 1:
         os._exit(1)
     dist.barrier()
@@ -132,7 +132,7 @@ def ends_its_process() -> None:
 
 @rank_error(4, "SystemExit", (1,), "rank 1 of 4 raised SystemExit: 0, broken_by_strangers.py:")
 def exits_early() -> None:
-    """Rank 1 is done earlier than the others."""
+    """Rank 1 exits before the others."""
     if me() == 1:
         raise SystemExit(0)
     dist.barrier()
@@ -140,7 +140,7 @@ def exits_early() -> None:
 
 @deadlock(4, ENDED, (3,), "rank 3 destroyed its process group without communicating")
 def destroys_its_group_early() -> None:
-    """Rank 3 leaves the world while the others reduce."""
+    """Rank 3 destroys its process group while the others reduce."""
     if me() == 3:
         dist.destroy_process_group()
     else:
@@ -155,7 +155,7 @@ def destroys_its_group_early() -> None:
     "torch has left out that call.",
 )
 def gathers_in_a_group_of_others() -> None:
-    """All four ranks make calls of a group of two: torch leaves out those of the others."""
+    """All four ranks call collectives of a group of two: torch skips the calls of non-members."""
     pair = dist.new_group([0, 1])
     total = value(1)
     dist.all_gather([empty(), empty()], total, group=pair)
@@ -170,7 +170,7 @@ def gathers_in_a_group_of_others() -> None:
     "Rank 2 returned without waiting for its all_reduce (call 1 of ranks 0-3), (4,) float32",
 )
 def returns_inside_the_loop() -> None:
-    """On rank 2 the return is indented too deep."""
+    """On rank 2 the return is indented one level too far."""
     works = []
     for _ in range(3):
         works.append(dist.all_reduce(data(), async_op=True))
@@ -189,7 +189,7 @@ def returns_inside_the_loop() -> None:
     "do some ranks make a call more there, or one less? If not: why did ranks 0 and 1 return",
 )
 def logs_large_losses_only() -> None:
-    """Two ranks make a call more, which meets the others' next step; all see it at the end."""
+    """An extra call on two ranks matches the others' next step, so it shows only at the end."""
     for step in range(3):
         dist.all_reduce(data())
         if step == 0 and me() > 1:
@@ -203,7 +203,7 @@ def logs_large_losses_only() -> None:
     "Does rank 0, which waits for any rank, receive once too often before it sends?",
 )
 def leader_counts_itself() -> None:
-    """The leader waits for as many votes as there are ranks."""
+    """The leader waits for one vote per rank, itself included."""
     if me() == 0:
         for _ in range(size()):
             dist.recv(empty())
@@ -222,7 +222,7 @@ def leader_counts_itself() -> None:
     "torch makes this call by itself in init_device_mesh",
 )
 def mesh_of_one_rank() -> None:
-    """Rank 0 alone makes a mesh."""
+    """Only rank 0 makes a mesh."""
     if me() == 0:
         init_device_mesh("cpu", (2, 2))
     dist.barrier()
@@ -236,7 +236,7 @@ def mesh_of_one_rank() -> None:
     "is group= missing, or None, on rank 3?",
 )
 def axis_forgotten_on_one_rank() -> None:
-    """Rank 3 reduces in the world, its partner on their axis."""
+    """Rank 3 reduces over the world, its partner over the mesh axis that they share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dist.all_reduce(data(), group=None if me() == 3 else mesh.get_group("tp"))
 
@@ -253,7 +253,7 @@ def axis_forgotten_on_one_rank() -> None:
     "Which rank should change it, and does that rank wait for something else first?",
 )
 def counts_to_three() -> None:
-    """Two ranks wait until a counter, which each has raised by one, is three."""
+    """Two ranks each add one to a counter, then wait for it to reach three."""
     store = _get_default_store()
     store.add("n", 1)
     while store.add("n", 0) < 3:
@@ -269,7 +269,7 @@ def counts_to_three() -> None:
     "does a rank set one key less?",
 )
 def one_clock_stops_early() -> None:
-    """Workers wait for the clock of each other one, and rank 3 makes a step less."""
+    """Every worker waits for the clocks of all others, but rank 3 takes one step fewer."""
     store = _get_default_store()
     for step in range(2 if me() == 3 else 3):
         store.set(f"clock-{me()}-{step}", "1")
@@ -284,7 +284,7 @@ def one_clock_stops_early() -> None:
     "come to it?",
 )
 def key_with_a_prefix() -> None:
-    """Rank 0 writes through a PrefixStore, and rank 1 reads the store inside."""
+    """Rank 0 writes through a PrefixStore, and rank 1 reads the underlying store."""
     store = _get_default_store()
     if me() == 0:
         dist.PrefixStore("job", store).set("addr", "x")
@@ -325,7 +325,7 @@ def sender_dies() -> None:
     "and nobody has asked for it.",
 )
 def task_fails_unseen() -> None:
-    """wait() returns although the task has failed, and the rank comes to the barrier."""
+    """wait() returns although the task has failed, and the rank reaches the barrier."""
     both = dist.new_group([0, 1])
 
     def save() -> None:
@@ -343,7 +343,7 @@ def task_fails_unseen() -> None:
     "Rank 0 ended, and daemon thread 'serve' with it, which was at broken_by_strangers.py:",
 )
 def daemon_ends_with_its_rank() -> None:
-    """Rank 0 returns while its daemon still serves rank 1."""
+    """Rank 0 returns while its daemon thread is still serving rank 1."""
 
     def serve() -> None:
         for _ in range(3):
@@ -367,7 +367,7 @@ def daemon_ends_with_its_rank() -> None:
     "daemon thread 'later' with it, which had not begun (started at broken_by_strangers.py:",
 )
 def daemon_ends_before_it_begins() -> None:
-    """Rank 0 starts a daemon that is to send, and returns at once."""
+    """Rank 0 starts a daemon thread that should send, and returns at once."""
 
     def send() -> None:
         time.sleep(0.5)
@@ -388,7 +388,7 @@ def daemon_ends_before_it_begins() -> None:
     "thread 'push' does with that lock, release it before communicating.",
 )
 def lock_held_in_a_collective() -> None:
-    """Rank 1 reduces with a lock that its sender needs, and rank 0 waits for the sender first."""
+    """Rank 1 reduces while holding a lock that its sender needs; rank 0 waits for the sender."""
     both, lock = dist.new_group([0, 1]), threading.Lock()
 
     def push() -> None:
@@ -414,7 +414,7 @@ def lock_held_in_a_collective() -> None:
     "Is a notify() missing, or was it too early?",
 )
 def condition_without_notify() -> None:
-    """A producer adds an item and does not notify the thread that waits for one."""
+    """A producer adds an item but does not notify the thread that waits for one."""
     condition = threading.Condition()
     items: list[int] = []
 
@@ -439,7 +439,7 @@ def condition_without_notify() -> None:
     "Threads that wait for each other never go on: one of them must not wait.",
 )
 def threads_join_each_other() -> None:
-    """Two threads wait for each other's end."""
+    """Two threads join each other."""
     threads: dict[str, threading.Thread] = {}
     started = threading.Event()
 
@@ -462,7 +462,7 @@ def threads_join_each_other() -> None:
     "A task must not wait for another one of the same pool: call that one itself",
 )
 def task_waits_for_a_task_of_its_pool() -> None:
-    """A save runs in a pool of one worker, hands its upload to that pool, and waits for it."""
+    """A save runs in a one-worker pool, submits its upload to the same pool, and waits for it."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: pool.submit(int).result()).result()
     dist.barrier()
@@ -476,7 +476,7 @@ def task_waits_for_a_task_of_its_pool() -> None:
     "Is a task_done() missing after one of the get()?",
 )
 def queue_whose_tasks_are_never_done() -> None:
-    """A worker takes the items of a queue and does not say that it is done with them."""
+    """A worker takes items from a queue and never calls task_done()."""
     items = queue.Queue[int]()
 
     def work() -> None:

@@ -1,6 +1,6 @@
-"""Broken programs: calls that do not belong together, reported when they are posted.
+"""Broken programs: calls that do not match.
 
-Over gloo ``sum_and_maximum`` returns wrong numbers.
+The simulator reports them as soon as they are posted.
 """
 
 import torch
@@ -26,7 +26,7 @@ def another_collective() -> None:
 
 @mismatch(2, OPERATION, (0, 1), "broadcast with root 0 on rank 0, but with root 1 on rank 1")
 def every_rank_its_own_root() -> None:
-    """The root of a broadcast is the rank itself."""
+    """Every rank broadcasts with itself as the root."""
     dist.broadcast(data(), me())
 
 
@@ -39,7 +39,7 @@ def every_rank_its_own_root() -> None:
     "rank to another with the same tag meet in the order of the calls.",
 )
 def receives_less_than_is_sent() -> None:
-    """The buffer of a recv is too small."""
+    """A recv buffer is too small."""
     if me() == 0:
         dist.send(data(), 1)
     else:
@@ -56,7 +56,7 @@ def receives_less_than_is_sent() -> None:
     "is not in.",
 )
 def new_group_by_its_members_only() -> None:
-    """A group is created by those that are in it."""
+    """Only the members of a group create it."""
     if me() < 2:
         dist.new_group([0, 1])
     dist.barrier(dist.new_group(range(4)))
@@ -66,7 +66,7 @@ def new_group_by_its_members_only() -> None:
     2, SHAPE, (0, 1), "in all_to_all rank 0 sends 3 elements to rank 1, which expects 2", "split"
 )
 def splits_that_do_not_fit() -> None:
-    """In an all_to_all rank 0 sends three elements where rank 1 expects two."""
+    """In an all_to_all, rank 0 sends three elements where rank 1 expects two."""
     sent = [1, 3] if me() == 0 else [2, 2]
     received = [1, 2] if me() == 0 else [2, 2]
     dist.all_to_all_single(torch.zeros(sum(received)), torch.zeros(4), received, sent)

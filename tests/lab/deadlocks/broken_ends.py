@@ -1,4 +1,4 @@
-"""Broken programs: a peer has returned, was killed, has raised, or never sets a key."""
+"""Broken programs: a peer returns, is killed, raises, or never sets a key."""
 
 import time
 
@@ -36,14 +36,14 @@ def barrier_under_an_if() -> None:
     "broken_ends.py:",
 )
 def uneven_batches() -> None:
-    """One rank has a batch fewer."""
+    """One rank has one batch fewer."""
     for _ in range(3 if me() == 1 else 4):
         dist.all_reduce(data())
 
 
 @deadlock(2, ENDED, (1,), "for rank 1, but rank 1 has returned")
 def uneven_batches_in_ddp() -> None:
-    """The same in DistributedDataParallel, whose hooks call the collectives."""
+    """The same with DistributedDataParallel, whose hooks call the collectives."""
     model = DistributedDataParallel(nn.Linear(2, 1))
     for _ in range(2 - me()):
         model(torch.ones(1, 2)).sum().backward()
@@ -58,7 +58,7 @@ def uneven_batches_in_ddp() -> None:
     "was it meant for the recv from rank 1? If not: is a send missing on rank 1",
 )
 def any_recv_takes_what_a_named_one_waits_for() -> None:
-    """The recv from any rank takes the only message of rank 1, and rank 2 is never heard."""
+    """The recv from any rank takes rank 1's only message, and rank 2's is never received."""
     if me() == 0:
         dist.recv(data())
         dist.recv(data(), 1)
@@ -77,7 +77,7 @@ def any_recv_takes_what_a_named_one_waits_for() -> None:
     if_buffered=PASSES,
 )
 def send_that_nobody_receives() -> None:
-    """A send has no recv, and would go unnoticed if its rank did not wait."""
+    """A send has no matching recv, which would go unnoticed if the sender did not wait."""
     if me() == 0:
         dist.isend(data(), 1).wait()
 
@@ -107,7 +107,7 @@ def loses_a_rank() -> None:
     "in misspelt_key: is one misspelled?",
 )
 def misspelt_key() -> None:
-    """Rank 0 sets another key than the one the others wait for, and continues."""
+    """Rank 0 sets a different key from the one the others wait for, and continues."""
     store = _get_default_store()
     if me() == 0:
         store.set("raedy", "1")
@@ -124,7 +124,7 @@ def misspelt_key() -> None:
     "The exception was caught, so the other ranks do not know.",
 )
 def source_alone_is_refused() -> None:
-    """torch refuses the source's tensor; it catches that and returns, and the others wait."""
+    """torch rejects the source's tensor; the source catches the error and returns."""
     x = torch.zeros(4, 4)
     try:
         dist.broadcast(x.t()[:2] if me() == 0 else x[:2], 0)
@@ -140,7 +140,7 @@ def source_alone_is_refused() -> None:
     "give group_src=",
 )
 def root_counted_inside_the_group() -> None:
-    """src= counts all ranks, also where a group is given."""
+    """src= is a global rank, even when a group is given."""
     group = dist.new_group([2, 3])
     if me() >= 2:
         dist.broadcast(data(), src=0, group=group)
@@ -148,5 +148,5 @@ def root_counted_inside_the_group() -> None:
 
 @rank_error(2, "ValueError", (), "Invalid destination rank")
 def blocking_send_to_itself() -> None:
-    """torch refuses a blocking send to oneself."""
+    """torch rejects a blocking send from a rank to itself."""
     dist.send(data(), me())

@@ -1,4 +1,4 @@
-"""Broken programs: sends and receives that wait for each other in a circle."""
+"""Broken programs: sends and receives that wait for each other in a cycle."""
 
 import torch.distributed as dist
 from catalogue import CYCLE, ENDED, PASSES, data, deadlock, me, size
@@ -17,7 +17,7 @@ from catalogue import CYCLE, ENDED, PASSES, data, deadlock, me, size
     if_buffered=PASSES,
 )
 def head_to_head_sends() -> None:
-    """Both send before they receive: works as long as sends are buffered."""
+    """Both ranks send before they receive, which works as long as sends are buffered."""
     dist.send(data(), 1 - me())
     dist.recv(data(), 1 - me())
 
@@ -31,7 +31,7 @@ def head_to_head_sends() -> None:
     if_buffered=ENDED,
 )
 def two_tags() -> None:
-    """The tag of the recv is not that of the send."""
+    """The send and its recv have different tags."""
     if me() == 0:
         dist.send(data(), 1, tag=1)
     else:
@@ -48,7 +48,7 @@ def two_tags() -> None:
     if_buffered=ENDED,
 )
 def two_groups_for_one_message() -> None:
-    """The recv names a group, the send forgets it."""
+    """The recv passes a group, and the send omits it."""
     pair = dist.new_group([0, 1])
     if me() == 0:
         dist.send(data(), 1)
@@ -81,7 +81,7 @@ def waits_for_itself() -> None:
     if_buffered=PASSES,
 )
 def no_one_can_go_first() -> None:
-    """Every send has its recv, in an order in which no rank can be first."""
+    """Every send has its recv, but their order leaves no rank that can go first."""
     if me() == 0:
         dist.send(data(), 1)
         dist.send(data(), 2)
@@ -100,7 +100,7 @@ def no_one_can_go_first() -> None:
     "but rank 1 receives from rank 2: is one of the peers wrong?",
 )
 def batch_with_one_neighbour_for_both() -> None:
-    """Everything is batched, and everybody names the right neighbour twice."""
+    """All calls are batched, but every rank gives its right neighbour as both peers."""
     right = (me() + 1) % size()
     ops = [dist.P2POp(dist.isend, data(), right), dist.P2POp(dist.irecv, data(), right)]
     for work in dist.batch_isend_irecv(ops):
@@ -116,7 +116,7 @@ def batch_with_one_neighbour_for_both() -> None:
     if_buffered=CYCLE,
 )
 def number_inside_the_group() -> None:
-    """Rank 1 counts inside the group, and says dst= instead of group_dst=."""
+    """Rank 1 means a rank within the group, but passes dst= instead of group_dst=."""
     group = dist.new_group([1, 2, 3])
     if me() == 1:
         dist.send(data(), dst=2, group=group)

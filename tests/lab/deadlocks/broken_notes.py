@@ -1,4 +1,4 @@
-"""Broken programs whose report has notes: exceptions, threads, groups, and the other ranks."""
+"""Broken programs whose reports have notes on exceptions, threads, groups, or other ranks."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from catalogue import (
     value,
 )
 
-# Exceptions that are caught
+# Caught exceptions
 
 
 class Unprintable(Exception):
@@ -32,7 +32,7 @@ class Unprintable(Exception):
     if_buffered=ENDED,
 )
 def handles_what_cannot_be_printed() -> None:
-    """The text of the exception raises an exception."""
+    """Converting the exception to text raises another one."""
     try:
         if me() == 2:
             raise Unprintable
@@ -46,7 +46,7 @@ def handles_what_cannot_be_printed() -> None:
 
 @deadlock(1, THREAD, (0,), "waits for an event of its own (20 times) broken_notes.py:")
 def many_threads_wait_at_one_line() -> None:
-    """Rows that are equal are counted."""
+    """The report merges identical rows and shows how many there are."""
     never = threading.Event()
     for _ in range(20):
         threading.Thread(target=never.wait).start()
@@ -84,7 +84,7 @@ def save() -> None:
 
 @deadlock(2, ENDED, (0,), never=("disk full",))
 def knows_the_error_of_its_task() -> None:
-    """Rank 0 has asked for the exception of its task."""
+    """Rank 0 has read its task's exception, so the report does not mention it."""
     with ThreadPoolExecutor(1) as pool:
         task = pool.submit(save)
         if me() == 0:
@@ -93,7 +93,7 @@ def knows_the_error_of_its_task() -> None:
 
 @deadlock(2, ENDED, (0,), never=("daemon",))
 def leaves_a_sleeper_behind() -> None:
-    """Rank 1 has a thread that ends with it, and is not to blame."""
+    """Rank 1 has a daemon thread that ends with it and is not to blame."""
     if me() == 1:
         threading.Thread(target=lambda: time.sleep(9), daemon=True).start()
         time.sleep(0.1)
@@ -112,16 +112,16 @@ def meets_alone(group: dist.ProcessGroup) -> None:
 
 @deadlock(2, ENDED, (1,), "on group 'metrics' for rank 1")
 def group_with_a_description() -> None:
-    """A group is called what the program calls it."""
+    """The report calls a group by its description."""
     meets_alone(dist.new_group(group_desc="metrics"))
 
 
-# The other ranks of an error
+# Other ranks at the time of an error
 
 
 @rank_error(2, "RuntimeError", (0,), "rank 1 running broken_notes.py:")
 def is_late_for_a_group_with_a_limit() -> None:
-    """Rank 1 computes while the limit of rank 0 passes."""
+    """Rank 1 is still computing when rank 0's time limit expires."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if me() == 1:
         time.sleep(3)
@@ -135,7 +135,7 @@ def is_late_for_a_group_with_a_limit() -> None:
     "Rank 1 had not waited for its irecv from rank 0, (1,) float32 (broken_notes.py:",
 )
 def checks_before_it_waits() -> None:
-    """Rank 1 looks at a tensor that has not arrived."""
+    """Rank 1 reads a tensor that has not arrived."""
     x = value(0)
     if me() == 1:
         dist.irecv(x, 0)
@@ -144,7 +144,7 @@ def checks_before_it_waits() -> None:
 
 
 class AllFailed(BaseException):
-    """An error like torch's CheckpointException, whose text has the tracebacks of all ranks."""
+    """An error like torch's CheckpointException, whose text holds the tracebacks of all ranks."""
 
     def __str__(self) -> str:
         one = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\n'
@@ -159,5 +159,5 @@ class AllFailed(BaseException):
     never=("a.py",),
 )
 def raises_the_tracebacks_of_all_ranks() -> None:
-    """The message is shown without them."""
+    """The report shows the message without the tracebacks."""
     raise AllFailed

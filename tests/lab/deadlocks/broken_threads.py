@@ -47,7 +47,7 @@ def waits_for_a_queue() -> None:
     "A thread can take a Lock only once",
 )
 def takes_its_own_lock_twice() -> None:
-    """A lock that is not reentrant is taken again by the thread that holds it."""
+    """A thread takes a non-reentrant lock that it already holds."""
     lock = threading.Lock()
     with lock, lock:
         dist.barrier()
@@ -105,7 +105,7 @@ def a_saver_waits_for_the_step_after() -> None:
 
 @mismatch(2, SHAPE, (0, 1), "all_reduce with size 2 on rank 0, but with size 3 on rank 1")
 def a_thread_reduces_another_size() -> None:
-    """The sizes differ between the ranks, in a thread whose exceptions go unnoticed."""
+    """Tensor sizes differ between the ranks, in a thread whose exceptions go unnoticed."""
     thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(2 + me()),))
     thread.start()
     thread.join()
@@ -116,7 +116,7 @@ def a_thread_reduces_another_size() -> None:
 
 @mismatch(3, OPERATION, (2,), "operation mismatch: ", "broadcast on rank 2")
 def a_mismatch_is_swallowed_and_the_rank_leaves() -> None:
-    """Rank 2 makes another call, swallows the error, and returns; the others go on."""
+    """Rank 2 makes a different call, swallows the error, and returns; the others continue."""
     try:
         if me() == 2:
             dist.broadcast(data(), 0)
@@ -127,7 +127,7 @@ def a_mismatch_is_swallowed_and_the_rank_leaves() -> None:
     dist.barrier()
 
 
-# Questions without an answer
+# Waits that never end
 
 
 @deadlock(
@@ -138,7 +138,7 @@ def a_mismatch_is_swallowed_and_the_rank_leaves() -> None:
     "in both_poll_for_a_message",
 )
 def both_poll_for_a_message() -> None:
-    """Both ask whether a message has come, which neither has sent."""
+    """Both ranks poll for a message that neither has sent."""
     work = dist.irecv(data(), 1 - me())
     while not work.is_completed():
         pass
@@ -146,14 +146,14 @@ def both_poll_for_a_message() -> None:
 
 @deadlock(2, KEY, (0,), "rank 0 waits for the key 'ready', which no rank has set")
 def polls_for_a_key() -> None:
-    """Rank 0 asks for a key that rank 1 does not set."""
+    """Rank 0 polls for a key that rank 1 never sets."""
     while me() == 0 and not _get_default_store().check(["ready"]):
         time.sleep(0.001)
 
 
 @deadlock(1, THREAD, (0,), "waits for other threads at a barrier of its own", "Do as many threads")
 def makes_a_barrier_for_too_many() -> None:
-    """A barrier for three threads, but only two exist."""
+    """A barrier expects three threads, but only two exist."""
     barrier = threading.Barrier(3)
     threading.Thread(target=barrier.wait).start()
     barrier.wait()
@@ -161,7 +161,7 @@ def makes_a_barrier_for_too_many() -> None:
 
 @deadlock(1, THREAD, (0,), "waits for room in a queue of its own", "Is a get() missing")
 def fills_its_queue() -> None:
-    """A queue for one gets two."""
+    """A queue with room for one item gets two."""
     full = queue.Queue[int](maxsize=1)
     full.put(1)
     full.put(2)

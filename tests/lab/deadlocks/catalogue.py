@@ -1,12 +1,12 @@
-"""The catalogue of broken and of correct programs, and the helpers that they share.
+"""The catalogue of broken and correct programs, and the helpers that they share.
 
-Broken programs cannot end well: each makes one mistake, and the table says what its report must
-say. Read them as a catalogue of ways to hang; over gloo, in real processes, they
-fail as well, mostly by hanging.
+Each broken program makes one mistake, and its entry states what the report must say. Read them as
+a catalogue of ways to hang: over gloo, in real processes, they fail as well, mostly by
+hanging.
 
-Correct ones look as if they might hang, and do not: the table says what every rank returns, whether
-sends are buffered or not, in whatever order the ranks get their turns. Real processes over gloo
-return the same, except for four programs, which say so: gloo itself cannot do what they do.
+Correct programs look as if they might hang, but do not. The entry states what every rank returns,
+with or without buffered sends, in whatever order the ranks take turns. Real processes over gloo
+return the same results, except for four programs that gloo cannot run; their docstrings say so.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,12 +39,12 @@ class Broken:
     Attributes:
         error: Class of the error.
         num_ranks: Size of the world.
-        kind: Kind of the error; of a RankError, the name of the exception.
-        ranks: Ranks to blame; of a Mismatch, some of them.
-        says: Phrases of the message.
-        never: Phrases that the message must not have.
-        if_buffered: Kind if sends are buffered, where it is another one.
-        faults: Faults of the simulation.
+        kind: Kind of the error; for a RankError, the name of the exception.
+        ranks: Ranks to blame; for a Mismatch, some of them.
+        says: Phrases that the message must contain.
+        never: Phrases that the message must not contain.
+        if_buffered: Kind if sends are buffered, where it differs.
+        faults: Faults to simulate.
     """
 
     program: Program
@@ -69,7 +69,7 @@ BROKEN: list[Broken] = []
 
 
 def _entry(error: type[SimulationError]) -> Callable[..., Callable[[Program], Program]]:
-    """Make the decorator that enters programs whose error is this one."""
+    """Return a decorator that enters programs with this error in the catalogue."""
 
     def decorator(
         num_ranks: int, kind: str, ranks: tuple[int, ...], *says: str, **others: Any
@@ -107,7 +107,7 @@ CORRECT: list[Correct] = []
 def returns(
     results: Sequence[object], faults: Faults | None = None
 ) -> Callable[[Program], Program]:
-    """Enter a program in the table; there are as many ranks as results."""
+    """Return a decorator that enters a program in the catalogue; it runs on one rank per result."""
 
     def enter(program: Program) -> Program:
         CORRECT.append(Correct(program, list(results), faults or Faults()))
@@ -116,7 +116,7 @@ def returns(
     return enter
 
 
-# Helpers of programs
+# Helpers for programs
 
 
 def me() -> int:
@@ -147,7 +147,7 @@ def received(src: int | None = None, tag: int = 0) -> float:
 
 
 def reduced(number: float, group: dist.ProcessGroup | None = None) -> float:
-    """Return the sum of one number of each rank."""
+    """Return the sum of the ranks' numbers."""
     x = value(number)
     dist.all_reduce(x, group=group)
     return x.item()

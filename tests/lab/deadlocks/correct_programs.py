@@ -1,4 +1,4 @@
-"""Correct programs: messages in unusual orders, collectives of several groups, early ends."""
+"""Correct programs: messages in unusual orders, collectives on several groups, early ends."""
 
 import time
 
@@ -14,7 +14,7 @@ from distlab.sim import Faults
 
 @returns([[1, 11], [0, 10]])
 def waits_in_reverse() -> object:
-    """All is posted first; the waits come in the opposite order."""
+    """Everything is posted first, then awaited in reverse order."""
     inbox = [empty(), empty()]
     works = [dist.isend(value(me() + 10 * k), 1 - me()) for k in range(2)]
     works += [dist.irecv(x, 1 - me()) for x in inbox]
@@ -25,7 +25,7 @@ def waits_in_reverse() -> object:
 
 @returns([3, 0, 1, 2])
 def ring_with_isend() -> object:
-    """Everybody sends to the right and receives from the left, without a first."""
+    """Every rank sends to the right and receives from the left; none has to go first."""
     work = dist.isend(value(me()), (me() + 1) % size())
     x = received((me() - 1) % size())
     work.wait()
@@ -49,7 +49,7 @@ def tags_out_of_order() -> object:
 
 @returns([6, None, None, None])
 def gather_from_any_source() -> object:
-    """The root takes what comes."""
+    """The root receives messages in whatever order they arrive."""
     if me() == 0:
         return sum(received() for _ in range(size() - 1))
     dist.send(value(me()), 0)
@@ -68,7 +68,7 @@ def message_to_oneself() -> object:
 
 @returns([0, 0])
 def messages_without_content() -> object:
-    """Tensors of size zero are messages like others: each needs its recv."""
+    """Empty tensors are messages like any other: each needs its recv."""
     x = torch.zeros(0)
     if me() == 0:
         dist.send(x, 1)
@@ -82,7 +82,7 @@ def messages_without_content() -> object:
 
 @returns([None, 7])
 def waits_twice() -> object:
-    """To wait again for what is done does nothing. (gloo waits forever.)"""
+    """Waiting again for a completed call does nothing. (gloo waits forever.)"""
     x = value(7) if me() == 0 else empty()
     work = dist.isend(x, 1) if me() == 0 else dist.irecv(x, 0)
     work.wait()
@@ -92,7 +92,7 @@ def waits_twice() -> object:
 
 @returns([None, 5])
 def never_waits_for_its_isend() -> object:
-    """A rank returns while its message is on its way, which arrives. (A gloo process drops it.)"""
+    """A rank returns while its message is in flight; it still arrives. (gloo drops it.)"""
     if me() == 0:
         dist.isend(value(5), 1)
         return None
@@ -102,7 +102,7 @@ def never_waits_for_its_isend() -> object:
 
 @returns([None, None])
 def message_for_nobody() -> object:
-    """An isend is never received, an irecv never served, and no rank waits for either."""
+    """An isend is never received, an irecv never matched, and no rank waits for either."""
     if me() == 0:
         dist.isend(value(5), 1)
     else:
@@ -111,7 +111,7 @@ def message_for_nobody() -> object:
 
 @returns([None, 3])
 def asks_until_it_is_there() -> object:
-    """A rank polls and computes in between. (On gloo a recv is never completed without wait.)"""
+    """A rank polls, computing in between. (On gloo, a recv never completes without wait.)"""
     if me() == 0:
         time.sleep(1e-4)
         dist.send(value(3), 1)
@@ -125,7 +125,7 @@ def asks_until_it_is_there() -> object:
 
 @returns([[2, 1], [0, 2], [1, 0]])
 def batch_in_both_directions() -> object:
-    """A halo exchange as one batch, the receives after the sends."""
+    """A halo exchange as one batch, with the receives after the sends."""
     right, left = (me() + 1) % size(), (me() - 1) % size()
     from_left, from_right = empty(), empty()
     calls = [
@@ -158,7 +158,7 @@ def message_under_a_collective() -> object:
 
 @returns([[1, 3], [1, 3, 3], [3, 3]])
 def overlapping_groups() -> object:
-    """Groups that share a rank, used in the same order by those that share them."""
+    """Two groups share a rank, and every rank uses its groups in the same order."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     results = [
         reduced(me(), group)
@@ -170,7 +170,7 @@ def overlapping_groups() -> object:
 
 @returns([[1, 2], [1, 4], [5, 2], [5, 4]])
 def rows_then_columns_for_some() -> object:
-    """On a 2×2 mesh one rank begins with its column; the others' order leaves a way."""
+    """On a 2×2 mesh one rank begins with its column; the others' order still avoids a cycle."""
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     both = [("row", rows[me() // 2]), ("column", columns[me() % 2])]
@@ -183,7 +183,7 @@ def rows_then_columns_for_some() -> object:
 
 @returns([[2, 2], None, None])
 def parameter_server() -> object:
-    """The server serves whoever comes, until every worker has said goodbye."""
+    """The server answers any worker until every worker has said goodbye."""
     if me() > 0:
         for _ in range(2):
             dist.send(value(me()), 0)
@@ -205,7 +205,7 @@ def parameter_server() -> object:
 
 @returns([15, 1, 2, 3, 4, 5])
 def returns_early() -> object:
-    """A rank whose work is done returns, while others go on for long."""
+    """A rank whose work is done returns long before the others."""
     if me() > 0:
         time.sleep(size() - me())
         dist.send(value(me()), 0)
@@ -215,7 +215,7 @@ def returns_early() -> object:
 
 @returns([None, None, 4], Faults(kill_ranks={1: 0.5}))
 def nobody_waits_for_the_dead() -> object:
-    """A fault kills a rank; the others have no more business with it."""
+    """A fault kills a rank with which the others no longer communicate."""
     dist.barrier()
     if me() == 1:
         time.sleep(1)
@@ -233,7 +233,7 @@ def nobody_waits_for_the_dead() -> object:
 
 @returns([2, 2, 2])
 def asks_until_a_counter_is_complete() -> object:
-    """A rank asks the store again and again, without a pause."""
+    """Every rank polls the store without a pause."""
     store = _get_default_store()
     dist.barrier()
     if me():
@@ -245,7 +245,7 @@ def asks_until_a_counter_is_complete() -> object:
 
 @returns([b"w", b"w"])
 def asks_for_a_key_that_is_deleted_and_set_again() -> object:
-    """Rank 1 reads a key until it changes; in between it is not there."""
+    """Rank 1 reads a key until it changes; in between, the key does not exist."""
     store = _get_default_store()
     if me() == 0:
         store.set("k", "v")
@@ -263,7 +263,7 @@ def asks_for_a_key_that_is_deleted_and_set_again() -> object:
 
 @returns([None, True])
 def asks_for_two_keys_in_turn() -> object:
-    """Rank 1 waits for one of two keys to change, and the second does."""
+    """Rank 1 polls two keys until one of them changes; the second does."""
     store = _get_default_store()
     if me() == 0:
         store.set("a", "0")

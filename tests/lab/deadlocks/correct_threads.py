@@ -1,4 +1,4 @@
-"""Correct programs: threads of a rank, and limits on waiting."""
+"""Correct programs: threads of a rank, and time limits on waits."""
 
 import queue
 import threading
@@ -16,7 +16,7 @@ SECOND = timedelta(seconds=1)
 
 @returns([(6, 10)] * 4)
 def a_group_of_its_own_for_a_thread() -> object:
-    """A thread reduces on one group while the rank reduces on another."""
+    """A thread reduces on one group while the main thread reduces on another."""
     group, sums = dist.new_group(), list[float]()
 
     def reduce() -> None:
@@ -42,7 +42,7 @@ def a_saver_in_an_executor() -> object:
 
 @returns([[0, 1, 2, 3]] * 2)
 def a_loader_behind_a_queue() -> object:
-    """A thread loads batches ahead; the queue holds one."""
+    """A thread loads batches in advance; its queue holds one."""
     batches: queue.Queue[int | None] = queue.Queue(1)
 
     def load() -> None:
@@ -60,7 +60,7 @@ def a_loader_behind_a_queue() -> object:
 
 @returns([1, 0])
 def sends_in_one_thread_and_receives_in_another() -> object:
-    """Sends that would wait head to head in one thread do not in two."""
+    """Head-to-head sends, which would deadlock in one thread, work in two."""
     thread = threading.Thread(target=dist.send, args=(value(me()), 1 - me()))
     thread.start()
     x = received(1 - me())
@@ -70,7 +70,7 @@ def sends_in_one_thread_and_receives_in_another() -> object:
 
 @returns([None, 3])
 def a_thread_that_outlives_its_rank() -> object:
-    """Rank 0 returns while a thread of it still has something to send."""
+    """Rank 0 returns while one of its threads still has something to send."""
 
     def send_late() -> None:
         time.sleep(1.0)
@@ -84,7 +84,7 @@ def a_thread_that_outlives_its_rank() -> object:
 
 @returns([[0, 1, 2]] * 2)
 def waits_on_a_condition() -> object:
-    """Two threads take turns by a condition and a reentrant lock."""
+    """Three threads take turns, using a condition with a reentrant lock."""
     turn, seen = threading.Condition(), list[int]()
 
     def take(number: int) -> None:
@@ -102,12 +102,12 @@ def waits_on_a_condition() -> object:
     return seen
 
 
-# Limits
+# Time limits
 
 
 @returns(["late", "closed"])
 def a_message_that_comes_too_late() -> object:
-    """Rank 0 waits for a second, and then the connection is closed."""
+    """Rank 0 gives up after a second, which closes the connection."""
     try:
         if me() == 0:
             dist.irecv(empty(), 1).wait(SECOND)
@@ -121,7 +121,7 @@ def a_message_that_comes_too_late() -> object:
 
 @returns(["late", "in time"])
 def a_collective_that_goes_on() -> object:
-    """Rank 0 waits for a second, and then for the rest."""
+    """Rank 0 gives up after a second, then waits again without a limit."""
     x, outcome = value(me()), "in time"
     if me() == 1:
         time.sleep(2)

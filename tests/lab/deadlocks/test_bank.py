@@ -1,6 +1,6 @@
-"""The bank: broken programs are reported for what they are, correct ones never.
+"""The bank: broken programs get the right report, and correct ones get none.
 
-Every program runs as it is, in 4 other orders of events, and with its sends buffered.
+Every program runs as it is, with its events in 4 other orders, and with buffered sends.
 """
 
 from dataclasses import replace
@@ -28,16 +28,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* on a group that it is not in"),
 ]
 ORDERS = range(1, 5)
-FEW_ORDERS = range(2)  # where sends are buffered; 0: the program as it is
+FEW_ORDERS = range(2)  # orders if sends are buffered; 0: the program as it is
 JITTER_S = 1e-5
-NEVER, EMPTY, ALWAYS = -1, 0, 1 << 20  # the sizes up to which sends are buffered
+NEVER, EMPTY, ALWAYS = -1, 0, 1 << 20  # largest sizes of a buffered send
 
 each_broken = pytest.mark.parametrize("broken", BROKEN, ids=lambda entry: entry.name)
 each_correct = pytest.mark.parametrize("correct", CORRECT, ids=lambda entry: entry.name)
 
 
 def options(faults: Faults, eager_bytes: int, order: int) -> Options:
-    """Delay every call at random, except in order 0."""
+    """Return options that delay every call at random, except in order 0."""
     shaken = replace(faults, jitter_s=JITTER_S if order else 0.0, seed=order)
     return Options(eager_bytes=eager_bytes, faults=shaken)
 
@@ -59,7 +59,7 @@ def kind_of(error: SimulationError | None) -> str:
 
 
 def check_verdict(broken: Broken, eager_bytes: int, order: int = 0) -> None:
-    """Check class, kind and ranks, which must not depend on who comes first."""
+    """Check the error's class, kind and ranks, which must not depend on the order of events."""
     error = run_broken(broken, eager_bytes, order)
     kind = kind_of(error)
     assert kind == broken.right_kind(is_buffered=eager_bytes == ALWAYS), (order, error)

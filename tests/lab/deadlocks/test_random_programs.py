@@ -1,7 +1,7 @@
-"""Random programs: an interpreter knows whether they end, and what is to blame if not.
+"""Random programs, checked against an interpreter that knows whether and why they hang.
 
-A program is a list of calls per rank, which the interpreter below follows with nothing but counters
-and queues. The simulated cluster must agree with it on every one.
+A program is a list of calls per rank. The interpreter below steps through one with just a counter
+per rank; on every program, the simulated cluster must come to the same verdict.
 """
 
 import random
@@ -19,7 +19,7 @@ GROUPS = ((0, 1), (1, 2), (0, 2, 3), (0, 1, 2, 3))
 
 
 class Call(NamedTuple):
-    """ "send" or "recv" with a rank, or "barrier" with the number of a group."""
+    """A call: "send" or "recv" with a rank, or "barrier" with the index of a group."""
 
     name: str
     other: int
@@ -29,7 +29,7 @@ Program = list[list[Call]]  # calls by rank
 
 
 def random_program(seed: int) -> Program:
-    """Draw a correct program, then move, drop or double two of its calls."""
+    """Draw a correct program, then move, drop or duplicate up to two of its calls."""
     rng = random.Random(seed)
     program: Program = [[] for _ in range(rng.choice((2, 3, 4)))]
     for _ in range(rng.randint(2, 6)):
@@ -82,7 +82,7 @@ def standstill(program: Program) -> dict[int, Call]:
         return program[rank][done[rank]] if done[rank] < len(program[rank]) else None
 
     def partners(rank: int) -> tuple[int, ...]:
-        """Ranks that go on together with this one, if they can."""
+        """Return the ranks that can advance together with ``rank``; empty if it is stuck."""
         call = current(rank)
         if call is None:
             return ()
@@ -115,14 +115,14 @@ def reachable(rank: int, stuck: dict[int, Call]) -> set[int]:
 
 
 def knots(stuck: dict[int, Call]) -> list[set[int]]:
-    """Return the sets of ranks that all wait for one another, by their lowest rank."""
+    """Return the sets of ranks that all wait for one another, ordered by lowest rank."""
     sets = [reachable(rank, stuck) for rank in sorted(stuck)]
     closed = [ranks for ranks in sets if all(reachable(r, stuck) == ranks for r in ranks)]
     return [ranks for place, ranks in enumerate(closed) if ranks not in closed[:place]]
 
 
 def verdict(stuck: dict[int, Call]) -> tuple[str, set[int]] | None:
-    """Return the kind and the ranks to blame; None if all have ended."""
+    """Return the kind of deadlock and the ranks to blame; None if all ranks have ended."""
     if not stuck:
         return None
     gone = set().union(*(waits_for(rank, stuck) for rank in stuck)) - set(stuck)
@@ -136,7 +136,7 @@ def verdict(stuck: dict[int, Call]) -> tuple[str, set[int]] | None:
 
 
 def kind(is_barrier: set[bool]) -> str:
-    """Name the mistake of ranks that wait in messages, in collectives, or in both."""
+    """Return the kind of deadlock if ranks wait in messages, in collectives, or in both."""
     if len(is_barrier) == 2:
         return "missing rank"
     return "order mismatch" if is_barrier == {True} else "send/recv cycle"

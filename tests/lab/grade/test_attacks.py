@@ -1,7 +1,7 @@
-"""Hostile hand-ins and accidents: each ends in seconds with a true verdict, and leaves nothing.
+"""Hostile hand-ins and accidents: each gets a correct verdict in seconds and leaves nothing behind.
 
-A row is an attack, where it is run (at import, or in the function), and what may come of it. None
-does the task, so none may pass.
+The tables hold attacks that run at import, and attacks that run in the function. None of them does
+the task, so none may pass.
 """
 
 import os
@@ -23,7 +23,7 @@ from distlab.launch import fork_server
 
 ROOT = Path(__file__).parents[3]
 PHASE = "phase1_data_parallel"
-TIMEOUT_S = 2.0  # a hang is a right verdict, too
+TIMEOUT_S = 2.0  # a hang is a correct verdict too
 LEARNERS = {Outcome.FAILED, Outcome.HANG, Outcome.CRASH, Outcome.OOM, Outcome.IMPORT_ERROR}
 
 AT_IMPORT = {
@@ -75,7 +75,7 @@ def calls_it(lesson: Any) -> str:
 
 
 def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass") -> Outcome:
-    """Run it on two ranks as a suite would; what returns without the task done has failed."""
+    """Run an attack on two ranks, as a suite would; return its outcome, or FAILED if it returns."""
     (folder / PHASE).mkdir()
     text = f"{at_import}\ndef exchange(outgoing, dst, incoming, src, group=None):\n    {body}\n"
     (folder / PHASE / "collectives.py").write_text(text)
@@ -90,14 +90,14 @@ def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass")
 
 
 def survivors() -> list[psutil.Process]:
-    """Return what is left of the worlds a moment later, below the fork servers or adopted by us."""
+    """Return the processes that worlds leave behind, children of fork servers or adopted by us."""
     servers = {home.process.pid for home in fork_server._idle}
     deadline = time.monotonic() + 60
     while True:
         left = [child for child in processes.children() if child.pid not in servers]
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(0.05)  # servers reap what has ended in their own time
+        time.sleep(0.05)  # servers reap ended processes in their own time
 
 
 def holds(folder: Path, world: str, **code: str) -> None:

@@ -1,4 +1,4 @@
-"""Calls of pytest: what it grades and says, and its exit code."""
+"""Runs of pytest: the tasks graded, the output, and the exit code."""
 
 import json
 import re
@@ -118,11 +118,11 @@ def test_nccl_without_gpus_is_refused_before_anything_runs(pytest_run: Run) -> N
     assert (ended.returncode, "torch sees no GPU here" in ended.stderr) == (4, True)
 
 
-# --- settings, and options of the environment ----------------------------------------------------
+# --- settings, and options from the environment --------------------------------------------------
 
 
 def one_line(text: str) -> str:
-    """Return what a usage error says."""
+    """Return a usage error, which must be one line."""
     (line,) = [line for line in text.splitlines() if line]
     return line
 
@@ -166,7 +166,7 @@ def test_another_configuration_is_refused_in_one_line(
 
 
 def planted(folder: Path) -> Path:
-    """A hand-in with configuration and plugins of pytest in all of its folders."""
+    """Write a hand-in with pytest configuration and plugins in all its folders."""
     shutil.copytree(ROOT / "solutions" / PHASE, folder / PHASE)
     for place in (folder, folder / PHASE):
         (place / "pytest.ini").write_text("[pytest]\naddopts = --collect-only -p conftest\n")

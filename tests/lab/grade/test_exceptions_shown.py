@@ -1,4 +1,4 @@
-"""An exception in a verdict: the call on one line, the case, and the learner's lines."""
+"""Exceptions as verdicts show them: the call on one line, the case, and the learner's lines."""
 
 import shutil
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def raise_it(*args: object) -> None:
 
 
 def shown(*args: object) -> str:
-    """The headline of what a lesson's function raises when it is called so."""
+    """Return the headline of the exception that a lesson's function raises with these arguments."""
     module = ModuleType("lesson")
     vars(module)["raise_it"] = raise_it
     with pytest.raises(ZeroDivisionError) as caught:

@@ -1,4 +1,4 @@
-"""The script of docs/grading.md: whatever the grader does, Gradescope gets the truth."""
+"""The script in docs/grading.md: whatever the grader does, Gradescope gets the truth."""
 
 import json
 import os
@@ -14,7 +14,7 @@ LIE = '{"score": 100}'
 
 
 def ended(folder: Path, grader: str) -> Any:
-    """Run the script with another grader and in another place; return the results."""
+    """Run the script inside ``folder`` with a stand-in for the grader; return the results."""
     (text,) = re.findall(r"```bash\n(#!/usr.*?)```", GUIDE.read_text(), re.DOTALL)
     for name in ("results", "submission", "course", "bin"):
         (folder / name).mkdir()

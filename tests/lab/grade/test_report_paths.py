@@ -1,4 +1,4 @@
-"""Paths of reports: where one is written, what it may replace, and what a crash leaves."""
+"""Report paths: where a report is written, what it may replace, and what a crash leaves behind."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Reports of small results, exactly; and of output that no format can hold."""
+"""Exact reports of small results, and reports of output that no format can hold."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -26,7 +26,7 @@ def a_task(task_id: str, verdict: Verdict) -> TaskResult:
 
 
 def a_result(verdict: Verdict) -> GradeResult:
-    """1.4 has passed, 1.5 has the verdict."""
+    """Return results in which 1.4 has passed and 1.5 has this verdict."""
     tasks = [a_task("1.4", Verdict(Outcome.PASSED)), a_task("1.5", verdict)]
     return GradeResult("here", tasks, 1.5, {"python": "3.11"}, {"phase1/a.py": "ab12"}, 7)
 
@@ -173,7 +173,7 @@ def test_what_is_not_a_report_is_refused(spoilt: dict[str, Any]) -> None:
         GradeResult.from_json(spoilt, TASKS)
 
 
-# The page of Gradescope is all that students see: it begins with their line.
+# The Gradescope page is all that students see, so it begins with the line of their code.
 
 TRACEBACK = """Traceback (most recent call last):
   File "/hand_in/phase1_data_parallel/trainer.py", line 59, in broadcast_parameters

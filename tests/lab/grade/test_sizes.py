@@ -1,4 +1,4 @@
-"""The output and the report of a submission are bounded; for results see test_plain."""
+"""A submission's output and report are bounded in size; for results, see test_plain."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from distlab.launch.protocol import WorldFolder
 
 
 def forges_a_report(num_bytes: int) -> None:
-    """Put a file of any size where the report goes, and stop there."""
+    """Put a file of this size where the rank's report belongs, and prevent the real report."""
     import gc
 
     folder = next(

@@ -1,4 +1,4 @@
-"""No right answer loses points on a slow machine, and no line but the learner's is blamed."""
+"""No correct answer loses points on a slow machine, and only the learner's lines are blamed."""
 
 import time
 from collections.abc import Callable
@@ -35,7 +35,7 @@ RIGHT = f"""{HEAD}
     for work in both:
         work.wait()
 """
-LIMIT_S = 1.0  # wall clock; 0.2 s of computing
+LIMIT_S = 1.0  # wall-clock time; the limit on computing is 0.2 s
 
 
 def exchange_slowly(lesson: Any) -> float:

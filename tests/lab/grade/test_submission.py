@@ -1,4 +1,4 @@
-"""Finding the learner's files, and other things that a hand-in may hold."""
+"""Finding the learner's files, and dealing with anything else that a hand-in may contain."""
 
 import importlib.util
 import inspect
@@ -97,7 +97,7 @@ def test_files_that_lie_flat_are_refused_before_anything_is_graded(tmp_path: Pat
         submission.find(str(tmp_path), ROOT)
 
 
-# --- what lies beside a lesson -------------------------------------------------------------------
+# --- files next to a lesson ----------------------------------------------------------------------
 
 
 def what_it_says(lesson: Any) -> Any:
@@ -134,7 +134,7 @@ def test_digests_are_of_regular_files_of_a_lessons_size(tmp_path: Path) -> None:
     handed_in, folder = hand_in(tmp_path, collectives="x = 1\n"), tmp_path / PHASE
     sparse(folder / "large.py", TERABYTE)
     (folder / "folder.py").mkdir()
-    (folder / ".#collectives.py").symlink_to("me@here.1234")  # an editor's lock
+    (folder / ".#collectives.py").symlink_to("me@here.1234")  # an editor's lock file
     os.mkfifo(folder / "pipe.py")
     (folder / "device.py").symlink_to("/dev/zero")
     (folder / "loop").symlink_to(folder)

@@ -1,4 +1,4 @@
-"""Processes that tests of the trainer share, and their end after each file."""
+"""Processes that the trainer's tests share, and that end after each test file."""
 
 from collections.abc import Iterator
 
@@ -18,5 +18,5 @@ def no_fork_server_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fast_ranks() -> None:
-    """Import in the fork server, once, what each rank of a trainer's world imports for seconds."""
+    """Import once, in the fork server, the modules whose import would cost every rank seconds."""
     fork_server.load_ahead(SLOW_IMPORTS)

@@ -1,4 +1,4 @@
-"""Runs of the trainer on a handful of images, in a world of ranks, and by a plain loop."""
+"""Training runs on a handful of images, by the trainer in a world of ranks and by a plain loop."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from solutions.phase4_production import imagenet_trainer
 from solutions.phase4_production.imagenet_trainer import Training
 
 CPU = torch.device("cpu")
-NUM_TRAIN, NUM_TEST, NUM_CLASSES = 21, 7, 4  # batches: 8, 8 and 5; 7
+NUM_TRAIN, NUM_TEST, NUM_CLASSES = 21, 7, 4  # training batches: 8, 8 and 5; test batch: 7
 Case = dict[str, Any]
 Outcome = dict[str, Any]
 
@@ -42,7 +42,7 @@ def little(run_dir: Path, **changes: Any) -> Config:
 
 
 def little_data(config: Config) -> ImageData:
-    """Return images of noise, the same ones in any process."""
+    """Return noise images, the same in every process."""
     generator = torch.Generator().manual_seed(11)
     halves = [
         Pixels(
@@ -56,13 +56,13 @@ def little_data(config: Config) -> ImageData:
 
 
 def started(config: Config) -> Training:
-    """Make a training on these images, in a world that is there."""
+    """Return a ``Training`` on these images, in the existing world."""
     with mock.patch.object(imagenet_trainer, "open_images", little_data):
         return Training(config, find_lessons("solution", config), CPU)
 
 
 def logits_of(training: Training) -> Any:
-    """Return what the model says to the test images; all ranks call it."""
+    """Return the model's logits for the test images; all ranks must call this function."""
     shown = training.config.image_size
     images = torch.stack([training.test_images[0, k][0] for k in range(NUM_TEST)])
     assert images.shape[-1] == shown
@@ -72,13 +72,13 @@ def logits_of(training: Training) -> Any:
 
 
 def losses_in(run_dir: Path) -> list[float]:
-    """Return the mean losses of the epochs, as rank 0 has noted them."""
+    """Return the mean loss of each epoch, as rank 0 recorded it."""
     lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
 def on_each_rank(run_dir: Path, cases: Sequence[Case]) -> list[Outcome]:
-    """Train each of several ways in this world, one after the other."""
+    """Run the training of each case in this world, one after another."""
     return [_outcome(run_dir / f"{place}", case) for place, case in enumerate(cases)]
 
 
@@ -97,7 +97,7 @@ def _outcome(run_dir: Path, case: Case) -> Outcome:
 
 
 def digest(state: Any) -> str:
-    """Return a sum over all that a state holds; equal states have equal ones."""
+    """Return a hash of everything that a state holds; equal states have equal hashes."""
     found = hashlib.sha256()
 
     def add(part: Any) -> None:
@@ -119,7 +119,7 @@ def digest(state: Any) -> str:
 
 
 def in_world(call: Any, size: int, *args: object) -> list[Any]:
-    """Call a function in a world of ranks that import torchvision first."""
+    """Call a function in a world of ranks, with enough time to import torchvision first."""
     return launch.run(call, size, *args, backend="gloo", timeout_s=900)
 
 
@@ -127,7 +127,7 @@ def in_world(call: Any, size: int, *args: object) -> list[Any]:
 
 
 def plain(run_dir: Path, **changes: Any) -> Outcome:
-    """Do the same with nothing but torch: one process, whole batches."""
+    """Run the same training in plain torch: one process, whole batches."""
     config = little(run_dir, **changes)
     data = little_data(config)
     model = build_model(config, NUM_CLASSES, CPU)
@@ -139,7 +139,7 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
         order = torch.randperm(NUM_TRAIN, generator=torch.Generator().manual_seed(epoch))
         total = 0.0
         for part in order.split(config.batch_size):
-            rate = [1 / 3, 2 / 3, 1.0, 1.0, 0.75, 0.25][step]  # warm-up, and then a cosine
+            rate = [1 / 3, 2 / 3, 1.0, 1.0, 0.75, 0.25][step]  # warm-up, then a cosine
             optimizer.param_groups[0]["lr"] = config.lr * rate
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x[part]), y[part])

@@ -1,9 +1,9 @@
-"""The trainer as a program, on a handful of images, which waits where a test wants to meet it.
+"""The trainer as a program on a handful of images; it waits after the step that a test names.
 
-    PACE/hold          the step after which ranks wait until the file is gone or names another one
+    PACE/hold          the step after which ranks wait until the file is gone or names another step
     PACE/rank<r>       the pid of a rank that waits there, and the step
 
-Meanwhile a rank reports that it lives, as it does between steps.
+A waiting rank keeps reporting that it is alive, as it does between steps.
 """
 
 import os
@@ -20,11 +20,11 @@ from distlab.production.program import run_program
 from solutions.phase4_production import imagenet_trainer
 from solutions.phase4_production.imagenet_trainer import Training, train
 
-PACE = "PACE"  # the variable of the environment that names the folder
+PACE = "PACE"  # environment variable that names the folder
 
 
 def after_step(training: Training) -> None:
-    """Do what comes after a step, and wait if a test wants it."""
+    """Do the trainer's work after a step, then wait as long as the test holds that step."""
     _after_step(training)
     step, folder = training.progress.step, Path(os.environ[PACE])
     while _held(folder) == step:

@@ -32,12 +32,12 @@ def quick(**changes: Any) -> Config:
 
 
 def of_folder(folder: Path, **changes: Any) -> Config:
-    """Return the same for images in a folder."""
+    """Return a quick configuration for images in a folder."""
     return quick(data="imagefolder", data_dir=folder, augment="crop_flip", **changes)
 
 
 def write_pictures(folder: Path, per_class: dict[str, int], num_tests: int = 2) -> Path:
-    """Write ``folder``/{train,val}/<class>/<number>.jpg, each class of a brightness of its own."""
+    """Write ``folder``/{train,val}/<class>/<number>.jpg, each class with its own brightness."""
     for place, (name, number) in enumerate(per_class.items()):
         for half, count in (("train", number), ("val", num_tests)):
             (folder / half / name).mkdir(parents=True)
@@ -47,12 +47,12 @@ def write_pictures(folder: Path, per_class: dict[str, int], num_tests: int = 2) 
 
 
 def picture(brightness: int, seed: int) -> Image.Image:
-    """Return a picture of some noise."""
+    """Return a picture of this brightness plus noise."""
     noise = np.random.default_rng(seed).integers(0, 60, (SIDE, SIDE, 3))
     return Image.fromarray((noise + brightness).astype(np.uint8))
 
 
 def taken(config: Config, keys: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return training images of some epochs and indices, from this process."""
+    """Return the training images with these (epoch, index) keys, loaded in this process."""
     images = open_images(config).train
     return [images[key][0] for key in keys]

@@ -1,4 +1,4 @@
-"""The trainer's configuration: a mistake is one line that names the file."""
+"""The trainer's configuration: every mistake is reported in one line that names the file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ COURSE = {"strategy": "course"}
 
 
 def refusal(values: Mapping[str, Any]) -> str:
-    """Return what is wrong with values, after the name of the file: one line."""
+    """Return the one-line error for these values, without the file name."""
     with pytest.raises(ConfigError) as caught:
         make_config(values, "my.yaml")
     (line,) = str(caught.value).splitlines()
@@ -103,7 +103,7 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_the_file() -> None:
     assert [line.split()[1] for line in sorted(lines)] == ["epochs:", "num_gpus:", "there"]
 
 
-# --- what does not go together -------------------------------------------------------------------
+# --- keys that do not go together ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

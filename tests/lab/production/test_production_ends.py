@@ -1,4 +1,4 @@
-"""Ends of the trainer if something is wrong: its exit codes, and one clear line."""
+"""How the trainer ends if something is wrong: its exit code, and one clear line."""
 
 import json
 import os
@@ -35,7 +35,7 @@ Start = Callable[..., Ended]
 
 @pytest.fixture
 def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Start:
-    """Start the trainer in this process, alone, as its command line does."""
+    """Return a function that runs the trainer in this process, on one rank, as its command does."""
 
     def started(config: Config, *words: str) -> Ended:
         path = tmp_path / "my.yaml"
@@ -191,7 +191,7 @@ LEAVES_A_WORKER = HOLDS.replace("print", "if os.fork(): sys.exit()\nprint")
 
 @contextmanager
 def locked_by(program: str, lock: Path) -> Iterator[None]:
-    """Start a program that locks a file; the process that prints its number ends with the block."""
+    """Start a program that locks a file and prints a pid; kill that process after the block."""
     command = [sys.executable, "-c", program, str(lock)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -267,7 +267,7 @@ def test_a_damaged_picture_is_left_out_and_counted_where_it_may_be(
     run_dir = tmp_path / "run"
     code, told = start(of_pictures(pictures, run_dir, max_bad_images=1, mixup=0.2))
     assert code == 0, told
-    assert noted(run_dir, "bad_images_total") == [1, 1]  # it is met again in each epoch
+    assert noted(run_dir, "bad_images_total") == [1, 1]  # counted again in each epoch
     assert noted(run_dir, "samples_total") == [24, 48]
 
 

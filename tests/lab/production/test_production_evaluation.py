@@ -1,4 +1,4 @@
-"""Accuracy by numbers: images that rank right, right among five, and wrong, on any ranks."""
+"""Accuracy on known images: right, right within the top five, or wrong, on any number of ranks."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +17,7 @@ from distlab.production.optimization import ModelMean
 
 pytestmark = pytest.mark.usefixtures("fast_ranks")
 
-PLACES = [0, 0, 4, 5, 7, 1, 0]  # rank of each image's class among the likeliest
+PLACES = [0, 0, 4, 5, 7, 1, 0]  # position of each image's true class among the predictions
 
 
 class Known:
@@ -33,13 +33,13 @@ class Known:
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         _, index = key
-        logits = torch.arange(self.num_classes, 0.0, -1.0)  # class 0 is the likeliest
+        logits = torch.arange(self.num_classes, 0.0, -1.0)  # class 0 is the most likely
         is_bad = index == self.unreadable
         return logits.view(-1, 1, 1), BAD if is_bad else PLACES[index] % self.num_classes
 
 
 def accuracy(images: Any, batch_size: int) -> Accuracy:
-    """Evaluate with a model that knows nothing; all ranks call it."""
+    """Evaluate a model that returns its input as logits; all ranks must call this function."""
     strategy = Mock(
         replicas=None,
         num_replicas=dist.get_world_size(),

@@ -1,4 +1,4 @@
-"""The trainer under torchrun, whose processes are killed, stopped and asked to end."""
+"""The trainer under torchrun, with processes that are killed, stopped, or asked to end."""
 
 import json
 import os
@@ -36,7 +36,7 @@ RANDOM = {"mixup": 0.4, "ema_decay": 0.9, "augment": "crop_flip"}
 
 
 class Runs:
-    """Starts of one training by torchrun, one after the other, in a folder of their own."""
+    """Successive torchrun launches of one training run, in a separate folder."""
 
     def __init__(self, folder: Path, mark: str, **changes: Any) -> None:
         self.run_dir, self.pace, self.mark = folder / "run", folder / "pace", mark
@@ -47,7 +47,7 @@ class Runs:
         self.config.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
 
     def start(self, *, hold: int = -1, restarts: int = 0) -> None:
-        """Let torchrun start two ranks, which wait after a step."""
+        """Start two ranks with torchrun; they wait after step ``hold``."""
         self.hold(hold)
         options = ["--nproc-per-node", str(RANKS), "--max-restarts", str(restarts), "--standalone"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1"]
@@ -64,12 +64,12 @@ class Runs:
             )
 
     def hold(self, step: int) -> None:
-        """Let ranks wait after another step than before."""
+        """Change the step after which ranks wait."""
         (self.pace / "new").write_text(f"{step}")
         (self.pace / "new").replace(self.pace / "hold")
 
     def waiting(self, step: int) -> list[int]:
-        """Wait until all ranks wait after a step; return their processes."""
+        """Wait until all ranks wait after a step; return their pids."""
         files = [self.pace / f"rank{rank}" for rank in range(RANKS)]
         pids: list[int] = []
 
@@ -93,13 +93,13 @@ class Runs:
         self.wait_for(lambda: word in self.told(), f"nobody says {word!r}")
 
     def ended(self, *pids: int) -> int:
-        """Wait until torchrun has ended, and these processes; return torchrun's code."""
+        """Wait until torchrun and these processes have ended; return torchrun's exit code."""
         self.wait_for(lambda: self.agent.poll() is not None, "torchrun goes on")
         self.wait_for(lambda: not any(map(is_alive, pids)), "ranks go on")
         return int(self.agent.returncode)
 
     def end(self) -> None:
-        """End torchrun and its ranks, if a test has failed before they ended."""
+        """Kill torchrun and its ranks if a test failed before they ended."""
         if self.agent.poll() is None:
             agent = psutil.Process(self.agent.pid)
             for process in [*agent.children(recursive=True), agent]:
@@ -113,7 +113,7 @@ class Runs:
         return int((self.run_dir / "exit_code").read_text())
 
     def state(self) -> dict[str, str]:
-        """Return a sum for each part of the newest checkpoint, and its step."""
+        """Return a hash of each part of the newest checkpoint, and its step."""
         loaded = load_checkpoint(self.run_dir / "checkpoints")
         assert loaded is not None
         parts = {name: digest(part) for name, part in loaded.state["parts"].items()}
@@ -129,7 +129,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def mark() -> Iterator[str]:
-    """A variable of all processes of this file, which are ended after it."""
+    """An environment value that marks this file's processes, which are killed at the end."""
     name = uuid.uuid4().hex
     yield name
     for process in marked(name):
@@ -138,7 +138,7 @@ def mark() -> Iterator[str]:
 
 @pytest.fixture
 def runs(mark: str, tmp_path: Path) -> Iterator[Callable[..., Runs]]:
-    """Make a training; what is left of it is ended after the test."""
+    """Return a function that makes ``Runs``; processes still running are killed after the test."""
     made: list[Runs] = []
 
     def make(**changes: Any) -> Runs:
@@ -151,7 +151,7 @@ def runs(mark: str, tmp_path: Path) -> Iterator[Callable[..., Runs]]:
 
 
 def free_ports() -> int:
-    """Return the first of two ports that are free, one after the other."""
+    """Return the first of two consecutive free ports."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -172,7 +172,7 @@ Pages = dict[int, dict[str, tuple[float, dict[str, str]]]]
 def undisturbed(
     mark: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Runs, dict[str, str], Pages]:
-    """An undisturbed run, its last state, and its pages for Prometheus on the way."""
+    """An undisturbed run, its final state, and its Prometheus pages halfway through."""
     port = free_ports()
     runs = Runs(tmp_path_factory.mktemp("calm"), mark, metrics_port=port, tensorboard=True)
     runs.start(hold=4)
@@ -232,12 +232,12 @@ def test_ranks_and_launchers_may_be_killed(
     run = runs()
     run.start(hold=2, restarts=1)
     before = run.waiting(2)
-    os.kill(before[1], signal.SIGKILL)  # torchrun starts all ranks anew
+    os.kill(before[1], signal.SIGKILL)  # torchrun restarts all ranks
     run.hold(3)
     after = run.waiting(3)
     assert not {*before} & {*after}
 
-    run.agent.kill()  # the ranks notice it by themselves
+    run.agent.kill()  # the ranks notice this by themselves
     run.ended(*after)
     assert "its launcher has died. This process ends." in run.told()
 
@@ -272,6 +272,6 @@ def test_a_stopped_rank_is_noticed(
         word = f"silent for more than 3 s: rank 1 (step {step})" if stopped else "does not answer"
         run.wait_for_word(word)
         run.hold(4 if step == 2 else -1)
-        os.kill(pids[stopped], signal.SIGCONT)  # torchrun would wait 30 s before it kills
+        os.kill(pids[stopped], signal.SIGCONT)  # else torchrun waits 30 s before killing it
     assert run.ended() == 0, run.told()
     assert run.state() == undisturbed[1]

@@ -1,4 +1,4 @@
-"""Images of a training: the same on any rank, and a warning for each that cannot be read."""
+"""Training images: the same on any rank, with a warning for each that cannot be read."""
 
 import io
 import shutil
@@ -34,7 +34,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(pictures: Path, tmp_path: Path) -> Path:
-    """Pictures whose last ant is cut off."""
+    """The pictures, with the file of the last ant damaged."""
     folder = tmp_path / "broken"
     shutil.copytree(pictures, folder)
     (folder / "train" / "ant" / "2.jpg").write_bytes(b"\xff\xd8\xff no picture")
@@ -189,7 +189,7 @@ def _without_classes(folder: Path) -> None:
 
 
 def few_digits(*_name: str) -> Any:
-    """Twelve digits instead of 1,797."""
+    """Return twelve digits instead of 1,797."""
     half = mock.Mock(
         pixels=torch.arange(12 * 64).remainder(17).to(torch.uint8).reshape(12, 1, 8, 8),
         labels=torch.arange(12) % 10,

@@ -1,4 +1,4 @@
-"""Loader processes: their images, and their ends."""
+"""Loader processes: the images that they load, and how they end."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ from distlab.production.images import open_images
 from distlab.production.loading import Keys, evaluation_keys, loader_of
 
 CPU = torch.device("cpu")
-END_S = 300.0  # far above what a busy machine takes
+END_S = 300.0  # far longer than a busy machine needs
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,13 @@ def test_a_loader_sees_where_an_epoch_begins_anew(pictures: Path) -> None:
 
 @pytest.fixture
 def loader(pictures: Path) -> Iterator[DataLoader[Any]]:
-    """A loader with two processes that stay."""
+    """A loader with two persistent worker processes."""
     config = of_folder(pictures, num_workers=2)
     made = loader_of(open_images(config).train, Keys(Order()), config, CPU, stays=True)
     yield made
     if made._iterator is not None:
         made._iterator._shutdown_workers()  # type: ignore[attr-defined]
-        made._iterator = None  # pytest keeps the loader longer than the server lives
+        made._iterator = None  # pytest keeps the loader after the server has ended
 
 
 def workers_of(loader: DataLoader[Any]) -> list[psutil.Process]:
@@ -127,7 +127,7 @@ LOADER = """
 def started(
     program: str, pictures: Path, folder: Path, *arguments: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a program as torchrun starts a rank: in a group of its own."""
+    """Start a program as torchrun starts a rank: in a new session, and so its own process group."""
     (folder / "package").mkdir()
     (folder / "package" / "rank.py").write_text(
         f"{IMPORTS}if __name__ == '__main__':{LOADER}{program}", encoding="utf-8"
@@ -184,7 +184,7 @@ def test_who_loads_ends_with_a_rank_that_is_killed(pictures: Path, tmp_path: Pat
 
 
 def ended(pids: list[int], within_s: float) -> bool:
-    """Return True if processes end in time; a zombie has ended, too."""
+    """Return True if the processes end in time; zombies count as ended."""
     end_s = time.monotonic() + within_s
     while time.monotonic() < end_s:
         if not any(map(is_alive, pids)):

@@ -1,4 +1,4 @@
-"""The trainer's models: torchvision's parameters, and layers that compute what they compute."""
+"""The trainer's models have torchvision's parameters, and give the same results layer by layer."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_small_images_enter_a_resnet_as_they_are(side: int, kernel: int, inside:
 
 @torch.no_grad()
 def _change_all(model: nn.Module) -> None:
-    """Change all values, for the last layer of a ViT begins with zeros."""
+    """Change all parameters, because the last layer of a ViT starts with zeros."""
     for parameter in model.parameters():
         parameter += 0.02 * torch.randn_like(parameter)
 

@@ -1,4 +1,4 @@
-"""The learning rate by numbers, and the mean of the parameters against a plain formula."""
+"""Exact learning rates, and the mean of the parameters checked against a plain formula."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed ends as the undisturbed one, bit for bit."""
+"""A run that is stopped and resumed ends in the same state as an undisturbed one, bit for bit."""
 
 import json
 from collections import Counter
@@ -41,7 +41,7 @@ CASES = {**SPLIT, **REPLICATED}
 
 
 def stop_after(training: Training, step: int) -> None:
-    """Train until a step, after which the run is asked to stop."""
+    """Ask the run to stop during a step, and check that it ends after that step."""
     one_step = training.train_step
 
     def asked(*batch: Any) -> Tensor:
@@ -50,14 +50,14 @@ def stop_after(training: Training, step: int) -> None:
         return one_step(*batch)
 
     training.train_step = asked  # type: ignore[method-assign]
-    each_step = mock.patch.object(telemetry, "AGREE_EVERY_S", 0.0)  # they take milliseconds
+    each_step = mock.patch.object(telemetry, "AGREE_EVERY_S", 0.0)  # steps take milliseconds
     with each_step, pytest.raises(SystemExit) as left:
         training.run()
     assert (left.value.code, training.progress.step) == (75, step)
 
 
 def digests(training: Training) -> dict[str, str]:
-    """Return a sum for each part of the state; all ranks call it."""
+    """Return a hash of each part of the state; all ranks must call this function."""
     state = training.checkpoints.state.state_dict()
     return {name: digest(part) for name, part in {**state["parts"], **state}.items()}
 
@@ -84,7 +84,7 @@ def stopped_for_others(folder: Path, cases: dict[str, Case]) -> None:
 
 
 def world(folder: Path) -> Outcome:
-    """Do all that is to be done in the world of two."""
+    """Run everything that needs a world of two ranks."""
     stopped_for_others(folder, {**MOVED, **STUCK})
     return {"both": straight_and_stopped(folder / "both"), "buffers": buffers_of_a_rank()}
 
@@ -110,7 +110,7 @@ def test_a_stopped_run_ends_as_the_undisturbed_one(outcomes: list[Outcome], name
         assert found["found"] == found["right"]
 
 
-# Strategies differ only in what they keep: a resumed run of each is covered by its round trip.
+# Strategies differ only in their state, so a round trip of each state covers resumed runs too.
 COMPRESSORS = ("top_k", "random_k", "threshold", "int8", "sign", "power_sgd")
 KEPT: dict[str, Case] = {
     "ring": {**COURSE, "communication_pattern": "ring"},
@@ -132,7 +132,7 @@ def test_the_state_of_a_strategy_survives_saving_and_loading(case: Case, tmp_pat
     second.checkpoints.state.load_state_dict(state)
     assert digests(second) == digests(first)
     assert ("compression" in state["parts"]) == ("compression" in case)
-    second.run()  # no step is left; it closes its files
+    second.run()  # no step is left; the run closes its files
 
 
 @pytest.mark.usefixtures("outcomes", "alone")
@@ -158,7 +158,7 @@ def test_shards_need_as_many_ranks_as_before(folder: Path, name: str) -> None:
 
 
 def buffers_of_a_rank() -> Any:
-    """Let ranks have buffers of their own; return what averaging and loading make of them."""
+    """Give each rank different buffers; return their values after averaging and after loading."""
     module = nn.BatchNorm1d(2)
     mean: Any = module.running_mean
     mean.fill_(float(dist.get_rank()))
@@ -188,7 +188,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def fail_after(training: Training, step: int) -> None:
-    """Train until a step, before which the process fails."""
+    """Train until the process fails after this many steps."""
     one_step = training.train_step
 
     def failing(*batch: Any) -> Tensor:
@@ -203,7 +203,7 @@ def fail_after(training: Training, step: int) -> None:
 
 
 def noted(run_dir: Path) -> Counter[tuple[int, str]]:
-    """Count how often each number of each step is in the file of rank 0."""
+    """Count how often rank 0's file has each metric of each step."""
     lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return Counter(

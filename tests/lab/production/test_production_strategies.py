@@ -1,4 +1,4 @@
-"""All strategies train the same model: the losses and predictions of a plain loop."""
+"""All strategies train the same model, with the losses and predictions of a plain loop."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ CASES = {1: ALONE, 3: REPLICATED, 4: SPLIT}
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the outcomes of a case on all ranks; each world runs once."""
+    """Return a function that returns a case's outcomes on all ranks; each world runs once."""
     known: dict[int, dict[str, list[Outcome]]] = {}
 
     def found(size: int, name: str) -> list[Outcome]:
@@ -70,7 +70,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Return what a plain loop gives, by the key that changes its result."""
+    """Return the outcomes of a plain loop, by the configuration key that changes them."""
     folder = tmp_path_factory.mktemp("plain")
     recipes: dict[str, Case] = {"": {}, "clip_norm": {"clip_norm": 0.5}, "decay_norms": NO_DECAY}
     return {key: plain(folder, ema_decay=0.5, **recipe) for key, recipe in recipes.items()}
@@ -93,5 +93,5 @@ def test_a_strategy_trains_as_a_plain_loop(
 
 
 def test_without_decay_of_norms_the_losses_are_others(expected: dict[str, Outcome]) -> None:
-    """Show that the tests above can notice whether norms decay."""
+    """Show that the tests above can detect whether norms decay."""
     assert expected["decay_norms"]["losses"] != pytest.approx(expected[""]["losses"], rel=1e-3)

@@ -1,4 +1,4 @@
-"""Agreements of ranks about their steps, and how often they take place."""
+"""What ranks agree on about their steps, and how often they do so."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("fast_ranks")
 
 
 def told(sizes: list[list[int]]) -> Any:
-    """Record steps: each rank has images of loss 1 + rank, and one bad image."""
+    """Record steps with a loss of 1 + rank per image, and 1 + rank bad images; agree on them."""
     rank, interval = dist.get_rank(), Interval(torch.device("cpu"))
     for number in sizes[rank]:
         interval.add(torch.tensor(number * (1.0 + rank)), number)
@@ -28,7 +28,7 @@ def told(sizes: list[list[int]]) -> Any:
     [
         ([[4, 4]], 1.0),
         ([[4, 4], [4, 4]], 1.5),
-        ([[6, 6], [2, 2]], 1.25),  # the mean of all samples, not of the ranks
+        ([[6, 6], [2, 2]], 1.25),  # the mean over samples, not over ranks
         ([[], [3], [1]], 2.25),  # rank 0 is a parameter server
         ([[]] * 5, 0.0),
     ],

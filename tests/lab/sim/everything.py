@@ -8,7 +8,7 @@ from programs import me, neighbours, size
 
 
 def a_bit_of_everything() -> list[object]:
-    """Messages, collectives, a race for any source, and computation that ranks share unequally."""
+    """Run messages, collectives, a race for any source, and unequal amounts of computation."""
     right, left = neighbours()
     results: list[object] = []
     for step in range(5):

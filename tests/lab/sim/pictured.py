@@ -1,6 +1,6 @@
-"""Small programs whose traces several test files look at.
+"""Small programs whose traces several test files examine.
 
-Their tensors are on ``meta``: there is no data, but a GPU's time passes.
+Their tensors are on ``meta``: they hold no data, but still cost GPU time.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from distlab.sim import Cluster, Options, Simulated, simulate
 
 
 def compute(rounds: int = 1) -> None:
-    """Take some time of the GPU."""
+    """Use some GPU time."""
     x = torch.empty(512, 512, device="meta")
     for _ in range(rounds):
         x = x @ x
 
 
 def ring(num_elements: int = 4096) -> None:
-    """All-reduce round a ring, as a learner writes it: compute, send on, receive."""
+    """All-reduce around a ring, as a learner would write it: compute, send on, receive."""
     rank, size = dist.get_rank(), dist.get_world_size()
     chunk = torch.empty(num_elements // size, device="meta")
     for _ in range(2 * (size - 1)):
@@ -36,7 +36,7 @@ def exchange(chunk: Tensor, right: int, left: int) -> None:
 
 
 def overlapped() -> None:
-    """Compute while two all-reduces are under way."""
+    """Compute while two all-reduces are in flight."""
     compute(1 + dist.get_rank())
     works = [dist.all_reduce(torch.empty(1 << 20, device="meta"), async_op=True) for _ in range(2)]
     compute(3)

@@ -1,7 +1,7 @@
 """Pipelines of equal stages on an ideal cluster: only matrix products take time.
 
-Messages take none (latency 0, bandwidth without end), and neither does what is limited by memory,
-such as the loss of the last stage. So what a pipeline stands still is its schedule's doing alone.
+Messages take no time (zero latency, unlimited bandwidth), nor do memory-bound operations, such as
+the loss of the last stage. So a pipeline's idle time is due to its schedule alone.
 """
 
 import time
@@ -22,16 +22,16 @@ from torch.distributed.pipelining import (
 from distlab.sim import Cluster, Simulated, simulate
 from distlab.sim.hardware.cluster import GPU
 
-# Stages are wide inside and narrow between, because torch keeps the inputs of all micro-batches for
-# the whole step, whatever the schedule: 2 numbers a row, beside the 576 of a stage inside.
+# Stages are wide inside and narrow at their ends, because torch keeps the inputs of all
+# micro-batches for the whole step, whatever the schedule: 2 values per row, against 576 inside.
 NARROW, WIDE, DEPTH, ROWS = 2, 64, 9, 8
-MICRO_BATCH_BYTES = 4 * ROWS * WIDE * DEPTH  # the activations that a stage keeps for backward
+MICRO_BATCH_BYTES = 4 * ROWS * WIDE * DEPTH  # activations kept for the backward pass
 
 ENDLESS = 1e30
 FLOPS_PER_S = 1e6
 IDEAL_GPU = GPU("ideal", ENDLESS, ENDLESS, {"float32": FLOPS_PER_S}, {"float32": FLOPS_PER_S})
 
-SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {  # and stages on each rank
+SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {  # schedule, stages per rank
     "GPipe": (ScheduleGPipe, 1),
     "1F1B": (Schedule1F1B, 1),
     "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
@@ -43,8 +43,8 @@ class Measured:
     """One step of a pipeline.
 
     Attributes:
-        idle_of_total: Share of all ranks' time during which they stood still.
-        in_flight: Activations at the peak by rank, in units of one micro-batch of one stage.
+        idle_of_total: Fraction of all ranks' time that was idle.
+        in_flight: Peak activations by rank, in units of one micro-batch in one stage.
     """
 
     idle_of_total: float
@@ -52,7 +52,7 @@ class Measured:
 
     @property
     def idle_of_ideal(self) -> float:
-        """The time that the ranks stood still for each second that they computed."""
+        """The ranks' idle time per second of computation."""
         return self.idle_of_total / (1 - self.idle_of_total)
 
 
@@ -67,16 +67,16 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def two_steps(schedule: str, micro_batches: int) -> list[tuple[float, float]]:
-    """Run a pipeline over all ranks; when each step began and ended on this one.
+    """Run a pipeline over all ranks; return when each step began and ended on this rank.
 
-    The first step is longer: torch finds out the shapes of all messages in it.
+    The first step takes longer: torch determines the shapes of all messages in it.
     """
     make, stages_per_rank = SCHEDULES[schedule]
     rank, size = dist.get_rank(), dist.get_world_size()
     count = size * stages_per_rank
     mine = [PipelineStage(stage(), k, count, torch.device("cpu")) for k in range(rank, count, size)]
     run = make(mine if stages_per_rank > 1 else mine[0], micro_batches, loss_fn=loss_of)
-    # The first stage's backward is as long as the others' only if its input needs a gradient.
+    # The first stage's backward pass is as long as the others' only if its input needs a gradient.
     x, target = (torch.ones(micro_batches * ROWS, NARROW).requires_grad_() for _ in range(2))
     times = []
     for _ in range(2):
@@ -108,6 +108,6 @@ def measure(schedule: str, num_ranks: int, micro_batches: int) -> Measured:
 
 
 def computing_s(run: Simulated[Any], start_s: float, end_s: float) -> float:
-    """Seconds of computation of all ranks, between two moments."""
+    """Return all ranks' total computing time between two moments."""
     spans = [(event.start_s, event.end_s) for event in run.trace.events if event.kind == "compute"]
     return sum(max(0.0, min(end, end_s) - max(start, start_s)) for start, end in spans)

@@ -1,7 +1,7 @@
-"""Programs for simulated and for real ranks alike. What they return is compared rank by rank.
+"""Programs for both simulated and real ranks, whose results are compared rank by rank.
 
-``CALLS`` are the functions of ``torch.distributed``, one form of a call each. Values are small
-whole numbers, whose sums are exact in any order and in every dtype.
+Each program in ``CALLS`` covers one form of a ``torch.distributed`` call. Values are small whole
+numbers, whose sums are exact in any order and in every dtype.
 """
 
 import time
@@ -34,8 +34,8 @@ def call(program: Program) -> Program:
 
 
 def all_calls() -> dict[str, object]:
-    """Run all programs in one world, one after the other; return their results by name."""
-    warnings.simplefilter("ignore")  # old names are deprecated in torch 2.13, new ones not in 2.11
+    """Run all programs in one world, one after another; return their results by name."""
+    warnings.simplefilter("ignore")  # torch 2.13 deprecates the old names, 2.11 lacks the new ones
     return {name: without_leftovers(program) for name, program in CALLS.items()}
 
 
@@ -60,7 +60,7 @@ def size() -> int:
 def values(
     *shape: int, dtype: torch.dtype = torch.float32, rank: int | None = None, low: int = 1
 ) -> Tensor:
-    """This rank's, or a given one's, numbers from ``low`` to 4."""
+    """Return random numbers from ``low`` to 4, drawn for ``rank`` (default: this rank)."""
     generator = torch.Generator().manual_seed(100 + (me() if rank is None else rank))
     return torch.randint(low, 5, shape, generator=generator).to(dtype)
 
@@ -68,15 +68,15 @@ def values(
 def blanks(
     *shape: int, count: int | None = None, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Tensors to be overwritten, one per rank or as many as said."""
+    """Return tensors to be overwritten: one per rank, or ``count`` of them."""
     return [torch.full(shape, 9, dtype=dtype) for _ in range(size() if count is None else count)]
 
 
-SETTLE_S = 0.05  # gloo's thread still holds what failed; a barrier at once would raise it again
+SETTLE_S = 0.05  # gloo's thread still holds the failed call; an immediate barrier would re-raise it
 
 
 def refusal(function: Callable[[], object]) -> str:
-    """The exception that ``function`` raises at once, on every rank."""
+    """Return the text of the exception that ``function`` raises at once, on every rank."""
     try:
         function()
     except (ValueError, TypeError, RuntimeError) as error:
@@ -86,23 +86,23 @@ def refusal(function: Callable[[], object]) -> str:
 
 
 def is_refused(function: Callable[[], object]) -> bool:
-    """Return whether ``function`` raises at once, in whatever words."""
+    """Return True if ``function`` raises at once, whatever the message."""
     return refusal(function) != "nothing was raised"
 
 
 def waited(work: dist.Work | None) -> object:
-    """Wait for a message; once, because gloo hangs in a second wait."""
+    """Wait for a message only once, because gloo hangs in a second wait."""
     assert isinstance(work, dist.Work)
     return work.wait()
 
 
 def finished(work: dist.Work | None) -> tuple[object, ...]:
-    """Wait for what an asynchronous collective returned, and once more."""
+    """Wait twice for an asynchronous collective; return both results."""
     return waited(work), work.wait()
 
 
 def neighbours() -> tuple[int, int]:
-    """The ranks to the right and to the left in a ring."""
+    """Return the ranks to the right and to the left in a ring."""
     return (me() + 1) % size(), (me() - 1) % size()
 
 
@@ -239,7 +239,7 @@ def all_reduce_with_every_operator() -> object:
     results = {}
     for name in (*OPS, *BITWISE_OPS):
         for dtype in (*FLOATS, *INTEGERS) if name in OPS else INTEGERS:
-            # half of the factors are 1: 4 ** 8 is too much for some
+            # factors are 1 or 2: 4 ** 8 is too much for some dtypes
             x = values(7, dtype=dtype).clamp(max=2) if name == "PRODUCT" else values(7, dtype=dtype)
             result = dist.all_reduce(x, getattr(dist.ReduceOp, name))
             results[f"{name} {dtype}"] = result, x
@@ -286,7 +286,7 @@ def reduce_to_every_root() -> object:
         for name in OPS:
             x = values(5).clamp(max=2)
             result = dist.reduce(x, root, getattr(dist.ReduceOp, name))
-            results.append((result, x if me() == root else None))  # gloo writes to others' too
+            results.append((result, x if me() == root else None))  # gloo writes to the others too
     return results
 
 
@@ -417,7 +417,7 @@ def all_to_all_of_one_tensor() -> object:
 
 @call
 def all_to_all_of_unequal_parts() -> object:
-    """Rank r sends (r + k) % 3 rows to rank k: also none."""
+    """Rank r sends (r + k) % 3 rows to rank k, so sometimes none."""
     splits = [(me() + rank) % 3 for rank in range(size())]
     x, y = values(sum(splits), 2), torch.zeros(sum(splits), 2)
     return dist.all_to_all_single(y, x, splits, splits), y
@@ -504,7 +504,7 @@ def collectives_are_coalesced() -> object:
 
 
 def thing() -> dict[str, object]:
-    """An object whose pickle is longer on later ranks."""
+    """Return an object whose pickle is longer on higher ranks."""
     return {"rank": me(), "text": "x" * me(), "tensor": values(2), "shapes": [torch.Size([me()])]}
 
 
@@ -521,7 +521,7 @@ def objects_are_broadcast() -> object:
 
 
 def sums(group: dist.ProcessGroup | None) -> object:
-    """Return the ranks of a group and a sum in it; outside of it, what torch says."""
+    """Return a group's ranks and a sum over them; on non-members, the rank torch gives, or None."""
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         return dist.get_rank(group) if group is not None else None
     x = values(2)

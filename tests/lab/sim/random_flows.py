@@ -1,4 +1,4 @@
-"""Flows drawn at random, for the tests of networks and crowds."""
+"""Random flows for the tests of networks and crowds."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ from distlab.sim.network.flows import Flow, Network
 
 
 def any_seed(number: int) -> Callable[[Callable[[int], None]], Callable[[], None]]:
-    """Run the test with that many seeds, always the same ones; hypothesis names a bad one."""
+    """Run a test with this many seeds, always the same ones; hypothesis reports a failing one."""
     chosen = given(seed=st.integers(0, 2**32))
     return lambda test: settings(max_examples=number, derandomize=True, deadline=None)(chosen(test))
 
 
 def random_case(seed: int, num_flows: int = 12) -> tuple[list[float], list[Arrival]]:
-    """2 to 8 links and some flows; starts are coarse, so that some coincide."""
+    """Draw 2 to 8 links and some flows; starts are coarse, so that some coincide."""
     rng = random.Random(seed)
     bytes_per_s = [float(rng.choice([1, 2, 3, 5, 10, rng.uniform(0.5, 9)])) for _ in range(8)]
     links = range(rng.randint(2, 8))
@@ -34,9 +34,9 @@ def random_case(seed: int, num_flows: int = 12) -> tuple[list[float], list[Arriv
 
 
 def events(network: Network, arrivals: list[Arrival]) -> Iterator[tuple[list[Flow], list[Flow]]]:
-    """Run all arrivals to their end; yield after every instant who ended and who is in flight.
+    """Run all arrivals to the end; at every instant, yield flows that ended and flows in flight.
 
-    Flows carry the index of their arrival as tag.
+    A flow's tag is the index of its arrival.
     """
     waiting = list(enumerate(arrivals))
     in_flight: list[Flow] = []
@@ -52,7 +52,7 @@ def events(network: Network, arrivals: list[Arrival]) -> Iterator[tuple[list[Flo
 
 
 def run(bytes_per_s: list[float], arrivals: list[Arrival]) -> dict[int, float]:
-    """Return the finish time of each arrival, by index, in the order of their ends."""
+    """Return the finish time of each arrival by index, in order of finish time."""
     steps = events(Network(bytes_per_s), arrivals)
     return {index_of(flow): flow.finish_s for ended, _ in steps for flow in ended}
 

@@ -1,9 +1,9 @@
-"""A second way to compute finish times: exact fractions, everything again at every event.
+"""An independent way to compute finish times: exact fractions, all recomputed at every event.
 
-It shares no code and no method with distlab.sim.network.flows. There, rates grow until links are
+It shares no code and no algorithm with distlab.sim.network.flows. There, rates grow until links are
 full. Here, each link announces a fair share and each flow takes the smallest announced on its
 route, until no announcement changes. Source: Charny, Clark and Jain 1995, Congestion control with
-explicit rate indication. Slow; for a dozen flows.
+explicit rate indication. Slow: meant for a dozen flows.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from fractions import Fraction
 
 @dataclass
 class Arrival:
-    """A flow that starts at ``start_s``; the tests draw them at random."""
+    """A flow that starts at ``start_s``; the tests draw such flows at random."""
 
     start_s: float
     links: tuple[int, ...]
@@ -24,7 +24,7 @@ def finish_times(arrivals: Sequence[Arrival], bytes_per_s: Sequence[float]) -> l
     """Return the exact time at which each flow ends."""
     bandwidths = [Fraction(value) for value in bytes_per_s]
     left = [Fraction(arrival.num_bytes) for arrival in arrivals]
-    ends = [Fraction(arrival.start_s) for arrival in arrivals]  # right for those without bytes
+    ends = [Fraction(arrival.start_s) for arrival in arrivals]  # already right for empty flows
     now = Fraction(0)
     while any(left):
         started = [f for f, a in enumerate(arrivals) if left[f] and Fraction(a.start_s) <= now]
@@ -42,7 +42,7 @@ def finish_times(arrivals: Sequence[Arrival], bytes_per_s: Sequence[float]) -> l
 def fair_rates(routes: Sequence[tuple[int, ...]], bandwidths: Sequence[Fraction]) -> list[Fraction]:
     """Return the max-min rates: the fixed point of announcing and taking."""
     used = {link for route in routes for link in route}
-    announced: dict[int, Fraction | None] = dict.fromkeys(used)  # None: as much as you like
+    announced: dict[int, Fraction | None] = dict.fromkeys(used)  # None: no limit
     while True:
         renewed = {
             link: _fair_share(

@@ -1,14 +1,14 @@
 """One training step of a GPT with the width of a 7B model on simulated DGX H100, three ways.
 
-    all_reduce  a copy on each rank; every gradient is summed when all are there
+    all_reduce  a copy on each rank; every gradient is summed once all of them are ready
     DDP         the same, by DistributedDataParallel
-    FSDP2       parameters, gradients and optimizer state in shards, a block gathered at a time
+    FSDP2       parameters, gradients and optimizer state in shards, one block gathered at a time
 
-DDP makes its buckets after the first step, in which it has one for everything; so nothing overlaps
-in the step that is shown, on a real cluster neither.
+DDP makes its buckets after the first step, in which a single bucket holds everything; so nothing
+overlaps in the step that is shown, nor would it on a real cluster.
 
-The copies are all bfloat16: 2 + 2 + 4 bytes for each parameter. FSDP2 keeps float32 and computes in
-bfloat16: 16 bytes, shared by all ranks.
+Copies are bfloat16 throughout: 2 + 2 + 4 bytes per parameter. FSDP2 keeps float32 and computes in
+bfloat16: 16 bytes per parameter, divided among all ranks.
 """
 
 import time
@@ -29,12 +29,12 @@ from distlab.models.gpt import GPT, Block
 from distlab.sim import simulate
 from distlab.sim.device.memory import this_tracker
 
-WIDTH, HEADS, VOCABULARY, TOKENS = 4096, 32, 50_304, 2048  # tokens: one sequence on each rank
+WIDTH, HEADS, VOCABULARY, TOKENS = 4096, 32, 50_304, 2048  # tokens: one sequence per rank
 LAYERS = 32
 CLUSTER = "dgx-h100"
 
 Bytes = dict[str, int]
-Result = tuple[int, float, Bytes]  # parameters, seconds of a step, what is held after it
+Result = tuple[int, float, Bytes]  # parameters, seconds of a step, memory held after it
 Built = TypeVar("Built", bound=nn.Module)
 
 
@@ -47,11 +47,11 @@ class Step:
     flops: int  # one rank's
     held: Bytes  # memory after the step
     peak_by_category: Bytes
-    peak_flops: float  # FLOP/s of the data sheet
+    peak_flops: float  # FLOP/s from the data sheet
 
     @property
     def utilisation(self) -> float:
-        """MFU: the share of what the data sheet promises."""
+        """MFU: the achieved fraction of the data sheet's FLOP/s."""
         return self.flops / self.seconds / self.peak_flops
 
 
@@ -65,7 +65,7 @@ def on_meta(build: Callable[[], Built]) -> Built:
 
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> Result:
-    """Train on one sequence, with ``then`` before the optimizer."""
+    """Train on one sequence, calling ``then`` before the optimizer step."""
     tokens = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     dist.barrier()
     start_s = time.perf_counter()
@@ -98,11 +98,11 @@ def with_fsdp(layers: int) -> Result:
     mesh = init_device_mesh("meta", (dist.get_world_size(),))
     in_bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = on_meta(lambda: gpt(0))
-    for _ in range(layers):  # shard each before the next is made: no rank could hold them all
+    for _ in range(layers):  # shard each block before making the next: no rank could hold all whole
         block = on_meta(lambda: Block(WIDTH, HEADS))
         model.blocks.append(fully_shard(block, mesh=mesh, mp_policy=in_bfloat16))
     fully_shard(model, mesh=mesh, mp_policy=in_bfloat16)
-    # For a list of n DTensors torch does work of n^2: 6 s for one group of all, 0.2 s for these.
+    # torch's work on a list of n DTensors grows as n^2: 6 s for a single group, 0.2 s for these.
     own = [model.embedding.token, model.embedding.position, model.norm]
     groups: list[Any] = [{"params": list(part.parameters())} for part in (*model.blocks, *own)]
     return learn(model, AdamW(groups, foreach=True), lambda: None)
@@ -132,7 +132,7 @@ def measure(way: str, num_ranks: int, layers: int = LAYERS) -> Step:
 
 
 def expected_flops(parameters: int, layers: int) -> int:
-    """6 for each parameter and token, and attention: 12 L E for each pair of tokens, half causal.
+    """Return 6 FLOPs per parameter and token, plus causal attention: half of 12 L E per token pair.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """

@@ -1,4 +1,4 @@
-"""Programs return the same on the simulated cluster and on real processes."""
+"""Programs return the same results on the simulated cluster and on real processes."""
 
 import warnings
 from functools import cache
@@ -11,7 +11,7 @@ from same import assert_same
 from distlab import launch
 from distlab.sim import simulate
 
-WORLD_SIZES = (1, 2, 5)  # alone, even, and odd: eight processes
+WORLD_SIZES = (1, 2, 5)  # alone, even and odd: eight processes in all
 TIMEOUT_S = 600.0
 
 
@@ -20,7 +20,7 @@ def on_gloo(program: programs.Program, world_size: int, *args: object) -> list[o
 
 
 def on_sim(program: programs.Program, world_size: int, *args: object) -> list[object]:
-    with warnings.catch_warnings():  # the programs change the filters
+    with warnings.catch_warnings():  # the programs change the warning filters
         return simulate(program, world_size, *args).results
 
 
@@ -44,7 +44,7 @@ def test_call_gives_what_it_gives_on_gloo(world_size: int, name: str) -> None:
 
 # --- torch's parallel modules, and the course's own ----------------------------------------------
 
-TOLERANCES = {2: 0.0, 4: 1e-12}  # gloo adds four numbers in another order
+TOLERANCES = {2: 0.0, 4: 1e-12}  # gloo adds four numbers in a different order
 
 
 @cache

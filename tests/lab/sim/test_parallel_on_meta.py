@@ -1,4 +1,4 @@
-"""torch's parallel modules train models on meta, and cost what they cost on CPU."""
+"""torch's parallel modules train models on meta, at the same cost as on CPU."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_fsdp_on_meta_costs_what_it_costs_on_cpu() -> None:
     assert on_meta.trace.peak_by_category == on_cpu.trace.peak_by_category
     assert on_meta.flops == on_cpu.flops
     assert min(on_meta.flops) > 0
-    # Outside a world, FSDP is as before.
+    # Outside a world, FSDP is unchanged.
     assert not hasattr(torch, "meta")
     group: Any = torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
     assert group._validate_no_meta_params.__name__ == "_validate_no_meta_params"
@@ -47,7 +47,7 @@ def train_copies(device: str) -> None:
 
 
 def test_the_first_step_of_ddp_on_meta_costs_what_it_costs_on_cpu() -> None:
-    """But for the check that all ranks have the same shapes, which is left out."""
+    """The exception is the check that all ranks have the same shapes, which is skipped on meta."""
     on_cpu, on_meta = (
         simulate(train_copies, 4, device, cluster="dgx-h100") for device in ("cpu", "meta")
     )

@@ -1,4 +1,4 @@
-"""``distlab sim``: a script runs on every rank as under torchrun, and says what it took."""
+"""``distlab sim``: a script runs on every rank as under torchrun, and a summary follows."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from distlab.sim.script import run_script
 
 @pytest.fixture
 def write(tmp_path: Path):
-    """Write a script that knows torch and has joined a group; return its path."""
+    """Return a function that writes a script that imports torch and joins a group."""
 
     def to_file(text: str, name: str = "program.py") -> Path:
         head = "import torch\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"
@@ -82,7 +82,7 @@ def test_the_process_is_afterwards_as_before(write, text: str) -> None:
     assert (sys.argv, sys.path, sys.modules["__main__"], dict(os.environ)) == before
 
 
-# How it ends
+# How a run ends
 
 
 def test_a_rank_out_of_memory_gets_one_report_and_the_lines_of_the_program(write) -> None:
@@ -161,7 +161,7 @@ def test_what_stands_behind_two_dashes_is_the_script_s_whatever_its_name(write, 
 
 
 def settings(*options: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Run a command; return what its summary lists as set."""
+    """Run a command; return the settings that its summary lists."""
     assert distlab("sim", "--ranks", 2, *options) == 0
     _, _, listed = capsys.readouterr().out.partition("\nset:\n")
     return [line.strip() for line in listed.partition("\n\n")[0].splitlines()]
@@ -172,7 +172,7 @@ def test_memory_is_that_of_the_preset_or_as_set(write, capsys) -> None:
     assert settings(script, capsys=capsys) == []
     roomy = ["--memory-gib", 1.5]
     assert settings(*roomy, script, capsys=capsys) == ["each GPU has 1.50 GiB of memory"]
-    for preset in ("dgx-h100", "laptop"):  # a laptop has no GPU, but memory
+    for preset in ("dgx-h100", "laptop"):  # a laptop has no GPU, but it has memory
         options = ["--cluster", preset, "--ranks", 2, "--memory-gib", 0.5]
         assert distlab("sim", *options, script) == 1
         assert "raised OutOfMemory: out of memory in empty" in capsys.readouterr().err

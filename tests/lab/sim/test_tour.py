@@ -1,7 +1,7 @@
 """docs/simulator.md is true: its commands give the outputs and the pictures that it shows.
 
-After a change of what the simulator prints, ``python tests/lab/sim/test_tour.py`` writes outputs
-and pictures again. What was shortened with "…" then has to be shortened again.
+After a change to the simulator's output, ``python tests/lab/sim/test_tour.py`` rewrites the outputs
+and pictures. Outputs that were shortened with "…" then have to be shortened again.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ DOCUMENT = ROOT / "docs/simulator.md"
 IMAGES = ROOT / "docs/images"
 SCRIPTS = ROOT / "examples/simulator"
 MAX_IMAGE_BYTES = 150_000
-TIMEOUT_S = 600  # only what hangs takes as long, on a busy machine too
-COMMAND = r"((?:[^\n]*\\\n)*[^\n]*)\n(.*)"  # the command, and the rest
-PROMPT = "(Pdb) "  # the debugger's; the reader types what follows it
+TIMEOUT_S = 600  # only a hang takes this long, even on a busy machine
+COMMAND = r"((?:[^\n]*\\\n)*[^\n]*)\n(.*)"  # the command, then its output
+PROMPT = "(Pdb) "  # the debugger's; the reader types the rest of the line
 
 
 @dataclass(frozen=True)
 class Example:
-    """A command, or a program, and what the document says that it prints."""
+    """A command or a program, and the output that the document shows for it."""
 
     source: str
     output: str
@@ -58,7 +58,7 @@ class Example:
         return "".join(line.removeprefix(PROMPT) for line in lines if line.startswith(PROMPT))
 
     def pattern(self) -> str:
-        """Return what the output must match; a … stands for anything, alone for any lines."""
+        """Return a pattern for the output; … matches any text, or, alone on a line, any lines."""
         return "".join(map(_line_pattern, self.output.splitlines()))
 
 
@@ -71,7 +71,7 @@ def _line_pattern(line: str) -> str:
 
 
 def examples() -> Iterator[Example]:
-    """Find the commands of the document, and its program."""
+    """Yield the commands in the document, and its program."""
     text = DOCUMENT.read_text()
     block = r"^```(console|python)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?"
     for kind, content, output in re.findall(block, text, re.MULTILINE | re.DOTALL):
@@ -105,7 +105,7 @@ def run_here(words: list[str]) -> str:
 
 
 def run_elsewhere(words: list[str], typed: str = "") -> str:
-    """Run a command in a process of its own; return what it printed."""
+    """Run a command in a separate process; return what it printed."""
     known = {"distlab": [sys.executable, "-m", "distlab"], "python": [sys.executable]}
     done = subprocess.run(
         [*known.get(words[0], words[:1]), *words[1:]],
@@ -120,10 +120,10 @@ def run_elsewhere(words: list[str], typed: str = "") -> str:
 
 
 def output_of(example: Example) -> str:
-    """Run an example, here if that makes no difference; one newline ends its output."""
+    """Return an example's output, ending in one newline; run it in this process if possible."""
     words, typed = example.words(), example.typed()
     is_script = words[0] in ("distlab", "python") and not example.is_program
-    can_be_here = is_script and not typed  # pytest has a debugger of its own
+    can_be_here = is_script and not typed  # pytest has its own debugger
     printed = run_here(words) if can_be_here else run_elsewhere(words, typed)
     return printed.rstrip("\n") + "\n" if printed else ""
 
@@ -135,7 +135,7 @@ def pictures_of(example: Example) -> list[Path]:
 
 
 def blurred(picture: Path) -> np.ndarray:
-    """Return the mean colours of squares: what is left when letters and edges do not matter."""
+    """Return the mean colours of squares, which hardly depend on letters and edges."""
     pixels = matplotlib.image.imread(picture)[..., :3]
     rows, columns = (size // 30 for size in pixels.shape[:2])
     squares = pixels[: 30 * rows, : 30 * columns].reshape(rows, 30, columns, 30, 3)
@@ -144,7 +144,7 @@ def blurred(picture: Path) -> np.ndarray:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go to a folder that has the examples, and where nothing else is overwritten."""
+    """Change to a folder that has the examples, and in which nothing else can be overwritten."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -186,7 +186,7 @@ def test_the_files_and_options_named_in_the_text_exist() -> None:
         assert f"--{option} " in known
 
 
-# What the text says of ring and tree
+# The text's claims about ring and tree
 
 
 @pytest.fixture
@@ -232,11 +232,11 @@ def test_torchrun_runs_the_scripts_that_are_right_as_they_are(tmp_path: Path) ->
     assert "526,336 parameters, 2 steps\n" in printed
 
 
-# Writing the document again
+# Rewriting the document
 
 
 def _renew() -> None:
-    """Replace outputs that are no longer right, and all pictures."""
+    """Replace the outputs that are out of date, and all pictures."""
     os.chdir(ROOT)
     for example in EXAMPLES:
         printed = output_of(example)
@@ -255,7 +255,7 @@ def _replace_output(example: Example, printed: str) -> None:
 
 
 def _save_small(picture: Path, small: Path) -> None:
-    """Keep 64 colours, which no one sees and which halves the file."""
+    """Reduce a picture to 64 colours: nobody sees the difference, and the file is half as large."""
     from PIL import Image
 
     Image.open(picture).convert("RGB").quantize(64).save(small, optimize=True)

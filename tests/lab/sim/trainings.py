@@ -1,7 +1,8 @@
-"""Training programs made of torch's own parallel modules, for simulated and for real ranks alike.
+"""Training programs built from torch's parallel modules, for both simulated and real ranks.
 
-All compute in float64 unless they say otherwise. A sum over two ranks is exact in any order, so two
-ranks must agree to the last bit; gloo adds four in another order than the simulated cluster.
+All compute in float64 unless they say otherwise. A sum over two ranks is the same in any order, so
+results of two ranks must agree to the last bit; gloo and the simulated cluster add four numbers in
+different orders.
 """
 
 import warnings
@@ -32,7 +33,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # it still uses it
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch still uses it
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 Program = Callable[[], object]
@@ -43,24 +44,24 @@ WIDTH, BATCH, STEPS = 6, 4, 3
 
 
 def training(program: Program) -> Program:
-    """Enter a program in the table of trainings."""
+    """Enter a program in the table of training programs."""
     TRAININGS[program.__name__] = program
     return program
 
 
 def all_trainings() -> dict[str, object]:
-    """Run all programs in one world, one after the other; return their results by name."""
+    """Run all programs in one world, one after another; return their results by name."""
     warnings.simplefilter("ignore")
     return {name: program() for name, program in TRAININGS.items()}
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
-    """Random numbers that depend on the seed alone, not on the world's generators."""
+    """Return random numbers that depend on the seed alone, not on the world's generators."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def layers(depth: int = 3) -> nn.Sequential:
-    """The same linear layers on every rank, with activations between them."""
+    """Return linear layers with activations after them, the same on every rank."""
     modules: list[nn.Module] = []
     for k in range(depth):
         linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -72,7 +73,7 @@ def layers(depth: int = 3) -> nn.Sequential:
 
 
 def batches(count: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's inputs and targets."""
+    """Yield this rank's inputs and targets."""
     for step in range(count):
         seed = 1000 * (1 + me()) + 2 * step
         yield numbers(BATCH, WIDTH, seed=seed), numbers(BATCH, WIDTH, seed=seed + 1)
@@ -83,7 +84,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], State]:
-    """Losses and state after a few steps."""
+    """Train for a few steps; return the losses and the final state."""
     losses = []
     for inputs, targets in batches():
         optimizer.zero_grad()
@@ -95,7 +96,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[fl
 
 
 def state_of(model: nn.Module) -> State:
-    """Every parameter and buffer, whole, also of a model in shards."""
+    """Return every parameter and buffer in full, even if the model is sharded."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in model.state_dict().items()
@@ -104,7 +105,7 @@ def state_of(model: nn.Module) -> State:
 
 # --- DistributedDataParallel ---------------------------------------------------------------------
 
-SMALL_BUCKETS = 8 * WIDTH * WIDTH / 2**20  # MiB; a bucket for each layer
+SMALL_BUCKETS = 8 * WIDTH * WIDTH / 2**20  # MiB; one bucket per layer
 
 
 @training
@@ -114,7 +115,7 @@ def ddp_with_several_buckets() -> object:
 
 
 class Branches(nn.Module):
-    """Two layers, one for each rank and step in turn, and a third that is never used."""
+    """Two layers that ranks use alternately from step to step, and a third that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ def ddp_with_communication_hooks() -> object:
         default_hooks.allreduce_hook,
         default_hooks.fp16_compress_hook,
     ):
-        model = layers()[::2].float()  # linear: of whole numbers, the gradients are whole numbers
+        model = layers()[::2].float()  # all linear, so integers give integer gradients
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sign_()
@@ -233,7 +234,7 @@ def tensor_parallel_layers() -> object:
 
 
 def pipelined(schedule: Callable[..., Any], stages_per_rank: int, micro_batches: int) -> object:
-    """Train a pipeline for two steps; losses of the last stage and gradients of the own ones."""
+    """Train a pipeline for two steps; return the last stage's losses and this rank's gradients."""
     num_stages = size() * stages_per_rank
     all_layers = layers(num_stages)
     mine = [

@@ -1,12 +1,12 @@
-"""ZeRO by hand: model states that are copied, or shared out in one of three stages.
+"""Hand-written ZeRO: model states that are copied, or sharded in one of three stages.
 
     stage 0  every rank holds everything
     stage 1  optimizer state in shards                             P_os
     stage 2  and gradients                                         P_os+g
     stage 3  and parameters, gathered for each use                 P_os+g+p
 
-The model is three square matrices, 7.5 billion parameters in bfloat16, on meta. Its gradients are
-in bfloat16, too; the optimizer keeps parameters and two averages in float32: 2 + 2 + 12 bytes.
+The model is three square matrices, 7.5 billion parameters, on meta. Weights and gradients are in
+bfloat16; the optimizer keeps weights and two averages in float32: 2 + 2 + 12 bytes per parameter.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5.
 """
@@ -54,7 +54,7 @@ class MixedPrecisionAdam(torch.optim.Optimizer):
 
 
 class ShardedLinear(Function):
-    """A linear layer of whose weight each rank has a shard; whole it lives for one product."""
+    """A linear layer with a sharded weight, which is gathered for one product at a time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: Tensor) -> Tensor:
@@ -69,19 +69,19 @@ class ShardedLinear(Function):
 
 
 def matrix(flat: Tensor) -> Tensor:
-    """The weight in a flat tensor, without the padding at its end."""
+    """Return the weight in a flat tensor, without the padding at its end."""
     return (flat if flat.numel() == WIDTH**2 else flat[: WIDTH**2]).view(WIDTH, WIDTH)
 
 
 def gathered(shard: Tensor) -> Tensor:
-    """The shards of all ranks."""
+    """Gather the shards of all ranks."""
     whole = shard.new_empty(dist.get_world_size() * shard.numel())
     dist.all_gather_into_tensor(whole, shard.detach())
     return whole
 
 
 def scattered(grad: Tensor) -> Tensor:
-    """This rank's shard of the sum over all ranks."""
+    """Return this rank's shard of the sum over all ranks."""
     shard = grad.new_empty(shard_size())
     missing = shard.numel() * dist.get_world_size() - grad.numel()
     dist.reduce_scatter_tensor(shard, pad(grad, (0, missing)) if missing else grad)
@@ -89,17 +89,17 @@ def scattered(grad: Tensor) -> Tensor:
 
 
 def shard_size() -> int:
-    """Elements of a layer on each rank; they are padded to be as many everywhere."""
+    """Return the number of a layer's elements on each rank, rounded up so that all are equal."""
     return -(-(WIDTH**2) // dist.get_world_size())
 
 
 def my_shard(whole: Tensor) -> Tensor:
-    """A view of this rank's part."""
+    """Return a view of this rank's shard."""
     return whole.detach().view(-1, shard_size())[dist.get_rank()]
 
 
 def reduce_gradient(stage: int, shard: nn.Parameter, whole: Tensor) -> None:
-    """Sum a gradient over all ranks as soon as it is there; from stage 2 on keep a shard of it."""
+    """Sum a gradient over all ranks as soon as it is ready; in stage 2, keep only a shard."""
     if stage == 2:
         shard.grad, whole.grad = scattered(whole.grad), None
         return
@@ -109,9 +109,9 @@ def reduce_gradient(stage: int, shard: nn.Parameter, whole: Tensor) -> None:
 
 
 def model_states(stage: int) -> tuple[Bytes, Bytes]:
-    """Train for two steps; what this rank holds after them, and held at the worst moment.
+    """Train for two steps; return the bytes that this rank holds after them, and at the peak.
 
-    The second is the worse one: optimizer state is there while gradients come into being.
+    The peak is in the second step: optimizer state exists while gradients are computed.
     """
     size = shard_size() * (1 if stage == 3 else dist.get_world_size())
     with torch.device("meta"):
@@ -136,7 +136,7 @@ def train_step(
     owned: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Train on one token, whose activations are nothing beside the model."""
+    """Train on one token, whose activations are negligible next to the model."""
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
     for layer in layers:
         x = ShardedLinear.apply(x, layer) if stage == 3 else linear(x, matrix(layer))

@@ -1,4 +1,4 @@
-"""Plans of collectives: seconds as in the textbooks, bytes, and whose data reaches which GPU."""
+"""Plans of collectives: textbook times, byte counts, and whose data reaches which GPU."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ POWERS = (1, 2, 4, 8, 16)
 ALPHA_S, BETA_S = 7e-6, 1 / 13e9
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 PAIRS = list(itertools.product(COLLECTIVES, ALGORITHMS))
-# In the others, pieces of the buffer follow each other through all GPUs at once: see test_nccl.
+# The excluded ones pipeline pieces of the buffer through all GPUs at once: see test_nccl.
 STEP_BY_STEP = [
     (collective, algorithm)
     for collective, algorithm in PAIRS
@@ -31,7 +31,7 @@ STEP_BY_STEP = [
 
 
 def estimate_s(phases: Sequence[Phase], cluster: Cluster, *, shared: bool = False) -> float:
-    """Return how long the phases take if nothing else is on the way."""
+    """Return how long the phases take if there is no other traffic."""
     return sum(round_s(phase, cluster, shared=shared) * phase.repeat for phase in phases)
 
 
@@ -44,12 +44,12 @@ def lg(p: int) -> int:
 
 
 def core(p: int) -> int:
-    """The largest power of two that is at most p."""
+    """Return the largest power of two that is at most p."""
     return 1 << floor(log2(p))
 
 
 def simulated_s(phases: Sequence[Phase], cluster: Cluster) -> float:
-    """Run the phases as the simulator does: flows that begin after their latency, on real links."""
+    """Return the simulated time of the phases: flows start after their latency and share links."""
     network = Network([link.bytes_per_s for link in cluster.links])
     now_s = 0.0
     for phase in phases:
@@ -72,7 +72,7 @@ def simulated_s(phases: Sequence[Phase], cluster: Cluster) -> float:
 
 # --- Seconds -------------------------------------------------------------------------------------
 
-Form = Callable[[int], tuple[float, float]]  # p -> messages one after the other, bytes / n
+Form = Callable[[int], tuple[float, float]]  # p -> successive messages, bytes / n
 
 FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
     ("broadcast", "tree", lambda p: (lg(p), lg(p)), SIZES),
@@ -100,7 +100,7 @@ FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
     ),
     ("all_reduce", "halving_doubling", lambda p: (2 * lg(p), 2 * (p - 1) / p), POWERS),
     (
-        # MPICH's comment writes (p-1)/p, but only core(p) ranks halve and double.
+        # MPICH's comment says (p-1)/p, but only core(p) ranks halve and double.
         "all_reduce",
         "halving_doubling",
         lambda p: (2 * floor(log2(p)) + 2, 2 * (core(p) - 1) / core(p) + 2),
@@ -115,7 +115,7 @@ FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
 
 
 def _bits(p: int) -> int:
-    """Hops of all ways 0 … p-1 when a way hops along its binary digits."""
+    """Return the number of 1 bits in 0 … p-1: a message hops once per 1 bit of its distance."""
     return sum(bin(way).count("1") for way in range(p))
 
 
@@ -164,7 +164,7 @@ def test_the_simulated_time_lies_between_the_two_estimates(cluster: Cluster) -> 
 
 
 def heard_of(phases: Sequence[Phase], gpus: Sequence[int]) -> dict[int, set[int]]:
-    """Return the GPUs whose data may have reached each GPU, from message to message."""
+    """Return, for each GPU, the GPUs whose data may have reached it through the messages."""
     known = {gpu: {gpu} for gpu in gpus}
     for phase in phases:
         for _ in range(phase.repeat):

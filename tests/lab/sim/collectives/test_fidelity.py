@@ -1,4 +1,4 @@
-"""docs/fidelity.md is true: its tables are those of the model, and nine in ten errors are small."""
+"""docs/fidelity.md is true: its tables match the model, and nine in ten errors are small."""
 
 from statistics import median
 

@@ -1,4 +1,4 @@
-"""NCCL's patterns, and the choice among them; docs/fidelity.md shows what they take."""
+"""NCCL's patterns, and the choice among them; docs/fidelity.md shows how long they take."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ GRIDS = [(1, 2), (1, 8), (2, 8), (3, 4), (4, 8), (8, 1), (5, 3)]  # nodes, GPUs 
 
 
 def machine(nodes: int, gpus: int) -> Cluster:
-    """A rail-optimised cluster whose switches can add, without latencies."""
+    """Return a DGX H100 cluster of this size, whose network switches can add."""
     return replace(
         Cluster.preset("dgx-h100"),
         nodes=nodes,
@@ -41,7 +41,7 @@ def pattern_of(collective: str, algorithm: str, nodes: int, gpus: int) -> nccl.P
     return nccl.pattern(collective, algorithm, tuple(range(nodes * gpus)), machine(nodes, gpus))
 
 
-# --- What is carried -----------------------------------------------------------------------------
+# --- Data carried --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("algorithm", "nodes", "gpus"), all_reduces())
@@ -84,7 +84,7 @@ def test_the_two_trees_are_trees_and_inner_nodes_of_one_are_leaves_of_the_other(
             assert depth(parents, node) <= ceil(log2(k)) if k > 1 else parents == [-1]
         assert max(children(parents)) <= 2
     busy = [a and b for a, b in zip(children(first), children(second), strict=True)]
-    assert sum(map(bool, busy)) <= (0 if k < 3 else 2)  # but for the roots
+    assert sum(map(bool, busy)) <= (0 if k < 3 else 2)  # except for the roots
 
 
 def depth(parents: Sequence[int], node: int) -> int:
@@ -136,7 +136,7 @@ def test_a_simulation_takes_as_long_as_the_tuner_expects(
 
 # --- The choice ----------------------------------------------------------------------------------
 
-# What NCCL's own logs name: stas00/ml-engineering, all-reduce-8xH200 (2.27.7), and
+# Choices in NCCL's own logs: stas00/ml-engineering, all-reduce-8xH200 (2.27.7), and
 # NVIDIA/nccl-tests issue 309 (2.26.2).
 LOGGED = [
     ("dgx-h200", 1, 64 * 1024, "ring", "LL"),

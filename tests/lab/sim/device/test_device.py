@@ -1,4 +1,4 @@
-"""The virtual clock and the arithmetic of a device; its memory is in test_memory."""
+"""The virtual clock and the arithmetic of a device; test_memory covers its memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from distlab.sim.device.device import Device
 
 @dataclass
 class ToyGpu:
-    """A GPU that breaks even at 1 FLOP per byte in float32, at 4 in bfloat16."""
+    """A GPU that breaks even at 1 FLOP per byte in float32, and at 4 in bfloat16."""
 
     memory_bytes: float = 1e15
     memory_bytes_per_s: float = 1000.0
@@ -56,8 +56,8 @@ def test_an_operation_takes_as_long_as_its_slower_part() -> None:
         square @ other
         row @ square
     assert clock.calls == [
-        (2 * 100**3 / 1000, "mm"),  # arithmetic bound; its 120,000 bytes take 120 s
-        (4 * (100 + 10_000 + 100) / 1000, "mm"),  # memory bound; its 20,000 FLOPs take 20 s
+        (2 * 100**3 / 1000, "mm"),  # compute-bound; its 120,000 bytes take 120 s
+        (4 * (100 + 10_000 + 100) / 1000, "mm"),  # memory-bound; its 20,000 FLOPs take 20 s
     ]
     assert device.flops == 2 * 100**3 + 20_000
     assert device.bytes_moved == 120_000 + 40_800
@@ -98,7 +98,7 @@ def masked(device: str, dtype: torch.dtype, **options: Any) -> None:
     attend(device, attn_mask=torch.ones(8, 8, dtype=dtype, device=device), **options)
 
 
-FORWARD = 4 * 2 * 4 * 8 * 8 * 16  # two products in four heads of two samples
+FORWARD = 4 * 2 * 4 * 8 * 8 * 16  # two matrix products in four heads of two samples
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "meta"])
@@ -110,7 +110,7 @@ FORWARD = 4 * 2 * 4 * 8 * 8 * 16  # two products in four heads of two samples
         (lambda d: attend(d, scale=0.5), 3 * FORWARD),
         (lambda d: attend(d, kv_heads=2, enable_gqa=True), 3 * FORWARD),
         (lambda d: attend(d, dropout_p=0.5), 3 * FORWARD),  # not fused
-        (lambda d: attend(d, dropout_p=0.5, is_causal=True), 3 * FORWARD),  # the mask is hidden
+        (lambda d: attend(d, dropout_p=0.5, is_causal=True), 3 * FORWARD),  # the mask saves nothing
         (lambda d: masked(d, torch.bool), 3 * FORWARD),
         (lambda d: masked(d, torch.float32), 3 * FORWARD),
         (lambda d: masked(d, torch.bool, dropout_p=0.5), 3 * FORWARD),
@@ -126,7 +126,7 @@ def test_attention_costs_the_same_on_cpu_and_meta(
 
 @pytest.mark.parametrize("device_type", ["cpu", "meta"])
 def test_a_transformer_layer_costs_what_the_formula_says(device_type: str) -> None:
-    """24 b s h^2 (1 + s / 6h) FLOPs forward without a causal mask, twice that backward.
+    """Expect 24 b s h^2 (1 + s / 6h) FLOPs forward, without a causal mask, and twice that backward.
 
     Source: Narayanan et al. 2021 (Megatron-LM), appendix.
     """

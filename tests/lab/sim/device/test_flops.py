@@ -1,4 +1,4 @@
-"""FLOPs and bytes of single operations, against counts that are made in another way."""
+"""FLOPs and bytes of single operations, checked against independent counts."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +23,7 @@ repeatable = settings(
 
 
 class Recorder(TorchDispatchMode):
-    """A mode that adds up the cost of the operations inside it, by name."""
+    """A mode that sums the cost of the operations run under it, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # do not import torch.compile for this: 2 s
+        return False  # saves importing torch.compile, which takes 2 s
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -107,7 +107,7 @@ def test_products_agree_with_torch_where_torch_is_right(n: int, m: int, k: int, 
 def test_a_convolution_of_ones_counts_its_own_products(
     convolve: Any, batch: int, c_in: int, c_out: int, groups: int, kernel: int, size: int
 ) -> None:
-    """Without padding: each product is 1, so the sum of the result is how many there are."""
+    """Without padding, each product is 1, so the sum of the result is the number of products."""
     assume(size >= kernel)
     is_transposed, dims = "transpose" in convolve.__name__, int(convolve.__name__[-2])
     channels = (c_in * groups, c_out) if is_transposed else (c_out * groups, c_in)
@@ -122,7 +122,7 @@ def test_a_convolution_of_ones_counts_its_own_products(
 
 # --- bytes ---------------------------------------------------------------------------------------
 
-N = 4 * 100  # bytes of a vector of 100 float32
+N = 4 * 100  # bytes in a vector of 100 float32 values
 x, y = torch.ones(100), torch.ones(100)
 table = torch.ones(1000, 25)
 

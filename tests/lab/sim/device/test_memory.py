@@ -1,4 +1,4 @@
-"""Exact bytes that small programs hold, by category, now and at the peak."""
+"""The exact number of bytes that small programs hold, by category, now and at the peak."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ def test_a_tensor_counts_from_its_birth_to_its_death(device: str) -> None:
         del x
         assert tracker.live_bytes == 400
     del y
-    assert (tracker.live_bytes, tracker.peak_bytes) == (0, 800)  # also after the device was left
+    assert (tracker.live_bytes, tracker.peak_bytes) == (0, 800)  # even after leaving the device
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -104,7 +104,7 @@ def build() -> nn.Sequential:
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), 0),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), PARAMETERS),
-        (lambda p: torch.optim.Adam(p), 2 * PARAMETERS + 4 * 4),  # and a count for each tensor
+        (lambda p: torch.optim.Adam(p), 2 * PARAMETERS + 4 * 4),  # plus a step count per tensor
         (lambda p: torch.optim.AdamW(p, foreach=True), 2 * PARAMETERS + 4 * 4),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_training_loop(optimizer: Callable[..., Any], state_bytes: int) -> Non
         optim = optimizer(model.parameters())
         for _ in range(2):
             loss = model(torch.ones(8, 100)).sum()
-            hidden = 4 * 8 * 50  # one for the linear layer's backward, none for its result
+            hidden = 4 * 8 * 50  # kept once, for a linear layer's backward pass
             assert held(tracker) == {**state, "activations": hidden + 4, "other": 4 * 8 * 100}
             loss.backward()
             del loss
@@ -141,7 +141,7 @@ def test_a_gradient_that_is_a_view_of_a_bucket_counts_once() -> None:
 
 def test_parameters_are_known_however_they_are_made() -> None:
     with memory() as tracker:
-        model = build().bfloat16()  # swaps the data of each
+        model = build().bfloat16()  # replaces each parameter's data
         assert held(tracker) == {"parameters": PARAMETERS // 2}
         shard = nn.Parameter(torch.empty(100))  # without a module
         shard.detach().fill_(1)
@@ -173,7 +173,7 @@ def test_nothing_stays_installed() -> None:
 
 @contextmanager
 def memory_of_another_thread() -> Iterator[None]:
-    """Track memory in another thread while the body starts, and no more when it ends."""
+    """Track memory in another thread, which stops tracking before the body runs."""
 
     def enter_and_leave() -> None:
         with memory():
@@ -220,7 +220,7 @@ def test_after_running_out_of_memory_the_account_is_right(device: str) -> None:
             with pytest.raises(OutOfMemory):
                 torch.ones(151, device=device)
         assert tracker.live_bytes == 400
-        y = torch.ones(150, device=device)  # fills it to the last byte
+        y = torch.ones(150, device=device)  # fills the device to the last byte
         with pytest.raises(OutOfMemory, match="in resize_"):
             x.untyped_storage().resize_(404)
         assert x.untyped_storage().nbytes() == 400
@@ -238,7 +238,7 @@ def test_what_an_optimizer_has_made_so_far_is_its_state_also_in_its_first_step()
             optimizer.step()
         assert (
             held(tracker)["optimizer_state"] >= 40_000
-        )  # the first average; the second does not fit
+        )  # the first moment; the second does not fit
     lines = str(caught.value).splitlines()
     assert "  optimizer_state     39.1 KiB    33%" in lines
 
@@ -256,5 +256,5 @@ def test_the_activations_of_a_transformer_layer() -> None:
         tokens = batch * length
         statistics = 4 * tokens * heads + 4 * 4 * tokens  # softmax; two layer norms
         assert tracker.live_by_category["activations"] == (
-            2 * (32 * tokens * width + statistics) + 2 * tokens * width  # and the last result
+            2 * (32 * tokens * width + statistics) + 2 * tokens * width  # plus the last result
         )

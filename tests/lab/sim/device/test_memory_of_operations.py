@@ -1,4 +1,4 @@
-"""A finished operation holds no tensor: memory is what the program holds, on every rank alike."""
+"""Finished operations hold no tensors: every rank's memory is exactly what its program holds."""
 
 import gc
 
@@ -36,7 +36,7 @@ def messages() -> None:
 def test_tensors_die_with_the_programs_last_reference(program: object, peak_bytes: int) -> None:
     assert callable(program)
     gc.collect()
-    gc.disable()  # a circle of references must not be what is tidied up in time
+    gc.disable()  # a lucky collection must not hide a reference cycle
     try:
         trace = simulate(program, 3, options=Options(has_devices=True)).trace
     finally:

@@ -1,4 +1,4 @@
-"""A call on meta tensors that is remembered gives what torch gives."""
+"""A cached call on meta tensors gives the same results as torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from distlab.sim.device.device import Device
 
 
 def on_device(program: Callable[[], Any]) -> tuple[Any, int, int, dict[str, int], list[Any]]:
-    """Run a program on a device; return its result, and all that the device has counted."""
+    """Run a program on a device; return its result, and everything that the device has counted."""
     times: list[Any] = []
     with Device(ToyGpu(), advance=lambda *call: times.append(call)) as device:
         out = program()

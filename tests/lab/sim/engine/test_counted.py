@@ -1,4 +1,4 @@
-"""A trace that is only counted: the same totals, reports and times, and no events."""
+"""A counting-only trace has the totals, reports and times of a full one, but no events."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Computation loses time to collectives beside it only if the options say so."""
+"""Concurrent collectives slow computation down only if the options say so."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ FLOPS_PER_MS, BYTES_PER_MS = 1e9, 1_000_000
 
 
 def compute(ms: float) -> None:
-    """Multiply a row by a matrix of ones, 1 GFLOP in a millisecond."""
+    """Compute for this long: a row times a matrix, at 1 GFLOP per millisecond."""
     n = round(ms * FLOPS_PER_MS / 2 / 1000)
     torch.empty(1, 1000, device="meta") @ torch.empty(1000, n, device="meta")
 
@@ -36,10 +36,10 @@ def seconds(cost: float, collective_ms: float, *computing_ms: float) -> float:
     ("cost", "collective_ms", "computing_ms", "expected_ms"),
     [
         (0.0, 1.0, (2.0,), 2.0),
-        (0.5, 1.0, (2.0,), 2.5),  # half of the millisecond during which both run
-        (0.5, 1.0, (0.5, 0.5, 1.0), 2.5),  # any number of pieces
-        (0.5, 1.0, (0.5,), 1.0),  # it is over before the collective
-        (0.5, 1.0, (0.9,), 1.35),  # too late by as much as it lost beyond the collective's end
+        (0.5, 1.0, (2.0,), 2.5),  # loses half of the millisecond during which both run
+        (0.5, 1.0, (0.5, 0.5, 1.0), 2.5),  # the same in any number of pieces
+        (0.5, 1.0, (0.5,), 1.0),  # ends at 0.75 ms, before the collective
+        (0.5, 1.0, (0.9,), 1.35),  # loses half of its own 0.9 ms
         (0.5, 1.0, (), 1.0),
     ],
 )

@@ -16,7 +16,7 @@ Body = Callable[[Scheduler, Rank], object]
 
 
 class Stuck(Exception):
-    """Raised by the tests' worlds in a deadlock."""
+    """Raised by the tests' worlds on a deadlock."""
 
 
 def new_scheduler(num_ranks: int) -> Scheduler:
@@ -26,7 +26,7 @@ def new_scheduler(num_ranks: int) -> Scheduler:
 def run(
     scheduler: Scheduler, body: Body, on_deadlock: Callable[[], BaseException] = Stuck
 ) -> BaseException | None:
-    """Run to the end and return what was raised; fail if there is no end, or a thread is left."""
+    """Run to the end and return the exception raised; fail on a hang or a leftover thread."""
     before, raised = threading.active_count(), [None]
 
     def main() -> None:
@@ -96,7 +96,7 @@ LONGEST = 3
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[list[Step]]:
-    """For every rank: compute, act, give a token (later), wait for one, set a timer."""
+    """Draw steps for every rank: compute, act, give a token (later), wait for one, set a timer."""
     num_ranks = draw(st.integers(1, 4))
     step = st.tuples(
         st.sampled_from(["compute", "act", "give", "wait", "timer"]),
@@ -107,10 +107,10 @@ def programs(draw: st.DrawFn) -> list[list[Step]]:
 
 
 def scheduled(steps: list[list[Step]]) -> list[object]:
-    """Run the steps under the scheduler, and log what happens."""
+    """Run the steps under the scheduler, and return a log of what happens."""
     log: list[object] = []
     scheduler = new_scheduler(len(steps))
-    tokens: list[list[float]] = [[] for _ in steps]  # the times from which they may be taken
+    tokens: list[list[float]] = [[] for _ in steps]  # by rank: when each may be taken
 
     def give(rank: int, at_s: float) -> None:
         if scheduler.ranks[rank].waits_in:
@@ -144,7 +144,7 @@ def scheduled(steps: list[list[Step]]) -> list[object]:
 
 
 def modelled(steps: list[list[Step]]) -> list[object]:
-    """Return the right log: the earliest always continues, events first, then ranks by number."""
+    """Return the expected log: the earliest goes next; in a tie, timers, then ranks by number."""
     log: list[object] = []
     clocks = [0.0] * len(steps)
     tokens: list[list[float]] = [[] for _ in steps]
@@ -159,7 +159,7 @@ def modelled(steps: list[list[Step]]) -> list[object]:
             tokens[rank].append(at_s)
 
     def live(rank: int) -> Iterator[None]:
-        """Yield wherever another rank may be earlier."""
+        """Yield wherever another rank may have to run first."""
         for what, other, duration in steps[rank]:
             if what == "compute":
                 clocks[rank] += duration

@@ -1,4 +1,4 @@
-"""Clocks and sleep are virtual in a rank; asking again and again lets virtual time pass."""
+"""Clocks and sleep are virtual in a rank, and polling makes virtual time pass."""
 
 import os
 import time
@@ -90,7 +90,7 @@ def test_who_asks_again_and_again_lets_the_others_get_on(program: Callable[[], f
 
 
 def sleeps_until(limit_s: float, pauses: list[int]) -> float:
-    """Ask every millisecond for what no rank sends; return when it gave up."""
+    """Poll every millisecond for a message that no rank sends; return when it gave up."""
     work = dist.irecv(torch.zeros(1), 1 - me())
     while not work.is_completed() and time.perf_counter() < limit_s:
         pauses[me()] += 1

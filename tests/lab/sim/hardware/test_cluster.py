@@ -11,7 +11,7 @@ from distlab.sim.hardware.topology import TOPOLOGIES
 
 
 def names(cluster: Cluster, src: int, dst: int) -> list[str]:
-    """The route from src to dst, by the names of its links."""
+    """Return the names of the links on the route from src to dst."""
     return [cluster.links[link].name for link in cluster.route(src, dst).links]
 
 
@@ -61,9 +61,6 @@ def test_ethernet_crosses_pcie_and_the_one_nic_of_each_node() -> None:
     ]
     assert names(cluster, 0, 1) == ["node0.gpu0.out", "node0.gpu1.in"]
     assert speeds(cluster)["node0.nic0.out"] == 1e9
-
-
-# ------------------------------------------------------------------------------------- numbering
 
 
 # -------------------------------------------------------------------------------- rail-optimised

@@ -1,4 +1,4 @@
-"""Tables and formulas that were published, from simulated runs."""
+"""Published tables and formulas, reproduced by simulated runs."""
 
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
@@ -10,7 +10,7 @@ import zero_states
 
 from distlab.sim import Cluster, Options, simulate
 
-# --- what ZeRO's model states take ---------------------------------------------------------------
+# --- memory of ZeRO's model states ---------------------------------------------------------------
 
 # GB for P_os, P_os+g and P_os+g+p; Rajbhandari et al. 2020, table 1, 7.5 billion parameters.
 ZERO_TABLE_1 = {
@@ -24,7 +24,7 @@ NAMES = ("parameters", "gradients", "optimizer_state")
 
 @cache
 def states(num_ranks: int, stage: int) -> tuple[zero_states.Bytes, zero_states.Bytes]:
-    """Return the bytes that every rank holds after a step, and those of rank 0 at the peak."""
+    """Return the bytes that every rank holds after a step, and rank 0's bytes at its peak."""
     cluster, options = Cluster(1, num_ranks), Options(has_devices=True)
     run = simulate(zero_states.model_states, num_ranks, stage, cluster=cluster, options=options)
     live, peak = run.results[0]
@@ -33,7 +33,7 @@ def states(num_ranks: int, stage: int) -> tuple[zero_states.Bytes, zero_states.B
 
 
 def rounded(num_bytes: int, like: str) -> str:
-    """Write GB with as many decimals as ``like``; 41.25 becomes 41.3."""
+    """Return GB with as many decimals as ``like``; 41.25 becomes 41.3."""
     digits = Decimal(10) ** -len(like.partition(".")[2])
     return str((Decimal(num_bytes) / 10**9).quantize(digits, ROUND_HALF_UP))
 
@@ -45,12 +45,12 @@ def test_zero_table_1(num_ranks: int, stage: int) -> None:
     live, _ = states(num_ranks, stage)
     published = ZERO_TABLE_1[num_ranks][stage - 1]
     assert rounded(sum(live[name] for name in NAMES), published) == published
-    assert live["activations"] == live["other"] == 0  # nothing hides elsewhere
+    assert live["activations"] == live["other"] == 0  # no state is counted elsewhere
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
 def test_zero_shares_out_one_thing_after_the_other() -> None:
-    whole = {"parameters": 2, "gradients": 2, "optimizer_state": 12}  # bytes for each parameter
+    whole = {"parameters": 2, "gradients": 2, "optimizer_state": 12}  # bytes per parameter
     for stage, shared in enumerate([(), NAMES[2:], NAMES[1:], NAMES]):
         live, _ = states(4, stage)
         for name, per_parameter in whole.items():
@@ -61,25 +61,25 @@ def test_zero_shares_out_one_thing_after_the_other() -> None:
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_at_the_peak_of_zero_one_layer_is_whole(stage: int) -> None:
-    """Its gradient until it is reduced, or its weight while it is used, never those of two."""
+    """Expect one whole gradient (until reduced) or weight (while in use), never two at once."""
     live, peak = states(16, stage)
     layer = 2 * zero_states.WIDTH**2
     assert sum(live.values()) + layer <= sum(peak.values()) <= 1.001 * sum(live.values()) + layer
 
 
-# --- how long pipelines stand still --------------------------------------------------------------
+# --- idle time in pipelines ----------------------------------------------------------------------
 
-# Nothing but the schedule costs time on the ideal cluster, so the formulas hold but for rounding:
-# sums of up to 10,000 spans, each rounded to 16 digits.
+# Only the schedule costs time on the ideal cluster, so the formulas hold up to rounding: sums of up
+# to 10,000 spans, each rounded to 16 digits.
 ROUNDING = 1e-12
-# In units of what a stage keeps of a micro-batch for backward, 576 numbers a row in nine layers.
-# More: torch keeps inputs, outputs and losses of all micro-batches for the whole step, up to 3 x 2
-# numbers a row of each, 0.34 for 32. Less: the peak is where backward, whose gradients need memory,
-# has begun and freed a layer, 0.11.
+# The unit is what a stage keeps of one micro-batch for its backward pass: 576 values per row, in
+# nine layers. A stage may hold up to 0.34 more, for 32 micro-batches: torch keeps the inputs,
+# outputs and losses of all of them for the whole step, up to 3 x 2 values per row each. It may
+# hold 0.11 less: gradients need memory, so the peak comes once the backward pass frees a layer.
 SLACK = 0.35
 
 SHAPES = [(p, m) for p in (2, 4, 8) for m in (1, 4, 8)] + [(8, 32)]
-FULL = [(p, m) for p, m in SHAPES if m >= p]  # torch asks for as many micro-batches as stages
+FULL = [(p, m) for p, m in SHAPES if m >= p]  # torch requires one micro-batch per stage or more
 
 measured = cache(pipelines.measure)
 
@@ -125,9 +125,9 @@ def step(way: str) -> seven_billion.Step:
 @pytest.mark.parametrize("way", seven_billion.WAYS)
 def test_a_step_takes_6_flops_for_each_parameter_and_token_and_attention(way: str) -> None:
     one = step(way)
-    idle = seven_billion.WIDTH * seven_billion.TOKENS  # positions are added, not multiplied
+    idle = seven_billion.WIDTH * seven_billion.TOKENS  # position embeddings are just added
     expected = seven_billion.expected_flops(one.parameters - idle, FEW_LAYERS)
-    assert one.flops == pytest.approx(expected, rel=0.001)  # norms and biases multiply nothing
+    assert one.flops == pytest.approx(expected, rel=0.001)  # norms and biases add little
 
 
 @pytest.mark.parametrize("way", ["all_reduce", "DDP"])
@@ -136,7 +136,7 @@ def test_a_copy_takes_8_bytes_for_each_parameter_in_bfloat16(way: str) -> None:
     counters = 4 * 1000
     assert peak["parameters"] == peak["gradients"] == 2 * one.parameters
     assert 0 <= peak["optimizer_state"] - 4 * one.parameters < counters
-    # Adam works on a list of all parameters at once, and needs a copy of it.
+    # Adam updates all parameters in one call on lists, and needs a temporary copy of them.
     assert 0 <= peak["other"] - 2 * one.parameters < 2**20
 
 
@@ -144,7 +144,7 @@ def test_shards_take_16_bytes_for_each_parameter_of_all_ranks_together() -> None
     one = step("FSDP2")
     share = one.parameters // FEW_RANKS
     assert one.held["parameters"] == one.held["gradients"] == 4 * share
-    assert 0 <= one.held["optimizer_state"] - 8 * share < 1000  # and a counter for each parameter
+    assert 0 <= one.held["optimizer_state"] - 8 * share < 1000  # plus a counter per parameter
     assert one.held["activations"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Worlds come and go: nothing is left over, and scripts join and leave as they like."""
+"""Worlds come and go: nothing is left behind, and scripts join and leave as they like."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from everything import a_bit_of_everything
 from programs import me, neighbours, size
 
-# As modules do that are imported before the world is simulated.
+# Imported here, as in modules that are loaded before the world is simulated.
 from torch.distributed import destroy_process_group, init_process_group, new_group
 
 from distlab.sim import Deadlock, Mismatch, RankError, SimulationError, simulate
@@ -182,7 +182,7 @@ def test_a_script_joins_and_leaves_whatever_backend_it_names(
 
 
 def makes_other_groups_in_its_second_world() -> float:
-    """torch counts groups from 1 again, so that other groups get the names of the first ones."""
+    """Rejoin and make other groups, which get the old names: torch numbers groups from 1 again."""
     for pair in ([0, 1], [2, 3]):
         dist.new_group(pair)
     dist.destroy_process_group()

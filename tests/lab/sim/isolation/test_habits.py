@@ -1,4 +1,4 @@
-"""Habits of programs that a simulated world has to put up with."""
+"""Program habits that a simulated world has to cope with."""
 
 import time
 
@@ -50,7 +50,7 @@ def test_a_rank_that_catches_everything_forever_does_not_hide_the_first_error() 
     assert simulate(me, 3).results == [0, 1, 2]
 
 
-# One world after the other
+# One world after another
 
 
 def leaves_a_message_and_joins_again() -> float:
@@ -97,7 +97,7 @@ def test_operations_that_never_meet_are_listed_and_strictly_an_error(program, sa
         simulate(program, 2, options=STRICT)
 
 
-# Ranks of a script are as separate as processes, where that is possible
+# Ranks of a script are as isolated as processes, where that is possible
 
 
 def test_arguments_and_globals_of_a_lambda_are_each_ranks_own() -> None:

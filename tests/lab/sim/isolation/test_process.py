@@ -1,4 +1,4 @@
-"""State of a process: each rank has its own, or is refused in one line."""
+"""Process state: each rank has its own, or gets a one-line error."""
 
 import contextlib
 import io

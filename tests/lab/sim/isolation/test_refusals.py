@@ -1,4 +1,4 @@
-"""Calls that torch refuses are refused in words that say what a program can change."""
+"""Calls that torch rejects raise errors that say what to change in the program."""
 
 from collections.abc import Callable
 

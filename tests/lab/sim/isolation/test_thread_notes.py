@@ -1,4 +1,4 @@
-"""Notes of a report about tasks of a pool; more of them are in the catalogue of deadlocks."""
+"""Report notes about pool tasks; the catalogue of deadlocks has more of them."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Threads of a rank: they wait in virtual time, and share the state of their rank."""
+"""Threads of a rank: they wait in virtual time and share their rank's state."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from distlab.sim import RankError, simulate
 
 
 def in_thread(call: Callable[[], object], **settings: Any) -> object:
-    """Return the result of a call in a thread of its own."""
+    """Return the result of a call in a new thread."""
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(call()), **settings)
     thread.start()
@@ -118,11 +118,11 @@ def test_asyncio_waits_for_threads() -> None:
         assert now_s == pytest.approx(2.0, abs=0.01)
 
 
-# The state of their rank
+# The rank's state
 
 
 def looks_around() -> list[object]:
-    total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)  # finds it by its name
+    total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)  # looks it up by name
     return [dist.get_rank(), os.environ["RANK"], dist.get_world_size(), total.item()]
 
 
@@ -230,7 +230,7 @@ def test_locks_of_a_world_work_after_its_end() -> None:
 
 
 class Clocked(Dataset[float]):
-    """Its items are the time in the process that loads them."""
+    """A data set whose items are the current time in the process that loads them."""
 
     def __len__(self) -> int:
         return 4

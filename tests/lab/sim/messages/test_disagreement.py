@@ -1,4 +1,4 @@
-"""Calls that differ: the report says which ranks gave what, in whatever order they came."""
+"""Calls that differ: the report says which ranks passed what, whatever the order of the calls."""
 
 import contextlib
 import threading

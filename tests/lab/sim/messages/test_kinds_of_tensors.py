@@ -1,4 +1,4 @@
-"""Kinds of tensors: those that gloo or NCCL cannot send are refused, and none needs data."""
+"""Kinds of tensors: those that gloo or NCCL cannot send are rejected; those without data work."""
 
 import math
 from collections.abc import Callable

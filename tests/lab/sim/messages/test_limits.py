@@ -1,4 +1,4 @@
-"""Limits on waiting pass in virtual time, and raise what gloo raises."""
+"""Time limits expire in virtual time, and raise the errors that gloo raises."""
 
 import contextlib
 import time
@@ -19,7 +19,7 @@ LATE_S = 2.5
 
 
 def outcome(call: Callable[[], object]) -> tuple[str, float]:
-    """Make a call; return the text of its error, "" if there is none, and the seconds it took."""
+    """Make a call; return its error text ("" if there is none) and the seconds that it took."""
     start_s, words = time.monotonic(), ""
     try:
         call()
@@ -33,7 +33,7 @@ def me() -> int:
 
 
 def say_that_it_is_over() -> None:
-    """Let the ranks continue that should be late, however busy the machine is."""
+    """Release the ranks that must be late, however busy the machine is."""
     _get_default_store().set("it is over", "")
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_waits_no_longer_does_not_end_a_collective() -> None:
 
 
 def in_a_group_with_a_limit() -> list[tuple[str, float]]:
-    # On a busy machine, gloo notices late that a peer has closed its connection.
+    # On a busy machine, gloo is late to notice that a peer has closed its connection.
     limit = SECOND if me() == 0 else 20 * SECOND
     group, x = dist.new_group(timeout=limit), torch.ones(2)
     if me() == 1:
@@ -139,7 +139,7 @@ def in_a_group_with_a_limit() -> list[tuple[str, float]]:
 
 
 def after_the_limit(group: dist.ProcessGroup | None) -> tuple[str, float]:
-    """Return the outcome of a later call; on a busy machine, gloo closes the pair only then."""
+    """Return a later call's outcome; on a busy machine, repeat it until gloo closes the pair."""
     for _ in range(3):
         found = outcome(lambda: dist.barrier(group=group))
         if "Timed out" not in found[0]:
@@ -197,7 +197,7 @@ def retries_forever() -> None:
 
 
 def until_it_passes(post: Callable[[], dist.Work | None]) -> None:
-    """Retry on rank 0 a call that has a limit of a second; rank 1 returns."""
+    """On rank 0, retry a call with a limit of one second until it succeeds; rank 1 returns."""
     while me() == 0:
         with contextlib.suppress(RuntimeError):
             work = post()

@@ -76,7 +76,7 @@ def ring() -> float:
 
 
 def batch_between_unbatched() -> float:
-    """Neither waits for the other: a batch runs on the group's stream, the rest on the pair's."""
+    """A batch runs on the group's stream, the rest on the pair's; neither waits for the other."""
     y = torch.zeros(4)
     first = dist.irecv(y, 1 - me()) if me() == 0 else dist.isend(torch.full((4,), 5.0), 1 - me())
     batched()
@@ -85,7 +85,7 @@ def batch_between_unbatched() -> float:
 
 
 def own_group_each_way() -> float:
-    """Each group has streams of its own."""
+    """Send on one group and receive on another: each group has its own streams."""
     up, down = dist.new_group([0, 1]), dist.new_group([0, 1])
     y = torch.zeros(4)
     groups = (up, down) if me() == 0 else (down, up)
@@ -170,7 +170,7 @@ def test_the_order_is_not_blamed_where_it_is_not_the_cause(program: Program) -> 
 
 
 def many_small_messages() -> float:
-    """Each recv is delivered as soon as it starts: hundreds at the same moment."""
+    """Each recv completes as soon as it starts, hundreds at the same moment."""
     y = torch.zeros(1)
     if me() == 0:
         work = dist.isend(torch.zeros(8), 1)

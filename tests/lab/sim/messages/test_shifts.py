@@ -1,4 +1,4 @@
-"""The first call that ranks made at different lines, if their pairs are shifted since."""
+"""The first call that ranks made at different lines, if their calls have been out of step since."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,11 @@ A, B, C = (("/train.py", line, "step") for line in (10, 20, 30))
 @pytest.mark.parametrize(
     ("sites", "now", "is_shifted"),
     [
-        ({0: A, 1: A, 2: B}, {2: A}, True),  # rank 2 comes to A one call later
+        ({0: A, 1: A, 2: B}, {2: A}, True),  # rank 2 reaches A one call later
         ({0: A, 1: A, 2: B}, {0: B, 1: B}, True),
         ({0: A, 1: A, 2: B}, {0: A, 1: A, 2: B}, False),  # each rank has its own line
-        ({0: A, 1: A, 2: B}, {0: C, 2: C}, False),  # they are at another call by now
-        ({0: A, 1: B}, {5: A}, False),  # a rank that was not in it
+        ({0: A, 1: A, 2: B}, {0: C, 2: C}, False),  # both are at a third line now
+        ({0: A, 1: B}, {5: A}, False),  # rank 5 was not in that call
     ],
 )
 def test_what_points_to_a_shift(sites, now, is_shifted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Crowds: many flows end when they would one by one."""
+"""Crowds: flows handled together end at the same times as flows handled one by one."""
 
 import random
 from math import inf
@@ -13,14 +13,14 @@ from distlab.sim.network import flows as network
 def run_in(
     crowd_size: float, bytes_per_s: list[float], arrivals: list[Arrival]
 ) -> dict[int, float]:
-    """Return the finish times, in order, if components of ``crowd_size`` flows are crowds."""
+    """Return finish times, in order; treat components of ``crowd_size`` flows or more as crowds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "CROWD", crowd_size)
         return run(bytes_per_s, arrivals)
 
 
 def many_flows(seed: int) -> tuple[list[float], list[Arrival]]:
-    """Up to 200 flows over up to 60 links, of sizes that are all different."""
+    """Draw up to 200 flows, all of different sizes, over up to 60 links."""
     rng = random.Random(seed)
     bytes_per_s = [rng.choice([1.0, 2.0, rng.uniform(0.5, 9)]) for _ in range(rng.randint(4, 60))]
     longest = rng.randint(1, 4)
@@ -55,6 +55,3 @@ def test_many_flows_end_in_crowds_as_they_do_one_by_one(seed: int) -> None:
         ended = run_in(size, bytes_per_s, arrivals)
         assert ended == pytest.approx(expected, rel=1e-12, abs=0)
         assert list(ended) == list(expected)
-
-
-# ---------------------------------------------------------------------------------------- work

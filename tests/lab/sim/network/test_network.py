@@ -13,7 +13,7 @@ from distlab.sim.network.flows import Network, max_min_rates
 
 @pytest.fixture(params=["one by one", "in crowds"], autouse=True)
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs twice: no component is a crowd, and every one of two flows is."""
+    """Run every test twice: without crowds, and with components of 2 or more flows as crowds."""
     size = 2 if request.param == "in crowds" else 10**9
     monkeypatch.setattr("distlab.sim.network.flows.CROWD", size)
 
@@ -21,7 +21,7 @@ def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def assert_max_min(
     routes: list[tuple[int, ...]], rates: list[float], bytes_per_s: list[float]
 ) -> None:
-    """Check that no link is overfull, and that each flow has a full link where none is faster."""
+    """Check that no link is over capacity, and each flow is among the fastest on some full link."""
     on_link: dict[int, list[float]] = {link: [] for link in range(len(bytes_per_s))}
     for route, rate in zip(routes, rates, strict=True):
         for link in route:
@@ -105,7 +105,7 @@ def test_every_allocation_is_max_min_fair(seed: int) -> None:
     bytes_per_s, arrivals = random_case(seed)
     network = Network(bytes_per_s)
     for _, in_flight in events(network, arrivals):
-        network.next_finish_s()  # now the rates are settled
+        network.next_finish_s()  # updates the rates
         moving = [flow for flow in in_flight if flow.num_bytes]
         assert_max_min([flow.links for flow in moving], [f.rate for f in moving], bytes_per_s)
 

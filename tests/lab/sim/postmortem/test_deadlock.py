@@ -1,4 +1,4 @@
-"""The verdict on a deadlock is exact and its words are English, for few and many ranks."""
+"""The verdict on a deadlock is exact and in plain English, for few and for many ranks."""
 
 import pickle
 from collections.abc import Iterable, Sequence
@@ -63,7 +63,7 @@ def recv(rank: int, peer: int, **others: Any) -> Message:
 
 
 def collective(present: Iterable[int], group: Sequence[int], number: int = 0) -> dict[int, Pending]:
-    """Let ``present`` wait in an all_reduce for the rest of the group."""
+    """Return the all_reduce calls in which ``present`` wait for the rest of the group."""
     world: Any = SimpleNamespace(clock=None)
     meeting = Meeting(world, "0", tuple(group), number)
     for rank in present:

@@ -1,4 +1,4 @@
-"""Handlers of a source that may skip a line."""
+"""Finding the exception handlers that may cause a line to be skipped."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ LINE = "reduce()"
 
 @pytest.fixture
 def site_in(tmp_path: Path):
-    """Write a source; return the place of its line with ``reduce()``."""
+    """Return a function that writes source code and returns the site of its ``reduce()`` line."""
 
     def write(source: str) -> tuple[str, int, str]:
         file = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"

@@ -1,4 +1,4 @@
-"""Cycles and knots of the graph of waiting ranks."""
+"""Cycles and knots in the graph of waiting ranks."""
 
 import pytest
 

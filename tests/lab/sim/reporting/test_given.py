@@ -121,7 +121,7 @@ def report(tmp_path: Path, program: Callable[..., object], *args: object) -> Sim
     [
         (lambda body, lesson: body.call(lesson.waits_for_nobody), "lesson.py:7 in waits_for_nob"),
         (lambda body, lesson: body.sends_through_a_recorder(lesson), "lesson.py:10 in sends"),
-        # The standard library is not the place either.
+        # Frames of the standard library are skipped too.
         (
             lambda body, lesson: body.waits_in_a_context(lesson),
             "lesson.py:37 in everybody_waits_inside",

@@ -1,4 +1,4 @@
-"""Calls that torch makes by itself have the name of what the program has called."""
+"""Calls that torch makes internally are named after the function that the program called."""
 
 from collections.abc import Callable
 

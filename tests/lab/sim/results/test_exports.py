@@ -1,4 +1,4 @@
-"""Trace files: every event is in its place, every message an arrow."""
+"""Trace files: every event is in its place, and every message is an arrow."""
 
 import re
 from collections import defaultdict
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def buffered() -> None:
-    """Rank 0's sends are over before rank 1 asks for them."""
+    """Rank 0's sends end before rank 1 posts its receives."""
     if dist.get_rank() == 0:
         for _ in range(3):
             dist.send(torch.ones(100), 1)
@@ -31,7 +31,7 @@ def buffered() -> None:
 
 
 def out_of_order() -> None:
-    """Messages of 1, 2 and 3 elements; the last to be sent is the first to be received."""
+    """Send messages of 1, 2 and 3 elements; the last one sent is the first one received."""
     if dist.get_rank() == 0:
         works = [dist.isend(torch.ones(n), 1, tag=n) for n in (1, 2, 3)]
     else:
@@ -59,7 +59,7 @@ def slices(simulated: Simulated[Any]) -> list[Json]:
 
 
 def arrows(simulated: Simulated[Any]) -> list[tuple[Json, Json]]:
-    """Both ends of each arrow."""
+    """Return both ends of each arrow."""
     ends: dict[int, dict[str, Json]] = defaultdict(dict)
     for event in chrome_trace(simulated)["traceEvents"]:
         if event["ph"] in "sf":
@@ -69,7 +69,7 @@ def arrows(simulated: Simulated[Any]) -> list[tuple[Json, Json]]:
 
 
 def around(end: Json, simulated: Simulated[Any]) -> list[Json]:
-    """The slices that an arrow's end lies in, on its own thread."""
+    """Return the slices on an arrow end's thread that contain that end."""
     return [
         what
         for what in slices(simulated)

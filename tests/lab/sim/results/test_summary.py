@@ -1,4 +1,4 @@
-"""The table after a run: the trace's own numbers, in units for people, and what they rest on."""
+"""The table after a run: the trace's numbers, in readable units, and the settings behind them."""
 
 from typing import Any
 
