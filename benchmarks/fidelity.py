@@ -2,9 +2,9 @@
 
     python benchmarks/fidelity.py        rewrites the tables of docs/fidelity.md
 
-A table holds one source's times for one collective on one machine, by message size. For each
-collective, every second table in alphabetical order belongs to the fitted half; the others are
-only checked.
+Each table lists the times that one source published for one collective on one machine, by message
+size. For each collective, the simulator's constants were fitted to every second table in
+alphabetical order; the other tables only serve as a check.
 """
 
 import csv
@@ -39,9 +39,9 @@ class Table:
     """One published table.
 
     Attributes:
-        algorithm: Forced algorithm, or "auto".
+        algorithm: Algorithm that NCCL was forced to use, or "auto".
         points: Pairs of size in bytes and time in seconds.
-        is_fitted: True for the half of the tables to which the constants were fitted.
+        is_fitted: Whether the simulator's constants were fitted to this table.
     """
 
     source: str
@@ -70,7 +70,7 @@ class Table:
         )
 
     def errors(self, smallest: int = 0, largest: int = 2**60) -> list[float]:
-        """Return predicted / published - 1 for sizes in a range."""
+        """Return the relative errors, predicted / published - 1, for sizes in a range."""
         return [
             simulated_s(self, num_bytes) / seconds - 1
             for num_bytes, seconds in self.points
@@ -157,12 +157,12 @@ GOALS = (
 
 
 def simulated_s(table: Table, num_bytes: int) -> float:
-    """Return the simulated time."""
+    """Return the time that the simulator predicts."""
     return table.way(num_bytes).seconds
 
 
 def constant_s(table: Table, num_bytes: int) -> float:
-    """Return a baseline time, from the bandwidth of NVLink or of all NICs, without latency."""
+    """Return a baseline prediction from the bandwidth of NVLink or of all NICs, without latency."""
     algorithm = "direct" if table.collective == "all_to_all" else "ring"
     pattern = nccl.pattern(table.collective, algorithm, table.members, table.cluster)
     return num_bytes * pattern.seconds()
@@ -189,7 +189,7 @@ def goal_rows(of: Sequence[Table]) -> list[str]:
 
 
 def table_row(table: Table) -> str:
-    """Return one row for a published table, with bus bandwidths as published / simulated."""
+    """Return a published table's row; its cells show the bus bandwidths, published / simulated."""
     factor = BUS_FACTORS[table.collective](len(table.members))
     cells = []
     for size in SHOWN:
@@ -235,7 +235,7 @@ def sources() -> str:
 
 
 def written(text: str) -> str:
-    """Return the page with its computed parts updated."""
+    """Return the page's text with its computed parts updated."""
     for name, part in (("tables", page()), ("sources", sources())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)

@@ -7,9 +7,9 @@
 If the course is not installed, set PYTHONPATH=. to import it from this folder.
 
 Each part runs in its own process, with its own time limit, and saves its results after every step,
-so that a failure loses no earlier results. All results end up in ``gpu.json``. On one GPU, NCCL
-allows only one rank; several ranks share the GPU over gloo, which has only collectives for GPU
-tensors, and in the simulator.
+so that a failure loses no earlier results. All results end up in ``gpu.json``. Because NCCL allows
+only one rank per GPU, several ranks share the GPU in the simulator and over gloo, which cannot send
+GPU tensors except in collectives.
 """
 
 import argparse
@@ -53,7 +53,7 @@ WAYS = {
 
 
 def costs(is_dry: bool, tell: Tell) -> None:
-    """Measure the time of a kernel launch, a kernel, a read of one number and a copy."""
+    """Time kernel launches, kernels, the reading of one number, and copies to and from the GPU."""
     tell("versions", {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()})
     device = torch.device("cpu" if is_dry else "cuda")
     if not is_dry:
@@ -106,7 +106,7 @@ def spent_us(call: Callable[[], object], count: int) -> float:
 
 
 def whole_spent_us(call: Callable[[], object]) -> float:
-    """Return the time from a call until the GPU is done."""
+    """Return the time from the start of a call until the GPU has finished its work."""
     synchronize()
     start = time.perf_counter()
     call()
@@ -115,7 +115,7 @@ def whole_spent_us(call: Callable[[], object]) -> float:
 
 
 def copy_us(copy: Callable[..., object]) -> dict[str, float]:
-    """Return the median times until the call returns and until the copy is done."""
+    """Return an asynchronous copy's median times until the call returns and until it is done."""
     waits = partial(copy, non_blocking=True)
     returned = [spent_us(waits, 1) for _ in range(20)]
     return {"returns": median(returned), "done": median(whole_spent_us(waits) for _ in range(20))}
@@ -181,7 +181,7 @@ def lessons(is_dry: bool, tell: Tell) -> None:
 
 
 def in_world(backend: str, ranks: int, names: list[str], device: str) -> dict[str, Any]:
-    """Run cases in one world, or in ever smaller groups if that fails; return rank 0's results."""
+    """Run cases in one world or, if that fails, in ever smaller groups; return rank 0's results."""
     kind = {} if backend == "sim" else {"device": device.partition(":")[0]}
     run = partial(launch.run, cases.run_cases, ranks, names, device, backend=backend, **kind)
     try:
@@ -240,13 +240,13 @@ def programs(is_dry: bool, tell: Tell) -> None:
         shown = command.replace(f"{python} ", "").replace(out, "out")
         start = time.monotonic()
         code, output = finished(command.split(), Path(out, "log"), 100)
-        begins = output[:1500] if code else ""  # the cause of what torchrun reports in the end
+        begins = output[:1500] if code else ""  # has the cause; torchrun's own report comes last
         spent_s = time.monotonic() - start
         tell(shown, {"exit": code, "s": spent_s, "begins": begins, "ends": output[-1500:]})
 
 
 def suites(is_dry: bool, tell: Tell) -> None:
-    """Grade the solutions on the default backend and on NCCL, running all suites at once."""
+    """Grade the solutions on the default backend and on NCCL, running all suites in parallel."""
     folder, runs = Path(tempfile.mkdtemp()), dict[str, subprocess.Popen[bytes]]()
     chosen = ["-k", "1.5"] if is_dry else []
     for backend in ("auto", "gloo" if is_dry else "nccl"):
@@ -293,7 +293,7 @@ AT_ONCE = (("costs",), ("images",), ("tokens",), ("lessons", "programs", "suites
 
 
 def run_part(name: str, path: Path, is_dry: bool) -> None:
-    """Run a part; whenever a result arrives, save all results so far."""
+    """Run a part, saving all of its results so far whenever a new one arrives."""
     found: dict[str, object] = {}
 
     def tell(key: str, value: object) -> None:
@@ -304,7 +304,7 @@ def run_part(name: str, path: Path, is_dry: bool) -> None:
 
 
 def finished(command: Iterable[str], log: Path, limit_s: float) -> tuple[int | str, str]:
-    """Run a command, and kill its process group at the time limit; return exit code and output."""
+    """Run a command, killing its process group at the time limit; return exit code and output."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command], stdout=output, stderr=output, cwd=ROOT, start_new_session=True

@@ -99,7 +99,7 @@ def zero_3(model: nn.Module, **options: Any) -> Any:
 
 
 def step_of(start: Start, model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
-    """Return a training step whose result is the loss, still on the device."""
+    """Return a function that takes a training step and returns the loss, still on the device."""
     parallel, optimizer, finish = start(model)
 
     def step() -> Tensor:
@@ -133,7 +133,7 @@ def trained(step: Callable[..., object]) -> Case:
 
 
 def on_numbers(use: Callable[[Tensor], Any]) -> Case:
-    """Return a case for a collective that works in place or returns its result."""
+    """Return a case that calls a collective, which works in place or returns its result."""
 
     def case(device: torch.device) -> Call:
         x = numbers(device, 10_000)
@@ -145,7 +145,7 @@ def on_numbers(use: Callable[[Tensor], Any]) -> Case:
 def differentiated(
     make: Callable[[], nn.Module], *shape: int, use: Callable[[nn.Module], Any] = lambda m: m
 ) -> Case:
-    """Return a case that computes the gradients of a module after ``use`` has wrapped it."""
+    """Return a case that computes the gradients of a module after ``use`` has parallelized it."""
 
     def case(device: torch.device) -> Call:
         torch.manual_seed(0)
@@ -320,7 +320,7 @@ MESSAGES = ("1.3", "1.4", "1.5", "1.6", "1.7", "2.9", "2.12", "3.3", "3.4", "3.5
 
 
 def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any]]:
-    """Run each case twice; return the results, and where the second run made the host wait.
+    """Run each case twice; return the second run's results, and the lines that made the host wait.
 
     If a case fails, its result is the error, and the next case still runs.
     """
@@ -340,9 +340,9 @@ def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any
 
 @contextmanager
 def host_syncs(device: torch.device) -> Iterator[Counter[str]]:
-    """Count the operations that make the host wait for the GPU, by line of the course's code."""
+    """Count, by line of the course's code, the operations that make the host wait for the GPU."""
     sites: Counter[str] = Counter()
-    with warnings.catch_warnings():  # filters are per process: simulated ranks would share them
+    with warnings.catch_warnings():  # simulated ranks would share these filters
         if device.type == "cuda" and dist.get_backend() != "sim":
             warnings.simplefilter("always")
             warnings.showwarning = lambda message, *_: _note(f"{message}", sites)

@@ -1,4 +1,4 @@
-"""Training part of benchmarks/gpu.py: samples per second of contestants that take turns."""
+"""The training part of benchmarks/gpu.py: measure how many samples per second contestants train."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ Step = Callable[[], Any]
 
 
 def rates(contestants: Mapping[str, Train], size: int, steps: int, repeats: int) -> dict[str, Any]:
-    """Let contestants take turns; return each one's samples per second and memory per step."""
+    """Run contestants in turns; return the samples per second and the memory per step of each."""
     found: dict[str, Any] = {}
     for name, train in contestants.items():
         _finish(train, 3)
@@ -40,7 +40,7 @@ def _finish(train: Train, steps: int) -> None:
 
 
 def _peak_gib(train: Train) -> float | None:
-    """Return the peak memory of a step beyond what is held between steps, in GiB."""
+    """Return a step's peak memory in GiB, less the memory that is held between steps."""
     if not torch.cuda.is_available():
         return None
     held = torch.cuda.memory_allocated()
@@ -146,7 +146,7 @@ def train_tokens(sizes: Mapping[str, int], rows: int, steps: int, repeats: int) 
 
 
 def _in_16_bits(step: Step, device: torch.device) -> Step:
-    """Enter autocast in each step, because it caches 16-bit weights until it exits."""
+    """Return a step that enters autocast anew each time, as autocast's cached weights go stale."""
 
     def run() -> None:
         with torch.autocast(device.type, torch.bfloat16):

@@ -1,6 +1,6 @@
 """Functions that benchmarks/methods.py runs on every rank, in simulation and in real processes.
 
-Each returns one number. Times and memory are ratios, so that they can be compared with a formula.
+Each returns one number. Times and memory are given as ratios, to be compared with a formula.
 """
 
 import statistics
@@ -37,7 +37,7 @@ def kept_by(model: nn.Module, step: Callable[[], Any]) -> int:
 
 
 def times_of(*steps: Callable[[], Any]) -> list[float]:
-    """Return the median seconds of each step on the slowest rank; the steps take turns."""
+    """Run steps in turns; return the median seconds of each on the slowest rank."""
     seconds: list[list[float]] = [[] for _ in steps]
     for repeat in range(REPEATS + 1):
         for row, step in zip(seconds, steps, strict=True):
@@ -73,7 +73,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def accumulate() -> float:
-    """Return the activation memory with eight micro-batches, relative to the whole batch."""
+    """Return the activation memory with eight micro-batches, relative to one whole batch."""
     model, batch = deep(), rows()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -122,17 +122,17 @@ def _step_in_segments(segments: int) -> tuple[nn.Module, Callable[[], None]]:
 
 
 def checkpoint_time() -> float:
-    """Return the time with two forward passes per layer, relative to one."""
+    """Return how many times as long a step takes with checkpoints, which repeat forward passes."""
     return ratio(times_of(_step_in_segments(SEGMENTS)[1], _step_in_segments(0)[1]))
 
 
 def checkpoint_memory() -> float:
-    """Return the memory of four inputs and four layers' activations, relative to 16 layers'."""
+    """Return checkpointing's memory, four inputs and four layers, relative to that of 16 layers."""
     return kept_by(*_step_in_segments(SEGMENTS)) / kept_by(*_step_in_segments(0))
 
 
 def in_stages() -> float:
-    """Return the time relative to one process: about 1, because one rank works at a time."""
+    """Return the time relative to one process: about 1, because only one rank works at a time."""
     model, (inputs, targets) = deep(), rows()
     half = LAYERS // 2 * dist.get_rank()
     runner = model_parallel.StageRunner(model[half : half + LAYERS // 2])
@@ -149,7 +149,7 @@ def in_stages() -> float:
 
 
 def _micro_batches() -> list[tuple[Tensor, Tensor]]:
-    """Return the eight micro-batches; inputs require gradients, so that all layers work equally."""
+    """Return eight micro-batches; their inputs require gradients, so all layers do equal work."""
     parts = (part.chunk(MICRO_BATCHES) for part in rows())
     return [
         (inputs.clone().requires_grad_(), targets) for inputs, targets in zip(*parts, strict=True)
@@ -178,12 +178,12 @@ def _pipeline_time(schedule: Schedule, num_chunks: int = 1) -> float:
 
 
 def gpipe() -> float:
-    """Return the time relative to one process: about half, plus the bubble."""
+    """Return GPipe's time relative to one process: about half, plus the bubble."""
     return _pipeline_time(pipeline.gpipe_schedule(2, MICRO_BATCHES))
 
 
 def one_f_one_b() -> float:
-    """Return the activation memory of two micro-batches in flight, relative to GPipe's eight."""
+    """Return 1F1B's activation memory (two micro-batches in flight) relative to GPipe's (eight)."""
     schedules = (
         make(2, MICRO_BATCHES) for make in (pipeline.one_f_one_b_schedule, pipeline.gpipe_schedule)
     )
@@ -215,7 +215,7 @@ def attention() -> float:
 
 
 def vocabulary() -> float:
-    """Return how many values are reduced per target: three, instead of all its logits."""
+    """Return how many values per target are all-reduced: three, rather than all its logits."""
     logits = torch.randn(TARGETS, VOCABULARY // dist.get_world_size(), requires_grad=True)
     targets = torch.randint(VOCABULARY, (TARGETS,))
     dist.broadcast(targets, 0)
@@ -225,7 +225,7 @@ def vocabulary() -> float:
 
 
 def sequence() -> float:
-    """Return the activation memory of a block's norms, split by position, relative to unsplit."""
+    """Return the activation memory of norms split by position, relative to norms that are whole."""
     num_ranks = dist.get_world_size()
     positions = (ROWS, ROWS // num_ranks)
     return _kept_by_norms(True, positions[1]) / _kept_by_norms(False, positions[0])

@@ -1,10 +1,11 @@
-"""Compare the costs of Phase 2's methods: by formula, on a simulated cluster, on this machine.
+"""Compare the costs of Phase 2's methods by formula, on a simulated cluster and on this machine.
 
     python benchmarks/methods.py        prints the table of docs/methods.md
 
-One function per method runs in both worlds; in the simulated one, ``perf_counter`` is the virtual
-clock. Simulated cores compute at 30 GFLOP/s; messages take as long as in the preset "laptop". Real
-ranks have one thread each, so two cores suffice. Times are medians over steps that take turns.
+The same function measures a method in both worlds; in the simulated one, ``perf_counter`` reads the
+virtual clock. Simulated cores compute at 30 GFLOP/s, and messages take as long as in the preset
+"laptop". Real ranks have one thread each, so two cores suffice. Times are medians over several
+rounds, in which the steps to compare take turns.
 """
 
 import ast

@@ -4,7 +4,7 @@
     python benchmarks/plan_fidelity.py write  rewrites the tables of docs/plan_fidelity.md
 
 The two constants of ``matmul_seconds`` are fitted to every second row of steps.csv; the other rows
-are only checked. Rows with ZeRO 3, from another library, belong to neither half.
+only serve as a check. Rows with ZeRO 3 come from another library and belong to neither half.
 """
 
 import csv
@@ -38,7 +38,7 @@ class Row(NamedTuple):
     layout: Layout
     batch_size: int
     seconds: float
-    half: str  # "fitted" or "checked", or "shown" for neither
+    half: str  # "fitted", "checked", or "shown" for a row in neither half
 
     def predicted_s(self, efficiency: float, padding: float) -> float:
         """Return the planner's prediction."""
@@ -49,7 +49,7 @@ class Row(NamedTuple):
     def error(
         self, efficiency: float = MATMUL_EFFICIENCY, padding: float = MATMUL_PADDING
     ) -> float:
-        """Return predicted / published - 1."""
+        """Return the relative error, predicted / published - 1."""
         return self.predicted_s(efficiency, padding) / self.seconds - 1
 
     @property
@@ -93,7 +93,7 @@ def of_half(every: Sequence[Row], half: str) -> list[Row]:
 
 
 def mean_error(some: Sequence[Row], efficiency: float, padding: float) -> float:
-    """Return the mean absolute error."""
+    """Return the mean of the rows' absolute errors."""
     return mean(abs(row.error(efficiency, padding)) for row in some)
 
 
@@ -103,13 +103,13 @@ def fit(some: Sequence[Row]) -> tuple[float, float]:
 
 
 def constant_errors(some: Sequence[Row], others: Sequence[Row]) -> float:
-    """Return the mean error on ``others`` of a single efficiency that is fitted to ``some``."""
+    """Fit one efficiency for all shapes to ``some`` rows; return its mean error on the others."""
     best = min(EFFICIENCIES, key=lambda efficiency: mean_error(some, efficiency, 0.0))
     return mean_error(others, best, 0.0)
 
 
 def table(every: Sequence[Row]) -> str:
-    """Return the rows as markdown."""
+    """Return the rows as a Markdown table."""
     lines = [
         "| source | model | GPUs | t | p | v | checkpointing | half | published | ours | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -143,7 +143,7 @@ class LayerRow(NamedTuple):
         return (whole - rest) / self.model.layers
 
     def error(self) -> float:
-        """Return predicted / published - 1."""
+        """Return the relative error, predicted / published - 1."""
         return self.predicted_s() / self.seconds - 1
 
 
@@ -167,7 +167,7 @@ def _layer_row(fields: dict[str, str]) -> LayerRow:
 
 
 def layer_table() -> str:
-    """Return the published times of one layer as markdown."""
+    """Return the published times of one layer as a Markdown table."""
     lines = [
         "| one layer of 22b | sequence parallelism | published | ours | error |",
         "|---|---|---|---|---|",
@@ -182,7 +182,7 @@ def layer_table() -> str:
 
 
 def tables() -> str:
-    """Return all tables as markdown."""
+    """Return all tables in Markdown."""
     return f"{table(rows())}\n\n{layer_table()}"
 
 

@@ -1,4 +1,4 @@
-"""Print published tables next to measurements on the simulated cluster.
+"""Reproduce published tables with measurements on the simulated cluster.
 
     python benchmarks/simulated_tables.py zero            memory with ZeRO on 1 to 64 ranks
     python benchmarks/simulated_tables.py pipeline        bubbles of GPipe and 1F1B
@@ -42,7 +42,7 @@ STAGES = {1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
 def zero(
     most_ranks: Annotated[int, typer.Option(help="up to 1024, in steps of 4 times")] = 64,
 ) -> None:
-    """Print each rank's memory for 7.5 billion parameters; Rajbhandari et al. 2020, table 1."""
+    """Print a rank's memory for 7.5 billion parameters, as in Rajbhandari et al. 2020, table 1."""
     rows = []
     for num_ranks in [n for n in (1, 4, 16, 64, 256, 1024) if n <= most_ranks]:
         row = [str(num_ranks)]
@@ -68,7 +68,7 @@ def zero(
 
 @app.command()
 def pipeline() -> None:
-    """Print the idle share of pipelines, and the number of micro-batches that they hold."""
+    """Print how much of their time pipelines are idle, and how many micro-batches they hold."""
     rows = []
     for schedule, (_, stages) in pipelines.SCHEDULES.items():
         for p in (2, 4, 8):
@@ -80,7 +80,7 @@ def pipeline() -> None:
 
 
 def pipeline_row(schedule: str, stages: int, p: int, m: int) -> list[str]:
-    """Measure one pipeline. The formula is (p - 1) / (v m + p - 1) for v stages per rank."""
+    """Return one pipeline's row; with v stages per rank, (p - 1) / (v m + p - 1) should be idle."""
     run = pipelines.measure(schedule, p, m)
     formula = (p - 1) / (stages * m + p - 1)
     held = (f"{count:.2f}" for count in (run.in_flight[0], run.in_flight[-1]))

@@ -1,8 +1,10 @@
-"""Measure a learner's wait for a verdict: ``python benchmarks/verdicts.py``, on an idle machine.
+"""Measure how long learners wait for a verdict.
 
-Cold: ``distlab check`` in a new process, with unsolved templates. Warm: ``distlab watch`` on a
-terminal, from saving a solved template until the resulting screen is complete.
-Figures are medians of ``RUNS`` runs; the last lines are medians over the tasks of each phase.
+    python benchmarks/verdicts.py        to be run on an idle machine
+
+A cold wait is one ``distlab check`` in a new process, with unsolved templates. A warm wait lasts
+from saving a solved template until ``distlab watch`` has drawn the resulting screen on a terminal.
+Each figure is the median of ``RUNS`` runs; each phase ends with the median over its tasks.
 """
 
 import os
@@ -64,7 +66,7 @@ def fill_in(here: Path) -> None:
 
 
 def from_save_to_verdict_s(here: Path, task: Task) -> list[float]:
-    """Save a template ``RUNS`` times, each time one line longer; return the seconds to verdicts."""
+    """Save an ever longer template ``RUNS`` times; return the seconds until each verdict."""
     template, seconds = here / task.folder / f"template_{task.lesson}.py", []
     with watching(here, task) as terminal:
         for _ in range(RUNS):

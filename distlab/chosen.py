@@ -21,7 +21,7 @@ MAX_NAMED = 6  # largest number of tasks for which a message names the functions
 
 
 class NotThereError(Exception):
-    """A function is not written yet, or missing from this copy; the message needs no traceback."""
+    """The code to run is not written yet, or missing from this copy; shown without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:
 
 
 def _with_their_basis(here: folder.CourseFolder, tasks: Iterable[Task]) -> list[Task]:
-    """Return tasks and the tasks that they build on, in the course's order."""
+    """Return the given tasks and those that they build on, in the course's order."""
     chosen: set[Task] = set()
     for task in tasks:
         chosen.update((task, *here.course.builds_on(task)))
@@ -83,7 +83,7 @@ def _with_their_basis(here: folder.CourseFolder, tasks: Iterable[Task]) -> list[
 
 
 def _listed(tasks: Sequence[Task]) -> str:
-    """Return ``1.9 broadcast_parameters, 1.11 train_step``; only the ids if there are many."""
+    """List tasks, as in ``1.9 broadcast_parameters, 1.11 train_step``; if many, only their ids."""
     if len(tasks) > MAX_NAMED:
         return f"the {len(tasks)} tasks {joined([task.id for task in tasks])}"
     return ", ".join(f"{task.id} {joined(task.names)}" for task in tasks)
@@ -96,7 +96,7 @@ def check_solutions(instead: str = "--impl mine takes what you have written") ->
         instead: Advice on what works without them.
 
     Raises:
-        NotThereError: This copy has no solutions; the message says what works without them.
+        NotThereError: The course or its solutions are missing; the message says what to do.
     """
     if not (COURSE / COURSE_FILE).exists():
         raise NotThereError(

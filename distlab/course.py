@@ -37,7 +37,7 @@ class CourseError(ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """One function that a learner writes."""
+    """One task: a function that a learner writes, in some tasks together with others."""
 
     id: str  # "1.5" is the fifth task of phase 1
     function: str  # name in the lesson's file; for a method, "Trainer.fit"
@@ -69,7 +69,7 @@ class Task:
 
     @property
     def label(self) -> str:
-        """A short form of the names: "exchange", "LossScaler", "parallelize_mlp and 1 more"."""
+        """A short form of the names, such as "exchange" or "parallelize_mlp and 1 more"."""
         first, *more = self.names
         return f"{first} and {len(more)} more" if more else first
 
@@ -90,7 +90,7 @@ class Task:
 
     @property
     def guide(self) -> str:
-        """Link to the explanation of the task, within the phase's folder."""
+        """Link to the explanation of the task, relative to the phase's folder."""
         return f"guidelines.md#{anchor(self.heading)}"
 
 
@@ -167,7 +167,7 @@ class Course:
 
 
 def used_by(task: Task, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Return those of ``tasks``, in their order, that a task uses directly or through others."""
+    """Return the members of ``tasks`` that a task uses directly or through others, in order."""
     ids = set(task.uses)
     for other in reversed(tasks):
         if other.id in ids:
@@ -287,7 +287,7 @@ def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-# Type of a field -> check of a value, and a description of valid values.
+# Type of a field -> (check of a value, description of valid values).
 _CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     str: (_is_text, "text"),
     int: (lambda value: type(value) is int and value > 0, "a whole number from 1 on"),
@@ -352,5 +352,5 @@ def _look_up(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
 
 
 def _nearest(name: str, valid: Collection[str]) -> str:
-    """Return a hint with the most similar valid name, or with all of them if none is similar."""
+    """Return a hint with the most similar valid name or, if none is similar, all valid names."""
     return did_you_mean(name, valid) or f"There are: {', '.join(valid)}."

@@ -32,14 +32,14 @@ What to open next
 
 
 def run_demo(folder: Path) -> None:
-    """Train with each number of workers, and print and draw both histories side by side.
+    """Train with 1 and with 4 workers, and print and draw the two histories side by side.
 
     Args:
         folder: Folder for ``demo.png``; created if it is missing.
 
     Raises:
-        ConfigError: The folder is not writable, or mpirun or torchrun started this process as one
-            of several; raised before training starts.
+        ConfigError: The folder is not writable, or mpirun or torchrun has started this process as
+            one of several. The error is raised before training starts.
     """
     training.check_is_alone()
     chosen.check_solutions("train what you have written with distlab train --impl mine")

@@ -33,7 +33,7 @@ TESTED_TORCH = ("2.13",)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``ABSENT`` is not a fault, because the course runs without it."""
+    """One line of the report; ``ABSENT`` is no fault: the course runs without its subject."""
 
     subject: str
     status: str
@@ -45,8 +45,8 @@ def print_report() -> bool:
     """Print all findings; return True if nothing is broken.
 
     Raises:
-        ConfigError: mpirun or torchrun started this process as one of several; worlds then behave
-            differently, and the advice would be wrong.
+        ConfigError: mpirun or torchrun has started this process as one of several. Worlds would
+            then behave differently, and the advice would be wrong.
     """
     check_is_alone()
     findings = [_guarded(check) for check in CHECKS]
@@ -183,7 +183,7 @@ def find_mpirun() -> str | None:
 
 
 def add_ones_under_mpirun() -> None:
-    """Run one of the ranks of ``check_world_mpi``."""
+    """Act as one of the ranks that ``check_world_mpi`` starts."""
     sums = launch.run(_sum_of_ones, 2, backend="mpi", timeout_s=30)
     print(f"the sum is {sums[0]:.0f}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Helpers for the notebooks: the learner's function or the solution's, and timed passes."""
+"""Helpers for the notebooks: run the learner's functions or the solution's, and time passes."""
 
 import re
 import time
@@ -57,7 +57,7 @@ def _members(module: ModuleType, names: str) -> list[Any]:
 
 
 def _why(error: Exception, names: str) -> str:
-    """Return why the functions failed: one is still a TODO, or the first line of the error."""
+    """Say why the functions failed: one of them is still a TODO, or the error's first line."""
     is_raised = isinstance(error, LaunchError) and error.exception == NotImplementedError.__name__
     if is_raised or isinstance(error, NotImplementedError):
         todo = re.search(r"Task [\d.]+: ([\w.]+)", str(error))
@@ -73,8 +73,8 @@ def watch_passes(module: nn.Module, spans: list[Span]) -> None:
     """Record the start and end of each forward and backward pass through a module.
 
     Args:
-        module: Module whose input must require a gradient; otherwise the end of its backward pass
-            cannot be observed.
+        module: Module to watch. Its input must require a gradient; otherwise, the end of the
+            backward pass cannot be observed.
         spans: List to which each pass is appended when it ends.
     """
     starts: list[float] = []

@@ -3,7 +3,7 @@
     lessons.solution("ddp")            # solutions/phase3_multi_node/ddp.py
     lessons.given_4.group_device()     # phase4_production/given.py
 
-Nothing is imported before it is used, because distlab can be installed without the course.
+Lessons are imported only when they are used, because distlab can be installed without the course.
 """
 
 import importlib
@@ -51,7 +51,7 @@ def folder(phase: int) -> str:
 
 
 def folder_of(lesson: str) -> str:
-    """Return the folder of the phase that a lesson with tasks belongs to."""
+    """Return the folder of the phase that a lesson belongs to; the lesson must have tasks."""
     return next(task.folder for task in _course().tasks if task.lesson == lesson)
 
 

@@ -85,7 +85,7 @@ class Planner(NamedTuple):
     given: Any
 
     def plan(self, shape: Shape, numbers: Mapping[str, float], batch_size: int) -> list[Any]:
-        """Return the plans of the lesson's ``plan``, fastest first.
+        """Return the plans that the lesson's ``plan`` finds, fastest first.
 
         Raises:
             ValueError: No layout fits into memory.
@@ -97,7 +97,7 @@ class Planner(NamedTuple):
 
 
 def load(impl: str) -> Planner:
-    """Return the planner of the solutions, or the learner's.
+    """Return the planner from the solutions, or the learner's own.
 
     Args:
         impl: "solution" or "mine".
@@ -110,7 +110,7 @@ def load(impl: str) -> Planner:
 
 
 def model_flops(shape: Shape, batch_size: int) -> float:
-    """Return the FLOPs of a step without recomputation: 72 B s l h² and smaller terms.
+    """Return the FLOPs of a step without recomputation: 72 B s l h² plus smaller terms.
 
     Source: Narayanan et al. 2021, equation 3; Korthikanti et al. 2022, equation 8.
     """

@@ -86,7 +86,7 @@ Pass = tuple[str, float, float]  # an action such as "F0" or "B3.1"; start and e
 
 
 def passes(axes: Axes, stages: Sequence[Sequence[Pass]], title: str) -> None:
-    """Draw a lane for each stage of a pipeline, with the micro-batches of its passes.
+    """Draw a lane for each stage of a pipeline, with each pass labelled by its micro-batch.
 
     Chunks after the first are lighter; the bubble is grey.
     """
@@ -151,7 +151,7 @@ def stacks(
         axes: Axes of a picture.
         names: Texts below the bars.
         parts: Legend text -> height of this part in each bar.
-        formula: Expected heights of the bars, marked on each.
+        formula: Expected height of each bar, marked on the bar.
         texts: Values of title and ylabel.
     """
     bottom = np.zeros(len(names))

@@ -12,19 +12,19 @@ from types import ModuleType
 import torch
 
 # Operators to which `import torchvision` attaches Python code even if its extension is not loaded:
-# only nms up to torchvision 0.26, qnms as well in 0.28.
+# only nms up to torchvision 0.26, nms and qnms in 0.28.
 _DETECTION_BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _SCHEMAS = {"nms": _DETECTION_BOXES, "qnms": _DETECTION_BOXES}
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision; if missing operators make it fail, declare them first.
+    """Import torchvision, declaring its operators first if their absence makes the import fail.
 
     On a sound installation this is a plain import. After a repair, models, datasets and transforms
     work; calling a declared operator (`torchvision.ops.nms`) still fails, as it has no kernel.
 
     Returns: the module torchvision.
-    Raises: ImportError, RuntimeError: torchvision's error, if it has another cause.
+    Raises: ImportError, RuntimeError: The import failed for another reason.
     Cost: about 1.4 s for the first import, including 3 ms for the failed attempt.
     """
     try:

@@ -48,9 +48,9 @@ class TrainConfig:
 
     dataset: str
     model: str
-    parallelism: Parallelism  # dp alone: each rank holds the whole model
+    parallelism: Parallelism  # with dp alone, each rank holds the whole model
     epochs: int
-    batch_size: int  # samples of all ranks together
+    batch_size: int  # total number of samples over all ranks
     lr: float
     lessons: Submission = SOLVED  # files with the trainer
     all_reduce: str = "native"  # key of ALL_REDUCES
@@ -108,19 +108,19 @@ def make_config(
     all_reduce: str = "native",
     **others: Any,
 ) -> TrainConfig:
-    """Fill in missing options: workers, a batch size that they can share, a learning rate.
+    """Make a configuration, with defaults for options that are None, such as the batch size.
 
     Args:
-        model: Name of the model; None means cnn, or gpt if ``parallelism`` contains pp or tp, even
-            pp=1, which allows a comparison with training in one process.
-        parallelism: Sizes as ``Parallelism.parse`` reads them; None if the model is not split.
+        model: Name of the model; None means gpt if ``parallelism`` mentions pp or tp, and cnn
+            otherwise. Even pp=1 means gpt, for comparisons with training in one process.
+        parallelism: Sizes in the format of ``Parallelism.parse``; None for data parallelism alone.
         impl: "solution", or "mine" for the learner's own trainer.
         others: Further fields of ``TrainConfig``.
 
     Raises:
-        ConfigError: The batch cannot be shared equally, the learning rate is not positive,
-            torchrun, mpirun or srun started a different number of workers, or the model or the
-            world cannot be split as requested.
+        ConfigError: The batch cannot be shared equally; the learning rate is not positive and
+            finite; torchrun, mpirun or srun has started a different number of workers; or the model
+            or the world cannot be split as requested.
         NotThereError: This copy has no solutions, or the learner's trainer is not written yet.
     """
     sizes = _parallelism(parallelism, num_workers, backend)
@@ -262,7 +262,7 @@ def _history_or_refusal(config: TrainConfig) -> list[EpochResult] | ConfigError 
 
 
 def train_on_rank(config: TrainConfig) -> list[EpochResult]:
-    """Run one worker: load the data, build the model, fit."""
+    """Run one worker: load the data, build the model, and train it."""
     here = launch.context()
     check_device(config, here.device)
     splits = _load(config)
@@ -367,7 +367,7 @@ class _Watched:
 
 
 def _check_test_losses(history: Sequence[EpochResult]) -> None:
-    """Check the test losses, because only they show that the very last step diverged."""
+    """Check that the test losses are finite; only they show if the very last step diverged."""
     step = 0
     for result in history:
         step += len(result.step_losses)
@@ -399,7 +399,7 @@ def _counts(part: Part) -> dict[str, Counts]:
 
 
 def _traffic(group: str, counts: Counts, epochs: int) -> str:
-    """Return ``collectives per epoch: 177 all_reduce calls, 4.66 MiB``, averaged over epochs."""
+    """Return a line such as ``collectives per epoch: 177 all_reduce calls, 4.66 MiB``."""
     totals = (
         f"{calls / epochs:,.0f} {name} calls, {bytes_text(counts.num_bytes[name] / epochs)}"
         for name, calls in counts.calls.items()
@@ -416,7 +416,7 @@ def _load(config: TrainConfig) -> data.Splits | data.TokenSplits:
 
 
 def check_device(config: TrainConfig, device: torch.device) -> None:
-    """Refuse replicas on GPUs that gloo connects: from there it sends in collectives alone."""
+    """Refuse replicas on GPUs with gloo, which sends GPU tensors only in collectives."""
     dp = config.parallelism.dp
     if device.type == "cuda" and dp > 1 and dist.get_backend() == "gloo":
         raise ConfigError(

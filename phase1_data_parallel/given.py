@@ -31,8 +31,8 @@ AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in 
 class ShardSampler(Sampler[int]):
     """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` chooses the order.
 
-    Shards are cut, not padded: a sample that appears twice would count twice in the gradient, and
-    padding could complete a global batch that one process would have left out.
+    Shards are cut to equal length, not padded. With padding, a sample that appears twice would
+    count twice in the gradient, and a global batch that one process omits could become complete.
 
     Args:
         shard_indices: your function from task 1.1; called once per epoch, with ``drop_last``.
@@ -58,7 +58,7 @@ class ShardSampler(Sampler[int]):
         self.seed, self.shuffle, self.epoch = seed, shuffle, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the order of ``epoch`` from the next iteration on."""
+        """Use the order of ``epoch``, starting with the next iteration."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -107,7 +107,8 @@ class ShardLoader(DataLoader[Sample]):
 def _seeded_from(generator: torch.Generator) -> Iterator[None]:
     """Seed the generators that augmentation uses, and restore them afterwards for training.
 
-    ``torch.manual_seed`` would also seed the GPUs, and their dropout masks would repeat.
+    The GPUs' generators are left alone; ``torch.manual_seed`` would seed them too, and dropout
+    masks would repeat.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = int(torch.randint(2**32, (), generator=generator))
@@ -182,7 +183,7 @@ class AllReduceTimes:
 
 
 def finish(x: Tensor) -> None:
-    """Wait until ``x`` has been computed: a call on a GPU returns before the GPU is done."""
+    """Wait until ``x`` has been computed; calls on a GPU return before the GPU is done."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
 
@@ -191,12 +192,12 @@ def finish(x: Tensor) -> None:
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross entropies, with one target per image (B) or position (B, T)."""
+    """Return the sum of the cross-entropies, with one target per image (B) or position (B, T)."""
     return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return the number of targets as float64: bfloat16 would round 303 to 304."""
+    """Return the number of targets in float64, because bfloat16 would round 303 to 304."""
     return torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
 
 
@@ -211,7 +212,7 @@ class Evaluation:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, then restore each module's own previous mode."""
+    """Put the model in evaluation mode; afterwards, restore each module's own previous mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -246,7 +247,7 @@ class RankLog:
         self.shows_bar = self.rank == 0 and sys.stderr.isatty()
 
     def info(self, message: str) -> None:
-        """Print a message that is the same on all ranks; only rank 0 prints it."""
+        """Print a message that is the same on all ranks, on rank 0 only."""
         if self.rank == 0:
             self._print(message)
 

@@ -1,4 +1,4 @@
-"""Collectives built from messages: exchange, broadcast, two all-reduces, and their cost.
+"""Collectives built from messages: exchange, broadcast and two all-reduces, and what they cost.
 
 They only send and receive messages. Rank numbers are those inside ``group``, not global ones.
 
@@ -27,14 +27,14 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
     time (even ``isend`` and ``irecv``) unless they are started together.
 
     Args:
-        outgoing: contiguous tensor; not changed. The caller may overwrite it as soon as this
+        outgoing: contiguous tensor; not changed. The caller may overwrite it as soon as the call
             returns.
         dst: the rank that receives ``outgoing``; not this rank.
-        incoming: contiguous tensor with the shape and dtype of what ``src`` sends, which may differ
-            from those of ``outgoing``; on return it holds what arrived. It must not overlap
-            ``outgoing``.
-        src: the rank that sends ``incoming``; may differ from ``dst`` (a ring) or equal it (a
-            pair).
+        incoming: contiguous tensor with the shape and dtype of the tensor that ``src`` sends; they
+            may differ from those of ``outgoing``. On return it holds what arrived. It must not
+            overlap ``outgoing``.
+        src: the rank that sends ``incoming``; may differ from ``dst`` (as in a ring) or equal it
+            (as in a pair).
         group: the ranks that take part; all by default.
 
     Cost: one message each way, both at the same time: α + max(bytes out, bytes in)·β seconds; no
@@ -55,11 +55,11 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
         round 0    0→1
         round 1    0→2  1→3
         round 2    0→4  1→5
-    Any tree of the same cost will do, and a rank may start all its sends at once.
+    Any tree of the same cost will do, and a rank may start all its sends together.
 
     Args:
         x: contiguous tensor with the same shape and dtype on all ranks; overwritten except on
-            ``src``. The caller may overwrite it as soon as this returns.
+            ``src``. The caller may overwrite it as soon as the call returns.
         src: the rank that has the data.
         group: the ranks that take part; all by default.
 
@@ -79,7 +79,7 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 
     Args:
         x: contiguous tensor with the same shape and dtype on all ranks; on return it holds the sum,
-            bit for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+            bit for bit the same on all ranks. The caller may overwrite it when the call returns.
         group: the ranks that take part; all by default.
 
     Cost: every other rank sends its n bytes to rank 0, one message after another: (N-1)(α + nβ)
@@ -98,19 +98,19 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: partners at distance 1, 2, 4, … swap sums and add them.
 
-    N = 4; each cell shows the partner, and below it the sum that the rank holds afterwards:
+    With N = 4 (each cell shows the partner, and below it the sum that the rank holds afterwards):
                   r0      r1      r2      r3
         round 0   1       0       3       2
                   0+1     0+1     2+3     2+3
         round 1   2       3       0       1
                   0…3     0…3     0…3     0…3
     The distances may come in any order. If N is not a power of two, let core be the largest power
-    of two below it: each rank r ≥ core first sends its ``x`` to rank r - core, and gets the sum
-    back from that rank at the end; the ranks below core do the rest.
+    of two below it. Each rank r ≥ core first sends its ``x`` to rank r - core, and gets the sum
+    back from that rank at the end. In between, the ranks below core swap and add as above.
 
     Args:
         x: contiguous tensor with the same shape and dtype on all ranks; on return it holds the sum,
-            bit for bit the same on all ranks. The caller may overwrite it as soon as this returns.
+            bit for bit the same on all ranks. The caller may overwrite it when the call returns.
         group: the ranks that take part; all by default.
 
     Cost: for N = 2^k, each rank sends log2 N messages of n bytes, in log2 N (α + nβ) seconds.
@@ -149,18 +149,19 @@ def measure_all_reduce(
     device: torch.device | str = "cpu",
     group: Group = None,
 ) -> AllReduceTimes:
-    """Time every strategy at every size, and fit α and β of one message.
+    """Time every strategy at every size, and fit α and β to the times of a single message.
 
-    A cell of the returned table is one strategy, or the exchange, at one size. All ranks start each
-    run of a cell together, and a run takes as long as its slowest rank. The time of a cell is the
-    median of its runs; for an even number of runs, any time between the middle two will do.
+    Each cell of the returned table gives the time of one strategy, or of an exchange, at one size.
+    All ranks start each run of a cell together, and a run takes as long as its slowest rank. The
+    time of a cell is the median over its runs; for an even number of runs, any time between the
+    middle two will do.
 
     Args:
         strategies: functions by name; each is called with a tensor and ``group``, and sums the
             tensor in place.
         sizes_bytes: sizes of the float32 tensor, in any order; multiples of 4, at least two of them
             different.
-        repeats: timed runs of each cell, after one untimed run.
+        repeats: number of timed runs for each cell, after one untimed run.
         device: device that the tensors live on; a run lasts until the device has finished.
         group: group of at least two ranks; all ranks by default.
 
@@ -189,9 +190,10 @@ def measure_all_reduce(
 
 
 def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds = α + bytes·β by least squares of the relative errors.
+    """Fit seconds = α + bytes·β by least squares on the relative errors.
 
-    With absolute errors the largest messages would count most, but α shows in the small ones.
+    With absolute errors, the largest messages would count most, but α shows in the small ones. An
+    example without noise:
         [0, 1000, 2000] bytes in [5, 6, 7] µs  ->  α = 5 µs, β = 1 ns/byte
 
     If noise would make α or β negative, that coefficient is set to 0 and only the other is fitted,

@@ -67,9 +67,10 @@ def average_gradients(
 
     Args:
         module: the model after the backward pass. A trainable parameter without a gradient on this
-            rank gets zeros: other ranks may have one, and every rank must make the same calls.
-            (A parameter that no rank uses then has a gradient of zero instead of none, so weight
-            decay changes it.) A frozen parameter is left as it is, even if it has a gradient.
+            rank gets zeros, because other ranks may have a gradient for it, and every rank must
+            make the same calls. (As a result, a parameter that no rank uses has a gradient of zero
+            instead of none, so weight decay changes it.) A frozen parameter is left as it is, even
+            if it has a gradient.
         all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
@@ -93,7 +94,7 @@ def average_gradients_flat(
 ) -> None:
     """Replace every gradient with its mean over all ranks, in one all-reduce instead of many.
 
-    All gradients are copied into one flat bucket, one after another, and back again:
+    All gradients are copied into one flat bucket, end to end, and their means are copied back:
         w (2, 2) | b (2,)  ->  [w00 w01 w10 w11 b0 b1]  ->  all-reduce  ->  w | b
 
     Args:
@@ -133,9 +134,9 @@ def train_step(
 ) -> float:
     """Take one optimizer step on the batches of all ranks, as one process with all of them would.
 
-    With B targets in all, one process minimises (sum of all losses) / B. A rank that takes the mean
-    over its own b targets gives each of them a weight of 1/(N·b), which is wrong as soon as the
-    batches differ in size:
+    With B targets in all, one process minimises (sum of all losses) / B. If each rank took the mean
+    over its own b targets instead, each of these would have a weight of 1/(N·b), which is wrong if
+    the batches differ in size:
         rank 0 has 3 samples, rank 1 has 1:  weights 1/6 1/6 1/6 | 1/2  instead of 1/4 each
 
     Args:
@@ -146,7 +147,7 @@ def train_step(
             may be empty. The batch is not changed.
         all_reduce: function that sums a tensor over the group, in place.
         average: function that averages the gradients, with one all-reduce per parameter or in one
-            flat bucket. Called once, with ``model``, ``all_reduce`` and ``group``.
+            flat bucket. It is called once, with ``model``, ``all_reduce`` and ``group``.
         group: the ranks that train together; all by default.
 
     Returns:
@@ -157,7 +158,7 @@ def train_step(
             unchanged.
 
     Cost: one forward pass over this rank's batch; one all-reduce of two numbers, in float32 or
-        float64 whatever the model computes in, and the all-reduces of ``average``.
+        float64 whatever dtype the model computes in; and the all-reduces of ``average``.
     """
     # TODO 1.11: do one step as one process would on all batches; return its loss.
     #   Tools: summed_loss and count_targets (given), the arguments all_reduce and average,
@@ -181,20 +182,21 @@ def evaluate(
 
     Rank r takes samples r, r+N, r+2N, … without padding, and the ranks' sums (not their means)
     are added up. With 10 samples, 4 ranks take 3, 3, 2 and 2. A sampler made for training would
-    pad them to 12 and count two samples twice.
+    pad the 10 samples to 12, so two of them would count twice.
 
     Args:
-        model: the model, equal on all ranks; in evaluation mode during the call, after which each
-            module is back in its previous mode.
+        model: the model, equal on all ranks. It is in evaluation mode during the call; afterwards,
+            each module is back in its previous mode.
         dataset: the whole data set, the same on all ranks, with at least one sample.
-        batch_size: samples per forward pass of one rank (the last may have fewer); does not change
-            the result.
+        batch_size: samples per forward pass on one rank (the last pass may have fewer); does not
+            change the result.
         device: device of the model. Batches are moved there, and the sums are computed there.
         group: the ranks that share the work; all by default.
 
     Returns:
-        On all ranks, the values that one process would get, up to rounding: a batch is summed in
-        the dtype of its logits, and the sums of batches and ranks are added in float32 or float64.
+        On all ranks, the values that one process would get, up to rounding. The losses of a batch
+        are summed in the dtype of its logits; the sums of batches and ranks are added in float32 or
+        float64.
 
     Raises:
         ValueError: the same on every rank, if the data set is empty.
@@ -213,15 +215,16 @@ def evaluate(
 class Trainer:
     """Trains one model on N ranks as one process would.
 
-    (BatchNorm is the exception: each rank normalises with the statistics of its own shard. Before
+    (BatchNorm is the exception: each rank normalises with the statistics of its own batches. Before
     each evaluation, all ranks get rank 0's running statistics, and continue training with them.)
 
     Args:
         model: the model, already on ``device``; all ranks get rank 0's values when ``fit`` starts.
         optimizer: optimizer of the model's parameters.
-        all_reduce: function that sums a tensor over the group, in place; any of the lesson's
-            all-reduces will do. Used in each step.
-        average: function that averages the gradients; one of AVERAGE_GRADIENTS. Used in each step.
+        all_reduce: function that sums a tensor over the group, in place, such as any of this
+            phase's all-reduces. It is used in each step.
+        average: function that averages the gradients, one of AVERAGE_GRADIENTS. It is used in each
+            step.
         device: this rank's device; batches are moved there.
         group: the ranks that train together; all by default.
     """
@@ -264,11 +267,11 @@ class Trainer:
             epochs: number of passes over the training set, each in its own order and without the
                 last, incomplete global batch. With 0, nothing is trained and the history is empty.
             global_batch_size: number of samples in one step, over all ranks; a multiple of N.
-            seed: seed that fixes the order of the samples, whatever N is.
+            seed: seed of the order of the samples, which does not depend on N.
 
         Returns:
-            One ``EpochResult`` for each epoch of this call, numbered from 1. If called again,
-            ``fit`` continues from the current weights. The results are the same on every rank,
+            One ``EpochResult`` for each epoch of this call, numbered from 1. (Another call of
+            ``fit`` continues from the current weights.) The results are the same on every rank,
             except for ``images_per_s``, which each rank measures with its own clock.
 
         Raises:

@@ -105,7 +105,7 @@ def group_device(group: Group = None) -> torch.device:
 
 
 class Action(NamedTuple):
-    """One pass of a micro-batch through a chunk of a stage: ``F0`` forward, ``B0.1`` backward."""
+    """A micro-batch's pass through a chunk, such as ``F0`` (forward) or ``B0.1`` (backward)."""
 
     kind: str  # "F" or "B"
     micro_batch: int
@@ -131,16 +131,16 @@ class Event(NamedTuple):
 
 
 def timeline(schedule: Schedule, backward_time: int = 2) -> list[Event]:
-    """Return the order in which the stages of a pipeline start and end their actions.
+    """Return when the stages of a pipeline start and end their actions, in order of time.
 
     A forward pass takes one unit of time, a backward pass ``backward_time`` (by default 2, because
-    it computes twice as much), and messages take none. A stage starts an action as soon as the one
-    before it in the stage's list has ended and the results that it needs exist. An action that can
+    it computes twice as much), and messages take no time. A stage starts its next action as soon as
+    the previous one has ended and the results that the next one needs exist. An action that can
     never start has no events.
 
-    With p stages, chunk c of stage s is block c·p+s of the model. Forward, a block needs the output
-    of the block before it. Backward, it needs its own forward pass and the gradient from the block
-    after it.
+    With p stages, chunk c of stage s is block c·p+s of the model. In a forward pass, a block needs
+    the output of the block before it. In a backward pass, it needs the results of its own forward
+    pass and the gradient from the block after it.
     """
     num_blocks = len(schedule) * (1 + max((a.chunk for row in schedule for a in row), default=0))
     waiting = [deque(actions) for actions in schedule]
@@ -163,7 +163,7 @@ def timeline(schedule: Schedule, backward_time: int = 2) -> list[Event]:
 
 
 def _needs(stage: int, action: Action, num_stages: int, num_blocks: int) -> set[tuple[int, Action]]:
-    """Return the stages and actions whose results an action uses."""
+    """Return the actions whose results an action uses, each with its stage."""
     is_forward = action.kind == "F"
     block = action.chunk * num_stages + stage + (-1 if is_forward else 1)
     needs = set() if is_forward else {(stage, action._replace(kind="F"))}
@@ -175,8 +175,8 @@ def _needs(stage: int, action: Action, num_stages: int, num_blocks: int) -> set[
 def grid(schedule: Schedule) -> str:
     """Draw a schedule, with a row per stage and a column per time unit; each pass takes one unit.
 
-    Two stages and one micro-batch; the row of a stage that waits forever ends with the action that
-    it cannot start:
+    Two examples with two stages and one micro-batch. In the second, stage 0 waits forever, so its
+    row ends with the action that it cannot start:
         F0 .  .  B0          F0 B0?
         .  F0 B0 .           .  F0
     """
@@ -235,7 +235,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds attention, then the MLP, to the residual stream; each gets it normalised (pre-norm)."""
+    """Adds attention, then the MLP, to the residual stream, with a norm before each (pre-norm)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

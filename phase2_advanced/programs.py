@@ -53,11 +53,11 @@ MPIRUN = {
 def join() -> None:
     """Join the ranks that torchrun, mpirun or ``distlab sim`` has started.
 
-    They compute on GPUs and use NCCL if this machine has a GPU for each of its ranks. Otherwise
-    they compute on the CPU and use gloo.
+    The ranks compute on GPUs and use NCCL if this machine has a GPU for each of its ranks.
+    Otherwise, they compute on the CPU and use gloo.
 
-    If mpirun has started ranks on several machines, MASTER_ADDR and MASTER_PORT must say where rank
-    0 is. On one machine, they connect at a port derived from their parent's process id.
+    If mpirun has started ranks on several machines, MASTER_ADDR and MASTER_PORT must say where to
+    reach rank 0. On a single machine, the ranks use a port derived from their parent's process id.
 
     Raises:
         ValueError: none of these launchers has started this process, or the address is not known.
@@ -68,7 +68,7 @@ def join() -> None:
 
 
 def _backend() -> str:
-    """Return the name of the backend; with NCCL, take this rank's GPU."""
+    """Return the name of the backend; with NCCL, also select this rank's GPU."""
     if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         return "gloo"
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -90,12 +90,12 @@ def _from_mpirun() -> dict[str, str]:
 
 
 def load_digits(rows: int = NUM_ROWS) -> Batch:
-    """Return the first of scikit-learn's digits: pixels (rows, 64) from 0 to 1, and labels (rows,).
+    """Return the first of scikit-learn's digits: pixels (rows, 64) from 0 to 1 and labels (rows,).
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
     """
-    spec = find_spec("sklearn")  # only its data file is needed: an import takes a second per rank
+    spec = find_spec("sklearn")  # only its data file is needed; an import takes a second per rank
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the digits come with scikit-learn: pip install scikit-learn")
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
@@ -106,7 +106,8 @@ def load_digits(rows: int = NUM_ROWS) -> Batch:
 def digit_layers(widths: Sequence[int]) -> list[nn.Module]:
     """Return the layers of a digit classifier, in float64 and the same on every rank.
 
-    As in a transformer, a layer is four times as wide inside as at its input. The last is linear.
+    As in a transformer, each layer is four times as wide inside as at its input, except for the
+    last, which is linear.
 
     Args:
         widths: width of each layer's input; the last layer returns 10 logits.
@@ -135,7 +136,7 @@ def optimizer_for(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, num_steps: int) -> list[float]:
-    """Train on all of ``load_digits`` in each step, without a pipeline, and return the losses."""
+    """Train without a pipeline, on all of ``load_digits`` in each step, and return the losses."""
     (images, labels), optimizer = load_digits(), optimizer_for(model)
     losses = []
     for _ in range(num_steps):
@@ -156,11 +157,11 @@ def train_alone(model: nn.Module, num_steps: int) -> None:
 
 
 def require_equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
-    """Call ``fail`` on all ranks unless every rank's weights are those of one process.
+    """Call ``fail`` on all ranks unless every rank's weights equal those that one process trained.
 
     Args:
         ours: this rank's weights, in float64.
-        theirs: the same weights, from the model that one process has trained.
+        theirs: the corresponding weights of the model that one process trained.
     """
     pairs = [(x.detach(), y.detach()) for x, y in zip(ours, theirs, strict=True)]
     ok = all(torch.allclose(x, y, rtol=1e-6, atol=1e-9) for x, y in pairs)
@@ -172,10 +173,10 @@ def require_equal(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
 def compare_with_one_process(
     ours: nn.Module, widths: Sequence[int], layers: Iterable[int], num_steps: int
 ) -> None:
-    """Call ``fail`` on all ranks unless every rank has the weights that one process would have.
+    """Train in one process too; call ``fail`` on all ranks unless the weights are equal.
 
     Args:
-        ours: layers of ``digit_layers(widths)`` that this rank has trained.
+        ours: the layers of ``digit_layers(widths)`` that this rank has trained.
         layers: indices of these layers in the model.
     """
     alone = digit_layers(widths)
@@ -242,10 +243,10 @@ def require_written(*functions: Callable[..., Any]) -> None:
 
 
 def positive(text: str) -> int:
-    """Read an option that must be 1 or more.
+    """Return the number in the text of an option, which must be 1 or more.
 
     Raises:
-        argparse.ArgumentTypeError: it is below 1, or not a whole number.
+        argparse.ArgumentTypeError: the number is below 1, or not a whole number.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
@@ -273,7 +274,7 @@ def checkpointed(
     Args:
         chunks: this rank's chunks, which share their parameters with the result.
         checkpoint: the function from task 2.6.
-        train_step: function that trains a copy of the chunks for one step, and returns the meter.
+        train_step: function that trains a copy of the chunks for one step, and returns its meter.
     """
     require_written(checkpoint)
     say("without checkpointing, in one step:")
@@ -283,14 +284,14 @@ def checkpointed(
 
 
 class Meter:
-    """Measures a rank's time and memory in its steps.
+    """Measures the time and the memory that training steps take on a rank.
 
     Attributes:
         total_s: time of all steps, by the clock of ``time.perf_counter``.
         busy_s: part of this time in which ``modules`` computed, forward and backward. The rest
             of the time, the rank sent, received or waited.
-        peak_bytes: most bytes that autograd kept at any one time for backward passes, without
-            parameters, which are in memory anyway.
+        peak_bytes: largest number of bytes that autograd kept for backward passes at any time,
+            without parameters, which are in memory anyway.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -347,7 +348,7 @@ class _Kept:
 
 
 def report(meter: Meter) -> None:
-    """Print how much the ranks kept for backward passes, and how long they waited or sent."""
+    """Print what the ranks kept for backward passes, and how much time they waited or sent."""
     waited = 1 - meter.busy_s / meter.total_s
     say(f"kept for backward:    {by_rank(meter.peak_bytes / 1000)} kB at most")
     say(f"waited or sent:       {by_rank(waited, '.0%')} of the time")
@@ -355,7 +356,7 @@ def report(meter: Meter) -> None:
 
 @contextmanager
 def calls_of(function: Callable[..., Any]) -> Iterator[list[dict[str, Any]]]:
-    """Collect the arguments of this rank's calls to a Python function, even in backward."""
+    """Collect the arguments of this rank's calls to a Python function, also in backward passes."""
     calls, code = [], inspect.unwrap(function).__code__
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:

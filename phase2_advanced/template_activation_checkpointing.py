@@ -16,32 +16,32 @@ from phase2_advanced.given import generators_of, take_tensors
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return ``fn(*args, **kwargs)``, keeping only the arguments for the backward pass.
 
-    Intermediate results of ``fn`` are freed at once. The backward pass calls ``fn`` a second time:
+    Intermediate results of ``fn`` are freed immediately, and the backward pass calls ``fn`` again:
                         forward        kept       backward
         fn(x)           x → a → b → y  x, a, b    y → b → a → x
         checkpointed    x → a → b → y  x          x → a → b → y, then y → b → a → x
 
     The second call repeats the first: it draws the same random numbers, so that dropout drops the
     same elements, and runs under the same autocast settings. Afterwards, torch's generators are
-    restored to their states before the second call.
+    restored to the states they had before the second call.
 
     Parameters that ``fn`` uses get their gradients too, whether or not an argument requires one.
     ``fn`` is called only once, as if it were not checkpointed, if there is nothing to compute a
     gradient for: if gradients are disabled, or if no argument requires one and ``fn`` is a module
-    without trainable parameters. A function that is not a module may use any parameters, so its
-    result may require a gradient even if nothing needs one.
+    without trainable parameters. If ``fn`` is not a module, there is no telling which parameters it
+    uses, so its result may require a gradient even if nothing that it uses does.
 
     Args:
         fn: function that returns the same result for the same arguments, random numbers and
-            autocast settings, even if gradients are enabled only in its second call. It returns a
-            tensor, or a tuple of tensors and other values; a result may be one of the arguments.
-            Gradients need not pass through tensors in a list or dict inside the tuple, and a named
-            tuple may come back as a plain tuple. Apart from parameters, every tensor that ``fn``
-            uses and that requires a gradient must be an argument. ``fn`` may itself call
-            ``checkpoint``.
+            autocast settings, even if gradients are disabled in its first call and enabled in its
+            second. It returns a tensor, or a tuple of tensors and other values; a result may be one
+            of the arguments. ``checkpoint`` need not pass gradients through tensors in a list or
+            dict inside this tuple, and may return a named tuple as a plain tuple. Apart from
+            parameters, every tensor that ``fn`` uses and that requires a gradient must be an
+            argument. ``fn`` may itself call ``checkpoint``.
         args, kwargs: arguments of ``fn``, of any types. Tensors inside tuples, lists and dicts
             count as arguments too, and get their gradients. In the second call, a tensor requires a
-            gradient if and only if it did in the first.
+            gradient if and only if it does in the first.
 
     Returns:
         The result of ``fn``.
@@ -51,9 +51,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             after the forward pass.
 
     Cost: between the forward and the backward pass, memory for the arguments and the generators'
-        states; during the backward pass of ``fn``, memory for its activations. ``fn`` is called
-        once more, which makes a step 4/3 times as long if a backward pass takes twice as long as a
-        forward pass. Messages that ``fn`` sends are sent twice.
+        states; during the backward pass of ``fn``, memory for its activations. The second call of
+        ``fn`` makes a step 4/3 times as long if a backward pass takes twice as long as a forward
+        pass. Messages that ``fn`` sends are sent twice.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
     """
     # TODO 2.6: return what fn returns; the backward pass has only the arguments to begin with.
@@ -74,15 +74,15 @@ def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor)
     segments differ by at most 1:
         10 layers, 4 segments    3, 3, 2 and 2 layers, in any order
 
-    The last segment may be called without a checkpoint, because the backward pass begins with it.
+    The last segment need not be checkpointed, because the backward pass begins with it.
 
     Args:
-        layers: modules, each of which takes the previous one's result. Neither the sequence nor the
-            mode of any layer (training or evaluation) is changed.
+        layers: modules, each of which takes the result of the one before it. Neither the sequence
+            nor the mode of any layer (training or evaluation) is changed.
         segments: number of segments, from 1 to the number of layers. About √L segments need the
             least memory for L layers.
-        x: the first layer's input, of any dtype; it need not require a gradient. If no
-            parameter does either, the layers need not be called a second time.
+        x: the first layer's input, of any dtype, which need not require a gradient. If neither
+            ``x`` nor any parameter requires one, the layers need not be called a second time.
 
     Returns:
         The result of the last layer.

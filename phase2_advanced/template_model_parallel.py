@@ -27,8 +27,8 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
     """Cut a model's layers into stages so that the most expensive stage is as cheap as possible.
 
     Costs of 3, 1, 1, 1, 3 in 3 stages:
-        3 | 1 1 1 | 3      the largest stage costs 3: the best cut
-        3 1 | 1 1 | 3      the largest costs 4: balances the number of layers, not their cost
+        3 | 1 1 1 | 3      the most expensive stage costs 3: the best cut
+        3 1 | 1 1 | 3      the most expensive costs 4: balances numbers of layers, not costs
 
     Args:
         costs: costs of the layers in order, in any unit (seconds, FLOPs, parameters), as a list or
@@ -36,9 +36,9 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
         num_stages: number of stages, at least 1 and at most the number of layers.
 
     Returns:
-        The layers of each stage as a ``range``, in order: the first starts with layer 0, each of
-        the others starts where the one before it stops, and the last stops after the last layer. No
-        range is empty. If several cuts are equally good, any of them will do.
+        The layers of each stage as a ``range``, in order: the first range starts with layer 0, each
+        of the others starts where the one before it stops, and the last stops after the last layer.
+        No range is empty. If several cuts are equally good, any of them will do.
 
     Raises:
         ValueError: if ``num_stages`` is less than 1 or more than the number of layers; the
@@ -59,21 +59,21 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
 def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> list[dist.Work]:
     """Start sending tensors to a rank that knows nothing about them; return without waiting.
 
-    A header goes first. It gives the number of tensors, the dtype and the shape of each, and
+    A header is sent first. It gives the number of tensors, the dtype and the shape of each, and
     whether each requires a gradient. Its format is up to you.
 
     Args:
         tensors: any number of tensors, even none, of any shapes and dtypes, contiguous or not. They
-            are not changed. The caller must not write to them until all works are done, but may
-            drop them: each work keeps its tensor.
+            are not changed. The caller must not write to them until all works are done, but need
+            not keep references to them, because each work keeps its tensor.
         dst: the rank inside ``group`` that calls ``recv_tensors``.
         group: the group in which ``dst`` is numbered; all ranks by default.
 
     Returns:
         The works of all messages, for the caller to ``wait`` on.
 
-    Cost: one message for each tensor, with exactly its bytes, after at most two for the header,
-        which together take at most 1,024 bytes for up to four tensors. No collectives.
+    Cost: at most two messages for the header, with at most 1,024 bytes in total for up to four
+        tensors; then one message for each tensor, with exactly its bytes. No collectives.
     """
     # TODO 2.9: send a header and the tensors, and return the works without waiting for them.
     #   Tools: dist.isend with group=, group_dst=; group_device (given); contiguous; pickle or
@@ -92,7 +92,7 @@ def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
 
     Returns:
         New tensors on ``group_device(group)``, with the values, shapes and dtypes of those sent.
-        Each is a leaf, and requires a gradient if the tensor sent does.
+        Each is a leaf, and requires a gradient if the tensor that was sent does.
     """
     # TODO 2.9: return new tensors with the values, shapes and dtypes of those that were sent.
     #   Tools: dist.recv with group=, group_src=; torch.empty, group_device (given), requires_grad_.
@@ -103,7 +103,7 @@ def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
 
 
 class StageRunner:
-    """One stage of a model, on its own rank: rank 0 holds the first layers, the last rank the last.
+    """Runs a stage of a model on its own rank; rank 0 has the first layers, the last rank the last.
 
     A stage knows nothing about its neighbours: the number of tensors that arrive, their shapes and
     their dtypes may differ from stage to stage and from step to step.
@@ -111,14 +111,15 @@ class StageRunner:
         backward    rank 0 ◄─── gradients ─ rank 1 ◄─── gradients ─ rank 2 ◄─ loss
 
     In every step, outputs and gradients are those that one process with all stages would compute. A
-    parameter on which the loss does not depend may have a gradient of zeros or None. An evaluation
-    pass is a ``forward`` on all ranks under ``torch.no_grad()``, without ``backward``; it records
-    no graph.
+    parameter on which the loss does not depend may have a gradient of zeros or None. To evaluate
+    the model, call ``forward`` on all ranks under ``torch.no_grad()``, without ``backward``; such a
+    pass records no graph.
 
     Args:
         stage: this rank's layers, called with what the previous stage returns: a tensor or a
-            tuple of tensors, of any dtypes, which may or may not require gradients. All or some of
-            its parameters may be frozen, and it may have none. It does not write to its inputs.
+            tuple of tensors, of any dtypes, which may or may not require gradients. Some or all of
+            the stage's parameters may be frozen, or it may have no parameters at all. It does not
+            write to its inputs.
         group: the ranks that hold the stages, in order; all by default.
     """
 
@@ -127,17 +128,17 @@ class StageRunner:
         self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...] | None:
-        """Run the stage on ``inputs`` or what the previous rank sends, and pass the result on.
+        """Run the stage on ``inputs``, or on what the previous rank sends; pass the result on.
 
         Args:
-            inputs: inputs of the whole model, of any dtypes; on rank 0 only, none elsewhere. A leaf
-                that requires a gradient gets it from ``backward``.
+            inputs: on rank 0, the inputs of the whole model, of any dtypes; nothing on other ranks.
+                An input that is a leaf and requires a gradient gets it from ``backward``.
 
         Returns:
             On the last rank, what its stage returns; None elsewhere.
 
         Cost: the cost of ``send_tensors`` for the result of each stage but the last, and no other
-            message. Everything sent has arrived on return.
+            messages. On return, everything sent has arrived.
         """
         # TODO 2.9: run this stage between receiving and sending, and remember what backward needs.
         #   Tools: your send_tensors and recv_tensors, wait.
@@ -147,17 +148,17 @@ class StageRunner:
         raise NotImplementedError("Task 2.9: StageRunner.forward, see guidelines.md#29-run-a-stage")
 
     def backward(self, loss: Tensor | None = None) -> None:
-        """Add the gradients of the last ``forward`` to the parameters' gradients in all stages.
+        """Run the backward pass of the last ``forward``, adding to the parameters' gradients.
 
-        Each tensor sent forward that requires a gradient gets one back, zeros if the loss does not
-        depend on it. Nothing is sent back for other tensors.
+        For each tensor sent forward that requires a gradient, a gradient is sent back: zeros if the
+        loss does not depend on the tensor. Nothing is sent back for other tensors.
 
         Args:
-            loss: a scalar computed from the output; on the last rank only, None elsewhere.
+            loss: on the last rank, a scalar computed from the output; None on other ranks.
 
-        Cost: the cost of ``send_tensors`` for these gradients, or nothing if there are none.
-            Everything sent has arrived on return, and no tensor of the step is kept for the next
-            step. What an evaluation pass keeps may stay until the next ``forward``.
+        Cost: the cost of ``send_tensors`` for these gradients, or nothing if there are none. On
+            return, everything sent has arrived, and no tensor of the step is kept for the next
+            step. Tensors kept by an evaluation pass may stay until the next ``forward``.
         """
         # TODO 2.9: each parameter's grad has grown by what one process would add to it.
         #   Tools: torch.autograd.backward, x.grad, your send_tensors and recv_tensors, wait.

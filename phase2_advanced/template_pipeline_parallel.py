@@ -33,7 +33,7 @@ from phase2_advanced.template_model_parallel import (
 )
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # chunks per stage, by schedule
-NUM_HIDDEN = 8  # layers before the last, in the model that ``main`` trains
+NUM_HIDDEN = 8  # layers before the last one, in the model that ``main`` trains
 
 
 def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -45,8 +45,9 @@ def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
     Returns:
         The same list of 2m actions for each of the p stages: the forward passes of micro-batches 0
-        to m-1, and then the backward passes in reverse order, m-1 to 0. What was kept last is used
-        first, as in the backward pass of one process. All p lists may be the same object.
+        to m-1, and then the backward passes in reverse order, m-1 to 0. The activations that were
+        kept last are used first, as in the backward pass of one process. All p lists may be the
+        same object.
 
     Cost: each stage is idle for (p-1)/(m+p-1) of the time, and keeps the activations of up to m
         micro-batches.
@@ -62,7 +63,7 @@ def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Schedule backward passes as early as possible, so that stages keep few micro-batches: 1F1B.
+    """Schedule backward passes as early as possible (1F1B), so that stages keep few activations.
 
     In the middle of a step, every stage alternates between one forward and one backward pass. GPipe
     takes just as long, but its memory grows with m.
@@ -73,8 +74,8 @@ def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
     Returns:
         For each stage, the forward and the backward passes of all micro-batches, each kind in the
-        order 0 to m-1. At most p-s micro-batches are in flight in stage s: forward pass done,
-        backward pass not.
+        order 0 to m-1. At most p-s micro-batches are in flight in stage s, that is, between their
+        forward pass and their backward pass.
 
     Cost: the time of m+p-1 forward and m+p-1 backward passes, which is no longer than GPipe's,
         however long a backward pass takes.
@@ -102,13 +103,14 @@ def run_schedule(
     """Run all micro-batches forward and backward through a pipeline, in the order of a schedule.
 
     The p ranks of the group hold a model that is cut into v·p blocks: chunk c of rank s is block
-    c·p+s. Each block takes a tensor, the output of the block before it, and returns one.
+    c·p+s. Each block takes one tensor, the output of the block before it, and returns one tensor.
     Afterwards, each parameter has the gradient that one process would compute for the mean loss
     over all targets of all micro-batches. Gradients from before the call are discarded: a frozen
-    parameter has none, and one on which the loss does not depend has zeros or none.
+    parameter ends up without a gradient, and a parameter on which the loss does not depend ends up
+    with zeros or without a gradient.
 
-    When an action is done, everything that only it needed is freed: after ``B3``, a stage holds no
-    tensors of micro-batch 3, except for the last message to each neighbour.
+    When an action is done, everything that no later action needs is freed: after ``B3``, a stage
+    holds no tensors of micro-batch 3, except for the last message to each neighbour.
 
     Args:
         schedule: schedule of p stages; the same on every rank. Any order of the actions will do if
@@ -117,10 +119,10 @@ def run_schedule(
             use ``checkpoint`` from task 2.6.
         micro_batches: m micro-batches, 1 or more, of any sizes, on every rank. Only the rank of the
             first block reads the inputs, and only the rank of the last block reads the rest of a
-            batch. Elsewhere anything may take their place, such as None instead of a whole batch.
+            batch. What a rank does not read may be anything, such as None instead of a whole batch.
         loss_sum: function called once for each micro-batch, on the rank of the last block, with
             this block as the model and a batch whose inputs are the output of the block before it.
-            At least one target must count.
+            It must count at least one target in all micro-batches together.
         group: the ranks that hold the stages, in order; all by default.
 
     Returns:
@@ -129,17 +131,17 @@ def run_schedule(
     Raises:
         ValueError: raised with the same message on every rank, before anything is sent. If the
             schedule does not have as many stages as the group has ranks, the message names both
-            numbers. If an action is missing, occurs twice, is not part of the step, or can
-            never start (its own ``F`` comes later, or stages wait for each other), the message
-            names the action, as in ``B1``; if there are several, any one of them.
+            numbers. If an action is missing, occurs twice, is not part of the step, or can never
+            start (because its own ``F`` comes later, or because stages wait for each other), the
+            message names the action, such as ``B1``, or any one of them if there are several.
 
     Cost: one ``send_tensors`` call for each output and each gradient that a block on another rank
         needs, and one broadcast or all-reduce of two numbers. A gradient needs no header: it has
         the shape and the dtype of its output. An output that requires no gradient gets none: an
-        empty list may be sent in its place, or nothing. The run does not deadlock even if sends
-        are synchronous, or if messages between two ranks go one at a time, as with NCCL. If all
-        blocks take equally long, a backward pass takes twice as long as a forward pass, and
-        messages take no time, a step takes as long as in ``timeline``.
+        empty list may be sent in its place, or nothing. There is no deadlock even if sends are
+        synchronous, or if messages between two ranks are sent one at a time, as with NCCL. A step
+        takes as long as in ``timeline`` if all blocks take equally long, a backward pass takes
+        twice as long as a forward pass, and messages take no time.
     """
     # TODO 2.12: do this rank's actions and its part of all messages; return the mean loss.
     #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.9;
@@ -154,9 +156,9 @@ def run_schedule(
 def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:
     """Schedule 1F1B over several short chunks per stage, so that stages idle less.
 
-    The model is cut into v·p blocks; chunk c of stage s is block c·p+s. With 2 stages of 2 chunks,
-    a micro-batch goes through stages 0 1 0 1, and the second stage can start when a quarter of the
-    model has been computed, instead of half.
+    The model is cut into v·p blocks; chunk c of stage s is block c·p+s. With 2 stages of 2 chunks
+    each, a micro-batch goes through stages 0 1 0 1, and the second stage can start when a quarter
+    of the model has been computed, instead of half.
 
     Args:
         num_stages: p, 1 or more.
@@ -165,15 +167,15 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
 
     Returns:
         For each stage, a forward and a backward pass of every micro-batch through every chunk, in
-        an order that can be run. At most (v-1)p + 2(p-1-s) + 1 passes are in flight in stage s:
-        forward done, backward not.
+        an order that can be run. In stage s, at most (v-1)p + 2(p-1-s) + 1 passes are in
+        flight, that is, done forward but not yet backward.
 
     Raises:
         ValueError: m is not a multiple of p; the message names both numbers.
 
-    Cost: the time of vm+p-1 forward and backward passes through one block, if all blocks take
-        equally long. Of these, p-1 are bubble: 1/v as long as 1F1B's, at the price of v times as
-        many messages.
+    Cost: the time of vm+p-1 forward and vm+p-1 backward passes through one block, if all blocks
+        take equally long. Of each, p-1 are bubble, which is 1/v as long as 1F1B's, at the price of
+        v times as many messages.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2.
     """
@@ -278,7 +280,7 @@ def _train(
 
 
 def _bubble(schedule: Schedule) -> float:
-    """Return the fraction of the time that the stages are idle."""
+    """Return the fraction of the time during which the stages are idle."""
     events = timeline(schedule)
     busy = sum(event.time * (-1 if event.is_start else 1) for event in events)
     return 1 - busy / (len(schedule) * events[-1].time)

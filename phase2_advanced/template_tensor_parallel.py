@@ -24,7 +24,7 @@ WIDTH = 64  # width of the MLP's input and output in ``main``
 def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     """Pass ``x`` on unchanged; the backward pass sums its gradient over the ranks.
 
-    It is used where the ranks start to apply different weights to the same input:
+    It is used where the ranks begin to apply different weights to the same input:
         2 ranks, gradients of 1.0 and 3.0 arrive  ->  4.0 leaves on both
 
     Args:
@@ -34,9 +34,9 @@ def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     Returns:
         A tensor with the values and the memory of ``x``: nothing is copied.
 
-    Cost: forward nothing; backward one all-reduce of the gradient, in its dtype. The incoming
-        gradient is not changed, because another operation may hold it too. Gradients that ``x``
-        gets from operations outside the region are not summed.
+    Cost: nothing in the forward pass; in the backward pass, one all-reduce of the gradient, in its
+        dtype. The incoming gradient is not changed, because another operation may hold it too.
+        Gradients that ``x`` gets from operations other than this one are not summed.
 
     Source: Shoeybi et al. 2019, section 3, the operator f.
     """
@@ -53,10 +53,10 @@ def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
-    """Sum ``x`` over the ranks; the backward pass passes the gradient on unchanged.
+    """Sum ``x`` over the ranks; the backward pass leaves the gradient unchanged.
 
-    It is used where the ranks' partial results are combined. What follows is the same on all ranks,
-    so each rank's gradient is already the gradient of the sum:
+    It is used where the ranks' partial results are combined. After that, all ranks compute the same
+    values, so each rank's gradient is already the gradient of the sum:
         2 ranks, 1.0 and 3.0 arrive  ->  4.0 on both;  a gradient of 1.0 on both stays 1.0
 
     Args:
@@ -67,7 +67,7 @@ def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     Returns:
         The sum in the dtype of ``x``, bit for bit the same on all ranks.
 
-    Cost: forward one all-reduce of ``x``, in its dtype; backward nothing.
+    Cost: in the forward pass, one all-reduce of ``x``, in its dtype; nothing in the backward pass.
 
     Source: Shoeybi et al. 2019, section 3, the operator g.
     """
@@ -108,7 +108,7 @@ class ColumnParallelLinear(nn.Module):
 
         Raises:
             ValueError: N does not divide the number of output features. Raised on every rank, with
-                the same message, which names both.
+                the same message, which names both numbers.
         """
         # TODO 2.15: keep this rank's rows of the weight and entries of the bias, and nothing else
         #   of full.
@@ -123,19 +123,20 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's output features, or all of them with ``gather_output``.
 
-        In the backward pass, ``x`` gets the gradient of the full layer on every rank, and weight
-        and bias get the matching slices of the full gradients.
+        In the backward pass, ``x`` gets the same gradient as from the full layer on every rank, and
+        weight and bias get the matching slices of the full gradients.
 
         Args:
             x: tensor (…, in), the same on all ranks, in any layout.
 
         Returns:
-            (…, out / N), or with ``gather_output`` (…, out), the same on all ranks. The gradient of
-            either may have any layout. After a gather, all ranks must continue with the same
-            computation.
+            A tensor (…, out / N); with ``gather_output``, a tensor (…, out) that is the same on all
+            ranks, which must all continue with the same computation from here on. The gradient of
+            either may have any layout.
 
-        Cost: forward nothing, or with ``gather_output`` one all-gather of (…, out / N); backward
-            one all-reduce of the gradient of ``x``, if it requires one. Both in the dtype of ``x``.
+        Cost: in the forward pass, nothing, or one all-gather of (…, out / N) with
+            ``gather_output``; in the backward pass, one all-reduce of the gradient of ``x``, if
+            ``x`` requires one. Both are in the dtype of ``x``.
         """
         # TODO 2.15: this rank's outputs, or all of them, with the gradients of the full layer.
         #   Tools: torch.nn.functional.linear, your copy_to_tensor_region, dist.all_gather. After
@@ -150,8 +151,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer whose inputs are split over the ranks.
 
-    Rank r of N multiplies the r-th of N equal parts of the input features, which a
-    column-parallel layer has left on that rank, and the partial results are summed:
+    Rank r of N multiplies the r-th of N equal parts of the input features, which a column-parallel
+    layer has left on that rank, by its columns of the weight. The partial results are summed:
         full weight (4, 6), 2 ranks  ->  columns 0 … 2 on rank 0, columns 3 … 5 on rank 1
 
     Attributes:
@@ -172,7 +173,7 @@ class RowParallelLinear(nn.Module):
 
         Raises:
             ValueError: N does not divide the number of input features. Raised on every rank, with
-                the same message, which names both.
+                the same message, which names both numbers.
         """
         # TODO 2.16: keep this rank's columns of the weight, and the whole bias.
         #   Tools: as for ColumnParallelLinear.
@@ -183,7 +184,7 @@ class RowParallelLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply this rank's input features, sum over the ranks, and add the bias once.
+        """Multiply this rank's features by its weight, sum over the ranks, and add the bias once.
 
         In the backward pass, ``x`` and weight get the matching slices of the full gradients, and
         the bias gets its full gradient on every rank.
@@ -192,10 +193,11 @@ class RowParallelLinear(nn.Module):
             x: tensor (…, in / N), this rank's part of the input features, in any layout.
 
         Returns:
-            (…, out), the same on all ranks. Its gradient may have any layout. From here on, all
-            ranks must continue with the same computation.
+            A tensor (…, out), the same on all ranks. Its gradient may have any layout. From here
+            on, all ranks must continue with the same computation.
 
-        Cost: forward one all-reduce of (…, out), in its dtype; backward nothing.
+        Cost: in the forward pass, one all-reduce of (…, out), in its dtype; nothing in the backward
+            pass.
         """
         # TODO 2.16: the output of the full layer on every rank, with the gradients of the full
         #   layer.
@@ -209,26 +211,28 @@ class RowParallelLinear(nn.Module):
 
 
 def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
-    """Split an MLP over the ranks, in place, with 1/N of the hidden features on each.
+    """Split an MLP over the ranks, in place: each rank keeps 1/N of the hidden features.
 
         x  ->  up, split by rows  ->  gelu of each feature  ->  down, split by columns  ->  sum
 
-    Afterwards ``mlp`` maps the same input to the same output as before, on every rank. Its
-    input and parameters get the full module's gradients; split parameters get their slices.
+    Afterwards, ``mlp`` maps the same input to the same output as before, on every rank. The input
+    and the parameters get the gradients that the full module would give them, or the rank's slices
+    of these gradients if a parameter is split.
 
     Args:
-        mlp: the MLP, equal on all ranks. Its layers ``up`` and ``down`` are replaced by layers of
-            any class, with ``weight`` and ``bias`` as in ``ColumnParallelLinear`` and
-            ``RowParallelLinear``. Its input is a positional argument, may have any layout, and need
-            not require a gradient.
+        mlp: the MLP, equal on all ranks. Its layer ``up`` is replaced by one with ``weight`` and
+            ``bias`` as in ``ColumnParallelLinear``, and ``down`` by one with ``weight`` and
+            ``bias`` as in ``RowParallelLinear``; the classes of these layers are up to you. The
+            MLP's input is a positional argument, may have any layout, and need not require a
+            gradient.
         group: the ranks that share the module; all by default.
 
     Raises:
         ValueError: N does not divide the number of hidden features. Raised on every rank, with the
-            same message, which names both; ``mlp`` is left as it is.
+            same message, which names both numbers; ``mlp`` is left as it is.
 
-    Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
-        else.
+    Cost: for an input of n bytes, one all-reduce of n bytes in the forward pass and one in the
+        backward pass, and nothing else.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -242,27 +246,28 @@ def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
 
 
 def parallelize_attention(attention: Attention, group: Group = None) -> None:
-    """Split attention over the ranks by whole heads, in place, with 1/N of the heads on each.
+    """Split attention over the ranks by whole heads, in place: each rank keeps 1/N of the heads.
 
     Three layers read the same input, but its gradient is summed over the ranks only once.
-    Afterwards ``attention`` maps the same input to the same output as before, on every rank. Its
-    input and parameters get the full module's gradients; split parameters get their slices.
+    Afterwards, ``attention`` maps the same input to the same output as before, on every rank. The
+    input and the parameters get the gradients that the full module would give them, or the rank's
+    slices of these gradients if a parameter is split.
 
     Args:
         attention: the module, equal on all ranks, with the layers ``query``, ``key``, ``value`` and
-            ``out``, and ``head_width``. The layers are replaced by layers of any class, with
-            ``weight`` and ``bias`` as in ``ColumnParallelLinear``, and for ``out`` as in
-            ``RowParallelLinear``. Its input is a positional argument, may have any layout, and need
-            not require a gradient. Gradients that the input gets from other operations are
-            not summed.
+            ``out``, and ``head_width``. The first three layers are replaced by ones with ``weight``
+            and ``bias`` as in ``ColumnParallelLinear``, and ``out`` by one with ``weight`` and
+            ``bias`` as in ``RowParallelLinear``; the classes of these layers are up to you. The
+            module's input is a positional argument, may have any layout, and need not require a
+            gradient. Gradients that the input gets from other operations are not summed.
         group: the ranks that share the module; all by default.
 
     Raises:
         ValueError: N does not divide the number of heads. Raised on every rank, with the same
-            message, which names both; ``attention`` is left as it is.
+            message, which names both numbers; ``attention`` is left as it is.
 
-    Cost: for an input of n bytes, one all-reduce of n bytes forward and one backward, and nothing
-        else.
+    Cost: for an input of n bytes, one all-reduce of n bytes in the forward pass and one in the
+        backward pass, and nothing else.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -292,13 +297,13 @@ class VocabParallelEmbedding(nn.Module):
 
         Args:
             full: the full embedding, equal on all ranks, with finite weights; not changed. It has
-                no ``padding_idx`` or other options. The slice keeps its dtype, and is frozen if
+                no ``padding_idx`` or other options. The slice has the same dtype, and is frozen if
                 ``full`` is. The new layer keeps neither ``full`` nor any of its memory.
             group: the ranks that share the layer; all by default.
 
         Raises:
             ValueError: N does not divide the size V of the vocabulary. Raised on every rank, with
-                the same message, which names both.
+                the same message, which names both numbers.
         """
         # TODO 2.18: keep this rank's rows of the weight.
         #   Tools: as for ColumnParallelLinear.
@@ -317,10 +322,11 @@ class VocabParallelEmbedding(nn.Module):
             tokens: tensor (…) int64, 0 to V - 1, the same on all ranks; not changed.
 
         Returns:
-            (…, width), the same on all ranks. Its gradient may have any layout. From here on, all
-            ranks must continue with the same computation.
+            A tensor (…, width), the same on all ranks. Its gradient may have any layout. From here
+            on, all ranks must continue with the same computation.
 
-        Cost: forward one all-reduce of (…, width), in its dtype; backward nothing.
+        Cost: in the forward pass, one all-reduce of (…, width), in its dtype; nothing in the
+            backward pass.
         """
         # TODO 2.18: the embeddings of all tokens on every rank.
         #   Tools: torch.nn.functional.embedding, which refuses a row that is not there; where,
@@ -337,22 +343,23 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
 
     No rank ever holds the logits of the whole vocabulary, and none sends its own logits. Up to
     rounding, the loss is log(sum of exp(z - m)) - (z_t - m), where z are the logits of all ranks,
-    m is the largest of them, and z_t is the target's.
+    m is the largest of them, and z_t is the target's logit.
 
     Args:
-        logits: tensor (…, V / N), this rank's part of the vocabulary, entries r·V/N to
-            (r+1)·V/N - 1, in any layout; not changed. They may be so large that exp(z) is infinite.
+        logits: tensor (…, V / N), the logits of this rank's part of the vocabulary (r·V/N to
+            (r+1)·V/N - 1 on rank r), in any layout; not changed. They may be so large that exp(z)
+            is infinite.
         targets: tensor (…) int64, 0 to V - 1, the same on all ranks; not changed. A target of -100
             does not count: its loss is 0, and its logits get a gradient of 0.
         group: the ranks that share the vocabulary; all by default.
 
     Returns:
-        (…) losses in the dtype of ``logits``, the same on all ranks. From here on, all ranks must
-        continue with the same computation. In the backward pass, ``logits`` gets the matching part
-        of the full gradient.
+        The losses, a tensor (…) in the dtype of ``logits``, the same on all ranks. From here on,
+        all ranks must continue with the same computation. In the backward pass, ``logits`` gets the
+        matching part of the full gradient.
 
-    Cost: forward at most three all-reduces, of three numbers per target in all, and nothing else;
-        backward nothing.
+    Cost: in the forward pass, at most three all-reduces, of three numbers per target in total, and
+        nothing else; nothing in the backward pass.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -372,7 +379,7 @@ SEQUENCE = 1  # the dim of the positions in (B, T, …)
 def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     """Gather all positions; the backward pass sums the gradient and keeps this rank's positions.
 
-    It replaces ``copy_to_tensor_region``, which is used without sequence parallelism.
+    With sequence parallelism, it takes the place of ``copy_to_tensor_region``.
 
     Args:
         x: tensor (B, T / N, …), this rank's part of the positions, split in rank order, in any
@@ -380,11 +387,11 @@ def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
         group: the ranks that share the sequence; all by default.
 
     Returns:
-        (B, T, …) in the dtype of ``x``, the same on all ranks.
+        A tensor (B, T, …) in the dtype of ``x``, the same on all ranks.
 
-    Cost: forward one all-gather of ``x``; backward one reduce-scatter of the gradient, which may
-        have any layout and is not changed; both in the dtype of ``x``. Together they send the bytes
-        of one all-reduce of (B, T, …).
+    Cost: in the forward pass, one all-gather of ``x``; in the backward pass, one reduce-scatter of
+        the gradient, which may have any layout and is not changed. Both are in the dtype of ``x``,
+        and together they send as many bytes as one all-reduce of (B, T, …).
 
     Source: Korthikanti et al. 2022, section 4.2.2, the operator g.
     """
@@ -401,7 +408,7 @@ def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
 def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     """Sum ``x`` and keep this rank's positions; the backward pass gathers the gradients.
 
-    It replaces ``reduce_from_tensor_region``, which is used without sequence parallelism.
+    With sequence parallelism, it takes the place of ``reduce_from_tensor_region``.
 
     Args:
         x: tensor (B, T, …), this rank's term of the sum, in any layout; not changed. It need not
@@ -409,14 +416,15 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
         group: the ranks that share the sequence; all by default.
 
     Returns:
-        (B, T / N, …) in the dtype of ``x``: positions r·T/N to (r+1)·T/N - 1 of the sum on rank r.
+        A tensor (B, T / N, …) in the dtype of ``x``; on rank r, positions r·T/N to (r+1)·T/N - 1 of
+        the sum.
 
     Raises:
         ValueError: N does not divide the number T of positions. Raised on every rank, with the same
-            message, which names both.
+            message, which names both numbers.
 
-    Cost: forward one reduce-scatter of ``x``; backward one all-gather of the gradient, which may
-        have any layout and is not changed; both in the dtype of ``x``.
+    Cost: in the forward pass, one reduce-scatter of ``x``; in the backward pass, one all-gather of
+        the gradient, which may have any layout and is not changed. Both are in the dtype of ``x``.
 
     Source: Korthikanti et al. 2022, section 4.2.2, the operator g-bar.
     """
@@ -436,9 +444,10 @@ def parallelize_block(block: Block, group: Group = None) -> None:
         x (B, T/N, E)  ->  norm  ->  gather  ->  attention: whole heads  ->  reduce-scatter  ->  +
                        ->  norm  ->  gather  ->  MLP: hidden features  ->  reduce-scatter  ->  +
 
-    Afterwards ``block`` maps this rank's positions of the input to this rank's positions of the
-    output, and each norm sees only these. The input gets its positions of the full gradient. The
-    parameters get the full module's gradients; split ones get their slices.
+    Afterwards, ``block`` maps this rank's positions of the input to this rank's positions of the
+    output, and each norm sees only these positions. The input gets the same positions of the full
+    gradient. The parameters get the gradients that the full module would give them, or the rank's
+    slices of these gradients if a parameter is split.
 
     Args:
         block: the block, equal on all ranks. The layers of ``attention`` and ``mlp`` are replaced
@@ -451,11 +460,12 @@ def parallelize_block(block: Block, group: Group = None) -> None:
 
     Raises:
         ValueError: N does not divide the number of heads. Raised on every rank, with the same
-            message, which names both; ``block`` is left as it is.
+            message, which names both numbers; ``block`` is left as it is.
 
-    Cost: for n bytes of (B, T, E), two all-gathers and two reduce-scatters forward, and the same
-        backward: together the bytes of four all-reduces of n bytes. Backward also sums the
-        gradients of 6E parameters, or fewer if some are frozen, in one all-reduce or several.
+    Cost: two all-gathers and two reduce-scatters in the forward pass, and the same number of each
+        in the backward pass. If (B, T, E) has n bytes, all of them together send as many bytes as
+        four all-reduces of n bytes. The backward pass also sums the gradients of 6E parameters, or
+        fewer if some are frozen, in one all-reduce or several.
 
     Source: Korthikanti et al. 2022, section 4.2.2.
     """

@@ -75,7 +75,7 @@ def all_gather(x: Tensor, group: Group = None) -> None:
 
 
 def own_chunk(x: Tensor, group: Group = None) -> Tensor:
-    """Return this rank's chunk of ``x``, a view, as cut by ``x.view(-1).tensor_split``."""
+    """Return a view of this rank's chunk of ``x``, as cut by ``x.view(-1).tensor_split``."""
     return x.view(-1).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
@@ -89,7 +89,7 @@ def start_exchange(
     """Start to send ``outgoing`` to ``dst`` and to receive ``incoming`` from ``src``.
 
     The two start together, so that ranks cannot deadlock, not even on NCCL. Until both are done,
-    ``outgoing`` must not be written, and ``incoming`` neither read nor written.
+    ``outgoing`` must not be written to, and ``incoming`` must be neither read nor written to.
 
     Args:
         outgoing: contiguous tensor.
@@ -123,14 +123,14 @@ def group_device(group: Group = None) -> torch.device:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished its work: calls to a GPU return before that."""
+    """Wait until the device has finished its work; calls that start it on a GPU return earlier."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Cost of a message: one of n bytes takes ``alpha_s + n * beta_s_per_byte`` seconds."""
+    """Cost of a message: n bytes take ``alpha_s + n * beta_s_per_byte`` seconds."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -147,7 +147,7 @@ class Topology:
     Attributes:
         hosts: name of each rank's host.
         inside: cost of a message between two ranks of a host; None if no host has two.
-        between: the same for ranks of different hosts; None if there is only one host.
+        between: cost of a message between ranks of different hosts; None if there is only one host.
     """
 
     hosts: tuple[str, ...]
@@ -177,7 +177,7 @@ def node_groups(hosts: Sequence[str]) -> tuple[Group, Group]:
         hosts     a  a  b  b
         rank      0  1  2  3     inside: 0 1 | 2 3     across: 0 2 | 1 3
 
-    All ranks of the world call this together, once: groups are expensive to make.
+    All ranks of the world call this together, and only once, because groups are expensive to make.
 
     Args:
         hosts: host of each rank of the world, with the same number of ranks per host.
@@ -205,7 +205,7 @@ class Started(Protocol):
 
 
 class StartAllReduce(Protocol):
-    """Starts to sum a tensor over the group, in place, and returns at once.
+    """Starts to sum a tensor over the group, in place, and returns immediately.
 
     All ranks start the same sums in the same order. Until ``wait`` has returned, the tensor must
     be neither read nor written.
@@ -244,14 +244,14 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def in_background(all_reduce: AllReduce) -> StartAllReduce:
-    """Turn a blocking all-reduce, such as yours, into one that starts the sum and returns at once.
+    """Turn a blocking all-reduce, such as yours, into one that returns before the sum is done.
 
         ddp = DistributedDataParallel(model, all_reduce=in_background(ring_all_reduce))
 
     One thread runs the calls one after another, so on all ranks, the sums run in the order in which
-    they were started. Call this on every rank, and do not communicate in ``group`` while a sum is
-    running. On a GPU, the thread shares a stream with the backward pass: sums are right, but
-    nothing overlaps.
+    they were started. Use this on every rank, and do not communicate in the group of a sum while
+    the sum is running. On a GPU, the thread shares a stream with the backward pass: the sums are
+    correct, but nothing overlaps.
     """
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")
 
@@ -291,14 +291,14 @@ def pair_groups(servers: Sequence[int], workers: Sequence[int]) -> dict[int, Gro
                                       rank 2: {0: group of 0 and 2, 1: group of 1 and 2}
 
     When a wait in a group exceeds its time limit, gloo closes all of the rank's connections in that
-    group. In a group of two, there is only one: to the rank that it has waited for. All ranks of
-    the world call this together, once and with the same arguments.
+    group. In a group of two, the only connection is the one to the rank that it waited for. All
+    ranks of the world call this together, once and with the same arguments.
 
     Args:
         servers, workers: ranks of the servers and the workers in the world.
 
     Returns:
-        The other rank of the pair -> the pair's group, for the pairs of this rank.
+        For each pair of this rank, the other rank -> the pair's group.
     """
     pairs: dict[int, Group] = {}
     for server in servers:
@@ -327,7 +327,9 @@ class Transformer(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Layout of a model on data · tensor · pipeline GPUs. In formulas: d, t, p, v and b.
+    """Layout of a model on data · tensor · pipeline GPUs.
+
+    In formulas, the first five fields are d, t, p, v and b.
 
     Ranks are numbered along tensor first, then data, then pipeline: the ranks of a tensor group are
     neighbours, and those of a pipeline are d · t ranks apart.
@@ -338,12 +340,12 @@ class Layout(NamedTuple):
     pipeline: int = 1  # stages
     chunks: int = 1  # chunks of layers in each stage: 1 is 1F1B, more is interleaved 1F1B
     micro_batch: int = 1  # sequences per micro-batch
-    zero_stage: int = 0  # sharded: 1 optimizer state, 2 also gradients, 3 also parameters
+    zero_stage: int = 0  # 1 shards optimizer state, 2 also gradients, 3 also parameters
     checkpointing: Checkpointing = "none"  # selective: attention's scores are recomputed
     sequence_parallel: bool = False
 
     def micro_batches(self, batch_size: int) -> int:
-        """Return how many micro-batches each copy gets of a batch of ``batch_size`` sequences."""
+        """Return how many micro-batches each copy gets from a batch of ``batch_size`` sequences."""
         return batch_size // (self.data * self.micro_batch)
 
 
@@ -409,9 +411,9 @@ def matmul_seconds(
 ) -> float:
     """Return how long ``count`` products of (rows, inner) and (inner, columns) matrices take.
 
-    Small matrices use a GPU poorly: tiles are half full, and launching takes as long as computing.
-    It is as if each side were ``matmul_padding`` longer: with 100, a product of 100 rows takes as
-    long as one of 200 without it.
+    Small matrices use a GPU poorly: tiles are half empty, and launching takes as long as computing.
+    To model this, each side is made longer by ``matmul_padding``: with a padding of 100, 100 rows
+    count as 200.
 
     Source: our own formula; docs/plan_fidelity.md shows how well it fits.
     """
@@ -423,10 +425,11 @@ def ring_seconds(machine: Machine, num_bytes: float, ranks: int, span: int) -> f
     """Return how long an all-gather or reduce-scatter takes; an all-reduce takes twice as long.
 
     Args:
-        num_bytes: bytes of the whole tensor; each rank holds 1 / ranks of it before or after.
+        num_bytes: bytes of the whole tensor; each rank holds 1 / ranks of it before an all-gather,
+            or after a reduce-scatter.
         ranks: number of ranks that take part.
-        span: number of consecutive GPUs within which they lie; if it is larger than a node, every
-            step waits for a link between two nodes.
+        span: number of consecutive GPUs that these ranks are spread over; if that is more than a
+            node has, every step waits for a link between two nodes.
     """
     bytes_per_s, latency_s = link(machine, span)
     return (ranks - 1) * (latency_s + num_bytes / ranks / bytes_per_s)
@@ -456,8 +459,8 @@ def divisors(number: int) -> list[int]:
 def receive_from_any(incoming: Tensor, group: Group = None) -> int:
     """Receive a message from any rank, and return the sender's rank inside ``group``.
 
-    If several ranks have sent, any of them may come first. NCCL cannot do this, so parameter
-    servers run on CPUs, over gloo or MPI.
+    If several ranks have sent a message, any of the messages may come first. NCCL cannot do this,
+    so parameter servers run on CPUs, over gloo or MPI.
     """
     src = dist.recv(incoming, group=group)  # the rank in the world, even inside a group
     return src if group is None else dist.get_group_rank(group, src)
@@ -495,7 +498,7 @@ def unpack_by_server(
 class Flat:
     """Several tensors in one flat tensor, padded so that the ranks share it evenly.
 
-    Three tensors of 4, 3 and 2 elements on 2 ranks; each shard has 5:
+    For example, with three tensors of 4, 3 and 2 elements on 2 ranks, each shard has 5 elements:
         data      a a a a b b b c c ·
         shards    0 0 0 0 0 1 1 1 1 1
 
@@ -533,7 +536,7 @@ class Flat:
 
 
 def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype, device and whether they are trained, each parameter once."""
+    """Group parameters by dtype, device and whether they are trained; each appears once."""
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
         kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(param)
@@ -543,7 +546,7 @@ def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 class Bucket:
     """Gradients that are reduced together.
 
-    They take memory only from the arrival of the first one until ``take``.
+    They take memory only from the arrival of the first gradient until ``take`` is called.
 
     Attributes:
         params: parameters to which the gradients belong.
@@ -573,7 +576,7 @@ class Bucket:
         return not self._missing
 
     def put(self, param: nn.Parameter) -> None:
-        """Move the gradient of a parameter here; ``param.grad`` is None afterwards."""
+        """Move the gradient of a parameter into this bucket; ``param.grad`` is None afterwards."""
         if self._whole is None:
             self._whole = torch.zeros_like(self.flat.data)
         assert param.grad is not None, "only what a backward pass has just made comes in"
@@ -583,7 +586,7 @@ class Bucket:
         self._missing.discard(param)
 
     def take(self) -> Tensor:
-        """Return all gradients (padded,), with zeros for any that are missing, and start over."""
+        """Return all gradients (padded,), with zeros for missing ones, and empty the bucket."""
         whole = torch.zeros_like(self.flat.data) if self._whole is None else self._whole
         self._begin()
         return whole
@@ -592,14 +595,14 @@ class Bucket:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the current backward pass ends.
 
-    It works in hooks and in the ``backward`` of an autograd Function. A callback that is registered
-    twice is called twice.
+    This works in hooks and in the ``backward`` of an autograd Function. A callback that is
+    registered twice is called twice.
     """
     Variable._execution_engine.queue_callback(callback)
 
 
 def cast_floats(values: Values, dtype: torch.dtype) -> Values:
-    """Cast the floating-point tensors in ``values``, even in tuples and dicts, to ``dtype``."""
+    """Cast the floating-point tensors in ``values`` to ``dtype``, even inside tuples and dicts."""
     return tree_map_only(  # type: ignore[no-any-return]
         Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values
     )
@@ -615,7 +618,7 @@ class Place(NamedTuple):
 
 
 def check_has_values(module: nn.Module) -> None:
-    """Raise if a module was built on the device meta, where tensors have no values.
+    """Raise if a module was built on the ``meta`` device, where tensors have no values.
 
     Raises:
         ValueError: a parameter or buffer is on that device; the message names it.
@@ -631,7 +634,7 @@ def check_has_values(module: nn.Module) -> None:
 
 
 def units_of(model: nn.Module) -> dict[nn.Module, list[Place]]:
-    """Cut a model into units, to be gathered one at a time; return their parameters' places.
+    """Cut a model into units to gather one at a time; return the places of their parameters.
 
     Every element of an ``nn.Sequential`` or ``nn.ModuleList`` is a unit, whether that list is the
     model itself or one of its children. Parameters in no unit, or in several, belong to the model,

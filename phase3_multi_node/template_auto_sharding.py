@@ -33,15 +33,15 @@ def parameters_per_rank(model: Transformer, layout: Layout) -> float:
         (l/p · (12h² + 13h) + (V + s) · h) / t
         GPT-3, l = 96, h = 12288, V = 51200, s = 2048, t = p = 8  ->  2.80 billion
 
-    (In reality, every rank of the group has a full copy of the norms and some biases: 1/10,000 of a
-    layer.)
+    (In reality, every rank of the group has a full copy of the norms and some biases, about
+    1/10,000 of a layer.)
 
     Args:
         model, layout: the transformer and its layout; ``layout.pipeline`` divides the number of
             layers.
 
     Returns:
-        The number of parameters, which may be rounded to an integer. ZeRO sharding changes which
+        The number of parameters; rounding it to an integer is allowed. ZeRO sharding changes which
         ranks store the parameters, not which ranks compute with them, so it does not matter here.
 
     Source: Narayanan et al. 2021, section 5.1, equation 2.
@@ -60,7 +60,8 @@ def activation_bytes_per_layer(
 ) -> float:
     """Return the bytes that a rank keeps per layer for the backward pass of one micro-batch.
 
-    Values take 2 bytes each, dropout mask entries 1; u is t with sequence parallelism, else 1:
+    Each value takes 2 bytes, and each entry of a dropout mask 1 byte. With sequence parallelism, u
+    is t; without it, u is 1:
         none         sbh · (10/u + 24/t) + 5as²b/t
         selective    sbh · (10/u + 24/t)              scores, softmax and their dropout are not kept
         full         2sbh / u                         only the input is kept
@@ -69,7 +70,7 @@ def activation_bytes_per_layer(
     Args:
         model: the transformer.
         layout: the layout; only tensor, micro_batch and sequence_parallel matter here.
-        checkpointing: kind of checkpointing to assume; that of the layout is ignored.
+        checkpointing: kind of checkpointing to assume; ``layout.checkpointing`` is ignored.
 
     Returns:
         The number of bytes.
@@ -86,21 +87,22 @@ def activation_bytes_per_layer(
 
 
 def layers_in_flight(model: Transformer, layout: Layout, batch_size: int) -> float:
-    """Return the number of layers whose activations the first stage holds at once.
+    """Return the number of layers whose activations the first stage holds at the same time.
 
-    A stage has v chunks of l/(pv) layers. Before its first backward pass, the first stage has done
-    this many forward passes, each through one of its chunks, and holds the activations of all of
-    them:
-        1F1B (v = 1)     p               or, if fewer,   m
-        interleaved      vp + p - 1                      vm
+    A stage has v chunks of l/(pv) layers. Before its first backward pass, the first stage runs the
+    following number of forward passes, each through one of its chunks, and it holds the activations
+    of all of them:
+        1F1B (v = 1)     p, or m if that is less
+        interleaved      vp + p - 1, or vm if that is less
         l = 96, p = 8, m = 64  ->  96 layers with v = 1 and 124 with v = 3
 
     Args:
         model, layout: the transformer and its layout; p · v divides the number of layers.
-        batch_size: sequences in a step, over all copies of the model; m follows from it.
+        batch_size: sequences in a step, over all copies of the model; m, the number of
+            micro-batches of a copy, follows from it.
 
     Returns:
-        The number of layers, counting each once per micro-batch.
+        The number of layers; a layer counts once for each micro-batch whose activations it holds.
 
     Source: Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2.
     """
@@ -121,17 +123,19 @@ def estimate_memory(model: Transformer, layout: Layout, batch_size: int) -> Memo
         parameters     2Ψ    / d with ZeRO 3
         gradients      2Ψ    / d with ZeRO 2 and 3
         optimizer     12Ψ    / d with ZeRO 1, 2 and 3
-        activations   those of a layer, checkpointed as in the layout, times the layers in flight
+        activations   bytes per layer, checkpointed as in the layout, times the layers in flight
         recomputed    activations of one layer without checkpointing, minus those with it
         logits        4bsV/t if p = 1, else 0 (the last stage has them)
-        7.5 billion parameters, d = 64  ->  120, 31.4, 16.6 and 1.88 GB of states for ZeRO 0 to 3
+        Ψ = 7.5 billion, d = 64  ->  the first three parts add up to 120, 31.4, 16.6 and 1.88 GB
+        with ZeRO 0, 1, 2 and 3
 
     Args:
-        model, layout: as for the functions above; d · b divides the batch size. Nothing is checked.
+        model, layout: as for the functions above; d · b divides the batch size. None of this is
+            checked.
         batch_size: sequences in a step, over all copies of the model.
 
     Returns:
-        The parts, in bytes, which may be rounded to integers; their sum is ``total``. Library
+        The parts, in bytes; each may be rounded to an integer. Their sum is ``total``. Library
         workspace, fragmentation and message buffers are not included.
 
     Source: Rajbhandari et al. 2020, section 5; Korthikanti et al. 2022, section 4.
@@ -147,7 +151,7 @@ def estimate_memory(model: Transformer, layout: Layout, batch_size: int) -> Memo
 
 
 def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> float:
-    """Return the forward time of attention without its linear layers, for one micro-batch.
+    """Return the forward time of attention for one micro-batch, not counting its linear layers.
 
     A rank computes ba/t heads. For each head:
         scores     a product of (s, h/a) and (h/a, s)
@@ -157,10 +161,10 @@ def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> f
 
     Args:
         model: the transformer; its number of heads divides its width.
-        layout: the layout; tensor and micro_batch matter here, and tensor divides the number of
-            heads.
+        layout: the layout; only tensor and micro_batch matter here, and tensor divides the number
+            of heads.
         machine: the machine; products take ``matmul_seconds``, and each byte that is read or
-            written takes 1 / memory_bytes_per_s.
+            written takes 1 / memory_bytes_per_s seconds.
 
     Returns:
         The sum of these times, in seconds: nothing overlaps.
@@ -176,19 +180,20 @@ def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> f
 
 
 def forward_seconds(model: Transformer, layout: Layout, machine: Machine) -> float:
-    """Return the time of a rank's forward pass through one layer, for one micro-batch.
+    """Return how long one micro-batch's forward pass through one layer takes on a rank.
 
-    The time is ``attention_seconds`` plus that of the following, with u as for activations:
+    The time is ``attention_seconds`` plus the time of the following operations, where u is as in
+    ``activation_bytes_per_layer``:
         products    of (bs, h) and (h, 3h/t): queries, keys and values
                     of (bs, h/t) and (h/t, h): the output of attention
                     of (bs, h) and (h, 4h/t), and of (bs, 4h/t) and (4h/t, h): the MLP
-        memory      bsh · 22/u bytes for norms, dropout and sums, bsh · 16/t bytes for GELU
+        memory      bsh · 22/u bytes for norms, dropout and sums, and bsh · 16/t bytes for GELU
         GPT-3, b = 1, t = 8, 312 TFLOP/s and 2 TB/s, at full efficiency  ->  3.58 ms, and 3.34 ms
         with sequence parallelism
 
     Args:
         model: the transformer; its number of heads divides its width.
-        layout: the layout; tensor, micro_batch and sequence_parallel matter here, and tensor
+        layout: the layout; only tensor, micro_batch and sequence_parallel matter here, and tensor
             divides the number of heads.
         machine: the machine, as for ``attention_seconds``.
 
@@ -211,19 +216,20 @@ def estimate_step_time(
 
     A stage has k = l/p layers, and m micro-batches pass through it. F is ``forward_seconds``, A is
     ``attention_seconds``, and backward passes take twice as long as forward passes:
-        a layer      C = 3F, + A if checkpointing is selective, + F if it is full
+        a layer      C = 3F, plus A if checkpointing is selective, or plus F if it is full
                      M = 4 all-reduces of 2bsh bytes among t ranks, or 6 if checkpointing is full
         compute      m · (k · C + 3 products of (bs, h) and (h, V/t), the logits)
         tensor       m · k · M
         pipeline     2vm messages of 2bsh/t bytes between stages; 0 if p = 1
         bubble       (p - 1) / v · k · (C + M)
-        data         rings of 2Ψ bytes among the d copies, minus the 2kF that the backward pass of
-                     the last micro-batch hides, or 0 if that is negative:
-                     2 rings with ZeRO 0 and 1, m + 1 with ZeRO 2, 3m with ZeRO 3
+        data         rings of 2Ψ bytes among the d copies: 2 rings with ZeRO 0 and 1, m + 1 with
+                     ZeRO 2, 3m with ZeRO 3; minus up to 2kF seconds, the part that the backward
+                     pass of the last micro-batch hides
 
-    A ring is one reduce-scatter or all-gather, which takes ``ring_seconds``; an all-reduce is two.
-    (Sequence parallelism replaces each all-reduce with two rings: the time is the same.) A tensor
-    group spans t neighbouring GPUs, the d copies span dt, and a pipeline spans dtp.
+    A ring is one reduce-scatter or all-gather, and takes ``ring_seconds``; an all-reduce is two
+    rings. (Sequence parallelism replaces each all-reduce with two rings, which take the same time.)
+    A tensor group spans t neighbouring GPUs, the d copies span dt GPUs, and a pipeline spans dtp
+    GPUs.
 
     Args:
         model, layout: as for ``estimate_memory``.
@@ -231,8 +237,8 @@ def estimate_step_time(
         machine: machine that the model runs on.
 
     Returns:
-        The parts, in seconds; their sum is ``total``. The optimizer, which takes a few hundredths
-        of a second, is left out.
+        The parts, in seconds; their sum is ``total``. The time of the optimizer, a few hundredths
+        of a second, is not included.
 
     Source: Narayanan et al. 2021, sections 2 and 3.
     """
@@ -254,11 +260,11 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
         t divides the number of GPUs per node and the number of heads,
         p · v divides the number of layers, and v = 1 unless p > 1 and m is a multiple of p,
         d · b divides the batch size,
-        ZeRO is 0 if d = 1; otherwise, 0 or 1 with a pipeline, and 0 to 3 without,
-        checkpointing is any of ``CHECKPOINTING``,
+        the ZeRO stage is 0 if d = 1; otherwise, 0 or 1 with a pipeline, and 0 to 3 without one,
+        checkpointing is any of ``CHECKPOINTING``, and
         sequence parallelism is on only if t > 1 and t divides the length.
 
-        2 layers, 2 heads, 2 GPUs in a node, a batch of 2 sequences, even length  ->  30 layouts
+        2 layers, 2 heads, 2 GPUs in a node, a batch of 2 sequences, an even length  ->  30 layouts
 
     Args:
         model: the transformer.
@@ -268,8 +274,8 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
     Returns:
         An iterable of the layouts: a generator or a list.
 
-    Cost: a thousand GPUs have a few thousand layouts, so do not try combinations that cannot be
-        valid.
+    Cost: a thousand GPUs allow only a few thousand layouts, so do not try combinations that cannot
+        be valid.
     """
     # TODO 3.23: every valid layout once.
     #   Tools: divisors, math.gcd, itertools.product, yield.
@@ -283,7 +289,8 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
 def plan(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
     """Return all layouts that fit into the memory of a GPU, fastest first.
 
-    Layouts are judged by the ``total`` of each estimate; equally fast ones may be in any order:
+    The memory and the time of a layout are the ``total`` of its two estimates. Layouts that are
+    equally fast may be in any order. For example:
         GPT-3 on 8 nodes of 8 A100s, 64 sequences  ->  376 layouts fit, the best with t = 4, p = 8
 
     Args:
@@ -292,13 +299,13 @@ def plan(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
         batch_size: sequences in a step, over all copies of the model.
 
     Returns:
-        Each of these layouts with its two estimates, ``estimate_memory`` and
-        ``estimate_step_time``.
+        Each of these layouts, with the results of ``estimate_memory`` and ``estimate_step_time``
+        for it.
 
     Raises:
         ValueError: no layout is valid, and the message names the number of GPUs and the batch size;
-            or none fits, and the message names the smallest memory need in GB of 10⁹ bytes, rounded
-            to one decimal, such as 91.2.
+            or no valid layout fits, and the message names the smallest memory that any of them
+            needs, in GB (10⁹ bytes) and rounded to one decimal, such as 91.2.
 
     Cost: one memory estimate per layout, and one time estimate for each that fits.
     """

@@ -33,24 +33,25 @@ def assign_buckets(
     """Assign parameters to buckets; the gradients of a bucket travel in one message.
 
     The backward pass computes the gradients of the last parameters first, so buckets are filled
-    from the last parameter to the first. Sizes in kB; buckets of 8 kB, the first of 2 kB:
+    from the last parameter to the first. In this example, sizes are in kB; a bucket holds up to 8
+    kB, and the first one up to 2 kB:
         params     4 float32   3 float32   6 float32   1 float32   1 float32
         buckets    ──── [1, 0]: 7 kB ───    ─ [2] ─     ─── [4, 3]: 2 kB ───
 
     Args:
         params: tensors; the same one may occur twice. Only their dtypes, devices and sizes matter
-            (the size of a view itself, not of the storage that it shares). The sequence is not
+            (for a view, its own size, not that of the storage that it shares). The sequence is not
             changed.
         bucket_bytes: maximum size of a bucket; a larger parameter has a bucket to itself.
-        first_bucket_bytes: maximum size of the first bucket of each dtype and device, which may be
+        first_bucket_bytes: maximum size of the first bucket of each dtype and device; it may be
             smaller or larger than ``bucket_bytes``. A small first bucket is sent early.
 
     Returns:
-        Buckets of indices into ``params``; every index is in exactly one bucket. A bucket holds one
-        dtype on one device. Within a dtype and device, the parameters are taken in reverse order,
-        and each goes into the same bucket as the one before it if it fits, otherwise into a new
-        one. Buckets are in the order in which they become complete: sorted by their smallest index,
-        the largest first. If there are no parameters, the list is empty.
+        Buckets of indices into ``params``; every index is in exactly one bucket. All parameters of
+        a bucket have the same dtype and device. The parameters of each dtype and device are taken
+        in reverse order; each goes into the current bucket if it fits there, otherwise into a new
+        one. The list of buckets is in the order in which the backward pass completes them: sorted
+        by their smallest index, in descending order. If there are no parameters, the list is empty.
 
     Source: Li et al. 2020 (arXiv 2006.15704), section 3.2.
     """
@@ -68,7 +69,7 @@ def assign_buckets(
 
 
 class FlatDataParallel(nn.Module):
-    """Sums all gradients at once, after the backward pass: nothing overlaps.
+    """Sums all gradients in one message after the backward pass, so nothing overlaps.
 
     All gradients have the same dtype, and all ranks use the same parameters.
     """
@@ -97,7 +98,7 @@ class FlatDataParallel(nn.Module):
 
 
 class PerParameterDataParallel(nn.Module):
-    """Sums each gradient as soon as it exists: everything overlaps, with one latency per gradient.
+    """Sums each gradient as soon as it exists: all sums overlap, but each has its own latency.
 
     All ranks use the same parameters, in the same order.
     """
@@ -128,7 +129,7 @@ class PerParameterDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until each gradient is its mean over all ranks."""
+        """Wait until every gradient has been replaced with its mean over all ranks."""
         for gradient, work in self._under_way:
             work.wait()
             gradient /= dist.get_world_size(self.group)
@@ -136,20 +137,20 @@ class PerParameterDataParallel(nn.Module):
 
 
 class DistributedDataParallel(nn.Module):
-    """Sums gradients in buckets, each as soon as the backward pass has computed all its gradients.
+    """Sums gradients in buckets, each bucket as soon as the backward pass has filled it.
 
     B0 … B2 are the all-reduces of three buckets; a step waits only for the last one:
         computing    forward     backward                     step
         link                         ├─ B0 ─┤├── B1 ──┤├─ B2 ─┤
 
-    A step has the same result as on one process with the batches of all ranks:
+    A step has the same result as a step on one process with the batches of all ranks combined:
         optimizer.zero_grad()
-        loss_of(ddp(inputs)).backward()          # the mean over this rank's equal share
+        loss_of(ddp(inputs)).backward()          # mean loss over this rank's equal share
         ddp.finish_gradient_synchronization()
         optimizer.step()
 
-    If a rank has not computed the gradient of a trainable parameter, it contributes zeros. So ranks
-    may use different parameters, and compute gradients in different orders.
+    A rank that has not computed the gradient of a trainable parameter contributes zeros for it. So
+    ranks may use different parameters, and they may compute gradients in different orders.
 
     Args:
         module: module with the same architecture on all ranks, on any device. The ``requires_grad``
@@ -164,11 +165,12 @@ class DistributedDataParallel(nn.Module):
         module: the module that was passed in.
 
     Cost: in each step, one all-reduce per bucket, of the bucket's bytes. Let r_i be the time at
-        which the last gradient of buckets 0 … i exists, c_i the seconds that the all-reduce of
-        bucket i takes on its own, and T the time at which the backward pass ends: a step waits
-        max_i(r_i + c_i + … + c_k) - T seconds, or not at all if that is negative. Memory: gradients
-        are views of the buckets, which exist in all steps. Apart from buckets, parameters and
-        activations, a rank holds at most the gradient of one parameter.
+        which all gradients of buckets 0 … i exist, c_i the seconds that the all-reduce of bucket i
+        takes on its own, k the index of the last bucket, and T the time at which the backward pass
+        ends. Then a step waits max_i(r_i + c_i + … + c_k) - T seconds, or not at all if that is
+        negative.
+        Memory: gradients are views of the buckets, which stay allocated between steps. Apart from
+        buckets, parameters and activations, a rank holds at most the gradient of one parameter.
     Source: Li et al. 2020 (arXiv 2006.15704), sections 3 and 4.
     """
 
@@ -187,7 +189,7 @@ class DistributedDataParallel(nn.Module):
 
         The buckets of the first step are those of ``assign_buckets``.
 
-        Cost: one broadcast of each parameter and each buffer.
+        Cost: one broadcast per parameter and per buffer.
         """
         # TODO 3.12: the same start on all ranks, the first buckets, and a hook on every gradient,
         #   which moves it into its bucket.
@@ -206,8 +208,8 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with all arguments, and return what it returns.
 
-        Nothing is sent, so a rank may evaluate alone. Under ``torch.no_grad``, gradients stay
-        unchanged.
+        Nothing is sent, so one rank may evaluate on its own. Under ``torch.no_grad``, gradients
+        stay unchanged.
         """
         # TODO 3.12: the module's result.
         #   Tools: self.module.
@@ -225,10 +227,10 @@ class DistributedDataParallel(nn.Module):
             with ddp.no_sync():
                 loss_of(ddp(first)).backward()
             loss_of(ddp(second)).backward()
-            ddp.finish_gradient_synchronization()    # the mean over ranks of the sum of both
+            ddp.finish_gradient_synchronization()    # mean over ranks of the sum of both
 
-        What matters is where the backward pass runs, not where the forward pass ran. An error
-        inside also ends the block, and is passed on.
+        Only the backward pass has to run inside the block; the forward pass may have run anywhere.
+        An error inside the block ends it as usual, and propagates.
         """
         # TODO 3.12: hooks that start nothing while the context is open.
         #   Tools: yield, try and finally.
@@ -240,19 +242,20 @@ class DistributedDataParallel(nn.Module):
         )
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until each gradient is its mean over all ranks, bit for bit the same on all of them.
+        """Wait until each gradient holds its mean over all ranks, bit for bit the same everywhere.
 
-        Buckets may be divided before or after they are summed.
+        Buckets may be divided by the number of ranks before or after they are summed.
 
         Every rank calls this once per step, after at most one backward pass outside ``no_sync``.
-        The call first starts to sum the buckets that still lack a gradient, because the rank did
-        not use a parameter, or ran a backward pass only inside ``no_sync`` or not at all.
-        Afterwards, a parameter that no rank used has a gradient of zero (not None), and a frozen
-        one has none.
+        The call first starts to sum the buckets that still lack gradients: this rank may have used
+        only some parameters, or run no backward pass outside ``no_sync``. Afterwards, a trainable
+        parameter that no rank used has a gradient of zeros, not None; a frozen parameter has no
+        gradient.
 
-        The first call also determines the buckets of all later steps: those of ``assign_buckets``
-        for the reverse of the order in which rank 0's gradients arrived outside ``no_sync``. Those
-        that did not arrive there count as last, in the order assumed for the first step.
+        The first call also determines the buckets of all later steps. To get them,
+        ``assign_buckets`` is given the parameters in the reverse of the order in which their
+        gradients arrived on rank 0, outside ``no_sync``. Gradients that did not arrive there count
+        as the last to arrive, in the order that was assumed for the first step.
 
         Cost: in the first call, one broadcast of 8 bytes per trainable parameter.
         """

@@ -21,15 +21,16 @@ def tree_all_reduce(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: a reduce to rank 0 along a tree, then a broadcast.
 
     In every round, ranks with a partial sum pair up, and one of each pair sends its sum to the
-    other. In the end, rank 0 has the whole sum; then the rounds run in reverse. For N = 6, say:
+    other. In the end, rank 0 has the whole sum; then the rounds run in reverse, to send it back.
+    For N = 6:
         round 0    1→0  3→2  5→4            round 3    0→4
         round 1    2→0                      round 4    0→2
         round 2    4→0                      round 5    0→1  2→3  4→5
-    Any trees of the same cost are allowed, both up and down.
+    Other trees of the same cost are also allowed, both on the way up and on the way down.
 
     Args:
-        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
-            return, bit for bit the same on all ranks. The caller may then overwrite it at once.
+        x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
+            sum, bit for bit the same on all ranks, and the caller may overwrite it.
         group: the ranks that take part; all by default.
 
     Cost: 2⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes up, and as many
@@ -47,24 +48,24 @@ def tree_all_reduce(x: Tensor, group: Group = None) -> None:
 
 
 def double_tree(world_size: int) -> tuple[list[int], list[int]]:
-    """Return two binary trees over ranks 0 … N-1 that together give all ranks about equal work.
+    """Return two binary trees over ranks 0 … N-1 that together give all ranks about the same work.
 
-    One such pair for N = 6, where ranks with children in one tree are leaves of the other:
+    For example, for N = 6, where ranks with children in one tree are leaves of the other:
               3                     4
            ┌──┴──┐               ┌──┴──┐
            1     5               2     0
          ┌─┴─┐ ┌─┘             ┌─┴─┐ ┌─┘
          0   2 4               1   3 5
         [1, 3, 1, -1, 5, 3]   [4, 2, 4, 2, -1, 0]
-    Any two trees are allowed in which no rank is more than ⌈log2 N⌉ edges away from the root, and
-    no rank has more than two children in both trees together.
+    Any two trees are allowed if in each of them, no rank is more than ⌈log2 N⌉ edges away from the
+    root, and no rank has more than two children in the two trees together.
 
     Args:
         world_size: N, at least 1.
 
     Returns:
-        For each tree, the parents of ranks 0, 1, 2, …, with -1 for the root. They are the same on
-        all ranks, which need no communication to find them.
+        For each tree, the parents of ranks 0, 1, 2, …, with -1 for the root. The result is the same
+        on all ranks, without any communication.
 
     Source: Sanders, Speck and Träff 2009.
     """
@@ -82,7 +83,7 @@ def double_binary_tree_all_reduce(
 
     The first half of ``x``, as ``tensor_split`` cuts it, uses the first tree of ``double_tree``;
     the other half uses the second tree, at the same time. Each half is sent in S segments, which
-    are added up on their way to the root; then the sums come down. While a rank passes on a
+    are added up on their way to the root; then the sums come back down. While a rank passes on a
     segment, it receives the next one:
         step               0           1           2           3
         children → rank    segment 0   segment 1   segment 2
@@ -90,16 +91,18 @@ def double_binary_tree_all_reduce(
     Ranks cannot deadlock, not even on NCCL.
 
     Args:
-        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
-            return, bit for bit the same on all ranks. The caller may then overwrite it at once.
+        x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
+            sum, bit for bit the same on all ranks, and the caller may overwrite it.
         group: the ranks that take part; all by default.
-        segment_bytes: maximum size of a message, at least one element; the same on all ranks.
+        segment_bytes: maximum size of a message, at least that of one element; the same on all
+            ranks.
 
-    Cost: each half goes up and down every edge of its tree once, so a rank sends at most n bytes
-        each way, and receives no more (or one element more if their number is odd). With segments
-        of s bytes, each way takes S + ⌈log2 N⌉ - 1 steps of α + 2sβ seconds: both together, 2nβ +
-        2Sα for many segments, and 2⌈log2 N⌉ steps for a single one. No collective; at most four
-        segments of extra memory.
+    Cost: each half goes up and down every edge of its tree once. So in each direction, a rank sends
+        at most n bytes, and receives at most n bytes (one element more if ``x`` has an odd number
+        of elements). With segments of s bytes, each direction takes S + ⌈log2 N⌉ - 1 steps of
+        α + 2sβ seconds. Together, the two directions take 2nβ + 2Sα seconds if there are many
+        segments, and 2⌈log2 N⌉ steps if there is only one. No collective. Extra memory for at most
+        four segments.
     Source: Sanders, Speck and Träff 2009; NCCL's trees.
     """
     # TODO 3.6: sum both halves at the same time, each along its tree.

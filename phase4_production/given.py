@@ -70,7 +70,7 @@ class Store(Protocol):
         """Return the value of a key; wait until it has one, or raise after the store's timeout."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Return at once whether all keys have values."""
+        """Return whether all keys have values, without waiting."""
 
 
 class HasState(Protocol):
@@ -89,8 +89,8 @@ class Job(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that is needed to continue; it may share memory with the job.
 
-        The state is sent to other ranks, where GPU tensors would arrive on the GPU of the same
-        number, so return CPU copies of them.
+        The state is sent to other ranks, where GPU tensors would arrive on the GPU with the same
+        number, so return CPU copies of GPU tensors.
         """
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
@@ -116,8 +116,8 @@ class Job(Protocol):
 class Reduced(NamedTuple):
     """Result of averaging a gradient over the ranks in compressed form.
 
-    ``mean`` is the mean over all ranks of what they ``sent``; nothing else was sent. The rest of
-    each rank's gradient was left behind.
+    ``mean`` is the mean over all ranks of what they ``sent``. The rest of each rank's gradient was
+    not sent.
     """
 
     mean: Tensor  # (n,); the same on all ranks, bit for bit
@@ -144,7 +144,7 @@ class Codec(Protocol):
         """
 
     def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
-        """Return the n numbers that the codes stand for, in float32; more bytes may follow them."""
+        """Return the n numbers that the codes stand for, in float32; ``payload`` may be longer."""
 
 
 Part = Literal["data", "compute", "communication"]  # part of a step
@@ -156,7 +156,7 @@ class StepTimes(NamedTuple):
     step_s: float
     data_s: float  # wait for the next batch
     compute_s: float
-    communication_s: float  # wait for the network, without what overlaps with computation
+    communication_s: float  # wait for the network, except where it overlaps with computation
 
     @property
     def rest_s(self) -> float:

@@ -26,42 +26,43 @@ MANIFEST = "manifest.json"
 def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: int = 3) -> Path:
     """Save ``state`` as the checkpoint of ``step``; a crash leaves a whole checkpoint or none.
 
-    Three checkpoints; a fourth is being written, and counts only once it has its final name:
+    In this example, there are three checkpoints; a fourth is being written, and counts only once it
+    has its final name:
         folder/
             step-00000100/  state.pt  manifest.json
             step-00000200/  state.pt  manifest.json
             step-00000300/  state.pt  manifest.json
             .step-00000400.partial/  state.pt
 
-    When the power fails, anything that was not synced may be lost, in whole or in part: a file's
-    content until ``os.fsync`` of the file, and a new, changed or removed name until ``os.fsync`` of
-    its folder. Even so, whenever that happens, every ``step-…`` folder that is found afterwards is
-    undamaged; and once this function has returned, the folder of ``step`` is one of them. This must
-    hold even if an earlier save was killed, for example after renaming ``step-00000100`` to
-    ``.step-…`` but before syncing ``folder``: if the power fails in this save, the old name may
-    come back.
+    When the power fails, anything that was not synced may be lost, in whole or in part: the content
+    of a file until ``os.fsync`` of the file, and a new, changed or removed name until ``os.fsync``
+    of its folder. Even so, whenever the power fails, every ``step-…`` folder that is found
+    afterwards is undamaged; and once this function has returned, the folder of ``step`` is one of
+    them. This must hold even if an earlier save was killed, for example after renaming
+    ``step-00000100`` to ``.step-…`` but before syncing ``folder``: if the power fails during this
+    save, the old name may come back.
 
     Args:
         state: anything that ``torch.load(…, weights_only=True)`` can read: tensors, numbers,
             strings, and dicts, lists and tuples of them. Not changed.
         folder: folder for the checkpoints of one run. Created if missing; its parent must exist.
         step: training step, from 0 to 99,999,999.
-        keep: number of undamaged checkpoints that stay, at least 1: this one and the newest others.
+        keep: number of undamaged checkpoints to keep, at least 1: this one and the newest others.
             Anything older than all of these is removed, but not before this one is durable.
 
     Returns:
-        The new checkpoint, ``folder/step-<eight digits>``. The manifest in it, ``manifest.json``,
-        is written after its other files, and holds the size and the SHA-256 of each of them.
+        The new checkpoint, ``folder/step-<eight digits>``. Its manifest, ``manifest.json``, is
+        written after the other files, and holds the size and the SHA-256 of each of those.
 
     Raises:
         FileExistsError: ``folder`` has an undamaged checkpoint of ``step``, which stays. A damaged
             one is replaced.
-        OSError: the disk is full, read-only or broken; the system's reason is kept. Nothing of
-            ``step`` is left then, and the other checkpoints are unchanged. But if only the removal
-            of an older one failed, the new one is complete and stays.
+        OSError: the disk is full, read-only or broken; the system's reason is kept. In that case,
+            nothing of ``step`` is left, and the other checkpoints are unchanged. But if only the
+            removal of an older checkpoint failed, the new one is complete and stays.
 
-    A crash may leave names that begin with ``.step-``, and nothing else; the next save removes them
-    all. Every file and folder that is opened is closed again, even if the save fails.
+    A crash may leave behind names that begin with ``.step-``, and nothing else; the next save
+    removes them all. Every file and folder that is opened is closed again, even if the save fails.
 
     Cost: memory for one more copy of the state; the state is written once, and the checkpoints in
         ``folder`` are read once.
@@ -85,14 +86,14 @@ def load_checkpoint(folder: Path) -> Loaded | None:
         folder: the folder, as for ``save_checkpoint``. Nothing in it is changed.
 
     Returns:
-        Its step, its state with all tensors on the CPU, its path, and the newer ones that were
-        skipped because they are damaged: each with a reason that names a file that is missing, too
-        long or too short, changed in any byte, not listed in the manifest, or of another step. None
-        if there is no checkpoint.
+        Its step, its state with all tensors on the CPU, its path, and the newer checkpoints that
+        were skipped because they are damaged, each with a reason. The reason names a file that is
+        missing, too long or too short, changed in any byte, not listed in the manifest, or from
+        another step. None if there is no checkpoint.
 
     Raises:
-        RuntimeError: there are checkpoints, but all are damaged; the message names each with its
-            reason, so that no run starts over by mistake.
+        RuntimeError: there are checkpoints, but all are damaged; the error prevents the run from
+            starting over by mistake. The message names each checkpoint with its reason.
 
     Unlike unpickling, loading executes no code from the checkpoint.
 
@@ -112,7 +113,7 @@ def save_sharded(
 ) -> Path:
     """Save ``shards`` as the checkpoint of ``step``; each rank writes its own.
 
-    Two ranks, N = 2, hold one tensor of 10 elements and one of 4:
+    For example, two ranks (N = 2) hold a tensor of 10 elements and one of 4:
         rank 0    w[0:5]              b[0:4]
         rank 1              w[5:10]
     Each rank writes its own file of the third checkpoint, and rank 0 alone does everything else:
@@ -122,27 +123,28 @@ def save_sharded(
             .step-00000300.partial/  rank-00000.bin  rank-00001.bin
 
     If any or all ranks crash, at any moment, the checkpoint is whole or absent, as with
-    ``save_checkpoint``: each ``step-…`` folder that is found then is undamaged. No rank returns
-    before the checkpoint is committed, that is, before its folder is durable.
+    ``save_checkpoint``: each ``step-…`` folder that is found afterwards is undamaged. No rank
+    returns before the checkpoint is committed, that is, before its folder is durable.
 
     Args:
         shards: tensor name -> shard. Names and lengths may differ from rank to rank, and a rank may
-            have no shards. Elements that several ranks hold are the same on all of them. Any dtype;
-            values may be a slice of a longer tensor. Not changed.
-        folder, step, keep: as for ``save_checkpoint``, the same on all ranks; the folder is for
+            have no shards. Elements that several ranks hold are the same on all of them. Tensors
+            may have any dtype, and ``values`` may be a slice of a longer tensor. Not changed.
+        folder, step, keep: as for ``save_checkpoint``, and the same on all ranks; the folder is for
             checkpoints of this function only.
         group: the ranks that save, which all call this; all ranks by default.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. It holds the elements of ``shards`` and
-        little more, and nothing left over from a killed attempt, on any number of ranks.
+        little more. In particular, it holds nothing that a killed attempt has left over, even if
+        that attempt ran on a different number of ranks.
 
     Raises:
         FileExistsError: on all ranks, if ``folder`` has an undamaged checkpoint of ``step``. A
             damaged one is replaced.
-        OSError: on all ranks, if one could not write. The message names each rank that could not,
-            as ``rank 3``, and its reason. What was written for ``step`` is gone then, and all other
-            checkpoints are unchanged.
+        OSError: on all ranks, if any of them could not write. The message names each such rank, as
+            ``rank 3``, and its reason. In that case, what was written for ``step`` is removed, and
+            all other checkpoints are unchanged.
 
     Cost: each rank writes its own shards; no elements are sent. To check the checkpoints in
         ``folder``, each rank reads about 1/N of them once. Memory for at most one more copy of the
@@ -164,7 +166,7 @@ def load_sharded(
 ) -> ShardsLoaded | None:
     """Load the newest undamaged checkpoint in place, on any number of ranks.
 
-    Saved by two ranks, loaded by three:
+    In this example, two ranks have saved what three ranks load:
         saved     |    rank 0    |    rank 1    |
         wanted    | rank 0  | rank 1  | rank 2  |     rank 1 reads the files of both
 
@@ -177,19 +179,20 @@ def load_sharded(
 
     Returns:
         The step, the path, and the newer checkpoints that are damaged, each with a reason that
-        names a file, as in ``load_checkpoint``; the same on all ranks. Only rank 0 lists
-        ``folder``, and all ranks use its list, because a file system may show the others an
-        outdated list for some seconds. None if there is no checkpoint.
+        names a file, as in ``load_checkpoint``; the same on all ranks. None if there is no
+        checkpoint. Only rank 0 lists ``folder``, and all ranks use its list, because a file system
+        may show the others an outdated list for some seconds.
 
     Raises:
         RuntimeError: on all ranks, if there are checkpoints, but all are damaged; the message names
             each of them with its reason.
-        ValueError: on all ranks, if one of them wants what the newest undamaged checkpoint lacks.
-            The message names the tensor, and the missing elements as ``[5:10]``, or the number of
-            elements and the dtype if these differ from what was saved. ``wanted`` is unchanged.
+        ValueError: on all ranks, if any of them wants something that the newest undamaged
+            checkpoint lacks. The message names the tensor, and the missing elements as ``[5:10]``,
+            or the number of elements and the dtype if these differ from what was saved. ``wanted``
+            is unchanged.
 
-    Cost: each file is read once to check it, about 1/N of them by each rank; after that, a rank
-        reads only files that hold a part of what it wants.
+    Cost: to check the files, each rank reads about 1/N of them once; after that, a rank reads only
+        files that hold a part of what it wants.
     """
     # TODO 4.3: agree on a checkpoint, find where the wanted elements lie, and read these alone.
     #   Tools: what you wrote above; file.seek, file.read, and torch.frombuffer of a bytearray.
@@ -202,7 +205,7 @@ def load_sharded(
 class AsyncCheckpointer:
     """Saves checkpoints in the background; training waits only while the state is copied.
 
-    Two saves, where training continues after each copy:
+    In this example with two saves, training continues after each copy:
         training    save 1: copy, trains …………………… save 2: waits, copy, trains ……… wait: waits
         a thread                  writes 1 …………………………………………          writes 2 …………………………
 
@@ -214,7 +217,7 @@ class AsyncCheckpointer:
 
     Attributes:
         snapshot_s: seconds that the last ``save`` took to copy the state, without waiting; 0.0
-            before the first.
+            before the first ``save``.
         write_s: seconds that the last write took; 0.0 until the first has ended.
     """
 
@@ -236,7 +239,7 @@ class AsyncCheckpointer:
     def save(self, state: Mapping[str, Any], step: int) -> None:
         """Copy the state, and start to write the copy while training continues.
 
-        If an earlier write is still running, wait for its end first: only one runs at a time.
+        If an earlier write is still running, wait until it ends first: only one runs at a time.
 
         Args:
             state: tensors on any device, numbers, strings, and dicts, lists and tuples of them. Not
@@ -245,11 +248,11 @@ class AsyncCheckpointer:
 
         Raises:
             RuntimeError: the previous write has failed; the message names its step, as
-                ``step 300``, and the reason. Nothing is saved now. Each error is raised once, here
-                or by ``wait``.
+                ``step 300``, and the reason. The new state is not saved. Each error is raised once,
+                here or by ``wait``.
 
         Cost: CPU memory for one copy of the state at a time, in which a slice takes only the memory
-            of its own elements; time for copying it.
+            of its own elements; and the time to copy the state.
         """
         # TODO 4.4: wait for the write before, copy the state, and start a thread that writes.
         #   Tools: threading.Thread, time.perf_counter, tensor.detach().to("cpu", copy=True); a
@@ -261,13 +264,13 @@ class AsyncCheckpointer:
         )
 
     def wait(self) -> None:
-        """Wait until everything that was saved is written.
+        """Wait until every state that was passed to ``save`` is written.
 
         Raises:
             RuntimeError: as for ``save``.
 
-        Without this call, Python waits for the end of the last write before it exits, but an error
-        in that write goes unreported.
+        Even without this call, Python waits for the last write before it exits, but an error in
+        that write then goes unreported.
         """
         # TODO 4.4: wait for the thread; if its write has failed, raise that, once.
         #   Tools: thread.join, raise … from ….

@@ -26,43 +26,45 @@ def run_elastic(
     seed: int = 0,
     group: Group = None,
 ) -> int:
-    """Train ``job`` to the end, from where an earlier call, on any number of ranks, stopped.
+    """Train ``job`` to the end, continuing where an earlier call stopped, on any number of ranks.
 
     A launcher such as torchrun ends all workers when one dies or another joins, and restarts them
-    with new ranks. Nine samples in global batches of four, with a checkpoint after each step; rank
-    1 of two dies in step 2, and three continue:
+    with new ranks. In this example, an epoch has nine samples, in global batches of four, and each
+    step is followed by a checkpoint; rank 1 of two dies in step 2, and three ranks continue:
         step   epoch   samples       2 ranks      3 ranks
         1      0       4 5 2 6       4 5 | 2 6                    saved
-        2      0       3 8 7 0       3 8 | ✗      3 8 | 7 | 0     done again, saved
+        2      0       3 8 7 0       3 8 | ✗      3 8 | 7 | 0     repeated, saved
         3      0       1                          1   |   |       saved
         4      1       1 3 6 7                    1 3 | 6 | 7     saved
 
     Whatever happens, each sample is trained on once per epoch, not counting steps after the last
     checkpoint, which a failure undoes. Each step uses the samples that it would use on one rank
-    without any failure, and the parameters are the same, up to rounding.
+    without failures, and results in the same parameters, up to rounding.
 
     Args:
         job: the training job. Its parameters may differ from rank to rank at first: all ranks
             continue from the newest checkpoint that rank 0 finds, or from the state of rank 0's job
-            if there is none. Its gradients need not be cleared.
+            if it finds none. The job's gradients need not be cleared.
         folder: folder of the checkpoints.
-        num_samples: samples in an epoch, at least 1. Their indices are 0 to num_samples − 1, in a
-            different order in each epoch, which depends only on ``seed`` and the epoch.
-        global_batch: samples in a step, with any number of ranks; at least 1. The last step of an
-            epoch gets what is left. The ranks' shares differ by at most one sample, and may be
-            empty.
+        num_samples: samples in an epoch, at least 1. Their indices are 0 to num_samples − 1. Each
+            epoch has a different order, which depends only on ``seed`` and the epoch.
+        global_batch: samples in a step, whatever the number of ranks; at least 1. The last step of
+            an epoch gets the samples that are left. The ranks' shares differ by at most one sample,
+            and may be empty.
         num_epochs: epochs of the whole run.
-        save_every: number of steps between checkpoints, at least 1: one is saved after every step
-            whose number is a multiple of this, and after the last.
-        micro_batch: maximum number of samples that the job gets at once; at least 1. A larger share
-            is cut into as few micro-batches as possible, whose gradients add up.
-        save: function that makes a state durable as the checkpoint of a step, such as
-            ``save_checkpoint``, which takes tensors, numbers and dicts. Only rank 0 calls it, and
+        save_every: number of steps between checkpoints, at least 1. A checkpoint is saved after
+            every step whose number is a multiple of this, and after the last step.
+        micro_batch: maximum number of samples that the job gets in one call; at least 1. A larger
+            share is cut into as few micro-batches as possible, whose gradients add up.
+        save: function that durably saves a state as the checkpoint of a step, such as
+            ``save_checkpoint``, which accepts tensors, numbers and dicts. Only rank 0 calls it, and
             no rank begins another step, returns or exits before it has returned.
-        load: function that returns the newest checkpoint in a folder, or None, such as
-            ``load_checkpoint``. Only rank 0's result counts: others may see an older list of files.
+        load: function, such as ``load_checkpoint``, that returns the newest checkpoint in a folder,
+            or None if there is none. Only rank 0's result counts, because other ranks may see an
+            outdated list of files.
         should_stop: function called once on every rank after each step, such as
-            ``StopRequest.agreed``; it returns the same on all ranks. By default, nothing stops.
+            ``StopRequest.agreed``; it returns the same on all ranks. By default, the run never
+            stops early.
         seed: seed of the sample order.
         group: the ranks that train; all ranks by default.
 
@@ -71,14 +73,15 @@ def run_elastic(
         saved.
 
     Raises:
-        SystemExit: on all ranks, with EXIT_STOPPED, when ``should_stop`` has returned true and the
-            step is saved. After the last step, the function returns instead.
+        SystemExit: on all ranks, with EXIT_STOPPED, once ``should_stop`` has returned true and the
+            step has been saved. After the last step, the function returns instead.
         RuntimeError: on all ranks, if ``load`` or ``save`` fails on rank 0; the message says why.
 
-    An error in a collective, as when another rank has died, is passed on unchanged, so that the
-    worker ends and the launcher can restart all workers.
+    An error in a collective, for example because another rank has died, propagates unchanged, so
+    that the worker ends and the launcher can restart all workers.
 
-    Cost: in each step, the gradients are sent once, in all-reduces; at the start, so is the state.
+    Cost: in each step, the gradients are sent once, in all-reduces. The state is sent once, at the
+        start.
     """
     # TODO 4.6: train step by step from the newest checkpoint on; return the number of steps.
     #   Tools: numpy.random.default_rng([seed, epoch]).permutation, dist.broadcast_object_list,

@@ -40,8 +40,9 @@ class PrometheusExporter:
     def __init__(self, labels: Mapping[str, str], port: int = 0, host: str = "127.0.0.1") -> None:
         """Start serving, in a daemon thread that prints nothing.
 
-        Every path except ``/metrics`` is answered with 404; anything after a ``?`` is ignored.
-        Content-Type is CONTENT_TYPE. A client that sends nothing for REQUEST_S is dropped.
+        A request for any path other than ``/metrics`` is answered with 404; anything after a ``?``
+        is ignored. The Content-Type is CONTENT_TYPE. A client that sends nothing for REQUEST_S
+        seconds is disconnected.
 
         Args:
             labels: labels of every sample, with legal names and any values.
@@ -50,10 +51,11 @@ class PrometheusExporter:
                 anyone who can reach the port can read the values, without a password.
 
         Raises:
-            OSError: listening fails. The message names host and port, the system's reason, and what
-                to do. If the port is in use: take another port, one for each rank, or 0. Otherwise,
-                no other process is to blame: check that the host is an address of this machine, and
-                that this user may use the port, which is at most 65535.
+            OSError: the server cannot listen. The message names the host, the port and the system's
+                reason, and says what to do. If the port is in use, it says to take another port,
+                one for each rank, or 0. Otherwise, it blames no other process, but says to check
+                that the host is an address of this machine, and that this user may use the port,
+                which is at most 65535.
         """
         # TODO 4.17: keep the labels as text, and serve the newest page in a thread.
         #   Tools: ThreadingHTTPServer, its handle_error, BaseHTTPRequestHandler, its log_message
@@ -74,8 +76,8 @@ class PrometheusExporter:
             metrics: values by name. Names that end in ``_total`` are counters, all others are
                 gauges. In a name, any character except an ASCII letter, a digit, ``_`` or ``:``
                 becomes ``_``, and a name that begins with a digit gets a ``_`` in front of it. No
-                name is empty, none becomes ``step``, and no two become the same one, as
-                ``loss/train`` and ``loss.train`` would: one of the two would be lost.
+                name is empty, no name becomes ``step``, and no two names become the same, as
+                ``loss/train`` and ``loss.train`` would: one of the two metrics would be lost.
             step: training step, shown as the gauge ``step``.
 
         Format: text format 0.0.4. In label values, backslash, double quote and line feed are
@@ -92,8 +94,9 @@ class PrometheusExporter:
     def close(self) -> None:
         """Stop serving. When this returns, the port is free.
 
-        A thread that serves a client ends when the client leaves, at the latest when it is dropped.
-        A child process forked meanwhile, such as a DataLoader worker, keeps the port until it ends.
+        A thread that serves a client ends when the client leaves or is disconnected. A child
+        process that was forked while the server was running, such as a DataLoader worker, keeps the
+        port in use until the child ends.
         """
         # TODO 4.17: end the thread's loop, and close the socket.
         #   Tools: shutdown and server_close of the server.
@@ -114,18 +117,21 @@ class JsonlWriter:
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
         """Open the file for appending; create it if it is missing.
 
-        A last line without a line feed, left by a killed process, is cut off. At no time does the
-        file hold less than what is kept, so a kill in the middle of this loses nothing.
+        If the last line has no line feed, because the process that wrote it was killed, it is cut
+        off. At no time does the file hold less than what is to be kept, so nothing is lost if this
+        process is killed meanwhile.
 
         Args:
             path: path of the file; its folder exists.
             resume_after: step of the checkpoint from which training continues. The first line of a
-                later step and everything after it are cut off, unread, because these steps will be
-                repeated. With None, lines of all steps are kept.
+                later step and everything after it are cut off, because these steps will be
+                repeated; what comes after that line is not even read. With None, lines of all steps
+                are kept.
 
         Raises:
-            ValueError: a line before the cut is damaged although it ends with a line feed, even if
-                it is the last line; the message is as in ``read_jsonl``. The file stays unchanged.
+            ValueError: a line that would be kept is damaged although it ends with a line feed, even
+                if it is the last line of the file. The message is as in ``read_jsonl``, and the
+                file stays unchanged.
         """
         # TODO 4.17: cut off what must go, and open the file to append.
         #   Tools: os.truncate, which leaves what it keeps where it is; Path.open.
@@ -186,7 +192,7 @@ class TensorBoardWriter:
         """Open a new file in the folder, beside those of earlier processes of this run.
 
         Args:
-            folder: folder of the run, into which one rank writes.
+            folder: folder of the run, into which only one rank writes.
             resume_after: step of the checkpoint from which training continues; TensorBoard hides
                 points of later steps that are already there. With None, it hides none.
         """

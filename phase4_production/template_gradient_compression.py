@@ -1,4 +1,4 @@
-"""Gradient compression: send part of the gradient or coarse numbers now, and the rest later.
+"""Gradient compression: send part of the gradient, or a rounded one, now and the rest later.
 
 Tasks 4.9 to 4.11. The docstring says what a function promises, its TODO what you need for it, and
 guidelines.md why and how. To grade one task: ``distlab check 4.9``.
@@ -15,9 +15,9 @@ from phase4_production.given import Codec, Group, Reduced, group_device
 
 
 def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
-    """Average the entries of largest magnitude: each rank sends its own, wherever they are.
+    """Average the entries of largest magnitude; each rank chooses and sends its own.
 
-    Two ranks, fraction 0.5 of four entries, so that k = 2:
+    For example, two ranks have four entries each, and the fraction is 0.5, so that k = 2:
         rank 0    gradient    5  -1   0   2    sent    5   0   0   2
         rank 1    gradient    1  -4   0   3    sent    0  -4   0   3
         mean of what was sent                        2.5  -2   0   2.5
@@ -30,10 +30,11 @@ def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
 
     Returns:
         The mean, bit for bit the same on all ranks, and what this rank has sent: its gradient at
-        its k indices, 0 elsewhere; both in the gradient's dtype. Of equally large entries, any may
-        be sent. A NaN counts as largest, so that all ranks notice it.
+        the k indices that it chose, and 0 elsewhere. Both are in the gradient's dtype. Of equally
+        large entries, any may be sent. A NaN counts as largest, so that all ranks notice it.
 
-    Cost: k values and k indices of 4 bytes to every other rank: 8k(N-1) bytes in float32.
+    Cost: each rank sends k values and k indices of 4 bytes to every other rank: 8k(N-1) bytes in
+        float32.
 
     Source: Aji and Heafield 2017 (EMNLP); Lin et al. 2018 (ICLR).
     """
@@ -52,7 +53,7 @@ def reduce_with_feedback(
 ) -> Tensor:
     """Average a gradient with a lossy ``reduce``, and keep what was not sent for the next step.
 
-    With top_k and k = 1, on one rank, whose gradient is always 4, 3:
+    For example, with ``top_k`` and k = 1, on one rank whose gradient is 4, 3 in every step:
         step    gradient + residual    sent    residual
            1        4    3             4  0     0    3
            2        4    6             0  6     4    0
@@ -61,7 +62,7 @@ def reduce_with_feedback(
     Args:
         gradient: (n,), floating-point. Not changed.
         residual: (n,), of the gradient's dtype: what this rank has not sent so far; zeros before
-            the first step. What remains unsent now is written into it.
+            the first step. What is still unsent after this step is written into it.
         reduce: function that is called once, such as ``lambda x: top_k(x, 0.01)``. It does not
             change its argument.
 
@@ -82,30 +83,31 @@ def reduce_with_feedback(
 def random_k(
     gradient: Tensor, fraction: float, generator: torch.Generator, group: Group = None
 ) -> Reduced:
-    """Average entries at random indices, the same on all ranks, so that indices need not be sent.
+    """Average entries at random indices that are the same on all ranks, and so need not be sent.
 
-    Two ranks, fraction 0.5 of four entries; both draw the indices 1 and 2:
+    For example, two ranks have four entries each, the fraction is 0.5, and both draw the indices 1
+    and 2:
         rank 0    gradient    5  -1   0   2    sent    0  -1   0   0
         rank 1    gradient    1  -4   0   3    sent    0  -4   0   0
         mean of what was sent                        0  -2.5   0   0
 
-    The values are not scaled by n/k to make the mean unbiased: with error feedback, the rest is
-    sent later, and would then count twice.
+    The values are not scaled by n/k, which would make the mean unbiased: the rest, which error
+    feedback sends later, would then count twice.
 
     Args:
         gradient: (n,), floating-point; differs from rank to rank. Not changed.
         fraction: share of the entries to send, above 0 and at most 1: k = round(fraction * n), but
             at least 1 if there are any entries.
         generator: generator on the CPU, in the same state on all ranks. It alone decides which k
-            indices are drawn; all are equally likely, and the next call draws different ones.
+            indices are drawn; all indices are equally likely, and every call draws new ones.
         group: the ranks that take part; all ranks by default.
 
     Returns:
         The mean, bit for bit the same on all ranks, and what this rank has sent: its gradient at
-        the k indices, 0 elsewhere; both in the gradient's dtype.
+        the k indices, and 0 elsewhere. Both are in the gradient's dtype.
 
-    Cost: an all-reduce of k values: 8k(N-1)/N bytes in float32 along a ring. A permutation of n
-        numbers on the CPU, 8 bytes each.
+    Cost: an all-reduce of k values: 8k(N-1)/N bytes in float32 along a ring. It also takes a
+        permutation of n numbers, of 8 bytes each, on the CPU.
 
     Source: Stich et al. 2018 (NeurIPS).
     """
@@ -121,7 +123,7 @@ def random_k(
 def threshold(gradient: Tensor, least: float, group: Group = None) -> Reduced:
     """Average the entries whose magnitude is at least ``least``, however many each rank has.
 
-    Two ranks, least 3:
+    For example, for two ranks, if ``least`` is 3:
         rank 0    gradient    5  -1   0   2    sent    5   0   0   0
         rank 1    gradient    1  -4   0   3    sent    0  -4   0   3
         mean of what was sent                        2.5  -2   0   1.5
@@ -133,11 +135,12 @@ def threshold(gradient: Tensor, least: float, group: Group = None) -> Reduced:
         group: the ranks that take part; all ranks by default.
 
     Returns:
-        The mean, bit for bit the same on all ranks, and what this rank has sent: these entries of
-        its gradient, 0 elsewhere; both in the gradient's dtype. There may be no such entries.
+        The mean, bit for bit the same on all ranks, and what this rank has sent: the entries of its
+        gradient that are large enough, and 0 elsewhere. Both are in the gradient's dtype. There may
+        be no such entries.
 
-    Cost: at most 8L(N-1) bytes in float32, where L is the largest number of entries on any rank,
-        and before that at most 16(N-1) bytes to agree on L.
+    Cost: at most 8L(N-1) bytes in float32, where L is the largest number of entries that any rank
+        sends; and before that, at most 16(N-1) bytes to agree on L.
 
     Source: Strom 2015 (Interspeech).
     """
@@ -152,20 +155,20 @@ def threshold(gradient: Tensor, least: float, group: Group = None) -> Reduced:
 
 
 class Int8:
-    """One byte for each number: whole steps from -127 to 127."""
+    """Encodes each number in one byte, as a whole number of steps from -127 to 127."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Round to the nearest of 255 numbers: 0, and 127 steps of max|x| / 127 on either side.
+        """Round each number to the nearest of 255: 0, and 127 steps of max|x| / 127 on either side.
 
-        2.54, -0.06, 0.009 have the scale 0.02; the codes are 127, -3, 0.
+        For example, 2.54, -0.06 and 0.009 have the scale 0.02 and the codes 127, -3 and 0.
 
         Args:
             x: (n,), floating-point; n may be 0. Not changed.
 
         Returns:
             The codes, uint8 of shape (n,), and the scale: the length of a step, float32 of shape
-            (). It is 0 if all of x is 0. If x holds a NaN or an infinity, ``decode`` returns no
-            finite number.
+            (). The scale is 0 if all of x is 0. If x holds a NaN or an infinity, ``decode`` returns
+            no finite number.
         """
         # TODO 4.11: return the codes and the scale.
         #   Tools: torch.round, torch.where, torch.Tensor.view, which reads the bytes
@@ -180,13 +183,13 @@ class Int8:
         """Return the numbers that the codes stand for.
 
         Args:
-            payload: bytes from ``encode``; more bytes may follow.
+            payload: bytes from ``encode``; other bytes may follow them.
             scale: scale from ``encode``.
             n: number of encoded numbers.
 
         Returns:
-            (n,), float32. Each is within half the scale of the original number, and 0 stays 0,
-            unless the scale is below 1e-38, where float32 has few digits.
+            The numbers, (n,), in float32. Each is within half the scale of the original number, and
+            0 stays 0, unless the scale is below 1e-38, where float32 has few digits.
         """
         # TODO 4.11: return codes times scale.
         #   Tools: torch.Tensor.view.
@@ -198,20 +201,20 @@ class Int8:
 
 
 class Sign:
-    """One bit for each number: plus or minus the mean magnitude of all."""
+    """Encodes each number in one bit, as plus or minus the mean magnitude of all numbers."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the signs, eight to a byte, and the mean of all magnitudes.
 
-        5, -1, 0, 2 have the scale 2 and the signs + - + +: 0 counts as positive.
+        For example, 5, -1, 0 and 2 have the scale 2 and the signs + - + +. 0 counts as positive.
 
         Args:
             x: (n,), floating-point; n may be 0. Not changed.
 
         Returns:
-            The signs, uint8 of shape (n / 8, rounded up), and the scale: mean |x|, float32 of shape
-            (); 0 if there are no numbers. If x holds a NaN or an infinity, ``decode`` returns no
-            finite number.
+            The signs, uint8 of shape (n / 8, rounded up), and the scale: the mean of |x|, float32
+            of shape (). The scale is 0 if there are no numbers. If x holds a NaN or an infinity,
+            ``decode`` returns no finite number.
         """
         # TODO 4.11: return the packed signs and the scale.
         #   Tools: torch.nn.functional.pad, shifts of uint8.
@@ -225,12 +228,12 @@ class Sign:
         """Return the numbers that the signs stand for: plus or minus the scale.
 
         Args:
-            payload: bytes from ``encode``; more bytes may follow.
+            payload: bytes from ``encode``; other bytes may follow them.
             scale: scale from ``encode``.
             n: number of encoded numbers.
 
         Returns:
-            (n,), float32.
+            The numbers, (n,), in float32.
         """
         # TODO 4.11: unpack the signs, and return as many as there are.
         #   Tools: shifts of uint8, torch.where.
@@ -242,16 +245,17 @@ class Sign:
 
 
 def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
-    """Average a gradient that is encoded both on its way to the ranks that sum it and back.
+    """Average a gradient, encoding it on its way to the ranks that sum it and on its way back.
 
-    Rank r owns chunk r of N, as cut by ``tensor_split``. Two ranks, with Sign:
+    Rank r owns chunk r of N, as cut by ``tensor_split``. For two ranks and ``Sign``:
         rank 0    gradient  3  1 |  4  2     encoded in chunks    2  2 |  3  3
         rank 1    gradient  2 -4 | -1  1     encoded in chunks    3 -3 | -1  1
     1.  Each owner gets its chunk from all ranks, and takes the mean:   2.5 -0.5 |  1  2
-    2.  It encodes the mean again, and all ranks get it:                1.5 -1.5 | 1.5 1.5
-    The owner bears the error of the second rounding: for its own chunk, it counts as sent what it
+    2.  It encodes the mean, and sends it to all ranks:                 1.5 -1.5 | 1.5 1.5
+    The owner bears the error of the second rounding: what it has sent of its own chunk is what it
     first encoded, minus N times what the second rounding took from the mean. So rank 0 has sent
-    2 - 2·(2.5 - 1.5), 2 - 2·(-0.5 + 1.5), 3 and 3, that is, 0, 0, 3, 3; rank 1: 3, -3, 0, 0.
+    2 - 2·(2.5 - 1.5) and 2 - 2·(-0.5 + 1.5) of its own chunk, and 3 and 3 of the other chunk, that
+    is, 0, 0, 3, 3; and rank 1 has sent 3, -3, 0, 0.
 
     Args:
         gradient: (n,), floating-point; differs from rank to rank. n need not be a multiple of N,
@@ -260,14 +264,14 @@ def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
         group: the ranks that take part; all ranks by default.
 
     Returns:
-        The mean, bit for bit the same on all ranks, and what this rank has sent, as above; both in
-        the gradient's dtype.
+        The mean, bit for bit the same on all ranks, and what this rank has sent, as explained
+        above. Both are in the gradient's dtype.
 
-    Cost: at most 2(N-1)(b + 8) bytes, where b is the number of bytes into which the codec encodes a
-        chunk of n/N entries, rounded up.
+    Cost: at most 2(N-1)(b + 8) bytes, where b is the number of bytes in which the codec encodes a
+        chunk of n/N entries (rounded up).
 
-    Source: Tang et al. 2021 (ICML), whose server error is that of the second rounding; Seide et al.
-        2014 (Interspeech).
+    Source: Tang et al. 2021 (ICML), where the error of the second rounding is called server error;
+        Seide et al. 2014 (Interspeech).
     """
     # TODO 4.11: send each owner its chunk in codes, average there, and send all the mean in codes.
     #   Tools: torch.Tensor.tensor_split, dist.all_to_all_single (on uint8), torch.Tensor.view,

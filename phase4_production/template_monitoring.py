@@ -25,9 +25,9 @@ T = TypeVar("T")
 class StepTimer:
     """Splits the time of each step into data, compute, exposed communication and the rest.
 
-    A step of 100 ms that waits for the all-reduce inside compute:
+    For example, in this step of 100 ms, the wait for the all-reduce is inside the compute part:
         part("data")             ████                      20 ms
-        part("compute")              ████████   ████       60 ms, without the part inside
+        part("compute")              ████████   ████       60 ms, without the inner part
         part("communication")                ███           15 ms
         the rest                                    █       5 ms
 
@@ -50,9 +50,9 @@ class StepTimer:
 
         Args:
             clock: function that returns the time, in seconds.
-            synchronize: function that waits until the device has finished. Called before each
-                reading of the clock, because a GPU's kernels may still be running when the call
-                that starts them returns.
+            synchronize: function that waits until the device has finished its work. It is called
+                before each reading of the clock, because a GPU's kernels may still be running when
+                the call that starts them returns.
         """
         # TODO 4.14: keep the arguments, and that no part is open; the first step begins now.
         #   Tools: none.
@@ -67,15 +67,16 @@ class StepTimer:
         """Charge the time inside the ``with`` statement to a part of the step.
 
         Parts may be nested: time in the inner part does not count towards the outer one. An error
-        inside a part also ends it, and is passed on. A part that is entered several times in a step
+        inside a part ends the part and propagates. A part that is entered several times in a step
         gets the sum of its times.
 
         Args:
             name: name of the part.
 
         Raises:
-            ValueError: there is no such part. The message names it, and the parts that exist.
-                Raised on entry: the code inside does not run, and nothing else changes.
+            ValueError: no part has this name. The message contains this name and the names of the
+                existing parts. The error is raised on entry: the code inside does not run, and
+                nothing else changes.
 
         Cost: no communication.
         """
@@ -88,10 +89,10 @@ class StepTimer:
         )
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield what the loader yields, and charge the wait for it to data.
+        """Yield the loader's batches, and charge the time spent waiting for them to ``data``.
 
-        Starting the loader counts too, and so does the last wait, which yields no batch: it counts
-        for the step that follows. A batch is requested only when the loop asks for it.
+        Starting the loader counts too, and so does the last wait, which yields no batch; it is
+        charged to the step that follows. Each batch is requested only when the loop asks for it.
 
         Args:
             loader: iterable of batches, perhaps empty.
@@ -111,7 +112,8 @@ class StepTimer:
 
         Returns:
             The times of the step that ends. ``step_s`` counts from the end of the previous step or,
-            for the first step, from the creation of the timer. Time in no part is ``rest_s``.
+            for the first step, from the creation of the timer. Time outside all parts is
+            ``rest_s``.
 
         Cost: no communication.
         """
@@ -127,7 +129,7 @@ class StepTimer:
 def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
     """Return the times of all ranks, in rank order, on every rank.
 
-    All ranks of the group call this; once in many steps is enough.
+    All ranks of the group call this, but they need not do so in every step.
 
     Args:
         times: times of this rank's step. They are sent without rounding.
@@ -147,9 +149,9 @@ def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
 def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
     """Return how many samples per second the job processes: the same value on all ranks.
 
-    This is the samples of all ranks divided by the time of the slowest rank, because the job
-    continues only when that one is done. Ranks with 300 samples in 1 s and 100 in 2 s: 400 / 2 s =
-    200 samples/s.
+    The result is the number of samples of all ranks, divided by the time of the slowest rank,
+    because the job continues only when that rank is done. For example, if one rank processes 300
+    samples in 1 s, and another 100 samples in 2 s, the result is 400 / 2 s = 200 samples/s.
 
     Args:
         num_samples: number of samples that this rank has processed; may be 0.
@@ -173,21 +175,23 @@ def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
 def count_flops(step: Callable[[], object]) -> int:
     """Return how many floating-point operations a step executes.
 
-    A product of an (m, k) and a (k, n) matrix takes 2·m·k·n. The backward pass of a linear layer
-    takes as many for the gradient of its weight, and as many again for that of its input. Tensors
-    that need no gradient, such as the input of the first layer or frozen weights, take none.
+    A product of an (m, k) and a (k, n) matrix takes 2·m·k·n operations. The backward pass of a
+    linear layer takes as many as its forward pass for the gradient of the weight, and as many again
+    for the gradient of the input. For tensors that need no gradient, such as the input of the first
+    layer or frozen weights, the backward pass takes none.
 
     With activation checkpointing, the second forward pass is executed too, so it counts. Model
     FLOPs, which ``mfu`` needs, are those of a step without checkpointing.
 
     Args:
-        step: function that runs a step on one rank, forward and backward. It is called once;
-            counting does not change what it does, random numbers included. Nothing is printed.
+        step: function that runs a step on one rank, forward and backward. It is called once.
+            Counting does not change what it does, or which random numbers it draws. Nothing is
+            printed.
 
     Returns:
         FLOPs of matrix products and convolutions. Activations, norms and the addition of biases are
         not counted: in a large model, they take little time in comparison. Nor are fused kernels
-        that torch's counter does not know, such as that of attention on a CPU.
+        that torch's counter does not know, such as the attention kernel for CPUs.
     """
     # TODO 4.15: call the step and return its FLOPs.
     #   Tools: FlopCounterMode, its argument display and its get_total_flops.
@@ -201,12 +205,12 @@ def count_flops(step: Callable[[], object]) -> int:
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = None) -> float:
     """Return the model FLOPs utilisation of the job: the same value on all ranks.
 
-    This is the model FLOPs of all ranks, divided by what all their devices could do at peak in the
-    time of the slowest rank. Ranks with 3e12 and 1e12 FLOPs in steps of 10 ms, on devices of 1e15
-    FLOP/s: 4e12 / (2e15 · 0.01) = 0.2.
+    The result is the number of model FLOPs of all ranks, divided by what all their devices could do
+    at peak in the time of the slowest rank. For example, two ranks with 3e12 and 1e12 FLOPs in
+    steps of 10 ms, on devices with a peak of 1e15 FLOP/s, give 4e12 / (2e15 · 0.01) = 0.2.
 
     Args:
-        flops: model FLOPs of this rank's share of the batch; they may differ between ranks.
+        flops: model FLOPs of this rank's share of the batch; ranks may have different numbers.
         step_s: duration of this rank's step, waiting included; above 0.
         peak_flops_per_s: peak of this rank's device, in the dtype of the matrix products; above 0.
         group: the ranks of the job; all ranks by default.
@@ -248,7 +252,7 @@ class StragglerDetector:
     """Detects which ranks are slow, and in which part of a step.
 
     In synchronous training, a step takes equally long on all ranks, because the fast ranks wait. So
-    only the ranks' own work is compared, which is data and compute:
+    the detector compares only the ranks' own work, that is, data and compute:
                  data_s   compute_s   communication_s   own work   ratio
         rank 0     0.01        0.10              0.11       0.11     1.0
         rank 1     0.12        0.10              0.00       0.22     2.0    a straggler in data
@@ -275,20 +279,21 @@ class StragglerDetector:
     def add(self, times: StepTimes) -> list[Straggler]:
         """Add the times of a step, and judge the ranks when the window is full.
 
-        All ranks of the group call it after every step. The next window begins empty.
+        All ranks of the group call this after every step. After a full window, the next one begins
+        empty.
 
         Args:
             times: times of this rank's step.
 
         Returns:
-            The stragglers, sorted by their rank in the group; the same on all ranks. Empty in steps
-            that do not fill the window. All medians are low medians: of two in the middle, the
-            lower one.
+            The stragglers, sorted by their rank in the group; the same on all ranks. The list is
+            empty after steps that do not fill the window. All medians are low medians: of the two
+            values in the middle, the lower one.
 
             own work   the median over the window of the rank's data_s + compute_s
             ratio      the rank's own work over the median of all ranks' own work; inf if that is 0
-            part       data or compute, whichever exceeds the median of all ranks by more seconds;
-                       for each rank and part, the median over the window counts
+            part       data or compute, whichever exceeds the median of all ranks by more seconds,
+                       where each rank's value is its median over the window
 
         Cost: nothing is sent, except for one collective per window, to which each rank contributes
             24 bytes.

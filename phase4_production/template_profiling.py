@@ -30,7 +30,7 @@ def profile_steps(
 ) -> Path:
     """Run some steps, and record the last ones in a trace for Perfetto.
 
-    With the defaults, where the warm-up absorbs the slow first use of the profiler:
+    With the defaults, five steps run, and the warm-up absorbs the slow first use of the profiler:
         step(0)    step(1)    step(2)    step(3)    step(4)
         off        warm-up    recorded   recorded   recorded   -> rank-00003.json
 
@@ -40,14 +40,14 @@ def profile_steps(
         step: function that runs a training step; called with 0, 1, …, in order.
         folder: folder for the traces, created if it is missing.
         wait: number of steps that run without the profiler.
-        warmup: number of steps that run with a profiler that keeps nothing.
+        warmup: number of steps that run with the profiler on, but are not recorded.
         active: number of steps that are recorded, at least 1. Each is enclosed in an event
             ``ProfilerStep#…``.
         group: the ranks that are profiled; all ranks by default.
 
     Returns:
-        The path of this rank's file, such as ``folder/rank-00003.json``, with at least five digits:
-        a trace in Chrome's format. The profiler is off again.
+        The path of this rank's trace, such as ``folder/rank-00003.json``; the rank is written with
+        at least five digits. The trace is in Chrome's format. On return, the profiler is off again.
     """
     # TODO 4.18: run the steps under the profiler, and write the trace of this rank.
     #   Tools: profile, schedule (its repeat), on_trace_ready, export_chrome_trace, profiler.step.
@@ -59,28 +59,28 @@ def profile_steps(
 
 
 def exposed_communication(trace: Path) -> Exposed:
-    """Return how much of a step is communication, and how much of that no computation hides.
+    """Return how long a step communicates, and for how much of that time it does not compute.
 
-    One step, in ms; two collectives overlap, and 3 ms of communication are exposed:
+    In this step, two collectives overlap, and 3 ms of communication are exposed (times in ms):
         compute         ████████        ████          0 to 4 and 8 to 10
         communication       ▒▒▒▒▒▒                    2 to 5
-                                ▒▒▒▒▒▒                4 to 7            together 5, of which 3
+                                ▒▒▒▒▒▒                4 to 7            together: 2 to 7
         step            ────────────────────          0 to 10           exposed: 4 to 7
 
-    Events that count, all with ph "X"; ts and dur are in µs:
+    Only the following events count, all of which have ph "X"; ts and dur are in µs:
         a step           cat is "user_annotation", name begins with "ProfilerStep#"
         communication    cat is "kernel", name begins with "nccl"
-                         cat is "user_annotation", name begins with "gloo:"
-        computation      if any event's cat is "kernel": the other events with this cat
-                         else cat is "cpu_op", name begins with "aten::", and pid and tid are those
-                         of a step: launching and waiting have other names
+                         or cat is "user_annotation", name begins with "gloo:"
+        computation      if any event's cat is "kernel": all other events with this cat
+                         otherwise: cat is "cpu_op", name begins with "aten::" (launching and
+                         waiting have other names), and pid and tid are those of a step
 
-    Events of all streams and threads count together: where two overlap, the time counts once. Of an
-    event that lies partly outside the steps, only the part inside counts. Steps don't overlap.
+    Events of all streams and threads count together: where two overlap, the time counts once. If an
+    event lies partly outside the steps, only the part inside them counts. Steps don't overlap.
 
     Args:
-        trace: trace of one rank, as from ``profile_steps``; the events are under ``traceEvents``,
-            in any order.
+        trace: trace of one rank, as written by ``profile_steps``; the events are under
+            ``traceEvents``, in any order.
 
     Returns:
         Seconds per step, averaged over the steps.

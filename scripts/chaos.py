@@ -3,11 +3,12 @@
     python -m scripts.chaos --minutes 3 --ranks 3
     python -m scripts.chaos --config configs/config.yaml --ranks 4 --epochs 12
 
-The configuration is trained twice. The second time, at moments that --seed determines, ranks are
-killed (SIGKILL) or stopped (SIGSTOP, which the others see as a lost connection; for a moment or
-until they give up), and torchrun itself is killed. If torchrun ends early, the same command is
-started again. In the end, the last checkpoints of both runs must be equal bit for bit: parameters,
-optimizer, generators, everything. out/chaos/gantt.png shows what happened.
+The configuration is trained twice. During the second run, at moments that --seed determines, ranks
+are killed (SIGKILL) or stopped (SIGSTOP), and torchrun itself is killed. A stopped rank looks to
+the others as if its connection were lost; it continues after a moment, or once they have given up.
+If torchrun ends early, the same command is started again. In the end, the last checkpoints of both
+runs must be equal bit for bit: parameters, optimizer, generators, everything. out/chaos/gantt.png
+shows what happened.
 
 Exit codes: 0 equal · 1 not equal, or a training run has failed · 78 wrong configuration.
 """
@@ -40,16 +41,16 @@ from distlab.production.launching import environment
 from distlab.production.program import config_of
 
 KINDS = ("kill", "pause", "stop", "agent")
-GAP_S = (2.0, 8.0)  # time from when all ranks are running to the next blow
+GAP_S = (2.0, 8.0)  # time from when all ranks are running until the next blow
 STOPPED_S = {"pause": 2.0, "stop": math.inf}  # longest stop; ends earlier if any rank is down
 KEYS = {"heartbeat_timeout_s": "10", "save_every": "20"}  # defaults
-HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # codes after which a restart cannot help
+HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # exit codes after which a restart cannot help
 MAX_STARTS = 200
 LOOK_S = 0.1
 
 
 def main() -> int:
-    """Train twice, compare, draw."""
+    """Train without and with disturbances, and compare the results."""
     options, keys = _parser().parse_known_args()
     given = {"config": options.config, **KEYS, **split_arguments(keys)}
     try:
@@ -91,14 +92,14 @@ def _bar() -> Progress:
 
 
 def _endless(kinds: Sequence[str], random: Random) -> Iterator[str]:
-    """Yield each kind once, then random ones."""
+    """Yield each kind once, then random kinds forever."""
     yield from kinds
     while True:
         yield random.choice(kinds)
 
 
 class Blows:
-    """Disturbs ranks at random moments, with one kind of blow after another."""
+    """Disturbs a run at random moments, with one kind of blow after another."""
 
     def __init__(self, kinds: Iterable[str], seed: int, num_ranks: int, duration_s: float) -> None:
         self.random, self.num_ranks, self.duration_s = Random(seed), num_ranks, duration_s
@@ -152,7 +153,7 @@ class Chaos:
     """
 
     def __init__(self, given: dict[str, str], num_ranks: int, out: Path) -> None:
-        """Empty the output folder.
+        """Check the configuration, and empty the output folder.
 
         Raises:
             ConfigError: The configuration is wrong.
@@ -163,10 +164,10 @@ class Chaos:
         out.mkdir(parents=True)
 
     def train(self, name: str, bar: Progress, blows: Blows | None = None) -> None:
-        """Train to the end; if there are blows, draw a chart of what happened.
+        """Train to the end; with ``blows``, disturb the run, and then draw what happened.
 
         Raises:
-            TrainingFailedError: The run does not finish, however many times it is started.
+            TrainingFailedError: The run has failed, and another start would not help.
         """
         (self.out / name).mkdir()
         task, self.starts = bar.add_task(name, total=None), 0
@@ -215,7 +216,7 @@ class Chaos:
             raise TrainingFailedError(f"the training says {code or 1}: see {self._log(name)}")
 
     def compare(self, blows: Blows) -> int:
-        """Compare the last checkpoints, and report; return 0 if they are equal bit for bit."""
+        """Compare the last checkpoints of both runs, and report; return 0 if all bits are equal."""
         counts = Counter(blow.kind for blow in blows.given)
         kinds = ", ".join(f"{number} x {kind}" for kind, number in sorted(counts.items()))
         print(f"{len(blows.given)} blows ({kinds}); torchrun was started {self.starts} times")

@@ -1,6 +1,6 @@
 """Draw the course in one picture: ``python scripts/course_map.py`` writes docs/images/course.svg.
 
-The lessons are those of course.toml.
+The lessons come from course.toml.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def draw_loop(axes: Axes) -> None:
 
 
 def draw_phase(axes: Axes, box: Box, phase: Phase, colour: str) -> None:
-    """Draw a phase with its lessons: the title and the file of each, and the open task."""
+    """Draw a phase: the title and the file of each lesson, and the open task."""
     box.draw(axes, colour)
     box.head(axes, f"{phase.number}  {phase.title}")
     box.body(axes, f"{len(phase.tasks)} tasks, {phase.points} points")
@@ -116,7 +116,7 @@ def draw_band(axes: Axes, box: Box, text: str) -> None:
 
 
 def draw_worlds(axes: Axes) -> None:
-    """Draw the worlds that run the same code."""
+    """Draw the worlds in which the same code can run."""
     for box, (head, body) in zip(columns(len(WORLDS), 0.2, 9.8), WORLDS, strict=True):
         box.draw(axes, PALE)
         box.head(axes, head)
@@ -142,7 +142,7 @@ def picture() -> Figure:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the picture to its file."""
     rcParams["svg.hashsalt"] = "course"  # makes the file reproducible
     rcParams["svg.fonttype"] = "none"  # text instead of outlines: a quarter of the size
     picture().savefig(PICTURE, metadata={"Date": None})

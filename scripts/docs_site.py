@@ -1,7 +1,7 @@
-"""Hooks for mkdocs: the site is the repository's own Markdown, at the same paths.
+"""Hooks for mkdocs: the site consists of the repository's Markdown files, at the same paths.
 
-Links between files therefore work unchanged on the site. mkdocs.yml names this
-file; ``make docs`` runs it.
+Links between files therefore work unchanged on the site. mkdocs.yml names this file as
+a hook; ``make docs`` runs it.
 """
 
 import re
@@ -24,7 +24,7 @@ ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
 def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
-    """Give headings GitHub's anchors."""
+    """Give headings the same anchors as on GitHub."""
     config.mdx_configs["toc"] = {"slugify": lambda text, _: anchor(text), "permalink": True}
     return config
 
@@ -57,7 +57,7 @@ def on_page_markdown(text: str, *, page: "Page", config: "MkDocsConfig", files: 
 
 
 def for_mkdocs(text: str, path: Path) -> str:
-    """Convert the few constructs of a page that GitHub and mkdocs read differently.
+    """Convert the few constructs of a page that GitHub and mkdocs treat differently.
 
     Args:
         text: GitHub's Markdown.
@@ -88,7 +88,7 @@ def _is_in_list(lines: list[str]) -> bool:
 
 
 def _link(link: re.Match[str], path: Path) -> str:
-    """Keep a link to a page; reduce a link to another file of the repository to its text.
+    """Keep a link to a page of the site; replace a link to any other file with its text.
 
     A broken link is kept, so that mkdocs complains.
     """

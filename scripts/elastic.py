@@ -8,8 +8,8 @@ Run the command in one terminal, then again in another: torchrun ends the worker
 Kill the second torchrun and its worker, and the first continues alone. The run trains a small model
 on the bundled digits for 10 epochs. Each time it resumes, it prints the number of workers and the
 step after which it resumes; at the end, it prints the accuracy. ``out/run.jsonl`` records which
-worker trained on which samples. ``echo 0.2 > out/run.pace`` makes each step take 0.2 s longer, even
-during a run.
+worker trained on which samples. ``echo 0.2 > out/run.pace`` makes each step take 0.2 s longer; it
+takes effect even during a run.
 """
 
 import json
@@ -106,7 +106,7 @@ def start_number() -> int:
 
 
 def say(text: str) -> None:
-    """Print on rank 0."""
+    """Print a line on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 

@@ -93,7 +93,7 @@ class MemoryFigure(Figure):
         picture.savefig(self.path, metadata={"Date": None})
 
     def measure(self) -> list[list[tuple[float, int]]]:
-        """Return seconds and live bytes after every operation, by rank."""
+        """Return, for each rank, the time in seconds and the live bytes after every operation."""
         curves: list[list[tuple[float, int]]] = [[] for _ in range(self.ranks)]
         make_devices = Simulation._make_devices
 
@@ -116,7 +116,7 @@ def _advance(
     seconds: float,
     name: str,
 ) -> None:
-    """Advance by the time of an operation, and append the memory in use after it."""
+    """Advance a device by the time of an operation, and record the memory in use after it."""
     advance(seconds, name)
     curve.append((clock.current.clock_s, device.memory.live_bytes))
 
@@ -150,7 +150,7 @@ FIGURES = (*_listed(), MEMORY)
 
 
 def main() -> None:
-    """Draw the figures whose names begin with one of the arguments, by default all."""
+    """Draw the figures whose names begin with one of the arguments; without arguments, all."""
     starts = tuple(sys.argv[1:]) or ("",)
     if not any(figure.name.startswith(starts) for figure in FIGURES):
         sys.exit(f"no figure begins with {' or '.join(starts)}; scripts/figures.csv lists them")

@@ -58,13 +58,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number(folder: Path, *, resume: bool) -> int:
-    """Return the number of the newest run to resume, or of the next one."""
+    """Return the number of the newest run if it is to be resumed, otherwise the next number."""
     newest = max((int(run.name) for run in folder.glob("[0-9]*")), default=0)
     return max(newest, 1) if resume else newest + 1
 
 
 def _data() -> dict[str, object]:
-    """Choose the data. CIFAR-10 is downloaded here once, before there are several processes."""
+    """Choose the data set; download CIFAR-10 once, before there are several processes."""
     try:
         data.load("cifar10")
     except data.DataError as error:

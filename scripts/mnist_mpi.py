@@ -1,4 +1,4 @@
-"""Count the all-reduces in an epoch of MNIST, with gradients sent one by one and in buckets.
+"""Count the all-reduces in an epoch of MNIST: one per gradient, one for all, or one per bucket.
 
     mpirun -np 2 python scripts/mnist_mpi.py
     torchrun --nproc-per-node 2 scripts/mnist_mpi.py
@@ -62,7 +62,7 @@ class Counted:
         self.start(x, group).wait()
 
 
-# Maps a model to the model that a step calls and the function that averages its gradients.
+# Takes a model; returns the model that a step calls, and a function that averages its gradients.
 Way = Callable[[nn.Module, Counted], tuple[nn.Module, Callable[[], None]]]
 
 
@@ -77,7 +77,7 @@ def at_once(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[[],
 
 
 def in_buckets(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[[], None]]:
-    """Sum gradients in buckets during the backward pass; the first, of 1 MiB, holds them all."""
+    """Sum gradients in buckets during the backward pass; the first (1 MiB) has room for all."""
     parallel = DistributedDataParallel(model, all_reduce=counted.start)
     return parallel, parallel.finish_gradient_synchronization
 
@@ -126,7 +126,7 @@ def images(num_images: int) -> tuple[str, Dataset[Sample]]:
 
 
 def shard_of(dataset: Dataset[Sample]) -> DataLoader[Sample]:
-    """Return a loader of this rank's share of an epoch; the last batch may be smaller."""
+    """Return a loader over this rank's share of an epoch; the last batch may be smaller."""
     num_images = len(dataset)  # type: ignore[arg-type]
     mine = shard_indices(num_images, dist.get_rank(), dist.get_world_size(), drop_last=True)
     return DataLoader(Subset(dataset, mine), batch_size=BATCH)

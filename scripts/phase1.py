@@ -35,7 +35,7 @@ def all_reduce_naive() -> None:
 
 
 def all_reduce_recursive_doubling() -> None:
-    """Sum the CNN's gradients by swapping sums in pairs."""
+    """Sum the CNN's gradients by recursive doubling, with sums swapped in pairs."""
     collectives.all_reduce_recursive_doubling(torch.ones(MODEL_ELEMENTS))
 
 
@@ -61,7 +61,7 @@ def exchange() -> None:
 
 
 def measure() -> None:
-    """Print the time of each all-reduce by size."""
+    """Print the time of each all-reduce for each size."""
     sizes = [4**k for k in range(2, 13, 2)]
     times = collectives.measure_all_reduce(collectives.ALL_REDUCES, sizes)
     if dist.get_rank() == 0:

@@ -42,7 +42,7 @@ def memory_of_micro_batches() -> None:
 
 
 def accumulate_over_ranks() -> None:
-    """Take one step of a two-layer model on 4, 3, 4 and 2 micro-batches of 512 rows, by rank."""
+    """Take one step of a two-layer model; ranks have 4, 3, 4 and 2 micro-batches of 512 rows."""
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = (2048, 1536, 2048, 1024)[dist.get_rank()]
@@ -113,7 +113,7 @@ def _losses(model: nn.Module, scaler: LossScaler, loss_sum: LossSum) -> list[flo
 
 
 def _small_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """Weight the loss as if it were one of several."""
+    """Return the loss with a small weight, as if it were one of several losses."""
     loss, num_targets = cross_entropy_sum(model, batch)
     return SMALL_WEIGHT * loss, num_targets
 
@@ -124,7 +124,7 @@ def _small_loss_in_float32(model: nn.Module, batch: Batch) -> tuple[Tensor, int]
 
 
 def _losses_of_half(model: nn.Module) -> list[float]:
-    """Train with only the dtype changed: weights, gradients and Adam in float16."""
+    """Train entirely in float16: weights, gradients and Adam's state."""
     optimizer, (images, labels) = torch.optim.Adam(model.parameters(), lr=LR), _share_of_digits()
     losses = []
     for _ in range(NUM_STEPS):
@@ -164,7 +164,7 @@ def model_parallel() -> None:
 
 # pipeline_parallel
 
-STAGES, MICRO_BATCHES, LAYERS = 4, 8, 4  # LAYERS per stage
+STAGES, MICRO_BATCHES, LAYERS = 4, 8, 4  # LAYERS is per stage
 WIDTH, ROWS = 200, 50
 
 
@@ -216,7 +216,7 @@ def tensor_block() -> None:
 
 
 def sequence_block() -> None:
-    """Run the block with the positions between its layers split as well."""
+    """Run the block with everything outside attention and MLP split by positions as well."""
     block, x = large_block(2048 // dist.get_world_size())
     tensor_parallel.parallelize_block(block)
     block(x).sum().backward()

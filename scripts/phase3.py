@@ -49,7 +49,7 @@ def ring_reduce_scatter() -> None:
 
 
 def ring_all_reduce() -> None:
-    """Sum the gradients on all ranks."""
+    """Sum the gradients around the ring, on all ranks."""
     ring_allreduce.ring_all_reduce(torch.empty(GRADIENTS, device="meta"))
 
 
@@ -133,7 +133,7 @@ ddp_per_parameter = partial(step_with, PerParameterDataParallel)
 
 
 def bounded_staleness() -> None:
-    """Serve on rank 0 with a staleness of 2; the last worker is 4 times as slow as the others."""
+    """Serve on rank 0 with a staleness of 2; the last worker takes 4 times as long as others."""
     rank, workers = dist.get_rank(), [*range(1, dist.get_world_size())]
     shard, num_steps = torch.zeros(1_000_000), 6
     if rank == 0:

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 scripts/phase4.py out/run 1000
 
 It trains a small model for 1000 steps, with a checkpoint every 50 steps in ``out/run``, and prints
-the step where it starts and the final parameters, which do not depend on interruptions.
+the step at which it starts and the final parameters, which do not depend on interruptions.
 """
 
 import signal
@@ -29,7 +29,7 @@ class Run:
     """The model, and the state from which its training continues."""
 
     def __init__(self) -> None:
-        """Start with a different dropout seed on each rank."""
+        """Build the model and its training state, with a different dropout seed on each rank."""
         torch.manual_seed(0)
         self.x = torch.randn(NUM_SAMPLES, 8)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def train(run: Run, folder: Path, num_steps: int) -> None:
-    """Continue from the newest checkpoint, and stop when all ranks agree to."""
+    """Train from the newest checkpoint to the last step, or until all ranks agree to stop."""
     first = resume(run, folder)
 
     def save(step: int) -> None:
@@ -110,7 +110,7 @@ def parameters_of(model: nn.Module) -> str:
 
 
 def say(text: str) -> None:
-    """Print on rank 0."""
+    """Print a line on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 

@@ -89,7 +89,7 @@ def text_of_template(template: str, solution: str, tasks: Sequence[Task]) -> str
 
 
 class _Merge:
-    """One template and its solution."""
+    """Merges a template with its solution."""
 
     def __init__(self, template: Source, solution: Source, tasks: Sequence[Task]) -> None:
         self.template, self.solution = template, solution
@@ -107,7 +107,7 @@ class _Merge:
 
         Args:
             body: Statements of the module or of a class.
-            prefix: Qualified name of the class, with a dot.
+            prefix: Qualified name of the class, followed by a dot; "" for the module.
             start: Number of lines of the solution before the statements.
         """
         for node in body:
@@ -136,7 +136,7 @@ class _Merge:
             yield from lines[_start(node) : _end(node)]
 
     def _body_of_stub(self, name: str, indent: str) -> str:
-        """Return the template's TODO, or one to fill in, and the statement that raises."""
+        """Return the template's TODO, or one to fill in, and the statement that raises an error."""
         task, stub = self.stubs[name], self.template.names.get(name)
         todo = (
             f"{indent}# TODO {task.id}: {TO_FILL_IN}\n{indent}#   Tools: \n{indent}#   Example: \n"
@@ -147,7 +147,7 @@ class _Merge:
 
 
 def _error(message: str, where: str, indent: str) -> str:
-    """Return the statement that raises, formatted as ruff would format it."""
+    """Return the statement that raises the error, formatted as ruff would format it."""
     inside = indent + 4 * " "
     head, end = f"{indent}raise NotImplementedError(", ")\n"
     for text in (

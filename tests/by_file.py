@@ -1,8 +1,8 @@
-"""Distribution of the tests over pytest's processes: file by file, but the bank task by task.
+"""Distribute tests to pytest-xdist's workers by file, and the bank of wrong answers by task.
 
-Whatever the tests of a file share, such as the run of a world, is thus computed only once.
-pytest-xdist can also group tests by a mark, but it appends the mark to their ids, and pytest 9.2
-no longer accepts such ids.
+That way, anything that the tests of a file share, such as the results of running a world, is
+computed only once. pytest-xdist could also group tests by a mark, but it appends the mark to their
+ids, and pytest 9.2 no longer accepts such ids.
 """
 
 import re
@@ -13,7 +13,7 @@ TASK_OF_THE_BANK = re.compile(r".*wrong_answers/test_bank\.py::\w+\[[\d.]+ ")
 
 
 class ByFile(LoadScopeScheduling):
-    """Sends the tests of a file to one process, in collection order."""
+    """Sends the tests of a file, or of a task in the bank, to one worker, in collection order."""
 
     def _split_scope(self, nodeid: str) -> str:
         of_a_task = TASK_OF_THE_BANK.match(nodeid)

@@ -1,7 +1,7 @@
-"""Settings for all tests: the tiers, ctrl-C, the grader, and processes that share the tests.
+"""Settings for all tests: the tiers, ctrl-C, the grader, and pytest-xdist's workers.
 
-A grading suite that runs without the grader must not look graded. Processes that share the tests
-also share the cores, so each computes with one thread.
+A grading suite that runs without the grader must not look as if it had been graded. Workers share
+the machine's cores, so each of them computes with one thread.
 """
 
 import os
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tiers
 
-# A shell that starts pytest in the background makes it ignore ctrl-C, and the programs that
-# the tests start would inherit that: tests that send ctrl-C would wait in vain.
+# A shell that starts pytest in the background makes it ignore ctrl-C. Programs that the tests start
+# would ignore it too, and tests that send them ctrl-C would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,11 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to run without the grader; with several processes, limit each to one thread.
+    """Refuse to run without the grader; with several workers, limit each to one thread.
 
-    pytest-xdist's workers inherit the number of threads, as do the programs that tests start.
-    OpenMP threads wait for one another by spinning: with more threads than cores, a training run
-    in a test took six times as long, and starved the other tests.
+    pytest-xdist's workers inherit the number of threads, and so do the programs that tests start.
+    OpenMP threads spin while they wait for one another. With more threads than cores, a training
+    run in a test took six times as long, and starved the other tests.
 
     Raises:
         UsageError: The grader is not loaded, because pytest ignores the course's settings.
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute the tests as ``by_file`` does, whatever ``--dist`` says."""
+    """Distribute the tests with ``by_file``'s scheduler, whatever ``--dist`` says."""
     from by_file import ByFile  # not at the top: xdist may be missing
 
     return ByFile(config, log)

@@ -1,4 +1,4 @@
-"""Phases that a school has added: the rules of form apply only to the course's own."""
+"""Leave out phases that a school has added: the course's rules of form do not apply to them."""
 
 import re
 import shutil
@@ -12,13 +12,13 @@ _HEAD = re.compile(r"^\[\[phase\]\]\nnumber = (9|\d\d+)$", re.MULTILINE)
 
 
 def shipped(course: Course) -> Course:
-    """Return the course without the phases from number 9 on."""
+    """Return the course without a school's own phases, which are those from number 9 on."""
     phases = tuple(phase for phase in course.phases if phase.number < FIRST_OWN)
     return replace(course, phases=phases)
 
 
 def copy_shipped(root: Path, target: Path) -> None:
-    """Copy course.toml into a folder, without the school's phases, which come last."""
+    """Copy course.toml into a folder, without a school's own phases, which come last."""
     shutil.copy(root / FILE, target)
     text = (target / FILE).read_text(encoding="utf-8")
     (target / FILE).write_text(_HEAD.split(text)[0], encoding="utf-8")

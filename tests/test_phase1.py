@@ -2,7 +2,7 @@
 
 The bodies, in tests/phase1, run on every rank, take the learner's lesson as their first argument,
 and return values. The judges, tests/phase1/judge_*.py, check these values and the bytes, messages
-and times of the run, task by task; pytest collects them from here.
+and times of the run, task by task; pytest collects their tests from here.
 """
 
 import sys

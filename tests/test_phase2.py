@@ -1,8 +1,8 @@
-"""The grading suite of Phase 2: less memory on one device, models split over several.
+"""The grading suite of Phase 2: less memory on one device, and models split over several.
 
 The bodies, in tests/phase2, run on every rank, take the learner's lesson as their first argument,
 and return values. The judges, tests/phase2/judge_*.py, check these values and the bytes, messages,
-memory and times of the run, task by task; pytest collects them from here.
+memory and times of the run, task by task; pytest collects their tests from here.
 """
 
 import sys

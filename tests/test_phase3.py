@@ -2,7 +2,7 @@
 
 The bodies, in tests/phase3, run on every rank, take the learner's lesson as their first argument,
 and return values. The judges, tests/phase3/judge_*.py, check these values and the bytes, messages,
-memory and times of the run, task by task; pytest collects them from here.
+memory and times of the run, task by task; pytest collects their tests from here.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""The two tiers of tests: ``make test`` runs the first, ``make test-all`` everything.
+"""The two tiers of tests: ``make test`` runs the first, and ``make test-all`` runs both.
 
-The first tier holds the tests that anyone should run after a change. The second adds whole programs
-on real processes, kill campaigns, comparisons with other libraries, with published figures and with
-figures quoted on pages, and each task's wrong answers beyond the first. A file named on the command
-line always runs in full.
+The first tier holds the tests that anyone should run after a change. The second tier adds tests of
+whole programs on real processes, kill campaigns, comparisons with other libraries, with published
+figures and with the figures that the pages quote, and all but one of each task's answers in the
+bank. A file that is named on the command line always runs in full.
 """
 
 import re
@@ -82,13 +82,13 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def is_left_out(path: Path, config: pytest.Config) -> bool:
-    """Return whether a file or folder is skipped because only the first tier runs."""
+    """Return whether a file or folder is skipped, because only the first tier is to run."""
     listed = path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix() in SECOND_TIER
     return listed and not config.getoption("--all") and not _is_named(path, config)
 
 
 def leave_out_answers(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Keep one test of the bank per task if only the first tier runs."""
+    """Keep only one test of the bank per task if only the first tier runs."""
     if config.getoption("--all") or _is_named(TESTS / BANK, config):
         return
     seen: set[str] = set()

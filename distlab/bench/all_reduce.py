@@ -86,7 +86,7 @@ TASKS_3 = ("3.3", "3.4", "3.5", "3.6")
 GLOO, COPIED, REGISTERED = "gloo", "shared memory", "registered"
 SIZES_BYTES = (2**16, 2**20, 2**22, 2**24, 100 * 2**20, 2**28)
 WARM_UPS = 2
-TIMEOUT_S = 3600.0  # 256 MiB on 4 ranks take minutes
+TIMEOUT_S = 3600.0  # summing 256 MiB on 4 ranks takes minutes
 AHEAD_S = 5e-4  # how far ahead the common start is set: about as long as agreeing on it takes
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5)
 PINGS, PING_BYTES = 50, (8, 2**22)
@@ -98,7 +98,7 @@ AllReduce = Callable[[Tensor], object]
 
 @dataclass(frozen=True)
 class Times:
-    """Measurements, identical on all ranks.
+    """What was measured; identical on all ranks.
 
     Attributes:
         seconds: Seconds of each run, from the common start until the last rank has its sum, by
@@ -118,7 +118,7 @@ class Times:
         ]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return a row per contestant; its cells have the median above the multiple of gloo's."""
+        """Return a row per contestant; cells have the median and, below it, the ratio to gloo's."""
         return [
             (
                 name,
@@ -172,7 +172,7 @@ def phase_3(ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | 
 
 
 def measure_on_rank(lesson: Lesson, sizes_bytes: Sequence[int], repeats: int) -> Times:
-    """Measure the contestants, one size after the other; at each size they take turns.
+    """Measure the contestants, which take turns, at one size after another.
 
     Raises:
         ValueError: A sum is wrong.
@@ -232,7 +232,7 @@ def _checked(name: str, all_reduce: AllReduce, x: Tensor) -> None:
 
 
 def start_together() -> float:
-    """Wait for a start that all ranks agree on, and return it; a host's ranks share a clock."""
+    """Wait until a time that all ranks agree on, and return it; ranks on a host share a clock."""
     dist.barrier()
     start_s = torch.tensor([perf_counter() + AHEAD_S], dtype=torch.float64)
     harness.of_all_ranks(start_s)
@@ -242,7 +242,7 @@ def start_together() -> float:
 
 
 def _alpha_beta() -> tuple[float, float]:
-    """Measure a message between ranks 0 and 1: seconds = α + bytes · β."""
+    """Return α and β of a message between ranks 0 and 1, which takes α + bytes · β seconds."""
     small_s, large_s = (_message_s(size) for size in PING_BYTES)
     beta = (large_s - small_s) / (PING_BYTES[1] - PING_BYTES[0])
     costs = torch.tensor([small_s - PING_BYTES[0] * beta, beta], dtype=torch.float64)

@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     bucket_mib: float = 64.0  # large enough for a single bucket
 
 
-# Hooks: ours start as functions that reduce a flat gradient; a lesson's class makes them hooks.
+# Hooks; ours are functions that reduce a flat gradient, which a lesson's class turns into hooks.
 
 TORCHS = {PLAIN: allreduce_hook, FP16: fp16_compress_hook}
 NAMES = (OUR_POWER_SGD, OUR_TOP_K, OUR_INT8, OUR_SIGN, PLAIN, FP16, POWER_SGD)
@@ -82,7 +82,7 @@ def _reduce(name: str, lesson: Lesson, sizes: Sizes) -> Callable[[Tensor, Any], 
 
 
 def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
-    """Train all contestants on this rank's batches, then time their steps, taking turns."""
+    """Train all contestants on this rank's batches, then time their steps in turns."""
     contestants, counts, results = {}, {}, {}
     for name in NAMES:
         contestant = contestants[name] = _contestant(lesson, name, sizes)
@@ -97,7 +97,7 @@ def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
 
 
 def _contestant(lesson: Lesson, name: str, sizes: Sizes) -> Contestant:
-    """Return a model that trains with one of the hooks; all start with the same weights."""
+    """Return a contestant that uses its hook; all contestants start with the same weights."""
     torch.manual_seed(0)
     teacher, module = _model(sizes), _model(sizes)
     torch.manual_seed(1 + dist.get_rank())
@@ -129,7 +129,7 @@ def _mean(loss: float) -> float:
 
 @dataclass
 class Calls:
-    """Counts for a rank's collectives: calls, tensor bytes, and the bytes that a ring sends."""
+    """Counts for a rank's collectives: calls, tensor bytes, and bytes that a ring would send."""
 
     calls: int = 0
     num_bytes: int = 0
@@ -138,7 +138,7 @@ class Calls:
 
 @contextmanager
 def counted_calls() -> Iterator[Calls]:
-    """Count the hooks' collectives in all threads: torch's hooks continue in backend threads."""
+    """Count the hooks' collectives in all threads, as torch's hooks continue in backend threads."""
     total, n = Calls(), dist.get_world_size()
     sent = {  # argument name, and the multiple of its bytes that is sent
         "all_reduce": ("tensor", 2 * (n - 1) / n),

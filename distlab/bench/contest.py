@@ -116,7 +116,7 @@ class Contest:
             ranks: Number of gloo ranks.
             repeats: Number of timed steps per contestant.
             impl: "solution" or "mine".
-            folder: Folder for the files.
+            folder: Folder for the files; None to save nothing.
             sizes: Sizes that replace those of the contest.
 
         Raises:
@@ -143,7 +143,7 @@ class Contest:
     def rows(
         self, measured: Mapping[str, Measured], columns: tuple[Column, ...]
     ) -> list[tuple[str, ...]]:
-        """Return a row per contestant; a rival's cells also show ours as a multiple of its own."""
+        """Return a row per contestant; rivals' cells also show the ratio of our value to theirs."""
         return [
             (name, *(self._cell(measured, name, column) for column in columns)) for name in measured
         ]
@@ -239,7 +239,7 @@ def measure(
 
 
 def counts_of(device: Device, collectives: Collectives) -> Measured:
-    """Return the peak memory, and the number and bytes of collectives."""
+    """Return the peak memory, the number of collectives, and their bytes."""
     return {
         "peak_bytes": device.memory.peak_bytes,
         "collectives": collectives.calls,
@@ -272,7 +272,7 @@ def _local(gradient: Any) -> Tensor:
 def timed(
     contestants: Mapping[str, Contestant], counts: Mapping[str, Measured], repeats: int
 ) -> dict[str, Measured]:
-    """Time the contestants' steps, taking turns; add each count's maximum over all ranks."""
+    """Time the contestants' steps in turns; add each count's maximum over all ranks."""
 
     def start(name: str) -> float:
         contestants[name].model.zero_grad()

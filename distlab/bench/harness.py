@@ -35,7 +35,7 @@ QUARTILES = ("q1", "median", "q3")
 
 
 def now(_name: str) -> float:
-    """Return the time at once, so that a contestant starts without waiting."""
+    """Return the time immediately, so that a contestant starts without waiting."""
     return perf_counter()
 
 
@@ -51,7 +51,9 @@ def in_turns(
     start: Callable[[str], float] = now,
     after_round: Callable[[int, float], None] = lambda number, seconds: None,
 ) -> Tensor:
-    """Return this rank's seconds per run, (contestants, repeats); every second round is in reverse.
+    """Time contestants in turns; return this rank's seconds per run, (contestants, repeats).
+
+    The first round runs them in order, the second in reverse, and so on.
 
     Args:
         contestants: Functions by name; each call is one timed run.
@@ -94,7 +96,7 @@ def print_table(
     texts: Sequence[int] = (0,),
     **style: Any,
 ) -> None:
-    """Print a table and notes below it; outside a terminal, it is as wide as necessary.
+    """Print a table with notes below it; outside a terminal, the table is as wide as necessary.
 
     Args:
         title: Line above the table.

@@ -223,7 +223,7 @@ def _split_by_ours(lesson: Any, model: nn.Sequential) -> nn.Sequential:
 
 
 def _split_by_torch(model: nn.Sequential, *, prepare: bool) -> nn.Sequential:
-    """Split a model; with ``prepare``, query, key and value share one input and its gradient."""
+    """Split a model with torch; with ``prepare``, attention sums its input's gradient only once."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (

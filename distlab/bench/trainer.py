@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Ways to run the trainer, and torch's loop that takes turns with them, if there is one."""
+    """Ways to run the trainer, and the torch loop to compare them with, if there is one."""
 
     ours: Mapping[str, Mapping[str, Any]]  # name of a way -> configuration keys
     theirs: Rival | None
@@ -116,7 +116,7 @@ def matches(ranks: int, model: str) -> list[Match]:
 
 
 def matches_of(names: Sequence[str], ranks: int, model: str) -> list[Match]:
-    """Return the matches, reduced to the named ways to run the trainer; all of them by default.
+    """Return the matches, with only the named ways to run the trainer; by default, with all ways.
 
     Raises:
         ConfigError: A name is unknown; the message lists the known ones.
@@ -204,7 +204,7 @@ Speed = dict[str, Any]  # images_per_s of all ranks by round; mfu, or None witho
 
 
 def compared(ours: Speed, rival: str | None, theirs: Speed | None) -> dict[str, Any]:
-    """Return a table row, with the ratio of the medians and the quartiles of the rounds' ratios."""
+    """Return a row's figures, with the ratio of medians and the quartiles of the rounds' ratios."""
     row = {"ours": ours, "rival": rival, "theirs": theirs, "ratio": None, "ratios": None}
     if theirs is None:
         return row
@@ -235,7 +235,7 @@ def measure_on_rank(
     steps: int,
     repeats: int,
 ) -> dict[str | None, Speed]:
-    """Measure the ways to run the trainer and their rival, taking turns; called on all ranks.
+    """Measure some ways to run the trainer and their rival, in turns; all ranks call this.
 
     Raises:
         ValueError: The mean losses of the first steps differ.

@@ -54,14 +54,14 @@ class Losses(NamedTuple):
     num_images: int = 0
 
     def and_of(self, total: Tensor | float, num_images: int) -> Losses:
-        """Return the sum of these losses and those of more images."""
+        """Return these losses plus those of more images."""
         return Losses(self.total + total, self.num_images + num_images)
 
 
 class Setting(NamedTuple):
     """The configuration, lessons and device that all contestants share."""
 
-    config: Config  # names our strategy
+    config: Config  # includes our strategy
     lessons: Lessons
     device: torch.device
 
@@ -89,7 +89,7 @@ Rival = tuple[str, Callable[[Setting], Train]]  # name and factory
 
 @contextmanager
 def trainer(setting: Setting) -> Iterator[Train]:
-    """Open a training run with telemetry and signal handlers; its messages are not shown."""
+    """Open a training run with telemetry and signal handlers, and discard its messages."""
     with redirect_stderr(io.StringIO()), ExitStack() as stack:
         training: Any = lessons.imagenet_trainer.Training(*setting)
         few = training.batches = _Few(training.batches, setting)
@@ -114,7 +114,7 @@ def trainer(setting: Setting) -> Iterator[Train]:
 
 
 class _Few:
-    """A limited number of the trainer's batches; on a GPU, one batch in its memory, repeated."""
+    """A limited number of the trainer's batches; on a GPU, always the same one, in its memory."""
 
     def __init__(self, batches: Any, setting: Setting) -> None:
         self.batches, self.setting, self.num_steps = batches, setting, 0
@@ -192,7 +192,7 @@ def _plain(
 
 
 def data_parallel(setting: Setting) -> Train:
-    """Return a loop with DistributedDataParallel; each rank keeps its buffers, as in ours."""
+    """Return a loop with DistributedDataParallel; each rank keeps its own buffers, as in ours."""
     model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
     return _plain(setting, model, setting.optimizer(model.parameters()))
 
@@ -208,7 +208,7 @@ def zero_redundancy(setting: Setting) -> Train:
 
 
 def sharded(setting: Setting, *, is_freed: bool) -> Train:
-    """Return a loop with fully_shard; if ``is_freed``, backward passes gather parameters again."""
+    """Return a loop with fully_shard; if ``is_freed``, forward passes free parameters after use."""
     model, mesh = setting.model(), _mesh(setting)
     policy = policy_of(setting.config)
     for module in (*layers_of(model)[1:-1], model):
@@ -267,7 +267,7 @@ class _Contiguous(nn.Module):
 
 
 def tensor_parallel(setting: Setting) -> Train:
-    """Return a tensor-parallel loop; it sums the gradient of each attention's input only once."""
+    """Return a tensor-parallel loop that sums the gradient of each attention's input only once."""
     vit: Any = setting.model()
     split_heads(vit)
     attention, same = "self_attention", (Replicate(), None, None)

@@ -199,7 +199,7 @@ def add_processes(measured: dict[str, Measured], ranks: int, lesson: Lesson, siz
 def resident_on_rank(lesson: Lesson, sizes: Sizes, name: str) -> int:
     """Return the peak memory growth of this process while one contestant trains, in bytes."""
     zero, x = lesson("zero"), _batch(sizes)
-    small = sizes._replace(width=8, layers=1)  # triggers imports on first use
+    small = sizes._replace(width=8, layers=1)  # for imports that happen on first use
     CONTESTANTS[name](zero, small, x[:, :8]).contestant.run()
     before = _resident("VmRSS")
     trained = CONTESTANTS[name](zero, sizes, x)

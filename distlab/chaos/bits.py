@@ -9,7 +9,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 def differences(a: Any, b: Any) -> list[str]:
-    """Return the sorted paths at which two states differ, or at which only one has a value."""
+    """Return the sorted paths at which two states differ or only one of them has a value."""
     first, second = _leaves(a), _leaves(b)
     missing = object()
     return sorted(
@@ -33,7 +33,7 @@ def _leaves(state: Any) -> dict[str, Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return True if two values have the same bits, NaN and signs of 0 included."""
+    """Return True if two values have the same bits, including those of NaN and of signed zeros."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         is_like = a.dtype == b.dtype and a.shape == b.shape
         return is_like and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
@@ -43,7 +43,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def digest(state: Any) -> str:
-    """Return a hash of all names and values in a state, down to the bit."""
+    """Return a hash of a state's paths and values; any changed bit changes it."""
     total = hashlib.sha256()
     for path, leaf in _leaves(state).items():
         total.update(path.encode())

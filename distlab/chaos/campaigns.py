@@ -29,11 +29,11 @@ def run(num_kills: int, num_corruptions: int, impl: str, seed: int) -> list[str]
         impl: "solution" or "mine".
 
     Returns:
-        A line for each of the first failures, and one that names the folder with what was left;
-        empty if nothing failed.
+        A line for each of the first failures, then one that names the folder with the remains; no
+        lines if nothing failed.
 
     Raises:
-        NotThereError, LearnerError: As raised by ``chosen.find``.
+        NotThereError, LearnerError: As for ``chosen.find``.
         CampaignError: The training fails even without kills, or hangs.
     """
     lessons = chosen.find(impl, [TASK])

@@ -31,10 +31,10 @@ class _Damaged(NamedTuple):
 
 
 def run(lessons: Submission, count: int, seed: str, scratch: Path) -> Corruptions:
-    """``count`` times, damage the newest of three checkpoints, load, and check the result.
+    """Damage the newest of three checkpoints ``count`` times, and check what is loaded each time.
 
-    Each time, the damage must be noticed, with a reason, and the previous checkpoint must be loaded
-    bit for bit. If two were damaged, the oldest must be loaded.
+    The damage must be noticed, with a reason, and the previous checkpoint must be loaded, bit for
+    bit as it was saved. If two checkpoints were damaged, the oldest must be loaded.
 
     Args:
         lessons: Submission with ``save_checkpoint`` and ``load_checkpoint``.

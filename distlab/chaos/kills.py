@@ -24,8 +24,8 @@ class Kills(NamedTuple):
 
     kills: int
     inside_saves: int
-    ended: int  # training runs that finished after kills
-    lost_steps: list[int]  # steps that must be repeated, for each kill
+    ended: int  # training runs that finished despite the kills
+    lost_steps: list[int]  # number of steps to repeat after each kill
     failures: list[str]
 
 
@@ -44,15 +44,15 @@ def run(
 
     After each kill, the newest checkpoint must be undamaged, no older than the last one reported
     as saved, and bit for bit equal to the undisturbed run's after the same step. The next start
-    continues from it; at the end, the parameters must be those of the undisturbed run.
+    continues from this checkpoint. At the end, the state must be that of the undisturbed run.
 
     Args:
         training: Training to disturb.
-        count: Number of kills; about every second one is aimed at a save, so that at least a third
-            hit one.
+        count: Number of kills. About every second one is aimed at a save, so that at least a third
+            of all kills happen during a save.
         seed: Seed for the choice of victims and moments.
         scratch: Folder for other files, which does not exist yet.
-        advance: Callback after each kill.
+        advance: Function to call after each kill.
 
     Raises:
         CampaignError: The training fails even without kills, or hangs.
@@ -65,7 +65,7 @@ def run(
 
 
 def _undisturbed(training: Training, log: Path) -> Undisturbed:
-    """Train to the end once, to get the correct results and the time that a run takes."""
+    """Train to the end once, to learn the correct results and how long a run takes."""
     try:
         seconds = _start(training, log, None)
     except launch.LaunchError as error:
@@ -85,7 +85,7 @@ def _start(training: Training, log: Path, death: Death | None) -> float:
 
 
 class _Campaign:
-    """Training runs that are killed, and the results so far."""
+    """A campaign in progress: the training runs that it kills, and the results so far."""
 
     def __init__(
         self, training: Training, undisturbed: Undisturbed, random: Random, scratch: Path
@@ -104,7 +104,7 @@ class _Campaign:
         return self.results
 
     def _death(self) -> Death:
-        """Choose any rank at any moment of the remaining training, or rank 0 during a save."""
+        """Choose a rank's death: any rank at any remaining moment, or rank 0 during a save."""
         random, steps = self.random, self.training.num_steps
         left = steps - self.saved
         if 2 * self.results.inside_saves > self.results.kills:
@@ -152,7 +152,7 @@ class _Campaign:
         return left
 
     def _check_end(self) -> None:
-        """Check the result of a training run after all its restarts, and reset for a new run."""
+        """Check a training run that has reached its end, and prepare for a new one."""
         self._check_left("at the end")
         self.results = self.results._replace(ended=self.results.ended + 1)
         if not self.results.failures:

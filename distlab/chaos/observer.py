@@ -1,4 +1,4 @@
-"""Observe a training run from outside, and chart each rank's states and every ``Blow``."""
+"""Observe a training run from outside, and chart the states of its ranks and every ``Blow``."""
 
 import re
 import time
@@ -39,12 +39,13 @@ class Span:
 class Observer:
     """Records the states of the ranks on each call of ``look``.
 
-    A rank is down if it has no process, stopped if its process was sent SIGSTOP, starting until its
-    first heartbeat, and evaluating from the last step of an epoch until the accuracy is printed.
+    A rank is "down" if it has no process, "stopped" if its process was sent SIGSTOP, "starting"
+    until its first heartbeat, "evaluating" from the last step of an epoch until the accuracy is
+    printed, and "training" the rest of the time.
 
     Attributes:
         spans: Intervals by rank, without gaps.
-        step, num_steps: Numbers in the last step line of the log.
+        step, num_steps: Latest step in the log, and the total number of steps that it states.
         processes: Latest process of each rank, dead or alive.
     """
 
@@ -102,7 +103,7 @@ class Observer:
                 self.known.add(child.pid)
 
     def _read(self) -> None:
-        """Read what has been printed since the last look."""
+        """Read the lines that were logged since the last look."""
         with open(self.log, encoding="utf-8") as log:
             log.seek(self.offset)
             lines = log.readlines()
@@ -142,7 +143,7 @@ class Observer:
 
 
 class Blow(NamedTuple):
-    """One disturbance of a rank; "agent" hits torchrun itself, and is drawn across all ranks."""
+    """One disturbance of a rank; the kind "agent" hits torchrun itself, and so all ranks."""
 
     kind: str
     rank: int

@@ -33,7 +33,7 @@ class Training(NamedTuple):
 
     @property
     def lesson(self) -> Any:
-        """The lesson with the functions that save and load."""
+        """The lesson whose functions save and load checkpoints."""
         return chosen.lesson(self.lessons, "checkpoint")
 
 
@@ -43,7 +43,8 @@ class Death(NamedTuple):
     Attributes:
         rank: Rank that dies.
         seconds: Delay before its death.
-        save: Number of the save that starts the delay, from 1; 0: the delay starts with training.
+        save: Number of the save at which the delay starts, counted from 1; 0 for the start of the
+            training.
     """
 
     rank: int
@@ -61,7 +62,7 @@ class Event(NamedTuple):
 
 
 def events(log: Path) -> list[Event]:
-    """Return the events that one start of the training run has logged."""
+    """Return the events in a log, which holds those of one start of the training run."""
     lines = log.read_text().splitlines() if log.exists() else []
     return [Event(*json.loads(line)) for line in lines]
 
@@ -78,14 +79,14 @@ def train(training: Training, log: Path, death: Death | None) -> float:
 def die_after(seconds: float) -> None:
     """Have the kernel kill this process after a delay; 0 disarms the timer.
 
-    No Python code runs at that point: SIGALRM has its default effect, the same as SIGKILL's.
+    No Python code runs at that point, because SIGALRM has its default effect, which is to kill.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 class _Run:
-    """Model, optimizer and generator of a rank."""
+    """One rank of a training run: its model, optimizer and random generator."""
 
     def __init__(self, training: Training, log: Path, death: Death | None) -> None:
         self.training, self.log, self.lesson = training, log, training.lesson
@@ -124,7 +125,7 @@ class _Run:
         return int(step)
 
     def _step(self) -> None:
-        """Take a step with averaged gradients; each random draw depends on all draws before it."""
+        """Take a step with averaged gradients; the random inputs depend on all earlier draws."""
         x = torch.randn(dist.get_world_size(), 16, 8, generator=self.generator)[dist.get_rank()]
         self.optimizer.zero_grad()
         loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -151,7 +152,7 @@ class _Run:
         dist.barrier()  # no rank runs ahead of the checkpoint
 
     def _note(self, *event: object) -> None:
-        """Append an event to the log; once this returns, a kill cannot lose it."""
+        """Append an event to the log, unbuffered, so that a later kill cannot lose it."""
         if dist.get_rank() == 0:
             what, step, *digests = event
             line = json.dumps([what, step, self.now_s, *digests])

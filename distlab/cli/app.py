@@ -55,7 +55,7 @@ def show_help(
         typer.Argument(metavar="COMMAND", show_default=False, help="Such as sim; default: all."),
     ] = None,
 ) -> None:
-    """Show this help, or that of one command."""
+    """Show this help, or the help of one command."""
     raise typer.Exit(run([*(command or ()), "--help"]))
 
 
@@ -84,8 +84,8 @@ def run(arguments: Sequence[str] | None) -> int:
     """Run the command that the arguments name; return the exit code.
 
     Raises:
-        KeyboardInterrupt, typer.Abort: ctrl-C.
-        Exception: Any error of a command.
+        KeyboardInterrupt: The user has pressed ctrl-C.
+        Exception: Any error that a command raises.
     """
     completion.prepare()
     try:
@@ -109,7 +109,7 @@ def _usage_line(error: Exception, arguments: Sequence[str]) -> str:
     if context and type(error).__name__ == "NoSuchOption":
         message = _no_such_option(error, context, arguments)
     commands = getattr(context.command, "commands", {}) if context else {}
-    if type(error) is UsageError and commands:  # the only plain UsageError that a group raises
+    if type(error) is UsageError and commands:  # a group raises a plain one only about its command
         message = f"{sentence(message)}{_valid('commands', sorted(commands))}"
     return f"{context.command_path if context else 'distlab'}: {message}"
 

@@ -78,9 +78,9 @@ COMPARISONS = {
     "zero": "ZeRO of Phase 3 with torch's: time, memory, collectives and bytes",
     "compression": "compressed gradients of Phase 4 with torch's hooks: time, bytes and loss",
 }
-NUM_RANKS = {"pipeline": 4}  # default; 2 for the others
+NUM_RANKS = {"pipeline": 4}  # defaults; 2 for the others
 LEAST_RANKS = {"pipeline": 2, "compression": 2}  # 1 for the others
-NUM_STEPS = {"pipeline": 11, "tensor_parallel": 11}  # default; 21 for the others
+NUM_STEPS = {"pipeline": 11, "tensor_parallel": 11}  # defaults; 21 for the others
 
 
 def _contest(name: str) -> "Contest":
@@ -117,7 +117,7 @@ def memory(
     impl: Whose = "solution",
     save: Folder = None,
 ) -> None:
-    """Compare Phase 2's checkpointing with torch's and with none: time and memory."""
+    """Compare the time and memory of Phase 2's checkpointing, of torch's, and of none."""
     _contest("memory").hold(1, repeats, impl, save, layers=layers)
 
 

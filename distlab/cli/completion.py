@@ -12,7 +12,7 @@ from typer.completion import (  # type: ignore[attr-defined]  # public, but not 
 from distlab.course import CourseError
 from distlab.learner import folder
 
-VARIABLE = "_DISTLAB_COMPLETE"  # set by the completion script when the shell asks
+VARIABLE = "_DISTLAB_COMPLETE"  # set by the completion script when the shell asks for completions
 Shell = Literal["bash", "zsh", "fish"]
 
 

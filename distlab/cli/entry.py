@@ -1,6 +1,6 @@
 """The start and end of the command: reliable exit codes, and errors on one line.
 
-ctrl-C is handled before anything is imported, because typer and torch take a while to load.
+ctrl-C is handled before typer and torch are imported, because they take a while to load.
 """
 
 import atexit
@@ -91,7 +91,7 @@ def _interrupts(seen: list[int]) -> Iterator[None]:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # keep the choice of nohup or of the caller
+    if before is not signal.default_int_handler:  # keep what nohup or the caller has chosen
         yield
         return
     signal.signal(signal.SIGINT, interrupt)
@@ -104,7 +104,7 @@ def _interrupts(seen: list[int]) -> Iterator[None]:
 def _end(seen: Sequence[int]) -> None:
     """Ignore ctrl-C while the process ends, and make sure that an earlier one sets the exit code.
 
-    After a ctrl-C that arrived inside ``exec``, Python would end itself with that signal instead.
+    Otherwise, after a ctrl-C inside ``exec``, Python would end itself with that signal.
     """
     processes.ignore_ctrl_c()
     gc.freeze()  # saves 0.4 s, because the final garbage collection then skips torch's objects
@@ -113,7 +113,7 @@ def _end(seen: Sequence[int]) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Connect closed standard streams to /dev/null, or later files would get their numbers."""
+    """Connect closed standard streams to /dev/null, so that no later file gets their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

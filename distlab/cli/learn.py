@@ -67,7 +67,7 @@ DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.color
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines; on a terminal, verdicts and differences are coloured."""
+    """Print lines; on a terminal, verdicts and lines of diffs are coloured."""
     for line in lines:
         colour = COLOURS.get(line.lstrip()[:1]) or DIFF_COLOURS.get(line[:1])
         typer.echo(typer.style(line, fg=colour) if colour else line)
@@ -95,7 +95,7 @@ def show_status() -> None:
 
 
 def choose(here: folder.CourseFolder, name: str | None) -> Task:
-    """Return the named task; without a name the next task, or the last if all have passed."""
+    """Return the named task or, without a name, the next task; the last one if all have passed."""
     if name is not None:
         return here.task(name)
     return state.load(here).next_task(here) or here.course.tasks[-1]
@@ -107,7 +107,7 @@ def check(
     lend: Lend = False,
     verbose: Verbose = False,
 ) -> None:
-    """Grade a task, or several, and say what to do next."""
+    """Grade one or more tasks, and say what to do next."""
     here = folder.find()
     chosen = list(dict.fromkeys(here.task(name) for name in tasks or ())) or [choose(here, None)]
     options = [*grading.world_timeout(world_timeout), *grading.lend_option(here, lend)]
@@ -170,7 +170,7 @@ def grade(
     lend: Lend = False,
     verbose: Verbose = False,
 ) -> None:
-    """Grade everything: exit code 0 full marks, 1 not, 2 usage, 3 grader failed, 4 nothing ran."""
+    """Grade everything: exit code 0 full marks, 1 less, 2 usage, 3 grader failed, 4 nothing ran."""
     here = folder.find()
     phases = here.course.phases if phase is None else (here.course.phase(phase),)
     arguments = grading.suites(here, phases) + grading.world_timeout(world_timeout)
@@ -184,7 +184,7 @@ def grade(
 
 
 def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend = False) -> None:
-    """Grade the current task on every save; without a terminal, once."""
+    """Grade the current task on every save, or only once if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         check([task] if task else None, world_timeout, lend)
         return
@@ -229,7 +229,7 @@ def diff(
     task: Annotated[str | None, task_argument("By default the last one that has passed.")] = None,
     spoil: Annotated[bool, typer.Option("--spoil", help="Show it even before that.")] = False,
 ) -> None:
-    """Compare your code with the solution, once it has passed."""
+    """Compare your code with the solution, once your code has passed."""
     here = folder.find()
     listed = here.task(task) if task else _last_passed(here)
     if not spoil and not state.load(here).has_passed(listed):
@@ -323,7 +323,7 @@ def _print_markdown(text: str) -> None:
 
 @contextmanager
 def waiting(activity: str) -> Iterator[None]:
-    """Show a spinner on a terminal."""
+    """Show a spinner inside the block, if standard output is a terminal."""
     if sys.stdout is None or not sys.stdout.isatty():  # None if it was closed
         yield
         return

@@ -149,7 +149,7 @@ def sim(
 
 @contextmanager
 def _exits_reported_once() -> Iterator[None]:
-    """Suppress a second error for a script that has reported its own exit on standard error."""
+    """Suppress the error about a script's exit if the script has printed one on standard error."""
     from distlab.sim import RankError
 
     with watched_stderr() as watched:
@@ -171,7 +171,7 @@ def _usage_errors(context: typer.Context) -> Iterator[None]:
 
 
 def _own_arguments(context: typer.Context, script: Path, arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments after the script; refuse options that are probably meant for us.
+    """Return the arguments after the script; refuse options that are probably meant for distlab.
 
     An option named like one of ours belongs to the script if the script contains that name in
     quotes, or if the option comes after ``--``.
@@ -208,7 +208,7 @@ def _check_outputs(paths: dict[str, Path | None]) -> None:
 
 
 def _faults(texts: Sequence[str], seed: int, world: "Cluster", num_ranks: int) -> "Faults":
-    """Read the faults; refuse those of ranks and links that do not exist."""
+    """Parse the faults; refuse those on ranks or links that do not exist."""
     from distlab.sim import Faults
 
     try:

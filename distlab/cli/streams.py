@@ -1,4 +1,4 @@
-"""Standard error, and streams that are no longer read."""
+"""Writing to standard error, and handling streams that are no longer read."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def complain(message: str, code: int) -> int:
 
 
 def print_line(message: str) -> None:
-    """Print a line on standard error, or nothing if it is no longer read."""
+    """Print a line on standard error, or nothing if that stream is no longer read."""
     erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # there may be a progress bar
     try:
         print(erase_bar + message, file=sys.stderr, flush=True)

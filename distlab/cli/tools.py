@@ -1,4 +1,4 @@
-"""`distlab demo`, `doctor`, `handout` and `chaos`: commands that make only one call."""
+"""`distlab demo`, `doctor`, `handout` and `chaos`: commands that only call one function."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ from distlab.learner import handout as handouts
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
 ) -> None:
-    """Train a CNN on real images with 1 and with 4 workers, and compare. Under a minute."""
+    """Train a CNN on real images with 1 and with 4 workers, and compare. Takes under a minute."""
     from distlab import demo as comparison
 
     comparison.run_demo(out)

@@ -7,10 +7,9 @@ from typer.core import TyperGroup
 
 
 class Group(TyperGroup):
-    """Lists its commands with the first paragraph of their help, wrapped instead of cut.
+    """A group that lists each command with the first paragraph of its help, wrapped and not cut.
 
-    click shortens the help texts in its list of commands, but prints an explicit short help in
-    full.
+    In its list of commands, click shortens help texts, but prints an explicit short help in full.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -49,8 +49,8 @@ def load(name: str, *, root: str | Path | None = None, **options: Any) -> Splits
         imagefolder    (3, S, S)        image_size (S, 224 by default)
 
     Args:
-        root: Folder of the files, by default $DISTLAB_DATA, else ./data; the first two datasets
-            need none.
+        root: Folder of the data files; by default $DISTLAB_DATA, or ./data if that is not set. The
+            first two datasets need no files.
     Returns: images are float32 (C, H, W), normalised per channel; labels are int.
     Raises:
         ValueError: There is no such dataset; the message names the closest one.

@@ -72,12 +72,12 @@ def make_synthetic(
     test_size: int = 512,
     seed: int = 0,
 ) -> Splits:
-    """Return noisy copies of one smooth random pattern per class; the seed determines them all.
+    """Return noisy copies of one smooth random pattern per class, all determined by the seed.
 
     Args:
         image_shape: (C, H, W).
         train_size, test_size: Numbers of images.
-    Cost: train_size + test_size bytes of memory per pixel; four times as much while drawing.
+    Cost: one byte of memory per pixel, channel and image; four times as much while drawing.
     """
     random = torch.Generator().manual_seed(seed)
     patterns = _patterns(num_classes, image_shape, random)
@@ -97,7 +97,7 @@ def _patterns(num_classes: int, image_shape: ImageShape, random: torch.Generator
 
 
 def _draw(size: int, patterns: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return ``size`` images, equal parts pattern and noise, as bytes, and their labels."""
+    """Return ``size`` images as bytes, each half pattern and half noise, and their labels."""
     labels = torch.randint(len(patterns), (size,), generator=random)
     noise = torch.randn(size, *patterns.shape[1:], generator=random)
     images = noise.add_(patterns[labels]).mul_(_STD / 2**0.5).add_(_MEAN)

@@ -1,6 +1,6 @@
 """MNIST and CIFAR-10: fetched and checked by torchvision, then held in memory.
 
-One rank of each machine fetches the files first.
+One rank of each machine fetches the files before the others read them.
 """
 
 import http.client
@@ -64,7 +64,7 @@ def _splits(
 
 
 def _fetch(dataset: str, root: Path, files: str) -> list[Any]:
-    """Return torchvision's training and test set; ``files`` tells users what to copy by hand."""
+    """Return torchvision's training and test sets; ``files`` tells users what to copy by hand."""
     source = getattr(import_torchvision().datasets, dataset)
     with rank_zero_first(), _give_up_after(_SILENCE_S):
         try:
@@ -88,7 +88,7 @@ def _advice(dataset: str, root: Path, files: str, error: Exception) -> str:
 
 @contextmanager
 def _give_up_after(seconds: float) -> Iterator[None]:
-    """Make connections fail after ``seconds`` of silence; torchvision would wait forever."""
+    """Make connections fail after ``seconds`` of silence, because torchvision has no time limit."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -135,7 +135,7 @@ def rank_zero_first() -> Iterator[None]:
         consequence = DataError(
             "another rank was to fetch the data first and failed.\n" + failures[0]
         )
-        consequence.is_secondary = True  # the launcher then blames that rank, not this one
+        consequence.is_secondary = True  # so that the launcher blames the other rank
         raise consequence
     if not first:
         yield

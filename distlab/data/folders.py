@@ -35,7 +35,7 @@ OPTION = "--data-root (or DISTLAB_DATA)"
 def check_folders(root: Path, option: str = OPTION) -> tuple[Path, Path]:
     """Return the folders of both splits under ``root``: train/, and val/ or test/.
 
-    Args: option: Option with which the user gives ``root``, for messages.
+    Args: option: Option that sets ``root``, as error messages should name it.
 
     Raises: DataError: As for ``load_image_folder``.
     """
@@ -95,6 +95,6 @@ def _transform(image_size: int) -> Any:
 
 
 def transforms() -> Any:
-    """Return torchvision's transforms module, version 2."""
+    """Return version 2 of torchvision's transforms module."""
     import_torchvision()
     return importlib.import_module("torchvision.transforms.v2")

@@ -22,13 +22,13 @@ class TokenSplits:
 
 
 def tokens(splits: Splits, levels: int = 17) -> TokenSplits:
-    """Turn every image into its pixels, read row by row and rounded to ``levels`` grey values.
+    """Turn each image into a sequence of its pixels, row by row, rounded to ``levels`` grey values.
 
         image            2 x 2, pixels 0 and 16:   . #      tokens   0 16 16  0
         inputs, targets                            # .               0 16 16 | 16 16 0
 
     The target at position t is the token at t + 1. The colours of a pixel are adjacent tokens.
-    With 17 levels the digits, whose pixels are 0 to 16, lose nothing.
+    The digits, whose pixels range from 0 to 16, lose nothing with 17 levels.
 
     Returns: the splits, with sequence_length = C * H * W - 1; a sample is (inputs, targets).
     Raises: ValueError: ``levels`` is below 2.

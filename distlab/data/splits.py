@@ -75,7 +75,7 @@ class ImageTensors(SizedDataset[tuple[Tensor, int]]):
         return self._normalise(self.pixels[index]), int(self.labels[index])
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
-        """Return many samples; a DataLoader calls this, so that a batch is converted at once."""
+        """Return many samples; a DataLoader calls this, so a whole batch is converted in one go."""
         images = self._normalise(self.pixels[indices])
         return list(zip(images, self.labels[indices].tolist(), strict=True))
 

@@ -10,7 +10,7 @@
         lesson.broadcast(x, src)
         return float(x)
 
-The body runs in the ranks and returns values; the assertions about them run in pytest's process,
+The body runs on the ranks and returns values. The checks of these values run in pytest's process,
 where the learner's code is never imported.
 
     suite        the tests of one phase, in tests/test_phaseN.py
@@ -37,7 +37,7 @@ __all__ = ["Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import names on first use, so that ``prestart`` can run before torch is imported."""
+    """Import a name on first use, so that ``prestart`` can run before torch is imported."""
     for module_name in _MODULES if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{module_name}")
         if hasattr(module, name):

@@ -1,4 +1,4 @@
-"""The lesson as a test's body sees it; exceptions raised by its functions show the call."""
+"""The lesson as a test's body sees it: exceptions from its functions show the failed call."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ _NEEDS_NO_CALL = NotImplementedError  # its message names the task to write
 
 
 class Lesson:
-    """A proxy for a learner's module that records on each exception which call raised it.
+    """A proxy for a learner's module; it records on each exception which call raised it.
 
     shard_indices(0, 0, 2)  ->  ZeroDivisionError: division by zero, in shard_indices(0, 0, 2)
     """

@@ -6,10 +6,10 @@ class Wrong(AssertionError):
 
 
 class WrongResult(TypeError):
-    """A learner's function returned something other than the task asks for; raised by bodies.
+    """A learner's function returned something other than what its task asks for.
 
-    The verdict shows the message, with the rank if there are several. It shows no traceback,
-    because none of its lines would be the learner's.
+    Bodies raise this. The verdict shows the message, with the rank if there are several, but no
+    traceback, because none of the lines in it would be the learner's.
     """
 
     def __init__(self, message: str) -> None:

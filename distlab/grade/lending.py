@@ -1,13 +1,13 @@
-"""Lent functions: a task may be graded with the solutions' versions of functions it builds on.
+"""Lend functions: a task may be graded with the solutions' versions of those it builds on.
 
 Task 1.7 is graded with the solution's ``exchange``, from task 1.4:
 
     def exchange(…): …                          the learner's, replaced by the solution's
     def all_reduce_recursive_doubling(…): …     the learner's, calls the solution's exchange
 
-The swap happens where the learner's file defines the function, because default arguments, tables
-and the imports of other lessons keep the value that a name had when they were evaluated. Classes
-are lent like functions.
+The swap happens where the learner's file defines the function. A later swap would not reach default
+arguments, tables and the imports of other lessons, which would already hold the learner's function.
+Classes are lent like functions.
 """
 
 import ast
@@ -39,13 +39,13 @@ _NOT_LENT = ast.parse("raise NotImplementedError('this function is not lent')").
 
 @dataclass(frozen=True)
 class Loan:
-    """Functions from the solutions with which one task is graded.
+    """The solutions' functions that are lent for the grading of one task.
 
     Attributes:
         solutions: Folder that contains the functions.
         tasks: Tasks whose functions are lent.
-        hidden: Functions that the solutions must not reveal: those that are neither lent nor called
-            by lent ones.
+        hidden: Functions that the solutions must not reveal: the graded task's own, and those of
+            tasks that it does not build on.
     """
 
     solutions: Path
@@ -72,8 +72,8 @@ def loan_for(task: Task, course: Course, solutions: Path, passed: Collection[str
 def lendable(task: Task, course: Course) -> list[Task]:
     """Return the tasks that ``task`` builds on and whose functions it can borrow.
 
-    A class is lent as a whole, or not at all if its methods belong to several tasks: a method
-    cannot be lent without the others, which may belong to the graded task.
+    A class is lent only as a whole. If its methods belong to several tasks, it is not lent, because
+    one of these may be the graded task.
     """
     owners = Counter((other.template, name) for other in course.tasks for name in _top_level(other))
     return [
@@ -84,14 +84,14 @@ def lendable(task: Task, course: Course) -> list[Task]:
 
 
 def _top_level(task: Task) -> frozenset[str]:
-    """Return the top-level functions and classes of a task."""
+    """Return the names of a task's top-level functions and classes."""
     return frozenset(name.partition(".")[0] for name in task.functions)
 
 
 def borrowed(loan: Loan) -> dict[str, Functions]:
     """Import the lent functions, inside a rank; return them keyed by "PHASE.LESSON".
 
-    The solutions are unloaded afterwards, so that the learner's code cannot import the others.
+    The solutions are unloaded afterwards, so that the learner's code cannot get at the rest.
     """
     finder = _Solutions(loan)
     sys.meta_path.insert(0, finder)
@@ -110,13 +110,13 @@ def borrowed(loan: Loan) -> dict[str, Functions]:
 
 
 def swapped(tree: ast.Module, functions: Functions) -> ast.Module:
-    """Return a learner's file whose definitions of lent functions are replaced by assignments."""
+    """Return a learner's file with its definitions of lent functions replaced by assignments."""
     body = [_taken(node) if _name(node) in functions else node for node in tree.body]
     return ast.fix_missing_locations(ast.Module(body, tree.type_ignores))
 
 
 def lend(module: ModuleType, functions: Functions) -> None:
-    """Provide the functions to a ``swapped`` file before it runs."""
+    """Give a ``swapped`` file the lent functions before it runs."""
     vars(module).update({_alias(name): function for name, function in functions.items()})
 
 
@@ -169,7 +169,7 @@ class _Solutions(importlib.abc.MetaPathFinder):
 
 
 class _Redacted(importlib.machinery.SourceFileLoader):
-    """Loads a solution in which hidden functions raise when called."""
+    """Loads a solution whose hidden functions raise an exception when called."""
 
     def __init__(self, name: str, file: str, hidden: Collection[str]) -> None:
         super().__init__(name, file)

@@ -3,7 +3,7 @@
 A limit must end a hang soon, but never a correct answer, even on a slow machine. Exceeding a limit
 is therefore only grounds for suspicion: a world counts as hung only if the reference, run right
 afterwards, does the same work in much less time. In a copy of the course without solutions, a
-computation whose usual duration is known replaces the reference.
+computation that usually takes a known time stands in for the reference.
 """
 
 import torch
@@ -12,8 +12,8 @@ from distlab.launch import Limits
 from distlab.launch.limits import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
-COMPUTING_SHARE = 0.2  # share of the wall-clock limit; solutions use a twentieth of this share
-IDLE_SHARE = 0.2  # share of the wall-clock limit after which idle ranks are presumed deadlocked
+COMPUTING_SHARE = 0.2  # of the wall-clock limit; solutions use a twentieth of this time
+IDLE_SHARE = 0.2  # of the wall-clock limit; after this time, idle ranks count as deadlocked
 REFERENCE_TIMEOUT_S = 120.0  # a machine that needs longer is too slow for the course
 TIMES_THE_REFERENCE = 10  # a correct answer may be much slower than the reference
 # Wall-clock time and processor time of ``work`` on two idle cores of a 2024 machine.
@@ -33,7 +33,7 @@ def limits_of(timeout_s: float) -> Limits:
 
 
 def raised_to(limits: Limits, used: Used) -> Limits | None:
-    """Return limits raised to 10 times what the reference used; None if they are already that high.
+    """Raise limits to 10 times what the reference used; return None if they are that high already.
 
     The idle limit is raised to twice the reference's wall-clock time.
     """
@@ -47,7 +47,7 @@ def raised_to(limits: Limits, used: Used) -> Limits | None:
 
 
 def scaled_by(limits: Limits, used: Used) -> Limits | None:
-    """Return limits scaled to a machine on which ``work`` took ``used``; None if it is not slow."""
+    """Scale limits to a machine where ``work`` took ``used``; return None if it is not slow."""
     timeout_s, cpu_s, idle_s = _seconds(limits)
     clock, computing = max(1.0, used.wall_s / USUAL_S), max(1.0, used.cpu_s / USUAL_S)
     if clock == computing == 1.0:

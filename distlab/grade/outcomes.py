@@ -1,4 +1,4 @@
-"""The possible outcomes of a test, and the conversion of errors into verdicts."""
+"""The possible outcomes of a test, and how errors become verdicts."""
 
 import enum
 import re
@@ -41,11 +41,11 @@ class Verdict:
     """The verdict on one test.
 
     Attributes:
-        message: Main text for the learner: expected value, actual value, rank, likely cause.
+        message: Text for the learner: expected value, actual value, rank and likely cause.
         details: Traceback or table of ranks; may be empty.
         output: Output of the ranks, or its last lines.
-        kind: Kind, for use by programs: that of the ``LaunchError`` ("exception" for an exception),
-            "wrong" for a wrong result, otherwise the outcome's name.
+        kind: Kind of verdict, for use by programs: "wrong" for a wrong result, the ``kind`` of a
+            ``LaunchError`` (such as "exception"), or otherwise the outcome's name.
         missing: For a TODO, the task and the function that are still to be written.
     """
 
@@ -103,7 +103,7 @@ _WRONG_RESULT = re.compile(rf"^rank (\d+) of (\d+) raised [\w.]*{WrongResult.__n
 
 
 def verdict_on(error: BaseException) -> Verdict:
-    """Return the verdict on an error, the submission's or the grader's own, that ended a test."""
+    """Return the verdict on a test that ended with an error of the submission or the grader."""
     if isinstance(error, AlreadyKnown):
         return error.verdict
     if isinstance(error, Wrong):
@@ -119,7 +119,7 @@ def _verdict_on_world(error: LaunchError) -> Verdict:
     details = details.strip("\n")
     outcome, pattern = _BY_EXCEPTION.get(error.exception, (None, None))
     match = pattern and pattern.search(headline)
-    if outcome and match:  # every rank raised it, so rank and traceback are left out
+    if outcome and match:  # every rank raises it, so rank and traceback are left out
         details = _TRACEBACK.split(details, maxsplit=1)[0].rstrip()
         names = match.groupdict()
         missing = (names["task"], names["function"]) if names else None

@@ -1,7 +1,7 @@
 """The pytest plugin: options, worlds, verdicts, the table. It fails closed.
 
 A task scores only if each of its tests in the suite has run, has started a world, and has passed.
-If anything else happens, in the submission or in the grader itself, it scores nothing.
+If anything else happens, in the submission or in the grader itself, the task scores nothing.
 
 PYTEST_DONT_REWRITE: a suite that is run as a script imports this before pytest can rewrite it.
 """
@@ -120,9 +120,10 @@ class Grader:
         self.seed = random.SystemRandom().randrange(10_000) if chosen is None else chosen
 
     def _task_filter(self) -> frozenset[str]:
-        """Return the tasks that ``-k 1.1`` (not 1.10) or ``-k "1.1 or 1.4"`` selects.
+        """Return the ids of the tasks that ``-k`` selects, as in ``-k "1.1 or 1.4"``.
 
-        Outside grading suites, ``-k`` keeps pytest's meaning.
+        Ids must match exactly: ``-k 1.1`` does not select task 1.10. Outside grading suites, ``-k``
+        keeps pytest's meaning.
         """
         keyword = self.config.getoption("keyword")
         if not re.fullmatch(r"\s*\d+\.\d+(\s+or\s+\d+\.\d+)*\s*", keyword):
@@ -132,7 +133,7 @@ class Grader:
     # Collection
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrize a test over its worlds."""
+        """Parametrize a test, so that it runs once in each of its worlds."""
         mark = metafunc.definition.get_closest_marker("task")
         if mark and "grade" in metafunc.fixturenames:
             metafunc.parametrize("grade", self._worlds(mark), indirect=True)
@@ -145,7 +146,7 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Count the tests of each task before any are deselected; keep the selected tasks."""
+        """Count each task's tests before any are deselected; keep those of the selected tasks."""
         tasks = {task_of(item) for item in items} - {None}
         self._expect(items, sorted({str(task).partition(".")[0] for task in tasks}))
         if self.only and tasks:
@@ -185,7 +186,7 @@ class Grader:
                 del self.results[task_id]
 
     def _names_single_tests(self) -> bool:
-        """Return True if pytest collects only some tests: named ones, or last time's failures."""
+        """Return True if pytest collects only some tests: named ones or the last run's failures."""
         is_last_failed = bool(self.config.getoption("lf", False))
         return is_last_failed or any("::" in argument for argument in self.config.args)
 
@@ -206,7 +207,7 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Skip a test if it could only repeat the known verdict on its task."""
+        """Skip a test if the verdict on its task is already known."""
         result = self.results.get(task_of(item) or "")
         if result is not None and result.is_known:
             raise AlreadyKnown(result.verdict)
@@ -215,7 +216,7 @@ class Grader:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Turn the result of a test into a verdict; only the call counts, unless set-up fails."""
+        """Turn a test's result into a verdict; only the call phase counts, unless set-up fails."""
         report = yield
         task_id = task_of(item)
         if task_id is not None and task_id in self.results and _is_last_word(report):
@@ -240,7 +241,7 @@ class Grader:
     def pytest_report_teststatus(
         self, report: pytest.TestReport | pytest.CollectReport
     ) -> tuple[str, str, str] | None:
-        """Return an outcome's category, letter and word for pytest's progress and summary."""
+        """Return the category, letter and word with which pytest reports an outcome."""
         if not isinstance(report, pytest.TestReport):
             return None
         name = dict(report.user_properties).get("outcome")
@@ -308,13 +309,13 @@ def _exit_code(result: GradeResult) -> pytest.ExitCode:
 
 
 def _is_last_word(report: pytest.TestReport) -> bool:
-    """Return True for the report that decides a test: that of the call, or of a failed set-up."""
+    """Return True if a report decides a test: it covers the call, or a set-up that failed."""
     return report.when == "call" or (report.when == "setup" and report.failed)
 
 
 @pytest.fixture
 def grade(request: pytest.FixtureRequest) -> Grade:
-    """Return the fixture with which a test runs the submission."""
+    """Provide the object with which a test runs the submission."""
     grader = request.config.pluginmanager.get_plugin("distlab-grader")
     mark = request.node.get_closest_marker("task")
     if mark is None or not isinstance(grader, Grader):

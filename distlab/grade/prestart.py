@@ -1,7 +1,7 @@
 """Start a fork server while the grader imports torch; pytest loads this before the grader.
 
-The server preloads the modules that every simulated world needs. This speeds up the first verdict
-and keeps these imports out of a world's processor time.
+The server preloads the modules that every simulated world needs. This speeds up the first verdict,
+and the imports do not count towards a world's processor time.
 
 PYTEST_DONT_REWRITE: the learner's commands import this before pytest can rewrite it.
 """

@@ -1,4 +1,4 @@
-"""Safe report paths: no other file is overwritten, and no report is written only in part.
+"""Paths of reports: no other file is ever overwritten, and no report is left half-written.
 
 An existing file is replaced only if it is empty or an earlier report.
 """
@@ -27,12 +27,12 @@ _OWN_STREAM = re.compile(r"/dev/(?:stdout|stderr|fd/(\d+))|/proc/self/fd/(\d+)")
 def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
     """Read ``FORMAT=PATH`` options, remove earlier reports, and make the folders for new ones.
 
-    If left in place, an earlier report could be mistaken for that of a run that fails. All options
-    are checked before anything is removed.
+    An earlier report that stayed in place could be mistaken for the report of this run, should the
+    run fail. All options are checked before anything is removed.
 
     Raises:
-        ValueError: A format is unknown, or a path must not or cannot be written. The message is
-            one line.
+        ValueError: A format is unknown, or a path cannot or must not be written to. The message
+            is one line.
     """
     chosen = [_split(option) for option in options]
     for option, (_, path) in zip(options, chosen, strict=True):
@@ -74,14 +74,14 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Return True for a device, a pipe or a descriptor, which is written to but never replaced."""
+    """Return True for a device, pipe or descriptor, which is written to rather than replaced."""
     if str(path).startswith(("/dev/std", "/dev/fd/", "/proc/")):
         return True  # even if the descriptor refers to a file
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _why_not(path: Path) -> str:
-    """Return why a path cannot be written, or "" if it can; create its folder if necessary."""
+    """Return why a path cannot be written to, or "" if it can; create its folder if necessary."""
     try:
         if path.is_dir():
             return f"{path} cannot be written: it is a folder; name a file"
@@ -107,7 +107,7 @@ def write(path: Path, text: str) -> None:
     """Write a report, atomically if the path is a file.
 
     Raises:
-        OSError: The path cannot be written.
+        OSError: The path cannot be written to.
     """
     data = text.encode("utf-8", errors="replace")
     if not is_stream(path):
@@ -118,7 +118,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _opened(path: Path) -> int:
-    """Open a stream; a descriptor of this process keeps its position, even in a file."""
+    """Open a stream for writing; a descriptor of this process keeps its position in a file."""
     stream = _OWN_STREAM.fullmatch(str(path))
     if stream:
         number = {"/dev/stdout": 1, "/dev/stderr": 2}.get(stream[0])

@@ -2,8 +2,8 @@
 
 json         the complete result of a run, for other programs
 junit        XML that every CI system reads, with a test suite per task
-gradescope   ``results.json``, with a visible test per task that shows the learner's line first; if
-             the grader itself fails, its error is in a test that only instructors see
+gradescope   ``results.json``, with a visible test per task, whose output begins with the learner's
+             line; an error of the grader itself is in a test that only instructors see
 markdown     a summary for the page of a CI run
 """
 
@@ -38,7 +38,7 @@ def write(result: GradeResult, chosen: Sequence[tuple[str, Path]]) -> None:
 
 
 def _json(result: GradeResult) -> str:
-    """Return the results as JSON, with the terminal's messages about them."""
+    """Return the results as JSON, with the messages that the terminal shows."""
     report = {
         "schema": SCHEMA,
         **result.to_json(),
@@ -57,7 +57,7 @@ def _entry(task: TaskResult, result: GradeResult) -> dict[str, Any]:
 
 # JUnit
 
-# A wrong submission is a failure; a test without a verdict on the submission is an error.
+# A wrong submission is a failure; a test that reaches no verdict on it is an error.
 _ELEMENTS = {
     Outcome.TODO: "skipped",
     **dict.fromkeys((Outcome.FAILED, Outcome.HANG, Outcome.CRASH, Outcome.OOM), "failure"),
@@ -92,7 +92,7 @@ def _suite(result: TaskResult) -> ET.Element:
 
 
 def _missing(result: TaskResult) -> list[TestResult]:
-    """Return an entry for tests that were not run; without it, an unscored task would look fine."""
+    """Return an entry for tests that were not run, because the task would look fine without it."""
     if result.is_complete:
         return []
     verdict = result.verdict if not result.tests else Verdict(Outcome.NOT_RUN, table.INCOMPLETE)

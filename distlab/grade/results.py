@@ -3,8 +3,8 @@
     judge ─▶ Verdict ─▶ TestResult ─▶ TaskResult ─▶ GradeResult ─┬─▶ table, reports
                                                                  └─▶ JSON ─▶ the learner's commands
 
-Every display of a verdict is made from these classes, in this process or in the one that reads
-the JSON report.
+Everything that displays verdicts uses these classes, in this process or in one that reads the JSON
+report.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from typing import Any
 from distlab.course import Course, Task, used_by
 from distlab.grade.outcomes import Outcome, Verdict
 
-MAX_HANGS = 2  # per task, before its other tests are skipped: each hang takes seconds
+MAX_HANGS = 2  # after this many in a task, skip its other tests: each hang takes seconds
 Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TestResult:
-    """One test in one world."""
+    """The result of one test in one world."""
 
     __test__ = False  # keeps pytest from collecting it
 
@@ -46,7 +46,7 @@ class TestResult:
 
     @classmethod
     def from_json(cls, entry: Json, missing: tuple[str, str] | None) -> "TestResult":
-        """Read an entry of a report; ``missing`` is the task and function still to be written."""
+        """Read a report's entry; for a TODO, ``missing`` gives the task and function to write."""
         outcome, text = Outcome(entry["outcome"]), (entry["message"], entry["details"])
         is_todo = outcome is Outcome.TODO
         verdict = Verdict(
@@ -57,7 +57,7 @@ class TestResult:
 
 @dataclass
 class TaskResult:
-    """One task: its tests, and its points.
+    """The result of one task: its tests and its points.
 
     Attributes:
         expected: Number of the task's tests in the suite, before any selection.
@@ -93,8 +93,8 @@ class TaskResult:
     def worst(self) -> TestResult:
         """The first of its worst tests; at least one test must have run.
 
-        Grader errors take precedence, then failures in the simulated world, whose reports are
-        exact: on real processes, the same mistake may appear as a crash or a hang.
+        Grader errors take precedence, followed by failures in the simulated world. Its reports are
+        exact, whereas on real processes the same mistake may appear as a crash or a hang.
         """
         exact = [test for test in self.tests if test.world == "sim"]
         decisive = [test for test in exact if test.verdict.outcome is not Outcome.PASSED]
@@ -108,12 +108,12 @@ class TaskResult:
 
     @property
     def is_complete(self) -> bool:
-        """True if all its tests have run; otherwise the task does not score."""
+        """True if all its tests have run; if not, the task scores nothing."""
         return 0 < self.expected == len(self.tests) and not self.is_part
 
     @property
     def is_known(self) -> bool:
-        """True if further tests would add nothing: after a TODO, or after several hangs."""
+        """True if further tests would add nothing, as after a TODO or several hangs."""
         hangs = sum(test.verdict.outcome is Outcome.HANG for test in self.tests)
         return self.is_todo or hangs >= MAX_HANGS
 
@@ -130,13 +130,13 @@ class TaskResult:
 
     @property
     def has_failed(self) -> bool:
-        """True if the task was judged and has something to fix, not only something to write."""
+        """True if the task was judged and something in it needs fixing, not just writing."""
         fine = (Outcome.PASSED, Outcome.TODO, Outcome.NOT_RUN, Outcome.GRADER_ERROR)
         return self.outcome not in fine
 
     @property
     def points(self) -> int:
-        """Points scored: all or none."""
+        """Points scored, which are all of the task's or none."""
         has_passed = self.is_complete and self.outcome is Outcome.PASSED
         return self.task.points if has_passed else 0
 
@@ -191,7 +191,7 @@ class GradeResult:
     Attributes:
         submission: Graded folder.
         tasks: Selected tasks.
-        files: SHA-256 digests of the files that could be imported, by path.
+        files: SHA-256 digests of all files that the lessons could import, by path.
         seed: Seed of the random numbers that the tests drew.
     """
 

@@ -27,11 +27,11 @@ from distlab.lessons import COURSE
 from distlab.sim import Cluster, Options, Trace
 
 CERTAIN = ("deadlock", "suspended")  # kinds of hangs that more time would not resolve
-# Hangs in which ranks wait for messages that never arrive, and hangs in which they compute.
+# Kinds of hangs in which ranks wait for messages that never arrive, or in which they compute.
 WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")
 COMPUTING = ("endless loop", RankHung.KIND)
-# Kinds of errors that a simulation would not explain: either the line is known, and the simulation
-# would only hang there again, or the cause does not lie in the program's messages.
+# Kinds of errors that a simulation would not explain: either the line is known already, and the
+# simulation would just hang there too, or the program's messages are not the cause.
 KNOWN = ("endless loop", "blocked", "suspended", RankFailed.KIND, SetupError.KIND)
 SUCCEEDS = (
     "The same program succeeds in the simulated world, so look for what differs on real processes: "
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def is_simulated(self) -> bool:
-        """True if this world was simulated: with nccl, one of more ranks than there are GPUs is."""
+        """True if this world was simulated; with nccl, worlds of more ranks than GPUs are, too."""
         return self.trace is not None
 
     @property
@@ -87,14 +87,14 @@ class Run:
 
 
 class Grade:
-    """A suite's fixture, which runs bodies in one kind of world with one submission.
+    """The fixture with which a test runs bodies, in one kind of world and with one submission.
 
     Attributes:
         world: "sim", "gloo" or "nccl".
         runs: Number of worlds that the test has started; a test that starts none judges nothing.
         world_size: Number of ranks in the last world.
-        random: Source of values that a submission must not know: link speeds, sizes, names. Each
-            run of pytest has a new seed; ``--grade-seed`` repeats a run.
+        random: Source of values that a submission must not know in advance, such as link speeds,
+            sizes and names. Each run of pytest draws a new seed; ``--grade-seed`` sets it.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class Grade:
             world: "sim", "gloo" or "nccl".
             timeout_s: Wall-clock limit of one world; the other limits are derived from it.
             seed: Seed of ``random``.
-            reference: Solutions, run for comparison if a world seems to hang, because the machine
-                may be slow. Without them, the speed of the machine is measured instead.
+            reference: Solutions, which are run for comparison if a world seems to hang, because the
+                machine may just be slow. Without them, the speed of the machine is measured.
         """
         self.world = world
         self.runs = 0
@@ -148,8 +148,8 @@ class Grade:
             args: Arguments, the same on all ranks.
             cluster: Cluster of the simulated world, as for ``launch.simulate``.
             options: Options of the simulated world.
-            if_stuck: Likely cause if ranks wait forever or one leaves the others waiting; a
-                sentence that precedes the table of waiting ranks.
+            if_stuck: Likely cause if ranks wait forever, or if one leaves the others waiting. This
+                sentence is shown before the table of waiting ranks.
             if_slow: Likely cause if ranks compute forever.
 
         Raises:
@@ -177,10 +177,10 @@ class Grade:
         return self.run(body, 1, *args).results[0]
 
     def _patiently(self, world: World) -> Run:
-        """Run a world; if it hangs, and the reference is slow here too, rerun it with more time.
+        """Run a world; if it hangs and the reference is slow here too, rerun it with more time.
 
-        A machine that is slow or busy, or that reads its libraries from a cold disk, therefore
-        costs no points. A hang that is certain is raised at once.
+        That way, nobody loses points because a machine is slow or busy, or reads its libraries from
+        a cold disk. A hang that is certain is raised immediately.
         """
         try:
             return world(self._submission, self._limits)
@@ -191,7 +191,7 @@ class Grade:
         return world(self._submission, limits)
 
     def _limits_by_reference(self, world: World) -> Limits | None:
-        """Return limits raised to suit the reference in this world; None if they already do."""
+        """Return limits that suit the reference in this world; None if the present ones do."""
         with suppress(LaunchError), metered() as used:
             if self._reference is None:
                 launch.run(work, 1, backend="sim", timeout_s=REFERENCE_TIMEOUT_S)
@@ -247,8 +247,8 @@ class Grade:
 def _add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
     """Simulate the program of ``error`` and append the simulation's report, which is exact.
 
-    The verdict remains that of the real processes. If all of them wait, and the program deadlocks
-    in the simulation, the hang is certain and is not retried with more time.
+    The verdict remains that of the real processes. If all of them wait, and the program also
+    deadlocks in the simulation, the hang is certain and is not retried with more time.
     """
     if error.kind in KNOWN:
         return
@@ -264,9 +264,9 @@ def _add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
 
 
 def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, ...]:
-    """Return files and folders that hold no code of the learner's: bodies, distlab, given.py.
+    """Return the files and folders of code that is not the learner's: bodies, distlab, given.py.
 
-    A body may be an argument of another body, which calls it.
+    Arguments count too, because a body may be an argument of another body, which calls it.
     """
     bodies = [value for value in (body, *args) if inspect.isfunction(value)]
     folders = dict.fromkeys(str(Path(entry.__code__.co_filename).parent) for entry in bodies)
@@ -276,9 +276,10 @@ def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, 
 
 @contextmanager
 def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
-    """Remove all frames that are not the learner's from tracebacks, even if none remain.
+    """Remove all frames that are not the learner's from tracebacks, even if no frame remains.
 
-    Errors in a loss's ``backward``, or in the check of a result, involve no line of the learner's.
+    An error in a loss's ``backward``, or in the check of a result, may involve none of the
+    learner's lines.
     """
     try:
         yield
@@ -300,7 +301,7 @@ def _without_repetition(text: str) -> str:
 
 @contextmanager
 def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
-    """Prepend the likely cause that a test names to the report of a world that did not finish."""
+    """If a world does not finish, put the likely cause that the test names before the report."""
     try:
         yield
     except (RankHung, RankExited) as error:

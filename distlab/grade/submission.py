@@ -3,8 +3,8 @@
 ROOT/phase1_data_parallel/template_collectives.py      the learner's, in the course's folder
 ROOT/phase1_data_parallel/collectives.py               the solution's, and a hand-in's
 
-A phase's ``given.py`` and ``programs.py`` always come from the course, not from a hand-in, because
-they contain no tasks.
+A phase's ``given.py`` and ``programs.py`` contain no tasks, so they always come from the course,
+never from a hand-in.
 """
 
 import ast
@@ -34,7 +34,7 @@ from distlab.util import files
 
 PREFIX = "template_"
 GIVEN = ("given", "programs")  # modules without tasks
-MAX_FILES = 1000  # limit on the digests in a report, and on the folders searched for files
+MAX_FILES = 1000  # limit on the digests of a phase, and on the folders searched for files
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Submission:
 
     @property
     def lenders(self) -> tuple[str, ...]:
-        """Folders that the lent functions come from, which hold no code of the learner's."""
+        """Folders of lent functions, which hold no code of the learner's."""
         return (str(self.loan.solutions),) if self.loan else ()
 
     def file(self, phase: str, lesson: str) -> Path:
-        """Return a lesson's file, template or plain; the template's path if neither exists."""
+        """Return the path of a lesson: its template's, unless only a file without prefix exists."""
         template, plain = self._files(phase, lesson)
         return plain if plain.is_file() and not template.is_file() else template
 
@@ -72,7 +72,8 @@ class Submission:
     def digests(self, phase: str) -> dict[str, str]:
         """Return the digests of a phase's Python files, by path relative to the root.
 
-        The digest of an unreadable or too large file is ""; the number of files is limited.
+        The digest of a file that is unreadable or too large is "". At most ``MAX_FILES`` files are
+        included.
         """
         paths = sorted(itertools.islice(_python_files(self.root / phase), MAX_FILES))
         return {f.relative_to(self.root).as_posix(): _sha256(f) for f in paths}
@@ -111,7 +112,7 @@ class Submission:
             raise LessonError(f"{where}: {text}\n    {frame.line}") from error
 
     def _last_frame(self, error: BaseException) -> traceback.FrameSummary | None:
-        """Return the innermost frame of an error that is in the submission's phases."""
+        """Return the innermost frame of a traceback that is in the submission's phases."""
         below = f"{self.root}{os.sep}phase"
         frames = reversed(traceback.extract_tb(error.__traceback__))
         return next((frame for frame in frames if frame.filename.startswith(below)), None)
@@ -141,7 +142,7 @@ def _sha256(file: Path) -> str:
 class _Source(SourceFileLoader):
     """Compiles the source each time, because cached bytecode may not match it.
 
-    Lent functions replace the file's functions of the same names.
+    Lent functions replace the file's own functions of the same names.
     """
 
     def __init__(self, name: str, file: str, lent: Functions) -> None:
@@ -169,9 +170,9 @@ class _Source(SourceFileLoader):
 
 
 class _Lessons(importlib.abc.MetaPathFinder):
-    """Finds phases only in the submission, with files under either name, and refuses solutions.
+    """Finds lessons only in the submission, under either file name, and refuses solutions.
 
-    Without it, a file that a hand-in lacks would be imported from the course's own folder.
+    Without this finder, a file that a hand-in lacks would come from the course's own folder.
     """
 
     def __init__(self, submission: Submission) -> None:
@@ -180,7 +181,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
 
     @classmethod
     def install(cls, submission: Submission) -> None:
-        """Install the finder, then borrow functions, whose imports of given code depend on it."""
+        """Install the finder, then borrow functions, because they import given code through it."""
         finder = cls(submission)
         sys.meta_path.insert(0, finder)
         if submission.loan:
@@ -192,7 +193,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
         """Find a module of the submission's phases; None for other modules.
 
         Raises:
-            ImportError: The module is a solution or a judge, or the submission's phase lacks it.
+            ImportError: The module is a solution or a judge, or is missing in the submission.
         """
         package, _, module = name.partition(".")
         if package == SOLUTIONS and not self._submission.is_solution:
@@ -204,7 +205,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
         return self._find(name, package, module)
 
     def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
-        """Find a module or raise; if this returned None, the next finder would look elsewhere."""
+        """Find a module, or raise: if this returned None, the next finder would look elsewhere."""
         if module in GIVEN:
             file = COURSE / phase / f"{module}.py"
             return _spec(

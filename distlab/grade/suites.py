@@ -1,4 +1,4 @@
-"""A suite as pytest sees it: the mark that assigns a test to a task, and checks of the invocation.
+"""A suite as pytest sees it: the mark that assigns a test to a task, and checks of the options.
 
 PYTEST_DONT_REWRITE: a suite that is run as a script imports this before pytest can rewrite it.
 """
@@ -53,7 +53,7 @@ def task(task_id: str, *, real: bool = False) -> Any:
 
     Args:
         task_id: Id in course.toml, such as "1.5".
-        real: True to run the test in the simulated world, then on real processes.
+        real: True to run the test on real processes too, after the simulated world.
     """
     return pytest.mark.task(task_id, real=real)
 

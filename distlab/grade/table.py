@@ -11,7 +11,7 @@ from distlab.util.text import clipped, joined, sentence
 WIDTH = 100
 DETAILS = 25  # lines of details shown without -v
 IN_FULL = "-v of pytest, distlab check or grade"
-# The question asked after the verdict, by kind of hang; a deadlock's report needs none.
+# What to ask after the verdict, by kind of hang; the report of a deadlock needs no question.
 HANGS = {
     "endless loop": "Does this loop ever end, or does it do far more than it needs to?",
     "blocked": "What does this line wait for, and who could end the wait?",
@@ -49,7 +49,7 @@ def lent(result: TaskResult) -> str:
 
 
 def next_step(result: TaskResult) -> str:
-    """Return what the learner should read or do after an outcome."""
+    """Return what the learner should do or read next, given the outcome."""
     section = f"guidelines.md {result.task.id}"
     return {
         Outcome.HANG: f"{HANGS.get(result.verdict.kind, '')} {section}".lstrip(),
@@ -96,7 +96,7 @@ def _next_to_write(result: GradeResult) -> Iterator[str]:
 
 
 def _short(file: str) -> str:
-    """Return a path relative to the working folder if it is inside it."""
+    """Return a path, relative to the working folder if it lies inside that folder."""
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 

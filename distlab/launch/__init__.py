@@ -1,4 +1,4 @@
-"""Run a function on every rank of a ``torch.distributed`` world; get all results or one error.
+"""Run a function on all ranks of a ``torch.distributed`` world; return results or raise an error.
 
     from distlab import launch
 
@@ -10,7 +10,7 @@
 ``errors`` lists everything that can go wrong.
 
     world         the ranks of one call, which share a process group and a folder
-    rank          one process of a world; the parent knows its messages, its output and its exit
+    rank          one process of a world; the parent sees its messages, its output and its exit
     fork server   a process with torch loaded, from which ranks are forked
     supervisor    watches a world from the parent: exits, output, memory and time
     place         what a rank is doing, and at which line of the program
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import names on first use, so that a fork server can start before torch is imported here."""
+    """Import a name on first use, so that a fork server can start before torch is imported here."""
     for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{home}")
         if hasattr(module, name):

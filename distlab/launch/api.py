@@ -42,39 +42,41 @@ def run(
         run(dist.get_rank, 3)  ->  [0, 1, 2]
 
     Inside ``fn``, the process group is initialised and ``context()`` gives the device. The first
-    call starts a fork server; later calls only fork. Under torchrun, mpirun or srun, this process
-    joins the launcher's world instead and every rank gets all results; the launcher then watches
-    the processes, and the timeout applies to each collective. Ranks skip ``atexit`` handlers.
+    call starts a fork server; later calls only fork. Ranks do not run ``atexit`` handlers.
+
+    Under torchrun, mpirun or srun, nothing is started: this process joins the launcher's world as
+    one of its ranks, and the call returns all results on every rank. The launcher watches the
+    processes, and the timeout applies to each collective.
 
     Args:
         fn: Any function, including a lambda or one defined in a script or notebook.
         world_size: Number of ranks, at least 1.
         args: Arguments for ``fn``, pickled; the same on every rank.
-        backend: "gloo"; "nccl", one GPU per rank; "sim", a simulated cluster; "mpi", under
-            mpirun; "auto": mpi if mpirun started several ranks, nccl if there are enough GPUs, else
-            gloo.
-        device: "cpu"; "cuda"; "auto": "cuda" with nccl, else "cpu". With gloo, ranks may share
-            GPUs, but only in collectives: gloo cannot send a GPU's tensors from rank to rank.
+        backend: "gloo", "nccl" (one GPU per rank), "sim" (a simulated cluster), "mpi" (under
+            mpirun), or "auto", which chooses mpi if mpirun started several ranks, otherwise nccl if
+            there are enough GPUs, and otherwise gloo.
+        device: "cpu", "cuda", or "auto", which means "cuda" with nccl and "cpu" otherwise. With
+            gloo, ranks may share GPUs, but can use GPU tensors only in collectives, not in sends.
         timeout_s: Time limit for ``fn``, counted from the moment all ranks are up; None or inf
             waits forever. Shorthand for ``limits=Limits(timeout_s)``.
         limits: Time and memory limits; see ``Limits``.
-        plain_results: True to accept only plain data, within the limits of ``plain``, and to show
-            only 256 KiB of the ranks' output: untrusted code can then neither run in this process
-            nor fill its memory.
-        output_dir: Folder in which whatever rank k prints is also saved, as ``rank-<k>.log``; only
-            if this call starts the ranks as processes, so not with "sim".
+        plain_results: True to accept only plain data as results, within the limits of ``plain``,
+            and to show only 256 KiB of the ranks' output. Untrusted code can then neither run in
+            this process nor fill its memory.
+        output_dir: Folder in which the output of each rank k is also saved, as ``rank-<k>.log``;
+            only for ranks that this call starts as processes, so not with "sim".
         cluster: For "sim": a cluster or the name of a preset; see ``simulate``.
         given: Folders of the caller's own machinery, such as a grader; verdicts never point to
             lines in them.
 
     Returns:
-        The results, in rank order. Tensors should be on the CPU.
+        The results, in rank order. Any tensors in them should be on the CPU.
 
     Raises:
-        SetupError: Bad arguments, too few GPUs, or a platform that cannot run process worlds.
-        LaunchError: One of ``errors``; no process of the world is still running.
+        SetupError: Bad arguments, too few GPUs, or a platform that cannot run real processes.
+        LaunchError: The world failed, as described in ``errors``; all its processes have ended.
 
-    Cost: about 0.1 s for 4 gloo ranks once the fork server is running, 1 s before that.
+    Cost: about 0.1 s for 4 gloo ranks if the fork server is running, and 1 s if it is not.
     """
     choices.check(fn, world_size, backend, device)
     limits = choices.limits_of(timeout_s, limits)
@@ -119,8 +121,8 @@ def simulate(
 ) -> "Simulated[T]":
     """Run ``fn(*args)`` on a simulated cluster, in a supervised process; return results and trace.
 
-    Same as ``distlab.sim.simulate``, but supervised: infinite loops, crashes and ``os._exit`` also
-    surface as a single LaunchError.
+    This is ``distlab.sim.simulate`` in a process of its own, so that infinite loops, crashes and
+    ``os._exit`` also surface as a single LaunchError.
 
     Args:
         fn: Function, as for ``run``.
@@ -128,12 +130,13 @@ def simulate(
         args: Arguments for ``fn``, pickled; the same on every rank.
         cluster: A cluster, the name of a preset, or None for one switch with a GPU per rank.
         options: Simulation options.
-        limits: Limits on real time and memory; all ranks run in one process.
+        limits: Limits on the real time and the memory of the process that runs all ranks.
         plain_results: True to accept only plain data, as for ``run``.
 
     Raises:
         SetupError: Bad arguments.
-        LaunchError: One of ``errors``; a deadlock is detected at once and raised as RankHung.
+        LaunchError: The program failed, as described in ``errors``. A deadlock is detected
+            immediately and raised as RankHung.
     """
     choices.check(fn, num_ranks, "sim", "cpu")
     simulation = SimulationSpec(num_ranks, cluster, options, wants_trace=True)

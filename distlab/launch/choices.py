@@ -22,7 +22,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def check(fn: object, world_size: int, backend: str, device: str) -> None:
-    """Refuse a request that no world can fulfil, or that would start a world several times.
+    """Refuse an impossible request, and one for which several processes would each start a world.
 
     Raises:
         SetupError: The request is impossible; the message says what is possible instead.
@@ -62,7 +62,7 @@ def _check_launcher(launcher: str, world_size: int, backend: str) -> None:
 def check_for_backend(
     backend: str, device: str, cluster: "Cluster | str | None", output_dir: Path | str | None
 ) -> None:
-    """Refuse arguments that only other backends understand.
+    """Refuse arguments that the backend does not support.
 
     Raises:
         SetupError: An argument does not suit the backend; the message says why.
@@ -83,7 +83,7 @@ def check_for_backend(
 
 
 def limits_of(timeout_s: float | None, limits: Limits | None) -> Limits:
-    """Return the limits of a call, given in full or by the shorthand ``timeout_s``.
+    """Return the limits of a call, which are given in full or by the shorthand ``timeout_s``.
 
     Raises:
         SetupError: Both are given, or a limit is not positive.
@@ -134,7 +134,7 @@ def own_device(backend: str, device: str, started_by: Launched) -> tuple[str, to
 
 
 def payload(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """Pickle the function that the ranks call, with its arguments.
+    """Pickle the function that the ranks will call, together with its arguments.
 
     Raises:
         SetupError: The function or an argument cannot be pickled; the message names it.

@@ -1,4 +1,4 @@
-"""Everything ``run`` can raise.
+"""Everything that ``run`` and ``simulate`` can raise.
 
     LaunchError
     ├── SetupError        the world could not be started: arguments, platform, devices
@@ -31,7 +31,7 @@ class LaunchError(RuntimeError):
     Attributes:
         kind: Kind of failure in a word or two, for use by programs; each class has a default.
         rank: Rank that is to blame, or None if no single rank is.
-        fates: Fate of every rank; empty if none was started, or if the world is simulated.
+        fates: Fate of every rank; empty if no rank was started, or if the world is simulated.
         exception: Type name of the exception that ``fn`` raised on ``rank``, or "".
         advice: Part of the message that says what to look for, or "".
     """
@@ -69,7 +69,10 @@ class RankFailed(LaunchError):
 
 
 class RankExited(LaunchError):
-    """``rank`` ended without a result ("left"), or returned while others waited ("returned")."""
+    """``rank`` ended without a result, or returned while others still waited for it.
+
+    The ``kind`` is "left" or "returned", respectively.
+    """
 
     KIND = "left"
 
@@ -89,11 +92,15 @@ class RankOutOfMemory(LaunchError):
 class RankHung(LaunchError):
     """The world did not end in time; the message says where every rank is.
 
-    ``kind`` is "deadlock" (certain: found by the simulated world, which may have rerun the
-    program), "all wait" (real processes: none is computing), "endless loop" (``rank`` is still
-    computing, at a line of ``fn``), "blocked" (Linux: a line of ``fn`` waits for something other
-    than communication, such as a lock), "suspended" (a rank was stopped by SIGSTOP) or "time is
-    up" (no line of ``fn`` is to blame: the machine may be slow).
+    The ``kind`` is one of these:
+
+        deadlock       certain, because a simulation found it, perhaps in a rerun of the program
+        all wait       on real processes, no rank is computing
+        endless loop   ``rank`` is still computing, at a line of ``fn``
+        blocked        a line of ``fn`` waits for something other than communication, such as a
+                       lock (detected only on Linux)
+        suspended      a rank was stopped by SIGSTOP
+        time is up     no line of ``fn`` is to blame; the machine may be slow
     """
 
     KIND = "time is up"

@@ -32,9 +32,9 @@ def run_joined(
     device: str,
     timeout_s: float | None,
 ) -> list[T]:
-    """Call ``fn`` as this rank of a world that torchrun or srun started; return all results.
+    """Call ``fn`` in this process, a rank that torchrun or srun started; return all results.
 
-    The first call joins the process group, which is left when the process ends. Errors of ``fn``
+    The first call joins the process group; the process leaves it on exit. Errors of ``fn``
     propagate unchanged, because the launcher watches the ranks and ends them. ``timeout_s``
     applies to each collective.
 
@@ -95,7 +95,7 @@ def run_under_mpirun(
     started_by: Launched | None,
     timeout_s: float | None,
 ) -> list[T]:
-    """Call ``fn`` as this rank of mpirun's world; return the results of all ranks.
+    """Call ``fn`` in this process, a rank that mpirun started; return the results of all ranks.
 
     The first call joins the world. mpirun does not notice when a rank fails while others wait for
     it, so an error that stops ``fn`` is printed and ends the whole job.
@@ -125,7 +125,7 @@ def run_under_mpirun(
 
 
 def _report_once() -> None:
-    """From now on, print distlab's own errors, which every rank raises, once per machine."""
+    """Make distlab's own errors, which every rank raises, appear only once per machine."""
     show = sys.excepthook
 
     def show_once(

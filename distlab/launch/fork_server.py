@@ -24,7 +24,7 @@ from distlab.util import processes
 START_TIMEOUT_S = 120.0  # reading torch from a cold disk may take a while
 KILL_TIMEOUT_S = 5.0  # a killed process is gone in milliseconds, unless it is blocked on disk I/O
 LOOK_S = 0.2  # interval between checks that the server is not stopped
-MAX_WORDS = 20_000  # bytes of the server's output that an error shows
+MAX_WORDS = 20_000  # limit on the bytes of the server's output in an error
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 # A server that stays stopped this long is replaced. It has its own session, which ctrl-Z does not
 # reach, so only a signal sent to the server itself can have stopped it.
@@ -35,14 +35,14 @@ class ForkServer:
     """One fork server and the ranks it started, at most one world at a time."""
 
     def __init__(self) -> None:
-        """Start the process, which loads torch; ``await_answer`` waits for it."""
+        """Start the server process, which loads torch; ``await_answer`` waits for that."""
         self._owner_pid = os.getpid()
         self._buffer = b""
         self._preloaded: set[str] = set()
         self._next_look = 0.0
         self._stopped_since: float | None = None  # time of the first check that found it stopped
-        self._has_answered = False  # False while it loads torch and has nothing to clean up
-        self._may_import = False  # True until it answers again after ``preload``
+        self._has_answered = False  # while False, it loads torch and has nothing to clean up
+        self._may_import = False  # True from a ``preload`` until the server answers again
         self._exits: list[tuple[int, int]] = []
         self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 what the server prints
@@ -192,7 +192,7 @@ class ForkServer:
         self._log.close()
 
     def _await(self, kind: bytes) -> int:
-        """Return the pid in the next record of ``kind``; keep exits that arrive before it."""
+        """Return the pid in the next record of ``kind``; keep the exits that arrive before it."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             while (record := self._next_record()) is None:
@@ -252,10 +252,10 @@ _idle: list[ForkServer] = []  # some may still be loading torch
 
 @contextlib.contextmanager
 def borrowed() -> Iterator[ForkServer]:
-    """Yield an idle fork server, or a new one; afterwards it is idle again.
+    """Yield an idle fork server, or a new one; the server is idle again afterwards.
 
-    A server whose world was interrupted by ctrl-C or an error is closed instead, because it may
-    still report on that world. So is a stopped server, which cannot reap its ranks.
+    A server whose world was interrupted by ctrl-C or an error is closed, because it may still
+    report on that world. A stopped server is closed too, because it cannot reap its ranks.
     """
     fork_server = _take()
     with _closed_on_error(fork_server):
@@ -267,9 +267,9 @@ def borrowed() -> Iterator[ForkServer]:
 
 
 def start_ahead(*modules: str) -> None:
-    """Start a fork server that the program will need later, without waiting for it.
+    """Start a fork server for later use, without waiting until it is ready.
 
-    This process and the server then import torch at the same time. The server also imports
+    That way, this process and the server import torch at the same time. The server also imports
     ``modules`` for the first world.
     """
     if not _idle:
@@ -281,7 +281,7 @@ def start_ahead(*modules: str) -> None:
 def load_ahead(modules: Iterable[str]) -> None:
     """Make the next world's fork server import modules that the ranks will need.
 
-    A rank that imports them itself takes a second longer, which counts towards its limits.
+    A rank that has to import them itself takes a second longer, which counts towards its limits.
     """
     if modules:
         with borrowed() as fork_server:

@@ -8,11 +8,11 @@
 
 A forked rank starts in about 20 ms; one that imports torch itself needs a second of processor
 time. The server has no threads and never touches a GPU, so forking it is safe. On macOS, where
-frameworks that torch loads do not survive a fork, it starts fresh interpreters instead.
+frameworks that torch loads do not survive a fork, the server starts fresh interpreters instead.
 
 When the parent goes away, for whatever reason, the server finishes any import in progress, kills
-all its descendants, removes the folder of its worlds and ends. While it is still loading torch, it
-has neither descendants nor a folder, and the kernel kills it at once.
+all its descendants, removes the folder of its worlds and ends. While the server is still loading
+torch, it has neither descendants nor a folder, so the kernel simply kills it.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _uses = itertools.count(1)
 
 
 def main() -> None:
-    """Serve the parent until it ends; ``argv`` holds a socket descriptor, a folder and a method."""
+    """Serve the parent until it ends; read a socket descriptor, a folder and a method from argv."""
     descriptor, folder, method = sys.argv[1:]
     parent = socket.socket(fileno=int(descriptor))
     start = _fork if method == "fork" else _spawn
@@ -94,7 +94,7 @@ def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
 
 
 def _read_line(parent: socket.socket) -> str:
-    """Read to the end of the line and no further: a START with descriptors may follow."""
+    """Read one line and not a byte more, because a START with descriptors may follow."""
     line = b""
     while not line.endswith(b"\n"):
         line += parent.recv(1) or b"\n"
@@ -102,7 +102,7 @@ def _read_line(parent: socket.socket) -> str:
 
 
 def _preload(names: list[str]) -> None:
-    """Import modules that ranks will need; if one fails, the rank that needs it will report it."""
+    """Import modules that ranks will need; leave it to ranks to report import errors."""
     processes.pause_collection()
     for name in names:
         with contextlib.suppress(Exception):

@@ -1,8 +1,8 @@
 """Detect the launcher that started this process and its peers: mpirun, torchrun or Slurm's srun.
 
 Each launcher describes a process in environment variables. Slurm's variables include no port, and
-a batch script, which is a single process, has most of a job step's variables too; only processes
-that srun started have ``SLURM_STEP_NODELIST``. Nothing here imports torch.
+most of them are also set for a batch script, which is a single process; only processes that srun
+started have ``SLURM_STEP_NODELIST``. Nothing here imports torch.
 """
 
 import os
@@ -30,7 +30,8 @@ def launched(backend: str = "auto") -> Launched | None:
     counts as a rank only under torchrun, or if backend mpi is requested.
 
     Args:
-        backend: Requested backend. srun can start MPI ranks (``--mpi=pmi2``) as well as others.
+        backend: Requested backend. srun can start MPI ranks (with ``--mpi=pmi2``) and other ranks;
+            the backend decides which kind this process is.
     """
     mpirun, of_srun = _of_mpirun(), _of_srun()
     if backend == "mpi":
@@ -44,18 +45,18 @@ def launched(backend: str = "auto") -> Launched | None:
 
 
 def launcher_of_several() -> str | None:
-    """Return the launcher that started this process and others; None if the process is alone."""
+    """Return the launcher if it started other processes besides this one, else None."""
     started_by = launched()
     return started_by.launcher if started_by and started_by.world_size > 1 else None
 
 
 def speaks_for_its_machine() -> bool:
-    """Return True on the one rank per machine that reports errors common to all ranks."""
+    """Return True on one rank per machine: the one that reports errors that all ranks raise."""
     return all(os.environ.get(name, "0") == "0" for name in _LOCAL_RANKS)
 
 
 def _of_torchrun() -> Launched | None:
-    """Return the rank given by torchrun, or by another launcher that sets the same variables."""
+    """Read the rank from torchrun's variables, which other launchers may set too."""
     if any(name not in os.environ for name in _TORCHRUN):
         return None
     return Launched("torchrun", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -116,7 +117,7 @@ def has_own_gpus() -> bool:
 
 
 def _num_tasks() -> str:
-    """Return the number of tasks in the step; in salloc's shell, SLURM_NTASKS counts the job's."""
+    """Return the number of tasks in the step; under salloc, SLURM_NTASKS may be the whole job's."""
     return os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"])
 
 

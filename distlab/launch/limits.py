@@ -1,4 +1,4 @@
-"""Limits for a world and its start-up, and a meter for the time that it uses.
+"""Limits on a world and its start-up, and a meter for the time that a world uses.
 
 with metered() as used:
     launch.run(fn, 4)
@@ -15,7 +15,7 @@ from typing import Literal
 
 from distlab.launch.errors import SetupError
 
-FOREVER_S = 20 * 24 * 3600.0  # used as "no timeout", since torch defaults to 30 min
+FOREVER_S = 20 * 24 * 3600.0  # stands for "no timeout", because torch's default is 30 min
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Limits:
     Args:
         timeout_s: Wall-clock seconds; None or inf waits forever.
         cpu_s: Processor time of each process. This limit catches an endless loop sooner than
-            ``timeout_s``, which must allow for the delays of a busy machine. If it is set, a
-            process that is waiting for a processor when ``timeout_s`` expires may continue. None:
-            no limit.
+            ``timeout_s``, which must allow for the delays of a busy machine. With ``cpu_s``, a
+            process that is waiting for a processor when ``timeout_s`` expires may continue. None
+            means no limit.
         idle_s: Seconds during which no rank computes, not even its part of a collective. This limit
-            catches ranks that wait for each other sooner than ``timeout_s``. None: no limit.
+            catches ranks that wait for each other sooner than ``timeout_s``. None means no limit.
         memory_bytes: Memory that all ranks together may allocate, not counting the processes that
-            they start. None: 90 % of the free memory.
+            they start. None means 90 % of the free memory.
 
     Raises:
         SetupError: A limit is not positive.
@@ -52,7 +52,7 @@ class Limits:
 
     @property
     def finite_timeout_s(self) -> float | None:
-        """``timeout_s``, or None if there is none or if it is too long for a clock."""
+        """``timeout_s``, or None if it is None, infinite or too long for a clock."""
         is_finite = self.timeout_s is not None and self.timeout_s < FOREVER_S
         return self.timeout_s if is_finite else None
 
@@ -79,8 +79,8 @@ class Used:
     """The longest times that any world used inside a ``metered`` block.
 
     Attributes:
-        cpu_s: Processor time of the process that computed most, since all ranks were up.
-        wall_s: Seconds from then until the last rank had reported.
+        cpu_s: Processor time that the busiest process has used since all ranks were up.
+        wall_s: Seconds from the moment all ranks were up until the last rank had reported.
     """
 
     cpu_s: float = 0.0
@@ -110,7 +110,7 @@ def note_use(cpu_s: float, wall_s: float) -> None:
 
 MAX_PER_CORE = 4
 START_TIMEOUT_S = 120.0  # time for all ranks to join the process group
-# For each rank beyond MAX_PER_CORE per core: ten times what 200 ranks took on two busy cores.
+# Added for each rank per core beyond MAX_PER_CORE: ten times what 200 ranks took on two busy cores.
 START_MORE_S = 2.0
 
 

@@ -17,7 +17,7 @@ REDRAW_S = 0.2
 def channel() -> Iterator[tuple[int, int]]:
     """Open a pipe for a rank's output, or a pseudo-terminal if stdout is a terminal.
 
-    A terminal is needed for progress bars. The write end is closed afterwards, because the rank
+    Progress bars appear only on a terminal. The write end is closed afterwards, because the rank
     has its own copy.
     """
     is_terminal = _is_open() and sys.stdout.isatty()
@@ -29,7 +29,7 @@ def channel() -> Iterator[tuple[int, int]]:
 
 
 def split_at_line_end(data: bytes) -> tuple[bytes, bytes]:
-    """Split output into whole lines, which can be shown at once, and the start of the next line."""
+    """Split output into whole lines, which can be shown now, and the start of the next line."""
     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
     return data[:end], data[end:]
 
@@ -45,10 +45,10 @@ def show(data: bytes) -> None:
 
 
 class Screen:
-    """Shows the output of one world up to a limit; beyond that, only each rank's last lines."""
+    """Shows the output of one world up to a limit, and of the rest only each rank's last lines."""
 
     def __init__(self, max_bytes: int | None) -> None:
-        """Show up to ``max_bytes``, or everything if it is None."""
+        """Show up to ``max_bytes`` of output, or all of it if ``max_bytes`` is None."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
@@ -73,7 +73,7 @@ class Screen:
 
 
 def _is_open() -> bool:
-    """Return True if stdout can be written to: some programs have none, others close it."""
+    """Return True if stdout can be written to; some programs have none, and some close it."""
     return sys.stdout is not None and not sys.stdout.closed
 
 

@@ -1,4 +1,4 @@
-"""Plain data as bytes: numbers, strings, bytes, None and containers of them; never classes or code.
+"""Encode plain data: numbers, strings, bytes, None and containers of them, not classes or code.
 
 The format is JSON, with a tag for each type that JSON lacks, then a newline and the contents of
 all bytes objects:
@@ -37,10 +37,10 @@ class NotPlainError(ValueError):
 
 
 def dumps(value: object) -> bytes:
-    """Encode plain data that is not nested deeply.
+    """Encode plain data, which must not be nested too deeply for recursion.
 
     Raises:
-        NotPlainError: The value contains anything else.
+        NotPlainError: The value contains something that is not plain data.
     """
     blobs: list[bytes] = []
     text = _encode(_tagged(value, blobs)).encode("utf-8", "surrogatepass")
@@ -48,11 +48,11 @@ def dumps(value: object) -> bytes:
 
 
 def loads(data: bytes) -> object:
-    """Decode the output of ``dumps``, or untrusted data that claims to be that.
+    """Decode the output of ``dumps``, or untrusted data that claims to be such output.
 
     Raises:
-        NotPlainError: The data is malformed, takes too much memory or time, or is a refusal from
-            ``dumps_result``.
+        NotPlainError: The data is malformed, would take too much memory or time, or is a refusal
+            from ``dumps_result``.
     """
     end = data.find(b"\n")
     text = data[: end if end >= 0 else len(data)]
@@ -68,7 +68,7 @@ def loads(data: bytes) -> object:
 
 
 def dumps_result(result: object) -> bytes:
-    """Encode a result; if it cannot be judged, encode the reason, which ``loads_result`` raises."""
+    """Encode a result, or the reason why it cannot be judged, which ``loads_result`` raises."""
     try:
         check(result)
         data = dumps(result)

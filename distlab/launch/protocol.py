@@ -1,7 +1,7 @@
 """The messages and files between the launching process and its ranks.
 
 Bulk data goes through files in the world's folder, so that a rank that stops in the middle of a
-message blocks no reader; the control socket carries single bytes that announce the files.
+message blocks no reader. On the control socket, messages are single bytes, apart from the first.
 
     parent                     rank
     folder and number   ─────▶ reads spec.pickle
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 STARTED, GO, REPORTED, RELEASE = b"S", b"G", b"D", b"R"
 # Two signals make a rank write the stacks of all its threads to its file. The first asks the
-# interpreter, which answers between two bytecodes. The second is answered from C at once, for a
-# rank that is stuck in C; in a rank that runs bytecodes it would sometimes hit a half-built frame
-# and crash (python/cpython issue 116008: about one in 350 dumps of an endless loop). Neither is
-# SIGUSR1 or SIGUSR2, because clusters send those to training programs, which handle them.
+# interpreter, which answers between two bytecodes. The second is for a rank that is stuck in C, and
+# is answered immediately, by C code. In a rank that is running bytecodes, that code would sometimes
+# hit a half-built frame and crash (about one in 350 dumps of an endless loop; see python/cpython
+# issue 116008). Neither is SIGUSR1 or SIGUSR2, because clusters send those to training programs.
 DUMP_SIGNAL = signal.SIGVTALRM
 DUMP_FROM_C_SIGNAL = signal.SIGPROF
 CANNOT_REPORT = 117  # exit code of a rank whose report cannot be written
@@ -54,14 +54,14 @@ class Outcome(str, enum.Enum):
 
 
 def pickled(value: object) -> bytes:
-    """Pickle a value, and the parts of the caller's script that its functions need."""
+    """Pickle a value, with whatever its functions need from the caller's script."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Extends cloudpickle to the script's ``lru_cache`` functions, whose caches arrive empty."""
+    """A cloudpickle that also handles the script's ``lru_cache`` functions, with empty caches."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper) and not _can_be_imported(obj):
@@ -95,7 +95,7 @@ class SimulationSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """The settings that every rank of a world reads when it starts."""
+    """The settings of a world, which every rank reads when it starts."""
 
     world_size: int
     backend: str
@@ -108,7 +108,7 @@ class Spec:
     sys_path: tuple[str, ...]
     given: tuple[str, ...] = ()  # folders of the caller's machinery, which tracebacks leave out
     plain_results: bool = False  # encode results with ``plain`` instead of pickling them
-    simulation: SimulationSpec | None = None  # if set, world_size is 1: all ranks in one process
+    simulation: SimulationSpec | None = None  # if set, world_size is 1: one process runs all ranks
 
     def function_and_arguments(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Unpickle the function and its arguments.

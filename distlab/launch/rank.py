@@ -1,7 +1,7 @@
 """One rank: what the launching process knows about it, and its own account of how it ended.
 
-None of the functions that build the account may fail, even on an exception that holds megabytes or
-that raises when converted to text.
+The functions that build the account must never fail, not even on an exception that holds megabytes
+or that raises another when converted to text.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from distlab.launch.protocol import Outcome, Report
 from distlab.util.tracebacks import headline, keep_frames
 
 READY_LOOKS = 5  # a rank found ready in this many checks in a row is not just polling
-READY_STATES = "RD"  # state letters of threads that compute, or wait for a processor or a disk
+READY_STATES = "RD"  # R: computes, or waits for a processor; D: waits for a disk
 # Processor time that polling may use; each of eight ranks that wait on gloo uses 0.01 s in 2 s.
 POLLING_S = 0.03
 
@@ -55,7 +55,7 @@ class RankProcess:
     is_silent: bool = False  # True once its output is closed
     baseline_bytes: int = 0  # memory allocated before the function was called
     baseline_cpu_s: float = 0.0  # processor time used before the function was called
-    idle_cpu_s: float = 0.0  # processor time used by the time the world was last seen computing
+    idle_cpu_s: float = 0.0  # processor time used when the world was last seen computing
     looks_ready: int = 0  # number of checks in a row that found a thread in READY_STATES
 
     @property
@@ -108,8 +108,8 @@ class RankProcess:
     def is_idle(self) -> bool:
         """Return True if the rank neither computes nor waits for a processor or a disk.
 
-        A process group's threads poll for messages now and then, which does not count. On systems
-        that do not report the states of threads, no rank is idle.
+        Now and then, a process group's threads poll for messages; that does not count as computing.
+        On systems that do not report the states of threads, no rank counts as idle.
         """
         states = _states_of_threads(self.pid)
         self.looks_ready = self.looks_ready + 1 if not states.isdisjoint(READY_STATES) else 0
@@ -127,7 +127,7 @@ class RankProcess:
 
 
 def _states_of_threads(pid: int) -> set[str]:
-    """Return Linux's state letters: R is running or ready, D waiting for a disk, S asleep."""
+    """Return Linux's letters for the states of a process's threads, such as R, D and S."""
     states = set()
     with contextlib.suppress(OSError):
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
@@ -154,7 +154,7 @@ _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory"
 
 
 def report_of_result(result: bytes) -> Report:
-    """Return the report for a result that is already ``encoded``."""
+    """Return the report for a result that ``encoded`` has already encoded."""
     return _report(Outcome.OK, result=result)
 
 
@@ -176,7 +176,7 @@ def encoded(result: object, *, plain_results: bool) -> bytes:
 
 
 def decoded(results: Sequence[bytes], *, plain_results: bool) -> list[Any]:
-    """Decode the results that all ranks have ``encoded``.
+    """Decode the results of all ranks, each of which called ``encoded``.
 
     Raises:
         RankFailed: A result had to be plain data and was not.
@@ -198,7 +198,7 @@ def report_of_error(error: BaseException, launcher_file: str, given: Sequence[st
 
     Args:
         error: Exception that the function raised.
-        launcher_file: File whose frames around the function are left out.
+        launcher_file: File that calls the function; its frames are left out of the traceback.
         given: Folders of the caller's machinery. If there are any, the traceback shows only frames
             of the program, unless it contains none.
     """
@@ -238,7 +238,7 @@ def _tells_of_a_lost_peer(error: BaseException) -> bool:
 
 
 def _is_of_distributed(error: BaseException) -> bool:
-    """Return True if the error came from a process group or its store, not from a download etc."""
+    """Return True if the error came from a process group or its store, not, say, a download."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     named = re.search("gloo|nccl|store", _beginning(error), re.IGNORECASE)
     return bool(named) or any("torch/distributed" in file for file in files)

@@ -1,8 +1,8 @@
 """The supervised world ``sim``: the simulated cluster runs in its own process.
 
 An endless loop, a crash or ``os._exit`` in a simulated rank becomes one clear error within the time
-limit, as in the other worlds, and a simulation does not affect the calling process. The process of
-the simulation reports plain data:
+limit, as in the other worlds, and a simulation does not affect the calling process. What the
+process of the simulation reports is plain data:
 
     {"results": [bytes per rank], "seconds": …, "flops": […], "trace": {…} or None}
     {"error": "RankHung", "kind": …, "message": …, "rank": … or None, "exception": …,
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def check_simulation(simulation: SimulationSpec) -> None:
-    """Refuse too many ranks, a cluster that is unknown or too small, and faults on missing ranks.
+    """Refuse too many ranks, an unknown or too small cluster, and faults on nonexistent ranks.
 
     Raises:
         SetupError: The simulation is impossible; the message says what is valid.
@@ -56,14 +56,14 @@ def check_simulation(simulation: SimulationSpec) -> None:
 
 
 def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolder) -> bytes:
-    """Run the simulation that ``spec`` describes; return its report.
+    """Run the requested simulation in this process; return its encoded outcome.
 
     Raises:
         TypeError: A result cannot be pickled.
     """
-    gc.unfreeze()  # sim.simulate freezes them again, but would first count them, which takes 20 ms
+    gc.unfreeze()  # sim.simulate would spend 20 ms on counting frozen objects, and freezes anyway
     running = _shared_words(folder.running, 1 + simulation.num_ranks)
-    options = simulation.options or sim.Options()  # reports also leave out the launcher's frames
+    options = simulation.options or sim.Options()  # reports are to leave out our frames too
     try:
         simulated = sim.simulate(
             partial(_on_cpu, spec),
@@ -80,7 +80,7 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
 
 
 def _on_cpu(spec: Spec) -> object:
-    """Run as one rank, with the CPU as the device, because simulated GPUs compute on the CPU.
+    """Run the program as one rank, on the CPU, because that is where simulated GPUs compute.
 
     Each rank unpickles its own copy of the arguments and of the globals of the caller's script.
     """
@@ -114,7 +114,7 @@ def read_outcome(
     exceeded: Exceeded | None,
     plain_results: bool,
 ) -> object:
-    """Return what the simulation sent, or the LaunchError that says what ended it.
+    """Return the outcome that the simulation sent, or a LaunchError that says what ended it.
 
     Args:
         process: Process of the simulation.
@@ -171,7 +171,7 @@ def _lost_simulation(
         return RankHung(f"{message}{others}", kind=kind, rank=number)
     if process.report:
         return RankFailed(f"{process.report.headline}\n\n{process.report.traceback}".rstrip())
-    process.place = None  # that of the main thread, which only waits for the ranks
+    process.place = None  # it is the place of the main thread, which only waits for ranks
     error, headline = verdict.cause(process)
     where = f" {place}" if place.frame else ""
     return error(f"{who} was running when its process {headline}{where}", rank=number)
@@ -232,7 +232,7 @@ def _encoded(results: list[Any], *, plain_results: bool) -> list[bytes]:
 
 
 def of_error(error: sim.SimulationError) -> bytes:
-    """Encode the error that ended a simulation as the LaunchError that other worlds raise."""
+    """Encode a simulation's error as the LaunchError that another world would raise."""
     kind: type[LaunchError] = RankHung if isinstance(error, sim.Deadlock) else RankFailed
     exception = error.exception if isinstance(error, sim.RankError) else ""
     outcome = {
@@ -247,7 +247,7 @@ def of_error(error: sim.SimulationError) -> bytes:
 
 
 def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> object:
-    """Return the simulation (only the results if no trace was requested), or its LaunchError.
+    """Decode what a simulation sent: its results, with the trace if requested, or its LaunchError.
 
     Raises:
         NotPlainError: The data is not a simulation's report, or a result had to be plain data and

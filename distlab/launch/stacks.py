@@ -27,7 +27,7 @@ _LIBRARY_FOLDERS = (
 
 
 def is_of_program(file: str, given: Sequence[str] = ()) -> bool:
-    """Return True if a file is part of the program: not of a library, distlab, or ``given``."""
+    """Return True if a file belongs to the program, not to a library, distlab or ``given``."""
     folders = (f"{folder}{os.sep}" for folder in (*_LIBRARY_FOLDERS, *given))
     return not file.startswith(("<frozen", *folders)) and file not in given
 
@@ -57,7 +57,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Place:
-    """The call in which a rank waits, if any, and the line of the user's program."""
+    """The line of the user's program where a rank is, and the call in which it waits, if any."""
 
     operation: str  # "recv", "all_reduce", "wait()"; "" if it is not waiting for communication
     frame: Frame | None  # None: no line is known
@@ -78,7 +78,7 @@ READY = Place("", None, "ready, and waiting for the others to start")
 
 
 def read_place(dump: str, ident: int | None = None, given: Sequence[str] = ()) -> Place:
-    """Return what a thread, by default the main one, is doing according to its process's dump.
+    """Return what a thread (by default, the main one) is doing, according to its process's dump.
 
     The innermost frame of the user's program is the place; the ``torch.distributed`` function that
     it called, if any, is the operation. Files in the ``given`` folders are the caller's machinery:
@@ -133,7 +133,7 @@ def _operation(callees: Sequence[Frame], caller: Frame) -> str:
 
 
 def roll_call(places: Mapping[int, Place], world_size: int) -> str:
-    """Group ranks by place: one sentence, then the source lines.
+    """Say where all ranks are, grouped by place: one sentence, then the source lines.
 
     3 of 4 wait in recv at ring.py:41 in exchange; rank 1 is at trainer.py:88 in step
       ranks 0, 2 and 3  ring.py:41     dist.recv(inbox, left)

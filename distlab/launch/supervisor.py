@@ -1,8 +1,8 @@
 """Watch the ranks of one world from the parent: their reports, exits, output, memory and time.
 
 The parent never blocks on a rank and expects nothing from one that is stuck. A world ends when all
-ranks have reported; shortly after the first failure, so that other ranks can still report theirs;
-or when time is up or memory runs short. Any process that is then still alive is killed.
+ranks have reported, when time is up or when memory runs short. After a failure, it continues for a
+moment, so that other ranks can report theirs. Processes that are still alive at the end are killed.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from distlab.launch.limits import Exceeded, Limits, note_use, num_cores, start_t
 from distlab.launch.protocol import Outcome, Report, Spec, WorldFolder
 from distlab.launch.rank import RankProcess
 
-GRACE_S = 0.5  # time after the first failure in which other ranks may report theirs
-ASK_S, ASK_BUSY_S = 0.1, 0.5  # time to write stacks, for an idle and for a computing interpreter
-DUMP_S = 1.0  # time for the remaining ranks to write theirs from C
+GRACE_S = 0.5  # time for other ranks to report their failures after the first one
+ASK_S, ASK_BUSY_S = 0.1, 0.5  # time to write stacks, for an idle and for a busy interpreter
+DUMP_S = 1.0  # time to write stacks from C, for ranks that have not answered
 EXIT_S = 3.0  # time for released ranks to leave before they are killed
 TICK_S = 0.1  # interval between checks of time and memory
 # A world that uses more than this share of its memory may compute this many times longer: filling
-# memory takes a while on a busy machine, and endless growth should be reported as such.
+# memory takes a while on a busy machine, and endless growth should not look like an endless loop.
 FILLING_SHARE, FILLING_TIMES = 0.2, 4
 # A rank that waits for a processor when time is up, but has processor time left, gets up to this
 # many times the limit: the machine is busy, and the limit on processor time still catches a loop.
@@ -75,7 +75,8 @@ class Supervisor:
     def run(self) -> list[RankProcess]:
         """Start the ranks, watch them to the end, and return what is known about each.
 
-        Afterwards no process that they started is left, even after an error or ctrl-C.
+        Afterwards, no rank and no process that a rank started is left, even after an error or
+        ctrl-C.
         """
         self._clock_started = time.monotonic()
         self._display = output.Display(self.spec.world_size)

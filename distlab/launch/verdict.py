@@ -1,4 +1,4 @@
-"""Turn what is known about all ranks into one error: who is to blame, why, what the others did.
+"""Turn what is known about all ranks into one error: who is to blame, why, and what others did.
 
 Blame goes to the first *primary* failure. The failure of a rank that only lost its connection is
 secondary, even if it came first: it shows only that another rank went away.
@@ -153,7 +153,7 @@ def hang_kind(exceeded: Exceeded, *, has_place: bool, all_wait: bool, is_suspend
 
 
 def _lost_peer(ranks: Sequence[RankProcess]) -> LaunchError:
-    """Return the error for ranks that only lost connections; blame a rank that returned, if any."""
+    """Return the error if ranks only lost connections; blame a rank that returned, if any."""
     lost = min((rank for rank in ranks if rank.has_failed), key=_failed_at_ns)
     returned = [rank.number for rank in ranks if rank.has_returned]
     traceback = lost.report.traceback.rstrip() if lost.report else ""

@@ -27,7 +27,7 @@ from distlab.launch.rank import encoded, report_of_error, report_of_result
 from distlab.util import processes
 
 # A rank that has returned stays connected this long while others still work. Then it disconnects,
-# and any rank that waits for it notices at once.
+# and any rank that waits for it notices immediately.
 LINGER_S = 1.0
 
 
@@ -125,7 +125,7 @@ def _take_environment(spec: Spec, rank: int) -> None:
 
 
 def _reopen_output() -> None:
-    """Buffer output by line: lines from different ranks do not mix, and a crash loses none."""
+    """Buffer output by line, so that lines of different ranks do not mix and a crash loses none."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors="replace")
         setattr(sys, name, stream)

@@ -29,7 +29,7 @@ def context() -> Context:
     """Return rank, world size and device; works only inside a function that ``run`` called.
 
     Raises:
-        RuntimeError: This was called outside such a function, where there is no rank.
+        RuntimeError: The call is outside such a function, where there is no rank.
     """
     if not dist.is_initialized() or _device.get(None) is None:
         raise RuntimeError(
@@ -54,7 +54,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 def init_process_group(
     backend: str, device: torch.device, timeout_s: float | None, **meeting: Any
 ) -> None:
-    """Join the process group given by ``meeting``, or by torchrun's variables if that is empty."""
+    """Join the process group that ``meeting`` or, if it is empty, torchrun's variables describe."""
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     own = device if backend == "nccl" else None
     dist.init_process_group(backend, timeout=timeout, device_id=own, **meeting)

@@ -23,11 +23,11 @@ from distlab.util import processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5
-STOPPED_S = 2.0  # ctrl-Z cannot be the cause of a stop, because children have their own sessions
+STOPPED_S = 2.0  # a stop cannot come from ctrl-Z, because children have their own sessions
 
 
 def command(code: str, *arguments: str) -> list[str]:
-    """Return the command of a child that runs ``code`` with ``arguments`` as ``sys.argv[1:]``."""
+    """Return the command line of a child that runs ``code``, with ``sys.argv[1:] = arguments``."""
     first = f"from {__name__} import stay_with; stay_with({os.getpid()})"
     return [sys.executable, "-c", f"{first}; {code}", *arguments]
 
@@ -55,7 +55,7 @@ def ended_with_us() -> Iterator[None]:
 
 @contextmanager
 def not_left_stopped(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Inside the block, kill a child and its descendants if it is stopped: it cannot answer."""
+    """Inside the block, kill a child and its descendants if it is stopped and so cannot answer."""
     is_over = threading.Event()
     watcher = threading.Thread(target=_end_if_stopped, args=(process.pid, is_over), daemon=True)
     watcher.start()

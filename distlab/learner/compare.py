@@ -11,10 +11,10 @@ from distlab.learner.source import Function
 
 
 def diff(folder: CourseFolder, task: Task) -> str:
-    """Return a unified diff without docstrings; "" if there is no difference.
+    """Return a unified diff of the learner's code and the solution's; "" if they are the same.
 
-    The diff covers the task's functions, and the private functions that the solution's functions
-    call.
+    The diff covers the task's functions and the private functions that the solution calls.
+    Docstrings are left out.
 
     Raises:
         LearnerError: There is no solution, or the learner's file does not parse.
@@ -56,7 +56,7 @@ def _bare_lines(node: Function, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _helpers(text: str, names: Sequence[str]) -> list[str]:
-    """Return the private functions that the named functions use, directly or indirectly."""
+    """Return the names of private functions that the named functions use, even indirectly."""
     nodes = _nodes(text)
     used = list(names)
     for name in used:  # the list grows during the loop

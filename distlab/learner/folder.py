@@ -77,10 +77,10 @@ def _words(task: Task) -> tuple[str, ...]:
 
 
 def find(start: Path | None = None) -> CourseFolder:
-    """Return the course's folder: ``start``, by default the working folder, or one of its parents.
+    """Return the course's folder: ``start`` (by default, the working folder) or one of its parents.
 
     Raises:
-        LearnerError: None of them is the course's folder.
+        LearnerError: Neither ``start`` nor any of its parents is the course's folder.
         CourseError: The folder's course.toml cannot be used.
     """
     try:
@@ -96,6 +96,6 @@ def find(start: Path | None = None) -> CourseFolder:
 
 
 def _where_to_go() -> str:
-    """Return the command that changes to the course's folder, if this package is in one."""
+    """Return the command that changes to the course's folder, if this package lies in one."""
     home = Path(__file__).parents[2]
     return f"cd {home if (home / course.FILE).is_file() else 'to the folder that has it'}"

@@ -23,7 +23,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class WarmGrader:
-    """Calls pytest in a persistent process; starts another one if it has died."""
+    """Runs pytest in a persistent process, and starts another one if that process has died."""
 
     def __init__(self, folder: CourseFolder) -> None:
         """Start the process; it loads torch while the caller continues."""
@@ -64,7 +64,7 @@ class WarmGrader:
         return code, output
 
     def stop(self) -> None:
-        """End the process, from any thread; pending and later calls of pytest return at once."""
+        """End the process, from any thread; pending and later pytest runs return immediately."""
         self._is_stopped = True
         self._server.terminate()
 
@@ -83,7 +83,7 @@ class WarmGrader:
 
 
 def serve() -> None:
-    """Answer requests until the other end closes; this is the main function of the process."""
+    """Answer requests until the other end closes its pipe; the main function of the process."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -99,14 +99,14 @@ def serve() -> None:
 
 
 def _load() -> None:
-    """Load the modules that the first grading run needs: fork server and torch, in parallel."""
+    """Prepare for the first grading run: start the fork server, and meanwhile import torch."""
     importlib.import_module("distlab.grade.prestart")
     importlib.import_module("torch")
     _freeze()
 
 
 def _freeze() -> None:
-    """Exclude all existing objects from pytest's two garbage collections per run.
+    """Exclude all existing objects from the two garbage collections of every pytest run.
 
     With torch loaded, each collection would take 0.1 s.
     """

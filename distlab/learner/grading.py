@@ -1,6 +1,7 @@
 """Grading in another process: pytest with the course's plugin, and its JSON report.
 
-A score comes only from the report of the same run. Exit codes are those of ``distlab grade``.
+Scores are taken only from the report that the same run wrote. Exit codes are those of
+``distlab grade``.
 """
 
 import importlib.util
@@ -40,10 +41,11 @@ class Grading:
     """One run of the grader.
 
     Attributes:
-        code: 0 full marks, 1 not full marks, 2 bad arguments, 3 the grader failed, 4 nothing ran.
+        code: Exit code: 0 for full marks, 1 for less, 2 for bad arguments, 3 if the grader failed,
+            and 4 if nothing ran.
         result: Contents of the report; None if there is no complete report.
         output: Everything that pytest printed.
-        digests: Digests of the learner's functions at the start, by task.
+        digests: Digests of the learner's functions when the run began, by task id.
         options: Arguments passed to pytest.
     """
 
@@ -60,7 +62,7 @@ class Grading:
 
     @property
     def advice(self) -> list[str]:
-        """The grader's lines for the learner."""
+        """Lines in which the grader explains failures to the learner."""
         is_verbose = VERBOSE in self.options
         return list(table.failures(self.result, verbose=is_verbose)) if self.result else []
 
@@ -73,11 +75,11 @@ class Grading:
 def find_reports(options: Sequence[str]) -> list[str]:
     """Return pytest's arguments for reports, with absolute paths.
 
-    The reports' folders are created and earlier reports removed, in case pytest fails too early to
-    do so.
+    The reports' folders are created and earlier reports are removed now, in case pytest fails too
+    early to do so.
 
     Raises:
-        LearnerError: The format is unknown, or the path may not or cannot be written.
+        LearnerError: A format is unknown, or a path must not or cannot be written.
     """
     try:
         chosen = report_paths.parse(options)
@@ -87,7 +89,7 @@ def find_reports(options: Sequence[str]) -> list[str]:
 
 
 def world_timeout(seconds: float | None) -> list[str]:
-    """Return pytest's arguments for the time limit of one world; no arguments for the default.
+    """Return pytest's arguments for the time limit of one world; none for the default limit.
 
     Raises:
         LearnerError: The number is not positive and finite.
@@ -100,10 +102,10 @@ def world_timeout(seconds: float | None) -> list[str]:
 
 
 def lend_option(folder: CourseFolder, is_asked_for: bool) -> list[str]:
-    """Return pytest's arguments to lend the functions that a task builds on.
+    """Return pytest's arguments for lending the functions that tasks build on, if asked for.
 
     Raises:
-        LearnerError: This copy of the course has nothing to lend.
+        LearnerError: This copy of the course has no solutions to lend.
     """
     if is_asked_for and not (folder.root / SOLUTIONS).is_dir():
         raise LearnerError(NO_LENDER)
@@ -124,12 +126,12 @@ def suites(folder: CourseFolder, phases: Sequence[Phase]) -> list[str]:
 
 
 def for_task(folder: CourseFolder, task: Task) -> list[str]:
-    """Return pytest's arguments to grade one task, up to its first failing test."""
+    """Return pytest's arguments for grading one task, up to its first failing test."""
     return [*suites(folder, [folder.phase_of(task)]), "-k", task.id, "-x"]
 
 
 def grade(folder: CourseFolder, arguments: Sequence[str], run: RunPytest | None = None) -> Grading:
-    """Run the grader, by default in a fresh process whose output is kept.
+    """Run the grader, by default in a fresh process whose output is captured.
 
     Raises:
         LearnerError: pytest is not installed.
@@ -146,7 +148,7 @@ def grade(folder: CourseFolder, arguments: Sequence[str], run: RunPytest | None 
 
 
 def captured_in(folder: CourseFolder) -> RunPytest:
-    """Return a function that runs pytest in a fresh process and keeps its output."""
+    """Return a function that runs pytest in a fresh process and captures its output."""
     return partial(_run, folder, is_shown=False)
 
 
@@ -156,7 +158,7 @@ def shown_in(folder: CourseFolder) -> RunPytest:
 
 
 def _run(folder: CourseFolder, arguments: list[str], *, is_shown: bool) -> tuple[int, str]:
-    """Run pytest until it or this process ends; only this process receives ctrl-C."""
+    """Run pytest, and end it if this process ends first; only this process receives ctrl-C."""
     with child_processes.ended_with_us():
         process = subprocess.Popen(
             child_processes.command(PYTEST, *arguments),
@@ -188,7 +190,7 @@ def _output(process: "subprocess.Popen[str]") -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment, with this distlab first on the path.
+    """Return the environment for pytest: that of this process, with this distlab first on the path.
 
     pytest's installed plugins are disabled, because they take longer to load than a task takes to
     grade. pytest options and plugins set in the environment are removed, because they would affect
@@ -202,7 +204,7 @@ def environment() -> dict[str, str]:
 
 
 def _code(code: int, result: GradeResult | None) -> int:
-    """Return our exit code; without a complete report on tests that ran, the grader failed."""
+    """Turn pytest's exit code into ours; without a complete report on tasks, the grader failed."""
     if code in (4, 5):
         return {4: USAGE, 5: NOTHING_RAN}[code]
     if code not in (0, 1) or result is None or not result.tasks:

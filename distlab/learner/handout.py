@@ -1,8 +1,8 @@
-"""The students' version of the course: everything in git but the solutions and related files.
+"""The students' version of the course: everything in git except the solutions and related files.
 
-Also left out are the wrong answers, which are slight variations of the solutions, and the pages for
-people who teach or develop the course. A test checks that the remaining pages mention none of these
-files.
+The related files are the wrong answers, which are slight variations of the solutions, and the pages
+for people who teach or develop the course. A test checks that the remaining pages mention none of
+the files left out.
 """
 
 import ast
@@ -26,7 +26,7 @@ README = Path(__file__).with_name("students_readme.md")  # its links are relativ
 
 
 def write(folder: CourseFolder, target: Path) -> int:
-    """Copy the students' files into a new folder; return their number.
+    """Copy the students' files into a new folder; return the number of files.
 
     Raises:
         LearnerError: The new folder is not empty or lies inside the course's folder, or a task is

@@ -46,11 +46,11 @@ def _read(guide: Path) -> str:
 
 
 def take(folder: CourseFolder, task: Task, progress: Progress, level: int | None = None) -> Hint:
-    """Return the next hint, or that of ``level``, and record that it was shown."""
+    """Return the next hint, or the one at ``level``, and record that it was shown."""
     if level is not None and level not in HINTS:
         raise LearnerError(f"--level {level}: a task has hints {HINTS[0]} to {HINTS[-1]}")
     has_all = level is None and progress.hints.get(task.id) == HINTS[-1]
-    following = min(progress.hints.get(task.id, 0) + 1, HINTS[-1])  # the first one is the question
+    following = min(progress.hints.get(task.id, 0) + 1, HINTS[-1])
     hint = hints(folder, task)[(level or following) - HINTS[0]]
     progress.hints[task.id] = max(hint.level, progress.hints.get(task.id, 0))
     progress.save()

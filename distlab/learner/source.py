@@ -1,7 +1,7 @@
 """A task's functions in a file: their names and positions, and whether they are written.
 
-course.toml lists the functions of a task; there may be several, such as ``fit_alpha_beta`` in task
-1.8. Files are read as Python reads them, in the encoding that they declare.
+course.toml lists the functions of a task. Some tasks have several: task 1.8, for instance, also
+has ``fit_alpha_beta``. Files are read as Python reads them, in the encoding that they declare.
 """
 
 import ast
@@ -34,7 +34,7 @@ def read(path: Path) -> str:
 
 
 def decoded(data: bytes) -> tuple[str, str]:
-    """Return the text, with its line endings unchanged, and the encoding that Python detects.
+    """Return a file's text, with line endings unchanged, and the encoding that Python detects.
 
     Raises:
         SyntaxError, UnicodeError, LookupError: Python's own errors; ``UNREADABLE`` holds all three.
@@ -54,7 +54,7 @@ def parse(text: str) -> ast.Module | None:
 
 
 def functions(text: str) -> dict[str, str]:
-    """Return the source of all functions and methods by name; none if the file does not parse."""
+    """Return the source of all functions and methods by name; {} if the file does not parse."""
     tree, lines = parse(text), split(text)
     return {name: "".join(lines[span(node)]) for name, node in defined(tree)} if tree else {}
 
@@ -65,7 +65,7 @@ def split(text: str) -> list[str]:
 
 
 def defined(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
-    """Yield functions and methods (named ``Trainer.fit``), except those nested in functions."""
+    """Yield functions and methods (named as in ``Trainer.fit``) that are not inside functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function):
             yield prefix + node.name, node
@@ -80,7 +80,7 @@ def span(node: Function) -> slice:
 
 
 def to_write(task: Task, template: str) -> dict[str, str]:
-    """Return, by name, the source of those template functions that are a TODO of ``task``."""
+    """Return, by name, the source of the template's functions that are still a TODO of ``task``."""
     mark = re.compile(rf"NotImplementedError\(\s*[\"']Task {re.escape(task.id)}:")
     return {name: source for name, source in functions(template).items() if mark.search(source)}
 
@@ -93,7 +93,7 @@ def is_to_write(folder: CourseFolder, task: Task) -> bool:
 def digest(folder: CourseFolder, task: Task) -> str:
     """Return a digest of the task's functions in the learner's file; "" if it has none of them.
 
-    The digest also covers the rest of the file, such as helpers, but not comments there, nor the
+    The digest also covers the rest of the file, such as helpers, but neither comments there nor the
     functions of other tasks.
     """
     listed = (other for other in folder.course.tasks if other.template == task.template)
@@ -110,7 +110,7 @@ def _apart(text: str, names: frozenset[str]) -> tuple[Mapping[str, str], str]:
 
 
 def _without(text: str, names: Container[str]) -> str:
-    """Return a dump of a file's tree without these functions, or the text if it is too deep."""
+    """Return a dump of a file's tree without these functions; the text if the tree is too deep."""
     tree = parse(text) or ast.Module([], [])
     left_out = {node for name, node in defined(tree) if name in names}
     for node in ast.walk(tree):

@@ -31,7 +31,7 @@ class Record:
 
 @dataclass
 class Progress:
-    """Recorded outcomes and hints shown, by task id; the records are in grading order.
+    """Recorded outcomes, in the order of grading, and hints shown; both by task id.
 
     Attributes:
         problem: Reason why the file could not be written, or "".
@@ -69,7 +69,7 @@ class Progress:
     def next_task(self, folder: CourseFolder, after: Task | None = None) -> Task | None:
         """Return the first task that has not passed, starting after ``after``.
 
-        The phase of ``after``, or else of the last passed task, comes before the others.
+        The search begins in the phase of ``after`` or, without it, of the last passed task.
         """
         last = after or self.last_passed(folder)
         tasks = folder.phase_of(last).tasks if last else ()
@@ -78,7 +78,7 @@ class Progress:
         return next((task for task in in_turn if not self.has_passed(task)), None)
 
     def save(self) -> None:
-        """Write the file, or set ``problem``; concurrent readers see the old or the new file."""
+        """Write the file atomically, or set ``problem`` if that fails."""
         records = {task_id: asdict(record) for task_id, record in self.records.items()}
         text = json.dumps({"tasks": records, "hints": self.hints}, indent=2) + "\n"
         try:
@@ -90,7 +90,7 @@ class Progress:
 
 
 def load(folder: CourseFolder) -> Progress:
-    """Read the file; invalid entries are dropped."""
+    """Read the progress from its file, dropping invalid entries."""
     progress = Progress(folder.private / FILE)
     tables: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -120,15 +120,14 @@ def remember(
 ) -> Progress:
     """Add records to the file, which another process may have changed in the meantime.
 
-    The task that was graded last goes to the end. If several were graded, those whose record did
-    not change keep their position, because grading everything does not show which task the learner
-    is working on.
+    If only one task was graded, its record moves to the end. If several were, only records that
+    changed move, because grading everything does not show which task the learner is working on.
 
     Args:
         folder: The course's folder.
         records: Records by task id.
-        waiting: Ids of tasks that could not be judged, because an earlier task is still to be
-            written; if the same code passed before with ``--lend``, it still counts as passed.
+        waiting: Ids of tasks that could not be judged, because an earlier task is not written yet.
+            If the same code has passed before with ``--lend``, it still counts as passed.
     """
     progress = load(folder)
     for task_id, record in records.items():

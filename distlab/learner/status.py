@@ -63,7 +63,7 @@ def phase_line(phase: Phase, progress: Progress, width: int = 0) -> str:
 
 
 def built(phase: Phase, progress: Progress) -> Iterator[str]:
-    """Yield the link to the phase's section ``BUILT`` once all its tasks have passed."""
+    """Yield the link to the phase's section ``BUILT`` if all tasks of the phase have passed."""
     if all(progress.has_passed(task) for task in phase.tasks):
         yield f"{BUILT}, and what to do with it: {phase.folder}/guidelines.md#{anchor(BUILT)}"
 
@@ -111,7 +111,7 @@ def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | N
 
 
 def _command(name: str, task_id: str, lends: bool) -> str:
-    """Return a command that grades a task; an empty id means the command's default."""
+    """Return a command that grades a task; an empty id means the command's default task."""
     return " ".join(filter(None, ["distlab", name, LEND if lends else "", task_id]))
 
 
@@ -138,7 +138,7 @@ def _what_is_missing(result: TaskResult) -> str:
 
 
 def to_write(result: TaskResult) -> tuple[str, str]:
-    """Return the task id and the function to write, which may belong to an earlier task."""
+    """Return the id of the task to write, which may be an earlier one, and its function."""
     return result.verdict.missing or (result.task.id, result.task.function)
 
 
@@ -165,7 +165,7 @@ def explanation(folder: CourseFolder, task: Task, grading: Grading) -> Iterator[
 def fix_first(
     folder: CourseFolder, task: Task, grading: Grading, progress: Progress
 ) -> Iterator[str]:
-    """Yield a line about the first failed task that this failed task builds on, if any."""
+    """Yield a line about the first failed task, if any, that this failed task builds on."""
     result = grading.tasks.get(task.id)
     if result is None or not result.has_failed:
         return
@@ -185,7 +185,7 @@ def fix_first(
 
 
 def _picture(result: TaskResult) -> Iterator[str]:
-    """Yield the command that draws the failure on the same number of ranks, if it can be drawn."""
+    """Yield the command that draws the failure, if possible, on the same number of ranks."""
     program, kind, ranks = PROGRAMS.get(result.task.id), result.verdict.kind, result.world_size
     if program is None or kind not in PICTURES:
         return
@@ -216,7 +216,7 @@ def _grade_it_first(folder: CourseFolder, result: TaskResult, lends: bool) -> It
 
 
 def failure(grading: Grading) -> Iterator[str]:
-    """Yield lines about a run that the grader did not complete; none if it did."""
+    """Yield lines about a run that the grader did not complete; nothing for a complete run."""
     if grading.code == NOTHING_RAN:
         yield "Nothing ran: the suite has no test for the tasks that were asked for."
     elif grading.code not in (FULL_MARKS, NOT_FULL):

@@ -1,7 +1,7 @@
-"""The original templates, in git or in the copy that the first command made, and resets to them.
+"""The original templates, from git or from the copies that the first command made, and resets.
 
 A reset always keeps a copy of the old file. If the file parses and contains the task's functions,
-only they are replaced; otherwise the template replaces the whole file.
+only those functions are replaced; otherwise, the template replaces the whole file.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
 from distlab.util import files
 
-MAX_VERSIONS = 100  # search at most this many versions of a file in git
+MAX_VERSIONS = 100  # largest number of a file's versions in git to search
 
 
 def keep(folder: CourseFolder) -> None:
@@ -35,10 +35,10 @@ def _copy(folder: CourseFolder, task: Task) -> Path:
 
 
 def untouched(folder: CourseFolder, task: Task) -> str:
-    """Return the newest text of the template in which the task is unwritten.
+    """Return the newest version of the template in which the task is unwritten.
 
     Raises:
-        LearnerError: Neither git nor the copy has such a text.
+        LearnerError: Neither git nor the copy has such a version.
     """
     for text in _versions(folder, task):
         if source.to_write(task, text).keys() >= {*task.functions}:
@@ -50,7 +50,7 @@ def untouched(folder: CourseFolder, task: Task) -> str:
 
 
 def _versions(folder: CourseFolder, task: Task) -> Iterator[str]:
-    """Yield the file's versions in git, newest first (learners commit too), and then the copy."""
+    """Yield the file's versions in git, including the learner's, newest first; then the copy."""
     root, path = folder.root, task.template
     commits = _git(root, "rev-list", f"--max-count={MAX_VERSIONS}", "HEAD", "--", str(path))
     for commit in commits.split():
@@ -132,7 +132,7 @@ def _unused(parent: Path, name: str) -> Path:
 
 
 def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
-    """Return the file with the original's functions; None if the result would be broken."""
+    """Put the original functions into a file; return None if the result would be broken."""
     try:
         text, encoding = source.decoded(data)
     except source.UNREADABLE:

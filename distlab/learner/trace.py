@@ -1,4 +1,4 @@
-"""Draw a picture of a learner's function, run by a small standard program in the simulator."""
+"""Draw the messages that a learner's function sends in a small program on simulated ranks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from distlab.sim import Options, Simulated
 from distlab.sim.results import diagram
 from distlab.sim.results.summary import summary
 
-# Hangs are detected by processor time and idle time: the clock misleads on a busy machine.
+# Processor time and idle time detect hangs; wall-clock time would mislead on a busy machine.
 LIMITS = launch.Limits(timeout_s=300.0, cpu_s=30.0, idle_s=30.0)
 OUT = "out"
 
@@ -41,7 +41,7 @@ def trace(folder: CourseFolder, task: Task, handed_in: Submission, ranks: int) -
 
     Args:
         folder: The course's folder.
-        task: A task that sends messages.
+        task: Task to draw, one of ``trace_programs.PROGRAMS``.
         handed_in: Files that contain the task's function.
         ranks: Number of ranks, checked by ``trace_programs.count``.
 
@@ -113,7 +113,7 @@ def _exchange_round_a_ring(lesson: Any) -> None:
 
 
 def _run(lesson: Any, task_id: str) -> None:
-    """Run a program on a rank, and drop the result of the learner's function."""
+    """Run a program on a rank, and discard the result of the learner's function."""
     BODIES[task_id](lesson)
 
 

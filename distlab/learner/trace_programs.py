@@ -1,7 +1,7 @@
-"""Small standard programs that show the messages that a task's function sends.
+"""Small standard programs that make a task's function send its messages, for ``distlab trace``.
 
-``distlab trace`` runs the programs, whose code is in the module ``trace``. This module does not
-import torch, because some commands only look up a task.
+The code of the programs is in the module ``trace``. This module does not import torch, because some
+commands only look up a task.
 """
 
 from collections.abc import Mapping
@@ -46,8 +46,8 @@ PROGRAMS: Mapping[str, Program] = {
 def choose(folder: CourseFolder, progress: Progress) -> tuple[Task, str]:
     """Return the task to draw by default, and the reason.
 
-    The default is the last graded task that has a program; else the first written task that has
-    not passed; else the next one to write.
+    The default is the last graded task that has a program, or else the first written task that has
+    not passed, or else the next task to write.
 
     Raises:
         LearnerError: No task of this course has a program.
@@ -65,7 +65,7 @@ def choose(folder: CourseFolder, progress: Progress) -> tuple[Task, str]:
 
 
 def count(task_id: str, ranks: int | None) -> int:
-    """Return the number of ranks to run a task's program on; for None, the program's default.
+    """Return the number of ranks for a task's program; None stands for the program's default.
 
     Raises:
         LearnerError: The task has no program, or the number of ranks is out of range.

@@ -4,8 +4,8 @@
                                 │ queue │──▶ Watch.run: one event at a time
     key thread ────"n", "h"───▶ └───────┘
 
-During a grading run, q quits at once, and a save starts one more run afterwards. Other keys are
-queued, each only once, and answered after the verdict.
+During a grading run, q quits immediately, and saves start one more run afterwards. Other keys are
+queued, each at most once, and handled after the verdict.
 """
 
 import shutil
@@ -28,14 +28,14 @@ LEAVE_MS = 200  # interval at which the watcher checks whether to stop
 Events = Queue[str]
 
 
-# Output: lines wrapped at words, and a verdict that stays visible
+# Output: lines wrapped between words, and a verdict that stays visible
 
 CUT = "… (all of it again: save)"
 LIST = ("- ", "* ", "|", "    ", "```")  # beginnings of lines that must not be joined
 
 
 class Screen:
-    """A terminal with a size in columns and lines."""
+    """A terminal that wraps lines to its width."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ def _wrapped(line: str, width: int) -> Sequence[str]:
 
 
 def fitted(verdict: Iterable[str], answer: Iterable[str], width: int, height: int) -> list[str]:
-    """Return verdict and answer, wrapped; the verdict is cut if they do not fit the screen."""
+    """Wrap a verdict and an answer; cut the verdict if both together do not fit on the screen."""
     top, below = wrapped(verdict, width), wrapped(answer, width)
     room = height - 1 - len(below)  # the cursor takes the last line
     return [*(top if len(top) <= room else [*top[: max(room - 1, 1)], CUT]), *below]
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Yield each paragraph of a text as one line, because it was wrapped for another width."""
+    """Yield each paragraph of a text as one line, to be wrapped anew; lists keep their lines."""
     for place, paragraph in enumerate(text.split("\n\n")):
         lines = paragraph.splitlines()
         yield from [""] * bool(place)
@@ -208,7 +208,7 @@ class Watch:
             self._screen.show([*(lines or ["the same as the solution"]), "", self._menu()])
 
     def _check_all(self) -> None:
-        """Grade the tasks one by one, showing each verdict as it arrives; q stops this."""
+        """Grade the tasks one by one, showing each verdict as it arrives; q stops the run."""
         self._screen.show(["grading all tasks …"])
         problems: list[str] = []
         with self._refusals():
@@ -224,7 +224,7 @@ class Watch:
             self._screen.show([*overview, *problems, "", self._menu()])
 
     def _grade(self, task: Task) -> grading.Grading:
-        """Grade; before the verdict is shown, sort new events: quit, then save, then other keys."""
+        """Grade a task, and sort events that came meanwhile: quit first, then saves, then keys."""
         arguments = [*grading.for_task(self._folder, task), *self._options]
         graded = grading.grade(self._folder, arguments, self._run)
         events = dict.fromkeys([*self._pending, *_drained(self._events)])
@@ -242,7 +242,8 @@ class Watch:
 def _next(events: Events) -> str:
     """Wait for an event, waking up regularly.
 
-    A signal that arrives just before the main thread starts to wait for a lock does not wake it.
+    Waking up is necessary because a signal does not wake the main thread if it arrives just before
+    the thread starts to wait for a lock.
     """
     while True:
         with suppress(Empty):
@@ -296,7 +297,7 @@ def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
 
     Args:
         events: Queue of events.
-        leave: Callback for q, which ends a grading run; called in another thread.
+        leave: Callback for q that ends a grading run; called in another thread.
     """
     import termios
     import tty

@@ -34,7 +34,8 @@ def build(name: str, *, image_shape: ImageShape, num_classes: int) -> nn.Module:
     Args:
         image_shape: (C, H, W), as `Splits.image_shape`.
         num_classes: Number of classes, as `Splits.num_classes`; for gpt, `TokenSplits.num_classes`.
-    Raises: ValueError: There is no such model (the closest is named), or it rejects the shape.
+    Raises: ValueError: The model rejects the shape, or there is no such model; the message then
+        names the closest one.
     """
     if name not in _BUILDERS:
         raise unknown_name("model", name, MODELS)

@@ -102,8 +102,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Mix each position with those before it, in H independent heads.
 
-    The number of heads follows from the size of ``query``: with 1/N of the rows of query, key and
-    value, and of the columns of ``out``, the same code computes 1/N of the heads.
+    The number of heads follows from the size of ``query``: once query, key and value keep only 1/N
+    of their rows, and ``out`` 1/N of its columns, the same code computes 1/N of the heads.
     """
 
     is_causal = True
@@ -127,7 +127,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Process each position alone: widen it four times, apply a non-linearity, narrow it again."""
+    """Process each position on its own: widen fourfold, apply a non-linearity, and narrow again."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class FeedForward(nn.Module):
 
 
 def build_gpt(image_shape: ImageShape, num_classes: int) -> GPT:
-    """Return a GPT for the tokens that `distlab.data.tokens` makes from images of that shape.
+    """Return a GPT for the tokens that `distlab.data.tokens` makes from images of this shape.
 
     Args:
         image_shape: (C, H, W) of the images; the context is C * H * W - 1 tokens.

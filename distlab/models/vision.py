@@ -9,7 +9,7 @@ from torch import nn
 from distlab.data.splits import ImageShape
 from distlab.torchvision_repair import import_torchvision
 
-SMALL = 64  # images up to this side enter a ResNet through a stem that keeps their size
+SMALL = 64  # images with sides up to this enter a ResNet through a stem that keeps their size
 VIT_WIDTH, VIT_HEADS = 64, 4
 
 
@@ -61,7 +61,7 @@ def build_resnet18(image_shape: ImageShape, num_classes: int) -> nn.Module:
     resnet = import_torchvision().models.resnet18(num_classes=num_classes)
     if max(height, width) <= SMALL:
         return with_small_stem(resnet, channels)
-    # For 3 channels torchvision's layer would do, but a new one keeps each seed's weights stable.
+    # For 3 channels, torchvision's own layer would do, but each seed would give other weights.
     return _with_stem(resnet, nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False))
 
 

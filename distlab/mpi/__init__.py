@@ -8,5 +8,6 @@
     exchanges   the MPI calls of each collective
     memory      tensors in the forms that MPI accepts
 
-Only ``launch`` uses it. mpi4py is not imported until a world is joined, because that starts MPI.
+Only ``launch`` uses it. mpi4py is not imported before a world is joined, because its import starts
+MPI.
 """

@@ -29,12 +29,12 @@ class Ending:
     """Ends the whole job if something stops this rank while the others may need it."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        """Keep the key-value store that all ranks share."""
+        """Remember the key-value store that all ranks share, and this rank's number."""
         self._store, self._rank = store, rank
         self._show = sys.excepthook  # torch's hook, which begins each line with the rank
 
     def watch(self) -> None:
-        """End all ranks when an exception on this rank is not caught."""
+        """From now on, end all ranks when an exception on this rank is not caught."""
 
         def end(
             kind: type[BaseException], error: BaseException, frames: TracebackType | None
@@ -52,7 +52,7 @@ class Ending:
             self._end_the_job(error)
 
     def _end_the_job(self, error: BaseException) -> NoReturn:
-        """Report the error unless another rank has; end all ranks and mpirun with its exit code."""
+        """Report an error unless another rank has; end all ranks and mpirun with its exit code."""
         processes.ignore_ctrl_c()
         code = _exit_code(error)
         if not self._is_first():

@@ -1,7 +1,7 @@
 """The MPI calls that make up each collective.
 
-Every function is a generator. It posts requests, yields those that must complete before it
-continues, and writes the outputs at the end. It starts only after the ranks have agreed on the
+Each of these functions is a generator that posts requests, yields those that must complete before
+it continues, and writes the outputs at the end. It starts only after the ranks have agreed on the
 call.
 """
 
@@ -22,7 +22,7 @@ def broadcast(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def all_reduce(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write the reduction to every rank."""
+    """Reduce the ranks' tensors, and write the result to every rank."""
     operands = [Operand([tensor], call.op) for tensor in call.inputs]
     yield [comm.Iallreduce(MPI.IN_PLACE, part.memory(), part.op) for part in operands]
     for output, part in zip(call.outputs, operands, strict=True):
@@ -30,7 +30,7 @@ def all_reduce(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def reduce(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write the reduction to the root; only the root has outputs."""
+    """Reduce the ranks' tensors, and write the result to the root; only the root has outputs."""
     operands = [Operand([tensor], call.op) for tensor in call.inputs]
     yield [_reduce_to(comm, call.root, part) for part in operands]
     for output, part in zip(call.outputs, operands, strict=False):
@@ -67,7 +67,7 @@ def scatter(comm: MPI.Intracomm, call: Call) -> Exchange:
 
 
 def reduce_scatter(comm: MPI.Intracomm, call: Call) -> Exchange:
-    """Write the reduction of the k-th tensors of all ranks to rank k."""
+    """Reduce the k-th tensors of all ranks, and write the result to rank k."""
     size = comm.size
     starts = range(0, len(call.inputs), size)
     operands = [Operand(call.inputs[start : start + size], call.op) for start in starts]

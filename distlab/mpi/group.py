@@ -17,7 +17,7 @@ from distlab.process_group.base import BaseGroup
 from distlab.process_group.call import Call, describe
 from distlab.process_group.checks import check_contiguous, check_peer
 
-HEADER_BYTES = 128  # size of the call description that ranks exchange: a digest, then text
+HEADER_BYTES = 128  # size of the call description that ranks exchange: a digest, then the text
 DIGEST_BYTES = 8
 
 
@@ -81,7 +81,7 @@ class MpiGroup(BaseGroup):
         return self._post_recv(tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MpiWork:
-        """Post a recv from any rank."""
+        """Post a recv from any rank of the group."""
         return self._post_recv(tensors, MPI.ANY_SOURCE, tag)
 
     def _post_recv(self, tensors: list[Tensor], src: int, tag: int) -> MpiWork:
@@ -126,7 +126,7 @@ class MpiGroup(BaseGroup):
         yield from EXCHANGES[call.name](self._data, call)
 
     def _compare(self, mine: np.ndarray, everybodys: np.ndarray) -> None:
-        """Raise Mismatch if another rank has made a different call."""
+        """Raise Mismatch if another rank has made a different call than this one."""
         for rank, theirs in zip(self._ranks, everybodys, strict=True):
             if not np.array_equal(theirs, mine):
                 text = theirs[DIGEST_BYTES:].tobytes().rstrip(b"\0").decode(errors="replace")

@@ -40,9 +40,10 @@ _OF_TRUTHS = {**_OPERATORS, dist.ReduceOp.SUM: MPI.MAX, dist.ReduceOp.PRODUCT: M
 
 
 def _floats_op(ufunc: Callable[..., Any], dtype: type) -> MPI.Op:
-    """Return a float operator with the same result on all ranks: NaN if any operand is NaN.
+    """Return a float operator whose result is NaN if any operand is NaN.
 
-    The result of MPI's own operators depends on operand order, which differs between ranks.
+    With MPI's own operators, that depends on the order of the operands, which differs between
+    ranks.
     """
 
     def fold(left: Any, into: Any, _: MPI.Datatype) -> None:
@@ -100,8 +101,8 @@ def write(outputs: Sequence[Tensor], row: Tensor) -> None:
 class Operand:
     """A copy of some tensors' elements, which MPI reduces in place.
 
-    Sums follow the order of MPI's algorithm. It is the same in every run and on all ranks, but not
-    always gloo's, so sums of three or more floats may differ in their last bits.
+    MPI's algorithm adds in the same order in every run and on all ranks, but not always in gloo's
+    order. Sums of three or more floats may therefore differ from gloo's in their last bits.
     """
 
     def __init__(self, tensors: Sequence[Tensor], op: Any) -> None:
@@ -113,9 +114,9 @@ class Operand:
         self.op = (_OF_TRUTHS if row.dtype == torch.bool else operators)[op]
 
     def memory(self) -> Memory:
-        """Return the copy as numbers, for MPI."""
+        """Return the memory of the copy as numbers, for MPI."""
         return [self.values.numpy(), self.type]
 
     def result(self, num_ranks: int) -> Tensor:
-        """Return the reduction, once MPI has replaced the copy with it."""
+        """Return the result, once MPI has reduced the copy in place."""
         return self.values / num_ranks if self._is_mean else self.values

@@ -1,8 +1,8 @@
 """A rank's view of the others: how it waits for them, and how it leaves them.
 
-MPI does not report that a rank has ended, and its own waiting keeps a core busy. So a rank says
-goodbye before it ends, and a waiting rank polls MPI, sleeps briefly in between, and listens for
-goodbyes.
+MPI does not report that a rank has ended, so a rank says goodbye to the others before it ends.
+Waiting inside MPI keeps a core busy, so a waiting rank polls MPI and sleeps briefly in between,
+while it listens for goodbyes.
 
 MPI moves data only inside its calls: all operations progress whenever this rank waits for any of
 them, and none while it computes.
@@ -27,12 +27,12 @@ from mpi4py import MPI
 if TYPE_CHECKING:
     from distlab.mpi.work import MpiWork
 
-# With a core for each rank, the answer usually comes within these attempts; otherwise a nap lets
-# others run.
+# With a core for each rank, an operation is usually done after this many tests; if it is not, a nap
+# lets other ranks run.
 TESTS_BEFORE_NAP = 100
 NAP_S = 50e-6
 LONG_NAP_S = 1e-3  # nap of a rank that has waited for a second
-# How long messages from a rank that has left may still take to arrive, while this rank polls.
+# How long a polling rank still waits for messages from a rank that has left.
 GRACE_S = 1.0
 MANY_UNFINISHED = 64
 
@@ -41,7 +41,7 @@ _NOTHING = [bytearray(), MPI.BYTE]
 
 
 class MpiError(RuntimeError):
-    """An operation that cannot be completed; the message names ranks and call."""
+    """An operation cannot be completed; the message names the ranks and the call."""
 
 
 class Mismatch(MpiError):
@@ -53,7 +53,7 @@ class RankLeft(MpiError):
 
 
 class TimeIsUp(MpiError):
-    """No rank failed and none left, but the operation is not done."""
+    """No rank has failed or left, but the operation took too long."""
 
 
 class Runtime:
@@ -69,7 +69,7 @@ class Runtime:
         self._news = MPI.COMM_WORLD.Dup()
         on_this_machine = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = on_this_machine.rank, on_this_machine.size
-        on_this_machine.Barrier()  # all have opened the files that the first removes
+        on_this_machine.Barrier()  # all have opened the files that the first rank removes
         if self.local_rank == 0:
             _unlink_shared_memory()
         on_this_machine.Free()
@@ -82,7 +82,7 @@ class Runtime:
     def keep(self, operation: "MpiWork") -> None:
         """Keep an operation alive until it is done, because MPI uses its memory.
 
-        MPI continues even operations that have failed for us, so their memory is never released.
+        MPI continues even an operation that has failed here, so its memory is never released.
         """
         if len(self._unfinished) >= MANY_UNFINISHED:
             self._unfinished = {other for other in self._unfinished if not other.is_success()}
@@ -91,7 +91,7 @@ class Runtime:
     def take_turns(self) -> None:
         """Let each group's collectives exchange data in call order, as MPI requires.
 
-        A rank that computes and makes no calls therefore delays the others.
+        A rank that computes for long without making calls delays the others.
         """
         for queue in self.queues:
             while queue and queue[0].take_turn():
@@ -125,7 +125,7 @@ class Runtime:
             operation.give_up(set() if is_grace else self._gone(), waited_s)
 
     def _gone(self) -> set[int]:
-        """Return the ranks that have ended or have left the function that this one still runs."""
+        """Return the ranks that have ended, or returned from the function that still runs here."""
         returned = {rank for rank, count in self._returns.items() if count > self._num_runs}
         return self._left | returned
 
@@ -143,11 +143,11 @@ class Runtime:
         return is_news
 
     def announce_return(self) -> None:
-        """Tell the others that this rank's function has returned and makes no more calls."""
+        """Tell the others that this rank's function has returned and will make no more calls."""
         self._tell_all(_RETURNED)
 
     def note_all_returned(self) -> None:
-        """Note that all ranks have returned, so that all count as present again."""
+        """Note that all ranks have returned, so that none of them counts as gone any more."""
         self._num_runs += 1
 
     def _tell_all(self, tag: int) -> list[MPI.Request]:
@@ -155,21 +155,21 @@ class Runtime:
         return [self._news.Isend(_NOTHING, rank, tag) for rank in others]
 
     def call_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
-        """Start reporting to the first of ``ranks``; on the first, start receiving the reports."""
+        """Start reporting to the first of ``ranks``; on that rank, start receiving the reports."""
         first, *others = ranks
         if self.comm.rank == first:
             return [self._news.Irecv(_NOTHING, rank, _ROLL_CALL) for rank in others]
         return [self._news.Isend(_NOTHING, first, _ROLL_CALL)]
 
     def answer_the_roll(self, ranks: tuple[int, ...]) -> list[MPI.Request]:
-        """Start sending "all have arrived" to the others; on the others, start receiving it."""
+        """Start receiving the reply of the first of ``ranks``; on that rank, start sending it."""
         first, *others = ranks
         if self.comm.rank == first:
             return [self._news.Isend(_NOTHING, rank, _ROLL_CALL) for rank in others]
         return [self._news.Irecv(_NOTHING, first, _ROLL_CALL)]
 
     def leave(self) -> None:
-        """Say goodbye, and stay until all ranks have: ending MPI earlier would block the others."""
+        """Say goodbye, and wait until all ranks have: ending MPI earlier would block the others."""
         farewell = [*self._tell_all(_GOODBYE), self._news.Ibarrier()]
         while not MPI.Request.Testall(farewell):
             time.sleep(LONG_NAP_S)
@@ -178,9 +178,9 @@ class Runtime:
 
 
 def _unlink_shared_memory() -> None:
-    """Remove the files of MPICH's shared memory; the memory lasts while processes map it.
+    """Remove the files of MPICH's shared memory, which lasts as long as processes map it.
 
-    MPICH removes them only when it ends normally; a killed job would leave megabytes behind.
+    MPICH removes the files only when it ends normally; a killed job would leave megabytes behind.
     """
     with contextlib.suppress(OSError):  # only Linux has these files
         maps = Path("/proc/self/maps").read_text()

@@ -20,11 +20,11 @@ class MpiWork(dist.Work):
 
     Args:
         runtime: Runtime of this process.
-        steps: Generator that posts requests, yields them, and is sent their statuses.
+        steps: Generator that posts and yields requests, and is sent their statuses in return.
         text: Description for errors, as in "all_reduce #3 (op SUM, size 4, dtype float32)".
         peers: Global ranks that the operation needs.
         timeout: Longest time to wait for the operation.
-        tensors: Result of the operation's future.
+        tensors: Tensors that ``result`` and the future return.
         any_peer: True if one of ``peers`` is enough.
         queue: Queue of the group's collectives; only its head continues past the first ``yield``.
     """
@@ -56,7 +56,7 @@ class MpiWork(dist.Work):
         runtime.keep(self)
 
     def is_completed(self) -> bool:
-        """Return True if the operation is done or has failed; each call lets it progress."""
+        """Let the operation progress; return True if it is done or has failed."""
         if not self._has_turn:
             self._runtime.take_turns()
         if self._has_turn and not self._is_done:
@@ -64,7 +64,7 @@ class MpiWork(dist.Work):
         return self._is_done
 
     def take_turn(self) -> bool:
-        """At the head of the queue: continue if the ranks have agreed; return True if they have."""
+        """Let the head of the queue continue if the ranks have agreed; return True if they have."""
         self._advance()
         return self._has_turn
 
@@ -141,9 +141,9 @@ class MpiWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Block until the operation is done, and return a completed future.
 
-        Code that waits for a future, such as DistributedDataParallel's reducer, makes no MPI calls,
-        and without calls MPI moves nothing. ``wait`` needs no future, so communication can
-        overlap with the backward pass.
+        The future cannot be completed later: code that waits for one, such as
+        DistributedDataParallel's reducer, makes no MPI calls, and without calls MPI moves nothing.
+        To overlap communication with the backward pass, use ``wait``, which needs no future.
         """
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()

@@ -25,11 +25,11 @@ T = TypeVar("T")
 # torch reserves the name "mpi" for builds that include MPI, and accepts no other backend under it.
 TORCH_NAME = "mpi4py"
 LOOPBACK = "127.0.0.1"
-_endings: list[Ending] = []  # this process's ending, once it has joined
+_endings: list[Ending] = []  # this process's ending, once it has joined the world
 
 
 def init_process_group(timeout_s: float | None) -> None:
-    """Make this process a rank of ``torch.distributed``'s world; a collective call."""
+    """Make this process a rank of ``torch.distributed``'s world; all ranks must call this."""
     here = runtime()
     rank, size = here.comm.rank, here.comm.size
     places = {"RANK": rank, "WORLD_SIZE": size}
@@ -70,7 +70,7 @@ def _shared_store(comm: MPI.Intracomm) -> Store:
 
 
 def _store_on_loopback() -> TCPStore:
-    """Create a store that other machines cannot reach: whoever reaches it can write to it."""
+    """Create a store that other machines cannot reach, because anyone who can may write to it."""
     with socket.create_server((LOOPBACK, 0)) as listening:
         port = listening.getsockname()[1]
         return TCPStore(
@@ -87,9 +87,9 @@ def _store_for_all_machines() -> TCPStore:
 
 
 def share(mine: T) -> list[T]:
-    """Send the others the result of this rank's function; return the results of all ranks.
+    """Send the other ranks the result of this rank's function; return the results of all ranks.
 
-    There is no time limit, because others may still be working.
+    There is no time limit, because the others may still be working.
     """
     here = runtime()
     pickled = np.frombuffer(pickle.dumps(mine), np.uint8)

@@ -32,12 +32,12 @@ class Part:
         return self.model.stage if isinstance(self.model, Pipeline) else self.model
 
     def take_over(self, trainer: Any, optimizer: torch.optim.Optimizer, **how: Any) -> None:
-        """Adapt a ``Trainer`` of Phase 1, made for this model and group "dp", to train all parts.
+        """Adapt Phase 1's ``Trainer``, made for this model and the group "dp", to train all parts.
 
         Args:
             trainer: Trainer that gets a log for all ranks and, for a pipeline, a new ``step``.
             optimizer: Optimizer of the trainer.
-            how: ``all_reduce`` and ``average`` of the trainer.
+            how: The trainer's ``all_reduce`` and ``average``.
         """
         trainer.log = lessons.given_1.RankLog()
         if isinstance(self.model, Pipeline):
@@ -47,7 +47,7 @@ class Part:
     def describe(self, batch_size: int) -> str:
         """Describe the mesh, the number of parameters per rank, and the micro-batch size.
 
-        Cost: one all-gather of one number over the stages.
+        Cost: an all-gather of one number among the stages.
         """
         mine = torch.tensor([num_parameters(self.layers)], device=_mesh_device())
         numbers = [torch.empty_like(mine) for _ in range(self.sizes.pp)]
@@ -79,9 +79,9 @@ def split(gpt: GPT, sizes: Parallelism, lesson: Lesson) -> Part:
     """Return this rank's part of a model; called on all ranks.
 
     Args:
-        gpt: Whole model, equal on all ranks. The part reuses some of its modules, and changes them.
+        gpt: Whole model, equal on all ranks. The part reuses and changes some of its modules.
         sizes: Sizes that ``check`` accepts; their product is the number of ranks.
-        lesson: Function that imports lessons of Phase 2, which split the model, by name.
+        lesson: Function that imports, by name, the lessons of Phase 2 that split the model.
     """
     mesh = init_device_mesh(_mesh_device(), (sizes.dp, sizes.pp, sizes.tp), mesh_dim_names=DIMS)
     groups = {name: mesh.get_group(name) for name in DIMS}

@@ -1,4 +1,4 @@
-"""Cut a GPT into stages, and train and call it on all ranks of a pipeline."""
+"""Cut a GPT into stages, then train and call it on all ranks of a pipeline."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -42,13 +42,13 @@ def num_parameters(module: nn.Module) -> int:
 
 
 class Pipeline(nn.Module):
-    """One stage of a GPT on its own rank; its parameters are those of the stage.
+    """A GPT of which each rank holds one stage; its parameters are those of this rank's stage.
 
     Args:
-        stage: Stage of this rank, from ``cut_into_stages``.
+        stage: This rank's stage, from ``cut_into_stages``.
         vocab_size: Number of different tokens.
         group: Ranks of the pipeline, in the order of their stages.
-        ends: Group of its first and last rank; not used on the ranks in between.
+        ends: Group of the pipeline's first and last ranks; not used on the ranks in between.
         lesson: Function that imports the lessons that run the pipeline.
     """
 
@@ -69,13 +69,13 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the whole model, on every rank of the pipeline; for evaluation.
+        """Return the whole model's logits on every rank of the pipeline, without gradients.
 
         Args:
             tokens: (B, T) int64, equal on all ranks of the pipeline.
 
         Returns:
-            (B, T, V).
+            Logits, (B, T, V).
 
         Cost: one ``send_tensors`` from stage to stage, and one broadcast of the logits.
         """
@@ -88,7 +88,7 @@ class Pipeline(nn.Module):
         return logits
 
     def micro_batch_size(self, num_samples: int) -> int:
-        """Return the number of samples per micro-batch, for a replica's ``num_samples``."""
+        """Return the size of the micro-batches into which a replica's ``num_samples`` are cut."""
         return -(-num_samples // (MICRO_BATCHES_PER_STAGE * self.num_stages))
 
     def train_step(
@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
 
         Args:
             optimizer: Optimizer of this rank's parameters.
-            batch: Inputs and targets of this replica; all replicas have the same number.
+            batch: Inputs and targets of this replica; all replicas have the same number of samples.
             all_reduce: Function that sums a tensor over a group, in place.
             average: Function that takes this module, ``all_reduce`` and ``group``, and averages the
                 gradients.
@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
         return total.item() / dist.get_world_size(group)
 
     def _backward(self, batch: tuple[Tensor, ...]) -> float:
-        """Compute the stage's gradients of this replica's mean loss; return that loss."""
+        """Compute the gradients of this replica's mean loss for this stage, and return the loss."""
         size = self.micro_batch_size(len(batch[0]))
         micro_batches = self._lesson("gradient_accumulation").split_micro_batches(batch, size)
         pipeline = self._lesson("pipeline_parallel")
@@ -133,7 +133,7 @@ class Pipeline(nn.Module):
         return loss
 
     def _sum_tied_gradient(self) -> None:
-        """Sum the gradients of embedding and head, which are one parameter of the model."""
+        """Sum the gradients of the embedding and the head, which are one parameter in the model."""
         tied = self._tied_weight()
         if tied is not None:
             dist.all_reduce(tied.grad, group=self._ends)

@@ -19,7 +19,7 @@ _SHARDS = ("parallelize_mlp",)
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of the mesh of ranks; ``str`` formats them as ``parse`` reads them, without 1s."""
+    """Sizes of the mesh of ranks; ``str`` formats them for ``parse``, leaving out sizes of 1."""
 
     dp: int = 1  # replicas
     pp: int = 1  # stages of a replica
@@ -61,7 +61,7 @@ class Parallelism:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The functions of Phase 2 that split a model this way."""
+        """Names of the Phase 2 functions that split a model this way."""
         return (*(_PIPELINE if self.pp > 1 else ()), *(_SHARDS if self.tp > 1 else ()))
 
     def check_world(self, num_ranks: int, who: str, advice: str) -> None:
@@ -73,7 +73,7 @@ class Parallelism:
             advice: Advice for the user, such as "start 8".
 
         Raises:
-            ValueError: The world has a different size; the message contains both.
+            ValueError: The world has a different size; the message contains both sizes.
         """
         if num_ranks != self.num_ranks:
             product = " x ".join(str(size) for size in asdict(self).values())
@@ -82,7 +82,7 @@ class Parallelism:
             )
 
     def check_model(self, num_blocks: int, num_heads: int) -> None:
-        """Check that a model has a block for each stage, and heads that the shards share equally.
+        """Check that a model has a block for each stage, and heads that shards can share equally.
 
         Raises:
             ValueError: A size does not fit the model; the message names sizes that do.

@@ -1,10 +1,10 @@
 """Base class of all process groups: it turns the many forms of a call into one ``Call``.
 
 Each method states which values must agree between the ranks, and the bytes, inputs and outputs of
-the collective. A world adds how ranks wait for each other and how messages travel.
+the collective. How ranks wait for each other and how messages travel is up to a world's subclass.
 
 torch 2.13 renamed ``_allgather_base``, ``_reduce_scatter_base``, ``alltoall_base`` and similar
-methods; both names are defined.
+methods; they are defined here under both names.
 """
 
 # torch's stubs declare overloads of its C++ interface; c10d calls the methods below from Python.
@@ -41,7 +41,7 @@ class BaseGroup(dist.ProcessGroup):
         name: Name of the group, equal on all ranks that created it.
 
     Attributes:
-        counts: Collectives that this rank has called on this group.
+        counts: Counts of the collectives that this rank has called on this group.
         adds_sparse: True if this world can sum sparse tensors in ``all_reduce``.
         has_uneven_reduce_scatter: True if ranks may get parts of different sizes.
     """
@@ -87,7 +87,7 @@ class BaseGroup(dist.ProcessGroup):
     # Collectives
 
     def _meet(self, call: Call, results: Sequence[Tensor] | None = None) -> dist.Work:
-        """Count and start the group's next collective; its future holds ``results`` or the outputs.
+        """Count and start the group's next collective; its result is ``results`` or the outputs.
 
         Raises:
             RuntimeError: The root is not a rank of the group.
@@ -116,8 +116,8 @@ class BaseGroup(dist.ProcessGroup):
         Args:
             like: Tensors whose sizes and dtypes must agree.
             root: Rank of the root, if there is one; the ranks must agree on it too.
-            op: Kind of reduction, if it is one; the ranks must agree on it too.
-            num_parts: Size of the whole buffer, as a multiple of ``like``.
+            op: Kind of reduction, if the collective is one; the ranks must agree on it too.
+            num_parts: Size of the whole buffer, as a multiple of the size of ``like``.
         """
         must_agree: dict[str, object] = {} if op is None else {"op": op_name(op)}
         must_agree |= {} if root is None else {"root": root}
@@ -171,7 +171,7 @@ class BaseGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Gather several tensors; ``output_lists[rank][i]`` is tensor i of that rank."""
+        """All-gather several tensors in one call; ``output_lists[r][i]`` is tensor i of rank r."""
         by_tensor = list(zip(*output_lists, strict=True))
         for outputs, input in zip(by_tensor, inputs, strict=True):
             check_one_per_rank("all_gather_coalesced", outputs, self.size(), input)
@@ -180,7 +180,7 @@ class BaseGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Gather several tensors as one call."""
+        """All-gather several tensors as one call."""
         pairs = zip(outputs, inputs, strict=True)
         cut = [moves.equal_parts("all_gather", *pair, self.size()) for pair in pairs]
         return self._all_gather([part for parts in cut for part in parts], inputs)
@@ -218,7 +218,7 @@ class BaseGroup(dist.ProcessGroup):
         return self._reduce_scatter(outputs, inputs[0], moves.op_of(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Reduce the k-th parts of all ranks to rank k."""
+        """Reduce the k-th parts of all ranks' inputs to rank k."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
@@ -293,7 +293,7 @@ class BaseGroup(dist.ProcessGroup):
     # Other methods that torch calls
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing, because a coalesced block is just the sequence of its calls here."""
+        """Do nothing, because here a coalesced block is just a sequence of calls."""
 
     def _end_coalescing(self, device: torch.device) -> dist.Work | None:
         return None

@@ -1,4 +1,4 @@
-"""One rank's call of a collective, independent of the call's form, and counts of calls."""
+"""One rank's call of a collective, in the same form for all variants, and counts of calls."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ class Call:
 
     Attributes:
         name: Key of ``moves.MOVES``, such as "all_reduce".
-        must_agree: Values that must be equal on all ranks, by their name in reports.
+        must_agree: Values that must be equal on all ranks, keyed by their names in reports.
         num_bytes: Bytes of the whole buffer, as in the cost formulas.
-        inputs, outputs: Tensors of this rank. If several tensors are all-gathered or
-            reduce-scattered at once, the first one's parts for all ranks, then the second's, …
+        inputs, outputs: Tensors of this rank. If one call all-gathers or reduce-scatters several
+            tensors, the parts of the first for all ranks come first, then those of the second, …
         root: Rank of the root inside the group.
-        op: Kind of reduction, if it is one.
+        op: Kind of reduction, if the collective is one.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Call:
 
     @property
     def is_coalesced(self) -> bool:
-        """True if this represents several calls, one for each input."""
+        """True if this stands for several calls, one for each input."""
         return self.name == "all_reduce" and len(self.inputs) > 1
 
 
 class Form(NamedTuple):
-    """Shape and dtype of a tensor for a report, without the tensor."""
+    """The shape and dtype of a tensor, for reports that should not keep the tensor itself."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -50,11 +50,11 @@ def describe(tensor: Tensor | Form) -> str:
 
 
 class Counts:
-    """Calls and bytes by the name of the collective.
+    """Numbers of calls and bytes, by name of the collective.
 
-    Bytes are tensor sizes, as in the cost formulas; for an all_gather, the size of the whole
-    buffer. The traffic depends on the algorithm. (``torch.distributed`` sends objects as two
-    collectives, sizes first; both count.)
+    Bytes are the sizes of tensors, as in the cost formulas; an all_gather counts the whole buffer.
+    The traffic that results depends on the algorithm. To send objects, ``torch.distributed`` calls
+    two collectives, the first for their sizes, and both count.
     """
 
     def __init__(self) -> None:

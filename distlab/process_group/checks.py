@@ -1,8 +1,8 @@
-"""Argument checks at the time of a call, on the calling rank, before another rank waits for it.
+"""Argument checks, made on the calling rank at the time of the call, before others wait for it.
 
 Calls that gloo or NCCL refuses, or silently gets wrong, are refused here, so that a program that
-runs in one world runs in all of them. The error is a RuntimeError, like gloo's. For a peer outside
-the group, for which gloo would wait, it is a ValueError, like torch's for such ranks.
+runs in one world runs in all of them. The error is a RuntimeError, like gloo's. A peer outside the
+group, for which gloo would wait, raises a ValueError, as elsewhere in torch.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
     """Check that both gloo and NCCL support a reduction of these tensors.
 
     Raises:
-        RuntimeError: The reduction is a scaled sum, which only NCCL has, or rejects the dtype.
+        RuntimeError: The reduction exists only in NCCL (scaled sums), or rejects the dtype.
     """
     if op not in _REDUCIBLE:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
@@ -49,7 +49,7 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def check_peer(name: str, peer: int, group_size: int, me: int) -> None:
-    """Check that the group has a rank ``peer``; gloo would wait for a missing one until a timeout.
+    """Check that the group has a rank ``peer``; gloo would wait in vain for a missing one.
 
     Args: me: Rank that makes the call, numbered inside the group like ``peer``.
     Raises: ValueError: ``peer`` is not a rank of the group.
@@ -77,9 +77,9 @@ def check_contiguous(
 ) -> None:
     """Check that tensors are contiguous.
 
-    NCCL refuses other tensors too; gloo reads their memory in order and is silently wrong.
-    Element-wise calls, such as sums, also accept channels-last images (``or_channels_last``), and
-    some worlds can sum sparse tensors (``or_sparse``).
+    NCCL refuses other tensors too; gloo reads their memory in order and returns wrong results
+    without an error. Element-wise calls, such as sums, also accept channels-last images
+    (``or_channels_last``), and some worlds can sum sparse tensors (``or_sparse``).
 
     Raises:
         RuntimeError: A tensor is sparse, or is not contiguous.

@@ -36,20 +36,20 @@ def op_of(opts: Any) -> Any:
 
 
 def as_reals(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """View complex tensors as pairs of reals if ``op`` can reduce the two separately."""
+    """View complex tensors as reals if ``op`` can reduce real and imaginary parts separately."""
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         return list(tensors)
     return [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
-    """Return the number of bytes of all elements."""
+    """Return the number of bytes in all elements of the tensors."""
     parts = ([x._indices(), x._values()] if x.is_sparse else [x] for x in tensors)
     return sum(part.numel() * part.itemsize for part in chain.from_iterable(parts))
 
 
 def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
-    """Return the values that must be equal on all ranks for a call on these tensors."""
+    """Return the sizes and dtypes of tensors, as values that must be equal on all ranks."""
     sizes: Any = [tensor.numel() for tensor in tensors]
     dtypes: Any = [
         f"sparse {tuple(tensor.shape)} " * tensor.is_sparse
@@ -119,7 +119,7 @@ def broadcast(calls: Calls) -> None:
 
 
 def all_reduce(calls: Calls) -> None:
-    """Write the reduction to every rank."""
+    """Reduce the ranks' tensors, and write the result to every rank."""
     for tensors in zip(*(call.inputs for call in calls), strict=True):
         total = _reduced(calls[0].op, tensors)
         for tensor in tensors:
@@ -127,7 +127,7 @@ def all_reduce(calls: Calls) -> None:
 
 
 def reduce(calls: Calls) -> None:
-    """Write the reduction to the root."""
+    """Reduce the ranks' tensors, and write the result to the root."""
     outputs = calls[calls[0].root].outputs
     for output, *tensors in zip(outputs, *(call.inputs for call in calls), strict=True):
         _write(output, _reduced(calls[0].op, tensors))
@@ -155,7 +155,7 @@ def scatter(calls: Calls) -> None:
 
 
 def reduce_scatter(calls: Calls) -> None:
-    """Write the reduction of the k-th tensors of all ranks to rank k."""
+    """Reduce the k-th tensors of all ranks, and write the result to rank k."""
     by_part = zip(*(call.inputs for call in calls), strict=True)
     totals = [_reduced(calls[0].op, tensors) for tensors in by_part]
     for k, call in enumerate(calls):

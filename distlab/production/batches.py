@@ -32,7 +32,7 @@ class Batches:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the loader's processes; left to the garbage collector, each one would take 5 s."""
+        """End the loader's processes; if the garbage collector did it, each one would take 5 s."""
         if self.loader._iterator is not None:
             self.loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 

@@ -138,7 +138,7 @@ class Config(BaseModel):
         return self.strategy == "course" and self.communication_pattern == "parameter_server"
 
 
-Conflicts = list[tuple[bool, str]]  # True if the conflict exists, and what to do about it
+Conflicts = list[tuple[bool, str]]  # whether keys conflict, and what to do about it
 
 
 def _of_spreading(c: Config) -> Conflicts:
@@ -186,7 +186,7 @@ def _of_spreading(c: Config) -> Conflicts:
 
 
 def _of_gradients(c: Config) -> Conflicts:
-    """Return conflicts with keys that need whole gradients or models on each rank."""
+    """Return conflicts with keys for which each rank needs whole gradients or a whole model."""
     plain = not c.is_sharded and c.strategy != "fsdp"
     return [
         (
@@ -273,19 +273,24 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Confi
         overrides: Keys from the command line; their values are parsed as YAML.
 
     Raises:
-        ConfigError: The configuration is wrong. The message has one line per fault: an unknown
-            key, with the closest one; a value of the wrong type, with the expected one; conflicting
-            keys.
+        ConfigError: The configuration is wrong. The message has a line for each unknown key, with
+            the closest known one; for each value of the wrong type, with the expected type; and for
+            conflicting keys.
     """
     given = {key: _value(key, text) for key, text in (overrides or {}).items()}
     return make_config({**_read(path), **given}, str(path), given)
 
 
 def make_config(values: Mapping[str, Any], where: str, options: Container[str] = ()) -> Config:
-    """Check values; messages begin with ``where``, except for keys in ``options``.
+    """Make a configuration from values, and check it.
+
+    Args:
+        values: Values by key.
+        where: Source of the values, for error messages.
+        options: Keys for which error messages should instead name the command line as the source.
 
     Raises:
-        ConfigError: As raised by ``load_config``.
+        ConfigError: As for ``load_config``.
     """
     try:
         return Config(**values)
@@ -369,15 +374,15 @@ def _expected(key: str, problem: Any) -> str:
 
 
 def to_yaml(config: Config) -> str:
-    """Return a configuration as YAML with all keys, which ``load_config`` reads back."""
+    """Return a configuration, with all of its keys, as YAML that ``load_config`` can read."""
     return str(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def split_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """Parse arguments such as ``--epochs 5 --lr=0.1`` into keys and their texts.
+    """Parse arguments such as ``--epochs 5 --lr=0.1`` into keys and the texts of their values.
 
     Raises:
-        ConfigError: A word is not a key, or a key has no value.
+        ConfigError: An argument is neither a key nor the value of one, or a key has no value.
     """
     read: dict[str, str] = {}
     words = list(arguments)

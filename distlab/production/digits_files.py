@@ -1,4 +1,4 @@
-"""The bundled digits as a tree of JPEG files, so that the real input path can be used offline."""
+"""The bundled digits as a tree of JPEG files, so that image folders can be tried offline."""
 
 import importlib
 import os
@@ -16,7 +16,8 @@ MARK = "distlab-digits"  # file that identifies a folder made here
 def digits_folder(folder: Path) -> Path:
     """Create ``folder``/{train,val}/{0 … 9}/0000.jpg if needed; return ``folder``.
 
-    The folder gets its name only once it is complete, so a killed process leaves no partial one.
+    The folder gets its name only when it is complete, so a killed process cannot leave an
+    incomplete folder with that name.
 
     Raises:
         DataError: The folder exists, and was not made by this function.

@@ -57,7 +57,7 @@ class Prediction:
 
     Attributes:
         step: Simulated step at the image size of most epochs.
-        images_per_s: Images per second of all GPUs in such a step.
+        images_per_s: Images per second of all GPUs together in such a step.
         mfu: Model FLOPs utilisation of such a step.
         training_s, evaluation_s: Total seconds over all epochs.
     """
@@ -115,7 +115,7 @@ def _slower(gpu: GPU) -> GPU:
 
 def _mfu(config: Config, step: Step, gpu: GPU, num_gpus: int) -> float:
     peak = gpu.peak_flops["float32" if config.precision == "fp32" else "float16"]
-    flops = 3 * step.forward_flops * config.batch_size  # the backward pass takes twice as many
+    flops = 3 * step.forward_flops * config.batch_size  # the backward pass counts twice
     return flops / (step.step_s * peak * num_gpus)
 
 
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _cluster(options: dict[str, str]) -> Cluster:
-    """Remove the cluster's options from ``options``, and return the cluster."""
+    """Remove the options that describe the cluster from ``options``, and return that cluster."""
     name, nodes = options.pop("cluster", "dgx-a100"), options.pop("nodes", "1")
     if not nodes.isdecimal() or not int(nodes):
         raise ConfigError(f"--nodes {nodes}: expected how many there are, 1 or more")

@@ -37,7 +37,7 @@ def evaluate(
     The training state does not change.
 
     Args:
-        mean: Moving average of the parameters, which is evaluated instead of the newest ones.
+        mean: Moving average of the parameters; if there is one, it is evaluated in their place.
         alive: Callback for each batch, on all ranks; it may raise to stop the evaluation.
 
     Raises:
@@ -63,7 +63,7 @@ def evaluate(
 
 
 def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Return this rank's numbers of images: right, right among the top five, and all."""
+    """Return the numbers of this rank's images: right, right among the top five, and in total."""
     inputs = batch if len(batch) else batch.new_zeros(1, *batch.shape[1:])
     with strategy.autocast():
         logits = strategy.predict(on_device(inputs, config, strategy.device))
@@ -75,7 +75,7 @@ def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) ->
 
 @contextmanager
 def as_one_model(strategy: Strategy, mean: ModelMean) -> Iterator[None]:
-    """Within the block, give all replicas the same model: the mean over steps and replicas."""
+    """Within the block, give all replicas the same model, averaged over steps and replicas."""
     module = strategy.module
     with mean.in_place():
         saved = {name: value.clone() for name, value in module.named_buffers()}

@@ -20,7 +20,7 @@ from distlab.data.folders import MEAN, STD, check_folders, open_folder, transfor
 from distlab.production.config import Config
 from distlab.production.digits_files import digits_folder
 
-KEPT_OF_SIDE = 0.875  # fraction of the side that an evaluation's centre crop keeps, above SMALL
+KEPT_OF_SIDE = 0.875  # fraction of a side above SMALL that an evaluation's centre crop keeps
 SMALL = 64  # largest side of images that an evaluation does not crop
 BAD = -100  # label of an unreadable image, which cross_entropy ignores
 Key = tuple[int, int]  # epoch and index, which determine how an image is augmented
@@ -33,7 +33,7 @@ class Source(Protocol):
     labels: Tensor
 
     def read(self, index: int) -> Any:
-        """Return a PIL image, or uint8 (3, H, W)."""
+        """Return an image, either from PIL or as uint8 (3, H, W)."""
 
     def name(self, index: int) -> str:
         """Return an image's name for messages."""
@@ -42,8 +42,8 @@ class Source(Protocol):
 class Files:
     """Images in files, decoded on access.
 
-    The paths are one tensor of bytes, in rows of equal length, which the loader's processes
-    share; a list of strings would be copied to each of them (pytorch#13246).
+    All paths are in one tensor of bytes, in rows of equal length, which the loader's processes
+    share. A list of strings would be copied to each process (pytorch#13246).
     """
 
     def __init__(self, samples: Sequence[tuple[str, int]]) -> None:
@@ -73,7 +73,7 @@ class Pixels:
         return self.pixels[index]
 
     def name(self, index: int) -> str:
-        """Return a name with the image's index."""
+        """Return a name that contains the image's index."""
         return f"image {index}"
 
 
@@ -102,7 +102,7 @@ class Images(Dataset[Sample]):
 
 
 def report_bad(name: str, reason: object) -> None:
-    """Report that an image cannot be read, from the process that tried."""
+    """Report on standard error that this process cannot read an image."""
     print(f"warning: {name} cannot be read: {reason}", file=sys.stderr, flush=True)
 
 
@@ -115,7 +115,7 @@ def side_of(config: Config, epoch: int) -> int:
 def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
     """Augment an image with random numbers from a seed; torch's generator keeps its state.
 
-    The image is then the same in any process, on any rank, and after a resume.
+    This makes the result the same in any process, on any rank, and after a resume.
     """
     (mixed,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     before = torch.get_rng_state()
@@ -125,7 +125,7 @@ def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
     return augmented
 
 
-_transforms: dict[tuple[Any, ...], Any] = {}  # cache, as building takes longer than applying
+_transforms: dict[tuple[Any, ...], Any] = {}  # cache: building one takes longer than applying it
 
 
 def _transform(config: Config, side: int, is_training: bool) -> Any:
@@ -141,7 +141,7 @@ def _transform(config: Config, side: int, is_training: bool) -> Any:
 def _augment(v2: Any, config: Config, side: int) -> list[Any]:
     if config.augment == "none":
         return _centre(v2, side)
-    smallest = 0.08 if side > SMALL else 0.6  # fraction of the area; small images show one object
+    smallest = 0.08 if side > SMALL else 0.6  # share of the area; an object fills a small image
     crop = v2.RandomResizedCrop(side, scale=(smallest, 1.0), antialias=True)
     return [crop, *([v2.RandomHorizontalFlip()] if config.augment == "crop_flip" else [])]
 

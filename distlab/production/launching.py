@@ -44,7 +44,7 @@ CRASHED = 1  # exit code after which a restart may help
 
 
 class Ended(NamedTuple):
-    """Exit code of a training run, and True if a signal ended it."""
+    """Exit code of a training run, and whether a signal ended the run."""
 
     code: int
     by_signal: bool = False
@@ -62,9 +62,10 @@ class Nodes(NamedTuple):
 def launch(arguments: Sequence[str]) -> int:
     """Train on all ranks of this node, and return the trainer's exit code.
 
-    torchrun exits with 1 whatever its workers return, so ``run_dir``/exit_code holds the code. On
-    one node, this function restarts a run that has crashed; on several nodes torchrun does,
-    because all nodes must rendezvous again. A wrong configuration is reported before any start.
+    torchrun exits with 1 whatever its workers return, so they write their code to
+    ``run_dir``/exit_code. On one node, this function restarts a run that has crashed; on several
+    nodes, torchrun does, because all nodes must rendezvous again. A wrong configuration is reported
+    before anything is started.
     """
     if {"-h", "--help"} & {*arguments}:
         print(__doc__)
@@ -106,12 +107,12 @@ def _run_once(command: list[str], left: Path) -> Ended:
     except ChildFailedError:
         code = CRASHED
     except SignalException:
-        by_signal, code = True, EXIT_STOPPED  # used if no rank had begun to train
+        by_signal, code = True, EXIT_STOPPED  # applies if no rank had begun to train
     return Ended(int(left.read_text(encoding="utf-8")) if left.exists() else code, by_signal)
 
 
 def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
-    signals = ",".join(number.name for number in stop_signals())  # SIGUSR1 would kill torchrun
+    signals = ",".join(number.name for number in stop_signals())  # otherwise SIGUSR1 kills torchrun
     common = [f"--nproc-per-node={processes}", f"--signals-to-handle={signals}"]
     if nodes.number == 1:
         return ["--standalone", *common]
@@ -129,15 +130,15 @@ def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
 def environment(processes: int) -> dict[str, str]:
     """Return environment variables for torchrun and its workers.
 
-    The ranks of a node share its cores. Without the second variable, restarted workers would find
-    their predecessors' addresses in torchrun's store, and fail once or twice.
+    The first variable divides a node's cores among its ranks. Without the second, restarted workers
+    would find their predecessors' addresses in torchrun's store, and fail once or twice.
     """
     threads = max(1, num_cores() // processes)
     return {"OMP_NUM_THREADS": str(threads), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def processes_of(config: Config) -> int:
-    """Return the ranks per node: num_gpus; for "auto", one per GPU, or without GPUs at most 2."""
+    """Return the number of ranks per node; "auto" is one per GPU or, without GPUs, at most two."""
     if config.num_gpus != "auto":
         return config.num_gpus
     if config.device != "cpu" and cuda.is_available():

@@ -31,7 +31,7 @@ COMPRESSORS: dict[str, tuple[str, ...]] = {
 
 
 def find_lessons(impl: str, config: Config) -> Lessons:
-    """Return a function that imports lessons, after checking that all are written.
+    """Check that all lessons of a run are written, and return a function that imports them.
 
     Args:
         impl: "solution" or "mine".

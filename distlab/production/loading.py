@@ -1,9 +1,10 @@
 """Load images ahead of time, in processes forked from a process without Python threads.
 
-A rank has threads, for its watch, saving and TensorBoard. A fork of the rank has none of these,
-and a lock that one of them held stays locked there. In CPython 3.11, a child may wait forever for
-such a lock of the interpreter, inside ``os.fork`` itself. So a rank starts multiprocessing's fork
-server, which imports just once everything that loading needs, and forks processes on request.
+A rank has threads that watch the other ranks, save, and write to TensorBoard. A fork of the rank
+would lack these threads, but any lock that one of them held would stay locked in the child. In
+CPython 3.11, if it is a lock of the interpreter, the child may even hang inside ``os.fork`` itself.
+A rank therefore starts multiprocessing's fork server, which imports everything that loading needs,
+just once, and then forks processes on request.
 """
 
 import multiprocessing
@@ -57,10 +58,10 @@ def evaluation_keys(
 def loader_of(
     images: Images, batches: Any, config: Config, device: torch.device, *, stays: bool = False
 ) -> DataLoader[Any]:
-    """Return a loader that loads ahead in processes; ``stays`` keeps them for several epochs.
+    """Return a loader that loads ahead in processes, which outlive the epoch if ``stays``.
 
-    The processes share the image tensors, in /dev/shm. If one of them ends, torch notices within
-    5 s, the interval at which it checks.
+    The processes share the image tensors in /dev/shm. torch checks every 5 s whether one of the
+    processes has ended.
     """
     has_workers = config.num_workers > 0
     if has_workers:
@@ -81,13 +82,13 @@ def loader_of(
 def _start_server() -> None:
     """Start the server that forks the loader's processes, unless it is already running.
 
-    Signals that stop a rank reach its whole process group, from torchrun or a terminal. They must
-    not end the loader before the rank has saved, so the server blocks them until it has left that
-    group.
+    When torchrun or a terminal signals a rank to stop, the signal reaches the rank's whole process
+    group. It must not end the loader before the rank has saved, so the server starts with such
+    signals blocked, and leaves the group.
     """
     main = getattr(sys.modules["__main__"], "__spec__", None)
     main_name = [main.name] if main and not main.name.endswith("__main__") else []
-    forkserver.set_forkserver_preload([IMPORTED, *main_name])  # each child imports main
+    forkserver.set_forkserver_preload([IMPORTED, *main_name])  # or each child would import main
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         resource_tracker.ensure_running()  # first, because it unblocks SIGTERM and SIGINT
@@ -103,7 +104,7 @@ def _prepare_worker(_worker: int) -> None:
 
 
 def _end_with_rank() -> None:
-    """End this process when the rank ends; torch checks only the parent, which is the server."""
+    """End this process when its rank ends; torch only watches the parent, the fork server."""
     rank = multiprocessing.parent_process()
     if rank is not None:
         rank.join()

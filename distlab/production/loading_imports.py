@@ -10,11 +10,11 @@ from distlab.data.folders import transforms
 
 
 def _leave_group() -> None:
-    """Leave the rank's process group, which torchrun and terminals send signals to.
+    """Leave the rank's process group, to which torchrun and terminals send signals.
 
-    The rank blocked these signals when it started the server; a pending one is dropped here.
-    SIGTERM, with which a rank ends its loader, is unblocked; the others stay blocked, because
-    Slurm sends SIGUSR1 to processes of any group.
+    The rank started this server with those signals blocked. SIGTERM, with which a rank ends its
+    loader, is unblocked here, and dropped if it is pending; the others stay blocked, because Slurm
+    sends SIGUSR1 to processes in any group.
     """
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -110,7 +110,7 @@ def layer_flops(layers: list[nn.Module], side: int) -> list[float]:
 class SplitAttention(Attention):
     """torch's self-attention with separate layers for queries, keys and values.
 
-    The number of heads follows from the rows of ``query``: 1/N of the rows is 1/N of the heads.
+    The number of heads follows from the rows of ``query``: 1/N of the rows make 1/N of the heads.
     """
 
     is_causal = False
@@ -128,7 +128,7 @@ class SplitAttention(Attention):
     def forward(  # type: ignore[override]
         self, x: Tensor, *_same: Tensor, need_weights: bool = False
     ) -> tuple[Tensor, None]:
-        """Mix the positions of (B, T, E); torchvision also passes ``x`` as keys and values."""
+        """Attend over the positions of ``x``, which torchvision also passes as keys and values."""
         return super().forward(x), None
 
 
@@ -145,7 +145,7 @@ class SplitMLP(nn.Module):
 
 
 def split_heads(vit: nn.Module) -> None:
-    """Replace a ViT's attention and MLPs with ones that can be split and hold the same values."""
+    """Replace a ViT's attention and MLPs by modules that have the same weights and can be split."""
     model: Any = vit
     for block in model.encoder.layers:
         block.self_attention = SplitAttention(block.self_attention)

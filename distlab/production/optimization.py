@@ -21,7 +21,7 @@ def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str,
 
 
 def groups_of(module: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return the optimizer's groups; without ``decay_norms``, vectors and scalars have no decay."""
+    """Return the optimizer's groups; vectors and scalars decay only if ``decay_norms`` is true."""
     parameters = [*module.parameters()]
     if config.decay_norms:
         return [{"params": parameters}]
@@ -42,9 +42,9 @@ def peak_lr(config: Config) -> float:
 def share_of_lr(config: Config, steps_per_epoch: int, step: float) -> float:
     """Return the learning rate of a step, counted from 0, as a share of ``peak_lr``.
 
-    The step may be fractional, if a run was resumed with a different batch size.
+    The step may be fractional if a run was resumed with a different batch size.
 
-    The share grows linearly to 1 in ``warmup_epochs``; with ``cosine``, it then falls to 0:
+    The share grows linearly to 1 during ``warmup_epochs``; with ``cosine``, it then falls to 0:
         4 warm-up steps, 8 in all       0.25  0.5  0.75  1  1  0.85  0.5  0.15
     """
     warmup = round(config.warmup_epochs * steps_per_epoch)
@@ -64,7 +64,7 @@ def lr_at(config: Config, sampler: Any) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate for the next step. It depends only on the step, so it is never saved."""
+    """Set the learning rate for the next step. It depends only on the step, so it is not saved."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -74,7 +74,7 @@ class ModelMean:
 
     The decay in step k is min(decay, (1 + k) / (10 + k)), which keeps the random start from
     dominating the first means. BatchNorm's running means are averaged too, because those of the
-    newest parameters do not fit averaged ones.
+    newest parameters would not fit the averaged parameters.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -120,7 +120,7 @@ class TensorMean:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the values of means and tensors."""
+        """Exchange the values of the means and the tensors."""
         for tensor, mean in zip(self.tensors, self.means, strict=True):
             kept = tensor.detach().clone()
             tensor.copy_(mean)
@@ -131,7 +131,7 @@ class TensorMean:
         return {"means": [_local(m) for m in self.means], "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state."""
+        """Restore the means and the number of updates."""
         self.num_updates = state["num_updates"]
         for mean, loaded in zip(self.means, state["means"], strict=True):
             _local(mean).copy_(loaded)

@@ -15,7 +15,7 @@ def profile(
     unchanged: Callable[[], AbstractContextManager[None]],
     lessons: Lessons,
 ) -> None:
-    """Write a Perfetto trace of a few steps, which do not count; called on all ranks.
+    """Write a Perfetto trace of a few steps, and undo the steps; called on all ranks.
 
     Args:
         step: Function that takes one step.

@@ -91,6 +91,6 @@ class Interval:
         )
 
     def seconds(self) -> dict[str, float]:
-        """Return mean seconds of this rank's exactly timed steps and their parts; 0 if none."""
+        """Return the mean seconds of this rank's exactly timed steps and their parts; 0 if none."""
         names = ("step_s", "data_s", "compute_s", "communication_s")
         return {name: fmean([getattr(t, name) for t in self.times] or [0.0]) for name in names}

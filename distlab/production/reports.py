@@ -1,4 +1,4 @@
-"""Outputs for training metrics: a progress bar, JSON lines, TensorBoard, Prometheus."""
+"""Outputs for training metrics: a progress bar, JSON lines, TensorBoard and Prometheus."""
 
 import os
 import sys
@@ -62,7 +62,7 @@ class Reports:
         try:
             pages, reason = [self._page(port)], ""
         except OSError as error:
-            text = error.__cause__ or error  # the exporter's own advice is for other programs
+            text = error.__cause__ or error  # the advice of the exporter itself does not fit here
             pages, reason = [], f"rank {self.rank} cannot have port {port} for its page: {text}"
         dist.all_gather_object(reasons, reason)
         if failures := [text for text in reasons if text]:
@@ -100,14 +100,14 @@ class Reports:
             print(text, file=sys.stderr, flush=True)
 
     def show(self, step: int, text: str) -> None:
-        """Show the progress of the run, on rank 0."""
+        """On rank 0, show the progress of the run."""
         if self.bar:
             self.bar.show(step, text)
         elif self.rank == 0:
             say(f"step {step:,} of {self.num_steps:,}  {text}")
 
     def say(self, text: str) -> None:
-        """Print a line that the progress bar does not overwrite, on rank 0."""
+        """On rank 0, print a line that the progress bar does not overwrite."""
         if self.bar:
             self.bar.print(text)
         else:
@@ -148,9 +148,9 @@ class _Bar:
 
 
 def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak rate for MFU: from a GPU's data sheet, or the best of three measurements.
+    """Return the peak rate for MFU: from a GPU's data sheet, or the best of three runs.
 
-    Cost: a few milliseconds if it is measured.
+    Cost: a few milliseconds if the rate is measured.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).upper()

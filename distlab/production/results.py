@@ -44,7 +44,7 @@ def conclude(config: Config, progress: Progress, strategy: Strategy, mean: Model
     """Write ``run_dir``/result.json, curve.png and model.pt, and print the accuracy.
 
     model.pt is the evaluated model without its optimizer, for ``torch.load(…, weights_only=True)``;
-    it is not written if ranks hold parts of the model. Called on all ranks.
+    it is not written if each rank holds only a part of the model. Called on all ranks.
     """
     with as_one_model(strategy, mean):
         if dist.get_rank() == 0 and not config.is_sharded and config.strategy != "fsdp":

@@ -52,11 +52,13 @@ class Checkpoints:
     def resume(self) -> None:
         """Continue from the newest undamaged checkpoint, if there is one; called on all ranks.
 
-        Rank 0 decides, because on a network file system others may see an older directory listing.
+        Rank 0 decides, because on a network file system, the other ranks may see an older directory
+        listing.
 
         Raises:
-            ConfigError: There are checkpoints, but ``resume`` is ``never``; they are of a run with
-                different shards, model or data; or another rank sees some that rank 0 does not.
+            ConfigError: There are checkpoints although ``resume`` is ``never``; they come from a
+                run with different shards, model or data; or another rank sees checkpoints that
+                rank 0 does not.
         """
         answer = [self._loaded() if self.is_writer else None]
         dist.broadcast_object_list(answer, src=0)
@@ -79,7 +81,7 @@ class Checkpoints:
         say(f"goes on after step {step:,}")
 
     def _loaded(self) -> tuple[int, Any] | str | None:
-        """Return step and state; the reason if loading fails; None if there is no checkpoint."""
+        """Return the step and state, the reason why loading failed, or None without checkpoints."""
         try:
             if self.config.resume == "never":
                 has_any = any(self.folder.glob("step-*"))
@@ -108,8 +110,8 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Save the state after a step; called on all ranks.
 
-        A failed write is counted, and reported on rank 0 with the next save; earlier checkpoints
-        stay, and training continues.
+        If the write fails, training continues, and earlier checkpoints stay; with the next save,
+        rank 0 counts and reports the failure.
         """
         state = self.state.state_dict()
         if self.is_writer and step != self.given_step:
@@ -164,8 +166,9 @@ def say(text: str) -> None:
 def leave_code(run_dir: Path, code: int) -> None:
     """Write a rank's exit code to ``run_dir``/exit_code, unless a more specific one is there.
 
-    torchrun exits with 1 whatever its workers return. The ranks that know the reason take
-    precedence: when one ends, the others lose their connections and end with 1.
+    torchrun exits with 1 whatever its workers return, so the file holds the code. When a rank ends
+    for a specific reason, the others lose their connections and end with 1, which must not replace
+    the first rank's code.
     """
     path = run_dir / "exit_code"
     with suppress(OSError):  # a full disk

@@ -18,12 +18,13 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's limit: a numbe
 def choose_stage(config: Config, model: nn.Module) -> Config:
     """Return the configuration with the chosen ZeRO stage; called on all ranks.
 
-    With ``sharding_strategy: auto``, it is the lowest stage, ``zero_redundancy`` or above, at which
-    a rank's states take at most half of its memory, or the highest stage if there is none. Rank 0
-    prints the choice with its figures. Other configurations do not change: with a pipeline or with
-    clip_norm there is nothing to choose, and the ring has no stage above 1.
+    With ``sharding_strategy: auto``, the choice is the lowest stage, from ``zero_redundancy`` up,
+    at which a rank's states take at most half of its memory, or the highest stage if none fits.
+    Rank 0 prints the choice with its figures. Without ``auto``, or if other keys leave no choice,
+    the configuration stays as it is: a pipeline or clip_norm rules out every stage, and the ring
+    every stage above 1.
 
-    The memory is all that the device or machine has, not only what is free, because a resumed run
+    All of the memory of the device or machine counts, not only what is free, because a resumed run
     must choose the same stage.
 
     Cost: an all-reduce of one number.
@@ -52,8 +53,8 @@ def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> 
     All are float32, so there are no master copies. Ψ parameters on N ranks, SGD with momentum:
         stage 0    4Ψ + 4Ψ + 4Ψ          stage 2    4Ψ + (4Ψ + 4Ψ) / N
         stage 1    4Ψ + 4Ψ + 4Ψ / N      stage 3    (4Ψ + 4Ψ + 4Ψ) / N
-    AdamW has 8Ψ instead of the last 4Ψ, SGD without momentum has 0; ``ema_decay`` adds 4Ψ, sharded
-    like the parameters. The unit that stage 3 gathers while it computes is not counted.
+    AdamW needs 8Ψ instead of the last 4Ψ, and SGD without momentum needs none. ``ema_decay`` adds
+    4Ψ, sharded like the parameters. The unit that stage 3 gathers to compute is not counted.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5, with 4 bytes instead of 2.
     """

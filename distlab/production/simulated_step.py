@@ -85,7 +85,7 @@ def simulated_step(config: Config, cluster: Cluster, side: int, num_classes: int
 
 
 def _exposed(events: Sequence[Event], times: Sequence[_Times]) -> float:
-    """Return how long a rank waits in its last step, averaged over all ranks."""
+    """Return how long a rank waits during its last step, averaged over all ranks."""
     waited = [0.0] * len(times)
     for event in events:
         begin_s, end_s, _ = times[event.rank]
@@ -97,8 +97,8 @@ def _exposed(events: Sequence[Event], times: Sequence[_Times]) -> float:
 def _stand_in(config: Config) -> tuple[str, Config]:
     """Return the name and the configuration of a similar strategy that works on meta tensors.
 
-    torch's DistributedDataParallel does not: it reads its bucket order from a tensor in its second
-    step. Nor does the course's stage 3, which needs values to shard.
+    Two strategies need a stand-in: torch's DistributedDataParallel, which in its second step reads
+    its bucket order from a tensor, and the course's ZeRO stage 3, which needs values to shard.
     """
     _refuse(config)
     stage, pattern = config.zero_redundancy, config.communication_pattern

@@ -23,7 +23,7 @@ class PerRank:
     """
 
     def __init__(self, part: HasState, *, is_optional: bool = False) -> None:
-        """Wrap a part; if ``is_optional``, a different number of ranks resets it, without error."""
+        """Wrap a part; if ``is_optional``, a state from another number of ranks is ignored."""
         self.part, self.is_optional = part, is_optional
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Buffers(PerRank):
 
 @torch.no_grad()
 def average_buffers(module: nn.Module, group: Group) -> None:
-    """Replace the replicas' buffers with their means, so that all evaluate the same model."""
+    """Replace each buffer with its mean over the replicas, so that all evaluate the same model."""
     for value in module.buffers():
         if value.is_floating_point():
             dist.all_reduce(value, group=group)

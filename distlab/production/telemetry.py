@@ -25,7 +25,7 @@ class Costs(NamedTuple):
     """The quantities behind MFU, for this rank's device."""
 
     device: torch.device
-    flops_per_image: float  # forward and backward, which takes twice as many
+    flops_per_image: float  # of a forward pass and a backward pass, which counts twice
     peak_flops_per_s: float  # limit of the device
 
 
@@ -40,7 +40,7 @@ def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
 
 
 class Telemetry:
-    """The lessons of Phase 4 that watch a training run: 4.5, and 4.14 to 4.17."""
+    """Watches a training run with the lessons of Phase 4: 4.5, and 4.14 to 4.17."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Telemetry:
 
     @property
     def is_gpu(self) -> bool:
-        """True if kernels still run after the call that starts them has returned."""
+        """True on a GPU, whose kernels may still run after the call that starts them returns."""
         return self.costs.device.type == "cuda"
 
     @property
@@ -88,7 +88,7 @@ class Telemetry:
     def _is_exact(self) -> bool:
         """Return True if this step is timed in parts.
 
-        On GPUs only every tenth step is, because timing forces a synchronization.
+        On GPUs, only every tenth step is, because timing the parts needs synchronization.
         """
         return not self.is_gpu or (self.progress.step + 1) % LOG_EVERY == 0
 
@@ -97,7 +97,7 @@ class Telemetry:
             torch.cuda.synchronize(self.costs.device)
 
     def alive(self) -> None:
-        """Report that this rank is alive, during long work outside the steps."""
+        """Report that this rank is alive; to be called during long work outside the steps."""
         self.watch.beat(self.progress.step)
 
     def tell_accuracy(self, accuracy: Accuracy, num_images: int) -> None:
@@ -138,8 +138,8 @@ class Telemetry:
     def is_time_to_agree(self) -> bool:
         """Return True if the ranks should now agree on whether to stop; the same on all ranks.
 
-        They agree after as many steps as fit into a second, from one to ten, because a collective
-        takes a millisecond on a CPU.
+        They agree about once a second, every one to ten steps, because each agreement needs a
+        collective, which takes a millisecond on a CPU.
         """
         return self.progress.step % self.steps_per_agreement == 0
 
@@ -147,7 +147,7 @@ class Telemetry:
         """Report the means over the steps since the last report; called on all ranks.
 
         Returns:
-            The number of images of this epoch that could not be read, on all ranks.
+            The number of this epoch's images that could not be read, summed over all ranks.
         """
         step, interval, device = self.progress.step, self.interval, self.costs.device
         seconds, of_all = interval.seconds(), interval.of_all_ranks(bad_images)
@@ -184,7 +184,7 @@ class Telemetry:
 
 
 def steps_in(seconds: float, step_s: float) -> int:
-    """Return how many steps fit into ``seconds``, from 1 to LOG_EVERY; 3 of 0.3 s fit into 1 s."""
+    """Return how many steps fit into ``seconds``, but at least 1 and at most LOG_EVERY."""
     return LOG_EVERY if LOG_EVERY * step_s < seconds else max(int(seconds / step_s), 1)
 
 

@@ -13,7 +13,7 @@ class HasState(Protocol):
     """An object with a state that can be saved and loaded, such as a model or a sampler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; its tensors may be those that training changes."""
+        """Return the state; its tensors may be the very ones that training goes on to change."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Restore a state that an object of the same kind has returned."""

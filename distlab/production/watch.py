@@ -26,12 +26,12 @@ EXIT_SILENT = 1  # restarting helps
 class Watch:
     """Reports that this rank is alive, and checks that the others are.
 
-    A collective waits forever, or for half an hour, for a rank that is stopped or hangs, and the
-    launcher only sees that all processes exist. So ranks 0 and 1 watch all heartbeats, and end
-    their process when one has been missing for ``heartbeat_timeout_s``; torchrun then ends and
-    restarts all ranks. Each rank also watches its launcher: if that is killed, the next run must
-    not find ranks of this one in the same folder. ``run_dir``/heartbeat.rank<r> is for outside
-    observers.
+    If a rank hangs or is stopped, collectives wait for it for half an hour or forever, while the
+    launcher only sees that all processes exist. Ranks 0 and 1 therefore watch all heartbeats. When
+    one has been missing for ``heartbeat_timeout_s``, they end their own processes, and torchrun
+    ends and restarts all ranks. A rank also ends when its launcher has died, so that the next run
+    in the same folder does not meet ranks of this one. The file ``run_dir``/heartbeat.rank<r> is
+    for outside observers.
     """
 
     def __init__(self, config: Config, lessons: Lessons) -> None:
@@ -45,7 +45,7 @@ class Watch:
         self.heart = lesson.Heartbeat(store, self.rank)
         self.parent, self.ended = os.getppid(), threading.Event()
         self.beat(0)
-        self.silent, self.polled_s = "", math.inf  # inf: without a monitor, no answer is awaited
+        self.silent, self.polled_s = "", math.inf  # inf: a rank without a monitor awaits no answer
         if self.rank < WATCHERS and dist.get_world_size() > 1:
             connection = store.clone()  # two threads must not share one
             size = dist.get_world_size()
@@ -64,7 +64,7 @@ class Watch:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Report automatically during long work that must not be cut short, such as a last save."""
+        """Keep reporting in the block; long work, such as a last save, must not be cut short."""
         self.is_busy = True
         try:
             yield
@@ -105,7 +105,7 @@ class Watch:
         return f"rank 0 does not answer for more than {self.timeout_s:g} s" if is_late else ""
 
     def _orphaned(self) -> str:
-        """Return a message if the launcher has died, otherwise "": ranks must not outlive it."""
+        """Return a message if the launcher, which no rank may outlive, has died; otherwise ""."""
         is_launched = "TORCHELASTIC_RUN_ID" in os.environ
         return "its launcher has died" if is_launched and os.getppid() != self.parent else ""
 
@@ -117,13 +117,14 @@ class Watch:
         try:
             _end_workers()
         finally:
-            os._exit(EXIT_SILENT)  # exceptions do not reach the main thread in a collective
+            os._exit(EXIT_SILENT)  # an exception would not reach a main thread in a collective
 
 
 def _end_workers() -> None:
-    """Kill the loader's workers, because one that hangs while starting would never end.
+    """Kill the loader's workers, because a worker that hangs while it starts would never end.
 
-    Multiprocessing's tracker is spared: it ends by itself once it has removed their semaphores.
+    Multiprocessing's resource tracker is spared: it must still remove the workers' semaphores, and
+    then ends by itself.
     """
     for worker in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

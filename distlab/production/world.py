@@ -21,7 +21,7 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 
 LOCK_S = 10.0  # longest wait for the lock of a run that is ending
-JOIN_S = 60.0  # shortest time limit for joining: Python has much to import
+JOIN_S = 60.0  # lowest time limit for joining: Python has much to import
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
 
 
@@ -60,10 +60,10 @@ def joined(config: Config) -> Iterator[torch.device]:
 def _join(backend: str, timeout: timedelta) -> None:
     """Join the ranks that torchrun has started, through its store; fail if one is late.
 
-    All starts of an agent share that store, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for
-    torchrun: a restarted rank would find the addresses of processes that have ended, and wait for
-    them. On one node, each start therefore has its own key prefix. Agents on several nodes count
-    their restarts separately, and need the variable.
+    All starts of a torchrun agent share one store, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is
+    set for torchrun. In a shared store, a restarted rank would find the addresses of processes that
+    have ended, and wait for them. On one node, each start therefore uses its own key prefix. On
+    several nodes, the agents count their restarts separately, so the variable must be set.
     """
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -73,14 +73,15 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks for small messages that need not wait for any GPU."""
+    """Return a group of all ranks for small messages, which need not wait for any GPU."""
     return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
 
 
 def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
-    """Seed the generators; replicas draw different numbers, the same ones in every run.
+    """Seed the random generators: differently for each replica, but the same way in every run.
 
-    Ranks of one replica draw the same ones: the first stage mixes images, the last the labels.
+    All ranks of a replica draw the same numbers, because the first stage mixes the images, and the
+    last stage must mix the labels in the same way.
     """
     of_rank = seed + 1 + max(dist.get_rank(replicas), 0)
     random.seed(of_rank)
@@ -90,7 +91,7 @@ def seed_generators(seed: int, replicas: dist.ProcessGroup | None) -> None:
 
 @contextmanager
 def alone_in(run_dir: Path) -> Iterator[None]:
-    """Create a folder if needed, and lock it for this run until rank 0's process ends.
+    """Create a folder if needed, and lock it for this run until the block or rank 0 ends.
 
     An exit code left by an earlier start is removed.
 
@@ -122,9 +123,10 @@ def _enter(run_dir: Path, stack: ExitStack) -> str:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Lock a file; return False if ranks of another run, perhaps a killed one, hold it too long.
+    """Lock a file; return False if another run, perhaps a killed one, holds the lock too long.
 
-    The lock belongs to this process alone: flock's would stay with a worker that outlives it.
+    The lock belongs to this process alone; a lock made by flock would stay with any worker that
+    outlives the process.
     """
     end_s = time.monotonic() + LOCK_S
     while True:

@@ -1,12 +1,12 @@
 """The open task of Phase 3: an all-reduce for clusters and sizes not known in advance.
 
 prepare  the learner's function explores the cluster, and returns an all-reduce
-check    every sum is right on every rank; only messages are used, with at least the bytes that a
-         sum needs
+check    every sum is right on every rank, and only messages are used, with at least as many bytes
+         as a sum needs
 time     virtual seconds from the arrival of the last rank until all ranks are done, for several
          sizes on a few random clusters, where one rank is always late
-score    geometric mean, over clusters and sizes, of the time of the best built-in algorithm, chosen
-         with hindsight, divided by the learner's time
+score    geometric mean, over clusters and sizes, of the speedup over the built-in algorithm that
+         turned out to be the fastest for that cluster and size
 """
 
 import random
@@ -173,13 +173,13 @@ def checked_s(
 
 
 def _ready_s(rank: int, sums: Sequence[Timed], first_late: Late) -> float:
-    """Return when a rank's first barrier ended, and so its preparation; rounded down."""
+    """Return when a rank's preparation and first barrier had ended, rounded down."""
     late_rank, late_s = first_late
     return sums[0][0] - (late_s if rank == late_rank else 0.0) - 1e-12
 
 
 def _refuse_collectives(events: Iterable[Event], num_sums: int) -> None:
-    """Refuse collectives other than our own barriers between the sums."""
+    """Raise a ChallengeError for any collectives except our own barriers between the sums."""
     called = [event for event in events if event.kind == "collective"]
     by_rank = Counter(event.rank for event in called)
     if any(event.name != "barrier" for event in called) or max(by_rank.values()) >= num_sums:
@@ -191,7 +191,7 @@ def _refuse_collectives(events: Iterable[Event], num_sums: int) -> None:
 
 
 def _refuse_short_messages(events: Sequence[Event], needed: int, num_ranks: int) -> None:
-    """Refuse a run in which a rank sent or received fewer bytes than a sum needs."""
+    """Raise a ChallengeError if a rank has sent or received fewer bytes than the sums need."""
     for kind, verb in (("send", "sent"), ("recv", "received")):
         num_bytes = [0] * num_ranks
         for event in events:

@@ -1,7 +1,7 @@
 """The open task of Phase 1: a learner's all-reduce of 16 MiB against the built-in ones.
 
-check    the sum is right on every rank, and only messages are used: on small worlds, and in every
-         timed run
+check    the sum is right on every rank, and only messages are used; this is checked on small worlds
+         and in every timed run
 time     virtual seconds for 16 MiB on a few clusters of random shapes and speeds
 score    geometric mean, over the clusters, of the time of recursive doubling divided by the
          learner's time

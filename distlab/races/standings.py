@@ -65,7 +65,7 @@ def between(numbers: Random, limits: tuple[float, float]) -> float:
 
 
 def numbers_of_rank(num_elements: int, rank: int) -> Tensor:
-    """Return 2^rank times 1, 2, … 8, 1, …: all sums are exact in float32, in any order."""
+    """Return 2^rank times 1, 2, …, 8, 1, …, so that sums in float32 are exact in any order."""
     return (torch.arange(num_elements) % 8 + 1).float() * 2.0**rank
 
 

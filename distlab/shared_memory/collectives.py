@@ -20,7 +20,7 @@ from distlab.shared_memory.region import Group, check_host, map_region, world_ra
 from distlab.shared_memory.staging import SLOTS, Stage, block_bytes_for
 from distlab.util.text import rank_names
 
-CACHE_BYTES = 2**18  # bytes of a tensor summed at once; with N tensors, part of a core's own cache
+CACHE_BYTES = 2**18  # bytes of each tensor summed in one go; N of these fit into a core's own cache
 SMALL_BYTES = 2**16  # up to this size, every rank sums everything, which saves a meeting
 TIMEOUT_S = 300.0
 
@@ -37,17 +37,17 @@ class SharedMemory:
         hierarchical_all_reduce(x, inside, across, reduce_scatter=shared.reduce_scatter,
                                 all_gather=shared.all_gather)
 
-    Every rank sums its own chunk of all ranks' tensors, block by block, and writes the sum to all
-    of them while the block is in its cache. Tensors that are not in a ``buffer`` pass through a
-    staging area, piece by piece; a rank's own chunk is not copied in or out:
+    Every rank sums its own chunk of all ranks' tensors, block by block, and writes each block of
+    the sum to all of them while it is still in the cache. Tensors that are not in a ``buffer`` pass
+    through a staging area, piece by piece; a rank's own chunk is not copied in or out:
         step 0    copy in 0
         step 1    copy in 1    sum 0
         step 2    copy in 2    sum 1    copy out 0
 
-    All ranks make the same calls in the same order, from one thread at a time. ``x`` is contiguous,
-    on the CPU, and has the same shape and dtype on all ranks; either all of them pass the same part
-    of a buffer, or none does. The chunks are those of ``tensor_split``. Results are bit for bit the
-    same on all ranks, and ``x`` may be overwritten as soon as a method returns.
+    All ranks must make the same calls in the same order, from one thread at a time. ``x`` must be
+    contiguous, on the CPU, and of the same shape and dtype on all ranks; if it is part of a buffer,
+    it must be the same part on all ranks. Chunks are those of ``tensor_split``. Results are bit for
+    bit the same on all ranks, and ``x`` may be overwritten as soon as a method returns.
     """
 
     def __init__(self, group: Group = None, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -75,12 +75,13 @@ class SharedMemory:
         self._buffers: list[list[Tensor]] = []
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return zeros (numel,) in shared memory; collectives on them, or on views, copy nothing.
+        """Return zeros (numel,) in shared memory; collectives on them or their views copy nothing.
 
-        Other ranks write to this tensor only during collectives on it.
+        Other ranks write to the tensor only during collectives on it.
 
         Raises:
-            RuntimeError: The system refuses the memory, or sizes differ; raised on all ranks.
+            RuntimeError: The system refuses the memory, or the ranks' sizes differ; raised on all
+                ranks.
         """
         parts = self._map(max(1, numel) * dtype.itemsize)
         self._buffers.append(parts)
@@ -90,12 +91,13 @@ class SharedMemory:
         """Sum ``x`` over the ranks, in place.
 
         Raises:
-            ValueError: The ranks' calls differ, or the tensor or group of one of them is refused;
+            ValueError: The ranks' calls differ, or the tensor or group of one rank is refused;
                 raised on all ranks.
             RuntimeError: A rank has ended, has not arrived in time, or has given up.
 
-        Cost: each rank reads and writes about 2n bytes of memory for tensors of n bytes; 2 meetings
-            for a tensor in a buffer, otherwise one more than there are pieces; 1 for a small one.
+        Cost: for tensors of n bytes, each rank reads and writes about 2n bytes of memory. The ranks
+            meet once for a small tensor, twice for one in a buffer, and otherwise once more than
+            there are pieces.
         """
         flat, call = self._begin("all_reduce", x, group)
         if self._world_size == 1:
@@ -111,7 +113,7 @@ class SharedMemory:
     def reduce_scatter(self, x: Tensor, /, group: Group = None) -> Tensor:
         """Sum ``x`` over the ranks, and return this rank's chunk of the sum, a view of ``x``.
 
-        Only this chunk of ``x`` is defined afterwards. Raises the same errors as ``all_reduce``.
+        The rest of ``x`` is undefined afterwards. Raises the same errors as ``all_reduce``.
         """
         flat, call = self._begin("reduce_scatter", x, group)
         if self._world_size == 1:
@@ -140,7 +142,7 @@ class SharedMemory:
     # Beginning a call
 
     def _begin(self, operation: str, x: Tensor, group: Group) -> tuple[Tensor, Call]:
-        """Check and announce this rank's call; the others do not wait for a rank that refuses."""
+        """Check this rank's call, and announce it or refuse it, so that no rank waits in vain."""
         if problem := self._other_group(group):
             self._meeting.refuse(OTHER_GROUP)
         elif problem := _problem(x):
@@ -202,7 +204,7 @@ class SharedMemory:
         self._meeting.meet()
 
     def _blocks_of_my_chunk(self, views: Sequence[Chunks]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield this rank's chunk of all tensors block by block, its own tensor's block first."""
+        """Yield this rank's chunk of all tensors, block by block, its own tensor's block first."""
         return _in_cache(*(views[rank][self._rank] for rank in (self._rank, *self._others)))
 
     # Through the staging area
@@ -214,8 +216,8 @@ class SharedMemory:
     def _run(self, steps: Sequence[Step], chunks: Chunks, pieces: int) -> None:
         """Run all steps on every piece, each step one meeting after the previous one.
 
-        A slot is reused after SLOTS meetings, when all ranks have read its contents; that is why
-        the last step needs no meeting after it.
+        A slot is reused only after SLOTS meetings, when all ranks have read its contents. That is
+        why no meeting has to follow the last step.
         """
         first, last = self._meeting.count, pieces + len(steps) - 2
         for now in range(last + 1):
@@ -260,7 +262,7 @@ class SharedMemory:
 
 
 def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching parts of equally long tensors, which together fit into a core's cache."""
+    """Yield matching parts of equally long tensors, small enough to share a core's cache."""
     size = CACHE_BYTES // tensors[0].element_size()
     return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 

@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
 
 class Meeting:
-    """Counts how often each rank has arrived, and holds each one until all have arrived.
+    """Counts each rank's arrivals, and holds every rank until the others have arrived as often.
 
     Each rank has a part of shared memory, in 64-bit words:
         0           number of arrivals, or -1-r after it has given up waiting for rank r
@@ -69,12 +69,12 @@ class Meeting:
         8…, 16…     the last two calls, each a Call
     Only the rank itself writes there, one word at a time, which 64-bit processors do atomically.
 
-    Every rank also locks a byte of the memory's file. The system unlocks it when the process ends,
-    so that the others need not wait for a rank that has died.
+    Every rank also locks a byte of the memory's file. The system unlocks the byte when the rank's
+    process ends, so the others need not wait for a rank that has died.
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
-        """Create this on all ranks together; ``timeout_s`` limits the wait for another rank."""
+        """Set up a meeting, on all ranks together; ``timeout_s`` limits each wait for a rank."""
         self._rank, self._ranks = dist.get_rank(group), world_ranks(group)
         self._timeout_s = timeout_s
         self._region = map_region((CALLS + 2 * CALL_WORDS) * WORD_BYTES, group)
@@ -85,13 +85,13 @@ class Meeting:
         self.count = 0
         weakref.finalize(self, os.close, self._region.file)
         fcntl.lockf(self._region.file, fcntl.LOCK_EX, 1, self._rank)
-        dist.barrier(group)  # from here on, an unlocked byte means that its rank has ended
+        dist.barrier(group)  # from now on, an unlocked byte means that its rank has ended
 
     def begin(self, call: Call) -> None:
         """Announce this rank's call, to be compared with the others' after the first meeting.
 
         Raises:
-            RuntimeError: This rank has given up before.
+            RuntimeError: This rank gave up in an earlier call.
         """
         if self._mine[ARRIVED] < 0:
             raise RuntimeError(f"{self._me} has given up before: make a new SharedMemory")
@@ -101,7 +101,7 @@ class Meeting:
         self._mine[BEGUN] += 1
 
     def refuse(self, what: int) -> None:
-        """Announce that this rank refuses the call that the others make, without waiting for them.
+        """Announce, without waiting, that this rank refuses the call that the others make.
 
         Args:
             what: Key of REFUSED.
@@ -117,7 +117,7 @@ class Meeting:
     def meet(self) -> None:
         """Wait until every rank has arrived as many times as this one.
 
-        Afterwards, every rank sees what the others had written before they arrived.
+        Afterwards, every rank sees what the others wrote before they arrived.
 
         Raises:
             RuntimeError: A rank has ended, has given up, or does not arrive in time.
@@ -136,8 +136,8 @@ class Meeting:
     def _order_memory(self) -> None:
         """Keep reads and writes before this call from moving after it, and vice versa.
 
-        x86 keeps this order by itself; on others (arm64), it takes acquiring and releasing a lock
-        twice.
+        x86 processors keep this order by themselves; others, such as arm64, keep it if a lock is
+        acquired and released twice.
         """
         for _ in range(2):
             with self._fence:

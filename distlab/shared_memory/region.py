@@ -23,8 +23,8 @@ class Region:
     """Memory with a part for each rank, mapped by all.
 
     Attributes:
-        parts: Parts by rank, (part_bytes,), uint8, initially zero; each rank may access all.
-        file: Descriptor of the memory's file, which the caller closes.
+        parts: Parts by rank, (part_bytes,), uint8, initially zero; every rank may access all.
+        file: Descriptor of the memory's file, which the caller has to close.
     """
 
     parts: tuple[Tensor, ...]
@@ -58,10 +58,10 @@ def check_host(group: Group) -> None:
 
 
 def map_region(part_bytes: int, group: Group) -> Region:
-    """Map memory with ``part_bytes`` for each rank; called on all ranks together.
+    """Map memory with ``part_bytes`` for each rank; all ranks must call this together.
 
-    The file has no name: rank 0 creates it, and the others open it through rank 0's descriptor. So
-    there is nothing to remove, even if ranks are killed in this function.
+    The memory's file has no name: rank 0 creates it, and the others open it through rank 0's
+    descriptor. So there is nothing to remove, even if ranks are killed in this function.
 
     Raises:
         RuntimeError: A rank cannot map the memory; raised on all ranks, with the reason.

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-STAGE_BYTES = 96 * 2**20  # in all; with smaller pieces, waiting takes longer than copying
+STAGE_BYTES = 96 * 2**20  # in total; with smaller pieces, waiting takes longer than copying
 SLOTS = 3  # one is filled, one is summed, one is read
 LINE_BYTES = 64  # a cache line; two ranks never write to the same one
 
 
 def block_bytes_for(world_size: int) -> int:
-    """Return the size of a block; in each slot, a rank has one block for each rank's chunk."""
+    """Return the size of a block; in each slot, every rank has a block for each rank's chunk."""
     return max(1, STAGE_BYTES // (SLOTS * world_size**2 * LINE_BYTES)) * LINE_BYTES
 
 
@@ -32,7 +32,7 @@ class Stage:
         self._typed: dict[torch.dtype, list[Tensor]] = {}
 
     def part(self, chunk: Tensor, piece: int) -> Tensor:
-        """Return a piece of a chunk: a block's worth, or what is left."""
+        """Return a piece of a chunk: as much as a block holds, or what is left."""
         size = self.block_bytes // chunk.element_size()
         return chunk[piece * size : (piece + 1) * size]
 
@@ -45,7 +45,7 @@ class Stage:
         return self._of(x.dtype)[rank][slot].view(-1)[: len(x)]
 
     def _of(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return each rank's slots in a dtype; the views are kept for the next call."""
+        """Return each rank's slots, viewed in a dtype; the views are kept for later calls."""
         if dtype not in self._typed:
             self._typed[dtype] = [part.view(dtype) for part in self._parts]
         return self._typed[dtype]

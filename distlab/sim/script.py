@@ -1,8 +1,9 @@
 """Run a script on a simulated cluster as ``torchrun`` would: on every rank, as ``__main__``.
 
-Ranks are threads of this process. Names that a script defines exist once per rank, and pickle as
-they would in separate processes. Modules that it imports are shared, and so are their globals. A
-thread that a script starts itself sees the command's ``__main__``, not the script's.
+Ranks are threads of this process. Names that the script defines exist once per rank, and objects
+can be pickled as in separate processes. Modules that the script imports are shared by all ranks,
+including their globals. A thread that the script itself starts sees the ``__main__`` of the
+``distlab`` command, not the script's.
 """
 
 import ast
@@ -46,7 +47,7 @@ def title_of(script: Path) -> str:
 
 
 class _Mains(threading.local):
-    """The ``__main__`` of each thread: the command's own until a rank sets another."""
+    """The ``__main__`` of each thread: the command's own, unless a rank has set another."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
@@ -80,7 +81,7 @@ def _as_program(script: Path, arguments: Sequence[str]) -> Iterator[_Mains]:
 
 
 def _dispatcher(mains: _Mains) -> ModuleType:
-    """Return a module that forwards to the running thread's ``__main__``; pickle relies on it."""
+    """Return a module that forwards to the calling thread's ``__main__``, as pickle requires."""
 
     class Main(ModuleType):
         def __getattribute__(self, name: str) -> object:

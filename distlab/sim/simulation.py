@@ -1,4 +1,4 @@
-"""The simulated world, assembled from its parts; ``simulate`` runs a function in one."""
+"""A simulated world, assembled from its parts; ``simulate`` runs a function in one."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, MutableSequence
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Simulation:
-    """A running world: creates its parts, and passes each of them the others that it uses."""
+    """A simulated world; creates its parts, and passes to each the other parts that it uses."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Simulation:
         ]
 
     def _unnoticed(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which operations do not count as the running rank's work."""
+        """Return a context manager in which operations do not count as the running rank's work."""
         return self.devices[self.rank_states.current].unnoticed()
 
     def _plan(self, call: Call, group: tuple[int, ...]) -> list[Phase]:
@@ -163,7 +163,7 @@ class Simulation:
     def exit_process(self, status: int) -> None:
         """End the world without any clean-up, because a rank has called ``os._exit``.
 
-        In separate processes, other ranks would continue, and fail once they needed this one.
+        In separate processes, the other ranks would continue, and fail once they needed this one.
         """
         rank = self.rank_states.current
         site = self.places.call_site()[0]
@@ -186,7 +186,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def _in_another_thread(self) -> Iterator[None]:
-        """Enter the same contexts (device, autograd mode) as the rank's first thread."""
+        """Enter the same contexts as the rank's first thread: its device and autograd mode."""
         device = self.devices[self.rank_states.current] if self.devices else None
         self.groups.show()
         inside = device.in_another_thread() if device else contextlib.nullcontext()
@@ -233,7 +233,7 @@ class Simulation:
         )
 
     def _noted(self, error: SimulationError) -> SimulationError:
-        """Add notes to ``error``; errors that ranks caught come first, as its likely causes."""
+        """Add notes to ``error``, first on errors that ranks caught, which may have caused it."""
         if isinstance(error, Deadlock | Mismatch):
             ranks, places = self.scheduler.ranks, self.places
             ended = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]
@@ -264,11 +264,11 @@ def simulate(
     Args:
         fn: Function to run on every rank, inside an initialised ``torch.distributed`` world.
         num_ranks: Number of ranks, 1 to 1024.
-        cluster: Cluster, preset name (with as many nodes as the ranks need), or None for one node
-            with a switch and a GPU per rank.
+        cluster: Cluster, or the name of a preset, which gets as many nodes as the ranks need. None
+            stands for one node with a switch and a GPU per rank.
         joined: False to start without a process group, as under torchrun.
-        running: Memory shared with a supervisor process. It holds the number of the running rank,
-            followed by the thread identifier of every rank.
+        running: Memory shared with a supervisor process, or None. It holds the number of the
+            running rank, followed by the thread identifier of every rank.
 
     Returns:
         Results by rank, the trace and the virtual time.

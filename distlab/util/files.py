@@ -1,4 +1,4 @@
-"""Read files that may have been replaced by something else, and replace files atomically."""
+"""Read files safely, even if they are no longer regular files, and replace files atomically."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ def read_regular(path: Path, max_bytes: int, *, follows_links: bool = True) -> b
     """Return the content of a regular file of at most ``max_bytes``.
 
     Raises:
-        OSError: The path is a pipe, a device or a folder, the file is too large, or it cannot be
-            read. The message is meant for people.
+        OSError: The path is a pipe, a device or a folder, or the file is too large or cannot be
+            read. The message can be shown to users.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
     with os.fdopen(os.open(path, flags), "rb") as file:
@@ -31,7 +31,8 @@ def read_regular(path: Path, max_bytes: int, *, follows_links: bool = True) -> b
 def write_whole(path: Path, data: bytes) -> None:
     """Create a file or replace its content atomically: no reader sees a partial file.
 
-    The permissions of a replaced file are kept, and a link keeps pointing to the same file.
+    A replaced file keeps its permissions. If ``path`` is a link, the file that it points to is
+    replaced.
     """
     path = path.resolve()
     new = path.with_name(f".{path.name}.{os.getpid()}")

@@ -14,22 +14,22 @@ Units = Sequence[tuple[str, float]]
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return ``1 rank``, ``2 ranks`` or ``1,024 ranks``; pass ``plural`` for ``2 batches``."""
+    """Return a number with its noun, as in ``1,024 ranks``; ``plural`` is an irregular plural."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or f'{noun}s'}"
 
 
 def verb(subjects: Sized, plural: str, singular: str = "") -> str:
-    """Return ``wait`` for several ranks, ``waits`` (or ``singular``) for one."""
+    """Return a verb's form: ``wait`` for several subjects, ``waits`` or ``singular`` for one."""
     return plural if len(subjects) > 1 else singular or f"{plural}s"
 
 
 def joined(items: Sequence[str], last: str = " and ") -> str:
-    """Return ``a``, ``a and b`` or ``a, b and c``; "" if there are no items."""
+    """Join items, as in ``a``, ``a and b`` or ``a, b and c``; return "" if there are none."""
     return last.join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
 
 
 def clauses(items: Sequence[str]) -> str:
-    """Return ``a``, ``a, and b`` or ``a, b, and c``, for items that are clauses."""
+    """Join clauses, as in ``a``, ``a, and b`` or ``a, b, and c``."""
     return joined(items, ", and ")
 
 
@@ -40,7 +40,7 @@ def sentence(text: str) -> str:
 
 
 def clipped(text: str, limit: int) -> str:
-    """Shorten a line to ``limit`` characters: cut the folders in paths first, then the middle."""
+    """Shorten a line to ``limit`` characters by cutting folders in paths, then the middle."""
     if len(text) > limit:
         text = re.sub(r"/(?:[^/\s:'\"]+/)+", "…/", text)
     end = limit // 2
@@ -55,7 +55,7 @@ def lowered(text: str) -> str:
 
 
 def rank_names(ranks: Iterable[int]) -> str:
-    """Return ``rank 3``, ``ranks 0-5 and 9``, or ``ranks 0, 2, 4, …, 254 (128 ranks)``."""
+    """Name ranks: ``rank 3``, ``ranks 0-5 and 9``, or ``ranks 0, 2, 4, …, 254 (128 ranks)``."""
     return _rank_names(tuple(sorted(ranks)))
 
 
@@ -70,7 +70,7 @@ def _rank_names(ordered: tuple[int, ...]) -> str:
 
 
 def _runs(ordered: Sequence[int]) -> Iterator[str]:
-    """Yield ``0-5`` for consecutive numbers, ``7`` for a single one."""
+    """Yield ``0-5`` for three or more consecutive numbers, and ``7`` for a number on its own."""
     start = 0
     for end in range(1, len(ordered) + 1):
         if end == len(ordered) or ordered[end] != ordered[end - 1] + 1:
@@ -93,7 +93,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def unit_of(largest: float, units: Units) -> tuple[str, float]:
-    """Choose the unit in which a number has one to three digits before the point."""
+    """Choose the unit in which a number has one to three digits before the decimal point."""
     fitting = [unit for unit in units if largest >= 0.9995 * unit[1]]
     return fitting[-1] if fitting else units[0]
 
@@ -112,7 +112,7 @@ def _digits(value: float) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return ``Did you mean 'digits'?``, or "" if no known name is similar."""
+    """Return a hint such as ``Did you mean 'digits'?``, or "" if no known name is similar."""
     by_lower = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(wrong.lower(), by_lower, n=1)
     return f"Did you mean {by_lower[nearest[0]]!r}?" if nearest else ""
@@ -129,7 +129,7 @@ def unknown_name(kind: str, wrong: str, valid: Collection[str]) -> ValueError:
 
 
 def signal_name(number: int) -> str:
-    """Return ``SIGKILL``, or ``signal 40`` if it has no name (real-time signals)."""
+    """Return a signal's name, such as ``SIGKILL``, or ``signal 40`` if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -10,10 +10,12 @@ CALL, CAUSE = "__distlab_call__", "__distlab_cause__"
 
 
 def headline(error: BaseException) -> str:
-    """Return ``ZeroDivisionError: division by zero, in shard_indices(2, 0, 4). No rank is left``.
+    """Return an exception's type and text, with the call that raised it and its cause, if known.
 
-    The call and the cause come from the exception's attributes ``CALL`` and ``CAUSE``, if set, and
-    follow the first line of its text.
+    For example: ZeroDivisionError: division by zero, in shard_indices(2, 0, 4). No rank is left
+
+    The call and the cause come from the exception's attributes ``CALL`` and ``CAUSE``, and follow
+    the first line of its text.
     """
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     call, cause = _noted(error, CALL), _noted(error, CAUSE)
@@ -32,7 +34,8 @@ def _noted(error: BaseException, name: str) -> str:
 def is_message_enough(error: BaseException) -> bool:
     """Return True for distlab's own errors, whose message is enough without a traceback.
 
-    Errors of ``distlab.mpi`` are excluded: the program raises them, and the traceback shows where.
+    Errors of ``distlab.mpi`` are excluded, because the program causes them, and the traceback shows
+    where.
     """
     module = type(error).__module__
     return module.startswith("distlab.") and not module.startswith("distlab.mpi")
@@ -43,7 +46,7 @@ def keep_frames(shown: traceback.TracebackException, choose: Choose) -> None:
 
     Args:
         shown: Error to shorten.
-        choose: Function that returns which of a stack's files to keep.
+        choose: Function that takes the files of a stack and returns those to keep.
     """
     kept = set(choose({frame.filename for frame in shown.stack}))
     frames = [frame for frame in shown.stack if frame.filename in kept]

@@ -1,4 +1,4 @@
-"""Two ranks swap a number, and rank 1 waits for rank 0 first. Where is the mistake?
+"""Two ranks swap numbers, and rank 1 first waits for rank 0. Where is the mistake?
 
 distlab sim --ranks 2 examples/first_hour/swap.py
 """

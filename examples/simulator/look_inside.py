@@ -1,4 +1,4 @@
-"""Pass a number around a ring. Rank 2 stops on the way, so that you can look inside.
+"""Pass numbers around a ring. Rank 2 stops on the way, so that you can look inside it.
 
 distlab sim --ranks 4 examples/simulator/look_inside.py
 """

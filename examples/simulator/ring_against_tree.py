@@ -33,7 +33,7 @@ class Row(NamedTuple):
     tree_s: list[float]
 
     def crossing_bytes(self) -> float:
-        """Return the size at which the lines through the times meet; 0 if the tree never wins."""
+        """Return the size at which lines through the two times meet; 0 if the tree never wins."""
         small, large = (r - t for r, t in zip(self.ring_s, self.tree_s, strict=True))
         return max(0.0, SIZES[0] + (SIZES[1] - SIZES[0]) * small / (small - large))
 
@@ -103,7 +103,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
 
 
 def main() -> None:
-    """Simulate, print, draw."""
+    """Simulate both all-reduces, print a table of the times, and draw it on request."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plot", metavar="FILE", help="draw the table")
     path = parser.parse_args().plot

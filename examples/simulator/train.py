@@ -23,7 +23,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 
 def main() -> None:
-    """Train for a few steps. On ``meta``, tensors hold no data: this works only in a simulator."""
+    """Train for a few steps; ``--device meta`` (tensors without data) needs the simulator."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)

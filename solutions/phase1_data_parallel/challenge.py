@@ -11,14 +11,14 @@ from solutions.phase1_data_parallel.collectives import exchange
 def fast_all_reduce(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place, in pieces that travel around a ring.
 
-    In each step a rank sends one piece to its right neighbour and receives another from its left
-    neighbour. In the first N - 1 steps the receiver adds what arrives, after which each rank holds
-    the complete sum of one piece. In the next N - 1 steps these sums are passed on. Neighbours
-    share a node, except where the ring crosses from one node to the next, so each network card
-    carries one piece at a time.
+    In each step, every rank sends one piece to its right neighbour and receives another from its
+    left neighbour. In the first N - 1 steps, each rank adds what arrives to its own data, and ends
+    up with the complete sum of one piece. In the next N - 1 steps, these sums travel around the
+    ring. Neighbours are on the same node, except where the ring crosses from one node to the next,
+    so each network card carries only one piece at a time.
 
     Args:
-        x: contiguous tensor with the same shape and dtype on all ranks and any number of elements;
+        x: contiguous tensor with any number of elements, and the same shape and dtype on all ranks;
             on return it holds the sum, equal on all ranks.
         group: the ranks that take part; all by default.
 
@@ -28,7 +28,7 @@ def fast_all_reduce(x: Tensor, group: Group = None) -> None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     pieces = x.view(-1).tensor_split(world_size)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    room = torch.empty_like(pieces[0])  # the first pieces are the largest
+    room = torch.empty_like(pieces[0])  # no piece is larger than the first
 
     for step in range(world_size - 1):
         mine = pieces[(rank - step - 1) % world_size]

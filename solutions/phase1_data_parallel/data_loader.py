@@ -28,9 +28,9 @@ def shard_indices(
 ) -> list[int]:
     """List the samples that ``rank`` sees in ``epoch``; every rank gets the same number.
 
-    Ranks take samples in turn from the epoch's order, so the samples of step k on all ranks
-    together form one slice of it. The order depends only on num_samples, seed, epoch and shuffle,
-    so every rank computes the same one. 7 samples on 3 ranks, not shuffled:
+    Ranks take samples in turn from the epoch's order, so the samples that all ranks see in one step
+    form one slice of this order. It depends only on num_samples, seed, epoch and shuffle, so every
+    rank computes the same order. With 7 samples on 3 ranks, not shuffled:
         order      0 1 2 3 4 5 6           drop_last=True
         padded     0 1 2 3 4 5 6 0 1       0 1 2 3 4 5
         rank 0     0     3     6           0     3
@@ -41,12 +41,14 @@ def shard_indices(
         num_samples: size of the data set, at least 1.
         rank: number of this rank, 0 … world_size - 1.
         world_size: number of shards.
-        epoch: 0 … 2^32 - 1, the same on all ranks. Each pair of seed and epoch has its own order.
+        epoch: number of the epoch, 0 … 2^32 - 1, the same on all ranks. Each pair of seed and epoch
+            has its own order.
         seed: seed of the run, 0 … 2^32 - 1, the same on all ranks.
         shuffle: True for a random order, with all orders equally likely; False for the order of
             the data set.
-        drop_last: whether to drop the samples at the end that cannot be shared equally. Otherwise
-            the order wraps around, as many times as needed if there are fewer samples than ranks.
+        drop_last: True to drop the samples at the end of the order that cannot be shared equally.
+            False to pad the order with samples from its start, several times over if there are
+            fewer samples than ranks.
 
     Returns:
         ⌈num_samples / world_size⌉ indices, or ⌊…⌋ with ``drop_last``, as a list of Python ints.
@@ -79,7 +81,7 @@ def build_loader(
     num_loader_workers: int = 0,
     group: Group = None,
 ) -> ShardLoader:
-    """Build a DataLoader over this rank's shard that yields 1/N of every global batch.
+    """Build a DataLoader that yields this rank's share, 1/N, of every global batch.
 
     Together, the N batches of a step are the global batch that one process would have drawn, so the
     number of ranks does not change the training. With global_batch_size 64:
@@ -92,9 +94,9 @@ def build_loader(
         dataset: map-style data set of (image, label), the same on all ranks.
         global_batch_size: number of samples in one step, over all ranks; a multiple of N.
         seed: seed of the run; fixes the order and the augmentation. The random numbers that
-            augmentation draws from torch, numpy or ``random`` differ by rank and epoch, are the
-            same if the run is repeated, and do not affect those that training draws: building the
-            loader and loading samples leave the global generators as they are.
+            augmentation draws from torch, numpy or ``random`` differ by rank and epoch, but are the
+            same each time the run is repeated. They do not affect the numbers that training draws:
+            building the loader and loading samples leave the global generators as they are.
         shuffle: True for a new order in every epoch; False for the order of the data set.
         num_loader_workers: number of processes that load data; with 0, this process loads it.
         group: the ranks that share the data; all by default.
@@ -152,21 +154,21 @@ def scatter_batch(
 ) -> Batch:
     """Give every rank its share of a global batch that only ``src`` holds.
 
-    With 10 samples, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9. With fewer samples than ranks, or none
-    at all, the last ranks get tensors with zero rows.
+    With 10 samples, 4 ranks get rows 0-2, 3-5, 6-7 and 8-9. If there are fewer samples than ranks,
+    or none at all, the last ranks get tensors with zero rows.
 
     Args:
         batch: images (B, …) and labels (B, …) on ``src``, of any shape, dtype and strides; None
             elsewhere. The rows arrive unchanged, bit for bit.
         src: the rank inside ``group`` that holds the batch.
-        device: the device of ``batch``, on which the other ranks receive and return their rows.
+        device: the device that ``batch`` is on, and on which the other ranks return their rows.
         group: the ranks that share the batch; all by default.
 
     Returns:
         This rank's rows of images and labels, as a tuple; on ``src``, they are views of ``batch``.
 
     Raises:
-        ValueError: on every rank, with the same message, if ``src`` has no batch, or images and
+        ValueError: on every rank, with the same message, if ``src`` has no batch, or if images and
             labels differ in length.
 
     Cost: one broadcast of the shapes (broadcast_object_list: 2 collectives, less than 1,000 bytes).

@@ -1,4 +1,4 @@
-"""Gradient accumulation: a batch in micro-batches, one optimizer step, one all-reduce."""
+"""Gradient accumulation: many micro-batches, one optimizer step, one all-reduce."""
 
 from math import inf
 
@@ -25,12 +25,12 @@ def split_micro_batches(batch: Batch, size: int) -> list[Batch]:
         size: rows per micro-batch; the last micro-batch may have fewer.
 
     Returns:
-        The micro-batches in the order of their rows, each a tuple with a view of every tensor. For
-        a batch without rows, an empty list.
+        The micro-batches in the order of their rows, each a tuple with a view of every tensor; an
+        empty list if the batch has no rows.
 
     Raises:
-        ValueError: size is below 1 (the message gives it), or the tensors have different numbers of
-            rows (the message gives these numbers).
+        ValueError: ``size`` is below 1 (the message gives the size), or the tensors have different
+            numbers of rows (the message gives these numbers).
     """
     rows = [len(tensor) for tensor in batch]
     if size < 1:
@@ -48,24 +48,25 @@ def accumulate_step(
     size: int,
     loss_sum: LossSum = cross_entropy_sum,
 ) -> float:
-    """Take one optimizer step on the whole batch, in the memory of one micro-batch.
+    """Take one optimizer step on the whole batch, with one micro-batch's activations in memory.
 
     With B targets in the batch, an ordinary step minimises (sum of all losses) / B. So does this
-    one, however the targets are spread over micro-batches. The weight of each target, for example:
-        3 targets in the first, 1 in the second:  means give 1/6 1/6 1/6 | 1/2  instead of 1/4 each
+    one, however the targets are spread over micro-batches. Averaging the means of the micro-batches
+    would give the targets the wrong weights:
+        3 targets in the first, 1 in the second:  1/6 1/6 1/6 | 1/2  instead of 1/4 each
 
     Args:
         model: any model without BatchNorm, which would normalise each micro-batch by itself.
             Dropout draws a new mask for each micro-batch.
         optimizer: optimizer of all trainable parameters of ``model``. Gradients left over from
             before the step are discarded. A parameter that no micro-batch uses gets no gradient, so
-            the optimizer leaves it alone. After the step, gradients may stay or be cleared.
+            the optimizer leaves it alone. Gradients may be kept or cleared after the step.
         batch: inputs, targets, and whatever else ``loss_sum`` reads. It is not changed.
         size: rows per micro-batch, as for ``split_micro_batches``.
         loss_sum: function called once for each micro-batch, in order, with the model and all
             tensors of the micro-batch. It returns the sum of the losses, which may be of several
-            kinds, and the number of targets. A micro-batch without targets may have a loss; this
-            loss and its gradient count too.
+            kinds, and the number of targets. A micro-batch without targets may still have a loss,
+            and then this loss and its gradient count too.
 
     Returns:
         The mean loss per target of the batch, before the step.
@@ -92,7 +93,7 @@ def accumulate_step(
 def _accumulate_gradients(
     model: nn.Module, batch: Batch, size: int, loss_sum: LossSum
 ) -> tuple[float, int]:
-    """Add the gradient of the summed loss to ``.grad``; return that loss and the target count."""
+    """Add the gradients of the summed loss to ``.grad``; return the loss and the target count."""
     total_loss, num_targets = 0.0, 0
     for micro_batch in split_micro_batches(batch, size):
         loss, count = loss_sum(model, micro_batch)
@@ -122,15 +123,15 @@ def accumulate_step_over_ranks(
     Args:
         model: the model, as for ``accumulate_step``, with at least one trainable parameter; equal
             on all ranks. All gradients have the same dtype, float32 or float64. A trainable
-            parameter without a gradient on this rank counts as zero: other ranks may have one. (A
-            parameter that no rank uses then has a gradient of zero instead of none, so weight decay
-            changes it.)
+            parameter without a gradient on this rank gets zeros, because other ranks may have a
+            gradient for it. (As a result, a parameter that no rank uses has a gradient of zero
+            instead of none, so weight decay changes it.)
         optimizer: the optimizer, as for ``accumulate_step``, with the same settings on all ranks.
         batch: this rank's batch, which may be empty; not changed.
         size: rows per micro-batch; may differ between ranks.
-        max_norm: the largest norm that the gradient of the step may have, over all parameters
-            together; a larger gradient is scaled down to it. What counts is the gradient of the
-            mean loss over the targets of all ranks, so all ranks scale by the same factor.
+        max_norm: the largest norm allowed for the gradient, over all parameters together; a larger
+            gradient is scaled down to this norm. The gradient is that of the mean loss over the
+            targets of all ranks, so all ranks scale by the same factor.
         loss_sum: the loss, as for ``accumulate_step``.
         all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
@@ -146,8 +147,8 @@ def accumulate_step_over_ranks(
         parameters in one flat bucket, however many micro-batches there are; a parameter that two
         layers share counts once. The sum of the losses and the number of targets may travel in the
         bucket or share one more all-reduce; nothing else is sent. Memory: as for
-        ``accumulate_step``, or the same with a bucket as large as the gradients in place of the
-        activations, whichever is larger.
+        ``accumulate_step``, but with a bucket as large as the gradients instead of the activations
+        if the bucket is larger.
     """
     optimizer.zero_grad()
     loss, count = _accumulate_gradients(model, batch, size, loss_sum)
@@ -174,7 +175,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter; zero if this rank has none."""
+    """Return the gradient of a parameter, after setting it to zeros if this rank has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

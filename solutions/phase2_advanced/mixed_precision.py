@@ -20,21 +20,21 @@ from phase2_advanced.given import (
 
 
 class LossScaler:
-    """Moves gradients into the range of float16 and back, and skips a step if any is not finite.
+    """Scales gradients into the range of float16 and back; skips a step if any is not finite.
 
     Multiplying the loss by a scale multiplies every gradient by it too. The scale falls after an
     overflow, and rises after many steps without one. All ranks have the same scale:
         scale 65536, an inf on rank 1 only    no rank steps, then the scale is 32768 on all ranks
         2000 updates without an overflow      the scale is 65536 again
 
-    Each step calls ``scale``, backward, ``unscale`` if anything reads the gradients, ``step`` and
-    ``update``, in this order.
+    In each training step, call ``scale``, run the backward pass, call ``unscale`` if anything reads
+    the gradients, and finally call ``step`` and ``update``.
 
     Args:
         init_scale: initial scale.
-        growth_factor: factor by which the scale grows after ``growth_interval`` good updates.
+        growth_factor: factor by which the scale is multiplied when it grows.
         backoff_factor: factor by which the scale is multiplied after an overflow.
-        growth_interval: number of good updates in a row after which the scale grows.
+        growth_interval: number of consecutive updates without an overflow before the scale grows.
         all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
@@ -62,27 +62,29 @@ class LossScaler:
         self.is_finite: dict[Optimizer, bool] = {}
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale, for backward.
+        """Return the loss times the scale, for the backward pass.
 
         Args:
             loss: a scalar of any floating-point dtype; it is not changed. The gradient of a float16
-                loss is the scale itself: 65536 is inf in float16, so the step will be skipped.
+                loss is the scale itself. A scale of 65536 is inf in float16, so with such a loss,
+                the step will be skipped.
 
         Returns:
-            The scaled loss, in float64 if the loss is in float64, otherwise in float32: it may
-            exceed 65504, the largest finite float16 value.
+            The scaled loss, in float64 if the loss is in float64, otherwise in float32, because it
+            may exceed 65504, the largest finite float16 value.
         """
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Divide the gradients of ``optimizer`` by the scale, and return whether all are finite.
 
-        A second call before ``update`` changes nothing, sends nothing, and returns the same result.
+        A second call for the same optimizer before ``update`` changes nothing, sends nothing, and
+        returns the same result.
 
         Args:
             optimizer: optimizer whose parameters' gradients are divided in place. A parameter
-                without a gradient still has none afterwards; which parameters these are may
-                differ by rank.
+                without a gradient still has none afterwards; different ranks may lack the gradients
+                of different parameters.
 
         Returns:
             Whether every element of all ranks' gradients is finite; the same on all ranks.
@@ -103,10 +105,10 @@ class LossScaler:
         return num_bad.item() == 0
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Take the optimizer's step if all gradients are finite, on all ranks or on none.
+        """Take the optimizer's step on all ranks if all gradients are finite, otherwise on none.
 
-        The gradients are unscaled first, unless that was done since the last update. Gradients
-        that were clipped after ``unscale`` are used as they are.
+        The gradients are unscaled first, unless ``unscale`` has been called since the last update.
+        Gradients that were clipped after ``unscale`` are used as they are.
 
         Returns:
             Whether the step was taken. If it was not, the parameters and the optimizer's state are
@@ -123,8 +125,8 @@ class LossScaler:
         If any optimizer's gradients were not finite, the scale is multiplied by ``backoff_factor``,
         and the count of good steps restarts at 0. Otherwise the count grows by 1; when it reaches
         ``growth_interval``, the scale is multiplied by ``growth_factor``, and the count restarts at
-        0. An update without any ``unscale`` since the last one counts as a good step. In any case,
-        the next ``unscale`` divides again.
+        0. If ``unscale`` has not been called since the last update, the step counts as good. In any
+        case, the next ``unscale`` divides the gradients again.
         """
         is_good = all(self.is_finite.values())
         self.is_finite.clear()
@@ -149,7 +151,7 @@ class LossScaler:
         Earlier results of ``unscale`` are discarded.
 
         Args:
-            state: result of ``state_dict`` of a scaler created with the same arguments.
+            state: dict returned by ``state_dict`` of a scaler created with the same arguments.
         """
         self.value, self.good_steps = state["value"], int(state["good_steps"])
         self.is_finite.clear()
@@ -171,7 +173,7 @@ def mixed_precision_step(
     """Take one step on the batches of all ranks: compute in 16 bits, update the weights in 32.
 
     The parameters are the master weights. They and their gradients stay in float32, while autocast
-    computes with 16-bit copies of them:
+    computes with 16-bit copies of the weights. Weights in 16 bits would lose small updates:
         weight 1.0, update 0.0001    float32: 0.9999    float16: 1.0, the update is lost
 
     With B targets on all ranks together, the gradient is that of (sum of all losses) / B.
@@ -180,13 +182,13 @@ def mixed_precision_step(
         model: the model, equal on all ranks, with trainable parameters in float32.
         optimizer: optimizer of all trainable parameters of ``model``. Gradients left over from
             before the step are discarded.
-        scaler: the loss scaler, equal on all ranks, with the same group; updated once.
+        scaler: the loss scaler, equal on all ranks, created with the same group; updated once.
         batch: this rank's tensors; ranks may have different numbers of rows and targets, or none.
         dtype: dtype that autocast computes in, float16 or bfloat16.
         reduce_dtype: dtype in which the gradients are sent and summed, still scaled but already
-            divided by B. A sum that overflows in it counts as a gradient that is not finite.
-        max_norm: the largest norm that the unscaled gradient may have, over all parameters
-            together; a larger gradient is scaled down to it.
+            divided by B. A sum that overflows in this dtype counts as a non-finite gradient.
+        max_norm: the largest norm allowed for the unscaled gradient, over all parameters together;
+            a larger gradient is scaled down to this norm.
         loss_sum: function that returns the sum of this rank's losses and the number of its
             targets; called once on every rank, under autocast.
         all_reduce: function that sums a tensor over the group, in place.
@@ -194,16 +196,16 @@ def mixed_precision_step(
 
     Returns:
         The loss, whether the step was skipped, and the norm. A step is skipped on all ranks or on
-        none. If it is, the parameters and the optimizer's state are unchanged, the scale has
-        fallen, and the loss is reported as usual.
+        none. If it is skipped, the parameters and the optimizer's state are unchanged, the scale
+        has fallen, and the loss is reported as usual.
 
     Raises:
         ValueError: the same on every rank, if no rank has any targets; the parameters are left
             unchanged.
 
     Cost: one all-reduce of two numbers, in float32 or float64; one all-reduce of the gradients of
-        all trainable parameters, in one bucket of ``reduce_dtype``, in which a parameter without a
-        gradient counts as zero; and the all-reduce of ``scaler``.
+        all trainable parameters, in one bucket of ``reduce_dtype``, with zeros in place of missing
+        gradients; and the all-reduce of ``scaler``.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
@@ -229,7 +231,7 @@ def mixed_precision_step(
 def _sum_gradients(
     parameters: Sequence[nn.Parameter], dtype: torch.dtype, all_reduce: AllReduce, group: Group
 ) -> None:
-    """Sum the gradients over the ranks in one bucket of ``dtype``; a missing one counts as zero."""
+    """Sum the gradients over the ranks in one bucket of ``dtype``; a missing one becomes zeros."""
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     bucket = torch.cat([gradient.flatten().to(dtype) for gradient in gradients])
     all_reduce(bucket, group)

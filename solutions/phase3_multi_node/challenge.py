@@ -1,4 +1,7 @@
-"""The open task of phase 3: trees or rings on two levels, chosen by size. Yours may be faster."""
+"""The open task of phase 3: an all-reduce that uses trees or rings, whichever suits the size.
+
+This is one solution; yours may be faster.
+"""
 
 from math import ceil, log2
 
@@ -17,16 +20,16 @@ from solutions.phase3_multi_node.tree_allreduce import tree_all_reduce
 def prepare_all_reduce() -> AllReduce:
     """Measure the cluster, and return an all-reduce that is hard to beat on most clusters.
 
-    Both algorithms sum inside the nodes first, however the ranks are numbered. Trees take few
-    rounds of messages; in rings, each rank sends only one chunk at a time. The measured link costs
-    predict which of the two is faster for a given tensor.
+    Both algorithms sum inside the nodes first, however the ranks are numbered. Trees need few
+    rounds of messages; rings need more rounds, but send only one chunk in each. The measured link
+    costs predict which of the two is faster for a given tensor.
 
     Returns:
         A function that sums ``x`` over all ranks, in place. ``x`` is a contiguous tensor of any
         size, with the same shape and dtype on all ranks; on return, all of them hold the sum.
 
-    Cost: that of ``trees_s`` or ``rings_s``, whichever is less.
-    Source: Thakur, Rabenseifner and Gropp 2005, section 4, for choosing by size.
+    Cost: for each sum, ``trees_s`` or ``rings_s`` seconds, whichever is less.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4, for choosing the algorithm by size.
     """
     topology = discover_topology()
     inside, across = node_groups(topology.hosts)
@@ -49,14 +52,20 @@ def prepare_all_reduce() -> AllReduce:
 
 
 def trees_s(num_bytes: int, topology: Topology) -> float:
-    """Return the time of trees: 2⌈log₂ g⌉(α₁ + nβ₁) + 2⌈log₂ k⌉(α₂ + gnβ₂); g ranks share a NIC."""
+    """Return how long trees take for n bytes on k hosts, each with g ranks that share one NIC.
+
+    The formula is 2⌈log₂ g⌉(α₁ + nβ₁) + 2⌈log₂ k⌉(α₂ + gnβ₂).
+    """
     k, g, inside, between = _links(topology)
     inside_s = 2 * ceil(log2(g)) * inside.seconds(num_bytes)
     return inside_s + 2 * ceil(log2(k)) * between.seconds(g * num_bytes)
 
 
 def rings_s(num_bytes: int, topology: Topology) -> float:
-    """Return the time of rings: 2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂), as in task 3.10."""
+    """Return how long rings take for n bytes on k hosts, each with g ranks that share one NIC.
+
+    The formula is 2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂), as in task 3.10.
+    """
     k, g, inside, between = _links(topology)
     inside_s = 2 * (g - 1) * inside.seconds(num_bytes / g)
     return inside_s + 2 * (k - 1) * between.seconds(num_bytes / k)

@@ -20,28 +20,28 @@ def assign_shards(
     """Choose a server for every tensor, so that all servers hold about the same number of bytes.
 
     Tensors are not split. Existing servers keep what they have, except for what exceeds the mean.
-    Eight tensors of 10 bytes, a to h, lie on servers 0 and 1; then server 2 joins, and then server
-    0 is lost:
+    For example, eight tensors of 10 bytes, a to h, lie on servers 0 and 1; then server 2 joins, and
+    then server 0 is lost:
         server            0        1        2
         at first       aceg     bdfh                mean 40
-        2 joins         ceg      dfh       ab       mean 26.7: 0 and 1 have 13.3 too much
+        2 joins         ceg      dfh       ab       mean 26.7: 0 and 1 each hold 13.3 too much
         0 is lost               dfhe     abcg       mean 40
 
     Args:
-        sizes: name of a tensor -> its size in bytes. Not changed.
+        sizes: name of a tensor -> size of the tensor in bytes. Not changed.
         servers: ranks of the servers, at least one.
         previous: result of an earlier call, perhaps for other servers and other names; None if no
             server holds anything. Not changed.
 
     Returns:
-        Name -> server. Equal arguments give the same result on all ranks, whatever the order of
-        ``sizes``, ``servers`` and ``previous``. No server gets more bytes than the mean plus the
-        largest tensor; without ``previous``, the fullest server gets at most 4/3 of what the
-        fullest gets in the best assignment. With ``previous``, a server loses at most the bytes
-        that it had above the mean: a tensor leaves only if at least the mean remains without it; if
-        exactly the mean would remain, it may also stay. A server that is not above the mean keeps
-        all its tensors, except for empty ones, which may lie anywhere. Ties may be broken in any
-        way.
+        Name -> server. Equal arguments give the same result on all ranks, in whatever order
+        ``sizes``, ``servers`` and ``previous`` list their items. No server gets more bytes than the
+        mean plus the largest tensor. Without ``previous``, the fullest server gets at most 4/3 of
+        what the fullest server gets in the best possible assignment. With ``previous``, a server
+        loses at most the bytes that it held above the mean: a tensor may leave only if the server
+        still holds at least the mean without it. (If exactly the mean would remain, the tensor may
+        also stay.) A server that is not above the mean keeps all its tensors, except for empty
+        ones, which may move to any server. Ties may be broken in any way.
 
     Source: Graham 1969 (largest first: 4/3); Li et al. 2014 (OSDI), for servers that join and
         leave.
@@ -69,19 +69,20 @@ def assign_shards(
 def push_pull(
     gradients: Mapping[int, Tensor], shards: Mapping[int, Tensor], group: Group = None
 ) -> None:
-    """As a worker, send each server the gradient of its shard, and get its new parameters.
+    """Send each server the gradient of its shard, and get its new parameters; workers call this.
 
-    All servers work at the same time: with S servers, each carries 1/S of the bytes. A server may
-    answer one worker before it hears from another.
+    All servers work at the same time: with S servers, each one sends and receives 1/S of the bytes.
+    A server may answer one worker before another worker has sent anything.
 
     Args:
-        gradients: server -> (n,), contiguous, the gradient of its shard. Not changed.
-        shards: server -> (n,), contiguous, of the same dtype, to be filled with its new parameters.
-            The servers may be in a different order.
-        group: the servers and workers; all ranks by default. Servers are named by their rank in it.
+        gradients: server -> gradient of its shard, (n,), contiguous. Not changed.
+        shards: server -> tensor to fill with its new parameters, (n,), contiguous, of the same
+            dtype as the gradient. The servers may be in a different order than in ``gradients``.
+        group: the servers and workers; all ranks by default. Servers are named by their ranks in
+            this group.
 
-    Cost: one message to each server and one from each, which carry the gradients and the parameters
-        once.
+    Cost: one message to each server and one from each; together, they carry the gradients and the
+        parameters once.
     """
     works = [
         work
@@ -95,26 +96,27 @@ def push_pull(
 def serve_synchronously(
     shard: Tensor, optimizer: Optimizer, workers: Sequence[int], num_steps: int, group: Group = None
 ) -> None:
-    """Step ``num_steps`` times with the mean of the workers' gradients, as with an all-reduce.
+    """Update the shard ``num_steps`` times, each time with the mean of the workers' gradients.
 
-    Each step waits for a gradient from every worker; then every worker gets the new parameters.
-    With parameters 1.0 and SGD at a learning rate of 0.1, workers that push 2.0 and 4.0 get 0.7.
+    Each step waits for a gradient from every worker; then every worker gets the new parameters. The
+    result is the same as with an all-reduce. With parameters 1.0 and SGD at a learning rate of 0.1,
+    workers that push 2.0 and 4.0 get 0.7.
 
     Args:
-        shard: (n,), contiguous, floating-point: this server's parameters. Updated in place.
-        optimizer: optimizer of ``shard`` alone. Its ``step`` is called once for each step, with the
-            mean in ``shard.grad``, whatever that held before.
-        workers: ranks of the workers inside ``group``; no other rank of it sends to this one. Each
-            calls ``push_pull`` once per step.
+        shard: this server's parameters, (n,), contiguous, floating-point. Updated in place.
+        optimizer: optimizer of ``shard`` alone. Its ``step`` is called once in each step, with the
+            mean in ``shard.grad``; the previous value of ``shard.grad`` is ignored.
+        workers: ranks of the workers in ``group``; only they send messages to this server. Each
+            worker calls ``push_pull`` once per step.
         num_steps: number of steps of each worker.
         group: the servers and workers; all ranks by default.
 
-    Cost: for W workers and n bytes, W messages in and W out per step, of n bytes each:
-        2W(α + nβ) seconds; memory for at most three more tensors of n bytes, including the
-        one in ``shard.grad``, whatever W is. The gradients may be added in any order. No
-        collective; all messages have arrived on return.
+    Cost: for W workers and a shard of n bytes, W messages in and W messages out per step, of n
+        bytes each, which take 2W(α + nβ) seconds. Memory for at most three more tensors of n bytes,
+        including the one in ``shard.grad``, whatever W is. The gradients may be added in any order.
+        No collective. On return, all messages have arrived.
     Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
-        1604.00981), for synchronous ones.
+        1604.00981), for synchronous updates.
     """
     incoming, total = torch.empty_like(shard), torch.empty_like(shard)
     for _ in range(num_steps):
@@ -130,24 +132,25 @@ def serve_synchronously(
 def serve_asynchronously(
     shard: Tensor, optimizer: Optimizer, workers: Sequence[int], num_steps: int, group: Group = None
 ) -> None:
-    """Step with each gradient as soon as it arrives, and reply with the newest parameters.
+    """Update the shard with each gradient that arrives, and reply with the newest parameters.
 
-    No worker waits for another. A gradient may be stale: others have been applied since its worker
-    got its parameters. Worker 2 is slower:
+    No worker waits for another. A gradient may be stale, because other gradients have been applied
+    since its worker got its parameters. In this example, worker 2 is slower:
         gradient from  1   1   2   1   1   2
         step           1   2   3   4   5   6    the last gradient used step 3's parameters
 
     Args:
-        shard: (n,), contiguous, floating-point: this server's parameters. Updated in place.
+        shard: this server's parameters, (n,), contiguous, floating-point. Updated in place.
         optimizer: optimizer of ``shard`` alone. Its ``step`` is called once for each gradient, with
-            that gradient in ``shard.grad``, whatever that held before.
-        workers: ranks of the workers inside ``group``; no other rank of it sends to this one.
-        num_steps: number of steps of each worker, each with one ``push_pull``.
+            that gradient in ``shard.grad``; the previous value of ``shard.grad`` is ignored.
+        workers: ranks of the workers in ``group``; only they send messages to this server.
+        num_steps: number of steps of each worker; each step calls ``push_pull`` once.
         group: the servers and workers; all ranks by default.
 
-    Cost: for n bytes, one message in and one out per gradient: 2(α + nβ) seconds while no other
-        worker is served; memory for at most two more tensors of n bytes, including the one in
-        ``shard.grad``. No collective; all messages have arrived on return.
+    Cost: for a shard of n bytes, one message in and one message out per gradient, which take
+        2(α + nβ) seconds while no other worker is being served. Memory for at most two more tensors
+        of n bytes, including the one in ``shard.grad``. No collective. On return, all messages have
+        arrived.
     Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
     """
     incoming = torch.empty_like(shard)
@@ -165,27 +168,28 @@ def serve_with_bounded_staleness(
     staleness: int,
     group: Group = None,
 ) -> None:
-    """Step with each gradient as it arrives, but hold back workers far ahead of the slowest.
+    """Update the shard with each gradient that arrives, but hold back workers that are far ahead.
 
     A worker's clock is the number of its gradients that have been applied. The worker gets its
     reply, the newest parameters, as soon as its clock is at most ``staleness`` above the lowest of
-    all clocks. With staleness 1, the clocks after each gradient and the workers that get a reply:
+    all clocks. For a staleness of 1, this example shows the clocks after each gradient, and which
+    workers get a reply:
         from          1      1      2      1      2      2
         clocks      1 0    2 0    2 1    3 1    3 2    3 3
         reply         1      -    1, 2     -    1, 2     2
 
     Args:
-        shard: (n,), contiguous, floating-point: this server's parameters. Updated in place.
+        shard: this server's parameters, (n,), contiguous, floating-point. Updated in place.
         optimizer: optimizer of ``shard`` alone. Its ``step`` is called once for each gradient, with
-            that gradient in ``shard.grad``, whatever that held before.
-        workers: ranks of the workers inside ``group``; no other rank of it sends to this one.
-        num_steps: number of steps of each worker, each with one ``push_pull``. The bound applies to
-            the last reply too.
-        staleness: the bound. With 0, no worker begins a step before all have ended the previous
-            one; with ``num_steps`` or more, no worker ever waits.
+            that gradient in ``shard.grad``; the previous value of ``shard.grad`` is ignored.
+        workers: ranks of the workers in ``group``; only they send messages to this server.
+        num_steps: number of steps of each worker; each step calls ``push_pull`` once. The bound
+            applies to the last reply too.
+        staleness: the bound. With 0, no worker begins a step before all workers have ended the
+            previous one; with ``num_steps`` or more, no worker ever waits for another.
         group: the servers and workers; all ranks by default.
 
-    Cost: that of ``serve_asynchronously``: a reply that is held back takes no memory.
+    Cost: as for ``serve_asynchronously``; a reply that is held back takes no memory.
     Source: Ho et al. 2013 (NIPS), section 2, stale synchronous parallel.
     """
     incoming = torch.empty_like(shard)
@@ -212,31 +216,31 @@ def serve_survivors(
 ) -> list[int]:
     """Serve with bounded staleness, and continue without workers that die.
 
-    A worker is dead if receiving from it or sending to it raises a RuntimeError: at once if its
-    process ends and its connection closes, after ``timeout_s`` if it falls silent. From then on,
-    its clock no longer counts, and workers that only it held back get their replies. Those of its
-    gradients that have arrived stay applied.
+    A worker counts as dead once receiving from it or sending to it raises a RuntimeError. That
+    happens immediately if its process ends, which closes its connection, or after ``timeout_s`` if
+    it falls silent. From then on, its clock no longer counts, and workers that were held back only
+    because of it get their replies. Its gradients that have already arrived stay applied.
 
     Args:
-        shard: (n,), contiguous, floating-point: this server's parameters. Updated in place.
+        shard: this server's parameters, (n,), contiguous, floating-point. Updated in place.
         optimizer: optimizer of ``shard`` alone. Its ``step`` is called once for each gradient, with
-            that gradient in ``shard.grad``, whatever that held before.
-        pairs: worker's rank in the world -> group of only this worker and this server, as made by
-            ``given.pair_groups``. All messages to and from the worker use this group, so that pairs
-            fail independently. Not changed.
-        num_steps: number of steps of each surviving worker, each with one ``push_pull`` in its
-            pair.
+            that gradient in ``shard.grad``; the previous value of ``shard.grad`` is ignored.
+        pairs: worker's rank in the world -> group that contains only this worker and this server,
+            as made by ``given.pair_groups``. All messages to and from the worker use this group, so
+            that pairs fail independently. Not changed.
+        num_steps: number of steps of each surviving worker; each step calls ``push_pull`` once, in
+            the worker's group.
         staleness: the bound, as in ``serve_with_bounded_staleness``.
-        timeout_s: longest time that the server waits for a worker's next gradient, counted from its
-            last reply or, before the first, from the call, and for a worker to receive a reply. It
-            is longer than the slowest step.
+        timeout_s: longest time that the server waits for a worker's next gradient, and for a worker
+            to receive a reply. The wait for a gradient is counted from the last reply to the worker
+            or, before the first reply, from the call. The timeout is longer than the slowest step.
 
     Returns:
-        The workers that have finished all steps, in the order of ``pairs``; if all workers die, the
-        server returns an empty list.
+        The workers that have finished all steps, in the order of ``pairs``; an empty list if all
+        workers have died.
 
-    Cost: the messages of ``serve_asynchronously``. While the server waits for one worker, it serves
-        the others; memory for at most three more tensors of n bytes per worker.
+    Cost: the same messages as for ``serve_asynchronously``. While the server waits for one worker,
+        it serves the others. Memory for at most three more tensors of n bytes per worker.
     Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
     """
     limit = timedelta(seconds=timeout_s)
@@ -261,7 +265,7 @@ def serve_survivors(
     def serve_to_the_end(worker: int) -> bool:
         try:
             return serve(worker)
-        finally:  # dead or done; also after an optimizer error, so that no worker waits forever
+        finally:  # even if the worker died or the optimizer failed: no other may wait forever
             with changed:
                 del clocks[worker]
                 changed.notify_all()

@@ -18,28 +18,29 @@ SEGMENT_BYTES = 2**23
 def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
     """Sum ``x`` over all ranks, and return this rank's chunk of the sum.
 
-    The chunks are those of ``tensor_split``: N parts, the first few one element longer if N does
-    not divide the size. In each of N-1 steps, every rank sends a chunk to its right neighbour, rank
-    r+1, and adds the chunk that arrives from its left neighbour to its own. Index of the chunk that
-    each rank sends, for N = 4:
+    The chunks are those of ``tensor_split``: N parts, of which the first few are one element longer
+    if N does not divide the size. In each of N-1 steps, every rank sends a chunk to its right
+    neighbour, rank r+1, and adds the chunk that arrives from its left neighbour to its own copy of
+    that chunk. For N = 4, these are the indices of the chunks that the ranks send:
                  r0  r1  r2  r3
         step 0    3   0   1   2
         step 1    2   3   0   1
         step 2    1   2   3   0      then rank r holds the complete sum of chunk r
-    Ranks cannot deadlock, not even on NCCL: the send and the receive of a step start in one batch.
+    Ranks cannot deadlock, not even on NCCL, because the send and the receive of a step start in one
+    batch.
 
     Args:
-        x: contiguous tensor, same shape and dtype on all ranks, of any size, even less than N. The
-            sums are computed in its memory: afterwards, only this rank's chunk is defined. The
-            caller may overwrite it as soon as this function returns.
+        x: contiguous tensor of any size, even less than N; same shape and dtype on all ranks. The
+            sums are computed in its memory; afterwards, only this rank's chunk of it is defined.
+            The caller may overwrite ``x`` as soon as this function returns.
         group: the ranks that take part; all by default.
 
     Returns:
         Chunk r of the sum on rank r: a one-dimensional view of ``x``.
 
-    Cost: N-1 messages per rank, each of one chunk, which may be empty: (N-1)/N of the bytes of
-        ``x`` in all. (N-1)α + (N-1)/N·nβ seconds for n bytes; no collective; one chunk of extra
-        memory.
+    Cost: N-1 messages per rank, each of one chunk, which may be empty; together, they carry (N-1)/N
+        of the bytes of ``x``. (N-1)α + (N-1)/N·nβ seconds for n bytes; no collective; one chunk of
+        extra memory.
     Source: Patarasuk and Yuan 2009, section 3; Thakur, Rabenseifner and Gropp 2005, section 4.3.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -61,22 +62,24 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 def ring_all_gather(x: Tensor, group: Group = None) -> None:
     """Collect the chunks of all ranks in ``x``, in place.
 
-    In each of N-1 steps, every rank sends a chunk to its right neighbour, rank r+1: first its own,
-    then always the one that arrived last. Index of the chunk that each rank sends, for N = 4:
+    In each of N-1 steps, every rank sends a chunk to its right neighbour, rank r+1: first its own
+    chunk, then in each step the one that has just arrived. For N = 4, these are the indices of the
+    chunks that the ranks send:
                  r0  r1  r2  r3
         step 0    0   1   2   3
         step 1    3   0   1   2
         step 2    2   3   0   1
-    Ranks cannot deadlock, not even on NCCL: the send and the receive of a step start in one batch.
+    Ranks cannot deadlock, not even on NCCL, because the send and the receive of a step start in one
+    batch.
 
     Args:
-        x: contiguous tensor, same shape and dtype on all ranks, of any size. The chunks are those
-            of ``tensor_split``: rank r contributes chunk r, and its other chunks are overwritten.
-            The caller may overwrite ``x`` as soon as this function returns.
+        x: contiguous tensor of any size; same shape and dtype on all ranks. The chunks are those of
+            ``tensor_split``: rank r contributes chunk r, and its other chunks are overwritten. The
+            caller may overwrite ``x`` as soon as this function returns.
         group: the ranks that take part; all by default.
 
-    Cost: N-1 messages per rank, each of a chunk: (N-1)/N of the bytes of ``x``. (N-1)α +
-        (N-1)/N·nβ seconds for n bytes; no collective, and no extra memory.
+    Cost: N-1 messages per rank, each of one chunk; together, they carry (N-1)/N of the bytes of
+        ``x``. (N-1)α + (N-1)/N·nβ seconds for n bytes; no collective, and no extra memory.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.1 (ring algorithm).
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -92,13 +95,13 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
     """Sum ``x`` over all ranks, in place: a reduce-scatter around the ring, then an all-gather.
 
     Args:
-        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
-            return, bit for bit the same on all ranks. The caller may then overwrite it at once.
+        x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
+            sum, bit for bit the same on all ranks, and the caller may overwrite it.
         group: the ranks that take part; all by default.
 
-    Cost: 2(N-1) messages per rank, each of a chunk to its right neighbour: 2(N-1)/N of the bytes of
-        ``x``, the least that any all-reduce can send. 2(N-1)α + 2(N-1)/N·nβ seconds for n bytes; no
-        collective; one chunk of extra memory.
+    Cost: 2(N-1) messages per rank, each of one chunk, to its right neighbour; together, they carry
+        2(N-1)/N of the bytes of ``x``, the least that any all-reduce can send.
+        2(N-1)α + 2(N-1)/N·nβ seconds for n bytes; no collective; one chunk of extra memory.
     Source: Patarasuk and Yuan 2009, section 3.
     """
     ring_reduce_scatter(x, group)
@@ -108,25 +111,27 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
 def segmented_ring_all_reduce(
     x: Tensor, group: Group = None, *, segment_bytes: int = SEGMENT_BYTES
 ) -> None:
-    """Sum ``x`` over all ranks, in place, around a ring that stays busy while ranks add.
+    """Sum ``x`` over all ranks, in place, around a ring whose links stay busy while ranks add.
 
-    Every chunk is sent in segments. While a rank adds the segment that has arrived, the next one is
-    already arriving, and the rank's own next one is being sent:
+    Every chunk is sent in segments. While a rank adds a segment that has arrived, it is already
+    receiving the next segment and sending one of its own:
         link      segment 0   segment 1   segment 2   segment 3
         adding                segment 0   segment 1   segment 2   segment 3
 
     Args:
-        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
-            return, bit for bit the same on all ranks. The caller may then overwrite it at once.
+        x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
+            sum, bit for bit the same on all ranks, and the caller may overwrite it.
         group: the ranks that take part; all by default.
-        segment_bytes: maximum size of a message, at least one element; the same on all ranks.
+        segment_bytes: maximum size of a message, at least that of one element; the same on all
+            ranks.
 
-    Cost: the bytes of ``ring_all_reduce``, to the same neighbour, in at most S times as many
-        messages if the longest chunk needs S segments. 2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding a
-        segment takes no longer than sending it; for S = 16, work that overlaps with nothing, such
-        as that on the last segment of a step, may add a tenth. No collective; two segments of extra
-        memory, of ``segment_bytes`` each, rounded up to whole elements.
-    Source: NCCL splits its rings' chunks in this way: Hu et al. 2025 (arXiv 2507.04786).
+    Cost: each rank sends as many bytes as in ``ring_all_reduce``, to the same neighbour, in at most
+        S times as many messages, where S is the number of segments of the longest chunk.
+        2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding a segment takes no longer than sending it; with S
+        = 16, work that overlaps with nothing, such as adding the last segment of a step, may add a
+        tenth. No collective. Extra memory for two segments of ``segment_bytes`` each, rounded up to
+        whole elements.
+    Source: Hu et al. 2025 (arXiv 2507.04786): NCCL splits the chunks of its rings in this way.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -152,14 +157,14 @@ def segmented_ring_all_reduce(
 
 
 class _Hop(NamedTuple):
-    """A segment that leaves to the right while another one arrives from the left."""
+    """A segment on its way to the right neighbour, and one on its way from the left neighbour."""
 
     works: Sequence[dist.Work]
-    mine: Tensor  # part of x to which the arriving segment is added, or which it replaces
+    mine: Tensor  # part of x that the arriving segment is added to or replaces
     incoming: Tensor
 
     def finish(self) -> None:
-        """Wait for both; add what arrived, unless it was received in place."""
+        """Wait for both; add the segment that arrived, unless it was received in place."""
         for work in self.works:
             work.wait()
         if self.incoming is not self.mine:

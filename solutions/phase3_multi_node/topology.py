@@ -34,27 +34,28 @@ def discover_topology(
 ) -> Topology:
     """Find out which ranks share a host, and what messages cost inside and between hosts.
 
-    A ping-pong is a message to a rank and back. It takes twice as long as one message: 10 µs for 8
-    bytes and 90 µs for 1 MB give α = 5 µs, and β = 40 µs per MB.
+    A ping-pong sends a message to a rank and back, so it takes twice as long as one message. For
+    example, ping-pongs of 10 µs for 8 bytes and 90 µs for 1 MB give α = 5 µs and β = 40 µs per MB.
 
     Args:
         group: the ranks that take part; all by default. The ranks of a host need not be neighbours.
-        sizes_bytes: two different message sizes, in either order; the line through their times is
-            α + nβ.
-        repeats: number of timed ping-pongs of each size, after an untimed one, because the first
-            message often opens the connection. Their median counts (for an even number, the mean of
-            the two in the middle), so that a single slow one changes nothing.
+        sizes_bytes: two different message sizes, in either order; α + nβ is the line through the
+            times of their messages.
+        repeats: number of timed ping-pongs of each size. An untimed one comes first, because the
+            first message often opens the connection. Only the median of the times is used (for an
+            even number, the mean of the two in the middle), so that a single slow ping-pong changes
+            nothing.
 
     Returns:
-        The same on all ranks: each rank's host name (``socket.gethostname()``), in the order of the
-        ranks in the group; α and β of a message between two ranks of one host, and of one between
-        two hosts, each None if there are no such ranks. An α or β that noise makes negative becomes
-        0.
+        The topology, the same on all ranks: each rank's host name (``socket.gethostname()``), in
+        the order of the ranks in the group, and the cost of a message, α and β, between two ranks
+        of a host and between two hosts. A cost is None if there are no such ranks. An α or β that
+        noise makes negative becomes 0.
 
-    Cost: one pair of ranks inside a host and one between hosts exchange messages, one pair after
-        the other, while all other ranks wait. 2(repeats + 1) messages of each size per pair,
-        however many ranks there are, and a few collectives to share the results, the same number
-        for any ``repeats``.
+    Cost: one pair of ranks inside a host and one pair between hosts exchange messages, one pair
+        after the other, while all other ranks wait. Each pair sends 2(repeats + 1) messages of each
+        size, however many ranks there are. A few collectives share the results; their number does
+        not depend on ``repeats``.
     """
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
@@ -80,7 +81,7 @@ def _link_cost(
 
 
 def _message_s(a: int, b: int, num_bytes: int, repeats: int, group: Group) -> float:
-    """Return how long one message takes; meaningless on ranks other than ``a`` and ``b``."""
+    """Return how long one message takes; the result is meaningless except on ``a`` and ``b``."""
     ball = torch.zeros(num_bytes, dtype=torch.uint8, device=group_device(group))
     _, *timed = [_ping_pong_s(a, b, ball, group) for _ in range(repeats + 1)]
     return median(timed) / 2
@@ -110,7 +111,7 @@ def hierarchical_all_reduce(
 ) -> None:
     """Sum ``x`` over all ranks of all nodes, in place, with little traffic between the nodes.
 
-    2 nodes of 2 ranks; x has 2 elements:
+    For example, with 2 nodes of 2 ranks and 2 elements in ``x``:
         rank                          0       1    |   2        3
         x                            1 2     3 4   |  10 20    30 40
         summed inside, a chunk each  4 .     . 6   |  40 .     . 60
@@ -118,18 +119,19 @@ def hierarchical_all_reduce(
         gathered inside              44 66   44 66 |  44 66    44 66
 
     Args:
-        x: contiguous tensor, same shape and dtype on all ranks, of any size; holds the sum on
-            return, bit for bit the same on all ranks.
+        x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
+            sum, bit for bit the same on all ranks.
         inside: group of this rank's node; all nodes have the same number of ranks.
-        across: group of the ranks that have this rank's index inside their nodes, one per node.
+        across: group of the ranks that have the same index inside their nodes as this rank, one
+            rank per node.
         reduce_scatter, all_reduce, all_gather: functions for the three steps, each called once,
             with the tensor as a positional argument; torch's own by default. Those of tasks 3.1 to
             3.3 work too.
 
-    Cost: for k nodes of g ranks, n bytes, α₁ and β₁ inside a node, α₂ and β₂ between nodes, each
-        rank sends 2(k-1)/k · n/g bytes to other nodes. With rings, 2(g-1)(α₁ + n/g·β₁) +
-        2(k-1)(α₂ + n/(gk)·β₂) seconds if each rank has its own NIC. No memory beyond what the
-        three functions take.
+    Cost: for n bytes on k nodes of g ranks, with α₁ and β₁ inside a node, and α₂ and β₂ between
+        nodes, each rank sends 2(k-1)/k · n/g bytes to other nodes. With rings, the time is
+        2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/(gk)·β₂) seconds if each rank has its own NIC. No memory
+        beyond what the three functions use.
     Source: Mikami et al. 2018 (arXiv 1811.05233), the 2D-torus all-reduce.
     """
     chunk = reduce_scatter(x, inside)
@@ -138,21 +140,22 @@ def hierarchical_all_reduce(
 
 
 def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
-    """Return an order of the ranks in a ring that crosses slow links as rarely as possible.
+    """Return the ranks in the order of a ring that crosses slow links as rarely as possible.
 
-        ranks 0 and 2 share a host, and so do 1 and 3     0 → 2 → 1 → 3 → 0 crosses between hosts
-                                                          twice; 0 → 1 → 2 → 3 → 0 four times
+    For example, if ranks 0 and 2 share a host, and ranks 1 and 3 share another, then the ring
+    0 → 2 → 1 → 3 → 0 crosses between hosts twice; 0 → 1 → 2 → 3 → 0 would do so four times.
 
     Args:
-        seconds: times of messages, from rank i to rank j in row i, column j. They are measured, so
-            the times from i to j and from j to i may differ, and any two may be equal or different;
-            but any message inside a host is faster than any that leaves it, and any below a switch
-            is faster than any that goes beyond it. The diagonal is meaningless. Not changed.
+        seconds: measured times of messages: row i, column j holds the time from rank i to rank j.
+            The times from i to j and from j to i may differ, and any two times may happen to be
+            equal. But any message inside a host is faster than any that leaves it, and any message
+            below a switch is faster than any that goes beyond the switch. The diagonal is
+            meaningless. Not changed.
 
     Returns:
-        Every rank once, beginning with rank 0; the last rank is followed by rank 0 again. Each
-        host, each leaf switch, and so on up the tree, whatever its size, is entered once and left
-        once.
+        Every rank once, beginning with rank 0; the last rank is followed by rank 0 again. The ring
+        enters and leaves each host only once, whatever the host's size; the same holds for each
+        leaf switch, and so on up the tree of switches.
 
     Cost: no communication; about N² comparisons for N ranks.
     """
@@ -167,12 +170,12 @@ def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
 def choose_algorithm(num_bytes: int, topology: Topology) -> str:
     """Return the name of the fastest all-reduce: "ring", "tree" or "hierarchical".
 
-    For N ranks on k hosts, g on each (on the fullest, if they differ), n bytes, α₁ and β₁ inside a
-    host, α₂ and β₂ between hosts:
-        "ring"          around all ranks, host by host, every step as long as its slowest message:
+    For n bytes and N ranks on k hosts, g on each (on the fullest, if they differ), with α₁ and β₁
+    inside a host, and α₂ and β₂ between hosts, the times are:
+        "ring"          around all ranks, host by host; a step takes as long as its slowest message:
                         2(N-1) · max(α₁ + n/N·β₁, α₂ + n/N·β₂)
-        "tree"          to the first rank of each host, from there to the first rank of all, and
-                        back, in binomial trees that always carry the whole tensor:
+        "tree"          to the first rank of each host, from these to the very first rank, and back,
+                        in binomial trees whose messages always carry the whole tensor:
                         2⌈log₂ g⌉(α₁ + nβ₁) + 2⌈log₂ k⌉(α₂ + nβ₂)
         "hierarchical"  as in task 3.8, with rings:
                         2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂)
@@ -181,14 +184,15 @@ def choose_algorithm(num_bytes: int, topology: Topology) -> str:
     other hosts; in the hierarchical all-reduce, all g do, each with 1/g of the bandwidth.
 
     Args:
-        num_bytes: size of the tensor on each rank; 1 or more, perhaps fewer than there are ranks.
-            The formulas divide it without rounding: 5 bytes on 10 ranks are 0.5 bytes each.
+        num_bytes: size of the tensor on each rank; at least 1, possibly less than the number of
+            ranks. The formulas divide it without rounding: 5 bytes on 10 ranks are 0.5 bytes each.
         topology: topology of at least two ranks, numbered in any way. ``inside`` is None if no host
-            has two ranks, ``between`` if there is only one host; such messages do not occur then.
+            has two ranks, and ``between`` is None if there is only one host: there are no such
+            messages then.
 
     Returns:
-        The name of the fastest, or of any that is within 5 % of it. "hierarchical" only if all
-        hosts have the same number of ranks.
+        The name of the fastest all-reduce, or of any whose time is within 5 % of the shortest.
+        "hierarchical" is possible only if all hosts have the same number of ranks.
 
     Cost: no communication.
     """

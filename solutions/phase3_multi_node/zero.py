@@ -1,4 +1,4 @@
-"""ZeRO: optimizer state, gradients and parameters, each held only once across all ranks."""
+"""ZeRO: optimizer state, gradients and parameters, each stored only once across all ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -35,9 +35,9 @@ BUCKET_BYTES = 25 * 2**20
 class ShardedOptimizer:
     """Keeps 1/N of the optimizer state on each rank: ZeRO stage 1.
 
-    Parameters of one dtype lie in one flat tensor, their gradients in another. Rank r updates shard
-    r of the N shards, and gets the others from the other ranks. Between calls, a rank holds, for Ψ
-    16-bit parameters and Adam, whose state is two numbers per parameter:
+    Parameters of the same dtype lie in one flat tensor, and their gradients in another. Rank r
+    updates shard r of the N shards, and gets the others from the other ranks. For Ψ 16-bit
+    parameters and Adam, whose state is two numbers per parameter, a rank holds between calls:
         parameters 2Ψ + gradients 2Ψ + (master 4Ψ + state 8Ψ) / N  =  4Ψ + 12Ψ/N bytes
 
     The master is this rank's shard of the parameters in float32, so that updates too small for 16
@@ -47,11 +47,12 @@ class ShardedOptimizer:
         group: the ranks that share the state.
         parts: the trained parameters, one list per dtype.
         flats: flat memory of each part.
-        gradients: tensor (padded,) of each part, with the layout of its flat; only in stage 1.
-        masters: this rank's shard (padded / N,) of each part, in float32; for a part in float32,
-            the shard itself.
-        optimizer: ``optimizer_cls`` instance for the masters. A learning rate set in it, for
-            example by a scheduler, applies to all later steps.
+        gradients: gradients of each part, in a tensor (padded,) laid out like its flat memory; only
+            in stage 1.
+        masters: this rank's shard (padded / N,) of each part, in float32; if the part is already in
+            float32, the shard itself instead of a copy.
+        optimizer: instance of ``optimizer_cls`` that updates the masters. A learning rate set in
+            it, for example by a scheduler, applies to all later steps.
 
     Source: Rajbhandari et al. 2020, sections 3.1 and 5.1.
     """
@@ -71,14 +72,15 @@ class ShardedOptimizer:
         group: Group = None,
         **kwargs: Any,
     ) -> None:
-        """Move the parameters into flat memory, with the values of rank 0.
+        """Move the parameters into flat memory, where all ranks get the values of rank 0.
 
         Args:
             params: parameters with the same shapes and dtypes on all ranks; their values may
-                differ. The tensor objects stay the same, but get new memory. Those that need no
-                gradient are left alone, and a tied one may be listed twice.
-            optimizer_cls: optimizer that updates each element independently, as SGD and Adam do;
-                one that looks at whole tensors, as LAMB does, would see only shards.
+                differ. The tensor objects stay the same, but get new memory. Parameters that need
+                no gradient are left alone, and a tied parameter may be listed twice.
+            optimizer_cls: class of an optimizer that updates each element independently, as SGD and
+                Adam do; an optimizer that looks at whole tensors, as LAMB does, would see only
+                shards.
             group: the ranks that share the state; all by default.
             kwargs: keyword arguments of ``optimizer_cls``.
 
@@ -107,7 +109,8 @@ class ShardedOptimizer:
     def zero_grad(self) -> None:
         """Set all gradients to 0, in the flat tensors, where backward passes add to them.
 
-        Call this instead of the module's own ``zero_grad``, which would detach gradients from them.
+        Call this instead of the module's own ``zero_grad``, which would detach the gradients from
+        the flat tensors.
         """
         for part, flat, gradient in zip(self.parts, self.flats, self.gradients, strict=True):
             gradient.zero_()
@@ -133,12 +136,12 @@ class ShardedOptimizer:
         """Update all parameters with the mean of their gradients over the ranks.
 
         Every parameter is updated as ``optimizer_cls`` would update it with that mean, up to
-        rounding; the gradient of a parameter that no backward pass has used counts as 0.
+        rounding. The gradient of a parameter that no backward pass has used counts as 0.
         Afterwards, the parameters are bit for bit the same on all ranks. The gradients of several
         backward passes are added up.
 
         Cost: ``reduce_gradients`` and one all-gather per part: 2(N-1)/N·Ψ elements sent in all, as
-            for an all-reduce of the gradients. Ψ/N elements updated.
+            many as in an all-reduce of the gradients. Each rank updates Ψ/N elements.
         """
         for master, gradient in zip(self.masters, self.reduce_gradients(), strict=True):
             master.grad = gradient.to(master.dtype)
@@ -150,14 +153,14 @@ class ShardedOptimizer:
 
 
 def _master_of(flat: Flat) -> Tensor:
-    """Return this rank's shard in float32 or wider: a copy, unless it has 32 bits or more."""
+    """Return this rank's shard in float32 or wider: a copy, unless it already has that width."""
     return flat.shard.to(torch.promote_types(flat.shard.dtype, torch.float32))
 
 
 class Reduction:
     """A reduce-scatter that runs while the backward pass continues.
 
-    Only one runs at a time; otherwise, all gradients might be waiting in memory at once.
+    Only one runs at a time; otherwise, all gradients might have to wait in memory together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -168,7 +171,7 @@ class Reduction:
         """Start to reduce-scatter ``whole``, once the previous reduce-scatter has finished.
 
         Args:
-            whole: tensor (N·k,) to which nothing else writes any more.
+            whole: tensor (N·k,), which nothing else writes to any more.
             use: function to call later with this rank's shard (k,) of the mean over the ranks.
         """
         self.finish()
@@ -192,11 +195,11 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         backward    layer 3 │ layer 2 │ layer 1 │ layer 0
         reduce                3 ────────2 ────────1 ────────0 ───
 
-    Between calls, a rank holds, for Ψ 16-bit parameters and Adam:
+    For Ψ 16-bit parameters and Adam, a rank holds between calls:
         parameters 2Ψ + (gradients 2Ψ + master 4Ψ + state 8Ψ) / N  =  2Ψ + 14Ψ/N bytes
 
-    and, in the backward pass, at most three more buckets: one being filled, one being reduced, and
-    a gradient that has just been computed.
+    During the backward pass, it also holds up to three buckets' worth of gradients: a bucket that
+    is being filled, a bucket that is being reduced, and a gradient that has just been computed.
 
     Attributes: those of ``ShardedOptimizer``, where each part is a bucket, and
         buckets: bucket with the gradients of each part.
@@ -217,7 +220,7 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         group: Group = None,
         **kwargs: Any,
     ) -> None:
-        """Like ``ShardedOptimizer``, but each part is a bucket.
+        """Move the parameters into flat memory, bucket by bucket, with the values of rank 0.
 
         Args:
             params: as for ``ShardedOptimizer``. In each backward pass, all ranks must use the same
@@ -237,7 +240,7 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         return [[once[index] for index in bucket] for bucket in buckets]
 
     def hold_gradients(self) -> None:
-        """Make an empty bucket for each part, and register ``take`` as each gradient's hook."""
+        """Make an empty bucket for each part, and register ``take`` as a hook of each parameter."""
         self.reduction = Reduction(self.group)
         self.buckets = [Bucket(*both) for both in zip(self.parts, self.flats, strict=True)]
         for bucket in self.buckets:
@@ -270,7 +273,7 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         self.reduction.finish()
 
     def reduce_gradients(self) -> list[Tensor]:
-        """Return this rank's shard of the gradients for each part: it is already reduced."""
+        """Return this rank's shard of the gradients of each part, which is already reduced."""
         return [bucket.shard for bucket in self.buckets]
 
 
@@ -278,25 +281,25 @@ class FullyShardedDataParallel(nn.Module):
     """Keeps 1/N of everything on each rank: ZeRO stage 3.
 
     The model is cut into units, such as its layers. A unit's parameters are gathered before it
-    computes and freed afterwards, in both passes. While it computes, those of the next are
-    gathered:
+    computes and freed afterwards, in both passes. While one unit computes, the parameters of the
+    next one are gathered:
         forward     gather 0 │ compute 0 │ compute 1 │ compute 2
                              │ gather 1  │ gather 2  │
         backward    gather 2 │ compute 2 │ compute 1 │ compute 0
                              │ gather 1  │ gather 0  │
                                          │ reduce 2  │ reduce 1  │ reduce 0
 
-    The parameters that an optimizer sees are the shards, in float32 (float64 if they already were),
-    along with their gradients. Between calls, a rank holds, for Ψ parameters and Adam:
+    An optimizer sees only the shards and their gradients, in float32 (or in float64 if the
+    parameters already were). For Ψ parameters and Adam, a rank holds between calls:
         (parameters 4Ψ + gradients 4Ψ + state 8Ψ) / N  =  16Ψ/N bytes
 
-    and, during a pass, at most two whole units in ``compute_dtype``, the one that computes and the
-    next one, plus the parameters that belong to the model itself; in the backward pass, also the
-    gradients of three units. After a forward pass, even a failed one, and after a backward pass, no
-    unit is whole.
+    During a pass, a rank also holds at most two whole units in ``compute_dtype``, the one that
+    computes and the next one, plus the parameters that belong to the model itself. In the backward
+    pass, it also holds the gradients of at most three units. After a forward pass, even a failed
+    one, and after a backward pass, no unit is whole.
 
-    Tied parameters of the module are gathered once; frozen ones stay frozen, and no gradients are
-    sent for them. Each rank keeps its own buffers.
+    Tied parameters of the module are gathered once. Frozen parameters stay frozen, and no gradients
+    are sent for them. Each rank keeps its own buffers.
 
     Attributes:
         module: the module, whose parameters are now shards; its ``forward`` is used as before.
@@ -312,18 +315,19 @@ class FullyShardedDataParallel(nn.Module):
         compute_dtype: torch.dtype = torch.bfloat16,
         group: Group = None,
     ) -> None:
-        """Shard the parameters of a module, with the values of rank 0.
+        """Shard the parameters of a module; all ranks get the values of rank 0.
 
         Args:
-            module: module with the same shapes and dtypes on all ranks. Its units are those of
-                ``units_of``; all ranks use each through its ``forward``, in the same order.
+            module: module whose parameters have the same shapes and dtypes on all ranks. Its units
+                are those of ``units_of``; all ranks use the units in the same order, each one
+                through its ``forward``.
             compute_dtype: dtype of the whole parameters and of their gradients.
             group: the ranks that share the model; all by default.
 
         Raises:
-            ValueError: a parameter or buffer is on the device meta; the message names it.
+            ValueError: a parameter or buffer is on the ``meta`` device; the message names it.
 
-        Cost: one broadcast per flat of each unit, so that every parameter is sent once.
+        Cost: one broadcast per flat of each unit, so every parameter is sent once.
         """
         super().__init__()
         check_has_values(module)
@@ -340,12 +344,12 @@ class FullyShardedDataParallel(nn.Module):
             kwargs: keyword arguments of the module, cast likewise.
 
         Returns:
-            What the module returns. A backward pass from it adds the mean of the gradients over the
-            ranks to the ``grad`` of each shard.
+            What the module returns. A backward pass that starts from it adds the mean of the
+            gradients over the ranks to the ``grad`` of each shard.
 
         Cost: (N-1)/N·Ψ elements sent in ``compute_dtype``, and in the backward pass at most twice
             as many: at most 3(N-1)/N·Ψ in all. Gradients of frozen parameters are not sent, and
-            what the backward pass does not need is not gathered for it.
+            parameters that the backward pass does not need are not gathered for it.
         """
         args, kwargs = cast_floats((args, kwargs), self.compute_dtype)
         self.order.to_come.clear()
@@ -361,10 +365,10 @@ class FullyShardedDataParallel(nn.Module):
         A module of the original class can load them. ``state_dict`` holds only this rank's shards.
 
         Returns:
-            Parameters in the dtype of the shards, the same on all ranks; a tied one under each of
-            its names.
+            Tensors by name. The parameters are in the dtype of the shards, and the same on all
+            ranks; a tied parameter is under each of its names.
 
-        Cost: all ranks call it: (N-1)/N·Ψ elements sent in that dtype.
+        Cost: (N-1)/N·Ψ elements sent in that dtype. All ranks must call this.
         """
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         state = self.module.state_dict()
@@ -374,14 +378,14 @@ class FullyShardedDataParallel(nn.Module):
         return whole
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what ``full_state_dict`` has returned, on any number of ranks.
+        """Load a result of ``full_state_dict``, which may come from a different number of ranks.
 
         Args:
             state: tensors by name, the same on all ranks, in any dtype. Not changed.
 
         Raises:
-            KeyError: a parameter is missing; the message names it. Other units may already be
-                loaded.
+            KeyError: a parameter is missing; the message names it. Other units may already have
+                been loaded.
         """
         for unit in self.order.units:
             unit.load(state)
@@ -391,20 +395,22 @@ class FullyShardedDataParallel(nn.Module):
 
 
 class Unit:
-    """Part of a model, whole while it computes; otherwise, each rank holds a shard of it.
+    """Part of a model; it is whole while it computes, and sharded over the ranks otherwise.
 
     Attributes:
         places: module and attribute name of each place where a parameter occurs in the model.
         paths: name of each place in the model's ``state_dict``.
-        slots: index of the parameter at each place; the places of a tied one have the same index.
-        flats: layouts of the parameters: one per dtype, separately for trained and frozen ones.
+        slots: index of the parameter at each place; the places of a tied parameter have the same
+            index.
+        flats: layouts of the parameters: one flat per dtype, with separate ones for trained and
+            frozen parameters.
         shards: this rank's shard (padded / N,) of each flat, in float32, or in float64 if the
-            parameters were; registered as a parameter of the owner.
-        whole: each flat in full (padded,), in the compute dtype, from the start of the gathering
-            until the unit is freed; otherwise [].
+            parameters were. Each is registered as a parameter of the owner.
+        whole: each flat in full (padded,), in the compute dtype, from the moment when gathering
+            starts until the unit is freed; otherwise [].
         works: the all-gathers in progress.
         number: number of forward passes through the unit so far, which tells its uses apart; failed
-            ones may or may not count.
+            passes may or may not count.
     """
 
     def __init__(
@@ -482,7 +488,7 @@ class Unit:
         self.works = []
 
     def _room_for(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for all shards (padded,), with this rank's shard copied into it."""
+        """Allocate memory for all shards (padded,), and copy this rank's shard into it."""
         world_size = dist.get_world_size(self.group)
         whole = shard.new_empty(len(shard) * world_size, dtype=dtype, requires_grad=False)
         own_chunk(whole, self.group).copy_(shard.detach())
@@ -517,7 +523,7 @@ class Unit:
         return {path: params[i] for path, i in zip(self.paths, self.slots, strict=True)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's shards from whole parameters."""
+        """Copy this rank's shards out of whole parameters."""
         by_slot = {i: state[path] for path, i in zip(self.paths, self.slots, strict=True)}
         params = [by_slot[i] for i in sorted(by_slot)]
         for shard, mine in zip(self.shards, self.by_flat(params), strict=True):
@@ -540,7 +546,7 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        """Pass the gradients, one per parameter, to the unit; it later sets those of the shards."""
+        """Pass one gradient per parameter to the unit, which later sets the shards' gradients."""
         ctx.unit.reduce(gradients)
         return (None,) * len(ctx.needs_input_grad)
 
@@ -550,7 +556,7 @@ def _memory_of(unit: Unit, flat: int) -> int:
 
 
 class Saved(NamedTuple):
-    """Position in ``unit.whole`` of a parameter or a view of it; autograd saves this instead."""
+    """Location of a parameter or its view in ``unit.whole``; autograd saves it, not the tensor."""
 
     unit: Unit
     number: int  # unit.number at the time of this use
@@ -563,8 +569,8 @@ class Order:
 
     Attributes:
         units: units in the order in which they compute.
-        to_come: uses (a unit and a number) whose parameters the backward pass will need, in the
-            order of the forward pass.
+        to_come: uses of units, each with the unit and its ``number``, whose parameters the backward
+            pass will need, in the order of the forward pass.
         reduction: the reduce-scatter in progress.
     """
 
@@ -584,9 +590,9 @@ class Order:
     def goes_back(self, unit: Unit, number: int) -> None:
         """Gather a unit for its backward pass, and start to gather the one before it.
 
-        Called for each tensor that autograd has saved. Only the first call for a use of the unit
-        gathers the previous one; it also frees frozen units, because no gradient signals that their
-        backward pass has ended.
+        This is called for each tensor that autograd has saved. Only the first call for a use of the
+        unit starts to gather the previous unit; it also frees the other units if they are frozen,
+        because no gradient signals that their backward pass has ended.
         """
         unit.gather()
         at_end_of_backward(self.end_backward)

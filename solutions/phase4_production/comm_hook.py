@@ -11,35 +11,38 @@ from phase4_production.given import Group, Piece, Reduce, Started
 
 
 class CompressionHook:
-    """Lets data parallelism send compressed gradients; what is left out is sent with later ones.
+    """Lets data parallelism send compressed gradients; what is left out is sent in later steps.
 
-    A gradient of 0.4 in each step, and a ``reduce`` that sends only whole numbers:
+    For a gradient of 0.4 in each step, and a ``reduce`` that sends only whole numbers:
         step              1      2      3      4      5
         gradient        0.4    0.4    0.4    0.4    0.4
         + residual      0.4    0.8    0.2    0.6    0.0
         sent              0      1      0      1      0     2 in all, like the gradients
         residual        0.4   -0.2    0.2   -0.4    0.0
 
-    It has two entry points, for torch's DistributedDataParallel and for that of task 3.12:
+    The hook has two entry points: one for torch's DistributedDataParallel, and one for the class of
+    task 3.12:
         ddp.register_comm_hook(None, hook)
         DistributedDataParallel(module, all_reduce=hook.all_reduce)
 
     In every step, ``reduce`` is called once per bucket, with this rank's gradients plus their
-    residuals; the pieces are in the same order on all ranks. Its ``mean`` replaces the gradients,
-    and its input minus what this rank ``sent`` becomes the residuals. Nothing else is sent.
+    residuals; the pieces are in the same order on all ranks. The ``mean`` that it returns replaces
+    the gradients, and its input minus what this rank ``sent`` becomes the new residuals. Nothing
+    else is sent.
 
-    If the mean of a bucket holds a NaN or an infinity, its residuals stay unchanged: training skips
-    that step. No residual is ever NaN or infinite; such a value becomes 0.
+    If the mean of a bucket holds a NaN or an infinity, the residuals of that bucket stay unchanged,
+    because training skips that step. No residual is ever NaN or infinite; such values become 0.
 
-    A residual belongs to a parameter, whichever bucket the parameter is in: torch lays out new
-    buckets after the first step, and a restarted program has the original ones at first.
+    A residual belongs to a parameter, not to a bucket: torch lays out new buckets after the first
+    step, and a restarted program begins with the original ones.
 
     Args:
         module: module whose gradients are sent: the module itself, not the DistributedDataParallel
             around it. Pieces have the names and shapes of its ``named_parameters``. Each parameter
-            fills its memory without gaps, as those of torch's layers do.
-        reduce: compressor for the same ranks, such as a ``PowerSGD``. It gets float32 or float64:
-            16-bit gradients are widened, so residuals are never narrower than float32.
+            fills its memory without gaps, as parameters of torch's layers do.
+        reduce: compressor for the same ranks, such as a ``PowerSGD``. It gets float32 or float64,
+            because 16-bit gradients are widened first; so residuals are never narrower than
+            float32.
 
     Source: Karimireddy et al. 2019 (arXiv 1901.09847), algorithm 2.
     """
@@ -63,11 +66,12 @@ class CompressionHook:
 
         Args:
             state: registered state, which is not used.
-            bucket: gradients in the order of its parameters, each laid out in memory like its
-                parameter, for example in ``channels_last``.
+            bucket: bucket whose gradients are in the order of its parameters. Each gradient is laid
+                out in memory like its parameter, for example in ``channels_last``.
 
         Returns:
-            A future of the bucket's buffer, which holds the mean; torch does not divide it again.
+            A future of the bucket's buffer, which then holds the mean; torch does not divide it
+            again.
         """
         params, buffer = bucket.parameters(), bucket.buffer()
         parts = buffer.split([parameter.numel() for parameter in params])
@@ -81,15 +85,15 @@ class CompressionHook:
         return _done(buffer)
 
     def all_reduce(self, flat: Tensor, group: Group = None) -> Started:
-        """Sum a bucket in place, as the ``all_reduce`` of task 3.12's DistributedDataParallel.
+        """Sum a bucket in place; task 3.12's DistributedDataParallel takes this as ``all_reduce``.
 
         Args:
             flat: the bucket; the gradients of its parameters are views of it.
             group: the ranks that train together; all by default.
 
         Returns:
-            An object whose ``wait`` returns when ``flat`` holds the sum: N times the mean, which
-            the caller divides by N.
+            An object whose ``wait`` returns when ``flat`` holds the sum, that is, N times the mean.
+            The caller divides it by N.
 
         Raises:
             ValueError: ``flat`` has elements that belong to no parameter's gradient.
@@ -145,8 +149,8 @@ class CompressionHook:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what this rank needs to continue bit for bit in a later run.
 
-        Residuals differ from rank to rank, so each rank saves its own state. It also holds the
-        state of ``reduce``, if that has a ``state_dict``.
+        Residuals differ from rank to rank, so each rank saves its own state. The state includes
+        that of ``reduce`` if ``reduce`` has a ``state_dict``.
         """
         residuals = {name: residual.clone() for name, residual in self.residuals.items()}
         of_reduce: dict[str, Any] = getattr(self.reduce, "state_dict", dict)()

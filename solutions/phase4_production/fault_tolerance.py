@@ -30,7 +30,8 @@ class Heartbeat:
     def beat(self, step: int, busy_s: float) -> None:
         """Report that this rank has done its own part of a step, and now waits for the others.
 
-        It may be called several times in a long step, to show that the rank is alive.
+        This may also be called during a long step, even several times, to show that the rank is
+        alive.
 
         Args:
             step: training step.
@@ -61,8 +62,8 @@ class _Seen:
 class HeartbeatMonitor:
     """Finds out which ranks are alive, waiting, slow or gone.
 
-    Three ranks; rank 1 is killed in step 5. The others wait for it in the all-reduce of step 5, so
-    no rank reports any more; but the last report of rank 1 has a lower step than theirs:
+    For example, rank 1 of three is killed in step 5. The others wait for it in the all-reduce of
+    step 5, so no rank reports any more; but the last report of rank 1 has a lower step than theirs:
         rank 0    step 3   step 4   step 5   …    waiting
         rank 1    step 3   step 4                 silent
         rank 2    step 3   step 4   step 5   …    waiting
@@ -87,7 +88,7 @@ class HeartbeatMonitor:
                 than the longest step.
             slow_factor: multiple of the median ``busy_s`` above which a report is slow.
             patience: number of consecutive slow reports that make a rank ``slow``.
-            clock: function that returns the time of this process, in seconds. The clocks of other
+            clock: function that returns the time on this host, in seconds. The clocks of other
                 hosts may be ahead or behind, so times are never sent.
         """
         self.store, self.timeout_s, self.clock = store, timeout_s, clock
@@ -106,10 +107,10 @@ class HeartbeatMonitor:
             status      condition; the first that holds decides
             silent      silent_s is above timeout_s, and no rank has a lower step
             waiting     silent_s is above timeout_s, and some rank has a lower step
-            slow        the last ``patience`` reports that were seen were all slow: each time,
-                        busy_s was above slow_factor times the median of the newest reports of all
-                        ranks; of two in the middle, the lower one
-            alive       otherwise, also as soon as a rank that was silent reports again
+            slow        the last ``patience`` reports that polls have seen were all slow: each had a
+                        busy_s above slow_factor times the median of all ranks' newest reports at
+                        that time (of two in the middle, the lower one)
+            alive       otherwise; a rank that was silent is alive again as soon as it reports
 
         Cost: at most two messages to the store for each rank; it never waits for a rank.
         """
@@ -151,7 +152,8 @@ class StopRequest:
     """Stops all ranks after the same step when one of them is asked to stop.
 
     A cluster sends SIGTERM half a minute or so before it takes a node away. The signal may reach
-    the ranks at different times, or only some of them: rank 1 of 3, in step 4:
+    the ranks at different times, or only some of them. In this example, it reaches only rank 1 of
+    three, in step 4:
         rank 0    step 3   step 4             False -> agreed: True    saves, waits, exits with 75
         rank 1    step 3   step 4   SIGTERM   True  -> agreed: True    saves, waits, exits with 75
         rank 2    step 3   step 4             False -> agreed: True    saves, waits, exits with 75
@@ -179,7 +181,7 @@ class StopRequest:
         self.handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        """Catch the signals from now on; a caught one is only noted, and the step continues."""
+        """Catch the signals from now on; a caught signal is only noted, and the step continues."""
         self.handlers = {number: signal.signal(number, self._note) for number in self.signals}
         return self
 
@@ -209,13 +211,13 @@ class StopRequest:
     def leave(self, save: Callable[[], object]) -> NoReturn:
         """Save, wait until every rank has saved, and exit; all ranks of the group call this.
 
-        A rank that exits early would take the others with it, because torchrun ends them all.
+        If a rank exited before the others had saved, torchrun would end those too.
 
         Args:
             save: function that saves; called once. Another signal does not interrupt it.
 
         Raises:
-            SystemExit: always, with EXIT_STOPPED, which is 75: nothing failed, run it again.
+            SystemExit: always, with EXIT_STOPPED, which is 75: nothing has failed, so run it again.
         """
         save()
         dist.barrier(self.group)
@@ -248,8 +250,8 @@ def daly_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> fl
     With δ for the save time and M for the job's mean time between failures:
         √(2δM) · (1 + ⅓ √(δ / 2M) + ⅑ · δ / 2M) − δ    if δ < 2M
         M                                               otherwise
-    For δ = 60 s: 518 s if M = 2592 s, where Young's estimate is 558 s; 49.6 s if M = 60 s, where it
-    is 84.9 s.
+    For δ = 60 s, the result is 518 s if M = 2592 s (where Young's estimate is 558 s), and 49.6 s if
+    M = 60 s (where Young's estimate is 84.9 s).
 
     Args:
         save_s: time for which one checkpoint stops training; above 0.

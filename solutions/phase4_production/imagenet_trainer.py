@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m solutions.phase4_production.imagenet_trainer \\
         --config configs/imagenet_resnet50.yaml --data_dir /data/imagenet
 
-Run again, the same command continues where it stopped. --KEY VALUE changes any key of the
+If you run the same command again, it continues where it stopped. --KEY VALUE changes any key of the
 configuration, and --impl mine trains with the lessons that you have written. Exit codes:
     0 done    75 stopped and saved, run it again    78 the configuration or the data is wrong
     74 cannot save    1 anything else: running it again may help
@@ -75,7 +75,7 @@ class Training:
             profile(lambda: self.train_step(*batch), folder, unchanged, lessons)
 
     def parts(self) -> dict[str, Any]:
-        """Return everything on which the rest of the run depends, to be saved in checkpoints."""
+        """Return everything that the rest of the run depends on, to be saved in checkpoints."""
         means = {
             "mean": self.strategy.of_parameters(self.mean.parameters),
             "mean_of_buffers": PerRank(self.mean.buffers, is_optional=True),
@@ -147,12 +147,12 @@ class Training:
             self.save()
 
     def go_on(self) -> None:
-        """Show that this rank is alive, and stop all ranks if any was asked to."""
+        """Show that this rank is alive, and stop all ranks if any of them was asked to stop."""
         self.telemetry.alive()
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """Stop all ranks if any was asked to."""
+        """Stop all ranks if any of them was asked to stop."""
         if self.stop.agreed():
             raise StopAsked
 

@@ -1,4 +1,4 @@
-"""PowerSGD: send two thin factors of a gradient instead of the gradient."""
+"""PowerSGD: send two thin factors of a gradient instead of the gradient itself."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ def orthogonalize(matrix: Tensor) -> None:
         4  4.5    ->    0.8  0.6        for example
         0  0            0    0
 
-    Every original column is a linear combination of the new ones, even if columns are linearly
-    dependent or zero: what replaces them is finite, of length 1 and at right angles to the others.
+    Every original column is a linear combination of the new ones. Columns that are zero or linearly
+    dependent on others are replaced by finite unit vectors orthogonal to the rest.
 
     Args:
-        matrix: (n, r) with n >= r, of float32 or float64.
+        matrix: (n, r) with n >= r, in float32 or float64.
     """
     matrix.copy_(torch.linalg.qr(matrix).Q)
 
@@ -30,17 +30,18 @@ def orthogonalize(matrix: Tensor) -> None:
 class PowerSGD:
     """Averages gradients over the ranks as products of two thin matrices.
 
-    With M_w the gradient of rank w, a matrix of n rows and m columns, and Q (m, r) from the
-    previous step:
-        P = mean of M_w Q           n · r numbers travel
+    M_w is the gradient of rank w, a matrix of n rows and m columns; Q, of shape (m, r), comes from
+    the previous step:
+        P = mean of M_w Q           n · r numbers are sent
         orthogonalize(P)
-        Q = mean of M_wᵀ P          m · r numbers travel
+        Q = mean of M_wᵀ P          m · r numbers are sent
         mean = P Qᵀ
-    For 1024 · 1024 matrices and r = 4, 8,192 numbers travel instead of 1,048,576: 128 times fewer.
+    For a matrix of 1024 · 1024 numbers and r = 4, 8,192 numbers are sent instead of 1,048,576, that
+    is, 128 times fewer.
 
     Args:
         rank: r, the number of columns of P and Q; at least 1.
-        group: the ranks that average; all by default.
+        group: the ranks that average their gradients; all by default.
         seed: seed of the first Q; the same on all ranks.
 
     Source: Vogels et al. 2019 (arXiv 1905.13727), algorithm 1.
@@ -54,28 +55,31 @@ class PowerSGD:
     def __call__(self, gradient: Tensor, pieces: Sequence[Piece]) -> Reduced:
         """Average a flat gradient over the ranks; all ranks of the group call this.
 
-        A piece of two or more dimensions is a matrix: its first dimension by all others. It is
-        compressed if its factors are smaller, that is, if r · (n + m) < n · m. Everything else is
-        averaged as it is, together with P.
+        A piece with two or more dimensions is treated as a matrix, with the first dimension as rows
+        and the rest flattened into columns. It is compressed if its factors are smaller, that is,
+        if r · (n + m) < n · m. Everything else is averaged uncompressed, together with P.
 
-        The Q of a parameter is kept by name, and the next call for it starts from that Q, whichever
-        other pieces are in the buffer then. Step by step, Q turns towards the directions in which
-        the gradients are largest, even after gradients of zeros. The first Q is random: drawn from
-        the seed and the name, the same on all ranks, and without using torch's global generator.
+        Each parameter's Q is stored by name and is the starting point the next time that parameter
+        appears, regardless of which other pieces share the buffer. Step by step, Q turns towards
+        the directions in which the gradients are largest, even after gradients of zeros. The first
+        Q is random, but depends only on the seed and the name, so it is the same on all ranks.
+        Drawing it does not use torch's global generator.
 
-        A Q that a NaN or an infinity would spoil is left unchanged. Only the mean of that step is
-        not finite: training skips the step, and the next one is not affected.
+        If a NaN or an infinity would spoil a Q, that Q is left unchanged. So a non-finite gradient
+        affects only the mean of that step, which training skips.
 
         Args:
-            gradient: (n,), of float32 or float64. Not changed.
-            pieces: contents of the buffer, in order; one or more, the same on all ranks.
+            gradient: (n,), in float32 or float64. Not changed.
+            pieces: contents of ``gradient``, in order; at least one piece, and the same on all
+                ranks.
 
         Returns:
             The mean over the ranks, bit for bit the same on all of them, and what this rank sent:
-            P (M_wᵀ P)ᵀ for what is compressed, and all of the rest.
+            P (M_wᵀ P)ᵀ for the compressed pieces, and the other pieces unchanged.
 
-        Cost: two all-reduces, whatever the number of pieces: of Σ n · r elements and all that is
-        not compressed, then of Σ m · r. The second one is left out if nothing is compressed.
+        Cost: two all-reduces, whatever the number of pieces. The first carries Σ n · r elements and
+        all uncompressed pieces; the second carries Σ m · r elements, and is left out if nothing is
+        compressed.
         """
         is_low = [self._is_compressed(piece.shape) for piece in pieces]
         parts = gradient.split([piece.shape.numel() for piece in pieces])
@@ -129,7 +133,7 @@ class PowerSGD:
         return {"qs": {name: q.clone() for name, q in self.qs.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; it is not changed."""
+        """Continue from a state, which is not changed."""
         self.qs = {name: q.clone() for name, q in state["qs"].items()}
 
 

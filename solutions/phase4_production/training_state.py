@@ -1,4 +1,4 @@
-"""The whole state of a run, from which it resumes bit for bit."""
+"""The whole state of a run, from which the run can resume bit for bit."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,8 @@ from phase4_production.given import Group, HasState
 class ResumableSampler:
     """Decides which samples each rank trains on, and keeps track of the position in the epoch.
 
-    10 samples in global batches of 4, on 3 ranks; each batch is split as evenly as possible:
+    For example, 3 ranks train on 10 samples in global batches of 4; each batch is split as evenly
+    as possible:
         order of the epoch   7 2 9 0 | 4 1 8 3 | 5 6
         rank 0               7 2       4 1       5
         rank 1               9         8         6
@@ -26,9 +27,9 @@ class ResumableSampler:
             train(samples)
             sampler.advance()
 
-    Pass it to a DataLoader as ``batch_sampler``, with ``generator=torch.Generator()``, so that the
-    loader does not draw from the run's generators, and with a ``collate_fn`` that accepts an empty
-    share.
+    Pass the sampler to a DataLoader as ``batch_sampler``, with ``generator=torch.Generator()``, so
+    that the loader does not draw from the run's generators, and with a ``collate_fn`` that accepts
+    an empty share.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class ResumableSampler:
         for any number of them, and differs from epoch to epoch. Each sample occurs once. The last
         batch may be shorter than the others, and a rank's share may be empty.
 
-        Iterating does not move the position: a DataLoader requests batches before they are trained
-        on. The process's generators are neither used nor changed.
+        Iterating does not move the position, because a DataLoader requests batches before they are
+        trained on. The random generators of the process are neither used nor changed.
         """
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_samples, generator=generator)[self.position :]
@@ -83,7 +84,7 @@ class ResumableSampler:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from another sampler's position, in its order.
+        """Continue from another sampler's position, in the same order of samples.
 
         Args:
             state: state of a sampler with any number of ranks, global batch and seed. Not changed.
@@ -126,17 +127,17 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parts, and of the generators of all ranks.
 
-        All ranks of the group call this, between two steps. Training continues as if it had not
-        been called. The generators are those of ``random``, of NumPy, and of torch: for the CPU
-        and, if CUDA is in use, for its current device.
+        All ranks of the group call this, between two steps. It does not affect the training that
+        follows. The generators are those of ``random``, of NumPy, and of torch, for the CPU and, if
+        CUDA is in use, for the current CUDA device.
 
         Returns:
-            The same state on all ranks. ``torch.load(…, weights_only=True)`` can read it, if it can
-            read the states of the parts. Its tensors may be the ones that training changes: write
-            or copy them before the next step.
+            The same state on all ranks. ``torch.load(…, weights_only=True)`` can read this state if
+            it can read the states of the parts. Its tensors may be the ones that training changes:
+            write or copy them before the next step.
 
-        Cost: at most three collectives, in which each rank sends its generators, at most 40 kB, to
-        each of the others; the parts are not sent.
+        Cost: at most three collectives, in which each rank sends the state of its generators, at
+        most 40 kB, to each of the others; the parts are not sent.
         """
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         generators: list[Any] = [None] * dist.get_world_size(self.group)
@@ -146,12 +147,13 @@ class TrainingState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, so that the run continues like the one that was saved.
 
-        On the number of ranks that saved it, each rank gets its own generators back, whatever the
-        parts draw while they are loaded. CUDA's generator is skipped where there is no CUDA.
+        On the same number of ranks as before, each rank gets its own generators back, even if parts
+        draw random numbers while they are loaded. CUDA's generator is skipped where there is no
+        CUDA.
 
-        On a different number of ranks, the run can't continue bit for bit: the generators are
-        seeded again. Then no two ranks draw the same numbers, but each rank draws the same ones
-        every time the state is loaded on that number of ranks.
+        On a different number of ranks, the run can't continue bit for bit, and the generators are
+        seeded again. After that, no two ranks draw the same numbers, but each rank draws the same
+        numbers every time the state is loaded on that number of ranks.
 
         Args:
             state: state of parts with the same names. Neither this call nor training changes it, so
@@ -159,7 +161,7 @@ class TrainingState:
 
         Raises:
             ValueError: a part is missing from ``state`` or from this object; the message names it,
-                and nothing has been loaded.
+                and nothing is loaded.
 
         Cost: no communication, and a copy of one part at a time.
         """

@@ -1,4 +1,4 @@
-"""Helpers with which bodies call a lesson; they explain its errors and wrong results."""
+"""Helpers with which bodies call a lesson; they explain errors and wrong results."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """Return the text of the ValueError that ``call`` raises, "" if it raises none."""
+    """Return the text of the ValueError that ``call`` raises, or "" if it raises none."""
     try:
         call()
     except ValueError as error:
@@ -20,7 +20,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def refused(lesson: Any, function: str, *args: Any, **kwargs: Any) -> dict[str, str]:
-    """Call one of the lesson's functions; return its refusal, as ``refusal_of`` does."""
+    """Call one of the lesson's functions, and return its refusal as ``refusal_of`` does."""
     return refusal_of(lambda: getattr(lesson, function)(*args, **kwargs))
 
 
@@ -43,11 +43,11 @@ def refusal_of(call: Callable[[], object]) -> dict[str, str]:
 
 @contextmanager
 def case_told(case: str, call: str = "a call") -> Iterator[None]:
-    """Add the case to any error raised: ``ValueError: no, in run_schedule(…) of a dense model``.
+    """Name the case in any error, as in ``ValueError: no, in run_schedule(…) of a dense model``.
 
     Args:
-        case: End of the sentence, after the name of the call.
-        call: Name of the call, for calls that do not record their own, such as methods.
+        case: End of the sentence, such as "of a dense model".
+        call: Name for the call if the error has not recorded it, as for a method.
     """
     try:
         yield
@@ -61,11 +61,11 @@ def case_told(case: str, call: str = "a call") -> Iterator[None]:
 
 @contextmanager
 def cause_told(causes: Mapping[str, str], kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Add the likely cause to an error, such as one of torch's, which are often cryptic.
+    """Add the likely cause to an error; torch's, for example, are often cryptic.
 
     Args:
-        causes: Sentences to add, keyed by a part of the error's text.
-        kind: Type of error.
+        causes: Sentences to add, keyed by words that the error's text must contain.
+        kind: Type of errors to explain.
     """
     try:
         yield
@@ -106,7 +106,7 @@ def numbers(function: str, value: Any, names: Sequence[str]) -> list[float]:
     """Return the numbers that the learner's ``function`` returned, one for each name.
 
     Raises:
-        WrongResult: The result is not that many numbers.
+        WrongResult: The result is not a sequence of as many numbers as names.
     """
     expected = f"{function} should return {len(names)} numbers, {' and '.join(names)}"
     try:

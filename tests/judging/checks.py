@@ -15,7 +15,7 @@ from distlab.sim import Cluster, Faults, Options
 from distlab.util.text import counted, joined
 from judging.groups import MEMBERS
 
-Text = Literal["same", "alike", "any"]  # how closely error texts agree between ranks
+Text = Literal["same", "alike", "any"]  # how closely the ranks' error texts must agree
 
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
 UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all links are equal
@@ -27,7 +27,7 @@ def uneven(random: Random, num_ranks: int, options: Options | None = None) -> Op
     """Return options with a random delay on each link, drawn separately for each direction.
 
     A message may then arrive long before the sender's buffer is free, which exposes ranks that
-    write into it too early.
+    write into the buffer too early.
     """
     pairs = permutations(range(num_ranks), 2)
     delays_s = {pair: random.choice((0.0, 1e-3, 5e-3)) for pair in pairs}
@@ -35,7 +35,7 @@ def uneven(random: Random, num_ranks: int, options: Options | None = None) -> Op
 
 
 def rounds_of(run: Run, num_bytes: int) -> float:
-    """Return how many successive messages of ``num_bytes`` take as long as the run."""
+    """Return how many messages of ``num_bytes``, one after the other, take as long as the run."""
     return round(run.seconds / (LATENCY_S + num_bytes * BYTE_S), 2)
 
 
@@ -54,7 +54,7 @@ def distance(a: Any, b: Any) -> float:
 
 
 def is_close(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
-    """Return whether numbers are equal up to rounding, and everything else is equal."""
+    """Return whether two values are equal, with numbers equal up to rounding."""
     return distance(a, b) <= tolerance
 
 
@@ -66,14 +66,14 @@ def same_loss(a: Any, b: Any) -> bool:
 def check_refused(
     by_rank: Sequence[Mapping[str, str]], what: str, *names: str, text: Text = "any"
 ) -> None:
-    """Check that every rank has raised a ValueError that names ``names``.
+    """Check that every rank has raised a ValueError whose text contains ``names``.
 
     Args:
         by_rank: Result of ``calls.refusal_of`` on each rank.
         what: Subject of the sentence: the call that must be refused.
-        names: Words that the text must contain, if the contract promises them.
-        text: Agreement that the contract promises: "same" texts on all ranks, so that no rank names
-            itself; "alike", the same except where a rank names itself; or "any".
+        names: Words that the text must contain, because the contract promises them.
+        text: How closely the texts must agree: "same" on all ranks, so that no rank names itself;
+            "alike", which is the same except where a rank names itself; or "any" text at all.
     """
     texts = [refusal["text"] for refusal in by_rank]
     if text == "alike" and len({*map(_without_rank, texts, range(len(texts)))}) == 1:
@@ -97,12 +97,12 @@ def check_refused(
 
 
 def _without_rank(text: str, rank: int) -> str:
-    """Return a text without the name of the rank that raised it."""
+    """Return an error's text without the number of the rank that raised it."""
     return re.sub(rf"\brank\W{{0,2}}{rank}\b", "rank", text, flags=re.IGNORECASE)
 
 
 def check_silent(run: Run, what: str) -> None:
-    """Check that nothing was sent and no collective was called."""
+    """Check that no message was sent and no collective was called in a run."""
     check(
         not any(run.messages) and not any(run.collectives),
         f"{what} needs no communication: every rank can compute it alone. Messages sent per rank: "
@@ -116,7 +116,7 @@ def check_peak(run: Run, most_bytes: Sequence[float], what: str) -> None:
     Args:
         run: Run with ``options=MEASURED``.
         most_bytes: Largest number of bytes by rank, inputs included.
-        what: End of the message: what a rank needs, and the likely cause of using more.
+        what: End of the error text: what a rank needs, and the likely cause of using more.
     """
     for rank, (peak, most) in enumerate(zip(run.peak_bytes, most_bytes, strict=True)):
         check(
@@ -127,18 +127,18 @@ def check_peak(run: Run, most_bytes: Sequence[float], what: str) -> None:
 
 
 def of_members(run: Run) -> list[Any]:
-    """Return the results of the group's members from a run of ``inside_group``."""
+    """Return the results of the group's members, from a run of ``inside_group``."""
     return [run.results[member] for member in MEMBERS]
 
 
 def short(value: Any) -> str:
-    """Return a value's repr, cut to at most one line."""
+    """Return a value's repr, cut to one line."""
     text = repr(value)
     return text if len(text) <= 70 else f"{text[:68]} …"
 
 
 def short_beside(value: Any, other: Any) -> str:
-    """Return a value's repr of at most one line, with enough digits to differ from the other's."""
+    """Return a value's repr on one line, with enough digits to tell it from ``other``'s."""
     for num_digits in (
         (6, 9, 12) if value != other else ()
     ):  # skipped in the usual case of equal values
@@ -185,8 +185,8 @@ def check_collectives(run: Run, expected: Sequence[int], what: str) -> None:
 
     Args:
         run: Run of the simulated world.
-        expected: Numbers of calls by rank.
-        what: Purpose of the calls, which begins the message.
+        expected: Number of calls by rank.
+        what: Purpose of the calls, which begins the error text.
     """
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     check(
@@ -222,7 +222,7 @@ def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
 
 
 def rounds_of_tree(edges: Sequence[Edge], root: int) -> int:
-    """Return the fewest rounds for a tree's messages, with at most one send per rank and round."""
+    """Return the fewest rounds in which a tree's messages can be sent, one per rank and round."""
     below = (rounds_of_tree(edges, dst) for src, dst in edges if src == root)
     return max((1 + i + rounds for i, rounds in enumerate(sorted(below, reverse=True))), default=0)
 

@@ -1,6 +1,6 @@
-"""The contract of a collective as data, and the tests that check an answer against it.
+"""Contracts of collectives as data, and the tests that check an answer against its contract.
 
-A judge states the promises of its task, and gets one test for each:
+A judge states what its task promises, and gets one test for each promise:
 
     TREE = Contract(task="3.5", name="a_tree", collective=AllReduce("tree_all_reduce"), …)
     globals().update(TREE.tests())
@@ -53,18 +53,18 @@ from judging.tensors import (
     powers,
 )
 
-OVERWRITTEN = 77  # written into x by the caller as soon as the function returns
+OVERWRITTEN = 77  # what the caller writes into x as soon as the function returns
 SLACK_BYTES = 256  # a few numbers
 FIVE = 5  # number of ranks in the tests of unusual sizes
 FEW_RANKS = 8  # with more ranks, there are too many subsets to search for a sum
 IN_GROUP = f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, "
-SIZES: dict[str, Callable[[Random, int], Kind]] = {  # by name; each takes the number of ranks
+SIZES: dict[str, Callable[[Random, int], Kind]] = {  # by name, for a number of ranks
     "fewer than ranks": lambda _random, n: Kind((n - 1,)),
     "float16": lambda random, _n: Kind((random.randrange(2000, 3000),), "float16"),
     "bfloat16": lambda random, _n: Kind((random.randrange(2000, 3000),), "bfloat16"),
     "large": lambda random, _n: Kind((even_size(random, *LARGE),)),
 }
-Numbers = Callable[[Kind, int], Tensor]  # makes the tensor that a rank brings
+Numbers = Callable[[Kind, int], Tensor]  # makes the tensor with which a rank begins
 
 
 # Collectives: how to call each, and how to check its result
@@ -85,7 +85,7 @@ class AllReduce:
         return replace(self, keywords={"segment_bytes": segment_bytes})
 
     def variants(self, n: int) -> list[Any]:
-        """Return this collective once for each value of an argument, such as the source."""
+        """Return a copy of this collective for each value of an argument, such as the source."""
         assert n
         return [self]
 
@@ -152,7 +152,7 @@ def _subsets(n: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Broadcast(AllReduce):
-    """A broadcast in place, from every rank in turn; src = 0 is left to the default."""
+    """A broadcast in place; its variants have each rank as the source, and omit src if it is 0."""
 
     has_a_sum: ClassVar[bool] = False
     is_right: str = "What arrives is right, but"
@@ -181,7 +181,7 @@ class Broadcast(AllReduce):
 
 @dataclass(frozen=True)
 class ReduceScatter(AllReduce):
-    """A reduce-scatter that returns a one-dimensional view of x."""
+    """A reduce-scatter that returns its result as a one-dimensional view of x."""
 
     has_a_sum: ClassVar[bool] = False
     is_right: str = "The chunk that is returned is right, but"
@@ -248,7 +248,7 @@ class ReduceScatter(AllReduce):
 
 @dataclass(frozen=True)
 class AllGather(AllReduce):
-    """An all-gather in place; before the call, rank r holds only chunk r of the result."""
+    """An all-gather in place, before which rank r holds only chunk r of the result."""
 
     has_a_sum: ClassVar[bool] = False
     is_right: str = "The chunks that are collected are right, but"
@@ -283,7 +283,7 @@ class AllGather(AllReduce):
 def use(
     lesson: Any, variants: list[Any], kinds: list[Kind], numbers: Numbers, group: Any = None
 ) -> list[Any]:
-    """Call each variant with a tensor of each kind; overwrite the tensor before the next call."""
+    """Call each variant with a tensor of each kind; overwrite each tensor after its call."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     found: list[Any] = []
     memory = torch.empty(0)
@@ -297,7 +297,7 @@ def use(
 
 
 def use_fractions(lesson: Any, variant: Any, num_elements: int) -> list[list[float]]:
-    """Sum, in several dtypes, numbers whose sum depends on the order of addition."""
+    """Call an all-reduce in several dtypes, on numbers whose sum depends on the order."""
     sums = []
     for dtype in FRACTIONS:
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -326,21 +326,21 @@ class Call:
 
 @dataclass(frozen=True)
 class Contract:
-    """A task's promises about a collective, with the advice for answers that break one."""
+    """What a task promises about a collective, with advice for answers that break a promise."""
 
     task: str
     name: str  # begins the names of its tests
     collective: Any
     worlds: Sequence[int]  # numbers of ranks in the tests of costs
     length: Callable[[Random], int]  # draws the number of elements in those tests
-    made_of: str  # sentence: what to build it from, rather than built-in collectives
+    made_of: str  # a sentence: what to build it from instead of built-in collectives
     traffic: Callable[[Call], None]  # checks the messages between ranks
-    messages: Callable[[int, int], Counter[int]]  # lengths of all messages, by elements and ranks
-    rounds: Callable[[int], int] | None  # limit by number of ranks; None: the task tests it
+    messages: Callable[[int, int], Counter[int]]  # lengths and counts, by elements and ranks
+    rounds: Callable[[int], int] | None  # limit by number of ranks; None: the task has its own test
     late: str  # advice if it takes more rounds
-    inboxes: Callable[[int], int]  # number of messages that a rank may hold besides x
+    inboxes: Callable[[int], int]  # messages that a rank may hold besides x
     memory: str  # advice if it takes more memory
-    timed_up_to: float = inf  # elements; above this, correct answers may differ in time
+    timed_up_to: float = inf  # elements; for more, correct answers may take longer
     stuck: str = ""  # likely cause of a deadlock
     if_batched: str = ""  # likely cause of an NCCL-only deadlock; "" if the task allows one
     options: Options = MEASURED
@@ -411,7 +411,7 @@ class Contract:
         )
 
     def _longest(self, call: Call) -> int:
-        """Return the bytes of the longest message; with segments, the limit on a segment."""
+        """Return the bytes of the longest message; with segments, the limit on their bytes."""
         longest = max(self.messages(call.kind.num_elements, call.n), default=0)
         num_bytes: int = call.variant.keywords.get("segment_bytes", longest * call.kind.item_bytes)
         return num_bytes
@@ -495,7 +495,7 @@ def check_results(
     numbers: Numbers,
     where: str = "",
 ) -> None:
-    """Check what ``use`` returned on each participating rank."""
+    """Check what ``use`` returned on each rank that took part."""
     for place, (variant, kind) in enumerate(product(variants, kinds)):
         variant.check([found[place] for found in by_rank], kind, numbers, where)
 
@@ -519,7 +519,7 @@ def check_same_bits(where: str, got: Sequence[float], first: Sequence[float]) ->
 
 @contextmanager
 def _said_first(words: str) -> Iterator[None]:
-    """Prefix an error about costs with ``words``, which say that the result is right."""
+    """Begin an error about costs with ``words``, which say that the result is right."""
     try:
         yield
     except Wrong as wrong:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @contextmanager
 def noting_changes(**tensors: Tensor) -> Iterator[list[str]]:
-    """Yield a list that, on exit, gets the names of tensors whose values or flags have changed."""
+    """Yield a list; on exit, add the names of tensors whose values or requires_grad changed."""
     changed: list[str] = []
     before = {name: (x.detach().clone(), x.requires_grad) for name, x in tensors.items()}
     yield changed

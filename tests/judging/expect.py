@@ -11,16 +11,16 @@ from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 
 def expect(what: str, found: Any, right: Any, cause: str = "", tolerance: float = 0.0) -> None:
-    """Check a value; the message has the expected value, the one found, and the likely cause.
+    """Check a value; the error gives the expected and the actual value, and the likely cause.
 
     Args:
-        what: Subject of the message, with the rank: "rank 1 of 3: the mean".
+        what: Subject of the message, with the rank, such as "rank 1 of 3: the mean".
         found: Learner's value.
         right: Expected value.
-        cause: Sentences that end the message.
-        tolerance: Greatest difference between numbers.
+        cause: Sentences at the end of the message.
+        tolerance: Greatest allowed difference between numbers.
     """
-    if not is_close(found, right, tolerance):  # rarely true: formatting values is slow
+    if not is_close(found, right, tolerance):  # checked first, because formatting values is slow
         check(
             False,
             f"{what} should be {short_beside(right, found)}; got {short_beside(found, right)}. "
@@ -36,7 +36,7 @@ def expect_on_all_ranks(
     tolerance: float = 0.0,
     where: str = "",
 ) -> None:
-    """Check a value that should be ``right`` on every rank; ``where`` names the case."""
+    """Check a value that should be ``right`` on every rank; ``where`` names the test case."""
     for rank, found in enumerate(by_rank):
         here = f"rank {rank} of {len(by_rank)}{where}"
         expect(f"{here}: {what}", found, right, cause, tolerance)
@@ -55,7 +55,7 @@ def over(
 
 
 def results_in_group(grade: Grade, body: Callable[..., Any], *args: object) -> list[Any]:
-    """Run a body in a group whose ranks differ from those in the world; return results by rank."""
+    """Run a body in a group whose members have other ranks in the world; return their results."""
     run = grade.run(inside_group, OUTER_WORLD_SIZE, body, *args, if_stuck=STUCK_IN_GROUP)
     return of_members(run)
 
@@ -85,10 +85,10 @@ def check_small(run: Run, num_collectives: int, num_bytes: int, what: str) -> No
 
 
 def floats(function: str, values: Sequence[Any]) -> tuple[float, ...]:
-    """Return values that come from a lesson, if they are Python's numbers.
+    """Convert values from a lesson to floats, if they are Python's own numbers.
 
     Raises:
-        WrongResult: A value is something else, such as a tensor, which holds on to memory.
+        WrongResult: A value is something else, such as a tensor, which would keep memory in use.
     """
     for value in values:
         if not isinstance(value, int | float):

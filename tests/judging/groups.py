@@ -1,4 +1,4 @@
-"""Bodies inside a group other than 0 … k: every member's rank in it differs from its global one."""
+"""Run bodies inside a group in which every member's rank differs from its global rank."""
 
 import re
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def inside_group(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
     """Call ``body(lesson, *args, group=…)`` on the members; the others do nothing.
 
     Raises:
-        ValueError: Torch refuses a rank; the text explains ranks within the group.
+        ValueError: Torch refuses a rank; the text explains how a group numbers its ranks.
         TypeError: A rank is passed by a wrong keyword; the text lists the right ones.
     """
     group = dist.new_group(list(MEMBERS))

@@ -1,4 +1,4 @@
-"""Models, batches and hand-written optimizers for bodies and references of all phases."""
+"""Models, batches and hand-written optimizers for the bodies and references of all phases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 FEATURES, CLASSES = 5, 4
-FLAG = 9.0  # inputs with this number as their first feature use the parameter ``rare``
-IGNORED = -100  # a target that is not counted
-DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # which autocast leaves alone: results are exact
+FLAG = 9.0  # an input whose first feature is this number uses the parameter ``rare``
+IGNORED = -100  # a target that does not count
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # autocast leaves it alone, so results are exact
 
 
 def batch(shape: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    """Return inputs (…, FEATURES) in float64, and a target for each of them."""
+    """Return inputs (…, FEATURES) in float64, and a target for each input."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(*shape, FEATURES, generator=generator, **DOUBLE)
     return inputs, torch.randint(CLASSES, tuple(shape), generator=generator)
@@ -34,7 +34,7 @@ def gradients_of(module: nn.Module) -> dict[str, list[float] | None]:
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient, each shared one once."""
+    """Return the parameters that require a gradient; shared ones are listed only once."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
@@ -45,12 +45,12 @@ def two_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 class Worn(nn.Module):
-    """A classifier in use: trainable parameters have a stale gradient, the others must not change.
+    """A classifier that has been in use, so its trainable parameters have stale gradients.
 
-    ``tied`` and ``first`` share a weight, ``frozen`` is not trainable, ``unused`` does not
-    contribute to the logits, and ``rare`` does so only where the inputs have a flag. With
-    ``is_transposed``, the weight of ``head`` is not contiguous. The layer that the forward pass
-    uses last is registered first. The model records the number of rows of each forward pass.
+    ``tied`` and ``first`` share a weight, and ``frozen`` is not trainable and must not change.
+    ``unused`` does not contribute to the logits; ``rare`` does where the inputs have a flag.
+    With ``is_transposed``, the weight of ``head`` is not contiguous. The layer that is used last is
+    registered first. The model records the number of rows in each forward pass.
     """
 
     def __init__(self, seed: int = 7, *, is_transposed: bool = False) -> None:
@@ -82,9 +82,10 @@ class Worn(nn.Module):
 
 
 class Odd(Worn):
-    """``Worn`` without gradients, but with buffers of several dtypes and a float32 ``single``.
+    """``Worn`` without gradients, but with a float32 parameter and buffers of several dtypes.
 
-    The persistent buffers are ``offset`` and ``count``; ``scratch`` is not persistent.
+    The parameter is ``single``. The buffers ``offset`` and ``count`` are persistent; ``scratch`` is
+    not.
     """
 
     def __init__(self, seed: int) -> None:
@@ -122,7 +123,7 @@ def deep_batch(rows: int) -> tuple[Tensor, Tensor]:
 
 
 class ByHand:
-    """A hand-written optimizer: the first use of one of torch's own costs a second of imports.
+    """A hand-written optimizer, because the first use of one from torch takes a second of imports.
 
     A parameter without a gradient stays unchanged, and so does its state.
     """
@@ -149,7 +150,7 @@ class ByHand:
                 parameter -= self.lr * self.update(parameter, parameter.grad, state)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: "_State") -> Tensor:
-        """Return the amount that a step with a learning rate of 1 subtracts from a parameter."""
+        """Return what a step with a learning rate of 1 would subtract from a parameter."""
         raise NotImplementedError
 
 
@@ -180,7 +181,7 @@ class SGD(ByHand):
 
 
 class AdamW(ByHand):
-    """``torch.optim.AdamW``: a weight whose gradient is zero still decays."""
+    """``torch.optim.AdamW``, in which a weight with a gradient of zero still decays."""
 
     BETAS = 0.9, 0.999
 

@@ -1,12 +1,12 @@
-"""A pretend device: tensors claim to be on it, but are in the CPU's memory.
+"""A pretend device: its tensors claim to be on it, but are in the CPU's memory.
 
     with PretendDevice() as device:
         model = classifier(7).to(device)
         model(inputs)                          # RuntimeError: inputs are on the CPU
         model(inputs.to(device)).device        # device(type='xpu', index=0)
 
-This shows judges without a GPU whether a lesson moves its tensors to the device it was given. The
-mark is kept with a tensor's memory, so that views and parameters share it.
+This shows judges without a GPU whether a lesson moves its tensors to the device it was given. A
+tensor's memory is marked as being on the device, so that views and parameters share the mark.
 """
 
 import sys
@@ -26,7 +26,7 @@ _MESSAGES = ("distlab/sim/", "distlab/process_group/", "torch/distributed/")  # 
 # As in torch, these accept tensors on different devices.
 _MOVES = {"copy_", "to", "type_as", "as_tensor", "tensor"}
 _MOVES |= {"set data", "_has_compatible_shallow_copy_type"}
-_JOINS = {"cat", "stack", "concat", "hstack", "vstack"}  # even scalars must be on one device
+_JOINS = {"cat", "stack", "concat", "hstack", "vstack"}  # even scalars must be on the same device
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _SENDS = ("allreduce", "broadcast", "allgather", "reduce", "send", "recv")
 
@@ -42,12 +42,13 @@ def device_of(tensor: Tensor) -> torch.device:
 class PretendDevice(TorchFunctionMode):
     """Mode in which this thread's torch has one more device: ``device``.
 
-    Factories with ``device=``, ``to`` and ``cpu`` make tensors there or bring them back, and
-    ``.device`` says where they are. Results of operations on its tensors are there too, and an
+    Factories with ``device=`` make tensors there, ``to`` and ``cpu`` move tensors there and back,
+    and ``.device`` says where they are. Results of operations on such tensors are there too. An
     operation that mixes them with CPU tensors (other than scalars) raises torch's own error.
 
     Args:
-        device: Name of a device that this machine lacks; not "cuda" if the code synchronises.
+        device: Name of a device that this machine lacks. Use "cuda" only for code that does not
+            synchronise.
     """
 
     def __init__(self, device: str = "xpu:0") -> None:
@@ -85,7 +86,7 @@ class PretendDevice(TorchFunctionMode):
         return tree_map(lambda value: self._placed(name, value, target, args), out)
 
     def _entered(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the hook for a backward pass, in which torch leaves all modes."""
+        """Return a hook that enters this mode again, because torch leaves it to run backward."""
 
         def called(*args: Any) -> Any:
             with self:
@@ -112,13 +113,13 @@ class PretendDevice(TorchFunctionMode):
         return self.device if device in (self.device, torch.device(self.device.type)) else device
 
     def _real(self, value: Any) -> Any:
-        """Return the CPU in place of the pretend device, and any other value as it is."""
+        """Return the CPU if the value is the pretend device, otherwise the value itself."""
         is_name = isinstance(value, str | torch.device)
         is_alike = is_name and str(value).partition(":")[0] == self.device.type
         return CPU if is_alike and self._known(value) == self.device else value
 
     def _check_together(self, name: str, args: Any, kwargs: Any) -> None:
-        """Raise torch's error if the arguments are on two devices; an index may be on the CPU."""
+        """Raise torch's error if arguments are on two devices, unless an index is on the CPU."""
         if name == "__getitem__" and device_of(args[0]) == self.device:
             return
         others = [t for t in _tensors_in((args, kwargs)) if device_of(t) != self.device]
@@ -132,7 +133,7 @@ class PretendDevice(TorchFunctionMode):
             )
 
     def _placed(self, name: str, value: Any, target: torch.device, args: Sequence[Any]) -> Any:
-        """Mark a result; a moved tensor gets new memory, as on a real device."""
+        """Mark a result if it is on the device; a move gives it new memory, as on a real device."""
         if not isinstance(value, Tensor) or device_of(value) == target:
             return value
         with torch._C.DisableTorchFunction():
@@ -146,7 +147,7 @@ class PretendDevice(TorchFunctionMode):
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """Return a name such as ``add``; for a property, ``data`` (getter) or ``set data`` (setter)."""
+    """Return a name such as ``add``; for a property, ``data`` or, to set it, ``set data``."""
     owner = getattr(getattr(func, "__self__", None), "__name__", "")
     name = getattr(func, "__name__", "")
     return {"__get__": owner, "__set__": f"set {owner}"}.get(name, name)
@@ -173,7 +174,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_sending() -> bool:
-    """Return whether a world's own code is calling torch: it may copy between any devices."""
+    """Return whether a world's own code is calling torch, which may copy between all devices."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NUMBERS: dict[str, tuple[int, int, int | float]] = {  # range of odd numbers, and their scale
+NUMBERS: dict[str, tuple[int, int, int | float]] = {  # range of the odd numbers, and their scale
     "float64": (2**49, 2**50, 2.0**-50),
     "float32": (2**20, 2**21, 2.0**-21),
     "float16": (2**7, 2**8, 2.0**-8),
@@ -19,7 +19,7 @@ NUMBERS: dict[str, tuple[int, int, int | float]] = {  # range of odd numbers, an
 }
 FRACTIONS = ("float32", "float16", "bfloat16", "float64")
 LONG = 128  # elements; longer tensors are compared by a checksum
-LARGE = 1_050_000, 1_100_000  # range of element counts, above 2^20 and thus above 2^20 bytes
+LARGE = 1_050_000, 1_100_000  # range of element counts, all above 2^20
 EVEN = 240  # divisible by 1 to 6, 8 and 16
 PLACES = 7  # number of different values in ``powers``
 
@@ -54,7 +54,7 @@ KINDS = [
 
 
 def even_size(random: Random, least: int, most: int) -> int:
-    """Draw a number of elements that ranks share evenly, as some answers require."""
+    """Draw a number of elements that ranks can share evenly, as some answers require."""
     return random.randrange(least, most) // EVEN * EVEN
 
 
@@ -73,7 +73,7 @@ def exact(kind: Kind, rank: int) -> Tensor:
 
 
 def powers(kind: Kind, rank: int) -> Tensor:
-    """Make 2^rank times 1, 2, 4, … by index: exact on many ranks, and made without extra memory."""
+    """Make 2^rank times 1, 2, 4, …, without extra memory; sums over many ranks are exact."""
     x = unwritten(kind, rank)
     for place in range(PLACES):
         x.view(-1)[place::PLACES].fill_(2.0 ** (rank + place))
@@ -81,13 +81,13 @@ def powers(kind: Kind, rank: int) -> Tensor:
 
 
 def unwritten(kind: Kind, rank: int) -> Tensor:
-    """Return an uninitialised tensor, which takes no time on a device."""
+    """Return an uninitialised tensor, which takes no time to make."""
     del rank
     return torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """Return the values in nested lists; for a long tensor, both ends and a checksum of all."""
+    """Return a tensor's values in nested lists, or, if it is long, both ends and a checksum."""
     if tensor.numel() <= LONG:
         return tensor.tolist()
     digest = hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()
@@ -101,17 +101,17 @@ def plain(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def chunk_lengths(num_elements: int, n: int) -> list[int]:
-    """Return the chunk lengths of ``tensor_split``: the first chunks are one element longer."""
+    """Return the chunk lengths of ``tensor_split``, whose first chunks may be an element longer."""
     share, longer = divmod(num_elements, n)
     return [share + (rank < longer) for rank in range(n)]
 
 
 def own_device(group: Any = None) -> torch.device:
-    """Return where the tensors of this rank must be to travel: its GPU with NCCL, else the CPU."""
+    """Return the device from which this rank can send tensors: its GPU with NCCL, else the CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def given_group(group: Any) -> dict[str, Any]:
-    """Return ``group`` as a keyword argument, or none if it is None."""
+    """Return the keyword argument ``group``, or no arguments if it is None."""
     return {} if group is None else {"group": group}

@@ -1,4 +1,4 @@
-"""Helpers that run the command line inside the test's process, on a small copy of the course."""
+"""Helpers that run the ``distlab`` command on a small copy of the course."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ RIGHT = """    both = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.ir
 
 
 def distlab(*arguments: str) -> int:
-    """Run the command, and return its exit code."""
+    """Run ``distlab`` in this process, and return its exit code."""
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert isinstance(left.value.code, int)
@@ -66,14 +66,17 @@ def distlab(*arguments: str) -> int:
 
 
 def started(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a separate process."""
+    """Run ``distlab`` in a separate process; ``options`` go to ``subprocess.run``."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-m", "distlab", *arguments]
     return subprocess.run(command, **{**pipes, "env": grading.environment(), **options}, text=True)
 
 
 def copy_course(target: Path, num_phases: int = 1) -> CourseFolder:
-    """Copy the first phases, each with a suite of two small tests, and the Phase 1 solutions."""
+    """Copy the first phases, each with a suite of two small tests, and Phase 1's solutions.
+
+    Return the folder of the copy.
+    """
     copy_first_phases(ROOT, target, count=num_phases)
     shutil.copy(ROOT / "pyproject.toml", target)
     (target / "tests").mkdir()
@@ -91,7 +94,7 @@ def copy_folder(name: str, target: Path) -> None:
 
 
 def hand_in(folder: Path, **files: str) -> Submission:
-    """Write files into a folder as a Phase 1 hand-in."""
+    """Write ``files``, given as ``name=text``, as Phase 1 lessons; return the submission."""
     (folder / PHASE).mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / PHASE / f"{name}.py").write_text(text)
@@ -99,7 +102,7 @@ def hand_in(folder: Path, **files: str) -> Submission:
 
 
 def write_exchange(here: CourseFolder, body: str) -> None:
-    """Write the template, with ``body`` in place of 1.4's TODO."""
+    """Write the template with ``body`` in place of Task 1.4's TODO."""
     lines = (ROOT / FILE).read_text().splitlines(keepends=True)
     (place,) = (k for k, line in enumerate(lines) if line.startswith(TODO))
     lines[place] = body
@@ -107,7 +110,7 @@ def write_exchange(here: CourseFolder, body: str) -> None:
 
 
 def grade_as(here: CourseFolder, **outcomes: str) -> None:
-    """Record task outcomes, such as ``t1_4="passed"``."""
+    """Record outcomes such as ``t1_4="passed"``, as if the tasks had been graded."""
     tasks = {here.task(name[1:].replace("_", ".")): text for name, text in outcomes.items()}
     records = {
         task.id: state.Record(outcome, source.digest(here, task)) for task, outcome in tasks.items()

@@ -11,19 +11,19 @@ import processes
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Slow input generation says something about the machine, not about the code.
+# If generating inputs is slow, the machine is to blame, not the code.
 settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:
-    """Undo gc.freeze(): a simulation calls it itself, but only if no object is frozen yet."""
+    """Unfreeze all objects, because a simulation calls gc.freeze() only if none is frozen yet."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def program_source() -> Iterator[socket.socket | None]:
-    """The process that programs are forked from; started when a test first needs it."""
+    """A socket to the process that forks programs, started on first use. Off Linux, it is None."""
     if sys.platform != "linux":
         yield None
         return
@@ -33,7 +33,7 @@ def program_source() -> Iterator[socket.socket | None]:
 
 @pytest.fixture
 def forked(program_source: socket.socket | None) -> Iterator[None]:
-    """Fork every Python program, even graders and fork servers, so that torch is already loaded."""
+    """Fork all Python programs, even graders and fork servers, from a process with torch loaded."""
     forked_python.fork_from(program_source)
     yield
     forked_python.fork_from(None)
@@ -41,13 +41,16 @@ def forked(program_source: socket.socket | None) -> Iterator[None]:
 
 @pytest.fixture
 def fresh_pytest(forked: None) -> processes.FreshPytest:
-    """Run pytest in a fork; tests of its startup, or of signals to it, start a real process."""
+    """A function that runs pytest in a fork.
+
+    Tests of pytest's startup, or of signals to pytest, start a real process instead.
+    """
     return processes.fresh_pytest
 
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """An environment value that marks a test's processes; they are killed after the test."""
+    """A unique value that marks a test's processes, which are killed when the test ends."""
     name = uuid.uuid4().hex
     yield name
     for process in processes.marked(name):

@@ -24,8 +24,8 @@ Document = dict[str, Any]
 class Command(NamedTuple):
     """A command that starts the trainer."""
 
-    launcher: argparse.Namespace  # torchrun's options, as torchrun parses them
-    trainer: dict[str, str]  # keys and values of the trainer's command line
+    launcher: argparse.Namespace  # torchrun's options, as it parses them
+    trainer: dict[str, str]  # the trainer's options and their values
 
 
 def documents(name: str) -> list[Document]:
@@ -68,7 +68,7 @@ def pods() -> dict[str, Document]:
 
 
 def words() -> dict[str, list[str]]:
-    """Return the words after the entrypoint, by file or service."""
+    """Return the arguments that the entrypoint gets, by file or service."""
     found = {f"compose {name}": service["command"] for name, service in trainers().items()}
     for name, job in jobs().items():
         found[name] = job["template"]["spec"]["containers"][0]["args"]
@@ -81,7 +81,7 @@ def words() -> dict[str, list[str]]:
 
 
 def commands() -> dict[str, Command]:
-    """Return the command that starts the trainer, by file or service."""
+    """Return the parsed command that starts the trainer, by file or service."""
     return {name: _command(each) for name, each in words().items()}
 
 
@@ -91,14 +91,14 @@ def read(name: str) -> str:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions, such as USER, each with the text after it."""
+    """Return the Dockerfile's instructions as pairs of a keyword, such as USER, and its text."""
     lines = [line for line in read("Dockerfile").splitlines() if not line.startswith("#")]
     whole = re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in whole if line)]
 
 
 def _after_entrypoint(script: str) -> list[str]:
-    """Return the words after the entrypoint in a shell script; variables are not expanded."""
+    """Return the entrypoint's arguments in a shell script, without expanding variables."""
     [line] = [line for line in _joined(script) if "entrypoint.py" in line]
     line = line.partition(" || ")[0]
     return shlex.split(line[line.index("torchrun") :])

@@ -1,14 +1,15 @@
-"""Start Python programs in new processes, without the two seconds that loading torch takes.
+"""Start Python programs in new processes without spending two seconds on importing torch.
 
     Popen ──arguments, folder, variables, descriptors──▶ source: a process with torch imported
           ◀─pid───────────────────────────────────────── └─fork─fork──▶ the program
 
-The program becomes a child of the process that asked, as usual: that process adopts orphans for a
-moment (as a "subreaper"), and the process between the source and the program ends. No course module
-is imported before the fork. Each program has its own source, so any processes that it starts, such
-as the grader or its fork server, are forked too. Off Linux, all programs start as usual.
+The program becomes a child of the process that calls Popen, as usual. To make that happen, the
+source forks twice and the process in the middle exits, while the caller briefly is a "subreaper",
+which adopts orphans. No course module is imported before the fork. Each program has its own source,
+so any processes that it starts, such as the grader or its fork server, are forked too. On systems
+other than Linux, all programs start as usual.
 
-Tests of process startup and exit, of signals, or of a terminal do not use this.
+Tests of startup, exit, signals or terminals do not use this module.
 """
 
 import ctypes
@@ -28,19 +29,19 @@ LENGTH = struct.Struct("=q")
 SERVE = "__import__('program_source').serve()"
 UNBUFFERED = "-u"
 PR_SET_CHILD_SUBREAPER = 36
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # many programs share a core
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # since many programs share a core
 
 RealPopen = subprocess.Popen
 _lock = threading.Lock()
 _source: socket.socket | None = None
-source_pid = 0  # pid of the source that this process has started; 0: none
+source_pid = 0  # pid of the source that this process started, or 0
 
 
 class Request(NamedTuple):
     """A program to start.
 
     Attributes:
-        places: Numbers that the descriptors sent along get in the new program.
+        places: Numbers that the descriptors sent with the request will have in the program.
     """
 
     arguments: list[str]
@@ -51,7 +52,7 @@ class Request(NamedTuple):
 
 
 class ForkingPopen(RealPopen):  # type: ignore[type-arg]
-    """Popen that forks Python programs."""
+    """A Popen that starts Python programs by forking the source."""
 
     def _execute_child(self, *given: Any) -> None:
         real = RealPopen._execute_child  # type: ignore[attr-defined]
@@ -74,7 +75,7 @@ class ForkingPopen(RealPopen):  # type: ignore[type-arg]
 
 
 def _can_be_forked(asked: dict[str, Any]) -> bool:
-    """Return True if the command runs Python with the same settings as the source."""
+    """Return True if the command runs Python with the settings that the source has."""
     words = asked["args"]
     if isinstance(words, (str, bytes)) or os.fspath(words[0]) != sys.executable:
         return False
@@ -94,7 +95,7 @@ def _settings(variables: dict[str, str] | None) -> dict[str, str]:
 
 
 def _started(source: socket.socket, request: Request, descriptors: Sequence[int]) -> int:
-    """Have the source start a program, as a child of this process; return its pid."""
+    """Have the source start a program as a child of this process; return the program's pid."""
     text = json.dumps(request).encode()
     with _lock:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -108,7 +109,7 @@ def _started(source: socket.socket, request: Request, descriptors: Sequence[int]
 
 @contextmanager
 def source() -> Iterator[socket.socket]:
-    """Start a process that programs are forked from."""
+    """Start a process that forks programs; yield the socket that takes requests for them."""
     global source_pid
     ours, theirs = socket.socketpair()
     process = RealPopen(
@@ -126,7 +127,7 @@ def source() -> Iterator[socket.socket]:
 
 
 def fork_from(source: socket.socket | None) -> None:
-    """Fork the programs that this process starts from now on; ``None``: start them as usual."""
+    """From now on, fork this process's programs from ``source``; None restores the usual Popen."""
     global _source
     _source = source
     subprocess.Popen = ForkingPopen if source else RealPopen  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Program that mpirun starts in the tests: ``mpi_ranks.py WORLD_SIZE OUTPUT``.
+"""The program that the tests run under mpirun: ``mpi_ranks.py WORLD_SIZE OUTPUT``.
 
 Rank 0 writes the results of all ranks to OUTPUT.
 """
@@ -36,7 +36,7 @@ def course_training(world_size: int, gradients: str, backend: str = "gloo") -> t
 
 
 def all_of_it() -> dict[str, object]:
-    """Run every program that succeeds, one after another in one world."""
+    """Run everything that does not end the job, in one world; return the results by name."""
     warnings.simplefilter("ignore")
     calls = {
         name: programs.without_leftovers(program)
@@ -89,7 +89,7 @@ def counts_of_a_known_program() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def sends_that_nobody_waits_for() -> list[float]:
-    """Return the values that arrive although the sender dropped its tensors right after isend."""
+    """Return the values received from a rank that dropped its tensors right after isend."""
     right, left = programs.neighbours()
     for k in range(100):
         dist.isend(torch.full((20_000,), float(k)), right)
@@ -116,7 +116,7 @@ def what_is_refused() -> list[str]:
 
 
 def what_ranks_disagree_on() -> dict[str, str]:
-    """Return the errors when ranks 0 and 1 disagree; each case has its own group and ruins it."""
+    """Make ranks 0 and 1 disagree in several ways, each in a new group; return the errors."""
     attempts: dict[str, Callable[[dist.ProcessGroup, int], object]] = {
         "size": lambda group, rank: dist.all_reduce(torch.zeros(4 + rank), group=group),
         "dtype": lambda group, rank: dist.all_reduce(torch.zeros(4).to(KINDS[rank]), group=group),
@@ -160,5 +160,5 @@ def main(world_size: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # otherwise the last collection would spend 0.4 s searching all of torch
+    gc.freeze()  # otherwise, the last collection takes 0.4 s to search all of torch
     main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -20,7 +20,7 @@ needs_mpi = pytest.mark.skipif(
 def mpirun(
     world_size: int, *command: str, **environment: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run Python under mpirun, and check that none of its processes is left."""
+    """Run Python under mpirun, and check that it leaves no processes behind."""
     mark = f"{os.getpid()}-{world_size}-{hash(command)}"
     done = subprocess.run(
         [find_mpirun() or "", "-np", str(world_size), sys.executable, *command],
@@ -40,5 +40,5 @@ def mpirun(
 
 
 def left_behind(mark: str) -> list[psutil.Process]:
-    """Return the processes of a job that are still alive ten seconds after its end."""
+    """Wait up to ten seconds for a job's processes to end; return those still alive."""
     return psutil.wait_procs(processes.marked(mark), timeout=10)[1]

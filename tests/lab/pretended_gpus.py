@@ -1,7 +1,7 @@
-"""A plugin of pytest for ``--backend nccl``: it pretends that there are ``PRETENDED_GPUS`` GPUs.
+"""A pytest plugin for ``--backend nccl`` that pretends to have ``PRETENDED_GPUS`` GPUs.
 
-A world that they suffice for is simulated, on a pretended device, whose tensors alone may be sent.
-Tests that never run on processes are left out.
+A world for which there are enough GPUs is simulated, and its ranks may send only tensors that are
+on a pretended GPU. Tests that never run on real processes are left out.
 """
 
 import os
@@ -45,14 +45,14 @@ def on_pretended_gpus(
     submission: Submission,
     limits: Limits,
 ) -> Run:
-    """Run a world in the place of one on processes, which has no trace."""
+    """Simulate a world instead of running it on processes, and drop the trace."""
     given = (body, *args)
     run = grade._simulate(on_gpu, world_size, given, None, Options(), submission, limits)
     return replace(run, trace=None)
 
 
 def on_gpu(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
-    """Call a body where the tensors that travel must be on a GPU."""
+    """Call a body, and check that all tensors that it sends are on the GPU."""
     dist.get_backend = lambda group=None: "nccl"  # this process serves only this world
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = lambda device=None: None

@@ -1,4 +1,4 @@
-"""Test processes: starting pytest, waiting, and finding the processes that a test leaves behind."""
+"""Helpers that start pytest, wait, and find the processes that a test leaves behind."""
 
 import gc
 import os
@@ -20,13 +20,13 @@ MARK = "DISTLAB_OF_TEST"  # environment variable of a test's first process, inhe
 
 
 def children(*, recursive: bool = True) -> list[psutil.Process]:
-    """Return this process's descendants, except the source that programs are forked from."""
+    """Return this process's descendants, or only its children, except the source of forks."""
     found = psutil.Process().children(recursive=recursive)
     return [process for process in found if process.pid != forked_python.source_pid]
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Return the processes whose environment has ``mark``; ended ones are left out."""
+    """Return the running processes that have ``mark`` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -38,10 +38,11 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def end_fork_server() -> None:
-    """End the processes that multiprocessing keeps running once its fork server has been used.
+    """Stop multiprocessing's fork server and resource tracker.
 
-    There is no public way to do so; they would end only when Python exits, and other tests would
-    see them. Garbage is collected first, since the resource tracker removes any semaphores left.
+    Otherwise, they would run until Python exits, and other tests would find them. There is no
+    public way to stop them. Garbage is collected first, because the tracker removes any semaphores
+    left.
     """
     gc.collect()
     for server in (forkserver._forkserver, resource_tracker._resource_tracker):
@@ -54,7 +55,7 @@ def fresh_pytest(
     """Run pytest in a separate process.
 
     Args:
-        arguments: Arguments of pytest.
+        arguments: Command-line arguments.
         folder: Working folder.
         environment: Additional environment variables.
     """
@@ -70,7 +71,7 @@ def fresh_pytest(
 
 
 def wait_until(is_so: Callable[[], bool], otherwise: Callable[[], str] = str) -> None:
-    """Wait until a condition is true; fail with the text from ``otherwise`` if it never is."""
+    """Wait until a condition is true; if it never is, fail with the text from ``otherwise``."""
     end_s = time.monotonic() + LONGEST_S
     while not is_so():
         assert time.monotonic() < end_s, otherwise()

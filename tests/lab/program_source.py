@@ -17,22 +17,22 @@ from forked_python import LENGTH, UNBUFFERED, Request, fork_from, prctl, read_ex
 
 MOST_DESCRIPTORS = 16
 OUT_OF_THE_WAY = 200  # higher than any descriptor of a new process
-FORK_SERVER = "distlab.launch.fork_server_main"  # it forks ranks, and starts no programs
+FORK_SERVER = "distlab.launch.fork_server_main"  # it only forks ranks and starts no programs
 PR_SET_PDEATHSIG = 1
 
 
 def serve() -> NoReturn:
-    """Fork a process per request until the other end closes, and run the program in it."""
+    """Fork a process for each request, and run the program in it, until the socket closes."""
     gc.disable()
-    import torch._dynamo  # the first optimizer would import it, taking a second
+    import torch._dynamo  # or the first optimizer would import it, which takes a second
     import torch.distributed  # noqa: F401
 
-    gc.freeze()  # programs collect only their own garbage, and pages stay shared
+    gc.freeze()  # so programs collect only their own garbage, and pages stay shared
     gc.enable()
     asking = socket.socket(fileno=int(sys.argv[1]))
     own_path = [place for place in sys.path if place not in ("", os.path.dirname(__file__))]
     while True:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the programs only
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is meant for the programs
         request, descriptors = _forked_for(asking)
         its_source = _source_of_its_own(request, descriptors)
         if its_source is None:
@@ -41,7 +41,10 @@ def serve() -> NoReturn:
 
 
 def _source_of_its_own(request: Request, descriptors: list[int]) -> socket.socket | None:
-    """Fork a source for a program that may start others; return its socket there, else None."""
+    """Fork a source for the programs that this program may start.
+
+    Return the new source's socket in that source, and None in the program.
+    """
     if any(FORK_SERVER in word for word in request.arguments):
         return None
     ours, theirs = socket.socketpair()
@@ -58,7 +61,7 @@ def _source_of_its_own(request: Request, descriptors: list[int]) -> socket.socke
 
 
 def _forked_for(asking: socket.socket) -> tuple[Request, list[int]]:
-    """Fork for each request; return only in the forks, once adopted by the process that asked."""
+    """Fork for each request; return only in a fork, once the requesting process has adopted it."""
     while True:
         start, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, MOST_DESCRIPTORS)
         if not start:
@@ -80,7 +83,7 @@ def _forked_for(asking: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _become(request: Request, descriptors: list[int], own_path: list[str]) -> CodeType:
-    """Set up everything that a new process would start with; return the code to run."""
+    """Set this process up like a newly started one; return the program's code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.has_own_session:
         os.setsid()
@@ -138,7 +141,7 @@ def _status_of(program: CodeType) -> int:
 
 
 def _place(descriptors: list[int], places: list[int]) -> None:
-    """Move descriptors to their target numbers, which others in the list may still occupy."""
+    """Move descriptors to ``places``, which other descriptors in the list may still occupy."""
     high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, OUT_OF_THE_WAY) for number in descriptors]
     _close(*descriptors)
     for number, place in zip(high, places, strict=True):

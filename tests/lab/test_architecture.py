@@ -62,8 +62,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 TOOLS = {"torchvision_repair", "util"}
-# The one module that imports phases and solutions, and the modules that import by a computed name:
-# packages with lazy names, hand-ins, and modules that a fork server preloads.
+# FINDER is the one module that imports phases and solutions. The modules in IMPORTS_BY_NAME import
+# by a computed name: from a package with lazy names, from a hand-in, or to preload a fork server.
 FINDER = "distlab.lessons"
 IMPORTS_BY_NAME = {
     FINDER: "the course's own lessons",
@@ -110,7 +110,7 @@ def modules() -> frozenset[str]:
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
-    """Yield every imported name, even inside functions: ``a.b.c`` for ``from a.b import c``."""
+    """Yield all imports, even inside functions, with names: ``a.b.c`` for ``from a.b import c``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)

@@ -69,7 +69,7 @@ def test_shard_that_cannot_be_is_refused(
 
 
 class Broken(Dataset[Sample]):
-    """A data set that draws from the global generators for each sample, and then fails."""
+    """A data set that, for each sample, draws from the global generators and then fails."""
 
     def __len__(self) -> int:
         return 4
@@ -80,7 +80,7 @@ class Broken(Dataset[Sample]):
 
 
 def draws(*, loads: bool) -> tuple[str, list[float]]:
-    """Return the loading error, if any, and the numbers that training draws after it."""
+    """Return the loading error, if any, and the random numbers that training would draw next."""
     torch.manual_seed(7), np.random.seed(7), random.seed(7)
     text = refusal(lambda: list(build_loader(Broken(), 4, shuffle=False))) if loads else ""
     return text, [float(torch.rand(())), np.random.rand(), random.random()]

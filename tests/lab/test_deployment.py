@@ -41,7 +41,7 @@ def test_kubernetes_would_accept_it(document: Document, version: str) -> None:
 
 
 def understood(document: Document) -> Document:
-    """Return the part of a TrainJob that Kubeflow's models keep: they drop unknown keys."""
+    """Return the part of a TrainJob that Kubeflow's models keep; they drop unknown keys."""
     model: Any = TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(document))
     return model.to_dict()  # type: ignore[no-any-return]
 

@@ -131,7 +131,7 @@ def test_sigusr1_to_every_process_interrupts_no_save(
 
 
 def test_a_second_signal_changes_nothing(start: Start, tmp_path: Path) -> None:
-    """As if a user pressed Ctrl-C twice: a terminal signals the whole process group."""
+    """A user may press Ctrl-C twice, and each time the terminal signals the whole process group."""
     process = start(entrypoint(tmp_path, "wait"))
     wait_until((tmp_path / "ready0").exists)
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
@@ -153,7 +153,7 @@ def probe(folder: Path, *options: str, max_age_s: float = MAX_AGE_S) -> tuple[in
 
 
 def start_rank(start: Start, folder: Path, rank: int) -> None:
-    """Start a process that looks like a rank; wait until it does and is a clock tick old."""
+    """Start a stand-in for a rank; wait until it can be recognized and is a clock tick old."""
     process = start([*RANK, str(folder)], RANK=str(rank))
     cmdline = Path(f"/proc/{process.pid}/cmdline")
     wait_until(lambda: b"--run_dir" in cmdline.read_bytes())

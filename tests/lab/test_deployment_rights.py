@@ -1,4 +1,4 @@
-"""Container rights: no more than Kubernetes' strictest standard allows, everywhere."""
+"""No container has more rights than Kubernetes' strictest standard allows."""
 
 import re
 

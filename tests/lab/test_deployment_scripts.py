@@ -1,4 +1,4 @@
-"""The deployment's shell scripts: shellcheck accepts them all, and Slurm's handles exit codes."""
+"""The deployment's shell scripts: shellcheck accepts them, and Slurm's handles exit codes."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def scripts() -> dict[str, str]:
 
 @pytest.mark.parametrize("script", scripts().values(), ids=scripts())
 def test_shellcheck_finds_nothing(script: str) -> None:
-    """SC1091 is excluded: skypilot.yaml's setup activates an environment that is not there."""
+    """SC1091 is excluded: skypilot.yaml's setup activates an environment that is missing here."""
     command = [str(Path(sys.executable).with_name("shellcheck")), "--exclude=SC1091", "-"]
     ended = subprocess.run(command, input=script, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "")

@@ -35,7 +35,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings; the second heading of the same name gets -1."""
+    """Return the anchors of a page's headings; a second heading of the same name gets -1."""
     found: list[str] = []
     for heading in re.findall(r"^#+ (.+)$", without_code(text), flags=re.MULTILINE):
         name = anchor(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading))

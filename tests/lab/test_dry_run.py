@@ -17,7 +17,7 @@ SLOW_BYTES_PER_S = 1e8  # communication takes much longer than computation
 SLOW = Cluster(4, 1, topology="ethernet", gpu=A100, nic_bytes_per_s=SLOW_BYTES_PER_S)
 SMALL = {"model": "resnet18", "data": "synthetic", "image_size": 16, "batch_size": 64}
 WEIGHTS = 11_173_962  # a ResNet-18 with a 3 x 3 stem and 10 classes
-RING_S = 2 * 3 / 4 * 4 * WEIGHTS / SLOW_BYTES_PER_S  # each of 4 ranks sends 2 (N - 1) / N of all
+RING_S = 2 * 3 / 4 * 4 * WEIGHTS / SLOW_BYTES_PER_S  # 4 ranks each send 2 (N - 1) / N of all
 RESNET_50 = {"model": "resnet50", "data": "imagefolder", "data_dir": "none", "image_size": 224}
 CONFIG = Path(__file__).parents[2] / "configs/digits_cpu.yaml"
 

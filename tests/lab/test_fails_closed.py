@@ -25,13 +25,13 @@ FOREVER = "98765.4321"  # seconds; also marks a child process
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_survives() -> Iterator[None]:
-    """Check after the file's tests that no process of a submission is left."""
+    """Check, after the tests of this file, that no process of a submission is left."""
     yield
     assert not left_behind()
 
 
 def left_behind() -> list[psutil.Process]:
-    """Return the child of ``LEAVES_A_CHILD``, wherever it is in the process tree."""
+    """Return the children of ``LEAVES_A_CHILD``, wherever they are in the process tree."""
     every = psutil.process_iter(["cmdline"])
     return [process for process in every if FOREVER in (process.info["cmdline"] or [])]
 

@@ -1,4 +1,4 @@
-"""The student's copy of the course: it works, without answers or links that lead out of it."""
+"""The student's copy of the course works, and has neither answers nor links that lead out of it."""
 
 import ast
 import os
@@ -20,7 +20,7 @@ from distlab.learner.source import defined
 pytestmark = pytest.mark.usefixtures("forked")
 
 NUM_LINES = 4  # this many equal lines in a row are no coincidence
-NAMES_ALL = "AGENTS.md"  # it names what assistants must not read
+NAMES_ALL = "AGENTS.md"  # names the files that assistants must not read
 HERE = CourseFolder(ROOT, COURSE)
 SHORT = ["--num-workers", "2", "--epochs", "1"]
 
@@ -38,7 +38,7 @@ def mine(students: Path, tmp_path: Path) -> Path:
 
 
 def distlab(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run distlab from a copy of the course, in the folder of that copy."""
+    """Run the ``distlab`` of a copy of the course in the folder of that copy."""
     return subprocess.run(
         [sys.executable, "-m", "distlab", *arguments],
         cwd=root,
@@ -82,7 +82,7 @@ def bodies(path: Path) -> dict[str, str]:
 
 
 def answers() -> dict[Block, str]:
-    """Return each block of a solution, and its function, unless the template has that function."""
+    """Return the blocks of solutions that templates do not give, with the function of each."""
     found = {}
     for template in sorted(ROOT.glob("phase*/template_*.py")):
         lesson = template.name.removeprefix("template_")

@@ -1,4 +1,4 @@
-"""4.5 on real processes: a stopped or slow rank is noticed, and no other is blamed."""
+"""Task 4.5 on real processes: a stopped or slow rank is noticed, and no other is blamed."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ NUM_RANKS, CULPRIT, FATAL_STEP = 3, 1, 10
 TIMEOUT_S, END_S = 1.5, 60.0
 STEP_S = 0.01
 context = multiprocessing.get_context("forkserver")
-# Otherwise each rank would import torch itself.
+# Otherwise, each rank would have to import torch.
 context.set_forkserver_preload(["solutions.phase4_production.fault_tolerance"])
 
 
@@ -33,7 +33,10 @@ def no_fork_server_stays() -> Iterator[None]:
 
 
 def train(rank: int, port: int, meeting: Path, fate: int) -> None:
-    """Train until the test ends; the culprit sends itself a signal, or is slow if fate is 0."""
+    """Train until the test ends.
+
+    The culprit sends itself the signal ``fate``. If ``fate`` is 0, the culprit is slow instead.
+    """
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
@@ -77,7 +80,7 @@ def training(fate: int, meeting: Path) -> Iterator[HeartbeatMonitor]:
 def poll_until(
     monitor: HeartbeatMonitor, is_noticed: Callable[[list[Health]], bool]
 ) -> list[list[Health]]:
-    """Poll until something is noticed; return all polls."""
+    """Poll the monitor until ``is_noticed`` returns True; return the results of all polls."""
     end_s, polls = time.monotonic() + END_S, [monitor.poll()]
     while not is_noticed(polls[-1]):
         assert time.monotonic() < end_s, polls[-1]

@@ -1,4 +1,4 @@
-"""distlab as ``pip install .`` installs it: without pytest, and started from any folder."""
+"""distlab as installed by ``pip install .``, without pytest and started from any folder."""
 
 import shutil
 import subprocess
@@ -35,7 +35,7 @@ sys.path.insert(0, sys.argv.pop(1))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of a wheel."""
+    """A folder with the files that a wheel contains."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "distlab", folder / "distlab")
     return folder

@@ -15,21 +15,21 @@ class Pair:
         self.numbers, self.lock = [1, 1], threading.Lock()
 
     def add_1(self) -> None:
-        """Add without a lock."""
+        """Add 1 to each number without the lock."""
         self.numbers[0] += 1
         self.numbers[1] += 1
 
     def add_1_in_a_line(self) -> None:
-        """Add without a lock, in a single line."""
+        """Add 1 to each number without the lock, in a single line."""
         any(self.numbers.__setitem__(i, old + 1) for i, old in enumerate(self.numbers))
 
     def add_1_locked(self) -> None:
-        """Add with the lock."""
+        """Add 1 to each number while holding the lock."""
         with self.lock:
             self.add_1()
 
     def read(self) -> tuple[int, ...]:
-        """Read with the lock."""
+        """Return both numbers, read while holding the lock."""
         with self.lock:
             return tuple(self.numbers)
 

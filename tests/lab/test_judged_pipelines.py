@@ -1,4 +1,4 @@
-"""2.12's judge allows for rounding to bfloat16, which grows with the gradient, and for no more."""
+"""Task 2.12's judge tolerates rounding to bfloat16, which grows with the gradient, but no more."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from distlab.grade import Wrong
 from distlab.sim import simulate
 from solutions.phase2_advanced import pipeline_parallel
 
-SIZES = [(9, 3, 11, 4), (9, 7, 4, 3), (11, 5, 8, 6)]  # drawn in runs that rejected the solution
+SIZES = [(9, 3, 11, 4), (9, 7, 4, 3), (11, 5, 8, 6)]  # with these, the solution was once rejected
 
 
 @pytest.mark.parametrize("sizes", SIZES)

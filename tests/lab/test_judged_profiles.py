@@ -1,4 +1,4 @@
-"""4.18's judge counts what a rank does in a trace of a GPU as in one of a CPU."""
+"""Task 4.18's judge counts a rank's operations correctly in a trace of a GPU, not only of a CPU."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 from phase4.judge_profiling import CPU, KERNEL, NCCL, OP, STEP
 from phase4.profiles import _content
 
-ON_GPU = "gpu_user_annotation"  # where the kernels of an annotation are
-# A step of two matrix products and an all-reduce, as torch writes it down with NCCL.
+ON_GPU = "gpu_user_annotation"  # category of an annotation's span on the GPU
+# A step of two matrix products and an all-reduce, as torch traces it with NCCL.
 EVENTS = [
     (CPU, STEP),
     *[(OP, "aten::matmul"), (OP, "aten::mm"), (KERNEL, "sm90_xmma_gemm_f32f32")] * 2,

@@ -1,4 +1,4 @@
-"""Messages to the learner from the judges' shared checks."""
+"""The messages that learners get from the judges' shared checks."""
 
 from math import inf, nan
 

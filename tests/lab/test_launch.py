@@ -1,4 +1,4 @@
-"""launch.run when all goes well, and when a request is impossible."""
+"""launch.run when everything goes well, and when a request is impossible."""
 
 import math
 import os
@@ -94,7 +94,7 @@ def test_a_changed_module_is_seen_by_the_next_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    for answer in (1, 22):  # two lengths, as a .pyc is checked by size and whole seconds
+    for answer in (1, 22):  # of different size, or a .pyc made in the same second would be used
         (tmp_path / "edited_by_learner.py").write_text(f"ANSWER = {answer}\n")
         assert launch.run(_answer_of_edited_module, 2) == [answer] * 2
 
@@ -166,7 +166,7 @@ def test_slow_imports_of_one_world_are_made_ahead_for_the_next() -> None:
 
 def _optimizer_was_ready() -> bool:
     ready = "torch._dynamo" in sys.modules
-    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # imports torch._dynamo, taking a second
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters())  # imports torch._dynamo, which takes 1 s
     return ready
 
 

@@ -1,6 +1,6 @@
-"""The ways in which a rank can fail, the error that the user gets, and how long that takes.
+"""How a rank can fail, which error the user gets, and how long that takes.
 
-`pytest tests/lab/test_launch_failures.py -s` prints the table.
+``pytest tests/lab/test_launch_failures.py -s`` prints a table of all failures.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ IDLE = Limits(60, idle_s=0.5)
 ERROR_CHARACTERS = 120  # length of an error in the table
 VERDICT_S = 60.0  # the table has the exact times; this only has to be far below "forever"
 ANY = -1
-# Unique to this run, since these tests may run twice at once; ranks inherit the variable.
+# Unique to this run, since two runs of these tests may overlap; ranks inherit the variable.
 ORPHAN = ["sleep", os.environ.setdefault("DISTLAB_TEST_ORPHAN_S", f"3607.{os.getpid()}")]
 
 

@@ -1,4 +1,4 @@
-"""launch_training.sh and launch_local as users start them, and the configurations."""
+"""launch_training.sh and launch_local, started as users do, and the configurations."""
 
 import os
 import signal
@@ -35,10 +35,10 @@ TINY = (
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """An environment value that marks a test's processes, none of which may be left."""
+    """A unique value that marks a test's processes, none of which may outlive the test."""
     name = uuid.uuid4().hex
     yield name
-    end_s = time.monotonic() + END_S  # loaders end once they notice that their rank has
+    end_s = time.monotonic() + END_S  # loaders end once they notice that their rank has ended
     while (left := marked(name)) and time.monotonic() < end_s:
         time.sleep(0.05)
     for process in left:
@@ -47,7 +47,7 @@ def mark() -> Iterator[str]:
 
 
 def start(mark: str, folder: Path, command: tuple[str, ...]) -> "subprocess.Popen[str]":
-    """Start a command in this folder, with its output in a file there."""
+    """Start a command in a folder; its output goes to the file ``log`` there."""
     folder.mkdir(exist_ok=True)
     found = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), MARK: mark}
     no_data = {"DISTLAB_DATA": str(folder / "data")}

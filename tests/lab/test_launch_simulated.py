@@ -1,4 +1,4 @@
-"""launch.run(backend="sim"): the same call and the same errors as in the real worlds."""
+"""``launch.run(backend="sim")`` is called as for real processes, and raises the same errors."""
 
 import ctypes
 import os

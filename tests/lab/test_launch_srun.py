@@ -1,4 +1,4 @@
-"""launch.run and distlab train as tasks of Slurm's srun, which numbers them."""
+"""launch.run and ``distlab train`` in tasks that Slurm's srun starts and numbers."""
 
 import os
 import subprocess
@@ -77,7 +77,7 @@ def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def as_task(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that sets Slurm's variables for task 3 of 4, two on each of two nodes."""
+    """Return a function that sets Slurm's variables for task 3 of 4, with two tasks per node."""
 
     def arrange(**others: str) -> None:
         variables = {

@@ -1,4 +1,4 @@
-"""Starting and ending a world on a machine that is slow or short of resources, or after ctrl-C."""
+"""Starting and ending worlds when the machine is slow or short of resources, and after ctrl-C."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ StartRank = Callable[[fork_server.ForkServer, Any, int], int]
 
 @pytest.fixture
 def on_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], None]], None]:
-    """Return a function that sets a callback, which gets each started rank's number and pid."""
+    """Return a function that sets a callback, called with each started rank's number and pid."""
 
     def arrange(react: Callable[[int, int], None]) -> None:
         original: StartRank = fork_server.ForkServer.start_rank
@@ -100,7 +100,7 @@ def test_a_rank_killed_while_others_are_started_is_the_one_to_blame(
     def kill_first(number: int, pid: int) -> None:
         if number == 0:
             os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)  # its exit is known before the next rank is requested
+            time.sleep(0.1)  # so that its exit is known before the next rank is requested
 
     on_start(kill_first)
     with pytest.raises(launch.RankCrashed, match="rank 0 of 2 was killed by SIGKILL") as caught:
@@ -192,7 +192,7 @@ def test_a_world_after_ctrl_c_at_any_moment_is_healthy_and_nothing_leaks() -> No
         raise KeyboardInterrupt
 
     launch.run(dist.get_rank, 3)
-    gc.collect()  # clears garbage of other tests
+    gc.collect()  # clears other tests' garbage
     before = _descriptors()
     previous = signal.signal(signal.SIGALRM, strike)
     try:
@@ -302,7 +302,7 @@ def test_a_server_does_not_finish_an_import_before_it_ends(
 def test_a_server_is_stopped_for_as_long_as_it_has_been_seen_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the parent was stopped too, and resumes first, the time before that must not count."""
+    """If the parent was stopped too, and resumes before the server, that time must not count."""
     monkeypatch.setattr(fork_server, "LOOK_S", 0.0)
     monkeypatch.setattr(fork_server, "STOPPED_S", 0.0)
     with contextlib.closing(fork_server.ForkServer()) as server:
@@ -319,7 +319,7 @@ def test_a_server_is_stopped_for_as_long_as_it_has_been_seen_so(
 
 @pytest.mark.usefixtures("spawning")
 def test_a_folder_that_was_there_before_the_server_is_not_used() -> None:
-    """Its path is visible in a process's arguments, so another user may have created it."""
+    """The folder's path is visible in a process's arguments, so another user may have made it."""
     with contextlib.closing(fork_server.ForkServer()) as server:
         server._folder.mkdir()
         with pytest.raises(launch.SetupError, match="File exists"):

@@ -240,7 +240,7 @@ def kept(request: pytest.FixtureRequest, here: CourseFolder) -> CourseFolder:
 
 
 def backup(here: CourseFolder) -> bytes:
-    """Return the only file that a reset of 1.4 has backed up."""
+    """Return the content of the only file that a reset of Task 1.4 has backed up."""
     (old,) = (here.private / "reset" / "1.4").iterdir()
     return old.read_bytes()
 
@@ -598,7 +598,7 @@ def typed(*keys: str) -> "Queue[str]":
 def session(
     here: CourseFolder, run: grading.RunPytest, *keys: str, events: "Queue[str] | None" = None
 ) -> tuple[watch.Watch, list[str]]:
-    """Return a finished session on 1.4, and all lines that it showed."""
+    """Run a session on Task 1.4 to its end; return it, and all lines that it showed."""
     lines: list[str] = []
     screen = Screen(lines.extend, lambda: None, lambda: (200, 100))
     watching = watch.Watch(here, here.task("1.4"), run, screen)
@@ -632,7 +632,10 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
 def failing_while(
     events: "Queue[str]", *batches: Sequence[str]
 ) -> tuple[grading.RunPytest, list[str]]:
-    """Return a grader that fails while a batch of events arrives, and a list of its tasks."""
+    """Return a grader, and a list of the tasks that it has been asked to grade.
+
+    Each task fails, and while it is being graded, the next batch of events arrives.
+    """
     asked: list[str] = []
     coming = iter(batches)
 

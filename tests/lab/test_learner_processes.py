@@ -1,4 +1,4 @@
-"""The learner's commands as processes: real grading runs, signals, terminals, closed streams."""
+"""The learner's commands as processes: real grading runs, signals, terminals and closed streams."""
 
 import os
 import re
@@ -116,7 +116,7 @@ def save_until_noticed(here: CourseFolder, body: str, events: "Queue[str]") -> N
 
 
 def write_endless(here: CourseFolder) -> Path:
-    """Write an endless loop that creates a file when it starts."""
+    """Write an ``exchange`` that creates a file and then never ends; return the file's path."""
     begun = here.root / "begun"
     write_exchange(here, f"    open({str(begun)!r}, 'w').close()\n    while True: pass\n")
     return begun
@@ -138,7 +138,7 @@ def test_nothing_is_left_of_a_grading_that_was_ended(
             family = psutil.Process(done.pid).children(recursive=True)
             assert len(family) >= 3, "pytest, its fork server, a rank"
         finally:
-            done.send_signal(number)  # otherwise nothing would end it
+            done.send_signal(number)  # otherwise, nothing would end it
         assert done.wait(LONGEST_S) == (143 if number == signal.SIGTERM else -number)
         assert psutil.wait_procs(family, timeout=LONGEST_S)[1] == []
 
@@ -161,7 +161,7 @@ def on_a_terminal(*arguments: str) -> "Iterator[tuple[subprocess.Popen[bytes], i
         try:
             yield process, ours
         finally:
-            process.kill()  # otherwise a failing test would wait for it
+            process.kill()  # otherwise, a failing test would wait for it
     os.close(ours)
 
 

@@ -19,7 +19,7 @@ Printed = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
-    """A copy of the course whose 1.7 is right and whose 1.4 is wrong."""
+    """A copy of the course in which Task 1.7 is right and Task 1.4 is wrong."""
     copied = copy_course(tmp_path)
     solved = (ROOT / "solutions" / PHASE / "collectives.py").read_text()
     before, head, rest = solved.partition("def broadcast(")

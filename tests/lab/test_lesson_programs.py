@@ -1,4 +1,4 @@
-"""The lessons of Phase 2 as programs in the simulator: their output, and how they end."""
+"""The lessons of Phase 2, run as programs in the simulator: their output, and how they end."""
 
 import re
 import subprocess
@@ -61,7 +61,7 @@ assert group() is None
     "module", ["phase2_advanced.programs", "distlab.launch.external_launchers"]
 )
 def test_a_process_group_ends_when_it_is_destroyed(module: str) -> None:
-    """Otherwise gloo's threads may free tensors while Python exits, which aborts the process."""
+    """Otherwise, gloo's threads may free tensors while Python exits, which aborts the process."""
     code = GROUP.format(module=module)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=LESSONS.parents[1])
 

@@ -1,4 +1,4 @@
-"""Verdicts on mistakes in Phase 2 name the cause where torch's error is cryptic."""
+"""Verdicts on mistakes in Phase 2 name the cause when torch's own error is cryptic."""
 
 import math
 from pathlib import Path
@@ -34,7 +34,7 @@ DIVIDED_BY_ZERO = """\
 
 
 def messages_on(id: str, change: str, test: str, folder: Path) -> list[str]:
-    """Return the messages of one test of a task, by case, on a changed solution."""
+    """Run one test of a task on a changed solution; return its message for each case."""
     task = COURSE.task(id)
     lesson = changed((ROOT / task.solution).read_text(encoding="utf-8"), change)
     chosen = [one for one in find_tests(task) if one.name.startswith(test)]

@@ -1,4 +1,4 @@
-"""The table that compares the methods of Phase 2: its rows match the program behind it."""
+"""The table of Phase 2's methods in docs/methods.md matches the program that measures them."""
 
 import re
 from pathlib import Path

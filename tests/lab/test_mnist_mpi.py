@@ -1,4 +1,4 @@
-"""scripts/mnist_mpi.py: the calls that buckets save, counted on MPI and gloo."""
+"""scripts/mnist_mpi.py counts the calls that buckets save, on MPI and on gloo."""
 
 import os
 import re

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def on_mpi(folder: Path) -> list[dict[str, Any]]:
-    """Return every rank's result of ``all_of_it``, from a single mpirun."""
+    """Return each rank's results of ``all_of_it``, which mpirun runs only once."""
     output = folder / "results"
     done = mpirun(WORLD_SIZE, str(HERE / "mpi_ranks.py"), str(WORLD_SIZE), str(output))
     assert done.returncode == 0, done.stderr
@@ -137,7 +137,7 @@ SAID: dict[str, Sequence[str]] = {
 
 @cache
 def failures() -> dict[str, subprocess.CompletedProcess[str]]:
-    """Run all programs that end a job, two at a time, because they mostly wait."""
+    """Run all programs that fail, two at a time, as they mostly wait; return the finished jobs."""
     program = str(HERE / "mpi_failures.py")
     with ThreadPoolExecutor(2) as pool:
         runs = {name: pool.submit(mpirun, 2, program, name) for name in mpi_failures.FAILURES}

@@ -46,7 +46,7 @@ def count(lesson):
 
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A course with one more phase; return the path of its template."""
+    """Add a phase to a copy of the course; return the path of the phase's template."""
     copy_shipped(ROOT, tmp_path)
     with (tmp_path / "course.toml").open("a") as file:
         file.write(PHASE)

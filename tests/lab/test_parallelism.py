@@ -1,4 +1,4 @@
-"""`distlab train --parallelism`: replicas, stages and shards give one process's losses."""
+"""``distlab train --parallelism``: replicas, stages and shards give the losses of one process."""
 
 import re
 from functools import cache
@@ -75,9 +75,10 @@ def test_rank_0_says_what_each_rank_holds_and_how_long_the_cluster_takes(
     first, mesh, epoch, *traffic, virtual = capfd.readouterr().out.splitlines()
     assert first.startswith("rank 0/8  gpt (202,112 parameters) on synthetic (56 images of 15 tok")
     assert "batch 18 = 2 x 9, " in first
-    # A block has 12E² + 13E values. A shard has half of its matrices (24,576), half of the
-    # biases of query, key, value and up (224), and all other biases and norms (384). Each stage
-    # has two shards, plus the embedding, (17 + 15)E, or the norm and the head, (2 + 17)E; E = 64.
+    # A block has 12E² + 13E values, where E = 64. A shard has half of the block's matrices
+    # (24,576), half of the biases of query, key, value and up (224), and all other biases and norms
+    # (384). Besides the shards of two blocks, a rank of the first stage has the embedding,
+    # (17 + 15)E, and a rank of the last stage has the norm and the head, (2 + 17)E.
     assert mesh == (
         "rank 0/8  mesh dp=2,pp=2,tp=2; parameters per rank: stage 0 52,416, stage 1 51,584; "
         "micro-batches of 2"
@@ -110,7 +111,7 @@ LESSONS = {
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """Make a folder with all lessons written as in the solutions."""
+    """Make a folder in which all lessons are written as in the solutions."""
     for phase, lessons in LESSONS.items():
         (tmp_path / phase).mkdir()
         for lesson in lessons:

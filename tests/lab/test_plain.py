@@ -1,4 +1,4 @@
-"""Plain data arrives unchanged, within limits; code, classes and bombs do not arrive."""
+"""Plain data within limits arrives unchanged; code, classes and bombs do not arrive."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def itself() -> object:
 
 
 def doubling() -> object:
-    """Return 40 nested lists, which hold 2^40 items for code that walks them."""
+    """Return 40 nested lists, in which code that walks them meets 2^40 items."""
     value: object = 1
     for _ in range(40):
         value = [value, value]
@@ -121,7 +121,7 @@ def test_many_small_containers_are_refused_before_they_take_memory() -> None:
 
 @pytest.mark.parametrize("tag", ["s", "d"])
 def test_keys_that_share_a_hash_are_refused(tag: str) -> None:
-    """An int's hash is its remainder modulo 2^61 - 1, and looking up keys of equal hash is slow."""
+    """Use multiples of 2^61 - 1, which all have the same hash, and so are slow to look up."""
     same = [place * (2**61 - 1) for place in range(100_000)]
     items = [item for number in same for item in (number, 0)] if tag == "d" else same
     with pytest.raises(plain.NotPlainError, match="100000 keys with the same hash"):

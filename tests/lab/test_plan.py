@@ -1,4 +1,4 @@
-"""`distlab plan`, its models, and the page on its accuracy."""
+"""``distlab plan``, its models, and the page on its accuracy."""
 
 import re
 import runpy

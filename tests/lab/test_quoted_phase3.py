@@ -15,7 +15,7 @@ H100, LAPTOP, TWO_NODES = Cluster.preset("dgx-h100"), Cluster.preset("laptop"), 
 
 
 def words(id: str) -> str:
-    """Return the text of a task, without its line breaks."""
+    """Return a task's section of the guidelines, without line breaks."""
     task = COURSE.task(id)
     guide = (ROOT / task.folder / "guidelines.md").read_text(encoding="utf-8")
     section = guide.partition(f"\n## {task.heading}\n")[2].partition("\n## ")[0]

@@ -1,6 +1,6 @@
-"""Checkpoints on a small in-memory disk that is really full, and then read-only.
+"""Checkpoints on a small in-memory disk that is actually full, and later read-only.
 
-Only a child process sees the disk, which disappears with it.
+Only a child process sees the disk, which disappears when that process ends.
 """
 
 import shutil
@@ -59,7 +59,7 @@ print("as promised")
 
 
 def on_a_disk(tmp_path: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    """Run a command with a disk of 3 MiB at ``tmp_path``, which no other process sees."""
+    """Run a command that sees a 3 MiB disk at ``tmp_path``, which no other process sees."""
     mount = 'mount -t tmpfs -o size=3m none "$0" && exec "$@"'
     unshare = ["unshare", "--mount", "sh", "-c", mount, str(tmp_path), *command]
     return subprocess.run(unshare, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The commands of the course's forerunners still work.
+"""The commands of the course's predecessors still work.
 
 python tests/test_phase1.py                         pytest tests/test_phase2.py
 mpirun -np 2 python …                               torchrun --nproc_per_node=2 …
@@ -58,7 +58,7 @@ def test_a_suite_is_a_script_that_grades_where_it_lies(
 
 
 def torchrun(*arguments: object) -> str:
-    """Start two processes; return what they print."""
+    """Start two processes with torchrun; return what they print."""
     done = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout

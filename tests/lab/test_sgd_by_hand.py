@@ -1,4 +1,4 @@
-"""The references' hand-written optimizers, checked against torch's."""
+"""The hand-written optimizers of the judges' references take the same steps as torch's."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def test_steps_are_those_of_torch(make: Any, settings: dict[str, float]) -> None
         optimizer = make(model, settings)[place]
         for step in range(4):
             x, _ = batch((6,), step)
-            x[:1, :1] = FLAG if step % 2 else 0.0  # every other step one parameter has no gradient
+            x[:1, :1] = FLAG if step % 2 else 0.0  # one parameter has no gradient every other step
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()

@@ -1,4 +1,4 @@
-"""sharding_strategy auto chooses a stage by memory; stage 1 also shards pipelines' optimizers."""
+"""sharding_strategy auto chooses a ZeRO stage by memory; stage 1 also works in split models."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def stages(*cases: tuple[float, dict[str, Any]]) -> list[int]:
 
 
 def test_the_lowest_stage_that_fits_is_chosen() -> None:
-    # SGD with momentum on 2 ranks: 12, 10, 8 and 6 bytes per parameter
+    # SGD with momentum on 2 ranks: 12, 10, 8 and 6 bytes per parameter in stages 0 to 3
     sizes = [12_000, 11_999, 10_000, 9_999, 8_000, 7_999, 6_000, 1]
     cases = [(float(size), dict[str, Any]()) for size in sizes]
     for result in on_ranks(stages, 2, *cases):
@@ -93,7 +93,7 @@ def test_bytes_of_the_states_on_four_ranks(keys: Any, bytes_by_stage: list[int])
 
 
 def losses(keys: dict[str, Any]) -> list[float]:
-    """Return the loss of each step, summed over the replicas of the last stage."""
+    """Train three steps; return each step's loss, summed over the replicas of the last stage."""
     config = make_config({**COURSE, "optimizer": "adamw", "lr": 0.01, **keys}, "test")
     model = build_model(config, 10, torch.device("cpu"))
     strategy = parallelise(model, config, loss_sum, find_lessons("solution", config))

@@ -1,4 +1,4 @@
-"""Collectives in shared memory: correct sums on real processes, clear errors if one is late."""
+"""Collectives in shared memory give correct sums, and clear errors if a process is late."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ SIZES = (0, 1, 2, 7, 64, 1000, 4099)
 
 @contextmanager
 def many_pieces() -> Iterator[None]:
-    """Shrink the pieces, and the blocks added at once, so that a test has many of each."""
+    """Shrink pieces, and the blocks in which they are added, so that a test has many of each."""
     with (
         mock.patch.object(staging, "STAGE_BYTES", 2**15),
         mock.patch.multiple(collectives, SMALL_BYTES=64, CACHE_BYTES=128),
@@ -34,12 +34,12 @@ def many_pieces() -> Iterator[None]:
 
 
 def numbers(rank: int, numel: int, dtype: torch.dtype, call: int = 0) -> Tensor:
-    """Return a rank's input: small whole numbers, whose sums are exact in all dtypes."""
+    """Return a rank's input: small whole numbers, so that sums are exact in all dtypes."""
     return ((torch.arange(numel) * 7 + 3 * rank + call) % 5).to(dtype)
 
 
 def defined(operation: str, x: Tensor, result: object, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the part of ``x`` that a collective defines."""
+    """Return the part of ``x`` whose values a collective defines."""
     if operation != "reduce_scatter":
         return x
     assert isinstance(result, Tensor)
@@ -63,7 +63,7 @@ def expected(
 def wrong_results(
     sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], group: dist.ProcessGroup | None = None
 ) -> list[str]:
-    """Return the cases whose result on this rank is wrong."""
+    """Run collectives of many kinds; return those whose result on this rank is wrong."""
     wrong = []
     with many_pieces():
         shared = SharedMemory(group)
@@ -91,7 +91,7 @@ def test_a_group_of_some_ranks_needs_no_others() -> None:
 
 
 def wrong_in_turn(calls: int) -> list[int]:
-    """Return the calls with wrong sums; results are overwritten, and each rank is late at times."""
+    """Overwrite each sum, and let each rank be late at times; return the calls with wrong sums."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with many_pieces():
         shared = SharedMemory()
@@ -156,7 +156,7 @@ REFUSED_AS = {
 
 
 def differing() -> dict[str, tuple[str, list[float]]]:
-    """Return the error of each call that differs on rank 1, and the result of the call after it."""
+    """Make calls that differ on rank 1; return each one's error and the result of the next call."""
     shared, is_odd = SharedMemory(), dist.get_rank() == 1
     alone, _ = dist.new_subgroups(1)
     buffer, x = shared.buffer(10), torch.ones(10)
@@ -213,11 +213,11 @@ def test_calls_that_differ_fail_on_all_ranks_and_the_next_ones_work(
 
 
 def with_an_absent_rank() -> tuple[str, str]:
-    """Rank 1 makes only one call in time; the others give up on it, one after the other."""
+    """Let rank 1 be late for its second call; return the errors that the calling rank gets."""
     shared = SharedMemory(timeout_s=0.3 if dist.get_rank() == 0 else 60.0)
     shared.all_reduce(torch.ones(25))
     if dist.get_rank() == 1:
-        dist.barrier()  # alive, but elsewhere
+        dist.barrier()  # is alive, but elsewhere
         return refused(lambda: shared.all_reduce(torch.ones(9))), ""
     text = refused(lambda: shared.all_reduce(torch.ones(9)))
     dist.barrier()

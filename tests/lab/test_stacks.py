@@ -49,7 +49,7 @@ def test_other_threads_do_not_count() -> None:
 
 
 def test_a_frame_without_a_line_is_named_by_its_function(tmp_path: Path) -> None:
-    """Some instructions have no line: Python's dump then says ``line ???``."""
+    """Some instructions have no line number; for these, Python's dump says ``line ???``."""
     lesson = tmp_path / "tree.py"
     lesson.write_text("x = 1\n\ndef broadcast():\n    while True: x if x else 0\n")
     text = dump((str(lesson), 4, "broadcast")).replace("line 4", "line ???")

@@ -1,4 +1,4 @@
-"""scripts/phase4.py under torchrun: killed, stopped and rerun, it ends with the same bits."""
+"""scripts/phase4.py under torchrun ends with the same bits if it is killed, stopped and rerun."""
 
 import os
 import re
@@ -57,7 +57,7 @@ def workers_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def interrupt(folder: Path, number: int) -> str:
-    """Send a rank a signal after a new checkpoint; return what the run prints."""
+    """Start a run, send a rank a signal after a new checkpoint, and return what the run prints."""
     before = {*folder.glob("step-*")}
     run = start(folder)
     wait_for_a_checkpoint(run, folder, before)

@@ -1,4 +1,4 @@
-"""The second tier lists files that exist; the first tier leaves out no others."""
+"""The tests' second tier lists files that exist, and the first tier leaves out no others."""
 
 from pathlib import Path
 from types import SimpleNamespace

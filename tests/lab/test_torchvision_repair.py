@@ -1,4 +1,4 @@
-"""import_torchvision repairs a torchvision without its extension, and leaves others alone."""
+"""import_torchvision repairs a torchvision that lacks its extension, and leaves others alone."""
 
 import importlib
 import subprocess

@@ -1,4 +1,4 @@
-"""distlab train: every model learns, in each world, whatever starts the ranks."""
+"""``distlab train``: models learn in every world, whatever starts the ranks."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""docs/clusters.md: its script runs on two hosts, made of network namespaces as it describes."""
+"""The script in docs/clusters.md runs on two hosts made of network namespaces, as on that page."""
 
 import os
 import re
@@ -19,7 +19,7 @@ OWN_NAME = """unshare --uts sh -c 'hostname "$0" && exec "$@"' node$i"""
 
 @pytest.fixture
 def hosts() -> Iterator[str]:
-    """The namespaces' common name prefix; they and their processes are gone after the test."""
+    """The hosts' common name prefix; after the test, they and their processes are removed."""
     name = f"distlab-{uuid.uuid4().hex[:8]}-"
     tried = subprocess.run(["ip", "netns", "add", f"{name}0"], capture_output=True, text=True)
     if tried.returncode:
@@ -34,7 +34,7 @@ def hosts() -> Iterator[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has network namespaces")
 def test_the_script_finds_both_hosts_and_the_slow_link(hosts: str, tmp_path: Path) -> None:
-    """Use the solutions: the script imports the learner's lessons, which are not written yet."""
+    """Use the solutions, because the lessons that the script imports are not written yet."""
     [script] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     path = tmp_path / "two_hosts.py"
     path.write_text(script.replace("phase3_multi_node.template_", "solutions.phase3_multi_node."))

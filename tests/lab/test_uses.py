@@ -1,4 +1,4 @@
-"""What tasks build on: course.toml lists the tasks that solutions call; verdicts use the list."""
+"""course.toml lists the tasks that each solution calls, and verdicts make use of that list."""
 
 import ast
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from distlab.learner.source import defined
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
 OWNERS = {(task.folder, name): task for task in COURSE.tasks for name in task.functions}
-OWNERS |= {  # also each method's class
+OWNERS |= {  # plus each method's class
     (folder, name.partition(".")[0]): task for (folder, name), task in OWNERS.items()
 }
 
@@ -32,7 +32,7 @@ def functions_of(path: Path) -> dict[str, ast.AST]:
 
 
 def names_in(node: ast.AST, holder: str) -> Iterator[str]:
-    """Yield the names that code calls or passes on; annotations do not count."""
+    """Yield the names that code uses, except in annotations."""
     if isinstance(node, ast.Name):
         yield node.id
     elif isinstance(node, ast.Attribute) and holder:

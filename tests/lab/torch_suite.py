@@ -1,12 +1,12 @@
-"""Run torch's own tests of ``torch.distributed``, which every torch wheel has, in any world.
+"""Run torch's own tests of ``torch.distributed``, which come with every torch wheel, in any world.
 
 python tests/lab/torch_suite.py sim gloo mpi            # a line for each test, and the totals
 python tests/lab/torch_suite.py sim --only test_broadcast
 
-torch starts one process per rank of a test. Here, a world of three ranks is started, and each rank
-calls the test's method, as torch's processes do. Tests that torch skips on CPUs are skipped. On
-``sim``, the profiler is disabled, because all simulated ranks share one. On ``mpi``, each test that
-is not skipped on ``sim`` runs as an mpirun job.
+torch starts a process for each rank of a test. Here, a world of three ranks is started instead, and
+each rank calls the test's method, as torch's processes do. Tests that torch skips on CPUs are
+skipped. On ``sim``, the profiler is disabled, because all simulated ranks share one. On ``mpi``,
+each test that is not skipped on ``sim`` runs in an mpirun job of its own.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 @cache
 def suite() -> ModuleType:
-    """Load torch's tests, which read their settings from the environment."""
+    """Set the variables that torch's tests read; return the module with the tests."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=f"{NUM_RANKS}", TEMP_DIR=tempfile.gettempdir())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -126,7 +126,7 @@ def on_rank(name: str, folder: str, has_profiler: bool = True) -> tuple[str, str
 
 
 def _case(name: str, folder: str) -> Any:
-    """Make the test case of a rank, as torch's ``_run`` does in its process."""
+    """Make the test case of this rank, as torch's ``_run`` does in each process."""
     from torch.testing._internal.common_utils import set_rng_seed
 
     meet = _meeting_place()
@@ -145,7 +145,7 @@ def _case(name: str, folder: str) -> Any:
 
 
 def _meeting_place() -> Callable[[], None]:
-    """Return a barrier built on the store; torch's own, with files, needs separate processes."""
+    """Return a barrier built on the store; torch's own uses files and needs separate processes."""
     store, times = _get_default_store(), count()
 
     def meet() -> None:

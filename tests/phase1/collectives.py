@@ -1,4 +1,4 @@
-"""Bodies for tasks 1.3, 1.4 and 1.8, and one for 1.5."""
+"""Bodies (functions that ranks run) for tasks 1.3, 1.4 and 1.8, and one for task 1.5."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """Shapes and dtypes of a batch of random bits."""
+    """A kind of batch filled with random bits: its size, shapes, dtypes, layout and seed."""
 
     rows: int
     image_dtype: str = "float32"
@@ -30,12 +30,12 @@ class Kind:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Return a description for the test's name."""
+        """Return a description to use in the test's name."""
         strided = ", strided" if self.is_strided else ""
         return f"{self.rows} rows of {self.image_dtype} and {self.label_dtype}{strided}"
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Make images and labels."""
+        """Make a batch of this kind, as images and labels."""
         images = _tensor(self.image_dtype, (self.rows, *self.image_shape), self.seed)
         labels = _tensor(self.label_dtype, (self.rows, *self.label_shape), self.seed + 1)
         if self.is_strided:
@@ -59,7 +59,10 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def scatter(lesson: Any, kind: Kind, src: int | None, group: Any = None) -> dict[str, Any]:
-    """Scatter a batch and describe this rank's rows; omit arguments that are None."""
+    """Scatter a batch, and describe the rows that this rank gets.
+
+    ``src`` and ``group`` are passed to the lesson only if they are not None.
+    """
     holds_it = dist.get_rank(group) == (src or 0)
     batch = kind.batch() if holds_it else None
     given = given_group(group) | ({"src": src} if src is not None else {})
@@ -95,7 +98,7 @@ WRONG_BATCHES = {
 
 
 def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -> dict[str, str]:
-    """Return the rank's error when the source has no batch or an invalid one."""
+    """Return the error that this rank raises when the source has no batch or an invalid one."""
     lengths = WRONG_BATCHES[what]
     holds_it = dist.get_rank(group) == src and lengths
     batch = (torch.zeros(lengths[0], 2), torch.zeros(lengths[1])) if holds_it else None
@@ -103,7 +106,7 @@ def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -
 
 
 def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[str, Any]:
-    """Return the devices of the rank's rows, and of the tensors it sends or receives."""
+    """Scatter to a pretend device; return this rank's rows, and where rows and messages are."""
     with PretendDevice() as device:
         batch = None
         if dist.get_rank() == src:
@@ -128,10 +131,10 @@ def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[
 def exchange_all_kinds(
     lesson: Any, dsts: Sequence[int], are_alike: bool, group: Any = None
 ) -> dict[str, list[Any]]:
-    """Send every kind of tensor to ``dsts[rank]``; return the final incoming and outgoing values.
+    """Exchange every kind of tensor, sending to ``dsts[rank]``; return the values held at the end.
 
-    Unless ``are_alike``, rank r sends kind i + r in step i, so that each rank sends one kind and
-    receives another.
+    If ``are_alike``, all ranks send the same kind of tensor in each step. Otherwise, rank r sends
+    kind i + r in step i, so that a rank may send one kind while it receives another.
     """
     rank, num_kinds = dist.get_rank(group), len(KINDS)
     src, mine = dsts.index(rank), [exact(kind, rank) for kind in KINDS]
@@ -144,7 +147,7 @@ def exchange_all_kinds(
 
 
 def exchange_once(lesson: Any, dsts: Sequence[int], lengths: Sequence[int]) -> None:
-    """Exchange once; rank r sends ``lengths[r]`` elements."""
+    """Exchange once, with rank r sending ``lengths[r]`` elements to ``dsts[r]``."""
     rank = dist.get_rank()
     src = dsts.index(rank)
     outgoing, incoming = torch.zeros(lengths[rank]), torch.zeros(lengths[src])
@@ -152,10 +155,10 @@ def exchange_once(lesson: Any, dsts: Sequence[int], lengths: Sequence[int]) -> N
 
 
 def exchange_then_write(lesson: Any) -> list[float]:
-    """Overwrite outgoing as soon as exchange returns, while one rank is late.
+    """Overwrite ``outgoing`` as soon as exchange returns; the last rank calls exchange late.
 
     Returns:
-        Value in the incoming tensor when exchange returns, and after a barrier.
+        The mean of ``incoming``, first when exchange returns, then after a barrier.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     outgoing, incoming = torch.full((4,), float(rank)), torch.full((4,), -1.0)
@@ -172,7 +175,10 @@ def exchange_then_write(lesson: Any) -> list[float]:
 
 
 def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:
-    """Broadcast from each of ``srcs`` in turn; rank ``late`` starts late. Return the values."""
+    """Broadcast from each of ``srcs`` in turn; return the value that this rank has after each call.
+
+    Rank ``late`` starts late.
+    """
     rank = dist.get_rank()
     if rank == late:
         time.sleep(0.01)
@@ -228,7 +234,7 @@ def _check_floats(what: str, values: Any) -> None:
 
 
 def its_own(functions: Mapping[str, str], lesson: Any) -> dict[str, Strategy]:
-    """Return functions of the lesson, keyed by the names in ``functions``."""
+    """Return the lesson's functions that ``functions`` names, under the keys it gives them."""
     return {name: getattr(lesson, function) for name, function in functions.items()}
 
 
@@ -252,7 +258,7 @@ def _sleeper(schedule: Schedule, sizes: Sequence[int]) -> Strategy:
 
 
 def chains(orders: Mapping[str, Sequence[int]], seconds: float, _: Any) -> dict[str, Strategy]:
-    """Make strategies that pass x along the ranks; each sleeps before it sends x to the next."""
+    """Make strategies that pass x from rank to rank; each rank sleeps before it sends x on."""
     return {name: _chain(order, seconds) for name, order in orders.items()}
 
 
@@ -275,7 +281,11 @@ def measure_counting(
     arguments: Mapping[str, Any],
     group: Any = None,
 ) -> dict[str, list[list[Any]]]:
-    """Return each strategy's calls: the tensor's bytes, dtype and device, and the group's size."""
+    """Measure strategies that only record their calls, and return the records by strategy.
+
+    A record holds the tensor's size in bytes, its dtype and device, and the group's number of
+    ranks.
+    """
     calls: dict[str, list[list[Any]]] = {name: [] for name in names}
 
     def counting(name: str) -> Strategy:
@@ -297,7 +307,7 @@ def measure_counting(
 
 
 def measure_elsewhere(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
-    """Measure on a pretend device; return the devices of all tensors used and sent."""
+    """Measure on a pretend device; return the strategy's calls and the devices of what was sent."""
     with PretendDevice() as device, devices_sent() as sent:
         calls = measure_counting(lesson, ["a"], sizes, {"device": device, "repeats": 2})
     return {"calls": calls["a"], "sent": sorted(set(sent)), "device": str(device)}
@@ -311,7 +321,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
-    """Measure a strategy that returns at once while the pretend GPU works for ``seconds``."""
+    """Measure a strategy that returns immediately, while the pretend GPU works for ``seconds``."""
 
     def start_work(x: Tensor, group: Any) -> None:
         _WORK_S[dist.get_rank()] = seconds
@@ -323,7 +333,7 @@ def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
 
 
 def measure_nonsense(lesson: Any, group: Any = None) -> dict[str, dict[str, str]]:
-    """Return the refusal of each measurement that cannot be made or fitted."""
+    """Try measurements that cannot be made or fitted; return how the lesson refuses each one."""
     naive = {"naive": lesson.all_reduce_naive}
     calls: dict[str, tuple[Any, Any, int]] = {
         "no size": (naive, (), 1),
@@ -344,7 +354,7 @@ def measure_nonsense(lesson: Any, group: Any = None) -> dict[str, dict[str, str]
 
 
 def measure_alone(lesson: Any) -> dict[str, dict[str, str]]:
-    """Try to measure in a group of one rank within a larger world."""
+    """Try to measure in a group of one rank, within a larger world; return the refusal."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return measure_nonsense(lesson, groups[dist.get_rank()])
 

@@ -1,4 +1,7 @@
-"""Bodies for tasks 1.1 and 1.2, and checks that the lesson leaves global generators alone."""
+"""Bodies (functions that ranks run) for tasks 1.1 and 1.2.
+
+Some of them record whether the lesson advances or seeds the global random generators.
+"""
 
 import inspect
 import os
@@ -21,9 +24,9 @@ Shards = list[list[int]]  # one shard per rank
 
 
 def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Shards]:
-    """Return each case's shards by rank; draw random numbers between the calls.
+    """Return every rank's shard for each case, a tuple of (samples, ranks, options).
 
-    A case is (samples, ranks, options).
+    Between the calls, numbers are drawn from the global random generators.
     """
     found = []
     for num_samples, num_ranks, options in cases:
@@ -36,7 +39,7 @@ def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Sh
 
 
 def own_shard(lesson: Any, num_samples: int, options: dict[str, Any]) -> list[int]:
-    """Return the shard of the calling rank in a world of several ranks."""
+    """Return the calling rank's own shard in the running world."""
     return _shard(lesson, num_samples, dist.get_rank(), dist.get_world_size(), options)
 
 
@@ -50,12 +53,12 @@ def _shard(
 def shards_refused(
     lesson: Any, cases: list[tuple[int, int, int, dict[str, Any]]]
 ) -> list[dict[str, str]]:
-    """Return the refusal of each (samples, rank, ranks, options)."""
+    """Return how the lesson refuses each case, a tuple of (samples, rank, ranks, options)."""
     return [refused(lesson, "shard_indices", *case, **options) for *case, options in cases]
 
 
 def shard_by_process(lesson: Any, options: dict[str, Any]) -> list[list[int]]:
-    """Return the orders under two different string hashes, as in two processes."""
+    """Return the order of 50 samples under each of two string hashes, as if in two processes."""
     names, found = inspect.unwrap(lesson.shard_indices).__globals__, []
     for salt in (1, 2):
         names["hash"] = partial(_salted_hash, salt)
@@ -74,7 +77,7 @@ def _holds_text(value: Any) -> bool:
 
 
 def peak_of_shard(lesson: Any, num_samples: int, rank: int, num_ranks: int) -> int:
-    """Return the peak bytes that Python and numpy allocate during the call."""
+    """Return the peak memory, in bytes, that Python and numpy allocate in ``shard_indices``."""
     tracemalloc.start()
     try:
         lesson.shard_indices(num_samples, rank, num_ranks)
@@ -84,7 +87,7 @@ def peak_of_shard(lesson: Any, num_samples: int, rank: int, num_ranks: int) -> i
 
 
 class Generators:
-    """A snapshot of the global generators."""
+    """A snapshot of the global random generators."""
 
     def __init__(self) -> None:
         self.states = {
@@ -94,18 +97,18 @@ class Generators:
         }
 
     def moved(self) -> set[str]:
-        """Return the generators that have been advanced or seeded since the snapshot."""
+        """Return the names of generators that were advanced or seeded after the snapshot."""
         return {name for name, state in Generators().states.items() if state != self.states[name]}
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Return numpy's random buffer and position; a draw may change only the position."""
+    """Return numpy's random buffer and the position in it, which is all that most draws change."""
     _, numbers, *place = np.random.get_state()
     return numbers.tobytes(), *place  # type: ignore[union-attr]
 
 
 def generators_moved(lesson: Any, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Return, for each case, the global generators that the call has advanced or seeded."""
+    """Return, for each case, the global generators that ``shard_indices`` advances or seeds."""
     found = []
     for options in cases:
         torch.rand(3), np.random.rand(3), random.random()  # so that reseeding is noticed
@@ -120,10 +123,10 @@ Case = tuple[int, int, list[int], dict[str, Any]]  # samples, global batch, epoc
 
 
 class Numbered(Dataset[tuple[Tensor, int]]):
-    """Data set whose sample k holds k, a random number per source, and the process id.
+    """A data set whose sample k consists of k, a random number per source, and the process id.
 
     Attributes:
-        fetched: Indices of the samples that this process has loaded.
+        fetched: The indices of the samples that this process has fetched, in order.
     """
 
     def __init__(self, size: int) -> None:
@@ -140,7 +143,7 @@ class Numbered(Dataset[tuple[Tensor, int]]):
 
 
 def load(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
-    """Load each case on this rank, with a new loader for each."""
+    """Load the epochs of each case on this rank, with a new loader for each case."""
     return [_load(lesson, case, group) for case in cases]
 
 
@@ -162,7 +165,10 @@ def _load(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
 
 
 def last_set(epochs: Sequence[int]) -> list[int]:
-    """Return the loader's epoch for each entry; -1 keeps the previous epoch, initially 0."""
+    """Return the epoch that the loader is in for each entry of ``epochs``.
+
+    An entry of -1 keeps the previous epoch, which is 0 at first.
+    """
     return [max([0, *[e for e in epochs[: i + 1] if e >= 0][-1:]]) for i, _ in enumerate(epochs)]
 
 
@@ -172,7 +178,7 @@ def _train() -> None:
 
 
 def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
-    """Load one epoch; for -1, do not call ``set_epoch``."""
+    """Load one epoch; return what was observed. If ``epoch`` is -1, do not call ``set_epoch``."""
     before = Generators()
     if epoch >= 0:
         loader.set_epoch(epoch)
@@ -184,7 +190,7 @@ def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
         steps.append([int(label) for label in labels])
         _train()
         before = Generators()
-    # In the first epoch, these include samples fetched while building the loader.
+    # For the first epoch, ``fetched`` includes samples fetched while building the loader.
     fetched, data.fetched = data.fetched, []
     *noise, processes = torch.cat(images).T.tolist() if images else [[]] * 4
     return {
@@ -209,5 +215,5 @@ def _shard_of_rank(
 
 
 def loads_refused(lesson: Any, cases: Sequence[tuple[int, int]]) -> list[dict[str, str]]:
-    """Return the refusal of each (samples, global batch)."""
+    """Return how the lesson refuses each case, a tuple of (samples, global batch)."""
     return [refused(lesson, "build_loader", Numbered(n), batch) for n, batch in cases]

@@ -1,4 +1,4 @@
-"""Judges tasks 1.3 to 1.7: messages, their senders and receivers, rounds and memory."""
+"""Judges tasks 1.3 to 1.7: results, the messages between ranks, rounds and memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def _check_part(found: Any, expected: Any, here: str, rows: range) -> None:
 
 
 def _check_traffic(run: Run, kind: b.Kind, src: int, members: Sequence[int]) -> None:
-    """Check for two messages to each rank that gets rows, one header, and nothing else."""
+    """Check that each rank that gets rows is sent two messages, besides one header, and no more."""
     assert run.trace
     row_bytes = [t[:1].nbytes for t in replace(kind, rows=1, is_strided=False).batch()]
     sends = [event for event in run.trace.events if event.kind == "send"]
@@ -250,7 +250,7 @@ def test_ranks_exchange_with_whom_they_are_told(grade: Grade) -> None:
 
 
 def _is_ring(dsts: Sequence[int]) -> bool:
-    """Return whether all ranks send over the same distance."""
+    """Return whether all ranks send the same distance around a ring."""
     return len({(dst - rank) % len(dsts) for rank, dst in enumerate(dsts)}) == 1
 
 
@@ -331,7 +331,7 @@ def test_exchange_inside_a_group(grade: Grade) -> None:
 
 
 OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exchange and broadcast)"
-AT_ONCE = 30  # elements; so few that several messages sent at once take no longer than one
+AT_ONCE = 30  # elements, few enough that several messages sent at once take no longer than one
 
 # 1.5 broadcast
 

@@ -344,7 +344,7 @@ def test_augmentation_differs_by_rank_and_epoch_and_can_be_repeated(grade: Grade
 
 
 def _check_augmentation(by_rank: Loaded, epochs: list[int], how: str) -> None:
-    """Check that draws are equal only if both rank and epoch are equal."""
+    """Check that two draws are equal only if both their ranks and their epochs are equal."""
     drawn: dict[tuple[str, float], tuple[int, int]] = {}
     for rank, loaded in enumerate(by_rank):
         noise = [epoch["noise"] for epoch in loaded["epochs"]]

@@ -223,7 +223,7 @@ def test_the_slowest_rank_counts_in_the_median_run(grade: Grade, repeats: int) -
 
 
 def _drawn(random: Random, repeats: int) -> list[list[float]]:
-    """Draw widely varying seconds by rank and run, including a first run that does not count."""
+    """Draw widely varying seconds for each rank and run, plus a first run that does not count."""
     return [[round(10 ** random.uniform(0, 2), 2) for _ in range(repeats + 1)] for _ in range(3)]
 
 
@@ -241,7 +241,7 @@ def test_the_line_through_points_has_no_negative_coefficient(grade: Grade) -> No
 
 
 def _noisy(random: Random, num_points: int) -> tuple[list[int], list[float]]:
-    """Draw points up to 30 % off a line; their best line has no negative coefficient."""
+    """Draw points up to 30 % off a line, such that both coefficients of their best line are > 0."""
     while True:
         alpha_s, beta = random.uniform(5e-6, 5e-5), random.uniform(1e-10, 1e-9)
         sizes = [4 * random.randrange(10**k, 3 * 10**k) for k in range(2, 2 + num_points)]
@@ -254,7 +254,10 @@ def _noisy(random: Random, num_points: int) -> tuple[list[int], list[float]]:
 
 
 def _of_kind(random: Random, kind: str) -> tuple[list[int], list[float]]:
-    """Draw points whose best line without negative coefficients lacks α or β, as ``kind`` says."""
+    """Draw points whose best line without negative coefficients is as ``kind`` says.
+
+    It lacks α if ``kind`` is "no α", or β if ``kind`` is "no β".
+    """
     while True:
         sizes = [random.randrange(1000, 9000, 4) for _ in range(4)]
         seconds = [random.uniform(1e-6, 9e-6) for _ in sizes]

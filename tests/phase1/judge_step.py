@@ -250,7 +250,7 @@ def _check_first_loss(here: str, rank: int, got: float, sizes: list[int], length
 
 
 def _check_use(here: str, result: Any, num_rows: int) -> None:
-    """Check that the batch is used in full, that it is not changed, and that losses are floats."""
+    """Check that batches are used in full and left unchanged, and that losses are floats."""
     expect(
         f"{here}: what the steps have changed of batches and buffers",
         result["changed"],
@@ -289,7 +289,10 @@ def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
 
 
 def _check_moved(here: str, moved: dict[str, list[float]], by: float) -> None:
-    """Check the change of each weight; N/B, here 1/3, may be applied before or after averaging."""
+    """Check how much each weight has changed.
+
+    The factor N/B, which is 1/3 here, may be applied before or after averaging.
+    """
     for name, found in moved.items():
         check(
             any(is_close(found, [one] * len(found)) for one in (by, by / 3)),
@@ -315,7 +318,7 @@ def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> Non
 def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
     sizes = [
         4 * grade.random.randint(65, 124) + 3 for _ in range(2)
-    ]  # bfloat16 rounds each up by one
+    ]  # bfloat16 rounds each of these up by one
     wrong = [grade.random.randint(50, 120) for _ in sizes]
     expected = 64 * sum(wrong) / sum(sizes)
     expect_on_all_ranks(

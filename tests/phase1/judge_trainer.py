@@ -49,7 +49,7 @@ def orders_of(by_rank: list[Any], epochs: int) -> reference.Steps:
 
 
 def _batches(steps: reference.Steps) -> list[list[int]]:
-    """Return the sorted samples of each global batch, over all ranks."""
+    """Return the samples in each step's global batch, sorted, from all ranks together."""
     return [sorted(sample for share in step for sample in share) for step in steps]
 
 
@@ -151,7 +151,7 @@ def _check_printed(by_rank: list[Any]) -> None:
 
 
 def _names(number: int, line: str) -> bool:
-    """Return whether the line has ``number`` by itself, not just in ``rank 0/2``, 1.73 or 1,024."""
+    """Return whether ``number`` stands alone in the line, not just in 0/2, 1.73 or 1,024."""
     return bool(re.search(rf"(?<![\d.,/]){number}(?![\d]|[.,]\d)", line))
 
 
@@ -289,6 +289,6 @@ def test_nothing_else_is_sent(grade: Grade) -> None:
 
 
 def _broadcasts(run: Run, n: int) -> float:
-    """Return the highest collective count of any rank, plus one for every N-1 messages sent."""
+    """Return the largest number of collectives on a rank, plus one for every N-1 messages sent."""
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
     return max(run.collectives) + sends / (n - 1)

@@ -42,7 +42,7 @@ class Odd(nn.Module):
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, shared ones once."""
+    """Return a module's parameters and buffers by name; shared ones appear only once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -52,15 +52,16 @@ def state_of(module: nn.Module) -> dict[str, list[float]]:
 
 
 def sizes_of_odd() -> list[int]:
-    """Return the bytes of each parameter and buffer."""
+    """Return the size of each parameter and buffer of ``Odd``, in bytes."""
     return [tensor.nbytes for tensor in tensors_of(Odd(0)).values()]
 
 
 def gradients_of(rank: int) -> dict[str, Tensor | None]:
-    """Make a rank's gradients: none for ``never``, and on odd ranks none for ``sometimes``.
+    """Make a rank's gradients for the parameters of ``Odd``; some have no gradient.
 
-    All are whole numbers, exact in every dtype, except for an infinite one, ``scale`` on rank 2.
-    ``frozen`` has a stale gradient; rank 3 has no gradients at all.
+    ``never`` has none on any rank, ``sometimes`` has none on odd ranks, and rank 3 has no gradients
+    at all. ``frozen`` has a gradient, which counts as stale. On rank 2, the gradient of ``scale``
+    is infinite; all others consist of whole numbers that are exact in every dtype.
     """
     gradients: dict[str, Tensor | None] = {}
     for number, (name, parameter) in enumerate(Odd(0).named_parameters()):
@@ -81,14 +82,15 @@ def classifier(seed: int) -> nn.Module:
 
 
 def batch_of(sizes: Sequence[int], rank: int, step: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the rank's inputs and targets, as sequences if ``length`` is not 0."""
+    """Return a rank's inputs and targets in a step; they are sequences if ``length`` is not 0."""
     return batch((sizes[rank], length) if length else (sizes[rank],), 1000 * step + rank)
 
 
 class Watched(Dataset[tuple[Tensor, Tensor]]):
-    """A data set that records which samples are fetched, and when; a fetch takes ``sample_s`` s.
+    """A data set that records which samples are fetched, and when.
 
-    Copying returns the same object, so that fetches from a copy are recorded too.
+    A fetch takes ``sample_s`` seconds. Copying returns the same object, so that fetches from a copy
+    are recorded too.
     """
 
     def __init__(self, size: int, seed: int = 0, length: int = 0, sample_s: float = 0.001) -> None:
@@ -114,7 +116,7 @@ class Watched(Dataset[tuple[Tensor, Tensor]]):
 
 
 def network(seed: int, *, normalised: bool) -> nn.Module:
-    """Make a classifier; a ``normalised`` one has a BatchNorm whose statistics differ by seed."""
+    """Make a classifier; if ``normalised``, add a BatchNorm whose statistics depend on the seed."""
     model = classifier(seed)
     if normalised:
         norm = nn.BatchNorm1d(8, **DOUBLE)
@@ -124,7 +126,7 @@ def network(seed: int, *, normalised: bool) -> nn.Module:
 
 
 class Seen(nn.Module):
-    """Keeps the number of positive training inputs and the last batch's maximum in buffers."""
+    """Keeps two buffers: the number of positive training inputs, and the last batch's maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +141,10 @@ class Seen(nn.Module):
 
 
 class Saturated(nn.Module):
-    """Has bfloat16 logits 0 and ±64, by the sign of x; target 0 has a loss of exactly 64 or 0."""
+    """A classifier for x = ±1 with bfloat16 logits 0 and 64·x.
+
+    A target of 0 has a loss of exactly 64 if x is 1, and of exactly 0 if x is -1.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +159,7 @@ class Notes:
     """A record of a model's calls; copies of the model share it."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []  # rows of each forward pass
+        self.rows: list[int] = []  # number of rows in each forward pass
         self.modes: set[str] = set()  # modes that an evaluation should not use
         self.devices: set[str] = set()
 

@@ -1,7 +1,7 @@
-"""The judges' references: results of a single process.
+"""The judges' reference results, computed in a single process.
 
-No rank imports this module: a submission can read the body that calls it, and must not find the
-results there.
+Ranks must not import this module: a submission can inspect the code that calls it, and must not
+find the expected results there.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ def odd_state(seed: int) -> dict[str, list[float]]:
 
 @cache
 def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict[str, Any]:
-    """Train in one process on the concatenated batches of all ranks."""
+    """Train in one process on all ranks' batches joined; return losses and final weights."""
     model = Worn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
@@ -39,7 +39,7 @@ def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict
 
 @cache
 def evaluate_alone(size: int, length: int = 0, rank: int = 0, world_size: int = 1) -> list[float]:
-    """Return loss, accuracy and number of targets over all samples, or over one rank's share."""
+    """Return the loss, accuracy and number of targets for all samples, or for one rank's share."""
     data, model = models.Watched(size, length=length), models.classifier(7)
     with torch.no_grad():
         logits = model(data.inputs[rank::world_size]).flatten(0, -2)
@@ -72,7 +72,7 @@ def fit_alone(
 
 
 class _Alone:
-    """Training in one process that keeps a set of buffers for each rank."""
+    """Training in one process, with a separate set of buffers for each rank."""
 
     def __init__(self, normalised: bool, lr: float) -> None:
         self.model = models.network(models.FIRST_SEED, normalised=normalised)
@@ -98,7 +98,7 @@ class _Alone:
         return total
 
     def evaluate(self) -> list[float]:
-        """Evaluate; all ranks start the next epoch from rank 0's buffers, which the model holds."""
+        """Evaluate with rank 0's buffers, from which all ranks then start the next epoch."""
         self.buffers = {}
         self.model.eval()
         with torch.no_grad():
@@ -121,7 +121,7 @@ def state_at_start(normalised: bool) -> dict[str, list[float]]:
 
 @cache
 def first_losses(sizes: tuple[int, ...], length: int = 0) -> list[float]:
-    """Return the mean loss of each rank's own first batch; nan if it is empty."""
+    """Return the mean loss of each rank's own first batch, or NaN for an empty batch."""
     with torch.no_grad():
         batches = [models.batch_of(sizes, rank, 0, length) for rank in range(len(sizes))]
         logits = [Worn()(inputs).flatten(0, -2) for inputs, _ in batches]

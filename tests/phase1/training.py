@@ -1,4 +1,4 @@
-"""Bodies for tasks 1.9 to 1.13, and the functions that they pass to a lesson."""
+"""Bodies (functions that ranks run) for tasks 1.9 to 1.13, and what they pass to a lesson."""
 
 import io
 import sys
@@ -23,7 +23,7 @@ from phase1 import models
 
 
 def broadcast_odd(lesson: Any, src: int | None, group: Any = None) -> dict[str, Any]:
-    """Return the module's state after a broadcast, and which tensors were replaced or moved."""
+    """Broadcast the parameters of ``Odd``; return its final state and any side effects."""
     module = models.Odd(dist.get_rank(group) + 1).train(src is None)  # the mode should not matter
     _set_gradients(module, models.gradients_of(dist.get_rank(group)))
     before, gradients = models.tensors_of(module), gradients_of_module(module)
@@ -75,9 +75,11 @@ MIXED = {"conv.weight": torch.float32, "first.weight": torch.bfloat16, "scale": 
 def average_odd(
     lesson: Any, function: str, mixed: bool = False, group: Any = None
 ) -> dict[str, Any]:
-    """Return the averaged gradients, which of them have moved, and the bytes of each all-reduce.
+    """Average the gradients of ``Odd``, whose parameters have several dtypes if ``mixed``.
 
-    If ``mixed``, the parameters have several dtypes.
+    Returns:
+        The averaged gradients, the names of those that moved in memory or were replaced, and the
+        bytes of each all-reduce.
     """
     module = models.Odd(0)
     for name, parameter in module.named_parameters() if mixed else ():
@@ -100,7 +102,7 @@ def average_odd(
 
 
 def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
-    """Average the gradients with the default arguments."""
+    """Average the gradients of ``Odd`` with the function's default arguments, and return them."""
     module = models.Odd(0)
     _set_gradients(module, models.gradients_of(dist.get_rank()))
     getattr(lesson, function)(module)
@@ -108,7 +110,7 @@ def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
 
 
 def average_nothing(lesson: Any) -> list[int]:
-    """Return the sizes of the all-reduces for a module without trainable parameters."""
+    """Average with both functions where nothing is trainable; return the sizes of all-reduces."""
     all_reduce = Counted()
     for function in ("average_gradients", "average_gradients_flat"):
         module = models.Odd(0).requires_grad_(False)
@@ -120,7 +122,7 @@ def average_large(lesson: Any, function: str, size: int) -> list[int]:
     """Average ``size**2`` gradients with an all-reduce that allocates no memory.
 
     Returns:
-        Number of elements in each call of the all-reduce.
+        The number of elements in each call of the all-reduce.
     """
     module, sizes = nn.Linear(size, size, bias=False), list[int]()
     module.weight.grad = torch.ones(size, size)
@@ -148,7 +150,12 @@ def averaging(given: list[Any]) -> Callable[..., None]:
 def train_steps(
     lesson: Any, sizes: list[int], num_steps: int, length: int = 0, group: Any = None
 ) -> dict[str, Any]:
-    """Train from equal weights with stale gradients; return losses, final weights and rows seen."""
+    """Train from equal weights, with stale gradients present at first.
+
+    Returns:
+        The losses, the final weights, the rows that the model saw, and the names of inputs and
+        buffers that the steps changed.
+    """
     rank, device = dist.get_rank(group), own_device(group)
     model = Worn().to(device)
     model.frozen.grad = torch.full_like(
@@ -174,9 +181,12 @@ def train_steps(
 
 
 def step_with_arguments(lesson: Any, gradient: float, group: Any = None) -> dict[str, Any]:
-    """Return how ``average`` and ``all_reduce`` were called, and how the weights changed.
+    """Take a step with a given ``average`` and ``all_reduce``.
 
-    The given ``average`` sets every gradient to ``gradient``, which determines the step.
+    This ``average`` sets every gradient to ``gradient``, which determines how the weights change.
+
+    Returns:
+        How both functions were called, and the change of each weight.
     """
     model, counted, given = Worn(), Counted(), list[list[bool]]()
     expected = model, counted, group
@@ -199,7 +209,7 @@ def step_with_arguments(lesson: Any, gradient: float, group: Any = None) -> dict
 
 
 def step_without_data(lesson: Any) -> dict[str, Any]:
-    """Return the error of a step without targets, and whether the parameters changed."""
+    """Take a step without targets; return its error, and whether the parameters changed."""
     model = Worn()
     before = models.state_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
@@ -209,7 +219,7 @@ def step_without_data(lesson: Any) -> dict[str, Any]:
 
 
 def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> float:
-    """Return the loss of a step; each wrong target contributes 64, every other target 0."""
+    """Return the loss of a step in bfloat16; each wrong target adds 64, and every other adds 0."""
     rank, model = dist.get_rank(), models.Saturated()
     inputs = _signs(sizes[rank], num_wrong[rank])
     targets = torch.zeros(sizes[rank], dtype=torch.int64)
@@ -219,7 +229,7 @@ def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> flo
 
 
 def _signs(size: int, num_wrong: int) -> Tensor:
-    """Make inputs for ``Saturated``; target 0 is wrong for the first ``num_wrong`` only."""
+    """Make inputs of which ``Saturated`` puts the first ``num_wrong`` in class 1, the rest in 0."""
     inputs = torch.full((size, 1), -1.0, dtype=torch.bfloat16)
     inputs[:num_wrong] = 1
     return inputs
@@ -229,7 +239,7 @@ def _signs(size: int, num_wrong: int) -> Tensor:
 
 
 def _device(group: Any) -> dict[str, torch.device]:
-    """Return ``device=``, left out on the CPU, which is the default."""
+    """Return the ``device`` argument to pass, or none on the CPU, which is the default."""
     device = own_device(group)
     return {} if device.type == "cpu" else {"device": device}
 
@@ -242,11 +252,12 @@ def evaluate(
     modes: Sequence[bool] = (),
     group: Any = None,
 ) -> dict[str, Any]:
-    """Return the result, and how the data set and the model were used.
+    """Evaluate a model; return the result, and how the model and the data set were used.
 
     Args:
-        given: Further arguments of the call.
-        modes: Training modes of the model's modules before the call; empty to keep them.
+        given: More arguments for the lesson's ``evaluate``.
+        modes: For each of the model's modules, whether to put it in training mode before the call.
+            If empty, modes stay as they are.
     """
     device, model = _device(group), models.Moody()
     for module, mode in zip(model.modules(), modes, strict=False):
@@ -287,7 +298,10 @@ def evaluate_nothing(lesson: Any) -> dict[str, str]:
 
 
 def evaluate_in_bfloat16(lesson: Any, size: int, num_wrong: int) -> list[float]:
-    """Return loss, accuracy and targets; a wrong target has a loss of 64, any other 0."""
+    """Return the loss, accuracy and number of targets of an evaluation in bfloat16.
+
+    A wrong target has a loss of 64, and any other target has a loss of 0.
+    """
     data = TensorDataset(_signs(size, num_wrong), torch.zeros(size, dtype=torch.int64))
     found = returned("evaluate", lesson.evaluate(models.Saturated(), data, batch_size=size))
     return [float(found.loss), float(found.accuracy), float(found.num_targets)]
@@ -299,7 +313,7 @@ _PRINTED: dict[int, list[tuple[float, str]]] = {}
 
 
 class _ByRank(io.TextIOBase):
-    """Collects printed text by rank, because simulated ranks share one standard output."""
+    """A stream that collects text by rank, because simulated ranks share one standard output."""
 
     def write(self, text: str) -> int:
         _PRINTED.setdefault(dist.get_rank(), []).append((time.perf_counter(), text))
@@ -307,7 +321,7 @@ class _ByRank(io.TextIOBase):
 
 
 def _printed() -> dict[str, Any]:
-    """Return the text that this rank has printed, and when each line was complete."""
+    """Return the text that this rank has printed, and the time at which each line was complete."""
     pieces = _PRINTED.get(dist.get_rank(), [])
     ends = [when for when, text in pieces for _ in range(text.count("\n"))]
     return {"printed": "".join(text for _, text in pieces), "printed_s": ends}
@@ -322,12 +336,13 @@ def fit(
     group: Any = None,
     **given: Any,
 ) -> dict[str, Any]:
-    """Train from weights that differ by rank; the model is in evaluation mode at first.
+    """Train from weights that differ by rank, with the model's parts in evaluation mode at first.
 
     Args:
-        calls: Number of epochs in each call of ``fit``. Between calls, ranks change their weights.
-        seed: Seed, or None to leave it out.
-        given: Further arguments of the trainer.
+        calls: The number of epochs in each call of ``fit``. Between the calls, all ranks but rank 0
+            change their weights.
+        seed: The seed to pass to ``fit``, or None to pass none.
+        given: More arguments for the lesson's ``Trainer``.
     """
     sys.stdout, given = _ByRank(), {**_device(group), **given}
     model = models.network(dist.get_rank(group) + models.FIRST_SEED, normalised=normalised).eval()
@@ -358,7 +373,7 @@ def fit(
 
 
 def _named(**given: Any) -> dict[str, Any]:
-    """Return the arguments that are not None."""
+    """Return the arguments that are not None, by name."""
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -369,7 +384,7 @@ def _change(model: nn.Module, by: int) -> None:
 
 
 def _noted_modes(model: nn.Module) -> set[str]:
-    """Return a set that collects the types of modules called in evaluation mode while training."""
+    """Return a set that will hold the types of modules that training calls in evaluation mode."""
     found = set[str]()
 
     def before_forward(module: nn.Module, *_: object) -> None:
@@ -409,33 +424,38 @@ def _wrong_types(lesson: Any, histories: list[Any]) -> list[str]:
 
 
 def fit_counted(lesson: Any, calls: Sequence[int], sample_s: float) -> dict[str, Any]:
-    """Train with an all-reduce that records when each call ends."""
+    """Train with an all-reduce that records when each call ends; also return these times."""
     all_reduce = Counted()
     found = fit(lesson, calls, sample_s=sample_s, all_reduce=all_reduce)
     return {**found, "reduced_s": all_reduce.done_s}
 
 
 def fit_in_group(lesson: Any, calls: Sequence[int]) -> dict[str, Any] | None:
-    """Train on ranks 1 and 2 of the world, which share a batch evenly; the others do nothing."""
+    """Train in a group of ranks 1 and 2, which share each batch evenly; other ranks do nothing."""
     group = dist.new_group([1, 2])
     return fit(lesson, calls, normalised=True, group=group) if dist.get_rank() in (1, 2) else None
 
 
 def fit_there(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
-    """Train on a pretend device."""
+    """Train on a pretend device; also return its name."""
     with PretendDevice() as device:
         return {**fit(lesson, calls, normalised=True, device=device), "device": str(device)}
 
 
 def fit_summing(lesson: Any) -> dict[str, Any]:
-    """Train with an ``average`` that sums; also return what it was given and the sizes reduced."""
+    """Train with an ``average`` that sums instead of averaging.
+
+    Returns:
+        The results of ``fit``, whether each call of ``average`` got the trainer's all-reduce, and
+        the sizes of the tensors that this all-reduce got.
+    """
     all_reduce, given = Counted(), list[Any]()
     found = fit(lesson, [1], all_reduce=all_reduce, average=averaging(given))
     return {**found, "average": [one is all_reduce for one in given], "sizes": all_reduce.sizes}
 
 
 def parts_of_fit(lesson: Any, epochs: int) -> None:
-    """Call the lesson's own functions as training does, but take no steps and send no buffers."""
+    """Broadcast once and evaluate after each epoch, as ``fit`` does, but without any steps."""
     model = models.network(models.FIRST_SEED, normalised=True)
     test = models.Watched(models.NUM_TEST, 1)
     lesson.broadcast_parameters(model)

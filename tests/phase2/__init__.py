@@ -1,1 +1,1 @@
-"""Functions that the ranks run for tests/test_phase2.py (bodies), and judges of their results."""
+"""What tests/test_phase2.py runs: bodies, which run on every rank, and judges of their results."""

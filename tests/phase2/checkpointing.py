@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.6 and 2.7, with the float64 functions that are checkpointed."""
+"""Bodies (functions that ranks run) for tasks 2.6 and 2.7, and the functions they checkpoint."""
 
 import sys
 from collections import Counter
@@ -50,9 +50,9 @@ def given_back(value: Any) -> Any:
 
 
 def counted(fn: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
-    """Count the calls of ``fn``; return ``fn`` itself if it is a module, or else a wrapper."""
+    """Have calls of ``fn`` counted; return ``fn`` itself if it is a module, or else a wrapper."""
     if isinstance(fn, nn.Module):
-        if not fn._forward_pre_hooks:  # one hook, even if used in several places
+        if not fn._forward_pre_hooks:  # one hook, even if fn is used in several places
             fn.register_forward_pre_hook(lambda module, _: calls.update([type(module).__name__]))
         return fn
 
@@ -73,7 +73,7 @@ def linear(num_in: int = 4, num_out: int = 4) -> nn.Linear:
 
 
 def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
-    """Run the backward pass; return the loss and the gradients, with zeros for missing ones."""
+    """Run the backward pass; return the loss and the gradients, with zeros where there are none."""
     loss.backward()  # type: ignore[no-untyped-call]
     tensors: dict[str, Tensor] = {}
     for name, value in leaves.items():
@@ -91,9 +91,9 @@ def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
 
 
 def a_module(checkpoint: Checkpoint) -> Found:
-    """Does the gradient reach the argument, and all parameters of fn? It is a module with dropout,
-    in training mode: does the second call draw the same random numbers as the first, and is the
-    module still in training mode?
+    """Does the gradient reach the argument, and all parameters of fn? Here, fn is a module with
+    dropout, in training mode: does the second call draw the same random numbers as the first, and
+    is the module still in training mode?
     """
     x, before, after = leaf(3, 4), linear(), linear()
     block = nn.Sequential(linear(), nn.Dropout(0.4), nn.Tanh(), linear())
@@ -102,8 +102,8 @@ def a_module(checkpoint: Checkpoint) -> Found:
 
 
 def arguments_of_any_kind(checkpoint: Checkpoint) -> Found:
-    """Keyword arguments, and tensors inside lists, tuples and dicts, are arguments too, and may
-    need a gradient: take_tensors finds them. Is every gradient in the right position?
+    """Keyword arguments, and tensors inside lists, tuples and dicts, may need a gradient too:
+    take_tensors finds them. Is every gradient in the right position?
     """
     x, y, z, scale, before = leaf(3, 4), leaf(3, 4), leaf(3, 4), leaf(3, 4), linear()
     layer, frozen = linear(), linear().requires_grad_(False)
@@ -131,8 +131,8 @@ def arguments_of_any_kind(checkpoint: Checkpoint) -> Found:
 
 
 def several_results(checkpoint: Checkpoint) -> Found:
-    """Every result has its own gradient, but some results have none: they are integers, or not
-    used. fn may return a tuple of one element.
+    """Each result has its own gradient, except for those that are integers or not used, which have
+    none. fn may return a tuple of one element.
     """
     x, layer, unused = leaf(3, 4), linear(), linear()
 
@@ -154,8 +154,8 @@ def tuple_of(size: int, found: Any) -> tuple[Any, ...]:
 
 
 def only_parameters(checkpoint: Checkpoint) -> Found:
-    """No argument needs a gradient, but parameters that fn uses do. autograd records a Function
-    only if one of its inputs requires a gradient.
+    """No argument needs a gradient here, but parameters that fn uses do. autograd records a
+    Function only if one of its inputs requires a gradient.
     """
     embedding, layer = nn.Embedding(7, 4, **DOUBLE), linear()
     ids = torch.tensor([[0, 3, 3], [6, 1, 0]])
@@ -167,8 +167,8 @@ def only_parameters(checkpoint: Checkpoint) -> Found:
 
 
 def frozen_modules(checkpoint: Checkpoint) -> Found:
-    """fn is a module whose parameters are frozen, but an argument needs a gradient: in one call, a
-    keyword argument.
+    """fn is a module whose parameters are frozen, but one of its arguments needs a gradient. In one
+    of the calls, that is a keyword argument.
     """
     x, y = leaf(3, 4), leaf(3, 4)
     frozen = nn.Sequential(linear(), nn.Tanh()).requires_grad_(False)
@@ -179,7 +179,7 @@ def frozen_modules(checkpoint: Checkpoint) -> Found:
 
 
 def used_twice(checkpoint: Checkpoint) -> Found:
-    """A tensor may be passed twice, a result may itself be an argument, and a module may be used in
+    """A tensor may be passed twice, fn may return one of its arguments, and a module may be used in
     several places.
     """
     x, layer, module = leaf(3, 4), linear(), linear()
@@ -215,7 +215,7 @@ CASES: dict[str, Callable[[Checkpoint], Found]] = {
 
 
 def run_case(lesson: Any, case: str, seed: int) -> Found:
-    """Return the loss, the gradients and the call counts.
+    """Run one of ``CASES`` with the lesson's checkpoint; return loss, gradients and call counts.
 
     Raises:
         WrongResult: Results are missing.
@@ -250,7 +250,7 @@ class Watched:
 
 
 def _callers() -> str:
-    """Return the files of all functions on the stack."""
+    """Return the source files of all functions on the call stack, one per line."""
     files, frame = "", sys._getframe(1)
     while frame := frame.f_back:  # type: ignore[assignment]
         files += frame.f_code.co_filename.replace("\\", "/") + "\n"
@@ -258,7 +258,7 @@ def _callers() -> str:
 
 
 def watch_calls(lesson: Any) -> list[Found]:
-    """Return a function's calls when only x needs a gradient, and when only y does."""
+    """Return a checkpointed function's calls when only x needs a gradient, and when only y does."""
     return [_watch(lesson, needing) for needing in ([True, False], [False, True])]
 
 
@@ -278,7 +278,11 @@ class Scaled(nn.Linear):
 
 
 def call_without_gradients(lesson: Any) -> dict[str, list[Any]]:
-    """Return how often a module is called and whether its result needs a gradient, by situation."""
+    """Checkpoint a module under ``no_grad``, and one that is frozen.
+
+    Returns:
+        In each situation, how often the module is called, and whether its result needs a gradient.
+    """
     found = {}
     for name, is_frozen in (("in no_grad", False), ("frozen", True)):
         layer = Scaled(4, 4).requires_grad_(not is_frozen)
@@ -294,7 +298,11 @@ CHANGED = ("an argument that requires a gradient", "an argument that requires no
 
 
 def change_argument(lesson: Any) -> dict[str, str]:
-    """Change an argument before the backward pass; return the error by argument, "" for none."""
+    """Change an argument between the forward and the backward pass.
+
+    Returns:
+        The error of the backward pass for each kind of argument in ``CHANGED``, or "" for none.
+    """
     return {which: _change(lesson, place) for place, which in enumerate(CHANGED)}
 
 
@@ -322,12 +330,16 @@ DRAWN = {
 
 
 def draw(lesson: Any, seed: int) -> Found:
-    """Draw dropout and noise on every rank, each with its own seed."""
+    """Call ``draw_with`` on every rank, each with a seed of its own."""
     return draw_with(lesson.checkpoint, seed + dist.get_rank())
 
 
 def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
-    """Return results, gradients, and the numbers drawn between the passes and after them."""
+    """Checkpoint a function that draws dropout and noise.
+
+    Returns:
+        The results, the gradient, and random numbers drawn between the passes and after them.
+    """
     torch.manual_seed(seed)
     x = torch.ones(20, **DOUBLE, requires_grad=True)
 
@@ -342,7 +354,7 @@ def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
     return {"y": y.tolist(), "gradient": x.grad.tolist(), "between": between, "after": after}
 
 
-Autocast = tuple[str, bool]  # dtype, whether it is enabled
+Autocast = tuple[str, bool]  # dtype, whether autocast is enabled
 OFF = ("bfloat16", False)
 CASTS: list[tuple[Autocast, Autocast]] = [  # autocast in the forward and in the backward pass
     (("float16", True), OFF),
@@ -352,12 +364,12 @@ CASTS: list[tuple[Autocast, Autocast]] = [  # autocast in the forward and in the
 
 
 def cast(lesson: Any, seed: int) -> list[Found]:
-    """Checkpoint a function with different autocast states in the two passes."""
+    """Checkpoint a function while autocast is in different states in the two passes."""
     return [_cast(lesson, forward, backward, seed) for forward, backward in CASTS]
 
 
 def _cast(lesson: Any, forward: Autocast, backward: Autocast, seed: int) -> Found:
-    """Return the autocast state in each call and after the backward pass, and the gradient."""
+    """Return autocast's state in each call and afterwards, the result's dtype, and the gradient."""
     torch.manual_seed(seed)
     layer, x = nn.Linear(8, 8), torch.randn(5, 8, requires_grad=True)
     seen: list[Autocast] = []
@@ -396,14 +408,14 @@ def block() -> nn.Module:
 
 
 def live_bytes() -> int:
-    """Return the bytes of this rank's tensors in a ``MEASURED`` world."""
+    """Return the bytes that this rank's tensors take up now; works in a ``MEASURED`` world only."""
     tracker = this_tracker()
     assert tracker is not None
     return tracker.live_bytes
 
 
 def hold(lesson: Any) -> Found:
-    """Return the bytes held after a checkpointed function's result has been used and deleted."""
+    """Checkpoint six layers, use the result and delete it; return the bytes that are still held."""
     fn, x = block(), torch.randn(ROWS, WIDTH, requires_grad=True)
     before = live_bytes()
     h = x + 1
@@ -414,7 +426,7 @@ def hold(lesson: Any) -> Found:
 
 
 def train_chain(lesson: Any) -> int:
-    """Train checkpointed blocks for one step; return the bytes of their parameters."""
+    """Train a chain of checkpointed blocks for one step; return the bytes of their parameters."""
     blocks = [block() for _ in range(BLOCKS)]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     for fn in blocks:
@@ -440,15 +452,15 @@ class Layer(nn.Module):
 
 
 def run_segments(lesson: Any, cases: list[tuple[int, int]], seed: int) -> list[Found]:
-    """Return the observations for each (layers, segments)."""
+    """Run each case, a pair of (layers, segments), and return what was observed."""
     return [_run_segments(lesson, *case, seed) for case in cases]
 
 
 def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Found:
-    """Return loss, gradients, the layers called in each pass, and the sequence after the call.
+    """Run layers in segments; return the loss, the gradients, the layers called, and side effects.
 
     With an even number of segments, the input is part of a graph and gets a gradient. With an odd
-    number of layers, the first one embeds integers.
+    number of layers, the input consists of integers instead, and the first layer embeds them.
     """
     torch.manual_seed(seed)
     calls: list[int] = []
@@ -472,7 +484,7 @@ def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Fou
 
 
 def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
-    """Train for one step; return the bytes of the parameters."""
+    """Train layers in segments for one step; return the bytes of their parameters."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
     layers = tuple(blocks)  # not a list: any sequence is allowed
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -482,6 +494,6 @@ def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
 
 
 def refuse_segments(lesson: Any, num_layers: int, segments: int) -> dict[str, str]:
-    """Return the refusal of a number of segments that is impossible for this number of layers."""
+    """Return how the lesson refuses a number of segments that does not fit the number of layers."""
     layers = [nn.Linear(4, 4) for _ in range(num_layers)]
     return refused(lesson, "checkpoint_sequential", layers, segments, torch.randn(2, 4))

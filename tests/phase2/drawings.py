@@ -1,4 +1,4 @@
-"""Schedules as text: one row per stage, one column per time; a dot means that the stage waits.
+"""Schedules as text: one row per stage, one column per time step; a dot means that a stage waits.
 
 F0 F1 .  B0 B1
 .  F0 B0 F1 B1
@@ -54,7 +54,7 @@ F1 F2 F3 F0 B1 .  .  .  B0 B2 B3
 
 
 def drawn(text: str) -> Schedule:
-    """Return the schedule in a drawing, whose columns are ignored: times follow from the order."""
+    """Return the schedule in a drawing; only the order of actions in each row counts."""
     return [
         [Action(kind, int(i), int(chunk or 0)) for kind, i, chunk in CELL.findall(row)]
         for row in text.strip().splitlines()
@@ -67,22 +67,25 @@ def written(schedule: Schedule) -> str:
 
 
 def redrawn(text: str) -> str:
-    """Return a drawing in the format of ``grid``, without surrounding empty lines."""
+    """Return a drawing in the format of ``grid``: no blank lines around it, no trailing spaces."""
     return "\n".join(row.rstrip() for row in text.strip("\n").splitlines())
 
 
 def size_text(p: int, m: int) -> str:
-    """Return the size of a schedule in words."""
+    """Return the size of a schedule in words: its numbers of stages and micro-batches."""
     return f"{counted(p, 'stage')}, {counted(m, 'micro-batch', 'micro-batches')}"
 
 
 def length(schedule: Schedule, backward_time: int) -> int:
-    """Return the time at which the last stage ends."""
+    """Return how long a schedule takes, if a forward pass takes 1 unit of time."""
     return max((event.time for event in timeline(schedule, backward_time)), default=0)
 
 
 def in_flight(actions: Sequence[Action]) -> int:
-    """Return the maximum number of micro-batches in flight, between forward and backward pass."""
+    """Return the largest number of micro-batches that are in flight at the same time.
+
+    A micro-batch is in flight from its forward pass until its backward pass.
+    """
     now = most = 0
     for action in actions:
         now += 1 if action.kind == "F" else -1
@@ -91,7 +94,7 @@ def in_flight(actions: Sequence[Action]) -> int:
 
 
 def picture(schedule: Schedule) -> str:
-    """Return a drawing of the schedule to append to a message, cut off if it is wide."""
+    """Return a drawing of the schedule to append to a message; long rows are cut off."""
     rows = grid(schedule).splitlines()
     return "".join(f"\n    {row if len(row) <= 110 else row[:108] + ' …'}" for row in rows)
 
@@ -138,7 +141,10 @@ Waits = Mapping[int, tuple[Action, int, Action]]
 
 
 def _waits(schedule: Schedule) -> Waits:
-    """Return each stage's first action that never starts, and one action that it needs."""
+    """Return, for each stage that gets stuck, its first action that never starts, and a reason.
+
+    The reason is an action that has to come first but never starts either, with its stage.
+    """
     p = len(schedule)
     num_blocks = p * (1 + max(action.chunk for actions in schedule for action in actions))
     done = {(event.stage, event.action) for event in timeline(schedule)}
@@ -167,7 +173,7 @@ def _root(waits: Waits) -> int:
 
 
 def _before(block: int, action: Action, num_blocks: int, p: int) -> set[tuple[int, Action]]:
-    """Return the actions that an action of a block needs."""
+    """Return the actions that must come before an action of a block, each with its own block."""
     kind, i, _ = action
     if kind == "F":
         return {(block - 1, Action("F", i, (block - 1) // p))}

@@ -107,7 +107,7 @@ UNEQUALLY_OFTEN = (
 )
 IN_ONE_BUCKET = "All gradients go into one flat bucket, which is summed after the last micro-batch."
 SIZES = {"one": 1, "two": 2, "three": 3, "whole": 8, "larger": 11}  # a batch has 7 or 8 rows
-WIDTH, ROWS, COUNTS = 32, 2048, (1, 2, 4, 8)  # the model whose memory is measured
+WIDTH, ROWS, COUNTS = 32, 2048, (1, 2, 4, 8)  # of the model whose memory is measured
 
 
 # 2.2
@@ -188,16 +188,17 @@ def test_memory_is_that_of_one_micro_batch(grade: Grade) -> None:
 
 
 def _memory_of_one(grade: Grade) -> list[float]:
-    """Return the bytes allowed by rank: a step on one micro-batch, the batch, and two gradients.
+    """Return the number of bytes that each rank may use.
 
-    One of these is the sum so far, the other a micro-batch's gradient before it is added.
+    That is enough for a step on one micro-batch, for the whole batch, and for two sets of
+    gradients: the sum so far, and a micro-batch's own before they are added to it.
     """
     plain: Run = grade.run(b.plain_deep, len(COUNTS), WIDTH, ROWS, COUNTS, options=MEASURED)
     return [peak + _bytes_beside(WIDTH, ROWS, 2) for peak in plain.peak_bytes]
 
 
 def _bytes_beside(width: int, rows: int, num_gradients: int) -> int:
-    """Return the bytes of a batch, of ``num_gradients`` sets of gradients, and of scalars."""
+    """Return the bytes of a batch, ``num_gradients`` sets of gradients, and scalars (1 KiB)."""
     gradients = sum(parameter.nbytes for parameter in Deep(width).parameters())
     return num_gradients * gradients + sum(x.nbytes for x in deep_batch(rows)) + 1024
 
@@ -206,7 +207,10 @@ def _bytes_beside(width: int, rows: int, num_gradients: int) -> int:
 
 
 def _shares(grade: Grade, n: int) -> tuple[b.Share, ...]:
-    """Draw rows and sizes: most micro-batches on rank 0, none on rank 1 if n is 3 or more."""
+    """Draw each rank's rows and micro-batch size.
+
+    Rank 0 has the most rows, and rank 1 has none if n is 3 or more.
+    """
     rows = [grade.random.randint(6, 8), *(grade.random.randint(1, 5) for _ in range(n - 1))]
     sizes = [2, *(grade.random.randint(1, 3) for _ in range(n - 1))]
     pairs = zip(rows, sizes, strict=True)

@@ -24,7 +24,7 @@ ON_THEIR_WAY = 4  # in activations: room for gradients and results being compute
 
 
 def alone(body: Callable[..., Any], *args: object) -> Any:
-    """Return the result of a body without checkpointing, in this process."""
+    """Run a body without checkpointing, in this process, and return its result."""
     lesson = SimpleNamespace(checkpoint=b.plain, checkpoint_sequential=b.plain_sequential)
     with torch.random.fork_rng():
         return body(lesson, *args)
@@ -182,7 +182,7 @@ def test_a_chain_takes_little_memory_and_one_more_forward_pass(grade: Grade) -> 
 
 
 def _check_costs(here: str, run: Run, num_layers: int, num_held: int, cause: str) -> None:
-    """Check a step's memory and time; ``run`` has returned the bytes of the parameters."""
+    """Check a step's memory and time, given a run that has returned the bytes of the parameters."""
     held = (run.peak_bytes[0] - 2 * run.results[0]) / b.UNIT
     forward = round(run.seconds * FLOPS_PER_S) / (num_layers * b.LAYER_FLOPS)
     check(

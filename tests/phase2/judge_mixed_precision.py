@@ -1,4 +1,4 @@
-"""Judges tasks 2.4 and 2.5: a loss scaler and a 16-bit step, which decide the same on all ranks."""
+"""Judges tasks 2.4 and 2.5: a loss scaler and a 16-bit step, whose decisions all ranks share."""
 
 from collections.abc import Sequence
 from math import inf, nan
@@ -38,7 +38,7 @@ def test_a_loss_is_scaled_where_it_fits(grade: Grade) -> None:
 
 
 def _has_gradient(grade: Grade, n: int) -> list[list[bool]]:
-    """Draw which parameters have a gradient, by rank; rank 1 has none at all."""
+    """Draw which parameters have a gradient on each rank: all do on rank 0, and none on rank 1."""
     shares = [[grade.random.random() < 0.7 for _ in s.SHAPES] for _ in range(n)]
     shares[0] = [True] * len(s.SHAPES)
     return [[False] * len(s.SHAPES) if rank == 1 else row for rank, row in enumerate(shares)]
@@ -390,7 +390,7 @@ def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
 @task("2.5")
 @pytest.mark.parametrize("reduce_dtype", ["float16", "float32"])
 def test_small_gradients_survive(grade: Grade, reduce_dtype: str) -> None:
-    """Gradients of 2**-26 vanish in float16, which ends at 2**-24: backward and sum must scale."""
+    """Gradients of 2**-26 are 0 in float16 unless both the backward pass and the sum scale them."""
     factors, rows, lr = [2.0**-26, 3 * 2.0**-26], [3, 1], 2.0**20
     expected = -lr * (3 * factors[0] + factors[1]) / 4
     small = Small(0.0, lr, factors, rows, reduce_dtype)

@@ -44,7 +44,10 @@ INTERLEAVED = [  # stages, micro-batches, chunks
 def _schedules(
     grade: Grade, function: str, drawings: Mapping[tuple[int, int], str], cause: str
 ) -> Iterator[tuple[int, int, Schedule, str]]:
-    """Yield stages, micro-batches, the learner's schedule, and its size in words."""
+    """Check the learner's schedule for each size; yield the size, the schedule, and a description.
+
+    The size is a number of stages and a number of micro-batches.
+    """
     sizes = [*SIZES, (grade.random.randint(2, 6), grade.random.randint(2, 12))]
     for (p, m), schedule in zip(sizes, _called(grade, function, sizes), strict=True):
         here = d.size_text(p, m)
@@ -97,7 +100,7 @@ def _some(actions: Counter[Action]) -> str:
 
 
 def _check_length(here: str, schedule: Schedule, expected: int, cause: str) -> None:
-    """Check how long a schedule takes, in units of a forward plus a backward pass."""
+    """Check that a schedule takes no longer than ``expected`` forward and backward passes."""
     for backward_time in (1, 2):
         unit = 1 + backward_time
         found = d.length(schedule, backward_time) / unit
@@ -144,7 +147,7 @@ def test_1f1b_holds_few_micro_batches(grade: Grade) -> None:
 
 @task("2.11")
 def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
-    """Each drawing shows the only order with that memory and that length."""
+    """Each drawing shows the only order that achieves both its memory use and its length."""
     for p, m, schedule, here in _schedules(grade, "one_f_one_b_schedule", ONE_F_ONE_B, DIFFER):
         for stage, actions in enumerate(schedule):
             for kind, name in (("F", "forward"), ("B", "backward")):
@@ -158,7 +161,10 @@ def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
 
 
 def _interleaved(grade: Grade) -> Iterator[tuple[int, int, int, Schedule, str]]:
-    """Yield stages, micro-batches, chunks, the learner's schedule, and its size in words."""
+    """Check the learner's schedule for each size; yield the size, the schedule, and a description.
+
+    The size is a number of stages, of micro-batches, and of chunks per stage.
+    """
     p = grade.random.randint(2, 5)
     drawn = p, p * grade.random.randint(1, 3), grade.random.randint(2, 4)
     sizes = [*INTERLEAVED, drawn]
@@ -206,7 +212,7 @@ Result = dict[str, Any]
 
 
 def _sizes(grade: Grade, m: int) -> list[int]:
-    """Draw the numbers of rows of m micro-batches, all different."""
+    """Draw the number of rows in each of m micro-batches, all of them different."""
     return grade.random.sample(range(3, 3 + 3 * m), m)
 
 
@@ -292,7 +298,7 @@ def _tolerance(wanted: Any, kind: str) -> float:
 
 
 def _cause(wanted: list[float], got: list[float], means: list[float], num_targets: int) -> str:
-    """Compare a gradient with the right one and with ``means``; return the likely cause."""
+    """Return the likely cause of a wrong gradient, given the gradient of the mean of means."""
     factor = _factor(wanted, got)
     if factor is None and _factor(means, got):
         return (
@@ -314,7 +320,7 @@ def _cause(wanted: list[float], got: list[float], means: list[float], num_target
 
 
 def _factor(one: list[float], other: list[float]) -> float | None:
-    """Return the factor that turns ``one`` into ``other``; None if there is none."""
+    """Return the factor that turns ``one`` into ``other``, or None if there is no such factor."""
     largest = max(range(len(one)), key=lambda i: abs(one[i]))
     factor = other[largest] / one[largest] if one[largest] else 0.0
     is_multiple = is_close([factor * x for x in one], other, 1e-9 * max(1.0, abs(factor)))

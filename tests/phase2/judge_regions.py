@@ -112,7 +112,7 @@ def _check_values(here: str, what: str, operation: str, of_all: list[Any], rank:
 
 
 def _calls(function: str, n: int) -> dict[str, c.Calls]:
-    """Return the collectives for each kind of tensor, forward and, where needed, backward."""
+    """Return the expected collectives of each pass, in the order of the kinds of tensor."""
     part, _ = _shapes(function if not _is_of_positions(function) else GATHER, n)
     calls: dict[str, c.Calls] = {}
     for stage, operation in zip(("forward", "backward"), OPERATIONS[function], strict=True):

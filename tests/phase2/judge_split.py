@@ -36,7 +36,7 @@ OF_BLOCK = (
 
 
 class Causes(NamedTuple):
-    """Likely causes of wrong results."""
+    """Likely causes of a wrong output, a wrong gradient of x, and wrong gradients of parameters."""
 
     output: str
     x: str
@@ -189,11 +189,12 @@ class Contract:
     """What a task promises about a split module, as test cases.
 
     Attributes:
-        task: Number of the task.
-        name: Beginning of the test names.
-        of_sizes: Function that draws cases for any number of ranks.
-        variants: Function that draws cases with frozen parameters, other dtypes and the like.
-        refused: Number of ranks, a case that they cannot split, and a number that the error names.
+        task: The number of the task.
+        name: What the names of the tests begin with, after ``test_``.
+        of_sizes: Draws cases for any number of ranks.
+        variants: Draws cases with frozen parameters, other dtypes and the like.
+        refused: For each refusal, the number of ranks, a case that cannot be split over them, and
+            a number that the error should name.
     """
 
     task: str
@@ -248,7 +249,7 @@ def _plain(method: Callable[[Grade], None]) -> Callable[[Grade], None]:
 
 
 def _linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
-    """Draw layers with and without bias; some of the sizes are odd on each rank."""
+    """Draw linear layers with and without bias; each rank's share of one of the sizes is odd."""
     a, c = grade.random.randint(1, 3), 2 * grade.random.randint(1, 2) + 1
     rows = grade.random.choice((1, 3, 5))
     cases = [
@@ -278,7 +279,7 @@ def _dtypes(case: b.Case) -> list[b.Case]:
 
 
 def _module(function: str, grade: Grade, n: int, **more: Any) -> b.Case:
-    """Draw sizes; every rank gets at least one head, and n need not divide an MLP's width."""
+    """Draw a case for an MLP or attention: n divides the heads, but not always the MLP's width."""
     heads = n * grade.random.randint(1, 2)
     width = heads * grade.random.choice((2, 3))
     if function == b.MLP_SPLIT:
@@ -399,7 +400,7 @@ def _check_losses(case: b.Scores, by_rank: Sequence[Any], where: str = "") -> No
 
 
 def _check_numbers(run: Run, case: b.Scores) -> None:
-    """Check that forward sends at most three values per target in three calls; backward none."""
+    """Check that forward sends up to three values per target in three calls, and backward none."""
     numbers = 3 * torch.Size(case.shape).numel()
     most = numbers * getattr(torch, case.dtype).itemsize
     for rank, by_stage in enumerate(c.calls_of(run)) if len(run.results) > 1 else ():

@@ -87,7 +87,7 @@ def _check_cut(costs: Costs, p: int, cut: b.Cut) -> None:
 
 
 def _least_largest(costs: Costs, p: int) -> float:
-    """Return the cost of the most expensive stage in the best cut."""
+    """Return the cost of the most expensive stage in the best cut into ``p`` stages."""
     before = [0, *accumulate(costs)]
     best = [0.0, *[inf] * len(costs)]  # best[i]: for the layers before i
     for _ in range(p):
@@ -171,9 +171,9 @@ def _check_arrived(by_rank: Sequence[Any]) -> None:
 
 
 def _sizes_sent(run: Run, src: int, dst: int) -> list[int]:
-    """Return the bytes of the messages from one rank to another, in sending order.
+    """Return the bytes of each message from one rank to another, in the order of sending.
 
-    They may arrive in a different order, since a short message can overtake a long one.
+    Messages may arrive in a different order, since a short one can overtake a long one.
     """
     pairs = run.trace.pairs() if run.trace else []
     sends = [send for send, recv in pairs if (send.rank, recv.rank) == (src, dst)]
@@ -184,9 +184,9 @@ def _check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int
     """Check the messages of several calls of ``send_tensors`` from one rank to another.
 
     Args:
-        here: Both ranks, as the beginning of the error text.
-        found: Bytes of all messages, in order.
-        sent: Bytes of the tensors of each call, in order.
+        here: Both ranks in words, to begin an error text with.
+        found: The bytes of each message, in the order of sending.
+        sent: For each call, the bytes of the tensors that it should send, in order.
     """
     expected = Counter(size for sizes in sent for size in sizes)
     missing, more = expected - Counter(found), Counter(found) - expected
@@ -292,7 +292,7 @@ def _check_step(here: str, found: Any, alone: b.Alone, step: int, rank: int, is_
 
 
 def _sent(plan: Plan, cuts: Sequence[int], src: int, dst: int) -> list[list[int]]:
-    """Return the bytes of the tensors sent from one rank to another, call by call."""
+    """Return, for each call, the bytes of the tensors that one rank should send to another."""
     if abs(src - dst) != 1:
         return []
     border = [step[cuts[max(src, dst)] - 1] for step in train_alone(plan).passed]

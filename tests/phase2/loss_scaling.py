@@ -1,4 +1,4 @@
-"""Bodies for task 2.4."""
+"""Bodies (functions that ranks run) for task 2.4."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def scale_losses(lesson: Any, loss: float, scale: float) -> dict[str, dict[str, Any]]:
-    """Return each scaled loss, its dtype and the loss's gradient, by the dtype of the loss."""
+    """Scale a loss of each dtype; return the scaled loss, its dtype, and the loss's gradient."""
     return {
         str(dtype).removeprefix("torch."): _scaled(lesson, loss, scale, dtype) for dtype in DTYPES
     }
@@ -54,9 +54,9 @@ def _parameters() -> list[nn.Parameter]:
 
 
 def gradient_of(rank: int, number: int) -> Tensor:
-    """Make the gradient that a parameter should have after unscaling: whole numbers + 0.5.
+    """Make the gradient that a parameter should have after unscaling.
 
-    It is transposed in memory, and so not contiguous.
+    Its values are whole numbers plus 0.5. It is transposed in memory, and therefore not contiguous.
     """
     generator = torch.Generator().manual_seed(10 * rank + number)
     return (torch.randint(-8, 8, SHAPES[number][::-1], generator=generator) + 0.5).t()
@@ -73,9 +73,13 @@ def _set_gradients(
 def unscale_twice(
     lesson: Any, has_gradient: list[list[bool]], scale: float, group: Any = None
 ) -> dict[str, Any]:
-    """Return what unscale returns, and the gradients afterwards; halve them before the step.
+    """Unscale twice, halve the gradients, take the step, and unscale in the next step.
 
     The last parameter does not belong to the optimizer.
+
+    Returns:
+        What the calls returned, the gradients after each unscale, the numbers of the parameters
+        whose gradients moved or were replaced, and the weights after the step.
     """
     rank, parameters = dist.get_rank(group), _parameters()
     settings = [{"params": parameters[:1]}, {"params": parameters[1:3], "lr": 0.25}]
@@ -104,7 +108,7 @@ def unscale_twice(
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
-    """Return the identity and the address of each gradient."""
+    """Return the object identity and the memory address of each gradient."""
     return [None if p.grad is None else (id(p.grad), p.grad.data_ptr()) for p in parameters]
 
 
@@ -112,7 +116,7 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
 
 
 def follow(lesson: Any, arguments: dict[str, Any], plan: Sequence[Bad]) -> list[dict[str, Any]]:
-    """Return each step's answer, whether it changed anything, and the scale after its update."""
+    """Take the steps of a plan; return what each decided and changed, and the scale after it."""
     return _follow(lesson.LossScaler(**arguments), plan, dist.get_rank())
 
 
@@ -154,7 +158,7 @@ def _one_step(
 
 
 def _agree(gradient: Tensor, quotient: Tensor) -> bool:
-    """Return whether two tensors are equal where the second is finite."""
+    """Return whether two tensors are equal, up to rounding, wherever the second is finite."""
     is_finite = quotient.isfinite()
     return torch.allclose(gradient[is_finite], quotient[is_finite])
 
@@ -173,7 +177,10 @@ def _everything(parameters: Sequence[nn.Parameter], optimizer: Any) -> str:
 def resume(
     lesson: Any, arguments: dict[str, Any], before: list[Bad], after: list[Bad]
 ) -> dict[str, Any]:
-    """Save after some steps, take more, and load into another scaler during a bad step."""
+    """Save a scaler's state, take more steps with it, and load the state into another scaler.
+
+    The other scaler is in the middle of a bad step when it loads the state.
+    """
     rank = dist.get_rank()
     saved, loaded = lesson.LossScaler(**arguments), lesson.LossScaler(**arguments)
     _follow(saved, before, rank)
@@ -184,7 +191,7 @@ def resume(
     saved.state_dict()
     has_changed = repr(state) != first
     _follow(loaded, [None], rank)
-    # This scaler finds an inf, and loads a state before its update.
+    # This scaler has found an inf, and loads the state before it is updated.
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.full((1,), torch.inf)
     loaded.unscale(torch.optim.SGD([parameter], lr=0.0))
@@ -196,9 +203,12 @@ def resume(
 
 
 def count_with_defaults(lesson: Any) -> list[float]:
-    """Return the scale at the start, after 1,999 and 2,000 good updates, an overflow, and one more.
+    """Make 2,000 good updates, one after an overflow, and another good one, with default settings.
 
     One of the good updates is not preceded by a call of unscale.
+
+    Returns:
+        The scale at the start, and after each update from the 1,999th on.
     """
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -215,10 +225,13 @@ def count_with_defaults(lesson: Any) -> list[float]:
 
 
 def two_optimizers(lesson: Any, bad_rank: int) -> list[list[Any]]:
-    """Return, for three steps, which optimizers stepped, the weights and the scale.
+    """Take three steps with one scaler and two optimizers.
 
-    On one rank, the second optimizer's gradient is bad in the first step, and the first
-    optimizer's in the second.
+    On ``bad_rank``, the second optimizer has a bad gradient in the first step, and the first
+    optimizer has one in the second step.
+
+    Returns:
+        For each step, whether each optimizer stepped, the weights, and the scale.
     """
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
@@ -234,7 +247,7 @@ def two_optimizers(lesson: Any, bad_rank: int) -> list[list[Any]]:
 
 
 def sums_of(lesson: Any, group: Any = None) -> list[Any]:
-    """Return the calls of a scaler's all-reduce during unscale and step."""
+    """Return the size of each all-reduce in unscale and step, and whether it got the group."""
     noted = NotedAllReduce()
     parameters = _parameters()
     _set_gradients(parameters, [True] * len(parameters), 0, 1.0)

@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.10 to 2.13: schedules, models in blocks, and an ideal cluster."""
+"""Bodies (functions that ranks run) for tasks 2.10 to 2.13, their models, and an ideal cluster."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -21,7 +21,7 @@ Rows = list[list[list[Any]]]  # for each stage, a row of [kind, micro-batch, chu
 
 
 def rows_of_each(lesson: Any, function: str, sizes: list[list[int]]) -> list[Rows]:
-    """Return the schedules of a function for several sizes.
+    """Return the schedules that one of the lesson's functions makes for several sizes.
 
     Raises:
         WrongResult: A result is not a schedule.
@@ -49,7 +49,10 @@ KINDS = ("dense", "tokens", "frozen", "checkpointed", "detached", "bfloat16")
 
 
 class _Again(torch.autograd.Function):
-    """A layer that the backward pass recomputes, with a nested backward pass."""
+    """Calls a layer without recording a graph.
+
+    The backward pass calls the layer again, and runs a nested backward pass through it.
+    """
 
     @staticmethod
     def forward(ctx: Any, layer: nn.Module, x: Tensor) -> Tensor:
@@ -125,7 +128,7 @@ def block(number: int, num_blocks: int, kind: str = "dense") -> nn.Module:
 
 
 def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
-    """Make inputs, targets and weights for the loss; some targets do not count."""
+    """Make a micro-batch of inputs, targets and loss weights; some of the targets do not count."""
     generator = torch.Generator().manual_seed(number)
     targets = torch.randint(CLASSES, (rows, LENGTH), generator=generator)
     targets[torch.rand(rows, LENGTH, generator=generator) < 0.3] = -100
@@ -138,7 +141,7 @@ def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
 
 
 def weighted_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """Return a loss that uses all three tensors of a batch, and its own count of targets."""
+    """Return a loss that uses all three tensors of a batch, and a count of targets of its own."""
     inputs, targets, weights = batch
     errors = (model(inputs) - targets[..., None]).square().sum(dim=(1, 2))
     return (errors * weights).sum(), 3 * len(weights)
@@ -149,7 +152,7 @@ def loss_of(kind: str) -> LossSum:
 
 
 def alone(num_blocks: int, sizes: Sequence[int], kind: str) -> dict[str, Any]:
-    """Run all micro-batches in one process; return loss, targets and gradients by block."""
+    """Run all micro-batches in one process; return losses, target count, and gradients by block."""
     blocks = [block(number, num_blocks, kind) for number in range(num_blocks)]
     model, batches = nn.Sequential(*blocks), [micro_batch(*one, kind) for one in enumerate(sizes)]
     found = [loss_of(kind)(model, batch) for batch in batches]
@@ -197,7 +200,7 @@ Case = tuple[str, Sequence[int], str]  # schedule as drawn; rows of micro-batche
 
 
 def run_pipelines(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[dict[str, Any]]:
-    """Return, for each case, the loss and this rank's gradients after the second call."""
+    """Run the schedule of each case twice; return the loss and this rank's gradients afterwards."""
     return [_run_pipeline(lesson, *case, group) for case in cases]
 
 
@@ -217,7 +220,7 @@ def _run_pipeline(
 
 
 def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
-    """Return the same loss, with each call's number of targets appended to ``calls``."""
+    """Wrap a loss function so that each call appends its number of targets to ``calls``."""
 
     def noted(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         loss, count = loss_sum(model, batch)
@@ -229,7 +232,7 @@ def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
 
 
 def _mine(text: str, sizes: Sequence[int], kind: str, group: Any) -> tuple[list[nn.Module], Any]:
-    """Return this rank's blocks, and the micro-batches with only the tensors that it may read."""
+    """Return this rank's blocks, and the micro-batches with None for tensors it may not read."""
     rank, p = dist.get_rank(group), dist.get_world_size(group)
     v = 1 + max(action.chunk for actions in drawn(text) for action in actions)
     chunks = [block(chunk * p + rank, v * p, kind) for chunk in range(v)]
@@ -252,7 +255,7 @@ def _seen(batch: Batch, is_first: bool, is_last: bool) -> tuple[Tensor | None, .
 
 
 def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[dict[str, str]]:
-    """Return the errors for schedules that do not fit the micro-batches and one chunk per rank."""
+    """Return the errors for schedules that are invalid for the micro-batches and the ranks."""
     chunks = [block(dist.get_rank(), dist.get_world_size())]
     batches = [micro_batch(i, 3 + i) for i in range(num_micro_batches)]
     return [
@@ -319,7 +322,7 @@ def one_at_a_time(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def run_one_at_a_time(lesson: Any, num_micro_batches: int) -> float:
-    """Run a pipeline whose micro-batches all share the same tensors; return the loss."""
+    """Run a pipeline with one micro-batch at a time, all of the same tensors; return the loss."""
     p = dist.get_world_size()
     chunks = [nn.Sequential(nn.Linear(KEPT_WIDTH, KEPT_WIDTH), nn.Tanh())]
     batches = [(torch.ones(KEPT_ROWS, KEPT_WIDTH),) * 2] * num_micro_batches

@@ -24,15 +24,15 @@ def sizes_for(grade: Grade) -> tuple[int, ...]:
 def check_same(
     here: str, what: str, expected: Tensor | None, got: Any, n: int, cause: str = ""
 ) -> None:
-    """Check values up to rounding.
+    """Check that the learner's values are right, up to rounding.
 
     Args:
-        here: Rank and case.
-        what: Subject of the sentence.
-        expected: Right values; None if there should be none.
-        got: Learner's values in nested lists.
-        n: Number of ranks.
-        cause: Likely cause.
+        here: The rank and the case, to begin an error text with.
+        what: What the values are, as the subject of the error text.
+        expected: The right values, or None if there should be none.
+        got: The learner's values, in nested lists.
+        n: The number of ranks.
+        cause: The likely cause of wrong values.
     """
     if expected is not None and got is not None:
         shape = f"{here}: the shape of {what.removeprefix('the ')}"
@@ -49,7 +49,7 @@ def check_same(
 
 
 def _agree(expected: Tensor | None, got: Any) -> bool:
-    """Compare as tensors: comparing lists of a block's weights would take most of the time."""
+    """Return whether values agree up to rounding; comparing tensors is far faster than lists."""
     if expected is None or got is None:
         return expected is got
     expected = expected.detach()
@@ -112,12 +112,12 @@ def check_state(
     """Check that a rank holds its shard of each parameter, and of each gradient.
 
     Args:
-        here: Rank and case.
-        state: Result of ``tensor_parallel.state_of``.
-        full: Full module after its backward passes.
-        part_of: Function from a parameter's name to its split dim.
-        place: Rank and number of ranks.
-        causes: Likely causes of a wrong gradient, by name.
+        here: The rank and the case, to begin an error text with.
+        state: The rank's result of ``tensor_parallel.state_of``.
+        full: The full module after its backward passes.
+        part_of: Given a parameter's name, returns the dim along which it is split.
+        place: The rank and the number of ranks.
+        causes: The likely cause of a wrong gradient, by name of the parameter.
     """
     parameters = dict(full.named_parameters())
     expect(f"{here}: the parameters", sorted(state), sorted(parameters))
@@ -139,7 +139,7 @@ def check_state(
 
 
 def check_is_independent(here: str, found: Mapping[str, Any]) -> None:
-    """Check that a layer leaves the full one unchanged, and does not hold on to its memory."""
+    """Check that a split layer leaves the full one unchanged, and lets its memory be freed."""
     expect(
         f"{here}: whether the full layer stays as it is, and its memory is free once it is "
         "deleted,",
@@ -150,7 +150,7 @@ def check_is_independent(here: str, found: Mapping[str, Any]) -> None:
 
 
 def calls_of(run: Run) -> list[list[Calls]]:
-    """Return each rank's collectives and sends by stage; the body's barriers separate stages."""
+    """Return each rank's collectives and sends, in stages separated by the body's barriers."""
     by_rank: list[list[Calls]] = [[[]] for _ in run.results]
     for event in run.trace.events if run.trace else []:
         if event.kind == "collective" and event.name == "barrier":
@@ -172,11 +172,11 @@ def check_calls(
     The calls of a single rank are not checked, since they cost nothing.
 
     Args:
-        by_rank: Result of ``calls_of``, or some of its stages.
-        what: Function and case.
-        expected: Expected calls, by name of the stage.
-        cause: Likely cause.
-        small_bytes: Bytes that backward stages may all-reduce in addition.
+        by_rank: The result of ``calls_of``, or only some of its stages.
+        what: The function and the case, to begin an error text with.
+        expected: The expected calls, by name of the stage.
+        cause: The likely cause of wrong calls.
+        small_bytes: How many bytes a backward stage may all-reduce in addition.
     """
     n = len(by_rank)
     for rank, by_stage in enumerate(by_rank) if n > 1 else ():

@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.8 and 2.9, with a model of nine blocks and its single-process training."""
+"""Bodies (functions that ranks run) for tasks 2.8 and 2.9, and a model to cut into stages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -23,7 +23,7 @@ WIDTHS = (4, 6, 5, 6, 4, 6, 5, 6)  # output widths of all blocks but the last
 class Plan(NamedTuple):
     """A training run: its frozen blocks and its steps."""
 
-    frozen: tuple[int, ...] = ()  # blocks
+    frozen: tuple[int, ...] = ()  # numbers of blocks
     input_requires_grad: bool = False
     num_steps: int = 6
     evaluations: tuple[int, ...] = (2,)  # steps without a backward pass
@@ -37,7 +37,8 @@ SOME_FROZEN = Plan(frozen=(0, 1, 2, 5, 8))
 class First(nn.Module):
     """Turns tokens into the five tensors that go through all blocks; three require gradients.
 
-    One is transposed in memory, one is in float32, and one, in bfloat16, does not affect the loss.
+    Of these three, the first is transposed in memory, the second is in float32, and the third is in
+    bfloat16 and does not affect the loss.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,10 @@ def update(module: nn.Module) -> None:
 
 
 def state_of(blocks: nn.ModuleList, numbers: Iterable[int]) -> dict[str, Any]:
-    """Return values and gradients of these blocks' parameters; missing gradients count as zero."""
+    """Return the values and gradients of some blocks' parameters, with zeros for missing gradients.
+
+    Parameters that are not trained have None as their gradient.
+    """
     state = {}
     for i in numbers:
         for name, parameter in blocks[i].named_parameters():
@@ -188,7 +192,10 @@ Cut = list[list[int]]  # start and stop of each stage
 
 
 def cuts_of(lesson: Any, cases: Sequence[tuple[list[float], int]]) -> list[dict[str, Any]]:
-    """Return each model's cut, and its costs after the call; pass lists and tuples in turn."""
+    """Cut each model into stages; return the cut, and the costs as they are after the call.
+
+    The costs are passed as a list and as a tuple in turn.
+    """
     found = []
     for kind, (costs, p) in zip(cycle((list, tuple)), cases, strict=False):
         given = kind(costs)
@@ -208,7 +215,7 @@ def _cut(found: Any) -> Cut:
 
 
 class Tallied(float):
-    """A cost that counts additions and comparisons."""
+    """A cost that counts the additions, subtractions and comparisons of all such costs."""
 
     count = 0
 
@@ -227,7 +234,7 @@ for _name in ("add", "radd", "sub", "rsub", "lt", "le", "gt", "ge"):
 
 
 def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[str, Any]:
-    """Return a cut, and how many additions and comparisons of costs it took."""
+    """Return a cut, and how many additions, subtractions and comparisons of costs it took."""
     Tallied.count = 0
     cut = _cut(lesson.partition_layers([*map(Tallied, costs)], num_stages))
     return {"cut": cut, "count": Tallied.count}
@@ -261,16 +268,21 @@ def tensors_of(rank: int) -> list[Tensor]:
 
 
 def lists_of(rank: int) -> list[list[Tensor]]:
-    """Make the lists to send, in order: each tensor alone, then several, none, four, all, many."""
+    """Return the lists to send, in order.
+
+    First comes a list for each tensor on its own, then the first three tensors, an empty list, four
+    more tensors, all of them, and finally 18 tensors with many dimensions.
+    """
     tensors = tensors_of(rank)
     many = [torch.full((1,) * (3 * i) + (2,), rank + i) for i in range(18)]  # a long header
     return [*([tensor] for tensor in tensors), tensors[:3], [], tensors[9:13], tensors, many]
 
 
 def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
-    """Send to the right and receive from the left; every rank sends before it receives.
+    """Send each list to the right neighbour, and receive one from the left neighbour.
 
-    Tensors are dropped as soon as the contract allows it.
+    Every rank sends before it receives, and deletes what it has sent as soon as the contract allows
+    it.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     arrived, kept = [], []
@@ -328,7 +340,7 @@ def train_all(
 
 
 def _train(lesson: Any, plan: Plan, cuts: Sequence[int], group: Any) -> dict[str, Any]:
-    """Train with one stage per rank, blocks ``cuts[rank]`` to ``cuts[rank + 1] - 1``."""
+    """Train with one stage per rank, made of blocks ``cuts[rank]`` to ``cuts[rank + 1] - 1``."""
     rank = dist.get_rank(group)
     blocks = blocks_of(plan).to(group_device(group))
     runner = lesson.StageRunner(Chain(blocks[cuts[rank] : cuts[rank + 1]]), **given_group(group))
@@ -390,7 +402,7 @@ def train_long(lesson: Any, num_steps: int) -> list[str]:
     """Train stages of one layer whose activations take much more memory than its weights.
 
     Returns:
-        Result of ``forward`` in each step, as described by ``kind_of``.
+        The kind of result that ``forward`` returned in each step, in the words of ``kind_of``.
     """
     stage = Boxed(nn.Linear(8, 8), nn.Tanh(), nn.Tanh())
     for parameter in stage.parameters():

@@ -1,7 +1,7 @@
-"""Checks of tasks 2.2, 2.3 and 2.5, which compare steps with those of one process.
+"""Checks for tasks 2.2, 2.3 and 2.5, which compare steps with those of one process.
 
-No rank imports this module: a submission can read the body that calls it, and must not find the
-references there.
+Ranks must not import this module: a submission can inspect the code that calls it, and must not
+find the expected results there.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ def steps_alone(
 ) -> dict[str, Any]:
     """Train in one process on the concatenated batches of all ranks.
 
-    With ``with_zeros``, the unused parameter has a gradient of zero.
+    If ``with_zeros``, the unused parameter has a gradient of zero, rather than none.
     """
     model = Worn()
     optimizer, losses, norms = _sgd(model), [], []
@@ -49,7 +49,7 @@ def steps_alone(
 
 
 class Part(NamedTuple):
-    """A micro-batch of the first step: its summed loss, the gradient, and the target count."""
+    """What a micro-batch adds to the first step: its gradient, its loss, and its target count."""
 
     gradient: list[float]
     loss: float
@@ -87,7 +87,7 @@ def _used(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @cache
 def two_losses_alone(shares: Shares, loss: b.Loss) -> dict[str, Any]:
-    """Take one step, in one process, on the batch that the ranks share."""
+    """Take one step in a single process, on the whole batch that the ranks share."""
     whole = b.batch_of_two(b.Share(sum(share.rows for share in shares), shares[0].size))
     with torch.random.fork_rng(devices=[]):
         model = b.Dropping()
@@ -99,7 +99,7 @@ def two_losses_alone(shares: Shares, loss: b.Loss) -> dict[str, Any]:
 
 
 def _split(whole: Sequence[Tensor], shares: Shares) -> Iterator[tuple[Tensor, ...]]:
-    """Yield all ranks' micro-batches in order; seed dropout as each rank does itself."""
+    """Yield the micro-batches of all ranks in order, seeding dropout as each rank does."""
     of_ranks = zip(*(x.split([share.rows for share in shares]) for x in whole), strict=True)
     for share, tensors in zip(shares, of_ranks, strict=True):
         torch.manual_seed(share.rows)
@@ -111,7 +111,7 @@ def _sgd(model: nn.Module) -> SGD:
 
 
 def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
-    """Return the scale after each update, computed by the function that GradScaler calls."""
+    """Return the scale after each update, computed by the torch function that GradScaler calls."""
     scale = torch.tensor(arguments["init_scale"], dtype=torch.float32)
     good_steps, values = torch.zeros((), dtype=torch.int32), []
     settings = [arguments[f"{name}_factor"] for name in ("growth", "backoff")]
@@ -146,7 +146,7 @@ class Contract(NamedTuple):
 
 
 def described(shares: Shares) -> str:
-    """Return the rows and micro-batches of each rank as the beginning of a message."""
+    """Describe each rank's rows and micro-batches in words, to begin a message with."""
     if not any(share.size for share in shares):
         return f"batches of {[share.rows for share in shares]} rows"
     if len(shares) == 1:
@@ -203,7 +203,7 @@ def norm_of_first(shares: Shares) -> float:
 
 
 def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
-    """Check the first loss; the message names a known mistake that gives the same loss."""
+    """Check the first loss; if a known mistake gives the learner's loss, name the mistake."""
     by_rank = parts_of_step(shares)
     total, targets = _sums(chain.from_iterable(by_rank))
     means = [[part.loss / part.targets for part in parts if part.targets] for parts in by_rank]
@@ -231,7 +231,7 @@ def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
 
 
 def _directions(shares: Shares, rank: int) -> dict[str, list[float]]:
-    """Return the direction of the gradient that each known mistake gives, by description."""
+    """Return the direction that each known mistake gives to the gradient, by description."""
     by_rank = [parts for parts in parts_of_step(shares) if parts]
     every = [*chain.from_iterable(by_rank)]
     sums = [(_added((part.gradient, 1.0) for part in parts), _sums(parts)[1]) for parts in by_rank]
@@ -285,7 +285,7 @@ def _check_first_gradient(
 
 
 def _moved(result: Mapping[str, Any]) -> list[float]:
-    """Return the gradient by which the first step moved the parameters that are used."""
+    """Return the gradient of the used parameters, worked out from how the first step moved them."""
     model = Worn()
     before, after = state_of(model), result["states"][0]
     return [
@@ -323,6 +323,6 @@ def check_nothing_steps(results: Sequence[Any], what: str) -> None:
 
 
 def check_error_passed_on(grade: Grade, function: str) -> None:
-    """Check that a step passes on an error of its all-reduce, such as one for a lost peer."""
+    """Check that a step does not swallow an error of its all-reduce, such as for a lost peer."""
     raised = grade.call(b.step_without_peers, function)
     expect(f"what {function} raises if the all_reduce given raises it", raised, "ConnectionError")

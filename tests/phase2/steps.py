@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.1 to 2.3 and 2.5: split batches, and steps on one rank or on several."""
+"""Bodies (functions that ranks run) for tasks 2.1 to 2.3 and 2.5: split batches, and steps."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,8 +58,7 @@ class Share(NamedTuple):
 def batch_of(share: Share, rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Make a rank's sequences, in which about a third of the targets do not count.
 
-    The first micro-batch has only one target that counts, unlike the others. Batches of even ranks
-    have a flag in the last row.
+    In the first micro-batch, only one target counts. On even ranks, the last row has a flag.
     """
     inputs, targets = batch((share.rows, LENGTH), 1000 * step + rank)
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -118,7 +117,7 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 
 
 def split_badly(lesson: Any, rows: Sequence[int], size: int) -> dict[str, str]:
-    """Return the refusal of a batch whose tensors have these numbers of rows."""
+    """Return how the lesson refuses a batch whose tensors have the given numbers of rows."""
     return refused(lesson, "split_micro_batches", tuple(torch.zeros(n, 2) for n in rows), size)
 
 
@@ -126,7 +125,7 @@ def split_badly(lesson: Any, rows: Sequence[int], size: int) -> dict[str, str]:
 
 
 def accumulate_steps(lesson: Any, share: Share, num_steps: int) -> dict[str, Any]:
-    """Return the results of ``_steps`` in one process."""
+    """Take steps with accumulate_step, in one process; return the results of ``_steps``."""
 
     def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
         return lesson.accumulate_step(model, optimizer, whole, share.size)
@@ -137,9 +136,12 @@ def accumulate_steps(lesson: Any, share: Share, num_steps: int) -> dict[str, Any
 def steps_over_ranks(
     lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float = inf, group: Any = None
 ) -> dict[str, Any]:
-    """Return the results of ``_steps``, and the calls of the given all-reduce.
+    """Take steps with accumulate_step_over_ranks.
 
     Without a group, all optional arguments except ``max_norm`` are omitted.
+
+    Returns:
+        The results of ``_steps``, the size of each all-reduce, and whether all got the group.
     """
     rank, all_reduce = dist.get_rank(group), NotedAllReduce()
     more = {"max_norm": max_norm} if max_norm < inf else {}
@@ -158,9 +160,9 @@ def steps_over_ranks(
 def mixed_steps(
     lesson: Any, shares: Sequence[Share], num_steps: int, max_norm: float, group: Any = None
 ) -> dict[str, Any]:
-    """Return the results of ``_steps``, which are exact because the model is in float64.
+    """Take steps with mixed_precision_step; results are exact because the model is in float64.
 
-    In a group, pass a loss that records its calls.
+    If there is a group, a loss that records its calls is passed, too.
     """
     rank, scaler, results = dist.get_rank(group), TorchScaler(2.0**10, 2, group), list[Any]()
     more, sums = {"reduce_dtype": torch.float64, "max_norm": max_norm}, list[list[float]]()
@@ -214,9 +216,9 @@ def _steps(
 
 
 def step_on_nothing(lesson: Any, function: str, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the error of a step without targets, and whether parameters changed.
+    """Take a step without targets; return its error, and whether parameters changed.
 
-    Only one parameter is trainable.
+    Only one of the model's parameters is trainable.
     """
     model = Worn().requires_grad_(False)
     model.first.weight.requires_grad_()
@@ -227,7 +229,7 @@ def step_on_nothing(lesson: Any, function: str, sizes: Sequence[int]) -> dict[st
 
 
 def _step(lesson: Any, function: str, model: nn.Module, whole: Any, **more: Any) -> None:
-    """Take a step with any of the three functions."""
+    """Take a step with one of the three step functions, whose name is ``function``."""
     mixed = function == MIXED
     arguments = (TorchScaler(8.0), whole) if mixed else (whole, 2)
     getattr(lesson, function)(model, sgd(model), *arguments, **more)
@@ -313,7 +315,7 @@ def accumulate_deep(
 
 
 def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> None:
-    """Take one ordinary step on as many rows as one of the rank's micro-batches has."""
+    """Take one ordinary step on a batch as large as one of this rank's micro-batches."""
     model, whole = Deep(width), deep_batch(rows // counts[dist.get_rank()])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cross_entropy(model(whole[0]), whole[1]).backward()
@@ -370,7 +372,7 @@ class TorchScaler:
 
 
 def _result(found: Any) -> tuple[float, bool, float]:
-    """Return loss, decision and norm from the result of the learner's step.
+    """Return the loss, whether the step was skipped, and the norm, from what a step returned.
 
     Raises:
         WrongResult: A field is missing or has the wrong type.
@@ -413,7 +415,7 @@ def weighted(by_rank: Sequence[float]) -> Callable[..., tuple[Tensor, int]]:
 
 
 def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) -> dict[str, Any]:
-    """Return the dtypes in one step, and the calls of the all-reduce given to it."""
+    """Take one step; return the dtypes used in it, and the calls of the all-reduce passed to it."""
     model, autocast, reduced = Noted(), list[tuple[bool, str]](), NotedAllReduce()
     model.register_parameter("unused", nn.Parameter(torch.ones(5)))
     model.second.bias.requires_grad_(False)
@@ -446,18 +448,18 @@ def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) ->
 
 
 class Small(NamedTuple):
-    """Steps that update a single weight: its initial value, and its gradients."""
+    """Steps that update a single weight, described by its initial value, gradients and so on."""
 
     start: float
     lr: float
     factors: Sequence[float]  # gradients by rank
-    rows: Sequence[int]  # by rank
+    rows: Sequence[int]  # number of rows by rank
     reduce_dtype: str = "float32"
     num_steps: int = 1
 
 
 def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
-    """Return a weight after steps that would vanish if it were rounded to 16 bits."""
+    """Update a single weight; return its final value, and whether any of the steps was skipped."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, small.start)
     optimizer = torch.optim.SGD(two_groups(model), lr=small.lr)
@@ -469,7 +471,7 @@ def small_steps(lesson: Any, small: Small) -> dict[str, Any]:
 
 
 def overflow(lesson: Any, by_step: list[list[float]], reduce_dtype: str) -> list[dict[str, Any]]:
-    """Take steps whose gradients equal the rank's factor; return the changes they make."""
+    """Take steps in which every gradient is the rank's factor; return the effects of each step."""
     torch.manual_seed(9)
     model = nn.Linear(FEATURES, 2)
     optimizer = torch.optim.Adam(two_groups(model), lr=0.01)
@@ -500,7 +502,7 @@ def overflow(lesson: Any, by_step: list[list[float]], reduce_dtype: str) -> list
 
 
 def _noting(sums: list[list[float]], loss_sum: Any) -> Any:
-    """Make a loss that appends its results to ``sums``."""
+    """Wrap ``loss_sum`` so that each call appends its results to ``sums``."""
 
     def noted(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
         loss, num_targets = loss_sum(model, whole)

@@ -1,4 +1,4 @@
-"""Bodies for tasks 2.14 to 2.19: regions, and modules and a loss split over the ranks."""
+"""Bodies (functions that ranks run) for tasks 2.14 to 2.19: regions, split modules and losses."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def laid_out(x: Tensor, is_transposed: bool) -> Tensor:
-    """Return ``x``, with a memory layout that is not contiguous if ``is_transposed``."""
+    """Return ``x``; if ``is_transposed``, in a memory layout that is not contiguous."""
     return x.transpose(0, 1).contiguous().transpose(0, 1) if is_transposed else x
 
 
@@ -36,17 +36,17 @@ def rank_part(full: Tensor, rank: int, n: int, dim: int | None) -> Tensor:
 
 
 def place(group: Any) -> tuple[int, int]:
-    """Return the rank and the number of ranks."""
+    """Return this process's rank in a group, and the group's number of ranks."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def listed(tensor: Any) -> Any:
-    """Return a tensor as lists, and anything else as it is."""
+    """Return a tensor as nested lists, and anything else as it is."""
     return tensor.detach().tolist() if isinstance(tensor, Tensor) else tensor
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Return values, gradients, dtypes and bytes of the parameters, by name."""
+    """Return the values, gradient, dtype and bytes of each parameter, by name."""
     return {name: _description_of(p) for name, p in module.named_parameters()}
 
 
@@ -75,16 +75,19 @@ class _End(torch.autograd.Function):
 
 
 def go_backward_with(y: Tensor, gradient: Tensor) -> None:
-    """Like ``y.backward(gradient)``, but without loading SymPy.
+    """Do what ``y.backward(gradient)`` does, but without loading SymPy.
 
-    Outputs that have no graph or the wrong shape are skipped: the judge reports them.
+    An output that has no graph or the wrong shape is skipped; the judge reports it.
     """
     if y.requires_grad and y.shape == gradient.shape:
         _End.apply(y, gradient).backward()  # type: ignore[no-untyped-call]
 
 
 def is_alone_summed(x: Tensor) -> bool:
-    """Return whether a gradient from another user of ``x`` reaches it unchanged; restore x.grad."""
+    """Return whether a gradient from another user of ``x`` reaches it unchanged.
+
+    ``x.grad`` is restored afterwards.
+    """
     before, x.grad = x.grad, None
     gradient = x.detach().clone()
     go_backward_with(x, gradient)
@@ -100,12 +103,15 @@ REGION_KINDS = (*SEQUENCE_KINDS, NUMBER, INFINITE)
 
 
 def shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape for a kind of tensor: for most of them, ``shape``."""
+    """Return the shape of a kind of tensor, which is ``shape`` for most kinds."""
     return {NUMBER: (), SHORT: (1, shape[1] // 2)}.get(kind, shape)
 
 
 def tensor_of(kind: str, rank: int, seed: int, shape: tuple[int, ...]) -> Tensor:
-    """Make small multiples of 1/8, whose sums are exact in every dtype."""
+    """Make a tensor of small multiples of 1/8, whose sums are exact in every dtype.
+
+    If ``kind`` is ``INFINITE``, the tensor of rank 0 is infinite instead.
+    """
     dtype = getattr(torch, kind) if kind.startswith(("float", "bfloat")) else torch.float64
     generator = torch.Generator().manual_seed(97 * seed + rank)
     numbers = torch.randint(-15, 16, shape_of(kind, shape), generator=generator).to(dtype) / 8
@@ -126,7 +132,7 @@ def through_region(
     """Pass every kind of tensor forward through a region; after a barrier, pass gradients back.
 
     Args:
-        shapes: Shapes of input and output.
+        shapes: The shapes of input and output.
     """
     rank, _ = place(group)
     given = [_input_of_region(kind, tensor_of(kind, rank, 0, shapes[0])) for kind in kinds]
@@ -193,9 +199,11 @@ class Kind:
     """A way to split a module.
 
     Attributes:
-        make: Function that builds the full module.
-        parts: Split dims of the parameters, by name suffix; other parameters stay whole.
-        x_dim, y_dim: Split dims of input and output; None if every rank has all of it.
+        make: Builds the full module.
+        parts: For each suffix of a parameter's name, the dim along which the parameter is split.
+            All other parameters stay whole.
+        x_dim: The dim along which the input is split, or None if every rank has all of it.
+        y_dim: The same for the output.
     """
 
     make: Callable[..., nn.Module]
@@ -204,7 +212,7 @@ class Kind:
     y_dim: int | None = None
 
     def part_of(self, name: str) -> int | None:
-        """Return the split dim of a parameter; None if every rank holds it whole."""
+        """Return the dim along which a parameter is split, or None if every rank has all of it."""
         return next((dim for end, dim in self.parts.items() if name.endswith(end)), None)
 
 
@@ -223,14 +231,14 @@ class Case:
     """A full module, the way to split it, and its input.
 
     Attributes:
-        function: Name of the lesson's function or class that splits it.
-        sizes: Inputs and outputs of a linear layer, vocabulary and width of an embedding, width
-            and heads of a transformer's module.
-        rows: Dims of the input that come before its features.
-        frozen: Name suffixes of parameters that are not trained.
-        is_transposed: Whether input and gradient are transposed in memory; the input is then not a
+        function: The name of the lesson's function or class that splits the module.
+        sizes: The numbers of inputs and outputs of a linear layer, the vocabulary and width of an
+            embedding, or the width and number of heads of a transformer's module.
+        rows: The input's dims, except for its features, which come last.
+        frozen: Suffixes of the names of parameters that are not trained.
+        is_transposed: Whether input and gradient are transposed in memory. The input is then not a
             leaf, so autograd allows in-place writes.
-        num_passes: Number of forward and backward passes, whose gradients add up.
+        num_passes: The number of forward and backward passes, whose gradients add up.
     """
 
     function: str
@@ -245,7 +253,7 @@ class Case:
     num_passes: int = 1
 
     def __str__(self) -> str:
-        """Return a description for messages."""
+        """Return a description to use in messages."""
         extras = ["gather_output=True"] * self.gathers + ["no bias"] * (not self.has_bias)
         extras += [f"frozen {name}" for name in self.frozen]
         extras += ["an input without gradient"] * (not self.is_input_trained)
@@ -268,7 +276,7 @@ class Case:
 
     @property
     def y_dim(self) -> int | None:
-        """The split dim of the output."""
+        """The dim along which the output is split, or None if every rank has all of it."""
         return None if self.gathers else self.kind.y_dim
 
     def full(self) -> nn.Module:
@@ -284,14 +292,14 @@ class Case:
         return module
 
     def x(self, step: int = 0) -> Tensor:
-        """Return the full input of a pass; token ids cycle from the last to the first."""
+        """Return the full input of a pass; an embedding's token ids count down from the last."""
         if self.function == EMBEDDING:
             count = torch.Size(self.rows).numel()
             return (-1 - step - torch.arange(count)).remainder(self.sizes[0]).view(self.rows)
         return drawn(*self.rows, self.sizes[0], seed=61 + 2 * step).to(getattr(torch, self.dtype))
 
     def weights(self, step: int = 0) -> Tensor:
-        """Return the gradient of the full output."""
+        """Return the gradient to pass back from the full output."""
         width = self.sizes[self.function in LAYERS]
         return drawn(*self.rows, width, seed=62 + 2 * step).to(getattr(torch, self.dtype))
 
@@ -319,7 +327,10 @@ def _split_case(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
 
 
 def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], list[Any]]:
-    """Split a module; return the result, what else was observed, and weak refs to its memory."""
+    """Split a module; return the result, what else was observed, and the full module's memory.
+
+    The memory is returned as weak references, which do not keep it alive.
+    """
     full = case.full()
     before, more = state_of(full), {"gather_output": True} if case.gathers else {}
     seen = list[list[int]]()
@@ -368,7 +379,7 @@ def _input(x: Tensor, case: Case) -> Tensor:
 
 
 def _wrong_shapes(made: nn.Module, case: Case, place: tuple[int, int]) -> str:
-    """Describe the parameters that lack the shape of the rank's shard; "" if there are none."""
+    """Describe the parameters that do not have the shape of this rank's shard, or return ""."""
     expected = {
         name: [*rank_part(p, *place, case.kind.part_of(name)).shape]
         for name, p in case.full().named_parameters()
@@ -409,7 +420,7 @@ class Scores:
     dtype: str = "float64"
 
     def __str__(self) -> str:
-        """Return a description for messages."""
+        """Return a description to use in messages."""
         extras = [f"up to ±{self.scale:g}"] * (self.scale > 1)
         extras += [f"about {self.offset:g}"] * bool(self.offset)
         extras += ["some targets -100"] * self.has_ignored
@@ -427,14 +438,14 @@ class Scores:
         return logits.transpose(0, 1) if self.is_transposed else logits
 
     def targets(self) -> Tensor:
-        """Return all tokens in turn, as targets; if ``has_ignored``, every third is ignored."""
+        """Return targets that cycle through the tokens; if ``has_ignored``, ignore every third."""
         targets = torch.arange(torch.Size(self.shape).numel()).remainder(self.vocabulary)
         if self.has_ignored:
             targets[::3] = IGNORED
         return targets.view(self.shape)
 
     def weights(self) -> Tensor:
-        """Return the factors of the losses."""
+        """Return the factor by which each loss is multiplied before the backward pass."""
         return drawn(*self.shape, seed=82)
 
 

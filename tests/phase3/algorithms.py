@@ -1,4 +1,4 @@
-"""Body for task 3.10: the choice of an algorithm for each tensor and topology."""
+"""The body (a function that ranks run) for task 3.10, which chooses algorithms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,5 +10,5 @@ Case = tuple[int, Topology]  # bytes of the tensor, and topology
 
 
 def choose_all(lesson: Any, cases: Sequence[Case]) -> list[str]:
-    """Return the chosen algorithm for every case."""
+    """Return the algorithm that the lesson chooses for every case."""
     return [typed("choose_algorithm", lesson.choose_algorithm(*case), str) for case in cases]

@@ -1,4 +1,4 @@
-"""Bodies for task 3.11: parameters of any dtype, device and memory layout, in buckets."""
+"""The body (a function that ranks run) for task 3.11, and parameters to put into buckets."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ UNUSED = 29  # elements of a storage that lie outside the parameter
 
 
 class Param(NamedTuple):
-    """Size, dtype and memory of a parameter."""
+    """A parameter's size, dtype, device and kind of memory."""
 
     numel: int
     dtype: str = "float32"
@@ -45,7 +45,7 @@ Found = tuple[list[list[int]], bool]  # buckets, and whether params kept their o
 
 
 def assigned(lesson: Any, cases: Sequence[Case]) -> list[Found]:
-    """Return the buckets of every case."""
+    """Return the lesson's buckets for every case, and whether the parameters kept their order."""
     return [_assigned(lesson, case, place) for place, case in enumerate(cases)]
 
 

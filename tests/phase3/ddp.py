@@ -1,4 +1,4 @@
-"""Bodies for task 3.12, their models, and the single-process training to compare with."""
+"""Bodies (functions that ranks run) for task 3.12, and training in one process to compare with."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from judging.tensors import own_device
 
 
 def odd_batch(rows: int, rank: int, step: int) -> Tensor:
-    """Return inputs for an ``Odd``; after the first step, those of even ranks have flags."""
+    """Return a batch of inputs for an ``Odd``; on even ranks, it has flags after the first step."""
     inputs, _ = batch((rows,), 100 * step + rank)
     if rank % 2 == 0 and step:
         inputs[::2, :1] = FLAG
@@ -43,7 +43,7 @@ class _Slowly(torch.autograd.Function):
 
 
 class Layer(NamedTuple):
-    """Size of a layer, and seconds that its backward pass takes."""
+    """The size of a layer, and the seconds that its backward pass takes."""
 
     numel: int
     backward_s: float
@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
 
 class NotedStart:
-    """An all-reduce for the lesson, which records its calls; its handle can only wait."""
+    """An asynchronous all-reduce that records its calls, and whose handle can only wait."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -93,7 +93,7 @@ class NotedStart:
         return _Waitable(dist.all_reduce(x, group=group, async_op=True))
 
     def taken(self) -> list[Call]:
-        """Return the calls since the last call of ``taken``."""
+        """Return the calls recorded since ``taken`` was last called."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -134,10 +134,10 @@ class Plan(NamedTuple):
     """A training run of an ``Odd``.
 
     Attributes:
-        limits: Size limits of the buckets.
-        rows: Rows in each batch, by step and rank; a rank without rows skips the passes.
+        limits: The size limits of the buckets.
+        rows: The number of rows by step and rank. A rank without rows skips both passes.
         how: ``PLAIN``, or one of ``ACCUMULATIONS``.
-        is_noted: Whether the all-reduce is one that records its calls, rather than the default.
+        is_noted: Whether to pass an all-reduce that records its calls, rather than none.
     """
 
     limits: Limits
@@ -147,7 +147,7 @@ class Plan(NamedTuple):
 
 
 def wrapped(lesson: Any, module: nn.Module, limits: Limits, **arguments: Any) -> Any:
-    """Wrap a module in the lesson's class; omit arguments that are None."""
+    """Wrap a module in the lesson's class, omitting arguments that are None."""
     given = {name: value for name, value in arguments.items() if value is not None}
     return lesson.DistributedDataParallel(module, **limits._asdict(), **given)
 
@@ -160,7 +160,7 @@ def train(lesson: Any, plans: Sequence[Plan], group: Any = None) -> list[dict[st
     """Train a fresh ``Odd`` according to each plan.
 
     Returns:
-        For each plan, what every step has shown, and the order in which gradients first arrived.
+        For each plan, the results of every step, and ``Training.arrived``.
     """
     trainings = [Training(lesson, plan, group) for plan in plans]
     return [
@@ -173,8 +173,8 @@ class Training:
     """One rank's training run, according to a plan.
 
     Attributes:
-        arrived: Names of the parameters, in the order in which their gradients arrived in step 0,
-            outside no_sync.
+        arrived: The names of the parameters whose gradients arrived in step 0 outside no_sync, in
+            the order of arrival.
     """
 
     def __init__(self, lesson: Any, plan: Plan, group: Any) -> None:
@@ -195,7 +195,7 @@ class Training:
             self.arrived.append(name)
 
     def step(self, step: int) -> dict[str, Any]:
-        """Take a step; return its gradients, and its all-reduces."""
+        """Take a step; return the gradients, and a record of the all-reduces."""
         rows, self.num_inside = self.plan.rows[step], 0
         if self.plan.how != KEPT:
             self.optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -229,14 +229,14 @@ class Training:
                 loss.backward()
 
     def _loss(self, x: Tensor, scale: float) -> Tensor:
-        # Parameters used first get their gradients last: on odd ranks, those of the head.
+        # Parameters used first get their gradients last. On odd ranks, those are the head's.
         used = [0.0 * parameter.sum() for parameter in self.model.head.parameters()]
         loss = scale * loss_of(self.ddp(x))
         return loss + sum(used) if self.rank % 2 else loss
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Enter no_sync, and count the all-reduces that start inside it."""
+        """Run the block inside no_sync, and count the all-reduces that it starts."""
         was_noting, self.is_noting = self.is_noting, False
         num_before = len(self.noted.calls)
         with self.ddp.no_sync():
@@ -266,7 +266,7 @@ def train_alone(plan: Plan) -> list[dict[str, Any]]:
     """Train in one process with the batches of all ranks.
 
     Returns:
-        Mean gradients of each step and, under "own", those of each rank.
+        For each step, the mean gradients and, under "own", the gradients of each rank.
     """
     model, steps = Odd(1), []
     optimizer = _optimizer(model)
@@ -295,7 +295,7 @@ def _own_gradients(model: nn.Module, rows: Sequence[int], rank: int, step: int) 
 
 
 def start(lesson: Any) -> dict[str, Any]:
-    """Return a rank's state after construction, and pairs of expected and actual values."""
+    """Wrap a model; return its state afterwards, and pairs of expected and actual values."""
     model = Odd(dist.get_rank() + 1)
     before = dict(model.named_parameters())
     trainable = {name: parameter.requires_grad for name, parameter in before.items()}
@@ -323,7 +323,11 @@ def start(lesson: Any) -> dict[str, Any]:
 
 
 def evaluate_alone(lesson: Any) -> list[str]:
-    """Evaluate, once more on rank 0 than elsewhere; return the parameters that get a gradient."""
+    """Run forward passes that no backward pass follows, one more on rank 0 than elsewhere.
+
+    Returns:
+        The names of the parameters that have a gradient afterwards.
+    """
     model = Odd(1)
     ddp, rank = lesson.DistributedDataParallel(model), dist.get_rank()
     loss_of(ddp(odd_batch(2, rank, 0))).backward()
@@ -347,8 +351,8 @@ def timed(
     """Measure when gradients arrive, buckets leave and steps end, from the start of backward.
 
     Args:
-        order: Order in which the layers are used.
-        before_s: Seconds that the backward pass takes before the first layer.
+        order: The order in which the layers are used.
+        before_s: The seconds that the backward pass takes for what comes before the first layer.
     """
     model, noted, steps = Slow(layers, order, before_s), NotedStart(), []
     came_s: dict[str, float] = {}
@@ -394,7 +398,8 @@ def on_another_device(lesson: Any) -> dict[str, str]:
     with PretendDevice() as device:
         model = nn.Linear(2, 2).to(device)
         ddp = lesson.DistributedDataParallel(model)
-        ddp.finish_gradient_synchronization()  # creates all gradients: the mode does not see hooks
+        # Create all gradients here, because PretendDevice does not see those created in hooks.
+        ddp.finish_gradient_synchronization()
         ddp(torch.ones(1, 2, device=device)).sum().backward()
         ddp.finish_gradient_synchronization()
         named = model.named_parameters()

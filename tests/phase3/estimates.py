@@ -1,4 +1,4 @@
-"""Bodies for tasks 3.21 to 3.23: results of the learner's functions, as plain numbers."""
+"""Bodies for tasks 3.21 to 3.23, which return the results of a lesson as plain numbers."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -13,7 +13,10 @@ ESTIMATES: dict[str, Any] = {"estimate_memory": Memory, "estimate_step_time": St
 
 
 def numbers_of(lesson: Any, function: str, cases: list[tuple[Any, ...]]) -> list[list[float]]:
-    """Call a function for each case; return its number, or the parts of its estimate."""
+    """Call one of the lesson's functions for each case, and return its numbers.
+
+    An estimate has several parts, and therefore several numbers.
+    """
     numbers = []
     for case in cases:
         with case_told(f"of {case[0]} as {case[1]}", function):
@@ -39,7 +42,7 @@ def _number(what: str, value: Any) -> float:
 
 
 def layouts_of(lesson: Any, cases: list[tuple[Any, Any, int]]) -> list[list[list[Any]]]:
-    """Return the layouts of each case, as lists."""
+    """Return the layouts that the lesson yields for each case, as lists."""
     return [_layouts_of(lesson, *case) for case in cases]
 
 

@@ -1,4 +1,4 @@
-"""Bodies for task 3.20: passes drawn as figures, a model's everyday use, bytes and states."""
+"""Bodies (functions that ranks run) for task 3.20: the order of events, everyday use, states."""
 
 import time
 from typing import Any, NamedTuple
@@ -26,13 +26,14 @@ class Drawing(NamedTuple):
     """A model, and the required order of messages and computation in its passes.
 
     Attributes:
-        uses: Units in the order in which they compute.
-        forward, backward: Order of events; a message counts when it starts, computation when it
-            ends.
-        why: Likely cause if the backward pass differs.
-        frozen: Units that are not trained.
-        has_own: True if the model itself, first and last, multiplies by its own parameters:
-            ``scale``, and ``level``, which is frozen.
+        uses: The units in the order in which they compute.
+        forward: The events of the forward pass in order. A message counts when it starts, and a
+            computation when it ends.
+        backward: The events of the backward pass, in the same form.
+        why: The likely cause if the backward pass differs.
+        frozen: The units that are not trained.
+        has_own: True if the model multiplies by parameters of its own, both first and last. These
+            are ``scale``, and ``level``, which is frozen.
         needs_input: True if the input requires a gradient.
         is_second: True if another forward pass, without a backward pass, comes first.
     """
@@ -86,7 +87,7 @@ DRAWINGS = {
 
 
 class Block(nn.Module):
-    """Two layers with equal input and output widths; records when it has computed."""
+    """A unit of two layers, equally wide at both ends, that records when it has computed."""
 
     def __init__(self, number: int, marks: list[Mark]) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class Block(nn.Module):
         self.marks.append((time.perf_counter(), f"compute {self.number}"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute; record when this pass is done, and when the backward pass is."""
+        """Compute; record when this is done, and later, when the backward pass is done."""
         if x.requires_grad:
             x.register_hook(self.mark)
         y: Tensor = self.narrow(self.widen(x))
@@ -136,7 +137,10 @@ def words_by_bytes(n: int) -> dict[int, str]:
 
 
 def draw(lesson: Any) -> list[list[Mark]]:
-    """Run the passes of each drawing, with barriers around the forward and the backward pass."""
+    """Run both passes of each drawing; return when each unit has computed.
+
+    There are barriers before, between and after the two passes.
+    """
     drawn = []
     for drawing in DRAWINGS.values():
         marks: list[Mark] = []
@@ -165,7 +169,7 @@ RETURNED = {"y": NARROW, "labels": WHOLE_NUMBER, "note": "as it was"}
 
 
 class Everyday(nn.Module):
-    """Takes tensors of several dtypes in several ways, and records the dtypes that it gets."""
+    """A model that takes tensors of several dtypes in several ways, and records their dtypes."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -175,7 +179,7 @@ class Everyday(nn.Module):
         self.seen: dict[str, str] = {}
 
     def forward(self, x: Tensor, labels: Tensor, *, more: dict[str, Any], mask: Tensor) -> Any:
-        """Return a dict that holds more than tensors."""
+        """Return a dict that does not only hold tensors."""
         tensors = {"x": x, "labels": labels, "mask": mask}
         tensors |= {"more['pair'][0]": more["pair"][0], "more['pair'][1]": more["pair"][1]}
         self.seen = {name: str(tensor.dtype) for name, tensor in tensors.items()}
@@ -215,7 +219,7 @@ def _without_values() -> nn.Module:
 
 
 def buffers_on(rank: int) -> dict[str, list[Any]]:
-    """Return a rank's buffers, whose values differ by rank."""
+    """Return the dtypes and values of a rank's buffers; the values differ by rank."""
     return {"average": ["torch.float64", [rank + 0.1] * 2], "count": [WHOLE_NUMBER, rank]}
 
 
@@ -226,7 +230,7 @@ MISSING = "blocks.1.0.weight"
 
 
 def whole_numbers(kind: str) -> Numbers:
-    """Return a model's full state, with values exact in float16, equal for tied parameters."""
+    """Return a full state whose values are exact in float16, and equal for tied parameters."""
     with torch.no_grad():
         model = net(kind, 0)
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -242,7 +246,7 @@ def dtypes_of(kind: str) -> dict[str, str]:
 def restore(lesson: Any, kind: str) -> dict[str, Any]:
     """Load a full float16 state, save and load the shards, then load an incomplete state.
 
-    There is a barrier before and after saving the full state.
+    There is a barrier before and after the full state is saved.
     """
     model, other = (
         lesson.FullyShardedDataParallel(net(kind, seed), compute_dtype=torch.float64)
@@ -287,9 +291,10 @@ SENT_LAYERS = 4
 def pass_through(
     lesson: Any, num_frozen: int, passes: int, is_evaluated: bool, is_mixed: bool
 ) -> None:
-    """Repeat: an unused forward pass, another one and, unless evaluating, its backward pass.
+    """Repeat two forward passes and, unless evaluating, the backward pass of the second one.
 
     Args:
+        passes: The number of repetitions.
         is_mixed: True if each unit has a frozen and a trained layer.
     """
     plain = _mixed_chain() if is_mixed else probed_chain(Probe(), num_frozen, SENT_LAYERS)

@@ -9,8 +9,8 @@ from phase3_multi_node.given import LinkCost, Topology
 
 ALGORITHMS = RING, TREE, HIERARCHICAL = "ring", "tree", "hierarchical"
 NEAR = 1.05  # relative to the fastest algorithm's time
-SLOW = 1e6  # factor on the seconds per byte
-NUM_CASES = 25  # cases for each fastest algorithm, and for each odd shape
+SLOW = 1e6  # factor by which the seconds per byte are multiplied
+NUM_CASES = 25  # cases in which each algorithm is the fastest, and cases of each odd shape
 EXAMPLE: Case = (
     10**6,
     Topology(tuple(f"h{i // 2}" for i in range(8)), LinkCost(5e-6, 1e-11), LinkCost(20e-6, 1e-10)),
@@ -35,10 +35,11 @@ def _predicted(case: Case) -> dict[str, float]:
 
 
 def _drawn(grade: Grade, counts: list[int], *, is_tiny: bool = False) -> Case:
-    """Draw a size and links for hosts of ``counts`` ranks, which are numbered at random.
+    """Draw a tensor's size and the links of a cluster, whose ranks are numbered at random.
 
     Args:
-        is_tiny: True for a few bytes, each of which matters, as on a radio link.
+        counts: The number of ranks on each host.
+        is_tiny: True for a tensor of a few bytes, and links so slow that each byte matters.
     """
     draw = grade.random.uniform
     hosts = [f"h{host}" for host, count in enumerate(counts) for _ in range(count)]
@@ -53,7 +54,7 @@ def _drawn(grade: Grade, counts: list[int], *, is_tiny: bool = False) -> Case:
 
 @task("3.10")
 def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
-    """A few bytes are divided like many, without rounding: each counts."""
+    """Even a few bytes are divided without rounding, since each byte counts."""
     cases = [EXAMPLE, *_clear_cases(grade), *_clear_cases(grade, is_tiny=True)] + [
         _drawn(grade, counts)
         for counts in ([4], [2], [7], [1] * 6, [1, 1], [3, 2], [1, 4, 4], [2, 2, 1, 1])
@@ -67,7 +68,7 @@ def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
 
 
 def _clear_cases(grade: Grade, *, is_tiny: bool = False) -> list[Case]:
-    """For each algorithm, draw equally many cases in which it wins by more than ``NEAR``."""
+    """Draw ``NUM_CASES`` cases for each algorithm, in which it wins by a factor above ``NEAR``."""
     cases: dict[str, list[Case]] = {name: [] for name in ALGORITHMS}
     while any(len(of_name) < NUM_CASES for of_name in cases.values()):
         nodes, gpus = grade.random.randrange(2, 9), grade.random.randrange(2, 9)

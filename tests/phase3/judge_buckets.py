@@ -56,7 +56,7 @@ def test_views_and_repeated_parameters_count_by_themselves(grade: Grade) -> None
 
 
 def _shared(random: Random, case: Case) -> Case:
-    """Make some parameters views of a larger memory, and some repeats of the one before."""
+    """Turn some parameters into views of larger memory, and some into repeats of the one before."""
     params: list[Param] = []
     for param in case.params:
         if params and random.random() < 0.3:
@@ -72,7 +72,7 @@ def _drawn(random: Random, dtypes: tuple[str, ...], devices: tuple[str, ...]) ->
         for _ in range(random.randint(1, 14))
     )
     bucket_bytes = random.randint(150, 600)
-    return Case(params, bucket_bytes, random.randint(8, 2 * bucket_bytes))  # may exceed the other
+    return Case(params, bucket_bytes, random.randint(8, 2 * bucket_bytes))  # either may be larger
 
 
 def _check_cases(grade: Grade, cases: Sequence[Case]) -> None:
@@ -112,7 +112,7 @@ def _described(params: Sequence[Param]) -> str:
 
 
 def _why(case: Case, buckets: Buckets, expected: Buckets) -> str:
-    """Return the first rule that is broken."""
+    """Return the first rule that the buckets break."""
     params = case.params
     times = Counter(index for bucket in buckets for index in bucket)
     if times != Counter(range(len(params))):

@@ -87,11 +87,11 @@ def test_training_inside_a_group(grade: Grade) -> None:
 
 
 def _check_training(plan: Plan, results: Sequence[Any], where: str = "", place: int = 0) -> None:
-    """Check gradients, buckets and silence inside no_sync, in every step.
+    """Check every step's gradients and buckets, and that nothing is sent inside no_sync.
 
     Args:
-        results: Results for each plan, by rank.
-        place: Index of this plan.
+        results: Each rank's results for all plans.
+        place: The index of this plan.
     """
     by_rank = [of_rank[place] for of_rank in results]
     for step, right in enumerate(b.train_alone(plan)):
@@ -203,7 +203,10 @@ def test_no_sync_accumulates_without_a_message(grade: Grade) -> None:
 
 
 def _expected(limits: Limits, step: int, by_rank: Sequence[Any]) -> list[list[str]]:
-    """Return a step's buckets; from step 1 on, they follow the order of rank 0's gradients."""
+    """Return the right buckets of a step.
+
+    From step 1 on, they follow the order in which gradients arrived on rank 0 in step 0.
+    """
     came = by_rank[0]["arrived"]
     order = [*came, *(name for name in reversed(TRAINABLE) if name not in came)]
     names = order[::-1] if step else TRAINABLE

@@ -131,7 +131,7 @@ def test_the_next_unit_comes_while_one_computes(grade: Grade) -> None:
 
 
 def _parts_of(run: Run, rank: int) -> list[list[Any]]:
-    """Return a rank's collectives before, between and after the body's barriers."""
+    """Return a rank's collectives, in parts that the body's barriers separate."""
     parts: list[list[Any]] = [[]]
     events = run.trace.events if run.trace else []
     for event in sorted(events, key=lambda event: event.start_s):
@@ -154,7 +154,7 @@ def _gathers(events: Sequence[Any], n: int) -> list[b.Mark]:
 
 
 def _drawn(gathers: Sequence[b.Mark], marks: Sequence[b.Mark]) -> list[str]:
-    """Return the events in order; messages that start together share an entry."""
+    """Return the names of the events in order; messages that start together share an entry."""
     by_time: dict[tuple[float, bool], list[str]] = {}
     for at_s, word in sorted([*gathers, *marks]):
         by_time.setdefault((at_s, word.startswith("gather")), []).append(word)

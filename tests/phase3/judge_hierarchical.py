@@ -36,7 +36,7 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 
 
 def ring_all_gather(x: Tensor, group: Group = None) -> None:
-    """Gather the chunks of all ranks in ``x``, around a ring."""
+    """Fill ``x`` with the chunks of all ranks, around a ring."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     chunks = x.view(-1).tensor_split(n)
     for step in range(n - 1):
@@ -65,9 +65,9 @@ OUTER_WORLD_SIZE = 6
 
 @dataclass(frozen=True)
 class OnNodes(AllReduce):
-    """An all-reduce on the nodes of a cluster; its keywords are the functions that it calls."""
+    """An all-reduce over the nodes of a cluster; its keyword arguments are functions to call."""
 
-    groups: tuple[Group, ...] = ()  # inside a node, and across nodes
+    groups: tuple[Group, ...] = ()  # the group inside a node, and the group across nodes
 
     def call(self, lesson: Any, x: Tensor, group: Any) -> Any:
         return getattr(lesson, self.function)(x, *self.groups, **self.keywords)
@@ -101,15 +101,15 @@ def sum_kinds_of_members(lesson: Any) -> list[Any] | None:
 
 
 def sum_fractions(lesson: Any, hosts: Sequence[str]) -> list[list[float]]:
-    """Sum numbers whose sums are rounded, in several dtypes, with torch's functions."""
+    """Sum numbers in several dtypes, with torch's functions; the sums have to be rounded."""
     return use_fractions(lesson, replace(BY_TORCH, groups=node_groups(hosts)), 501)
 
 
 def note_calls(lesson: Any, hosts: Sequence[str]) -> list[list[NotedCall]]:
     """Return how the passed functions are called for a tensor of each kind.
 
-    They take the tensor by position, as their types in given.py say. Calls with an empty tensor
-    do not count.
+    The functions take the tensor by position, as their types in given.py say. Calls with an empty
+    tensor do not count.
     """
     groups = dict(zip(("inside", "across"), node_groups(hosts), strict=True))
     calls: list[NotedCall] = []
@@ -140,7 +140,7 @@ BY_POSITION = {
 
 
 def time_one(lesson: Any, hosts: Sequence[str], num_elements: int) -> list[float]:
-    """Sum ones by rings; return the seconds, and the smallest and largest result."""
+    """Sum ones by rings; return how long it takes, and the smallest and the largest result."""
     variant, x = replace(BY_RINGS, groups=node_groups(hosts)), torch.ones(num_elements)
     dist.barrier()
     start_s = time.perf_counter()

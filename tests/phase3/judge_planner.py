@@ -15,13 +15,13 @@ EXACT = 3e-8  # tolerance for rounding, including to whole bytes
 
 
 class Formula(NamedTuple):
-    """A function of the lesson.
+    """What is needed to judge one of the lesson's functions.
 
     Attributes:
-        right: The graders' version; it returns a number, or the parts of an estimate.
-        cases: Function that draws the arguments.
-        text: Function that formats a number with its unit.
-        causes: Likely cause of a wrong number, by part; the key is "" if there are no parts.
+        right: The graders' version of the function. It returns a number, or an estimate's parts.
+        cases: Draws the arguments.
+        text: Formats a number with its unit.
+        causes: The likely cause of a wrong number, by part; the key is "" if there are no parts.
     """
 
     right: Callable[..., Any]
@@ -115,7 +115,7 @@ def test_memory_is_that_of_the_formulas(grade: Grade, function: str) -> None:
 
 
 def _timed(grade: Grade) -> list[Any]:
-    """Draw cases, each on two machines: an answer right for one is wrong for the other.
+    """Draw cases, each on two machines for which the right answers differ.
 
     The second machine's nodes are so small that tensor groups span several of them.
     """

@@ -36,7 +36,7 @@ def _cases(grade: Grade) -> list[Case]:
 
 
 def _drawn_case(random: Random) -> Case:
-    """Draw sizes with factors 2, 3 and 5, which do not always divide one another."""
+    """Draw a case whose sizes have factors 2, 3 and 5, so that not all divide one another."""
     layers, heads = random.choice((1, 5, 6, 8, 12, 20)), random.choice((1, 4, 6, 10, 12))
     model = SMALL._replace(layers=layers, heads=heads, length=random.choice((511, 512, 600)))
     machine = _machine(random.choice((1, 2, 3, 5)), random.choice((1, 2, 4, 6, 8, 10)))

@@ -98,7 +98,7 @@ def _sent_by(run: Run, rank: int) -> list[int]:
 
 
 def _check_chunks(call: Call, offset: int, which: str) -> None:
-    """Check that each rank r sends every chunk except r + offset to its neighbour, in any order."""
+    """Check that each rank r sends its neighbour all chunks but chunk r + offset, in any order."""
     _check_neighbours(call.run)
     chunks = _chunk_bytes(call)
     for rank, count in enumerate(call.run.messages):
@@ -113,14 +113,17 @@ def _check_chunks(call: Call, offset: int, which: str) -> None:
 
 
 def _text(sizes: Sequence[int], count: int | None = None) -> str:
-    """Describe messages by number (by default, that of ``sizes``), total and maximum bytes."""
+    """Describe messages in words: their number, their bytes in all, and the bytes of the longest.
+
+    If ``count`` is None, there are as many messages as ``sizes``.
+    """
     count = len(sizes) if count is None else count
     longest = f", at most {max(sizes):,} in a message" if sizes else ""
     return f"{counted(count, 'message')}, {sum(sizes):,} bytes in all{longest}"
 
 
 def _why_not_sent(sent: Sequence[int], num_messages: int, chunks: Sequence[int]) -> str:
-    """Return the likely cause if a rank sends the wrong bytes."""
+    """Return the likely reason why a rank sends the wrong bytes."""
     if {*sent} == {max(chunks)} and min(chunks) < max(chunks):
         return (
             "All messages are as long as the longest chunk: this is padding. Send every chunk as "
@@ -189,7 +192,7 @@ globals().update(GATHER.tests())
 
 
 def _check_all_reduce(call: Call) -> None:
-    """Check that every rank sends 2(N-1) messages of one chunk each, whichever chunks these are."""
+    """Check that every rank sends 2(N-1) messages, each of one chunk, no matter which."""
     _check_neighbours(call.run)
     chunks, most = _chunk_bytes(call), 2 * (call.n - 1)
     fewest = 2 * (sum(map(bool, chunks)) - 1)  # empty chunks need not be sent
@@ -238,7 +241,7 @@ FEW_BYTES = 20  # a segment of 2 float64, 5 float32 or 20 uint8 numbers
 SEGMENT = 4096  # elements
 SEGMENTS = 16  # segments per chunk in timing tests
 LINK_BYTES_PER_S = 10e9
-ADDING_SHARE = 0.9  # fraction of a message's time; adding reads two numbers and writes one
+ADDING_SHARE = 0.9  # adding takes this fraction of a message's time: two reads and one write
 SLOW_GPU = GPU(
     "slow at adding",
     1e15,

@@ -61,7 +61,7 @@ Place = tuple[int, ...]  # a rank's pod, its leaf in the pod, its host at the le
 
 
 def _places(shape: list[Any], above: Place = ()) -> list[Place]:
-    """Return the place of each rank."""
+    """Return the place of each rank in a tree of the given shape."""
     places = []
     for number, part in enumerate(shape):
         here = (*above, number)
@@ -70,13 +70,16 @@ def _places(shape: list[Any], above: Place = ()) -> list[Place]:
 
 
 def _drawn(random: Random, depth: int) -> list[Any]:
-    """Draw a tree of ``depth`` levels, with one to three branches at each node."""
+    """Draw a tree of ``depth`` levels, with 1 to 3 branches per node and 1 to 4 ranks per host."""
     number = random.randint(1, 3)
     return [_drawn(random, depth - 1) if depth > 1 else random.randint(1, 4) for _ in range(number)]
 
 
 def _measured(places: list[Place], random: Random, noise: float) -> Matrix:
-    """Return the seconds of a message between any two ranks, tripled per level, with noise."""
+    """Return the seconds that a message takes between any two ranks, with noise.
+
+    The time triples with each level of the tree that the message has to climb.
+    """
     depth, fastest_s = len(places[0]), 10 ** random.uniform(-6, -3)
     return [
         [

@@ -160,7 +160,7 @@ def test_a_worker_inside_a_group(grade: Grade) -> None:
 
 
 def _plan(grade: Grade, function: str, num_workers: int, **settings: Any) -> Plan:
-    """Make a plan; draw which rank is the server, and the size of its shard."""
+    """Make a plan for one server; draw its rank and the size of its shard."""
     ranks = [*range(num_workers + 1)]
     server = grade.random.choice(ranks)
     ranks.remove(server)
@@ -170,7 +170,7 @@ def _plan(grade: Grade, function: str, num_workers: int, **settings: Any) -> Pla
 
 
 def _judge_kinds(grade: Grade, function: str, *arguments: Any) -> None:
-    """Judge two servers and two workers, with shards of several dtypes."""
+    """Judge a function with two servers and two workers, and with shards of several dtypes."""
     for dtype in ("float32", "float64", "bfloat16"):
         plan = Plan(function, (2, 0), (3, 1), 4, 11, dtype=dtype, arguments=arguments)
         judge(grade, plan, STUCK[function])
@@ -182,12 +182,12 @@ def _tests_of(
     """Return tests of the promises shared by all functions that use a single group.
 
     Args:
-        number: Task of the function.
-        name: Beginning of the test names.
-        function: Name of the function.
-        num_extra: Tensors that a server may hold besides its shard.
-        cause: Likely cause if it holds more.
-        arguments: Arguments of the function after ``num_steps``.
+        number: The number of the function's task.
+        name: What the names of the tests begin with, after ``test_``.
+        function: The name of the function.
+        num_extra: The number of tensors that a server may hold besides its shard.
+        cause: The likely cause if a server holds more.
+        arguments: The function's arguments after ``num_steps``.
     """
 
     def kinds(grade: Grade) -> None:
@@ -327,7 +327,7 @@ def _judge_survivors(grade: Grade, plan: Plan, **settings: Any) -> None:
 @pytest.mark.parametrize("deaths", DEATHS)
 def test_the_others_go_on_without_the_dead(grade: Grade, deaths: str) -> None:
     plan = _survivors(DEATHS[deaths], grade.random.randrange(2))
-    if "close" in deaths:  # noticed at once, not after the limit
+    if "close" in deaths:  # noticed immediately, not after the limit
         plan = replace(plan, arguments=(1, LONG_S))
     _judge_survivors(grade, plan, if_late=LATE)
 
@@ -370,7 +370,7 @@ def test_a_connection_closes(grade: Grade) -> None:
 
 
 def _long_s(grade: Grade) -> float:
-    """Return a limit longer than any worker's silence, even for processes on a busy machine."""
+    """Return a time limit longer than a live worker's silence, even on a busy machine."""
     return 1.0 if grade.is_simulated else 60.0
 
 

@@ -30,7 +30,7 @@ def assign_all(lesson: Any, cases: Sequence[Case], seed: int) -> list[dict[str, 
     """Assign the tensors of every case, with arguments in a different order on each rank.
 
     Returns:
-        Assignment for each case, and whether its arguments are unchanged.
+        For each case, the assignment, and whether the arguments are unchanged.
     """
     random, results = Random(seed + dist.get_rank()), []
     for case in cases:
@@ -51,13 +51,13 @@ def _shuffled(table: Mapping[str, int], random: Random) -> dict[str, int]:
 
 
 def _named(random: Random, sizes: Sequence[int]) -> dict[str, int]:
-    """Return the sizes by name, with names in random order."""
+    """Return the sizes under random names."""
     names = random.sample(range(100), len(sizes))
     return {f"layers.{name}": size for name, size in zip(names, sizes, strict=True)}
 
 
 def _drawn_sizes(random: Random, num_tensors: int) -> list[int]:
-    """Draw sizes of one kind: any, similar, powers of two, or few large and many small ones."""
+    """Draw sizes that are arbitrary, similar, powers of two, or a few large and many small ones."""
     num_large = random.randint(1, 4)
     kinds = (
         [random.randint(0, 20) for _ in range(num_tensors)],
@@ -107,7 +107,7 @@ def _least_maximum(case: Case) -> int:
 
 
 def _assigned(grade: Grade, cases: Sequence[Case]) -> list[tuple[Case, Assigned]]:
-    """Assign all cases, the simplest first, and check the promises that hold for all of them."""
+    """Assign all cases, the simplest first, and check what holds for all assignments."""
     cases = sorted(cases, key=lambda case: (len(case.sizes), sum(case.sizes.values())))
     run = grade.run(assign_all, 2, cases, grade.random.randrange(1000))
     check_silent(run, "assign_shards")

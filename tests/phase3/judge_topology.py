@@ -1,4 +1,4 @@
-"""Judges task 3.7: hosts of the ranks, and message costs, also on noisy links and on GPUs."""
+"""Judges task 3.7: the ranks' hosts, and what messages cost, also on noisy links and on GPUs."""
 
 import socket
 import time
@@ -60,7 +60,7 @@ def discover_in_groups(
     """Discover in each group in turn, with host names ``gpu.node0`` and so on.
 
     Returns:
-        Topology of each group; None on ranks outside the group.
+        For each group, its topology, or None on ranks outside the group.
     """
     made = [dist.new_group([*ranks]) for ranks in groups]
     name = socket.gethostname
@@ -73,7 +73,7 @@ def discover_in_groups(
 
 @contextmanager
 def _patched(patches: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Keep the patches until the last rank is done, since all ranks are threads of one process."""
+    """Patch once for all ranks, which are threads of one process, until the last one is done."""
     with ExitStack() as stack:
         if dist.get_rank() == 0:
             for (owner, name), value in patches.items():
@@ -89,7 +89,8 @@ def discover_with_delays(
     """Discover while messages are delayed.
 
     Args:
-        delays_s: Size in bytes -> delays of successive messages of this size between two ranks.
+        delays_s: For each size in bytes, the delays of successive messages of that size from one
+            rank to another.
     """
     sent: Counter[tuple[int, int, int]] = Counter()
     send = SimGroup.send
@@ -110,7 +111,7 @@ def discover_on_gpus(lesson: Any, arguments: Mapping[str, Any]) -> dict[str, Any
     """Discover on pretend GPUs that work for ``WORK_S`` after each message has arrived.
 
     Returns:
-        Topology, and the devices of the messages that were sent.
+        The topology, and the devices of the messages that were sent.
     """
     sent: list[str] = []
     work_s: defaultdict[int, float] = defaultdict(float)  # rank -> its GPU's remaining work
@@ -144,7 +145,7 @@ STUCK = (
 
 
 def _cluster(grade: Grade, nodes: int, gpus: int, numbering: str = "block") -> Cluster:
-    """Make a cluster; draw the speed of its links."""
+    """Make a cluster whose link speeds are drawn at random."""
     draw = grade.random.uniform
     return Cluster(
         nodes,
@@ -158,7 +159,7 @@ def _cluster(grade: Grade, nodes: int, gpus: int, numbering: str = "block") -> C
 
 
 def _sizes(grade: Grade) -> tuple[int, int]:
-    """Draw odd sizes that no other message has, in random order."""
+    """Draw two odd sizes that no other message has, in random order."""
     sizes = [grade.random.randrange(low, 2 * low) | 1 for low in (8000, 800_000)]
     grade.random.shuffle(sizes)
     return sizes[0], sizes[1]

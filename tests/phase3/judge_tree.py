@@ -1,4 +1,4 @@
-"""Judges tasks 3.5 and 3.6: sums, bits, edges, rounds, bandwidth, latency, memory."""
+"""Judges tasks 3.5 and 3.6: sums, bits, edges, rounds, bandwidth, latency and memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -105,7 +105,10 @@ def _check_up_and_down(call: Call) -> None:
 
 
 def _up_and_down(edges: Sequence[Edge]) -> tuple[list[Edge], list[Edge]]:
-    """Split messages, sorted by arrival, into up and down: the last to reach a rank goes down."""
+    """Split messages, sorted by arrival, into those on the way up and those on the way down.
+
+    The last message to reach a rank is on the way down, unless the rank is 0.
+    """
     last = {dst: place for place, (_, dst) in enumerate(edges) if dst != 0}
     down = {*last.values()}
     up = [edge for place, edge in enumerate(edges) if place not in down]
@@ -124,7 +127,7 @@ TREE = Contract(
     rounds=lambda n: 2 * ceil(log2(n)),
     late="On the way down, send first to the child with the most ranks below it, which must pass "
     "the sum on; on the way up, receive from it last.",
-    timed_up_to=30,  # so few that several messages sent at once take no longer than one
+    timed_up_to=30,  # few enough that several messages sent at once take no longer than one
     inboxes=lambda _rank: 1,
     memory="A rank needs x and one tensor to receive into, which it can reuse for every message. "
     "Add in place: x += …",
@@ -186,7 +189,10 @@ def _check_tree(here: str, n: int, parents: Sequence[int]) -> None:
 
 
 def _depth(parents: Sequence[int], rank: int) -> int:
-    """Return the number of edges to the root; if it is not reached, the number of ranks."""
+    """Return how many edges a rank is away from the root.
+
+    If the parents lead in a circle instead, return the number of ranks.
+    """
     for depth in range(len(parents)):
         if parents[rank] < 0:
             return depth

@@ -68,7 +68,7 @@ def check_each(
     cause: str = "",
     tolerance: float = 0.0,
 ) -> None:
-    """Check values by name; ``what`` follows the name in the message."""
+    """Check values by name; in the message, ``what`` follows the name."""
     for name in {**expected, **got}:
         expect(f"{here}: {name}{what}", got.get(name), expected.get(name), cause, tolerance)
 
@@ -116,7 +116,7 @@ def _check_step(here: str, cls: str, kind: str, number: int, right: Any, got: An
 
 
 def check_trains_as_plain(grade: Grade, cls: str, all_cases: Sequence[Case] = b.CASES) -> None:
-    """Check training on several numbers of ranks, with random delays on the links."""
+    """Check training results for several numbers of ranks, with random delays on the links."""
     for n in SIZES if grade.is_simulated else REAL_SIZES:
         is_for_all = n == SIZE_OF_ALL_CASES or not grade.is_simulated
         cases = all_cases if is_for_all else all_cases[:1]
@@ -133,7 +133,7 @@ def check_trains_in_group(grade: Grade, cls: str) -> None:
 
 
 def check_small_updates(grade: Grade, cls: str, n: int, cause: str) -> list[Any]:
-    """Check steps too small for 16 bits; return the results by rank."""
+    """Check that steps too small for 16 bits are not lost; return the results by rank."""
     by_rank = grade.run(b.take_small_steps, n, cls).results
     for rank, result in enumerate(by_rank):
         expect(
@@ -150,7 +150,10 @@ def check_small_updates(grade: Grade, cls: str, n: int, cause: str) -> list[Any]
 
 
 def _check_held(grade: Grade, cls: str, n: int, whole: int, sharded: int, **buckets: int) -> None:
-    """Check memory: ``whole`` bytes per parameter on each rank, and ``sharded`` over all ranks."""
+    """Check that a rank holds at most ``whole`` bytes per parameter, plus its part of ``sharded``.
+
+    ``sharded`` is the number of bytes per parameter that all ranks share.
+    """
     for has_unused in (False, True) if buckets else (False,):
         most_buckets = {"after a backward pass": 0, "after step": 0}
         if buckets:  # a first bucket that never fills is held until the pass ends
@@ -180,7 +183,7 @@ def _check_bytes(grade: Grade, cls: str, n: int, rounds: int, **buckets: int) ->
     """Check the traffic of the construction and of a step with two backward passes.
 
     Args:
-        rounds: Number of reduce-scatters and all-gathers of all parameters in the step.
+        rounds: The number of reduce-scatters and all-gathers of all parameters in the step.
     """
     body = (b.take_mixed_steps, n, cls, buckets)
     made, stepped = (grade.run(*body, steps, cluster=UNIFORM, if_stuck=STUCK) for steps in (0, 1))
@@ -243,13 +246,13 @@ def _tests_of(
     """Return tests of the promises that both optimizers make.
 
     Args:
-        number: Task of the class.
-        name: Name of what the class shards, used in the test names.
-        cls: Name of the class.
-        held: Bytes per parameter that each rank holds, and that all ranks hold together.
-        rounds: Number of reduce-scatters and all-gathers of all parameters in a step with two
+        number: The number of the class's task.
+        name: What the class shards, for the test names.
+        cls: The name of the class.
+        held: The bytes per parameter that each rank holds in full, and those that ranks share.
+        rounds: The number of reduce-scatters and all-gathers of all parameters in a step with two
             backward passes.
-        has_buckets: Whether the class has a limit on bucket size.
+        has_buckets: Whether the class has a limit on the size of buckets.
     """
 
     def limited_to(num_bytes: int) -> dict[str, int]:
@@ -320,8 +323,8 @@ def check_overlap(
     """Check that in a forward and a backward pass, computation hides all but a few messages.
 
     Args:
-        num_exposed: Number of messages of ``LAYER_BYTES`` that may be waited for.
-        why: Likely cause if more are waited for.
+        num_exposed: The number of messages of ``LAYER_BYTES`` that need not be hidden.
+        why: The likely cause if more are not hidden.
     """
     n = 4
     plain, sharded, made = (

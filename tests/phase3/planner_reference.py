@@ -38,7 +38,7 @@ def drawn_model(random: Random) -> Transformer:
 
 
 def drawn_layout(random: Random) -> tuple[Layout, int]:
-    """Draw a valid layout for such a model, and a batch size."""
+    """Draw a layout that is valid for a model of ``drawn_model``, and a batch size."""
     d, t, p = (random.choice(sizes) for sizes in ((1, 2, 3, 5, 8), (1, 2, 3, 4, 8), (1, 2, 3, 4)))
     v, b = random.choice((1, 2, 3)) if p > 1 else 1, random.choice((1, 2, 3, 4))
     m = p * random.randint(1, 6) if v > 1 else random.randint(1, 12)
@@ -79,12 +79,12 @@ def drawn_machine(random: Random) -> Machine:
 
 
 def case_text(model: Transformer, layout: Layout, third: Any = 0, *_: Any) -> str:
-    """Return a case as text, in the letters of the lesson's docstrings.
+    """Describe a case in words, with the letters that the lesson's docstrings use.
 
     Args:
-        model: Transformer of the case.
-        layout: Layout of the case.
-        third: Third argument of the function: a batch size, a kind of checkpointing, or a machine.
+        model: The case's transformer.
+        layout: The case's layout.
+        third: The function's third argument: a batch size, a kind of checkpointing, or a machine.
     """
     letters = dict(zip("dtpvb", layout[:5], strict=True))
     words = (
@@ -101,7 +101,7 @@ def case_text(model: Transformer, layout: Layout, third: Any = 0, *_: Any) -> st
 def factor_text(
     number: float, expected: float, _: Transformer, layout: Layout, third: Any = 0, *__: Any
 ) -> str:
-    """Describe ``number`` as a multiple of ``expected``; name the factor if it is a size."""
+    """Describe ``number`` as a multiple of ``expected``; if the factor is a size, name it."""
     if not number or not expected:
         return ""
     sizes, times = dict(zip("dtpvb", layout[:5], strict=True)), number / expected
@@ -198,7 +198,7 @@ def step_time(model: Transformer, layout: Layout, batch_size: int, machine: Mach
 
 
 def broken_rule(model: Transformer, machine: Machine, batch_size: int, layout: Layout) -> str:
-    """Return the first rule of the lesson's docstring that a layout breaks, "" if it is valid."""
+    """Return the first rule in the lesson's docstring that a layout breaks, or "" if none."""
     d, t, p, v, micro_batch, zero, _, is_split = layout
     if d * t * p != machine.gpus:
         return f"d · t · p = {d * t * p}, but there are {counted(machine.gpus, 'GPU')}."

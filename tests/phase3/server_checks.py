@@ -1,4 +1,4 @@
-"""Contract of parameter servers: steps, replies and their staleness, messages and times."""
+"""Checks of what parameter servers promise: steps, replies, their staleness, messages, times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -43,12 +43,12 @@ def judge(
     """Run the servers and workers of a plan, and check all that the plan's function promises.
 
     Args:
-        if_late: Likely cause of late replies; without it, times are not checked.
-        world_size: Number of ranks; by default, that of the plan.
-        settings: Keyword arguments of ``Grade.run``.
+        if_late: The likely cause of late replies. If empty, times are not checked.
+        world_size: The number of ranks. If 0, there are as many as in the plan.
+        settings: More keyword arguments for ``Grade.run``.
 
     Returns:
-        Results of each rank.
+        The results of each rank.
     """
     settings = {"cluster": UNIFORM, **settings}
     size = world_size or plan.world_size
@@ -85,8 +85,8 @@ def judge_memory(grade: Grade, plan: Plan, num_extra: int, cause: str) -> None:
     The shard is in 32 bits first, and then in 16.
 
     Args:
-        num_extra: Number of shard-sized tensors allowed besides the shard.
-        cause: Likely cause of a higher peak.
+        num_extra: The number of shard-sized tensors allowed besides the shard.
+        cause: The likely cause of a higher peak.
     """
     for dtype in ("float32", "bfloat16"):
         same = replace(plan, dtype=dtype)
@@ -103,7 +103,7 @@ def judge_memory(grade: Grade, plan: Plan, num_extra: int, cause: str) -> None:
 
 
 def late_replies(plan: Plan) -> Options:
-    """Return options that delay only replies: the next step comes while a reply is being sent."""
+    """Return options that delay replies only, so a step happens while a reply is being sent."""
     pairs = product(plan.servers, plan.workers)
     return Options(faults=Faults(delays_s=dict.fromkeys(pairs, 20e-3)))
 
@@ -138,7 +138,7 @@ def _check_steps_alone(here: str, result: Mapping[str, Any]) -> None:
 
 
 def _check_means(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
-    """Check that the optimizer stepped with the mean gradients."""
+    """Check that each step of the optimizer used the mean gradient."""
     num_workers, steps = len(plan.workers), result["weights"]
     what = f"{here}: the number of steps of the optimizer, one for all workers together,"
     expect(what, len(steps), plan.num_steps)
@@ -166,7 +166,7 @@ def _why_not_the_mean(weights: Sequence[float] | None) -> str:
 
 
 def _check_each_gradient_steps(here: str, plan: Plan, result: Mapping[str, Any]) -> None:
-    """Check that the optimizer stepped with one worker's gradient at a time."""
+    """Check that each step of the optimizer used the gradient of a single worker."""
     applied = schedule(plan).applied
     steps: list[list[float] | None] = result["weights"]
     for number, weights in enumerate(steps):
@@ -206,7 +206,10 @@ def _why_not_one(weights: Sequence[float] | None) -> str:
 
 
 def own_pulls(plan: Plan, by_rank: Sequence[Any]) -> list[tuple[int, int, int, Any]]:
-    """Return (worker, step, server, counts) for every pull."""
+    """Return every pull, as a tuple of worker, step, server and counts.
+
+    The counts say how many gradients of each worker are in the parameters.
+    """
     return [
         (worker, step, server, counts)
         for worker in plan.workers
@@ -216,7 +219,7 @@ def own_pulls(plan: Plan, by_rank: Sequence[Any]) -> list[tuple[int, int, int, A
 
 
 def _check_replies(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
-    """Check that each reply holds consistent parameters, with its worker's gradients applied."""
+    """Check that the parameters in a reply are consistent, and include the worker's gradients."""
     num_workers = len(plan.workers)
     for worker, step, server, counts in own_pulls(plan, by_rank):
         here = f"worker {worker}{where}, reply of server {server} to its gradient {step}"
@@ -239,7 +242,7 @@ def _check_replies(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
 
 
 class Schedule(NamedTuple):
-    """For each worker, times of the replies to it, number of its gradients, times of its pushes."""
+    """For each worker, when replies reach it, how many gradients it pushes, and when it does so."""
 
     pulls_s: dict[int, list[float]]
     applied: dict[int, int]
@@ -247,7 +250,7 @@ class Schedule(NamedTuple):
 
 
 def schedule(plan: Plan) -> Schedule:
-    """Return when replies should come if messages take no time."""
+    """Return when gradients and replies should arrive, if messages take no time."""
     staleness, timeout_s = plan.staleness, plan.timeout_s
     clocks, held = dict.fromkeys(plan.workers, 0), set[int]()
     pulls: dict[int, list[float]] = {worker: [] for worker in plan.workers}
@@ -289,7 +292,7 @@ def schedule(plan: Plan) -> Schedule:
 
 
 def tolerance_s(plan: Plan) -> float:
-    """Return the seconds that all messages take in sequence, plus those of polling for replies."""
+    """Return the seconds that all messages take one after another, plus those for polling."""
     num_messages = 2 * len(plan.workers) * plan.num_steps * len(plan.servers)
     return num_messages * (LATENCY_S + plan.num_bytes * BYTE_S + CLOCK_S) + plan.num_steps * POLL_S
 

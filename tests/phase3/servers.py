@@ -1,7 +1,7 @@
-"""Bodies for tasks 3.14 to 3.17: servers, and workers whose gradients count their steps.
+"""Bodies (functions that ranks run) for tasks 3.14 to 3.17: parameter servers and their workers.
 
-Worker i of W pushes -1 at every W-th element from i on, and 0 elsewhere. After SGD with a learning
-rate of 1, the parameters show how many gradients of each worker have been applied.
+The gradients of worker i of W are -1 at every W-th element from i on, and 0 elsewhere. After SGD
+with a learning rate of 1, the parameters show how many gradients of each worker have been applied.
 """
 
 import contextlib
@@ -33,15 +33,16 @@ class Plan:
     """Roles and behaviour of servers and workers.
 
     Attributes:
-        function: Name of the lesson's function that serves.
-        servers, workers: Ranks in the group, or in the world if each pair has its own group.
-        num_steps: Number of steps of each worker.
-        num_elements: Number of elements in each server's shard.
-        pauses_s: Seconds for which each worker computes in a step.
-        arguments: Arguments of the function after ``num_steps``: staleness, and limit in seconds.
-        deaths: Worker -> step and moment of its death.
-        step_s: Seconds that an optimizer step takes.
-        copy_s: Seconds that a copy of the shard takes.
+        function: The name of the lesson's function that serves.
+        servers: The servers' ranks in the group, or in the world if each pair has its own group.
+        workers: The workers' ranks, likewise.
+        num_steps: The number of steps that each worker takes.
+        num_elements: The number of elements in each server's shard.
+        pauses_s: For each worker, the seconds that it computes in a step.
+        arguments: The function's arguments after ``num_steps``: staleness, and limit in seconds.
+        deaths: For each worker that dies, the step and the moment of its death.
+        step_s: The seconds that an optimizer step takes.
+        copy_s: The seconds that it takes to copy the shard.
     """
 
     function: str
@@ -58,37 +59,37 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Number of servers and workers."""
+        """The number of servers and workers together."""
         return len(self.servers) + len(self.workers)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a shard."""
+        """The size of a shard in bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return self.num_elements * dtype.itemsize
 
     def pause_s(self, worker: int) -> float:
-        """Return the seconds for which a worker computes in a step."""
+        """Return the seconds that a worker computes in a step."""
         return dict(zip(self.workers, self.pauses_s, strict=False)).get(worker, 0.0)
 
     @property
     def staleness(self) -> float:
-        """Number of steps by which a worker may be ahead of the slowest."""
+        """The number of steps by which a worker may be ahead of the slowest one."""
         return self.arguments[0] if self.arguments else inf
 
     @property
     def timeout_s(self) -> float:
-        """Seconds of silence after which a server considers a worker dead."""
+        """The seconds of silence after which a server considers a worker dead."""
         return self.arguments[1] if len(self.arguments) > 1 else inf
 
     @property
     def alive(self) -> list[int]:
-        """Workers that do not die."""
+        """The workers that do not die."""
         return [worker for worker in self.workers if worker not in self.deaths]
 
 
 class SlowlyCopied(Tensor):
-    """A tensor that, like a large one, takes virtual time to copy: its second half is read last."""
+    """A tensor that takes time to copy, as a large one does, and whose second half is read last."""
 
     copy_s = 0.0
 
@@ -107,7 +108,7 @@ class SlowlyCopied(Tensor):
 
 
 class CountingSGD(torch.optim.SGD):
-    """SGD that records each step's gradients by worker, and how many threads step at once."""
+    """SGD that records whose gradients each step uses, and how many threads step together."""
 
     def __init__(self, shard: Tensor, plan: Plan) -> None:
         super().__init__([shard], lr=1.0)
@@ -116,7 +117,7 @@ class CountingSGD(torch.optim.SGD):
         self.under_way = self.most_at_once = 0
 
     def step(self, closure: Any = None) -> Any:
-        """Step after ``plan.step_s`` virtual seconds."""
+        """Wait for ``plan.step_s`` virtual seconds, then step."""
         self.under_way += 1
         self.most_at_once = max(self.most_at_once, self.under_way)
         if self.plan.step_s:
@@ -131,7 +132,7 @@ class CountingSGD(torch.optim.SGD):
 
 
 def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any] | None:
-    """Serve or work; return this rank's results."""
+    """Act as a server or a worker, as the plan says; return this rank's results."""
     if plan.function == SURVIVORS:
         return _count(lesson, plan, pair_groups(plan.servers, plan.workers))
     return _count(lesson, plan, dict.fromkeys([*plan.servers, *plan.workers], group), group)
@@ -140,11 +141,11 @@ def serve_and_count(lesson: Any, plan: Plan, group: Any = None) -> dict[str, Any
 def _count(
     lesson: Any, plan: Plan, groups: Mapping[int, Group], group: Group = None
 ) -> dict[str, Any] | None:
-    """Serve or work.
+    """Act as a server or a worker, as the plan says; return this rank's results.
 
     Args:
-        groups: Other rank -> group for all messages with it.
-        group: Group whose ranks the plan names.
+        groups: For each other rank, the group for all messages with it.
+        group: The group whose ranks the plan uses.
     """
     rank = dist.get_rank(group)
     if rank in plan.servers:
@@ -199,9 +200,9 @@ WRONG_RANKS = {
 
 
 def _counts(shard: Tensor, plan: Plan, sign: int = 1) -> list[float] | None:
-    """Return how many gradients of each worker are in a tensor; None if its parts disagree.
+    """Return how many gradients of each worker are in a tensor, or None if its parts disagree.
 
-    The result is None for a long tensor too: counting would take memory.
+    For a long tensor, the result is also None, because counting would take memory.
     """
     if len(shard) > LONG:
         return None
@@ -214,7 +215,10 @@ def _counts(shard: Tensor, plan: Plan, sign: int = 1) -> list[float] | None:
 
 
 def _work(plan: Plan, rank: int, groups: Mapping[int, Group]) -> list[dict[str, Any]]:
-    """Push ``num_steps`` gradients to all servers at once, or die on the way; return the pulls."""
+    """Work for ``num_steps`` steps, or until death; return what was pulled in each step.
+
+    In a step, a worker pushes its gradient to all servers and pulls from all of them.
+    """
     dtype = getattr(torch, plan.dtype)
     gradient = torch.zeros(plan.num_elements, dtype=dtype)
     gradient[plan.workers.index(rank) :: len(plan.workers)] = -1
@@ -238,7 +242,7 @@ def _work(plan: Plan, rank: int, groups: Mapping[int, Group]) -> list[dict[str, 
 
 
 def _link(plan: Plan, server: int, groups: Mapping[int, Group]) -> tuple[int, Group]:
-    """Return a server's rank in the group that connects a worker to it, and this group."""
+    """Return a server's rank in the group that connects it to a worker, and that group."""
     group = groups[server]
     if plan.function != SURVIVORS or group is None:
         return server, group
@@ -246,18 +250,18 @@ def _link(plan: Plan, server: int, groups: Mapping[int, Group]) -> tuple[int, Gr
 
 
 def _fall_silent(when: str, gradient: Tensor, server: int, group: Group) -> None:
-    """Die before the push or after it, with open or closed connections."""
+    """Die as ``when`` says: before or after the push, and with connections left open or closed."""
     if when == BEFORE_PULL:
         dist.send(gradient, group=group, group_dst=server)
     elif when == CLOSED:
-        # a rank whose time limit has passed closes its connections
+        # A rank whose time limit has passed closes its connections.
         reply = dist.irecv(torch.empty_like(gradient), group=group, group_src=server)
         with contextlib.suppress(RuntimeError):
             reply.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
 
 
 def serve_some_who_leave(lesson: Any, plan: Plan) -> dict[str, Any] | None:
-    """Serve or work; a worker that dies destroys its groups, which closes its connections."""
+    """Do as ``serve_and_count`` does, except that a worker closes its connections when it dies."""
     pairs = pair_groups(plan.servers, plan.workers)
     dist.barrier()  # no connection may close before all are open
     seen = _count(lesson, plan, pairs)
@@ -279,11 +283,12 @@ def push_and_pull(
     in_turn: bool = False,
     group: Any = None,
 ) -> Any:
-    """Push from workers to the grader's servers; each worker lists them in a different order.
+    """Push from workers to the grader's servers, which each worker lists in a different order.
 
     Args:
-        in_turn: True if each server answers one worker before it receives from the next, each
-            starting with a different worker; otherwise, it answers after it has received from all.
+        in_turn: True if a server answers each worker before it receives from the next one, where
+            each server begins with a different worker. False if it receives from all workers before
+            it answers.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     workers = [other for other in range(world_size) if other not in servers]
@@ -320,7 +325,11 @@ def _span(tensor: Tensor) -> list[float]:
 
 
 def _answer(parts: Mapping[int, Tensor], in_turn: bool, group: Any) -> list[list[float]]:
-    """Answer each gradient: at once with its double, or after the last with the sum of all."""
+    """Receive a gradient from each worker, and answer it; return the range of each gradient.
+
+    If ``in_turn``, a gradient is answered immediately, with twice its values. Otherwise, all
+    gradients are answered after the last, with the sum of all.
+    """
     for worker, part in parts.items():
         dist.recv(part, group=group, group_src=worker)
         if in_turn:

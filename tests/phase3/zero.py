@@ -1,4 +1,7 @@
-"""Bodies for tasks 3.18 to 3.20, whose classes share a contract, and shard more and more."""
+"""Bodies (functions that ranks run) for tasks 3.18 to 3.20.
+
+The classes in these tasks share a contract, and each of them shards more than the one before.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,8 +29,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
     ),
 }
-# SGD comes first: Adam would not notice a factor that all gradients share, such as that between a
-# sum and a mean.
+# SGD comes first, because Adam would not notice a factor that all gradients share, such as the one
+# between a sum and a mean.
 CASES: tuple[Case, ...] = (
     ("plain", "SGD"),
     ("plain", "AdamW"),
@@ -43,7 +46,7 @@ CASES_IN_SHARDS = CASES[:5]
 IN_USE = "tied", "unused"  # models that have gradients before they are sharded
 NEXT_LR = 0.02
 # Actions before each step: calls of zero_grad, a new learning rate, and backward passes through the
-# whole model or only one parameter
+# whole model or only one parameter.
 LIFE = (
     ("a step with one backward pass", ("own", "pass")),
     ("a step after module.zero_grad() and zero_grad()", ("module", "own", "pass")),
@@ -64,7 +67,7 @@ NOTHING = nn.Parameter(torch.zeros(1))  # placeholder if all of a model is froze
 
 
 class Net(nn.Module):
-    """Layers with sizes that few world sizes divide; scale and head belong to the model itself."""
+    """A model with sizes that few world sizes divide; scale and head belong to the model itself."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -100,14 +103,14 @@ class Net(nn.Module):
 
 
 def net(kind: str, seed: int) -> Net:
-    """Return a model with small random values, determined by the seed."""
+    """Return a model of the given kind, with small random values that the seed determines."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Net(kind)
 
 
 def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
-    """Return the loss on one of a rank's batches; odd-numbered inputs are passed by keyword."""
+    """Return the loss on one of a rank's batches; if its number is odd, pass inputs by keyword."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     x, y = (
         torch.randn(4, width, generator=generator, dtype=torch.float64) for width in (FEATURES, 3)
@@ -126,8 +129,8 @@ class Sharded:
     """A model and its optimizer, sharded by one of the lesson's classes.
 
     Attributes:
-        model: Module to call.
-        optimizer: Object with ``zero_grad`` and ``step``.
+        model: The module to call.
+        optimizer: An object with ``zero_grad`` and ``step``.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class Sharded:
             self.optimizer = optimizer_cls(trained or [NOTHING], **options)
 
     def act(self, action: str, rank: int, number: int) -> None:
-        """Take one of the actions in ``LIFE``, which precede a step."""
+        """Take one of the actions that precede a step in ``LIFE``."""
         if action == "own":
             self.optimizer.zero_grad()
         elif action == "module":
@@ -165,9 +168,10 @@ class Sharded:
             _life_loss(self.model, action, rank, number).backward()
 
     def numbers(self) -> Numbers:
-        """Return all parameters unsharded; for a fully sharded model, the buffers too.
+        """Return all parameters unsharded and, if the model is fully sharded, the buffers too.
 
-        Such a model also loads its own state, which must not detach the optimizer from the shards.
+        A fully sharded model also loads its own state, which must not detach the optimizer from the
+        shards.
         """
         if self.is_whole:
             return listed(dict(self.plain.named_parameters(remove_duplicate=False)))
@@ -208,7 +212,7 @@ def _trained(lesson: Any, cls: str, kind: str, optimizer: str, group: Any) -> di
 
 
 def _copy_frozen(source: nn.Module, target: nn.Module) -> None:
-    """Make frozen parameters equal on all ranks, since the sharded optimizers do not."""
+    """Make frozen parameters equal on all ranks, since the sharded optimizers do not do so."""
     for mine, first in zip(target.parameters(), source.parameters(), strict=True):
         if not mine.requires_grad:
             mine.data.copy_(first)
@@ -229,7 +233,7 @@ def _life_loss(model: nn.Module, action: str, rank: int, number: int) -> Tensor:
 
 
 def trained_plainly(kind: str, optimizer: str, n: int) -> list[Numbers]:
-    """Return the parameters after each step of ``LIFE`` without any sharding."""
+    """Return the parameters after each step of ``LIFE``, trained without any sharding."""
     model, after = net(kind, 0), []
     trained = [param for param in model.parameters() if param.requires_grad]
     cls, options = OPTIMIZERS[optimizer]
@@ -253,8 +257,9 @@ def take_small_steps(lesson: Any, cls: str) -> dict[str, Any]:
     Rank r begins with r + 1, and should be given rank 0's 1.0.
 
     Returns:
-        Range of the parameters, and dtypes of output and parameters; "reduced" holds the dtypes
-        and values that ``reduce_gradients`` then returns for gradients of r + 1 on rank r.
+        The smallest and the largest parameter, and the dtypes of the output and the parameters.
+        Unless the model is fully sharded, "reduced" holds the dtypes and the values of what
+        ``reduce_gradients`` then returns if gradients are r + 1 on rank r.
     """
     layer = nn.Linear(1, 7, bias=False, dtype=torch.bfloat16)
     layer.weight.data.fill_(dist.get_rank() + 1.0)
@@ -301,7 +306,7 @@ def live() -> int:
 
 
 class Probe(nn.Module):
-    """Records the bytes held while its unit computes, forward and backward."""
+    """Records the bytes held during its unit's forward pass, and during its backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +335,7 @@ def probed_chain(probe: Probe, num_frozen: int = 0, num_layers: int = LAYERS) ->
 def hold(
     lesson: Any, cls: str, keywords: dict[str, Any], num_frozen: int = 0, has_unused: bool = False
 ) -> dict[str, int]:
-    """Take two 16-bit steps with Adam; return the bytes held between calls, and the peak in passes.
+    """Take two 16-bit steps with Adam; return the bytes held between calls, and the most in passes.
 
     With all layers frozen, a backward pass only computes the input's gradient. A fully sharded
     model is also evaluated, and made to fail.
@@ -380,12 +385,13 @@ PARTS = {  # numbers of elements sent together, and bytes per element
 
 
 def take_mixed_steps(lesson: Any, cls: str, keywords: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Take steps of two backward passes; the first does not use all parameters.
+    """Take steps of two backward passes each, the first of which does not use all parameters.
 
-    The frozen parameter holds the rank plus 1, and one of the others is listed twice.
+    The frozen parameter holds the rank plus 1, and one of the other parameters is listed twice.
 
     Returns:
-        Values of the frozen parameter, dtypes of the masters, and sizes of the parts, in order.
+        The values of the frozen parameter, the dtypes of the master copies, and the sizes of the
+        parts, in order.
     """
     narrow = [nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in NARROW]
     wide = [nn.Parameter(torch.ones(shape)) for shape in WIDE]
@@ -436,10 +442,10 @@ def start_twice(lesson: Any) -> list[list[float]]:
 
 
 def go_back_once(lesson: Any, cls: str, keywords: dict[str, Any], kind: str) -> None:
-    """Run one forward and backward pass; layers take as long to compute as to send.
+    """Run one forward and one backward pass of layers that take as long to compute as to send.
 
     Args:
-        kind: Kind of model: "plain", "sharded", or "made", which is sharded but runs no pass.
+        kind: The kind of model: "plain", "sharded", or "made", which is sharded but runs no pass.
     """
     rows, model = _timed(cls)
     if kind != "plain":
@@ -457,7 +463,7 @@ TIMED_LAYERS, TIMED_UNITS = 12, 8
 
 
 def _timed(cls: str) -> tuple[int, nn.Module]:
-    """Return the rows of a batch, and a model of layers or, for ``FULLY``, half-frozen units."""
+    """Return a number of rows, and a model made of layers or, for ``FULLY``, half-frozen units."""
     if cls != FULLY:
         return 64, nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(TIMED_LAYERS)))
     units = []

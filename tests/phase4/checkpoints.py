@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.1, 4.3 and 4.4: saves by one process, by all ranks, and in the background."""
+"""Bodies (functions that ranks run) for tasks 4.1, 4.3 and 4.4, which save checkpoints."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 class Checkpoints(Store):
-    """Checkpoints of one process."""
+    """The checkpoints of a single process."""
 
     loads = "load_checkpoint"
 
@@ -63,7 +63,7 @@ class Checkpoints(Store):
 
 
 def run(lesson: Any, root: str, body: str, *args: object) -> Any:
-    """Run a body from ``stores``."""
+    """Run the body of that name in ``stores``."""
     return getattr(stores, body)(Checkpoints(lesson, root), *args)
 
 
@@ -90,7 +90,7 @@ def load_code(lesson: Any, root: str) -> bool:
 
 
 def save_where_it_fails(lesson: Any, root: str, limit_bytes: int | None) -> Facts:
-    """Save on a full disk or, if the limit is None, where nothing can be written."""
+    """Save on a full disk or, if the limit is None, into a folder that cannot be made."""
     store = Checkpoints(lesson, root).prepare(Plan(0, there=(1, 2)))
     target = store.folder / name_of(1) / MANIFEST if limit_bytes is None else store.folder
     with _files_of_at_most(limit_bytes):
@@ -98,8 +98,9 @@ def save_where_it_fails(lesson: Any, root: str, limit_bytes: int | None) -> Fact
 
 
 def save_where_a_sync_fails(lesson: Any, root: str) -> list[Facts]:
-    """Save on a disk whose first sync of a file or folder fails, then the second, and so on.
+    """Save repeatedly; each time, a later sync of a file or folder fails.
 
+    In the first save, the first sync fails; in the second save, the second sync fails, and so on.
     ``keep`` is large, so that no checkpoint is removed before the save fails.
     """
     saves: list[Facts] = []
@@ -163,7 +164,7 @@ def _content_of(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def _files_of_at_most(num_bytes: int | None) -> Iterator[None]:
-    """Make writes beyond a file size limit fail, as on a full disk, whatever code makes them."""
+    """Make writes beyond a file size of ``num_bytes`` fail, as on a full disk; None is no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
     try:
@@ -212,7 +213,7 @@ def values_of(shards: Mapping[str, Shard]) -> dict[str, list[float]]:
 
 
 class Shards(Store):
-    """Checkpoints of several ranks, each with its own slices."""
+    """The checkpoints of several ranks, each of which saves its own slices."""
 
     loads = "load_sharded"
 
@@ -241,7 +242,7 @@ class Shards(Store):
 def run_shards(
     lesson: Any, root: str, slices: Slices, body: str, *args: object, group: Group = None
 ) -> Any:
-    """Run a body from ``stores`` on all ranks."""
+    """Run the body of that name in ``stores`` on all ranks."""
     return getattr(stores, body)(Shards(lesson, root, slices, group), *args)
 
 
@@ -269,7 +270,7 @@ def save_and_load(
 
 
 def load_with_other_lists(lesson: Any, root: str, slices: Slices) -> Facts:
-    """Save steps 1 to 3; load after step 3 has become invisible to rank 0 only."""
+    """Save steps 1 to 3, hide step 3 from rank 0 only, and load."""
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1, 2, 3)))
     others = store.folder.with_name("as-the-others-see-it")
 
@@ -281,7 +282,7 @@ def load_with_other_lists(lesson: Any, root: str, slices: Slices) -> Facts:
 
     store.on_rank_0(hide_step_3)
     facts = store.load(store.folder if store.rank == 0 else others)
-    if facts["error"]:  # raised at once, since the other ranks may be waiting
+    if facts["error"]:  # raise it here, since the other ranks may be waiting
         raise WrongResult(f"load_sharded raised {facts['error']}")
     return facts
 
@@ -306,7 +307,11 @@ class Broken(NamedTuple):
 def save_on_a_broken_disk(
     lesson: Any, root: str, slices: Slices, broken: Broken
 ) -> tuple[str, list[str]]:
-    """Save step 2 while disks fail, then again; return the first OSError, and the folder then."""
+    """Save step 2 while disks fail, and once more afterwards.
+
+    Returns:
+        The OSError of the first save as text, and the names in the folder after that save.
+    """
     store, text = Shards(lesson, root, slices).prepare(Plan(0, there=(1,))), ""
     failing = syncs_replaced(partial(broken.fail, store.folder), lesson)
     with failing if store.rank == 0 else nullcontext():  # one process: the patch covers all ranks
@@ -324,7 +329,7 @@ def save_on_a_broken_disk(
 
 
 def load_what_is_missing(lesson: Any, root: str, slices: Slices, wanted: Slices) -> Facts:
-    """Try to load slices that the checkpoint lacks."""
+    """Try to load slices that the checkpoint lacks; return the refusal."""
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1,)))
     shards = wanted.empty(wanted.by_rank[store.rank])
     before = values_of(shards)
@@ -338,16 +343,16 @@ def load_what_is_missing(lesson: Any, root: str, slices: Slices, wanted: Slices)
 # Disk space, memory and reads of a sharded checkpoint
 
 NUM_BYTES, NUM_SHARDS = 8_000_000, 8
-LARGE_BYTES = 10_000  # least size of a file with elements; smaller files hold metadata
+LARGE_BYTES = 10_000  # smallest size of a file with elements; smaller files hold metadata
 
 
 def save_large(lesson: Any, root: str, slices: Slices) -> int:
-    """Save; return the size of the checkpoint in bytes."""
+    """Save a sharded checkpoint; return its size in bytes."""
     return sum(file.stat().st_size for file in Shards(lesson, root, slices).save(1).iterdir())
 
 
 def memory_of_save(lesson: Any, root: str) -> int:
-    """Save shards of NUM_BYTES on one rank; return the peak bytes that Python held for it."""
+    """Save ``NUM_BYTES`` of shards on one rank; return the most bytes that Python held for it."""
     parts = torch.zeros(NUM_BYTES // 4).chunk(NUM_SHARDS)
     shards = {f"layer.{place}": Shard(part, 0, len(part)) for place, part in enumerate(parts)}
     tracemalloc.start()
@@ -361,7 +366,7 @@ def memory_of_save(lesson: Any, root: str) -> int:
 def who_reads(
     lesson: Any, root: str, slices: Slices, wanted: Sequence[Sequence[Cut]]
 ) -> dict[str, list[tuple[int, str]]]:
-    """Return which rank reads which large file in a save, an empty load and a load of slices."""
+    """Save, load nothing, and load slices; return which rank reads which large files each time."""
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1,)))
     shards = slices.empty(wanted[store.rank])
     doing: dict[str, tuple[int, Callable[[], object]]] = {
@@ -401,8 +406,8 @@ class Writer:
 
     Args:
         is_held: Whether each write waits for ``may_go``.
-        fails: Steps whose writes raise, with their errors.
-        keeps: Whether it keeps the states themselves, rather than copies without tensors.
+        fails: The errors to raise in writes, by step.
+        keeps: Whether to keep the states themselves, rather than copies without tensors.
     """
 
     def __init__(
@@ -471,7 +476,7 @@ def change(state: dict[str, Any]) -> None:
 
 
 def save_and_change(lesson: Any) -> dict[str, Any]:
-    """Save, and change the state while the write is held up."""
+    """Save a state, and change it while the write is held up; return what is written."""
     writer, state = Writer(is_held=True), state_of_training()
     before = plain(state)
     saver = lesson.AsyncCheckpointer(writer)
@@ -494,7 +499,7 @@ def save_and_change(lesson: Any) -> dict[str, Any]:
 
 
 def copy_of_a_slice(lesson: Any) -> tuple[int, list[str]]:
-    """Save a slice and a tensor on a device; return the bytes and the devices of the copies."""
+    """Save a slice, and a tensor on a device; return the bytes and the devices of the copies."""
     writer = Writer()
     with PretendDevice() as pretended, lesson.AsyncCheckpointer(writer) as saver:
         elsewhere = torch.ones(NUM_ELEMENTS).to(pretended)
@@ -505,7 +510,7 @@ def copy_of_a_slice(lesson: Any) -> tuple[int, list[str]]:
 
 
 def save_four(lesson: Any) -> dict[str, Any]:
-    """Save four steps as fast as possible."""
+    """Save four steps as fast as possible; return what is written."""
     writer = Writer(keeps=False)
     saver = lesson.AsyncCheckpointer(writer)
     tensor = torch.zeros(NUM_ELEMENTS)
@@ -517,9 +522,11 @@ def save_four(lesson: Any) -> dict[str, Any]:
 
 
 def wait(lesson: Any) -> dict[str, Any]:
-    """Return the steps written by the end of ``wait`` and of with statements.
+    """Save, and wait for the write in several ways.
 
-    Also return whether an error comes out of a with statement.
+    Returns:
+        The steps written by the end of each way, and whether an error comes out of a with
+        statement.
     """
     steps, comes_out, writer = {}, False, Writer()
     saver = lesson.AsyncCheckpointer(writer)
@@ -541,7 +548,7 @@ def wait(lesson: Any) -> dict[str, Any]:
 
 
 def fail(lesson: Any, how: str) -> dict[str, Any]:
-    """Save step 300, whose write fails; return the errors, and the steps written afterwards."""
+    """Save step 300, whose write fails; return what is raised, and the steps that are written."""
     writer = Writer(fails={300: FAILURES[how]})
     saver = lesson.AsyncCheckpointer(writer)
     saver.save({"x": torch.ones(1)}, 300)

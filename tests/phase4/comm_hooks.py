@@ -1,4 +1,4 @@
-"""Bodies for task 4.13: two kinds of data parallelism, with a hook and known gradients."""
+"""Bodies (functions that ranks run) for task 4.13: two kinds of data parallelism with a hook."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 
 def gradients_of(plan: Plan, rank: int, step: int) -> dict[str, Tensor]:
-    """Draw a rank's gradients: multiples of 1/128, exact in bfloat16, unlike their sums."""
+    """Draw a rank's gradients: multiples of 1/128, exact in bfloat16, although the sums are not."""
     gradients = {}
     for place, (name, shape) in enumerate(SHAPES.items()):
         seed = 1_000_000 * plan.seed + 10_000 * step + 100 * place + rank
@@ -66,10 +66,11 @@ def is_unused(plan: Plan, name: str, rank: int, step: int) -> bool:
 
 
 def sent_of(reduce: str, part: Tensor, call: int) -> Tensor:
-    """Return what a compressor sends of ``part``: multiples of ``GRAIN``, unless it is "exact".
+    """Return what a compressor of the kind ``reduce`` sends of ``part``.
 
-    A "blind" compressor sends 0 for a NaN, like one that happens to omit this entry. An
-    "alternating" compressor sends zeros in every second call.
+    It sends ``part`` rounded to multiples of ``GRAIN``, unless it is "exact". A "blind" compressor
+    sends 0 for a NaN, like one that happens to omit this entry. An "alternating" compressor sends
+    zeros in every second call.
     """
     if reduce == "exact":
         return part.clone()
@@ -126,7 +127,7 @@ def mean_of(sent: Tensor, group: Any = None) -> Reduced:
 
 
 class Parts(nn.Module):
-    """Parameters that are multiplied by factors, which become their gradients."""
+    """A module that multiplies its parameters by factors, which become the gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class Parts(nn.Module):
 
 
 def own_name(name: str) -> str:
-    """Return the name of a parameter in ``named_parameters``."""
+    """Return the name that a parameter from ``SHAPES`` has in ``named_parameters``."""
     return f"parts.{name.replace('.', '_')}"
 
 
@@ -166,19 +167,22 @@ class Torchs:
         self.ddp.register_comm_hook(None, hook)
 
     def step(self, factors: dict[str, Tensor]) -> None:
-        """Compute gradients, and their means."""
+        """Compute gradients, and average them over the ranks."""
         self.module.zero_grad()
         self.ddp(factors).backward()
 
 
 class Courses:
-    """Task 3.12's data parallelism in brief: sums buckets in place; gradients are views of them."""
+    """Task 3.12's data parallelism in brief.
+
+    It sums buckets in place, and the gradients are views of the buckets.
+    """
 
     def __init__(self, module: Parts, hook: Any, plan: Plan, group: Any) -> None:
         self.module, self.hook, self.group, self.num_steps = module, hook, group, 0
 
     def step(self, factors: dict[str, Tensor]) -> None:
-        """Compute gradients, and their means."""
+        """Compute gradients, and average them over the ranks."""
         self.module.zero_grad()
         self.module(factors).backward()
         rows = BUCKETS[self.num_steps > 0]
@@ -242,7 +246,7 @@ class Training:
 
 
 def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, list[dict[str, Any]]]:
-    """Train; from ``plan.restart`` on, also with new objects that load the state."""
+    """Train as planned; from ``plan.restart`` on, also train new objects that load the state."""
     training, later = Training(lesson, plan, group), range(plan.restart, plan.steps)
     if plan.restart < 0:
         return {UNDISTURBED: training.steps(range(plan.steps))}
@@ -255,7 +259,7 @@ def train(lesson: Any, plan: Plan, group: Any = None) -> dict[str, list[dict[str
 
 
 def foreign_bucket(lesson: Any) -> dict[str, str]:
-    """Pass a bucket with elements outside all gradients; return the refusal."""
+    """Pass a bucket with elements that belong to no gradient; return the refusal."""
     module = nn.Linear(3, 2)
     hook = lesson.CompressionHook(module, lambda gradient, _: mean_of(gradient))
     flat = torch.zeros(9)

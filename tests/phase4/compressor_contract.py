@@ -1,7 +1,7 @@
 """The contract of all compressors as data, and the tests that check an answer against it.
 
-The mean is that of the values that the ranks send, and is the same on all ranks, bit for bit; few
-bytes are sent.
+Every compressor promises that the mean it returns is the mean of what the ranks send, that this
+mean is the same on all ranks, bit for bit, and that few bytes are sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ FAR = 2**24 + 1  # an index that float32 cannot represent
 
 
 def draw_numbers(random: Random, case: Case, num_ranks: int, argument: Any) -> Case:
-    """Return the case with new random numbers."""
+    """Return the same case, but with new random numbers."""
     del num_ranks, argument
     return case._replace(seed=case.seed + random.randrange(10**6))
 
@@ -46,24 +46,23 @@ class Compressor:
     task: str  # number of its task
     name: str  # name of the function
     worlds: Sequence[tuple[int, Any]]  # numbers of ranks, each with the argument of the function
-    # Check of what a rank sent, called with a description of rank and case, the argument, the case,
-    # the gradients of all ranks, the rank and what it sent.
+    # Checks what a rank sent. The arguments are a description of rank and case, the function's
+    # argument, the case, the gradients of all ranks, the rank and what it sent.
     check_sent: Callable[[str, Any, Case, Sequence[Numbers], int, Numbers], None]
-    # Numbers of ranks, arguments and gradients for which the bytes are counted.
+    # Calls whose bytes are counted: the number of ranks, the function's argument and the gradient.
     costs: Sequence[tuple[int, Any, Case]]
-    # Function that returns, for one of the costs, the bytes that a rank may send, and what they are
-    # for.
+    # Returns, for one of these calls, how many bytes a rank may send, and what they are for.
     most_bytes: Callable[[int, Any, Case], tuple[float, str]]
     cases: Sequence[Case] = CASES  # gradients to be reduced
-    # Argument with which the only nonzero entry of a long gradient is sent; None if no indices are
-    # sent.
+    # An argument with which the only nonzero entry of a long gradient is sent, or None if the
+    # function sends no indices.
     far: Any = None
-    # Likely cause if the ranks' means differ.
+    # The likely cause if the ranks' means differ.
     if_apart: str = (
         "Add in the same order on all ranks, and let all of them decode the same bytes, or their "
         "models drift apart."
     )
-    # Function that gives a case new random numbers.
+    # Gives a case new random numbers.
     draw: Callable[[Random, Case, int, Any], Case] = draw_numbers
 
     def tests(self) -> dict[str, Callable[..., None]]:
@@ -161,7 +160,7 @@ def check_reduced(what: str, by_rank: Sequence[Any], dtype: str, n: int, if_apar
 
 
 def check_mean(what: str, by_rank: Sequence[Any], epsilon: float) -> None:
-    """Check that the mean is that of the values that the ranks have sent."""
+    """Check that the returned mean is the mean of what the ranks have sent."""
     num_ranks = len(by_rank)
     sums = [sum(column) for column in zip(*(result["sent"] for result in by_rank), strict=True)]
     right = [total / num_ranks for total in sums]

@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.9 to 4.13: gradients that are averaged in compressed form."""
+"""Bodies (functions that ranks run) for tasks 4.9 to 4.13, which average compressed gradients."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}  # inexac
 
 
 class Case(NamedTuple):
-    """A gradient."""
+    """A gradient: its length, its dtype, and the kind and seed of its numbers."""
 
     n: int  # number of entries
     dtype: str = "float32"  # dtype by name
@@ -42,7 +42,7 @@ class How(NamedTuple):
 
 
 def gradient_of(case: Case, rank: int, num_ranks: int) -> Tensor:
-    """Return a rank's gradient."""
+    """Make a rank's gradient."""
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     x = torch.randn(2 * case.n, generator=generator, dtype=torch.float64)
     if case.kind == "uneven":
@@ -74,7 +74,7 @@ class Exact:
 
 
 def reducer(lesson: Any, how: How, group: Any = None) -> Any:
-    """Return a function of a gradient that calls the learner's function."""
+    """Return a function that passes a gradient to the learner's function."""
     options = given_group(group)
     if how.name == "random_k":
         generator = torch.Generator().manual_seed(7)
@@ -86,7 +86,7 @@ def reducer(lesson: Any, how: How, group: Any = None) -> Any:
 
 
 def parts_of(name: str, reduced: Any) -> tuple[Tensor, Tensor]:
-    """Return the mean and the sent values.
+    """Return the mean and the sent values from what the learner's function returned.
 
     Raises:
         WrongResult: The learner's function did not return a Reduced of two tensors.
@@ -101,7 +101,7 @@ def parts_of(name: str, reduced: Any) -> tuple[Tensor, Tensor]:
 
 
 def reduce_one(name: str, gradient: Tensor, reduce: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """Reduce a gradient; return mean and sent, their dtypes and shapes, and whether it changed."""
+    """Reduce a gradient; return mean and sent, with dtypes and shapes, and whether it changed."""
     before, memory = gradient.clone(), gradient.detach()
     mean, sent = parts_of(name, reduce(gradient))
     return {
@@ -115,7 +115,7 @@ def reduce_one(name: str, gradient: Tensor, reduce: Callable[[Tensor], Any]) -> 
 def reduce_all(
     lesson: Any, how: How, cases: Sequence[Case], group: Any = None
 ) -> list[dict[str, Any]]:
-    """Reduce a gradient of each case."""
+    """Reduce a gradient of each case; return what ``reduce_one`` returns."""
     torch.manual_seed(dist.get_rank(group))  # make the global generators differ between ranks
     reduce = reducer(lesson, how, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -191,10 +191,10 @@ def runs_from_state(
     """Continue ``first`` without a stop, and start three new runs from its current state.
 
     Args:
-        first: Training run that has already built up state.
-        make: Function that makes a new training run.
-        owner_of: Function that returns the learner's object that holds a run's state.
-        run: Function that trains to the end and returns the results.
+        first: A training run that has already built up state.
+        make: Makes a new training run.
+        owner_of: Returns the learner's object that holds a run's state.
+        run: Trains to the end and returns the results.
     """
     state = returned("state_dict", owner_of(first).state_dict())
     file = io.BytesIO()

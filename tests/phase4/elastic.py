@@ -1,4 +1,4 @@
-"""Bodies for task 4.6: a job that records its calls, and workers that are interrupted."""
+"""Bodies (functions that ranks run) for task 4.6: a job that records its calls, and its workers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ OPTIONS = ("num_samples", "global_batch", "num_epochs", "save_every", "micro_bat
 
 
 class Plan(NamedTuple):
-    """A run, and the way in which one start of its workers ends."""
+    """A training run, and how one start of its workers ends."""
 
     num_samples: int = 23
     global_batch: int = 5
@@ -30,21 +30,21 @@ class Plan(NamedTuple):
     micro_batch: int = 2
     seed: int = 0
     width: int = 3  # number of the model's weights
-    # Early end of the workers: an error "before" or "after" the parameters change, a request to
-    # "stop", or "" for none.
+    # How the workers end early: by an error "before" or "after" the parameters change, or by a
+    # request to "stop"; "" if they do not.
     ends: str = ""
     at: int = 0  # step, counted from this start, in or after which the workers end
     fails: str = ""  # function that fails on rank 0: "load", "save" or ""
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples in each step of the whole run."""
+        """The number of samples in each step of the whole run."""
         num_full, rest = divmod(self.num_samples, self.global_batch)
         return ([self.global_batch] * num_full + [rest] * (rest > 0)) * self.num_epochs
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps per epoch; the last one may be short."""
+        """The number of steps per epoch, the last of which may have fewer samples."""
         return -(-self.num_samples // self.global_batch)
 
 
@@ -107,7 +107,7 @@ class Model:
 
 
 def replay(plan: Plan, steps: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
-    """Return the parameters after these steps (epoch and samples of each) in one process."""
+    """Take steps in one process, given the epoch and samples of each; return the parameters."""
     model = Model(plan, 0)
     for epoch, samples in steps:
         model.optimizer.zero_grad()
@@ -137,7 +137,7 @@ class Worker:
         if self.plan.fails == "load" and self.rank == 0:
             raise RuntimeError(DAMAGED)
         files = sorted(Path(where).glob("step-*"))
-        if self.rank > 0:  # an outdated list of files
+        if self.rank > 0:  # these ranks see an outdated list of files
             files = [] if self.rank % 2 else files[:-1]
         if not files:
             return None

@@ -1,4 +1,4 @@
-"""Bodies for task 4.17: fetched pages, cut and damaged files, and curves."""
+"""Bodies (functions that ranks run) for task 4.17: fetched pages, damaged files, and curves."""
 
 import _thread
 import functools
@@ -25,8 +25,8 @@ from phase4.interleaved import Meetings, threads_left, watched
 
 # Pages, fetched by clients of all kinds
 #
-# Only one thread of the simulated ranks runs at a time, so that a rank would wait forever for its
-# own server. These bodies run in a thread outside the simulated world.
+# Only one thread of the simulated ranks runs at a time, so a rank would wait forever for its own
+# server. Therefore, these bodies run in a thread outside the simulated world.
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
 Answer = tuple[int, str, str]  # status, content type, text
@@ -38,14 +38,14 @@ ABOVE = 70_000  # a port that does not exist
 
 
 def _in_real_world(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a body run in a thread that belongs to no rank, so that its threads are real."""
+    """Make a body run in a thread that belongs to no rank, so that threads it starts are real."""
 
     @functools.wraps(body)
     def call(*args: object) -> Any:
         done, outcome = _thread.allocate_lock(), []
 
         def work() -> None:
-            # Python would consider this thread a daemon, and the threads that it starts too.
+            # Otherwise, Python would treat this thread and those that it starts as daemons.
             threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
             try:
                 outcome.append((body(*args), None))
@@ -69,7 +69,7 @@ def _in_real_world(body: Callable[..., Any]) -> Callable[..., Any]:
 def show(
     lesson: Any, labels: Mapping[str, str], writes: Sequence[Write], path: str = "/metrics"
 ) -> list[Answer]:
-    """Fetch the page after each write."""
+    """Write several times; return the page as fetched after each write."""
     answers = []
     with closing(lesson.PrometheusExporter(labels)) as exporter:
         for metrics, step in writes:
@@ -82,7 +82,11 @@ def show(
 def fetch_at_each_line(
     lesson: Any, names: Sequence[str]
 ) -> tuple[Answer, Answer, list[tuple[str, Answer]]]:
-    """Change all values from 1 to 2; return the pages before, after and (by line) meanwhile."""
+    """Change all values from 1 to 2, and fetch a page at each line of the lesson that does so.
+
+    Returns:
+        The page before, the page after, and each page meanwhile, with the line at that time.
+    """
     with closing(lesson.PrometheusExporter({})) as exporter:
         exporter.write(*_all_are(1, names))
         fetch, during = partial(_fetch, _port(exporter)), list[Answer]()
@@ -96,7 +100,11 @@ def fetch_at_each_line(
 
 @_in_real_world
 def write_at_each_line(lesson: Any, names: Sequence[str]) -> tuple[Answer, Answer, int]:
-    """Raise all values by 1 at each line of a request; return two pages, and the last value."""
+    """Fetch a page, and raise all values by 1 at each line of the lesson that answers the request.
+
+    Returns:
+        That page, a page fetched afterwards, and the last value.
+    """
     values = itertools.count(1)
 
     def write() -> None:
@@ -117,7 +125,7 @@ def _all_are(value: int, names: Sequence[str]) -> Write:
 
 @_in_real_world
 def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], str]:
-    """Reset connections, then fetch paths; return each path's status, and the printed text."""
+    """Reset connections, then fetch paths; return each path's status, and what is printed."""
     printed = io.StringIO()
     with (
         redirect_stderr(printed),
@@ -129,8 +137,9 @@ def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], s
         for request in (b"", b"GET /metr", b"GET /metrics HTTP/1.0\r\n\r\n"):
             with socket.create_connection((LOOPBACK, port), PATIENCE_S) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                client.sendall(request)  # and the close sends a reset
-        statuses = {path: _fetch(port, path)[0] for path in paths}  # by then, all are accepted
+                client.sendall(request)  # closing the socket then sends a reset
+        # Once these are answered, the server has accepted all connections.
+        statuses = {path: _fetch(port, path)[0] for path in paths}
         threads_left(serving)
     return statuses, printed.getvalue()
 
@@ -148,7 +157,7 @@ def say_nothing(lesson: Any) -> tuple[bool, list[str]]:
 
 
 def _hears(client: socket.socket, timeout_s: float) -> bool:
-    """Return whether data arrives or the connection ends."""
+    """Return whether data arrives or the connection ends before the timeout."""
     return bool(select.select([client], [], [], timeout_s)[0])
 
 
@@ -164,12 +173,12 @@ def _short_timeouts(port: int) -> Iterator[None]:
     try:
         yield
     finally:
-        del socket.socket.settimeout  # restores the base class's method
+        del socket.socket.settimeout  # restores the inherited method
 
 
 @_in_real_world
 def be_refused(lesson: Any) -> dict[str, Any]:
-    """Try two free ports, then one in use, one that does not exist, and a foreign address."""
+    """Listen at two free ports, then try one in use, a nonexistent one, and a foreign address."""
     with (
         closing(lesson.PrometheusExporter({"rank": "0"})) as first,
         closing(lesson.PrometheusExporter({"rank": "1"})) as second,
@@ -195,7 +204,7 @@ def _refusal(lesson: Any, host: str, port: int) -> dict[str, str]:
 
 @_in_real_world
 def listen_again(lesson: Any) -> dict[str, Any]:
-    """Close an exporter and take its port again; retry in case another process takes it first."""
+    """Close an exporter and take its port again; retry if another process has taken it first."""
     for _ in range(TRIES):
         facts = _listen_again(lesson)
         if not facts["is open"] and not facts["error"]:
@@ -252,7 +261,7 @@ def _fetch(port: int, path: str = "/metrics") -> Answer:
 
 
 def _addresses(port: int) -> list[str]:
-    """Return the addresses at which this process listens to a port."""
+    """Return the addresses at which this process listens on a port."""
     connections = psutil.Process().net_connections("tcp")
     return sorted(
         {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
@@ -278,9 +287,11 @@ Case = tuple[bytes | None, int | None, Sequence[Write]]  # existing file, resume
 
 
 def write_each(lesson: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Open each case's file and write to it; return the errors, and the contents of the file.
+    """Open each case's file and write to it.
 
-    Also return the records that are read from it at the end.
+    Returns:
+        For each case, the errors, the contents of the file after each write and at the end, and the
+        records read from it at the end.
     """
     return [_write_one(lesson, *case) for case in cases]
 
@@ -323,7 +334,7 @@ def _write(writer: Any, writes: Sequence[Write]) -> None:
 
 
 def watch(lesson: Any, text: str, after: int | None, last: Write) -> list[str]:
-    """Resume, write and close; return all successive contents of the file."""
+    """Resume a file, write and close it; return all its successive contents."""
     with own_folder() as folder:
         path = folder / NAME
         path.write_text(text, encoding="utf-8")
@@ -354,7 +365,11 @@ Resumption = tuple[Sequence[Write], int | None, Sequence[Write]]
 
 
 def draw_each(lesson: Any, cases: Sequence[Resumption]) -> list[tuple[Curves, Curves]]:
-    """Write (if anything), resume and write more; return the curves before and after close."""
+    """Write if there is anything to write, resume, and write more.
+
+    Returns:
+        For each case, the curves before and after the writer is closed.
+    """
     curves = []
     for writes, after, again in cases:
         with own_folder() as folder:

@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.5, 4.7 and 4.8: ranks that report, training that stops, and save intervals."""
+"""Bodies (functions that ranks run) for tasks 4.5, 4.7 and 4.8: reports, stops, save intervals."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ class CountedStore(dist.Store):
 
 
 def watch_all(lesson: Any, stories: Sequence[Any]) -> list[list[Poll]]:
-    """Play stories, each with its own ranks; return the polls of each.
+    """Play stories, each with its own ranks; return the results of each story's polls.
 
     If a poll waits for a missing key, the story ends with an empty poll.
     """
@@ -72,7 +72,7 @@ def _watch(
 
 
 def send(lesson: Any, num_ranks: int, num_steps: int) -> dict[str, list[list[str]]]:
-    """Report and poll; return the store's methods called in each report and in each poll."""
+    """Report and poll; return which methods of the store each report and each poll calls."""
     store = CountedStore()
     ranks = [lesson.Heartbeat(store, rank) for rank in range(num_ranks)]
     monitor = lesson.HeartbeatMonitor(store, num_ranks, timeout_s=10.0, clock=lambda: 1000.0)
@@ -90,9 +90,9 @@ def send(lesson: Any, num_ranks: int, num_steps: int) -> dict[str, list[list[str
 
 # Training that is asked to stop
 #
-# Simulated ranks are threads, which get no signals: handlers are recorded, and called as the
-# interpreter would call them. Processes get real signals. A signal that does not reach the request
-# that should catch it is recorded too.
+# Simulated ranks are threads, which get no signals. Their handlers are therefore recorded, and
+# called as the interpreter would call them. Processes get real signals. A signal that the request
+# should catch but does not is recorded too.
 
 SAVE_S = 20e-3
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -140,7 +140,7 @@ def _train(stop: Any, plan: Plan, rank: int, signals: "Signals", facts: dict[str
 
 
 def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
-    """Delay a rank's second step, and ask another rank to stop while it waits for that rank."""
+    """Delay one rank's second step, and ask another rank to stop while it waits for the first."""
     signals, answers = Signals(), []
     with lesson.StopRequest() as stop:
         for step in range(4):
@@ -180,7 +180,7 @@ class Signals:
     """Sends signals to this rank, and records those that the request did not catch."""
 
     def __init__(self) -> None:
-        # Sentences about signals that reached an earlier handler or none.
+        # Sentences about signals that reached an earlier handler, or no handler.
         self.let_through: list[str] = []
         self.before: dict[int, Any] = {}  # handlers outside the with statement
         self.thread = threading.get_ident()
@@ -245,7 +245,7 @@ def _noted(number: int) -> Any:
 
 
 def seconds(lesson: Any, function: str, calls: Sequence[Sequence[float]]) -> list[float]:
-    """Call a function with positional arguments, of which the last is the number of nodes."""
+    """Call a function with positional arguments, the last of which is the number of nodes."""
     results = []
     for call in calls:
         arguments = call[:-1] if call[-1] == 1 else call  # 1 is the default

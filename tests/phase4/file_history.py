@@ -1,12 +1,12 @@
 """The changes that a program makes to the files in a folder, in order.
 
-A history is recorded from outside, whatever the program writes with: whenever it opens, renames,
-removes or syncs something, the folder is inspected, and all changes since the last inspection
-become part of the history. Files that C++ code writes in between are thus included.
+A history is recorded from outside, so it does not matter how the program writes. Whenever Python
+opens, renames, removes or syncs something, the folder is inspected, and all changes since the last
+inspection are added to the history. This includes files that C++ code has written in the meantime.
 
-A crash follows the rules of POSIX, as file systems do: a file's content is safe once the
-file has been synced; a name, new or gone, once its folder has been synced. All other changes may or
-may not have reached the disk, and a file's content may be torn.
+What a crash may leave follows the rules of POSIX. The content of a file is safe once the file has
+been synced, and a name that is new or gone is safe once its folder has been synced. All other
+changes may or may not have reached the disk, and the content of a file may be torn.
 """
 
 import os
@@ -84,7 +84,7 @@ class Recorder:
             self._is_looking.now = False
 
     def sync(self, inode: int | None) -> None:
-        """Record that a file or a folder, or everything if the inode is None, is on the disk."""
+        """Record that a file or a folder has been synced, or everything if the inode is None."""
         self.look()
         nodes = {**self.seen.nodes, self.folder.stat().st_ino: ROOT, None: EVERYTHING}
         if inode in nodes:
@@ -120,7 +120,7 @@ class Recorder:
         return tree.nodes[inode]
 
     def _note(self, now: Tree) -> None:
-        """Record an event for names that are new or gone, and one for each changed content."""
+        """Record an event for names that are new or gone, and one for each file that changed."""
         before, old_paths, paths = self.seen, *map(_paths_by_node, (self.seen.names, now.names))
         new = [node for key, node in now.names.items() if before.names.get(key) != node]
         verbs = {
@@ -138,7 +138,7 @@ class Recorder:
 
 
 def paths_in(names: Names) -> tuple[tuple[str, int], ...]:
-    """Return the paths in the folder with their nodes."""
+    """Return the paths in the folder, each with its node."""
     children: dict[int, list[tuple[str, int]]] = {}
     for (folder, name), node in sorted(names.items()):
         children.setdefault(folder, []).append((name, node))
@@ -164,9 +164,9 @@ def recorded(
     """Record all changes in ``folder`` while the context is open.
 
     Args:
-        folder: Existing folder.
+        folder: The folder, which must exist.
         modules: Modules that may have imported ``os.fsync`` by name; it is replaced there too.
-        before_sync: Function that is called before each sync, to imitate a slow disk.
+        before_sync: Called before each sync, for example to imitate a slow disk.
     """
     recorder = Recorder(folder)
 
@@ -223,7 +223,7 @@ def syncs_replaced(
     """Make ``os.fsync`` and the like call ``replacement`` with the real function and its arguments.
 
     Args:
-        replacement: Function that calls the real one, or raises an error instead.
+        replacement: Calls the real function, or raises an error instead.
         modules: Modules that may have imported ``os.fsync`` by name; it is replaced there too.
     """
     replaced = {
@@ -247,7 +247,7 @@ State = tuple[tuple[str, bytes | None], ...]  # paths and contents; None for a f
 
 
 class Disk:
-    """Names and contents that are safe, and the latest ones, which may be lost."""
+    """A disk: the names and contents that are safe, and the latest ones, which may be lost."""
 
     def __init__(self, tree: Tree) -> None:
         """Start from a state in which all of ``tree`` is safe."""
@@ -295,9 +295,10 @@ class Disk:
 
 
 def crash_states(recorder: Recorder, end: int) -> Iterator[tuple[int, bool, State]]:
-    """Yield each state that a crash may leave, once, with the number of events before it.
+    """Yield each state that a crash may leave, with the number of events before it, and a flag.
 
-    The states that a crash may leave after ``end`` events are yielded again, marked by True.
+    Each state is yielded once with False. Those that a crash may leave after ``end`` events are
+    yielded again, with True.
     """
     disk, seen = Disk(recorder.start), set[State]()
     for count in range(len(recorder.events) + 1):
@@ -326,7 +327,7 @@ Identity = tuple[int, int]  # device, and inode of a file or folder on it
 
 
 class Read(NamedTuple):
-    """A file that was opened, but not for writing."""
+    """One occasion on which a rank opened a file, but not for writing."""
 
     rank: int
     path: Path  # relative to the folder
@@ -337,8 +338,8 @@ def reads_in(folder: Path, rank_of_caller: Callable[[], int] = int) -> Iterator[
     """Yield a list that collects reads of files in ``folder``, however Python opens the files.
 
     Args:
-        folder: Absolute path; the folder need not exist yet.
-        rank_of_caller: Function that returns the calling thread's rank; by default, always 0.
+        folder: An absolute path. The folder need not exist yet.
+        rank_of_caller: Returns the calling thread's rank; by default, always 0.
     """
     reads: list[Read] = []
 
@@ -352,7 +353,10 @@ def reads_in(folder: Path, rank_of_caller: Callable[[], int] = int) -> Iterator[
 
 
 def _read_file(path: Any, _mode: object, flags: int) -> Path | None:
-    """Return the file to be read; None for writing, for a descriptor or for a folder."""
+    """Return the path of the file that is opened to be read.
+
+    Return None if it is opened for writing or by a descriptor, or if it is a folder.
+    """
     if flags & os.O_ACCMODE != os.O_RDONLY or isinstance(path, int):
         return None
     file = Path(os.path.abspath(os.fsdecode(path)))

@@ -1,9 +1,9 @@
 """Two threads that meet at each line of a lesson, so that nothing depends on speed.
 
-While one thread runs a method of the lesson, a second thread does something else at each line of
-the method, and wherever a generator continues within a line; the first thread waits for it. Races
-thus show at once, whether the machine is fast or slow. If the second thread has to wait for a lock
-that the first one holds, the first one continues, and no further event starts until the current one
+While one thread runs a method of the lesson, a second thread runs an event at each line of the
+method, and each time a generator resumes mid-line. The first thread waits for the event to finish,
+so races show up every time, on fast and slow machines alike. If the event has to wait for a lock
+that the first thread holds, the first thread continues, and no further event starts until this one
 is done.
 """
 
@@ -63,7 +63,7 @@ class Meetings:
 
     @contextmanager
     def now(self) -> Iterator[None]:
-        """Make the threads meet, and wait for the second one at the end."""
+        """Let the threads meet inside this context, and wait for the second one at its end."""
         self.is_on = True
         try:
             yield
@@ -73,12 +73,12 @@ class Meetings:
                 self.thread.join(PATIENCE_S)
 
     def line(self, place: int) -> str:
-        """Return the line of the lesson at a meeting, with its number."""
+        """Return the number and the text of the line of the lesson at a meeting."""
         number = self.lines[place]
         return f"line {number}, {linecache.getline(self.file, number).strip()!r}"
 
     def _trace(self, frame: FrameType, kind: str, argument: object) -> Any:
-        """Meet where a function starts or a generator continues, perhaps within a line."""
+        """Meet where a function starts or a generator resumes, perhaps mid-line."""
         if frame.f_code.co_filename != self.file:
             return None
         self._meet(frame)
@@ -115,9 +115,10 @@ class Meetings:
 
 @contextmanager
 def watched(path: Path) -> Iterator[list[bytes]]:
-    """Look at a file before each bytecode of this thread; yield a list of successive contents.
+    """Look at a file before each bytecode instruction of this thread; yield a list of its contents.
 
-    The content is b"" while the file does not exist.
+    A content is added to the list whenever it differs from the last one. While the file does not
+    exist, its content is b"".
     """
     contents: list[bytes] = []
 

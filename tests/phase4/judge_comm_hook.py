@@ -103,7 +103,7 @@ def _check_got(plan: Plan, step: int, facts: Step, expected: Any, here: str) -> 
 
 
 def _start_of(tensor: Tensor, other: Tensor | None = None) -> str:
-    """Return the first numbers as text, with enough digits to differ from another tensor's."""
+    """Return a tensor's first numbers as text, with enough digits to differ from another's."""
     first, others = (x.flatten()[:3].tolist() for x in (tensor, tensor if other is None else other))
     return short_beside(first, others)
 

@@ -202,7 +202,7 @@ def _code(
     """Encode and decode rows of numbers; check dtypes, shapes, and that extra bytes change nothing.
 
     Returns:
-        Description, row and results for each row.
+        For each row, a description, the row itself and the results.
     """
     coded = []
     for x, facts in zip(rows, grade.call(b.code, name, rows, dtype), strict=True):
@@ -308,7 +308,7 @@ def test_what_is_not_finite_is_seen(grade: Grade, name: str) -> None:
 def _check_sent(
     where: str, codec: str, case: Case, gradients: Sequence[Numbers], rank: int, sent: Numbers
 ) -> None:
-    """Check what a rank sent, unless bfloat16 or ties may be rounded either way."""
+    """Check what a rank sent, unless it depends on how bfloat16 or ties are rounded."""
     if codec == "Exact":
         expect(
             *(f"{where}, with a codec that loses nothing: sent", sent, gradients[rank]),
@@ -343,7 +343,7 @@ def _draw_without_ties(random: Random, case: Case, num_ranks: int, codec: str) -
 
 
 def _exchanged(gradients: Sequence[Numbers], codec: str) -> tuple[list[Numbers], float]:
-    """Return what each rank sends, and the closest distance of any number to a tie, in steps."""
+    """Return what each rank sends, and how close any number comes to a tie, in steps."""
     num_ranks, n = len(gradients), len(gradients[0])
     sizes = [n // num_ranks + (r < n % num_ranks) for r in range(num_ranks)]
     sent, margin = [[0.0] * n for _ in gradients], 1.0
@@ -360,7 +360,7 @@ def _exchanged(gradients: Sequence[Numbers], codec: str) -> tuple[list[Numbers],
 
 
 def _coded(x: Numbers, codec: str) -> tuple[Numbers, float]:
-    """Return a codec's output, and how close the input is to a different output."""
+    """Return a codec's output, and how close the input is to one with a different output."""
     if not any(x) or codec == "Exact":
         return x, 1.0
     if codec == "Sign":

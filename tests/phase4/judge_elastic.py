@@ -86,7 +86,7 @@ def test_training_inside_a_group(grade: Grade) -> None:
 def _live(
     grade: Grade, plan: Plan, starts: Sequence[Start], *, is_group: bool = False
 ) -> list[Step]:
-    """Run the starts in turn, check each, and return the steps that were not rolled back."""
+    """Run the starts in turn and check each; return the steps that were not rolled back."""
     counting: list[Step] = []
     story = "inside a group, " if is_group else ""
     with TemporaryDirectory(prefix="distlab-") as root:

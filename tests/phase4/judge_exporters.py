@@ -43,7 +43,7 @@ def _text(answer: Answer) -> str:
 
 
 def _refused(text: str) -> str:
-    """Describe the first line of a page that cannot be read by itself, or else the whole page."""
+    """Describe the page's first line that is unreadable by itself, or else the page as a whole."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             list(text_string_to_metric_families(f"{line}\n"))
@@ -150,7 +150,7 @@ METRICS = ("a", "b", "c", "d_total")
 
 
 def _check_one_value(answer: Answer, allowed: Sequence[int], how: str) -> None:
-    """Check that all metrics and the step have the same value, one of ``allowed``."""
+    """Check that all metrics and the step have the same value, and that it is in ``allowed``."""
     values = {name: value for name, (_, value) in _samples(answer, {}).items()}
     least, most = allowed[0], allowed[-1]
     value = f"the value {least}" if least == most else f"one value, of {least} to {most}"
@@ -305,7 +305,7 @@ def _checked_refusal(refusal: Mapping[str, str], host: str, port: int, reason: s
 
 
 def _check_read(records: Sequence[Any], writes: Sequence[Write], case: str, cause: str) -> None:
-    """Check the records that read_jsonl returned, as text, in which NaN equals NaN."""
+    """Check the records that read_jsonl returned; they are compared as text, so NaN equals NaN."""
     right = [(step, {name: float(value) for name, value in m.items()}) for m, step in writes]
     expect(f"{case}: what read_jsonl returns", str(records), str(right), cause)
 
@@ -321,7 +321,7 @@ STRINGS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def _write_each(grade: Grade, cases: Sequence[Case]) -> list[Any]:
-    """Write to files that are not damaged; return the observations for each case."""
+    """Write to files that are not damaged; return what was observed in each case."""
     results: list[Any] = grade.call(b.write_each, cases)
     for (content, after, _), facts in zip(cases, results, strict=True):
         check(

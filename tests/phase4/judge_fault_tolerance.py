@@ -67,7 +67,7 @@ def draw(random: Random, num_events: int) -> Story:
 
 
 class _Rank:
-    """A monitor's knowledge of one rank."""
+    """What a monitor knows about one rank."""
 
     def __init__(self) -> None:
         self.seen_s, self.step = 0.0, -1
@@ -115,7 +115,7 @@ def _see(ranks: Sequence[_Rank], now_s: float, factor: float) -> None:
 
 
 def difference(story: Story, polls: Sequence[Poll]) -> tuple[int, str] | None:
-    """Return the first wrong poll: the number of events up to it, and a description."""
+    """Return the number of events up to the first wrong poll and a description of it, or None."""
     for (place, right), poll in zip(expected(story), polls, strict=True):
         for rank, (wanted, actual) in enumerate(zip(right, poll, strict=True)):
             if tuple(actual) != wanted:
@@ -129,7 +129,7 @@ def difference(story: Story, polls: Sequence[Poll]) -> tuple[int, str] | None:
 
 
 def in_words(story: Story, num_events: int, most: int = 14) -> str:
-    """Return the last of the first ``num_events`` events, in words."""
+    """Describe a story up to event ``num_events``, with no more than the last ``most`` events."""
     events = [event for event in story.events[:num_events] if event != ("wait", 0.0)]
     omitted = "… → " if len(events) > most else ""
     options = ", ".join(f"{name}={value:g}" for name, value in story.options.items())

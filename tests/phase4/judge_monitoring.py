@@ -342,7 +342,7 @@ def _last_steps(story: Story, step: int) -> str:
 
 
 def _wrong_column(verdict: Verdict, right: Verdict) -> int | None:
-    """Return which column of a verdict is wrong first: 0 for rank, 1 for part, 2 for ratio."""
+    """Return the first wrong column of a verdict: 0 for rank, 1 for part, 2 for ratio, or None."""
     if [rank for rank, *_ in verdict] != [rank for rank, *_ in right]:
         return 0
     pairs = [*zip(verdict, right, strict=True)]

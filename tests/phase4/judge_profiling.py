@@ -180,7 +180,7 @@ def test_random_traces(grade: Grade, sends: str, computes: str) -> None:
 
 
 def _draw(grade: Grade, sends: str, computes: str, count: int) -> Trace:
-    """Draw a trace, and compute its times by counting each µs."""
+    """Draw a trace, and compute its times by counting microseconds one by one."""
     spans = {"step": [(0, 100), (100, 150), (160, 300)]}
     for kind in (sends, computes):
         begins = [grade.random.randrange(0, 320) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Bodies for task 4.12: gradients that are sent as products of thin matrices."""
+"""Bodies (functions that ranks run) for task 4.12, which sends products of thin matrices."""
 
 import math
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def average(lesson: Any, plan: Plan, group: Any = None) -> list[dict[str, Any]]:
 
 
 def _average(power_sgd: Any, gradients: dict[str, Tensor]) -> dict[str, Any]:
-    """Average gradients as one flat tensor."""
+    """Average gradients, joined to one flat tensor."""
     pieces = [Piece(name, gradient.shape) for name, gradient in gradients.items()]
     flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
     with case_told(f"with pieces of the shapes {[(*p.shape,) for p in pieces]}", "PowerSGD"):
@@ -108,7 +108,11 @@ def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[fl
 
 
 def spoil_a_step(lesson: Any, plan: Plan, spoiled: int) -> dict[str, Any]:
-    """Average with and without an extra step in which each matrix on rank 0 has a NaN."""
+    """Average with and without an extra step, in which each matrix on rank 0 has a NaN.
+
+    Returns:
+        The means of all steps, with and without the extra one.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
     nans = {name: _with_a_nan(part, rank) for name, part in steps[spoiled].items()}
@@ -128,9 +132,10 @@ def _with_a_nan(gradient: Tensor, rank: int) -> Tensor:
 
 
 def begin(lesson: Any) -> dict[str, Any]:
-    """Return the means of first steps for several seeds and names.
+    """Take a first step with each of several seeds and names.
 
-    Also return whether torch's global generator is left alone.
+    Returns:
+        The means, and whether torch's global generator is left alone.
     """
     matrix = falling(MATRIX, 0.9)
     torch.manual_seed(dist.get_rank())
@@ -151,7 +156,11 @@ def begin(lesson: Any) -> dict[str, Any]:
 
 
 def go_on(lesson: Any, plan: Plan, saved_after: int) -> dict[str, list[Any]]:
-    """Train; return the results of the last steps, uninterrupted and from a saved state."""
+    """Average for some steps without a stop, and from the state after ``saved_after`` steps.
+
+    Returns:
+        The results of the steps after that state, by kind of run.
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     steps = [gradients_of(plan, rank, step, n) for step in range(plan.steps)]
     first = lesson.PowerSGD(plan.rank)
@@ -180,7 +189,12 @@ COLUMNS = {
 
 
 def orthogonalize(lesson: Any, dtype: str) -> dict[str, dict[str, float]]:
-    """Make columns orthonormal; return their errors, and how much of the old span is lost."""
+    """Make the columns of each matrix orthonormal.
+
+    Returns:
+        For each matrix, how far the new columns are from orthonormal, and how much of the old
+        columns lies outside their span.
+    """
     return {
         what: _errors(lesson, draw().to(getattr(torch, dtype))) for what, draw in COLUMNS.items()
     }

@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.14 to 4.16: step programs, rates, FLOPs and memory, and slow ranks."""
+"""Bodies (functions that ranks run) for tasks 4.14 to 4.16, which measure steps and ranks."""
 
 import resource
 import sys
@@ -39,7 +39,7 @@ class Failure(Exception):
 
 
 class Device:
-    """A clock that advances with work and slightly with each reading, and running kernels."""
+    """A device that runs kernels, with a clock that advances with work and slightly when read."""
 
     def __init__(self) -> None:
         self.now_s, self.queued_s = 1000.0, 0.0
@@ -60,7 +60,7 @@ class Device:
 
 
 class Loader:
-    """Yields 0, 1, 2, …; starting, loading each batch and finding the end take time."""
+    """Yields 0, 1, 2, …, and takes time to start, to load each batch and to find the end."""
 
     def __init__(self, device: Device, start_s: float, waits_s: Sequence[float], end_s: float):
         self.device, self.start_s, self.waits_s, self.end_s = device, start_s, waits_s, end_s
@@ -168,7 +168,7 @@ def _times_taken(times: Any, function: str = "end_step") -> Times:
 
 
 def mistype(lesson: Any, name: str) -> dict[str, Any]:
-    """Enter an unknown part inside compute, and end the step with 5 s of compute."""
+    """Enter an unknown part inside compute, and end the step after 5 s of compute in all."""
     device, ran, refusal = Device(), [], {"type": "", "text": ""}
     timer = lesson.StepTimer(device.clock)
 
@@ -177,7 +177,7 @@ def mistype(lesson: Any, name: str) -> dict[str, Any]:
             ran.append(name)
             raise Failure
 
-    with suppress(LookupError), timer.part("compute"):  # LookupError: from the part still open
+    with suppress(LookupError), timer.part("compute"):  # a part left open may raise a LookupError
         device.work(1.0)
         with suppress(Failure):
             refusal = refusal_of(enter)
@@ -193,9 +193,9 @@ def loop(
 
     Args:
         lesson: The learner's lesson.
-        start_s: Time that starting the loader takes.
-        waits_s: Time that each batch takes.
-        end_s: Time that the loader takes to find out that there are no more batches.
+        start_s: How long the loader takes to start.
+        waits_s: How long it takes to load each batch.
+        end_s: How long it takes to find out that there are no more batches.
         leave: How the second batch ends the loop: "break", "error", or "" if it does not.
     """
     device = Device()
@@ -222,7 +222,7 @@ def loop(
 
 
 def train(lesson: Any, seconds: Sequence[float], num_steps: int) -> list[Times]:
-    """Compute for this rank's seconds, and wait for the slowest rank, on the default clock."""
+    """Train on the default clock; in each step, compute, and wait for the slowest rank."""
     timer, times, gradient = lesson.StepTimer(), [], torch.ones(1)
     for _ in range(num_steps):
         with timer.part("compute"):
@@ -234,7 +234,7 @@ def train(lesson: Any, seconds: Sequence[float], num_steps: int) -> list[Times]:
 
 
 def gather(lesson: Any, by_rank: Sequence[Times], group: Any = None) -> list[Times]:
-    """Gather times that differ between ranks."""
+    """Gather the times of all ranks, which differ."""
     mine = StepTimes(*by_rank[dist.get_rank(group)])
     gathered = lesson.gather_times(mine, **given_group(group))
     return [_times_taken(times, "gather_times") for times in typed("gather_times", gathered, list)]
@@ -254,7 +254,7 @@ def rate(
 
 
 def _step(kind: str, m: int, k: int, h: int, n: int) -> tuple[nn.Module, Callable[[], object]]:
-    """Make a model and a step for it, of a kind in ``judge_monitoring.COUNTS``."""
+    """Make a model and a step of a kind that ``judge_monitoring.COUNTS`` lists."""
     model: nn.Module = nn.Sequential(nn.Linear(k, h), nn.ReLU(), nn.Dropout(), nn.Linear(h, n))
     x, recomputed = torch.randn(m, k), cast(Any, checkpoint)
     if kind == "convolution":
@@ -297,7 +297,7 @@ def _taken_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def process_memory(lesson: Any) -> tuple[int, int, int]:
-    """Return the peak that the lesson reports, between the system's figures before and after."""
+    """Return the system's peak before, the peak that the lesson reports, and the system's after."""
     ballast = torch.ones(BYTES_OF_BALLAST, dtype=torch.uint8)
     del ballast
     before = _max_rss_bytes()
@@ -311,7 +311,10 @@ def _max_rss_bytes() -> int:
 
 
 def gpu_memory(lesson: Any, index: int, num_bytes: int) -> Any:
-    """Return the reported peak of a fake GPU; torch reports ``num_bytes`` plus the GPU's index."""
+    """Return the peak that the lesson reports for a fake GPU.
+
+    For a GPU, torch reports ``num_bytes`` plus the GPU's index.
+    """
 
     def peak(device: Any = None) -> int:
         if device is None:  # the current device, GPU 0
@@ -332,14 +335,14 @@ TIMES_S = (0.0, 0.25, 0.25, 0.25, 1.0, 1.0, 1.5, 8.0, 1.5 + 2.0**-24)
 
 
 class Story(NamedTuple):
-    """Work of the ranks, step by step, and the options of the detector."""
+    """The work of each rank in each step, and the options of the detector."""
 
     steps: Sequence[Sequence[Work]]
     options: Mapping[str, float]
 
 
 def draw_story(random: Random, num_ranks: int) -> Story:
-    """Draw one to three whole windows, and some steps of another."""
+    """Draw a story of one to three whole windows, and some steps of another."""
     window = random.choice((1, 1, 2, 3, 4, 5))
     factor = random.choice((1.5, 1.5, 2.0))
     num_steps = random.randint(1, 3) * window + random.randrange(window)
@@ -384,7 +387,7 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def watch(lesson: Any, stories: Sequence[Story], group: Any = None) -> list[list[Verdict]]:
-    """Run a detector on each story, in which all ranks wait for the slowest in each step."""
+    """Run a detector on each story; in each step, all ranks wait for the slowest one."""
     rank = dist.get_rank(group)
     verdicts: list[list[Verdict]] = []
     for story in stories:

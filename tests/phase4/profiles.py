@@ -1,4 +1,4 @@
-"""Bodies for task 4.18: profiled steps, and made-up traces."""
+"""Bodies (functions that ranks run) for task 4.18: profiled steps, and made-up traces."""
 
 import json
 import tempfile
@@ -52,7 +52,7 @@ def profile_alone(lesson: Any) -> list[int]:
 
 
 def profile_and_read(lesson: Any) -> list[float]:
-    """Profile, and read the trace that is written."""
+    """Profile, and return the times that are read from the trace."""
     with _folder(None) as folder:
         times_s: list[float] = []
         for _ in _turns(None):
@@ -74,7 +74,7 @@ def _step(calls: list[int], is_on: list[bool], group: Any) -> Callable[[int], No
             work = dist.all_reduce(product, group=group, async_op=True)
             _ = weights @ weights
             work.wait()
-            product[0, 0].item()  # the step ends when a GPU has done it
+            product[0, 0].item()  # wait until a GPU has done its work
 
     return step
 
@@ -106,7 +106,7 @@ def _folder(group: Any) -> Iterator[Path]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Count what the rank has called; annotations are on the GPU's rows too."""
+    """Count what the rank has called, ignoring copies of annotations in the GPU's rows."""
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     names = [str(event["name"]) for event in events if event.get("cat") != "gpu_user_annotation"]
     return {
@@ -117,7 +117,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def measure_all(lesson: Any, traces: Sequence[Sequence[Event]]) -> list[list[float]]:
-    """Return the three times read from each trace."""
+    """Return the three times that the lesson reads from each trace."""
     with own_folder() as folder:
         return [_taken(lesson.exposed_communication(_written(folder, trace))) for trace in traces]
 

@@ -1,4 +1,4 @@
-"""Bodies for task 4.2: a small training run with parts of all kinds, which is interrupted."""
+"""Bodies (functions that ranks run) for task 4.2: a training run that is interrupted."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ Prints = dict[str, str]  # fingerprints of parts and generators
 
 
 class Plan(NamedTuple):
-    """Size of the dataset and of the batches, and the seed of the sampler."""
+    """The size of the dataset and of the batches, and the seed of the sampler."""
 
     num_samples: int = 7
     global_batch: int = 4
@@ -46,7 +46,7 @@ class Drawing:
 
 
 class Training:
-    """A run with noise from ``random`` and NumPy in its data, with dropout, and with all parts."""
+    """A run with all parts, with noise from ``random`` and NumPy in its data, and with dropout."""
 
     def __init__(self, lesson: Any, plan: Plan, salt: int, group: Any = None) -> None:
         """Make all objects from scratch.
@@ -136,7 +136,7 @@ def ahead(sampler: Any) -> Iterator[list[int]]:
 
 
 def fingerprint(part: Any) -> str:
-    """Return a short hash that changes with any bit."""
+    """Return a short hash that differs if any bit differs."""
     return hashlib.sha256(repr(plain(part)).encode()).hexdigest()[:12]
 
 
@@ -166,7 +166,7 @@ def resumed(lesson: Any, plan: Plan, salt: int, state: Any, group: Any = None) -
 
 
 def interrupt(lesson: Any, plan: Plan, stops: Sequence[int], group: Any = None) -> dict[str, Any]:
-    """Train without interruption, and again with new objects after the steps in ``stops``."""
+    """Train without a stop; then train again, with new objects after each step in ``stops``."""
     straight = Training(lesson, plan, 1, group)
     right = [straight.prints()]
     for _ in range(stops[-1]):
@@ -191,7 +191,7 @@ def interrupt(lesson: Any, plan: Plan, stops: Sequence[int], group: Any = None) 
 
 
 def sample(lesson: Any, plan: Plan, num_epochs: int, group: Any = None) -> dict[str, Any]:
-    """Iterate over some epochs; each rank's generators are in a different state."""
+    """Iterate over some epochs, with each rank's generators in a different state."""
     seed_generators(17 + dist.get_rank(group))
     before = prints_of_generators()
     sampler, epochs, lengths = sampler_of(lesson, plan, group), [], []

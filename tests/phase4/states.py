@@ -18,5 +18,5 @@ def plain(part: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two states are equal: types, keys, dtypes, devices and bits."""
+    """Return whether two states have equal types, keys, dtypes, devices and bits."""
     return repr(plain(a)) == repr(plain(b))

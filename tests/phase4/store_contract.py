@@ -22,7 +22,7 @@ Kept = tuple[Sequence[int], Plan, Sequence[tuple[int, ...]]]
 
 
 def names_of(steps: Sequence[int]) -> list[str]:
-    """Return the names of checkpoints."""
+    """Return the names of the checkpoints of some steps."""
     return [name_of(step) for step in steps]
 
 
@@ -57,11 +57,11 @@ class StoreContract:
 
     task: str  # number of the task
     name: str  # word for the checkpoints in the test names
-    # Function that runs a body of ``stores`` by name, and returns the results by rank.
+    # Runs a body of ``stores``, given its name, and returns the results by rank.
     run: Callable[..., list[Any]]
-    crashes: Mapping[str, Plan]  # saves to crash at every moment, by description
-    # Series of saves: their steps, the folder before them, and the steps that are left after each
-    # save.
+    crashes: Mapping[str, Plan]  # saves that crash at every moment, by description
+    # Series of saves: their steps, the folder before them, and the steps that should be left after
+    # each save.
     kept: Mapping[str, Kept]
     damages: Callable[[Random], Sequence[Damage]]  # draws ways to damage a checkpoint
     is_one_process: bool  # True if a single process writes one file and a manifest
@@ -69,7 +69,7 @@ class StoreContract:
 
     @property
     def saves(self) -> str:
-        """Name of the function that saves."""
+        """The name of the lesson's function that saves."""
         return "save_checkpoint" if self.is_one_process else "save_sharded"
 
     def tests(self) -> dict[str, Callable[..., None]]:

@@ -1,4 +1,4 @@
-"""Bodies for tasks 4.1 and 4.3: saves that crash or are damaged, and loads after them."""
+"""Bodies for tasks 4.1 and 4.3: saves that crash, damaged checkpoints, and loads after both."""
 
 import os
 import shutil
@@ -31,14 +31,14 @@ from phase4.file_history import (
 from phase4_production.given import Group
 
 MANIFEST = "manifest.json"
-MORE = "rank-00007.bin"  # file in no manifest, as left by a killed save with more ranks
+MORE = "rank-00007.bin"  # a file in no manifest, such as a killed save with more ranks leaves
 LONG_AGO_S = 1_000_000_000  # the year 2001
 KINDS = FileExistsError, OSError, RuntimeError, ValueError
 Facts = dict[str, Any]
 
 
 class Plan(NamedTuple):
-    """State of the folder before a checkpoint is saved."""
+    """A save, and the state of the folder before it."""
 
     step: int  # step of the new checkpoint
     there: tuple[int, ...] = ()  # steps of the checkpoints in the folder
@@ -68,7 +68,7 @@ def shorten(checkpoint: Path) -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Return ``OSError: …``, even for a class that the lesson derives from it."""
+    """Return an error as text, with the name of a known class to which it belongs."""
     known = next((kind for kind in KINDS if isinstance(error, kind)), type(error))
     return f"{known.__name__}: {error}"
 
@@ -97,12 +97,12 @@ class Store:
         """Load from a folder, by default the run's.
 
         Args:
-            folder: Folder of the checkpoints.
-            alone: Group of only this rank, if no other rank loads.
+            folder: The folder of the checkpoints.
+            alone: A group of this rank alone, if no other rank loads.
 
         Returns:
-            Step that was loaded (None if none was), whether its state and path are right, the
-            skipped checkpoints with their reasons, and the error.
+            The step that was loaded, or None; whether its state and path are right; the skipped
+            checkpoints with their reasons; and the error.
         """
         folder = folder or self.folder
         facts: Facts = {"step": None, "equal": False, "skipped": {}, "error": ""}
@@ -158,14 +158,14 @@ def crash(store: Store, plan: Plan) -> Facts:
     Rank 0's disk is slow, so that the other ranks get as far ahead as they can.
 
     Returns:
-        Operations of the save, in words; the folder after it; whether the path was right; and for
-        each state that a crash may leave, the number of operations before it, whether a rank has
-        returned, the result of a load, and the ``step-…`` folders, separated into those with the
-        content of an undamaged checkpoint and all others.
+        The operations of the save, in words; the folder after it; whether the path was right; and
+        facts about each state that a crash may leave. These are the number of operations before it,
+        whether the save had returned on a rank, the result of a load, and the ``step-…`` folders,
+        separated into those with the content of an undamaged checkpoint and all others.
     """
     store.prepare(plan)
     alone, recording = dist.new_group([0]), nullcontext()
-    if store.rank == 0:  # one process, so that it watches all ranks
+    if store.rank == 0:  # all ranks are in one process, so this watches all of them
         recording = recorded(store.folder.parent, store.lesson, before_sync=_sleep_on_rank_0)
     with recording as recorder:
         for step in plan.renamed:
@@ -194,7 +194,7 @@ def _sleep_on_rank_0() -> None:
 
 
 def _contents(tree: Tree, steps: Sequence[int]) -> set[State]:
-    """Return the contents of checkpoints."""
+    """Return the content of each checkpoint."""
     (state,) = Disk(tree).states()
     return {_inside(name_of(step), state) for step in steps}
 
@@ -242,9 +242,9 @@ class Damage(NamedTuple):
 
 
 def damaged(store: Store, damages: Sequence[Damage]) -> list[Facts]:
-    """Damage the newest of three checkpoints in one way after the other; load after each.
+    """Damage the newest of three checkpoints in one way after another, and load each time.
 
-    The oldest is damaged too, unless it is the one to load: a load need not notice that.
+    The oldest checkpoint is damaged too, unless it is the one to load. A load need not notice that.
     """
     store.prepare(Plan(0, there=(1, 2, 3)))
     whole, loads = store.folder.with_name("whole"), list[Facts]()
@@ -259,7 +259,7 @@ def damaged(store: Store, damages: Sequence[Damage]) -> list[Facts]:
 
 
 def times_read(reads: Sequence[Read]) -> dict[str, int]:
-    """Return, for each ``step-…`` folder, how often its most-read file was read; skip manifests."""
+    """Return, for each ``step-…`` folder, the reads of its most-read file other than manifests."""
     times = Counter(read.path for read in reads if read.path.name != MANIFEST)
     names = sorted({path.parts[0] for path in times if path.parts[0].startswith("step-")})
     return {name: max(n for path, n in times.items() if path.parts[0] == name) for name in names}
@@ -317,7 +317,7 @@ DAMAGES: dict[str, Callable[[Path, Path, int], Any]] = {
 
 
 def draw_damages(random: Random, num_flips: int) -> list[Damage]:
-    """Draw ways to damage a checkpoint: each kind on each file, and flips at random places."""
+    """Draw ways to damage a checkpoint: each kind on two files, and bits flipped at random."""
     kinds = [Damage(kind, which, random.random()) for kind in DAMAGES for which in (0, 1)]
     flips = [Damage("a flipped bit", which % 3, random.random()) for which in range(num_flips)]
     return [*kinds, *flips, Damage("swapped checkpoints")]
@@ -340,7 +340,7 @@ def load_where_all_are_damaged(store: Store) -> Facts:
 
 
 def save_all(store: Store, steps: Sequence[int], plan: Plan) -> Facts:
-    """Save some steps after those of a plan; return the folder after each, and the final load."""
+    """Save some steps after a plan's; return the folder after each, and a load at the end."""
     store.prepare(plan)
     left, read = [], list[Mapping[str, int]]()
     for step in steps:

@@ -1,1 +1,1 @@
-"""Known-wrong answers, and right but unusual ones, which grade the grader."""
+"""Answers that are known to be wrong, or right but unusual, with which to grade the grader."""

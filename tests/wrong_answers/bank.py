@@ -1,4 +1,4 @@
-"""Banks of answers, known-wrong ones and right but unusual ones, as changes to the solutions.
+"""Banks of answers, known to be wrong or right but unusual, stored as changes to the solutions.
 
 A file of a bank, ``phase1/1_4.toml``, holds the answers to one task:
 
@@ -14,8 +14,9 @@ A file of a bank, ``phase1/1_4.toml``, holds the answers to one task:
 
 ``change`` is a diff of the solution; a line ``@@`` separates hunks. The old lines of a hunk, which
 begin with a blank or ``-``, must occur exactly once in the solution. Instead of a change, an answer
-may have ``whole``: code appended to the lesson, whose definitions override earlier ones. Right
-answers name no test, and neither do those of a bank whose authors have not seen the tests.
+may have ``whole``: code that is appended to the lesson, and whose definitions override earlier
+ones. Right answers name no test, and neither do the answers of a bank whose authors have not seen
+the tests.
 """
 
 import ast
@@ -51,7 +52,7 @@ class Answer:
     task: Task
     name: str
     is_right: bool
-    says: str  # its mistake, or what is unusual about it
+    says: str  # what is wrong with it, or unusual about it
     rejected_by: str = ""  # the test that must reject it
     outcome: str = "failed"  # expected outcome of this test
     phrase: str = ""  # part of the message expected from it
@@ -60,11 +61,11 @@ class Answer:
 
     @property
     def id(self) -> str:
-        """Task and name: ``1.4 all_send_first``."""
+        """The task and the name, as in ``1.4 all_send_first``."""
         return f"{self.task.id} {self.name}"
 
     def lesson(self) -> str:
-        """Return the text of the lesson with this answer in it.
+        """Return the text of the lesson that contains this answer.
 
         Raises:
             BankError: The change does not fit the solution, or the result does not parse.
@@ -82,7 +83,7 @@ def load(bank: Path) -> list[Answer]:
     """Read a bank, in the order of the course's tasks; a task without a file has no answers.
 
     Raises:
-        BankError, CourseError: A file does not belong to a task, or an entry is not an answer.
+        BankError, CourseError: A file belongs to no task, or an entry is not an answer.
     """
     files = {COURSE.task(file.stem.replace("_", ".")): file for file in bank.glob("phase*/*.toml")}
     for task, file in files.items():
@@ -99,7 +100,7 @@ def path_of(bank: Path, task: Task) -> Path:
 
 
 def load_equivalents() -> list[Answer]:
-    """Read the mutants that no test can distinguish from their solution, ``["1.5".NAME]``."""
+    """Read the mutants that no test can tell from the solution; tables are ``["1.5".NAME]``."""
     return [
         _answer(COURSE.task(id), name, True, entry)
         for id, entries in _tables(EQUIVALENTS).items()
@@ -136,7 +137,7 @@ def _check_keys(where: str, entry: dict[str, Any]) -> None:
 
 
 def hand_in(task: Task, lesson: str, folder: Path) -> Submission:
-    """Build a submission: the phase's solutions, with ``lesson`` in place of the task's."""
+    """Build a submission: the phase's solutions, with ``lesson`` in place of the task's lesson."""
     phase = folder / task.folder
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / task.solution.parent, phase, ignore=ignored)

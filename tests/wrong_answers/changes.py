@@ -1,4 +1,4 @@
-"""Changes to a solution in the banks' format: how to apply them, and how to derive them."""
+"""Apply and derive changes to a solution, in the format of the banks."""
 
 import difflib
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def changed(text: str, change: str) -> str:
 
 
 def _placed(lines: list[str], hunks: list[list[str]]) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yield where each hunk starts, with its old and its new lines."""
+    """Yield the index of the line where each hunk starts, and its old and new lines."""
     for number, hunk in enumerate(hunks, start=1):
         if odd := [line for line in hunk if line[:1] not in ("", " ", "-", "+")]:
             raise BankError(f"hunk {number}: begin with ' ', '-' or '+', not as in {odd[0]!r}")
@@ -42,7 +42,7 @@ def _placed(lines: list[str], hunks: list[list[str]]) -> Iterator[tuple[int, lis
 
 
 def change_between(text: str, wanted: str) -> str:
-    """Return the change that turns ``text`` into ``wanted``, with minimal unique context."""
+    """Return the change that turns ``text`` into ``wanted``, with just enough context."""
     lines, others = text.splitlines(), wanted.splitlines()
     opcodes = difflib.SequenceMatcher(None, lines, others, autojunk=False).get_opcodes()
     hunks = [(i, j, others[k:m]) for tag, i, j, k, m in opcodes if tag != "equal"]
@@ -65,7 +65,7 @@ def _written(lines: list[str], hunks: list[Hunk]) -> Iterator[list[str]]:
 
 
 def _surroundings(lines: list[str], first: int, last: int) -> tuple[int, int]:
-    """Return the smallest range around these lines that occurs only once in the text."""
+    """Return the smallest range of lines around these that occurs only once in the text."""
     contexts = ((size - below, below) for size in count() for below in range(size + 1))
     return next(
         (first - above, last + below)

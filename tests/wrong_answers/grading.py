@@ -1,4 +1,4 @@
-"""Grading of a submission with the tests of one task, without pytest."""
+"""Grade a submission with the tests of one task, without pytest."""
 
 import importlib
 import inspect
@@ -17,12 +17,12 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import Submission, reference
 from wrong_answers.bank import ROOT
 
-Found = tuple[str, Verdict]  # a test's name, and its verdict in one of its cases
+Found = tuple[str, Verdict]  # a test's name, and the verdict in one of its cases
 
 
 @dataclass(frozen=True)
 class TaskTest:
-    """A test of a task, with the cases of its ``parametrize``."""
+    """A test of a task, and the cases that its ``parametrize`` lists."""
 
     name: str
     body: Callable[..., None]
@@ -54,21 +54,21 @@ def _cases(marks: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def verdicts(submission: Submission, task: Task, tests: Iterable[TaskTest]) -> Iterator[Found]:
-    """Run all cases of some of a task's tests in the simulated world."""
+    """Run every case of ``tests`` in the simulated world; yield the verdicts."""
     for test in tests:
         for case in test.cases:
             yield test.name, _verdict(submission, task, "sim", test, case)
 
 
 def verdicts_on_processes(submission: Submission, task: Task) -> Iterator[Found]:
-    """Run, on real processes, the last case of each test that is meant for them."""
+    """Run the last case of each test that is meant for real processes; yield the verdicts."""
     for test in find_tests(task):
         if test.is_real:
             yield test.name, _verdict(submission, task, "gloo", test, test.cases[-1])
 
 
 class Rejection(NamedTuple):
-    """A test's verdict on a submission that it rejects, and the judge's line that raised it."""
+    """A test's verdict on a submission that it rejects, and the judge's line that rejects it."""
 
     verdict: Verdict
     place: str
@@ -77,7 +77,7 @@ class Rejection(NamedTuple):
 def rejections(
     submission: Submission, task: Task, tests: Iterable[TaskTest]
 ) -> Iterator[Rejection]:
-    """Run all cases of some of a task's tests in the simulated world; yield the rejections."""
+    """Run every case of ``tests`` in the simulated world; yield only the rejections."""
     for test in tests:
         for case in test.cases:
             grade = Grade(submission, task, "sim", TIMEOUT_S, reference=reference(ROOT))
@@ -88,7 +88,7 @@ def rejections(
 
 
 def _place_of(error: Exception) -> str:
-    """Return a traceback's innermost line in a judge, or else in the helpers of all judges."""
+    """Return the file and line where a judge, or else a helper of judges, raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT / "tests")]
     judges = [frame for frame in places if "/phase" in frame.filename[len(str(ROOT)) :]]
@@ -97,7 +97,7 @@ def _place_of(error: Exception) -> str:
 
 
 def first_rejection(submission: Submission, task: Task) -> Found | None:
-    """Return the first test of the task that rejects the submission in the simulated world."""
+    """Return the first rejection of the submission by a test of the task in the simulated world."""
     found = verdicts(submission, task, find_tests(task))
     return next((one for one in found if one[1].outcome is not Outcome.PASSED), None)
 

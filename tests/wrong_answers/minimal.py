@@ -4,8 +4,9 @@ python tests/wrong_answers/minimal.py --only 1.4 --jobs 2         # prints which
 python tests/wrong_answers/minimal.py --jobs 2 --write            # also removes them from the bank
 
 An answer proves that its test can fail, that a judge's line is reached, and that a sentence of
-advice is given. Answers are kept greedily until all of this is proved: the next one is always
-the answer that adds most, or the shortest of several that add equally. The others can go.
+advice is given. Answers are chosen greedily until everything is proved: the next one is always the
+answer that proves most of the rest, or the shortest of several that prove equally much. Answers
+that were not chosen can go.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def _options() -> argparse.Namespace:
 
 
 def proofs_of(answer: Answer) -> frozenset[str]:
-    """Return the test that must reject an answer, the judge's line, and its advice.
+    """Return what an answer proves: its test, the judge's line that is reached, and the advice.
 
     Raises:
         LookupError: The test does not reject the answer as the bank says.

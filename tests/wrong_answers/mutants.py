@@ -2,10 +2,10 @@
 
 python tests/wrong_answers/mutants.py --only 1.7 --jobs 2
 
-A mutant is a solution with one small change (``mutation.py``). It is run against the tests of its
-task in the simulated world, up to the first that rejects it. A survivor calls for a test, or for an
-entry in equivalent_mutants.toml that says why no test may reject it; its change is printed in the
-format of that file.
+A mutant is a solution with one small change (see ``mutation.py``). It is run against the tests of
+its task in the simulated world, until one rejects it. A survivor calls for a new test, or for an
+entry in equivalent_mutants.toml that says why no test may reject it. For that purpose, its change
+is printed in the format of that file.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from wrong_answers.mutation import Mutant, mutants_of  # noqa: E402
 
 @dataclass(frozen=True)
 class Graded:
-    """The tests' verdict on a mutant."""
+    """The result of running the tests on a mutant."""
 
     mutant: Mutant
     rejection: Found | None  # the first rejection
@@ -73,7 +73,7 @@ def _options() -> argparse.Namespace:
 
 
 def reject(mutant: Mutant) -> Found | None:
-    """Return the first test that rejects a mutant."""
+    """Return the first rejection of a mutant by a test."""
     with tempfile.TemporaryDirectory() as folder:
         return first_rejection(hand_in(mutant.task, mutant.lesson, Path(folder)), mutant.task)
 
@@ -86,7 +86,7 @@ def _cells(graded: list[Graded]) -> str:
 
 
 def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
-    """Yield remarks on a mutant for the reader."""
+    """Yield what to print about a mutant."""
     where = f"{one.mutant.task.id} {one.mutant.function}\n{one.mutant.change}"
     if one.survives:
         yield f"\nSURVIVES {where}"
@@ -102,7 +102,7 @@ def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
 
 
 def _unmade(tasks: list[Task], equivalents: dict[str, str], made: set[str]) -> Iterator[str]:
-    """Yield a line for each mutant that is listed as equivalent but no longer made."""
+    """Yield a line for each mutant that is listed as equivalent but is no longer made."""
     for lesson, name in equivalents.items():
         if lesson not in made and name.split()[0] in [task.id for task in tasks]:
             yield f"\nLISTED AS EQUIVALENT, BUT NOT MADE: {name}"

@@ -1,10 +1,10 @@
-"""Makes mutants of the solutions, each with one small change, by mutmut's operators and three more.
+"""Make mutants of the solutions, each with one small change, by mutmut's operators and three more.
 
-Of mutmut's operators, it uses those that make a mistake someone could make: another operator, a
+This module uses those of mutmut's operators that imitate mistakes people make: another operator, a
 number increased by one, True for False, a removed ``not``, one branch of ``a if b else c``, ``=``
-for ``+=``, an omitted argument. It skips those that change texts or replace a value with None,
-which crashes whatever the tests are. mutmut never omits a statement, negates a plain condition or
-drops a decorator; the operators here do.
+for ``+=``, or an omitted argument. It leaves out those that change texts or replace a value with
+None, which crashes no matter what the tests are. The three additional operators omit a statement,
+negate a plain condition, or drop a decorator.
 """
 
 import ast
@@ -24,7 +24,7 @@ Node = cst.CSTNode
 
 @dataclass(frozen=True)
 class Mutant:
-    """A solution with one change, in the format of the bank."""
+    """A solution with one change, which is given in the format of the banks."""
 
     task: Task
     function: str
@@ -47,7 +47,7 @@ def mutants_of(task: Task) -> Iterator[Mutant]:
 
 
 def written_for(task: Task) -> list[str]:
-    """Return the task's functions, and helpers that no template has and no earlier task uses."""
+    """Return a task's functions, and helpers that neither a template nor an earlier task has."""
     solution = _functions(cst.parse_module((ROOT / task.solution).read_text(encoding="utf-8")))
     template = _functions(cst.parse_module((ROOT / task.template).read_text(encoding="utf-8")))
     written = {
@@ -64,7 +64,7 @@ def written_for(task: Task) -> list[str]:
 
 
 def named(names: Iterable[str], functions: Iterable[str]) -> list[str]:
-    """Return the functions with these names; for a class, all its methods."""
+    """Return the functions with these names; if a name is a class, return all its methods."""
     prefixes = tuple(f"{name}." for name in names)
     return [function for function in functions if f"{function}.".startswith(prefixes)]
 
@@ -82,9 +82,9 @@ def _helpers(name: str, functions: dict[str, cst.FunctionDef]) -> list[str]:
 
 
 def _is_reached(function: str, caller: str, used: Container[str]) -> bool:
-    """Return whether a caller uses the name of a function, or of a method's class.
+    """Return whether a caller uses the name of a function or, for a method, of its class.
 
-    A method's own name counts only within its class, because many classes have a ``forward``.
+    A method's own name counts only inside its class, because many classes have a ``forward``.
     """
     owner, _, name = function.rpartition(".")
     is_at_home = caller.rpartition(".")[0] == owner
@@ -92,7 +92,7 @@ def _is_reached(function: str, caller: str, used: Container[str]) -> bool:
 
 
 def _functions(module: cst.Module) -> dict[str, cst.FunctionDef]:
-    """Return functions, ``f``, and methods, ``Class.f``."""
+    """Return a module's functions and methods, keyed by ``f`` or ``Class.f``."""
     found = {}
     for statement in module.body:
         if isinstance(statement, cst.FunctionDef):
@@ -115,7 +115,7 @@ def _parses(text: str) -> bool:
 
 
 def mutations(function: cst.FunctionDef) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs of old and new nodes; signatures, texts and raised errors are left alone."""
+    """Yield pairs of old and new nodes, except in signatures, texts and raised errors."""
     for new in _without_decorator(function):
         yield function, new
     for node in _walk(function.body):
@@ -155,7 +155,7 @@ def _fewer_arguments(call: cst.Call) -> Iterator[Node]:
 
 
 def _without_statement(line: cst.SimpleStatementLine) -> Iterator[Node]:
-    """Replace a statement with ``pass``, except assignments: without the name, the code crashes."""
+    """Replace a statement with ``pass``, but not an assignment, without which the code crashes."""
     statement = line.body[0]
     is_text = isinstance(statement, cst.Expr) and isinstance(statement.value, cst.BaseString)
     if not is_text and not isinstance(statement, cst.Assign | cst.AnnAssign | cst.Pass):
@@ -163,7 +163,7 @@ def _without_statement(line: cst.SimpleStatementLine) -> Iterator[Node]:
 
 
 def _opposite_condition(node: cst.If) -> Iterator[Node]:
-    """Negate a condition without an operator to replace."""
+    """Negate a condition in which there is no operator to replace."""
     if isinstance(node.test, cst.Name | cst.Attribute | cst.Call):
         yield node.with_changes(test=cst.UnaryOperation(cst.Not(), node.test))
 

@@ -3,9 +3,9 @@
     python tests/wrong_answers/rebase.py HEAD --rename _count=count
 
 For each answer, the old solution, the old answer and the new solution are merged as git merges
-branches; the answer's change becomes the remaining difference. Names that were only renamed are
-renamed in the answers first. Answers that cannot be merged are listed and stay as they are: mend
-them by hand.
+branches. The answer's new change is the difference between the result and the new solution. Names
+that ``--rename`` lists are renamed in the answers first. Answers that cannot be merged are listed
+and stay as they are, for you to mend by hand.
 """
 
 import argparse
@@ -24,14 +24,15 @@ from wrong_answers.changes import BankError, change_between, changed  # noqa: E4
 
 
 class Conflict(Exception):
-    """The solution changed where the answer differs from it, or now equals the answer."""
+    """The solution has changed in the lines that the answer changes, or now equals the answer."""
 
 
 def rebased(old: str, new: str, change: str, renamed: Mapping[str, str]) -> str:
     """Return the change to ``new`` that does what ``change`` did to ``old``.
 
     Raises:
-        Conflict: Both changed the same lines, or ``new`` already does what ``change`` did.
+        Conflict: ``new`` and ``change`` differ from ``old`` in the same lines, or ``new`` already
+            does what ``change`` did.
         BankError: The change does not fit ``old``.
     """
     wrong = _with_new_names(changed(old, change), renamed)
@@ -70,7 +71,7 @@ def old_solution(answer: Answer, commit: str) -> str:
 
 
 def rebase(answer: Answer, file: Path, commit: str, renamed: Mapping[str, str]) -> str:
-    """Rewrite an answer in its file; return the problem that prevents it, or ""."""
+    """Rewrite an answer in its file; return the problem if that is impossible, else ""."""
     text = file.read_text(encoding="utf-8")
     if answer.whole:
         now = _with_new_names(answer.whole, renamed)
@@ -100,7 +101,7 @@ def replaced(text: str, name: str, old: str, new: str) -> str:
 
 
 def main() -> None:
-    """Rebase the bank and the equivalent mutants, and list what cannot be merged."""
+    """Rebase the bank and the equivalent mutants, and list the answers that cannot be merged."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit", help="of the solutions that the answers are changes of")
     parser.add_argument("--rename", action="append", default=[], metavar="OLD=NEW")

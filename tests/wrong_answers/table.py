@@ -1,12 +1,12 @@
-"""Grade a bank, and print the verdicts of each task's tests on its answers.
+"""Grade a bank, and print how each task's tests judge its answers.
 
 python tests/wrong_answers/table.py > table.md                 # a row for each task
 python tests/wrong_answers/table.py --bank DIR -v    # another bank; -v shows rejected answers too
 python tests/wrong_answers/table.py --only 1.4 --jobs 2
 
-An answer of the course's own bank is run against every test of its task, a right one on real
-processes too. An answer of another bank is run in the simulated world only, up to the first test
-that rejects it.
+An answer of the course's own bank is run against every test of its task; a right answer is run on
+real processes too. An answer of another bank is run only in the simulated world, until a test
+rejects it.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from wrong_answers.grading import (  # noqa: E402
 
 @dataclass(frozen=True)
 class Graded:
-    """The tests' verdict on an answer."""
+    """The result of running the tests on an answer."""
 
     answer: Answer
     rejection: Found | None  # the first rejection
-    grader_error: str  # test in which the grader itself failed, and message
+    grader_error: str  # the test in which the grader itself failed, and the message
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def _problems(answers: list[Answer]) -> Iterator[str]:
 
 
 def grade(answer: Answer, *, is_thorough: bool) -> Graded:
-    """Grade an answer, with all tests of its task or up to the first that rejects it."""
+    """Grade an answer with all tests of its task, or only until one rejects it."""
     with tempfile.TemporaryDirectory() as folder:
         submission = bank.hand_in(answer.task, answer.lesson(), Path(folder))
         if is_thorough:
@@ -96,7 +96,7 @@ def grade(answer: Answer, *, is_thorough: bool) -> Graded:
 
 
 def _all_verdicts(answer: Answer, submission: Submission) -> Iterator[Found]:
-    """Run every test until two have hung, as in pytest; the one that must reject it goes first."""
+    """Run all tests until two have hung, beginning with the one that must reject the answer."""
     tests = sorted(find_tests(answer.task), key=lambda test: test.name != answer.rejected_by)
     hangs = 0
     for found in verdicts(submission, answer.task, tests):
@@ -128,7 +128,7 @@ def _cells(graded: list[Graded]) -> str:
 
 
 def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
-    """Yield remarks on an answer for the reader, one per line."""
+    """Yield what to print about an answer, line by line."""
     if one.grader_error:
         yield f"GRADER ERROR {one.answer.id}: {one.grader_error}"
     if not one.rejection:

@@ -1,6 +1,6 @@
-"""The grader graded: wrong answers are rejected as the bank says, right but unusual ones pass.
+"""Grade the grader: wrong answers must be rejected as the bank says, and unusual ones must pass.
 
-Here, only the test that must reject a wrong answer is run on it; ``table.py`` runs them all.
+Here, a wrong answer is run only against the test that must reject it; ``table.py`` runs all tests.
 """
 
 import re

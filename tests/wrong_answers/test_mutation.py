@@ -1,4 +1,4 @@
-"""Mutants have one change each, in code that learners write, and none is made twice."""
+"""Each mutant has one change, in code that learners write, and none is made twice."""
 
 import libcst as cst
 import pytest

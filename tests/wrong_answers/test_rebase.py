@@ -1,4 +1,4 @@
-"""An answer follows its solution: its own change is kept, whatever else has become different."""
+"""A rebased answer keeps its own change, whatever else has changed in the solution."""
 
 import hypothesis.strategies as st
 import pytest

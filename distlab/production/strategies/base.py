@@ -76,7 +76,7 @@ class Strategy:
         self.optimizer.zero_grad(set_to_none=True)
 
     def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
-        """Add the gradients of this rank's part of a global batch's mean loss.
+        """Add the gradients of this rank's share of the global batch's mean loss.
 
         Args:
             images: (b, 3, S, S), this rank's part; at least one image.
@@ -99,9 +99,9 @@ class Strategy:
         return total
 
     def _cut(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cut a batch into micro-batches: ``accumulate`` on every rank, so that collectives match.
+        """Cut a batch into ``accumulate`` micro-batches on every rank, so that collectives match.
 
-        If there are too few images, blank ones that do not count are added.
+        If there are fewer images than micro-batches, blank images are added, which do not count.
         """
         count = self.config.accumulate
         if (missing := count - len(images)) > 0:
@@ -145,10 +145,10 @@ class Strategy:
         return self.computes
 
     def warm_up(self, side: int, unchanged: Callable[[], AbstractContextManager[None]]) -> None:
-        """Compute gradients once, only to fix their order in the buckets; compile if configured.
+        """Compute gradients once to fix their order in the buckets; compile if configured.
 
-        Otherwise a resumed run would sum its first gradients in parameter order, and the last bits
-        of sums over three or more ranks would differ.
+        Without this, a resumed run would sum its first gradients in parameter order, which changes
+        the last bits of sums over three or more ranks.
 
         Args:
             unchanged: Context that restores the training state at its end.
@@ -164,7 +164,7 @@ class Strategy:
             self.called = torch.compile(self.called)
 
     def of_parameters(self, part: HasState) -> HasState:
-        """Wrap a state with a tensor for each parameter of this rank, for checkpoints."""
+        """Wrap a part whose state has a tensor per parameter of this rank, for checkpoints."""
         return PerRank(part) if self.has_own_parameters else part
 
     def parts(self) -> Mapping[str, HasState]:

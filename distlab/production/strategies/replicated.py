@@ -44,7 +44,7 @@ class TorchDDP(Strategy):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Send gradients only with the last micro-batch, summed over all micro-batches."""
+        """Send gradients, summed over all micro-batches, only with the last micro-batch."""
         if is_last:
             yield
             return
@@ -52,7 +52,7 @@ class TorchDDP(Strategy):
             yield
 
     def parts(self) -> Mapping[str, HasState]:
-        """Add the compression residuals, which differ between ranks."""
+        """Add the residuals of the compression, which differ between ranks."""
         residuals = {"compression": PerRank(self.hook, is_optional=True)} if self.hook else {}
         return {**super().parts(), **residuals}
 
@@ -147,7 +147,7 @@ class _RandomK:
 
 
 def _least(gradient: Tensor, ratio: float) -> float:
-    """Return the magnitude that a fraction ``ratio`` of normally distributed entries exceeds."""
+    """Return the magnitude that a share ``ratio`` of normally distributed entries would exceed."""
     share = torch.tensor(1 - ratio, dtype=torch.float64).clamp(max=1 - 1e-9)
     deviation = float(gradient.norm()) / max(gradient.numel(), 1) ** 0.5
     quantile: Tensor = torch.special.ndtri((1 + share) / 2)

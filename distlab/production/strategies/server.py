@@ -73,5 +73,5 @@ class ParameterServer(Strategy):
         return not self.is_server
 
     def parts(self) -> Mapping[str, HasState]:
-        """Add the optimizer by rank, because only the server's has a state."""
+        """Return the parts, with one optimizer per rank, because only the server's has a state."""
         return {**super().parts(), "optimizer": PerRank(self.optimizer)}

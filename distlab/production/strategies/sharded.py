@@ -40,7 +40,7 @@ class TorchFSDP(Strategy):
         self.make_optimizer()
 
     def predict(self, images: Tensor) -> Tensor:
-        """Return the logits, and reshard so that an evaluation may swap parameters."""
+        """Return the logits, and reshard, so that an evaluation can swap parameters."""
         logits = super().predict(images)
         self.root.reshard()
         return logits
@@ -63,7 +63,7 @@ def dtype_of_whole(config: Config) -> torch.dtype:
 
 
 def policy_of(config: Config) -> MixedPrecisionPolicy:
-    """Return fully_shard's dtypes: gradients are reduced in 32 bits."""
+    """Return the dtypes for fully_shard, with which gradients are reduced in 32 bits."""
     dtype = dtype_of_whole(config)
     return MixedPrecisionPolicy(None if dtype is torch.float32 else dtype, torch.float32)
 
@@ -116,14 +116,17 @@ class ShardedOptimizer(Strategy):
         self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:
-        """Add the optimizer by rank; master copies are views of parameters and need no entry."""
+        """Return the parts, with one optimizer per rank.
+
+        Master copies are views of the parameters, so they need no entry.
+        """
         return {**super().parts(), "optimizer": PerRank(self.optimizer)}
 
 
 def sharded_optimizer(strategy: Strategy) -> Any:
     """Return the optimizer of task 3.18 or 3.19 for this rank's part of the model.
 
-    With ``communication_pattern: ring``, that of 3.18 reduces gradients with the ring of 3.1.
+    With ``communication_pattern: ring``, the optimizer of 3.18 uses the ring of 3.1 for gradients.
     """
     config, lesson = strategy.config, strategy.lessons("zero")
     cls = {1: lesson.ShardedOptimizer, 2: lesson.ShardedGradientOptimizer}[config.zero_redundancy]
@@ -139,7 +142,7 @@ def sharded_optimizer(strategy: Strategy) -> Any:
 
 
 def gradients_into(sharded: Any) -> None:
-    """Copy gradients from other memory into the flat memory of a sharded optimizer."""
+    """Copy gradients that are stored elsewhere into the flat memory of a sharded optimizer."""
     for part, flat, gradient in zip(sharded.parts, sharded.flats, sharded.gradients, strict=True):
         for parameter, view in zip(part, flat.views(gradient), strict=True):
             if parameter.grad is not None:
@@ -169,6 +172,6 @@ class FullySharded(Strategy):
         return logits.float()
 
     def parts(self) -> Mapping[str, HasState]:
-        """Replace the model and the optimizer with this rank's shards."""
+        """Return the parts, with one model shard and one optimizer per rank."""
         model = PerRank(Parameters(self.module))
         return {**super().parts(), "model": model, "optimizer": PerRank(self.optimizer)}

@@ -22,9 +22,9 @@ MICRO_BATCHES_PER_STAGE = 4  # the bubble, (p-1)/(m+p-1), is then less than 1/5 
 
 
 class Split(CourseDDP):
-    """Replicas of a model that are cut into stages, which are cut into shards.
+    """Replicas of a model, each cut into stages, which are in turn cut into shards.
 
-    8 ranks, pipeline_parallelism 2, tensor_parallelism 2
+    On 8 ranks, with pipeline_parallelism 2 and tensor_parallelism 2:
     replica 0    stage 0: ranks 0, 1    stage 1: ranks 2, 3
     replica 1    stage 0: ranks 4, 5    stage 1: ranks 6, 7
 
@@ -32,7 +32,7 @@ class Split(CourseDDP):
     """
 
     has_own_parameters = True
-    sharded: Any = None  # the optimizer, if its state is shared
+    sharded: Any = None  # the optimizer, if replicas share its state
 
     def distribute(self, model: nn.Module) -> None:
         """Keep this rank's shards of the layers of its stage."""
@@ -82,7 +82,7 @@ class Split(CourseDDP):
             lesson.parallelize_mlp(block.mlp, self.shards)
 
     def _stage(self, model: nn.Module) -> nn.Sequential:
-        """Return this rank's stage; all stages have about the same FLOPs."""
+        """Return this rank's stage; all stages need about the same number of FLOPs."""
         layers = layers_of(model)
         costs = layer_flops(layers, self.config.image_size)
         partition = self.lessons("model_parallel").partition_layers
@@ -121,7 +121,7 @@ class Split(CourseDDP):
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Keep gradients on this rank; a sharded optimizer always keeps them until the step."""
+        """Keep gradients on this rank; a sharded optimizer always does so until the step."""
         with nullcontext() if self.sharded else super().accumulating(is_last=is_last):
             yield
 
@@ -166,7 +166,7 @@ class Split(CourseDDP):
         return dist.get_rank(self.stages) == dist.get_rank(self.shards) == 0
 
     def parts(self) -> Mapping[str, HasState]:
-        """Return the parts of a checkpoint, which all differ between ranks."""
+        """Return the parts of a checkpoint, all of which differ between ranks."""
         return {
             "model": PerRank(Parameters(self.module)),
             "buffers": PerRank(OwnBuffers(self.module)),

@@ -1,7 +1,8 @@
 """The transfers of the built-in collectives, and the time that they take.
 
-A collective that lacks the chosen algorithm uses the first one in its row. Seconds are for p equal
-GPUs with unshared links; n is the whole buffer in bytes, and lg the base-2 logarithm, rounded up.
+If a collective lacks the chosen algorithm, the first one in its row is used. Times are for p equal
+GPUs with unshared links. A message takes α seconds, plus β per byte; n is the size of the whole
+buffer in bytes, and lg the base-2 logarithm, rounded up.
 
     collective       algorithm            seconds
     all_reduce       ring                 2(p-1)α + 2n(p-1)/p β
@@ -22,12 +23,13 @@ GPUs with unshared links; n is the whole buffer in bytes, and lg the base-2 loga
                      recursive_doubling   lg p α + (n/2) lg p β             (p = 2^k; Bruck)
     barrier          recursive_doubling   lg p α     (dissemination; also monitored_barrier)
 
-For other p see `patterns`. Additions take no time. The "hierarchical" algorithms need the same
-number of ranks on every node of the group; otherwise the first algorithm in the row is used. Their
-steps run one after the other; in "hierarchical_overlapped" they run at once, on different pieces of
-the buffer, so the slowest step determines the time.
+Where the table says p = 2^k, see `patterns` for other p. Additions take no time. The "hierarchical"
+algorithms need the same number of ranks on every node of the group; otherwise the first algorithm
+in the row is used. The steps of "hierarchical" run one after another. In "hierarchical_overlapped",
+all steps run at the same time, on different pieces of the buffer, so the slowest step determines
+the time.
 
-These are textbook algorithms. The names of NCCL's own begin with "nccl_"; see `nccl`.
+These are textbook algorithms. The names of NCCL's own algorithms begin with "nccl_"; see `nccl`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,13 +87,14 @@ def plan(
 
     Args:
         collective, algorithm: Names from the table of this module. On GPUs whose
-            `protocol_efficiency` is known, "auto" is NCCL's choice (see `protocols`). On others it
-            is the plan from the table that takes the least time (`round_s` with shared links);
-            ties go to the plan with the fewest transfers.
+            `protocol_efficiency` is known, "auto" is NCCL's choice (see `protocols`). On other
+            GPUs, it is the fastest plan from the table, timed by `round_s` with shared links; ties
+            go to the plan with the fewest transfers.
         gpus: GPUs of the group's ranks, in ring order.
         num_bytes: Bytes of the tensor (all_reduce, reduce, broadcast), of all shards together
-            (all_gather, reduce_scatter), or of everything that the root sends or gets (scatter,
-            gather) or that one rank sends (all_to_all), its own share included. 0 for a barrier.
+            (all_gather, reduce_scatter), of all that the root sends or receives (scatter, gather),
+            or of all that one rank sends (all_to_all). The last two include a rank's share for
+            itself. 0 for a barrier.
         root: Index into ``gpus``, for reduce, broadcast, scatter and gather.
 
     Cost: For 1024 GPUs, below 1 ms for a ring or a tree, 3 ms for lg p rounds that keep all members
@@ -112,7 +115,7 @@ def plan(
 
 
 def _fastest(plans: Iterable[Phases], cluster: Cluster) -> Phases:
-    """Return the fastest plan; drop a plan as soon as it is slower than the best so far."""
+    """Return the fastest plan; stop timing a plan once it has taken as long as the best so far."""
     best: Phases = []
     best_s = inf
     for phases in sorted(plans, key=lambda phases: sum(len(phase.transfers) for phase in phases)):
@@ -143,6 +146,8 @@ def _plan(
 #
 #     node 0    0  1  2  3        inside a node:    rows, in parallel
 #     node 1    4  5  6  7        across nodes:     columns, in parallel
+#
+# In the costs, α₁ and β₁ apply inside a node, α₂ and β₂ across nodes.
 
 
 def _hierarchical_all_reduce(nodes: Nodes, n: float) -> Phases:
@@ -177,7 +182,7 @@ def _hierarchical_broadcast(nodes: Nodes, n: float) -> Phases:
 
 
 def _backwards(pattern: Callable[[M, float], Phases]) -> Callable[[M, float], Phases]:
-    """Turn the pattern of a distribution into that of a reduction."""
+    """Return a pattern run backwards, which turns a broadcast into a reduce, for example."""
     return lambda members, n: mirrored(pattern(members, n))
 
 

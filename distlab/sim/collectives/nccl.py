@@ -1,12 +1,12 @@
-"""NCCL: rings and double trees over all NICs at once, and sums inside the switches.
+"""NCCL's algorithms: rings and double trees that use all NICs, and sums inside switches.
 
     channel    one of C copies of a ring or tree; each carries 1/C of the bytes, and enters and
                leaves a node through a different NIC, so that all NICs are busy
     hop        a message that waits for the one before it: over NVLink, or over the network
     pattern    the transfers of one byte of the buffer, and the hops of its longest path
 
-The pieces of a buffer follow each other along every channel, so all hops are busy at once. A
-collective takes the latency of its longest path plus the transfer time on its busiest link.
+The pieces of a buffer follow each other along every channel, so all hops are busy at the same time.
+A collective takes the latency of its longest path plus the transfer time on its busiest link.
 
     collective       algorithm   each GPU sends, of n bytes            hops in nodes + network
     all_reduce       ring        2n(p-1)/p                             2(p-k) + 2(k-1)
@@ -41,13 +41,13 @@ Travelling = tuple[list[Bytes], int, int]  # rounds, hops in nodes, hops between
 
 @dataclass(frozen=True)
 class Pattern:
-    """The paths of one byte of the whole buffer.
+    """The transfers that one byte of the whole buffer causes, and the hops on its longest path.
 
     Attributes:
-        rounds: Transfers of each round; rounds follow each other without a pause. A round has one
-            transfer per pair of GPUs, for all channels together.
+        rounds: Transfers of each round; rounds follow each other without a pause. In a round, one
+            transfer per pair of GPUs stands for all channels.
         hops, net_hops: Number of hops on the longest path, inside nodes and between them.
-        cluster: Cluster on which the byte travels.
+        cluster: Cluster that the GPUs belong to.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
@@ -61,7 +61,7 @@ class Pattern:
         return [_busiest(transfers, self.cluster) for transfers in self.rounds]
 
     def seconds(self, efficiency: float = 1.0, net_efficiency: float = 1.0) -> float:
-        """Return the seconds on the busiest links if only these fractions of the bytes are data."""
+        """Return the seconds on the busiest links if these fractions of the sent bytes are data."""
         return sum(
             max(inside_s / efficiency + across_s / net_efficiency for inside_s, across_s in busiest)
             for busiest in self.loads
@@ -71,7 +71,8 @@ class Pattern:
 def pattern(collective: str, algorithm: str, members: tuple[int, ...], cluster: Cluster) -> Pattern:
     """Return the pattern of a collective; ``members`` are GPUs, with a root first.
 
-    Cost: 50 ms for 1024 GPUs, once; all_to_all takes seconds for its million pairs, every time.
+    Cost: 50 ms for 1024 GPUs, but only on the first call. An all_to_all, which has a million pairs,
+        takes seconds on every call.
     """
     is_large = collective == "all_to_all"  # too large to cache: an entry for every pair of GPUs
     find = _pattern.__wrapped__ if is_large else _pattern
@@ -97,7 +98,7 @@ def _pattern(
 def algorithms(collective: str, members: Sequence[int], cluster: Cluster) -> list[str]:
     """Return the algorithms that NCCL offers for a collective on these GPUs.
 
-    Sums in switches need the same number of GPUs on every node, at least two.
+    Sums in switches need the same number of GPUs on every node, and at least two.
     """
     sizes = {len(node) for node in cluster.by_node(members)}
     across = len(members) > max(sizes)
@@ -114,7 +115,7 @@ def algorithms(collective: str, members: Sequence[int], cluster: Cluster) -> lis
 
 
 def _busiest(transfers: Iterable[Transfer], cluster: Cluster) -> list[tuple[float, float]]:
-    """Return the loads in seconds (inside, across) of all links that no other link dominates."""
+    """Return the (inside, across) seconds of all links that no other link exceeds in both."""
     loads: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for src, dst, num_bytes in transfers:
         is_across = cluster.node_of(src) != cluster.node_of(dst)
@@ -143,7 +144,7 @@ def _from(node: Sequence[int], c: int) -> list[int]:
 
 
 def _ring(nodes: Nodes, laps: int) -> Travelling:
-    """All-gather and reduce-scatter in one lap, all-reduce in two.
+    """Pass bytes along the rings: one lap for all-gather or reduce-scatter, two for all-reduce.
 
     Source: Patarasuk and Yuan 2009.
     """
@@ -157,7 +158,7 @@ def _ring(nodes: Nodes, laps: int) -> Travelling:
 
 
 def _broadcast(nodes: Nodes) -> Travelling:
-    """Broadcast along a chain from the root; channel 0 leaves the root's node at the root."""
+    """Broadcast along a chain from the root; channel 0 leaves the root's node from the root."""
     (root, *neighbours), *other_nodes = nodes
     p, channels = sum(map(len, nodes)), _channels(nodes)
     travelling: Bytes = defaultdict(float)
@@ -171,7 +172,7 @@ def _broadcast(nodes: Nodes) -> Travelling:
 
 
 def _tree(nodes: Nodes) -> Travelling:
-    """All-reduce: up a chain in every node and a tree across nodes, and down again."""
+    """All-reduce: sums go up a chain in every node and a tree across nodes, then back down."""
     channels = _channels(nodes)
     travelling, net_hops = _double_tree(nodes, channels)
     for c in range(channels):
@@ -184,8 +185,9 @@ def _tree(nodes: Nodes) -> Travelling:
 def _nvls(nodes: Nodes) -> Travelling:
     """All-reduce in the switch, which sums the GPUs' data and copies the sums to all.
 
-    It reads every GPU's data, gives each GPU a share of the sums, and reads that back to copy it to
-    all. So every GPU sends and gets n + n/g, modelled here as a ring of transfers over the ports.
+    The switch reads every GPU's data, gives each GPU a share of the sums, and then reads each share
+    back to copy it to all GPUs. So every GPU sends and receives n + n/g bytes, which is modelled
+    here as a ring of transfers over the GPUs' ports.
     """
     travelling: Bytes = defaultdict(float)
     for node in nodes:
@@ -214,9 +216,10 @@ def _around(travelling: Bytes, gpus: Sequence[int], share: float) -> None:
 
 
 def _double_tree(nodes: Nodes, channels: int) -> tuple[Bytes, int]:
-    """Return the transfers of two trees across nodes, each with half the bytes, and the hop count.
+    """Return the transfers of two trees across nodes, and the number of hops.
 
-    Inner nodes of one tree are leaves of the other, so all nodes send the same number of bytes.
+    Each tree carries half of the bytes. Inner nodes of one tree are leaves of the other, so all
+    nodes send the same number of bytes.
     Source: Sanders, Speck and Träff 2009.
     """
     travelling: Bytes = defaultdict(float)
@@ -252,7 +255,7 @@ def _all_to_all(nodes: Nodes) -> Travelling:
 
 
 def _scatter(nodes: Nodes) -> Travelling:
-    """Scatter: the root sends all shares at once."""
+    """Scatter: the root sends all shares at the same time."""
     root, *receivers = chain.from_iterable(nodes)
     share = 1 / (len(receivers) + 1)
     travelling: Bytes = defaultdict(float, {(root, gpu): share for gpu in receivers})
@@ -297,7 +300,10 @@ def tree_parents(k: int) -> list[int]:
 
 
 def other_tree(parents: Sequence[int]) -> list[int]:
-    """Return a tree whose inner nodes are leaves of the first: mirrored, or shifted for odd k."""
+    """Return a second tree, whose inner nodes are leaves of the first.
+
+    It is the mirror image of the first tree or, if k is odd, the first tree shifted by one node.
+    """
     k = len(parents)
     new_parents = [-1] * k
     for node, parent in enumerate(parents):

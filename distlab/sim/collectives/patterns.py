@@ -5,8 +5,8 @@
     α, β      seconds per message, seconds per byte; `algorithms` has a table of all costs
     lg        logarithm to base 2
 
-Reductions are missing here, because each is a distribution run backwards (`phases.mirrored`): a
-reduce mirrors a broadcast, a gather a scatter, a reduce-scatter an all-gather. Adding takes no
+Some collectives are missing here, because they are others run backwards (`phases.mirrored`): reduce
+mirrors broadcast, gather mirrors scatter, and reduce-scatter mirrors all-gather. Adding takes no
 time.
 
 A group of one has nothing to send, so its patterns are empty.
@@ -22,8 +22,8 @@ from distlab.sim.collectives.phases import Phase, Phases, mirrored
 def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
     """Pass shares to the right neighbour, p-1 times per lap.
 
-    One lap is an all-gather or a reduce-scatter, two are an all-reduce. p = 4, n = 1000, two laps:
-        every member sends 250 bytes to the right, 6 times: 1500 bytes each
+    One lap is an all-gather or a reduce-scatter, and two laps are an all-reduce. For two laps with
+    p = 4 and n = 1000, every member sends 250 bytes to the right 6 times, 1500 bytes in total.
 
     Source: Patarasuk and Yuan 2009 (all-reduce); Thakur, Rabenseifner and Gropp 2005, section 4.1.
     """
@@ -79,7 +79,7 @@ def _branches(p: int) -> Iterator[tuple[int, range]]:
 
 
 def tree_broadcast(members: Sequence[int], n: float) -> Phases:
-    """Copy the root's buffer to all, along a binomial tree.
+    """Broadcast: copy the root's buffer to all members, along a binomial tree.
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2.
     """
@@ -90,13 +90,16 @@ def tree_broadcast(members: Sequence[int], n: float) -> Phases:
 
 
 def tree_all_reduce(members: Sequence[int], n: float) -> Phases:
-    """Reduce to position 0 and broadcast from there."""
+    """All-reduce: reduce to position 0, then broadcast from there."""
     down = tree_broadcast(members, n)
     return mirrored(down) + down
 
 
 def tree_scatter(members: Sequence[int], n: float) -> Phases:
-    """Hand each subtree the shares of all its members. p = 4, n = 1000: 500 bytes, then 250."""
+    """Scatter: send each subtree the shares of all its members.
+
+    For p = 4 and n = 1000, messages have 500 bytes in the first round, and 250 in the second.
+    """
     p = len(members)
     return [
         Phase(
@@ -113,11 +116,12 @@ def tree_scatter(members: Sequence[int], n: float) -> Phases:
 
 
 def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
-    """Double each member's data: partners swap all they have. p = 4, n = 1000: 250 bytes, then 500.
+    """All-gather: in every round, members pass on all that they have, so their data doubles.
 
-    For p = 2^k this is recursive doubling. For other p it is Bruck's algorithm: each member
-    sends to the one ``distance`` positions back; in the last round, only the shares missing there.
-    Run backwards, the two are recursive halving and Träff's reduce-scatter.
+    For p = 4 and n = 1000, each member sends 250 bytes, then 500. For p = 2^k, partners swap their
+    data (recursive doubling). For other p, each member sends to the one ``distance`` positions
+    back, and in the last round only the shares that are missing there (Bruck's algorithm). Run
+    backwards, these two are recursive halving and Träff's reduce-scatter.
 
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4; Träff 2024, arXiv 2410.14234.
     """
@@ -131,7 +135,7 @@ def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
 
 
 def ring_broadcast(members: Sequence[int], n: float) -> Phases:
-    """Scatter along a tree, then all-gather along the ring.
+    """Broadcast: scatter along a tree, then all-gather along the ring.
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2.
     """
@@ -139,7 +143,9 @@ def ring_broadcast(members: Sequence[int], n: float) -> Phases:
 
 
 def doubling_broadcast(members: Sequence[int], n: float) -> Phases:
-    """Scatter along a tree, then all-gather by doubling. Run backwards: Rabenseifner's reduce.
+    """Broadcast: scatter along a tree, then all-gather by doubling.
+
+    Run backwards, this is Rabenseifner's reduce.
 
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.5.
     """
@@ -149,10 +155,10 @@ def doubling_broadcast(members: Sequence[int], n: float) -> Phases:
 def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
     """All-to-all in few rounds: a share travels in hops of 1, 2, 4, … that add up to its distance.
 
-    p = 4: a share for the member 3 positions ahead hops 1, then 2, so it is sent twice.
+    For p = 4, a share for the member 3 positions ahead hops 1, then 2, so it is sent twice.
 
-    Cost: lg p α + (n/2) lg p β for p = 2^k. For other p, the hop of ``distance`` carries one share
-        for each total distance below p that includes it.
+    Cost: lg p α + (n/2) lg p β for p = 2^k. For other p, a round of hops of ``distance`` carries
+        one share for each total distance below p that includes such a hop.
     Source: Bruck et al. 1997; Thakur, Rabenseifner and Gropp 2005, section 4.3.
     """
     p = len(members)
@@ -163,7 +169,7 @@ def bruck_all_to_all(members: Sequence[int], n: float) -> Phases:
 
 
 def dissemination(members: Sequence[int], n: float) -> Phases:
-    """Barrier: pass all arrivals known so far to the member 1, 2, 4, … positions ahead.
+    """Barrier: tell the member 1, 2, 4, … positions ahead about all arrivals known so far.
 
     Source: Hensgen, Finkel and Manber 1988.
     """
@@ -184,11 +190,11 @@ def doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
     """Rabenseifner's all-reduce: halve the part left to sum, then double the finished part.
 
-    p = 4, n = 1000:
+    For p = 4 and n = 1000:
         reduce-scatter   distance 1: 500 bytes, distance 2: 250
         all-gather       distance 2: 250 bytes, distance 1: 500
 
-    The large messages go to the neighbour, as in MPICH.
+    The largest messages go to the nearest partner, as in MPICH.
 
     Cost: 2 lg p α + 2n(p-1)/p β for p = 2^k. For other p, with P the largest power of two below p,
         (2 lg P + 2)α + (2(P-1)/P + 2)nβ; see `_fold`.
@@ -200,9 +206,10 @@ def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 
 
 def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
-    """Reduce the members to a power of two: surplus ones send their buffers to a neighbour.
+    """Reduce the number of members to a power of two: surplus ones send buffers to a neighbour.
 
-    p = 6:  1→0  3→2, and 0 2 4 5 continue. At the end, the mirrored phase sends the results back.
+    For p = 6, member 1 sends to 0, and 3 to 2; then 0, 2, 4 and 5 continue. At the end, the
+    mirrored phase sends the results back.
     """
     p = len(members)
     surplus = p - _power_of_two_from(p + 1) // 2
@@ -212,7 +219,7 @@ def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
 
 
 def _swaps(members: Sequence[int], distance: int, size: float) -> Phase:
-    """Return a phase in which each member swaps with the one at position XOR ``distance``."""
+    """Return a phase in which the members at positions i and i XOR ``distance`` swap data."""
     return Phase(tuple((src, members[i ^ distance], size) for i, src in enumerate(members)))
 
 

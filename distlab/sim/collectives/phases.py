@@ -1,4 +1,4 @@
-"""Transfer plans: phases that run one after the other, and the time that they take."""
+"""Transfer plans: phases that run one after another, and the time that they take."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ class Phase:
     Attributes:
         transfers: Transfers of one round, at least one.
         repeat: Number of rounds in a row.
-        latency_s: Total latency of each transfer, if its pieces pass through several GPUs. None for
-            the latency of its route, in every round.
-        bytes_on_links: Bytes of each transfer including protocol flags; empty without flags.
+        latency_s: Total latency of each transfer, if its pieces pass through several GPUs; None to
+            use the latency of its route in every round.
+        bytes_on_links: Bytes of each transfer including protocol flags; empty if it has none.
     """
 
     transfers: tuple[Transfer, ...]
@@ -56,10 +56,11 @@ def together(plans: Iterable[Phases]) -> Phases:
 
 
 def overlapped(phases: Phases, cluster: Cluster) -> Phases:
-    """Run all phases at once, each on a piece that the previous phase has finished.
+    """Run all phases at the same time, each on a piece that the previous phase has finished.
 
-    The pieces are so small that the first is finished after the latencies of all phases. The rest
-    takes as long as the slowest phase or, if longer, the busiest link that phases share.
+    Pieces are taken to be so small that the first one needs only the latencies of all phases. The
+    rest takes as long as the slowest phase or, if that takes longer, the busiest link that phases
+    share.
     """
     latency_s = 0.0
     num_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -75,12 +76,12 @@ def overlapped(phases: Phases, cluster: Cluster) -> Phases:
 def round_s(phase: Phase, cluster: Cluster, *, shared: bool) -> float:
     """Return the seconds that one round of a phase takes if nothing else is on the links.
 
-    A round waits for its slowest transfer: latency + bytes / slowest link.
+    A round lasts as long as its slowest transfer: latency + bytes / lowest bandwidth.
 
     Args:
-        shared: True if a link that k transfers cross gives each 1/k of its bandwidth, for an upper
-            bound; False if transfers do not affect each other, for a lower bound. Both are
-            exact where no link is shared.
+        shared: True to split each link's bandwidth evenly among the transfers that cross it, which
+            gives an upper bound on the time; False to ignore sharing, which gives a lower bound.
+            The two agree if no link is shared.
     """
     routes = [cluster.route(src, dst) for src, dst, _ in phase.transfers]
     crossing = Counter(chain.from_iterable(route.links for route in routes))

@@ -12,8 +12,9 @@ A collective of n bytes takes
     launch + hops · hop + network hops · network hop + n · seconds / efficiency
 
 where the number of hops and the seconds (per byte, on the busiest link) depend on the pattern, and
-the rest on the protocol. A protocol's efficiency differs between bytes that stay inside a node and
-those that leave it. As in NCCL's tuner, the cheapest combination of algorithm and protocol is used.
+all else depends on the protocol. A protocol's efficiency differs between bytes that stay inside a
+node and bytes that leave it. As in NCCL's tuner, the cheapest combination of algorithm and protocol
+is used.
 
 Source: NVIDIA/nccl, src/graph/tuning.cc, for the formula; the numbers are fitted, see presets.py.
 """
@@ -65,9 +66,9 @@ def plan(
 
     Args:
         algorithm: "auto" for the cheapest, or a key of OF_ALGORITHM. If NCCL lacks that algorithm
-            for this collective, the first that it has is used.
-        members: GPUs, a root first.
-        num_bytes: Size as in `algorithms.plan`.
+            for this collective, the first one that it has is used.
+        members: GPUs of the group; if there is a root, it comes first.
+        num_bytes: Size, with the same meaning as in `algorithms.plan`.
     """
     if len(members) == 1:
         return []

@@ -1,4 +1,4 @@
-"""One rank's virtual GPU: a context in which the thread's tensor operations take time.
+"""One rank's virtual GPU: a context in which a thread's tensor operations take virtual time.
 
     with Device(gpu, advance=clock.advance) as device:
         train()
@@ -39,13 +39,13 @@ _innermost_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchMod
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Charge time and memory for the operations of the thread that enters it.
 
-    Views, metadata and communication take no time. Without a GPU, no operation takes time, but
-    memory is still accounted for.
+    Views, metadata and communication take no time. If there is no GPU, no operation takes time,
+    but memory is still accounted for.
 
     Args:
-        gpu: Speed of the GPU; arithmetic in an unlisted dtype is as fast as in float32.
+        gpu: GPU to simulate, or None. A dtype for which it lists no speed is as fast as float32.
         advance: Function called with (seconds, operation) after each operation that takes time.
-        capacity_bytes: Memory size; None for the GPU's own, or for no limit without a GPU.
+        capacity_bytes: Memory size; None for that of the GPU, or for no limit if there is no GPU.
         slowdown: Factor on all durations; it may be changed at any time.
     Attributes:
         memory: Tracker of live tensors and peak memory.
@@ -85,7 +85,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def in_another_thread(self) -> Iterator[None]:
-        """Charge for the calling thread's operations too, while the first thread is inside."""
+        """Charge for the calling thread's operations as well, while the first thread is inside."""
         self.memory.serve()
         _push_mode(self)
         try:
@@ -96,7 +96,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """Run operations for free, and keep their memory out of the account."""
+        """Run the operations in this context for free, without accounting for their memory."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -105,7 +105,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Omit the guard against torch.compile: it costs a 2 s import, and 2 us per operation."""
+        """Omit torch.compile's guard, which would cost a 2 s import, and 2 us per operation."""
         return False
 
     def __torch_dispatch__(
@@ -116,7 +116,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operation and charge for it."""
-        if _innermost_mode(_FAKE) is not None:  # DTensor computes the shapes of a new operation
+        if _innermost_mode(_FAKE) is not None:  # DTensor is computing the shapes of a new operation
             return func(*args, **(kwargs or {}))
         if types and _has_wrapper(types):  # a DTensor: its local tensors are dispatched separately
             for value in args:
@@ -164,8 +164,9 @@ def _has_wrapper(types: tuple[type, ...]) -> bool:
 
 
 # On GPU and CPU, attention is one fused kernel that keeps no scores. Only for meta tensors does
-# torch split it into parts and keep the scores: with 32 heads, T = 4096 and width 4096 they take
-# 1.1 GB, and all other activations of a layer 0.5 GB. So it is fused here for meta tensors as well.
+# torch split it into parts and keep the scores: with 32 heads, T = 4096 and width 4096, they take
+# 1.1 GB, while all other activations of a layer take 0.5 GB. So attention is fused here for meta
+# tensors as well.
 
 
 def _attend(

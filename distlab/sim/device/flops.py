@@ -9,8 +9,8 @@ accelerator, so they have bytes but no FLOPs.
         bytes   2 * (64 * 512 + 512 * 256 + 64 * 256) = 360,448
 
 These costs are deliberate approximations:
-- The backward pass of attention counts the products that the gradient needs, not the one (of
-  five) that a fused kernel recomputes. A causal mask halves the cost, whatever the shape.
+- The backward pass of attention counts the four products that the gradient needs, but not the one
+  that a fused kernel recomputes. A causal mask halves the cost, no matter what the shape is.
 - A scatter reads and writes its whole target. Two views of the same elements count as two tensors.
 - Linear algebra beyond products (``torch.linalg``, ``cdist``) has bytes only.
 """
@@ -64,8 +64,8 @@ class Operation:
         is_composite: True if it consists of other operations. Such an operation arrives undivided
             only in inference mode.
         is_view: True if its result is a view of its first argument.
-        is_free: True if the device moves no data: a view, metadata, allocation or communication.
-        is_repeatable: True if it only computes, and its arguments determine its results' shapes.
+        is_free: True if the device moves no data, as for views, metadata and communication.
+        is_repeatable: True if it only computes results whose shapes its arguments determine.
         creates: True if it may return a tensor with new memory.
         may_alias: True if it may return a view although its schema does not say so.
         adopts: True if its result holds memory that no operation allocated, as in
@@ -93,7 +93,7 @@ class Operation:
 
 
 class Cost(NamedTuple):
-    """The cost of one call. ``dtype`` is that of its first tensor, and selects the FLOP/s."""
+    """The cost of one call. ``dtype`` is that of its first tensor; the FLOP/s depend on it."""
 
     flops: int
     bytes: int
@@ -160,7 +160,7 @@ def describe(func: OpOverload[..., Any]) -> Operation:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors among arguments or results and inside their lists, except sparse ones.
+    """Return all tensors in arguments or results, including those in lists, except sparse ones.
 
     A sparse tensor owns no memory: its indices and values are separate tensors.
     """
@@ -205,7 +205,7 @@ def _formula(func: OpOverload[..., Any]) -> Formula | None:
 
 
 def _matrix_product(first: int) -> Formula:
-    """Return the formula for results summed over the last dimension of argument ``first``."""
+    """Return the formula for products that sum over the last dimension of argument ``first``."""
     return lambda args, out: int(2 * out.numel() * args[first].shape[-1])
 
 
@@ -215,19 +215,19 @@ def _convolution(args: Sequence[Any], out: Any) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
-    """Count the forward pass's products once for each gradient wanted: input, weight, or both."""
+    """Count the forward pass's products once for each wanted gradient (of input and weight)."""
     grad_out, x, weight, transposed, output_mask = *args[:3], args[7], args[10]
     forward = _convolution_flops(x, weight, x if transposed else grad_out)
     return forward * sum(map(bool, output_mask[:2]))
 
 
 def _convolution_flops(x: Tensor, weight: Tensor, where: Tensor) -> int:
-    """Count one product per sample, weight and position of ``where``, padding included."""
+    """Count one product per sample, weight and position of ``where``; padding counts too."""
     return 2 * x.shape[0] * math.prod(where.shape[2:]) * weight.numel()
 
 
 def _recurrent_layer(args: Sequence[Any], out: Any) -> int:
-    """Count the products of each input row and each hidden state with their weights."""
+    """Count the products of each input row, and of each hidden state, with their weights."""
     x, of_input, of_state = args[:3]
     products = x.numel() // x.shape[-1] * (of_input.numel() + of_state.numel())
     return 2 * int(products)

@@ -2,7 +2,7 @@
 
 The account counts storages: a view is free, and a gradient inside a bucket belongs to the bucket.
 The category of a storage may only become clear later (a sum in the backward pass becomes a
-gradient). The storage is then moved to that category, in the peak figures as well.
+gradient). The storage is then moved to that category, including in the peak.
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ class Account:
         return self.blocks.get(id(storage))
 
     def add(self, tensor: Tensor, category: Category) -> None:
-        """Add a tensor's storage to the account, where it stays until it is freed."""
+        """Add a tensor's storage to the account, where it stays until the storage is freed."""
         storage = tensor.untyped_storage()
         block = Block(storage, self._dead.append)
         block.key, block.category, block.nbytes = id(storage), category, 0
@@ -72,7 +72,7 @@ class Account:
         self._note_peak()
 
     def move(self, block: Block, category: Category) -> None:
-        """Move a block to a category, also in the peak if the block existed then."""
+        """Move a block to a category, and in the peak as well if the block existed at that time."""
         self._transfer(self.live, block, category)
         if block.since <= self._peak_since:
             self._transfer(self.peak, block, category)
@@ -92,7 +92,7 @@ class Account:
             self.live_bytes -= block.nbytes
 
     def largest(self, count: int) -> list[tuple[Block, int]]:
-        """Return (a block, number of such blocks) for each of the ``count`` largest kinds."""
+        """Return the ``count`` largest kinds of block: one example of each, and their number."""
         kinds: dict[tuple[object, ...], list[Block]] = {}
         for block in sorted(self.blocks.values(), key=lambda block: -block.nbytes):
             kind = (block.nbytes, block.category, block.shape, block.dtype)

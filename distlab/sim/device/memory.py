@@ -6,11 +6,11 @@
 
 A parameter is recognised by its registration in a module or by its use, a gradient as the ``.grad``
 of a parameter, and optimizer state as a tensor in ``optimizer.state``. An activation is any other
-result that autograd may differentiate, even if it is freed at once. Everything else is "other":
+result that autograd may differentiate, even if it is soon freed. Everything else is "other":
 inputs, buffers, temporaries of the backward pass.
 
 Sizes are exact. An allocator that rounds up to 512 bytes, as CUDA's does, uses a little more; one
-that fragments, much more. The account misses memory used inside an operation, and tensors made
+that fragments uses much more. The account misses memory used inside an operation, and tensors made
 before it started, in other threads, or without an operation (``torch.Tensor([1.0])``).
 """
 
@@ -63,7 +63,7 @@ class SharedInstallation:
         self._undo: Callable[[], None]
 
     def enter(self) -> None:
-        """Make the change, unless another thread has made it."""
+        """Make the change, unless another thread has already made it."""
         with self._lock:
             if self._users == 0:
                 self._undo = self._install()
@@ -133,7 +133,7 @@ class MemoryTracker:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes held at once since the start, or since ``restart_peak``."""
+        """Largest number of bytes held at any time since the start, or since ``restart_peak``."""
         return self._account.peak_bytes
 
     def restart_peak(self) -> None:
@@ -153,7 +153,7 @@ class MemoryTracker:
                 self._account.move(block, category)
 
     def _update(self) -> Account:
-        """Return the account, updated for parameters that ``model.bfloat16()`` silently swapped."""
+        """Return the account, updated for parameters whose memory ``model.bfloat16()`` replaced."""
         for reference, _ in list(self._parameters.values()):
             if (parameter := reference()) is not None:
                 self.meet(parameter)
@@ -178,7 +178,7 @@ class MemoryTracker:
             self._follow_sizes(tensors_in(out), op.name)
 
     def meet(self, parameter: Tensor) -> None:
-        """Register a parameter, and its gradient now or as soon as it exists."""
+        """Register a parameter, and also its gradient, now or as soon as there is one."""
         if is_lazy(parameter):
             return  # a lazy parameter has neither shape nor memory yet
         self.reclassify(parameter, "parameters")
@@ -202,7 +202,7 @@ class MemoryTracker:
             self._account.set_size(block, nbytes)
 
     def _classify_inputs(self, inputs: list[Tensor]) -> bool:
-        """Recognise parameters and activations by use; return whether results need gradients."""
+        """Recognise parameters and activations by use; return True if results need gradients."""
         is_recorded = torch.is_grad_enabled()
         for tensor in inputs:
             if type(tensor) is Parameter:
@@ -220,7 +220,8 @@ class MemoryTracker:
     def _fresh(self, results: list[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
         """Return the results that have new memory, one for each storage.
 
-        If an operation may return unmarked views, its results may share memory with ``sources``.
+        Results that share memory with ``sources`` are views that the operation's schema does not
+        mark as such; they have no new memory.
         """
         known = self._account.blocks
         fresh = {id(storage): t for t in results if id(storage := t.untyped_storage()) not in known}
@@ -246,12 +247,12 @@ class MemoryTracker:
     def _require(self, nbytes: int, op_name: str) -> None:
         capacity = self.capacity_bytes
         if capacity is not None and self._account.live_bytes + nbytes > capacity:
-            _recognise_optimizer_state()  # state from an unfinished first step is still unknown
+            _recognise_optimizer_state()  # state made by an unfinished first step is still unknown
             raise OutOfMemory(_explain(self._update(), nbytes, capacity, op_name))
 
 
 def _is_buffer(op: Operation, inputs: list[Tensor]) -> bool:
-    """Return whether a result only has a parameter's shape, or is the 1.0 that starts backward."""
+    """Return whether a result only copies a leaf's shape, or is the 1.0 that starts backward."""
     return op.is_factory and (inputs[0].is_leaf or op.name == "ones_like")
 
 
@@ -285,15 +286,15 @@ def _explain(account: Account, nbytes: int, capacity: int, op_name: str) -> str:
     )
 
 
-# Hooks and patches. Ranks are threads, but torch's hooks belong to the process. They are installed
-# once, look up the tracker of the calling thread, and are removed with the last tracker.
+# Hooks and patches. Ranks are threads, but torch's hooks belong to the process. So they are
+# installed once, look up the tracker of the calling thread, and are removed with the last tracker.
 
 _thread = threading.local()
 _plain_resize = UntypedStorage.resize_
 
 
 def this_tracker() -> MemoryTracker | None:
-    """Return the memory tracker of this thread, or None without a device."""
+    """Return the memory tracker of this thread, or None if it has no device."""
     tracker: MemoryTracker | None = getattr(_thread, "tracker", None)
     return tracker
 
@@ -308,7 +309,7 @@ def _install_hooks() -> Callable[[], None]:
     UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
 
     def undo() -> None:
-        del UntypedStorage.resize_  # uncovers the inherited method
+        del UntypedStorage.resize_  # restores the inherited method
         for handle in handles:
             handle.remove()
 
@@ -343,7 +344,7 @@ def _after_step(optimizer: Optimizer, *arguments: object) -> None:
 
 
 def _recognise_optimizer_state() -> None:
-    """Report the state of this thread's current or latest optimizer to the thread's tracker."""
+    """Classify the state of this thread's current or latest optimizer as optimizer state."""
     tracker, optimizer = this_tracker(), getattr(_thread, "optimizer", lambda: None)()
     if tracker and optimizer is not None:
         _classify_state(tracker, optimizer)

@@ -27,7 +27,7 @@ _SEQUENCES, _STRIDED = (list, tuple), torch.strided  # globals are faster than a
 
 
 class Result(NamedTuple):
-    """One result of a call: the argument at ``position``, a new tensor, or None if ``dtype`` is."""
+    """One result of a call: the argument at ``position``, a new tensor of ``dtype``, or None."""
 
     position: int | None = None
     shape: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ def run(
 ) -> tuple[Any, Cost | None]:
     """Run an operation, or build its result from the cache.
 
-    Returns: Result of the operation, and its cost if that is in the cache.
+    Returns: Result of the operation, and its cost (None if the call was not in the cache).
     """
     key = _key(func, op, args, kwargs) if op.is_repeatable else None
     if key is None:
@@ -69,7 +69,7 @@ def _key(
     """Return the key of this call in the cache, or None if it cannot be cached."""
     parts: list[Any] = [func, *kwargs]
     tensors: list[int] = []
-    # Shapes of in-place operations never depend on floats, which change at every optimizer step.
+    # Floats, which change at every optimizer step, never affect shapes of in-place operations.
     skipped = float if op.written else None
     if not (
         _describe(args, skipped, parts, tensors)
@@ -77,7 +77,7 @@ def _key(
         and tensors
     ):
         return None
-    if len(set(tensors)) < len(tensors):  # a repeated argument costs less than two tensors
+    if len(set(tensors)) < len(tensors):  # one tensor passed twice costs less than two
         first_places: dict[int, int] = {}
         parts += [first_places.setdefault(tensor, place) for place, tensor in enumerate(tensors)]
     return tuple(parts)
@@ -86,7 +86,7 @@ def _key(
 def _describe(
     values: Sequence[Any], skipped: type | None, parts: list[Any], tensors: list[int]
 ) -> bool:
-    """Append everything that shapes may depend on to ``parts``; return False if impossible."""
+    """Append to ``parts`` all that shapes may depend on; return False if that is impossible."""
     parts.append(len(values))
     for value in values:
         kind = type(value)

@@ -19,7 +19,7 @@ REFUSED_S = 1e-3  # cost of a refused call; if it were free, a loop of retries w
 
 
 class Clock:
-    """The time of the running rank, as its calls see it.
+    """The running rank's clock, and the operations that move it forward.
 
     Args:
         trace: Record of computing and waiting.
@@ -58,7 +58,7 @@ class Clock:
         return self.scheduler.current
 
     def act(self, *, is_progress: bool = True) -> None:
-        """Let all earlier ranks go first; called before any action that other ranks can notice.
+        """Let all earlier ranks go first; called before every action that other ranks can notice.
 
         Args:
             is_progress: False for a call that a rank may repeat forever without any effect.
@@ -76,9 +76,10 @@ class Clock:
     def read(self) -> float:
         """Return the running rank's time.
 
-        Reading is free unless a rank does nothing else: code that waits for time to pass, such as a
-        busy loop or asyncio, must see it pass. After a hundred readings, each has a cost, which
-        doubles every hundred readings. No two readings are equal, so their difference is never 0.
+        Reading is free unless a rank does little else: code that waits for time to pass, such as a
+        busy loop or asyncio, must see it pass. So the first hundred readings after a communication
+        call are free. Later readings take time, which doubles with every further hundred. No
+        two readings are equal, so their difference is never 0.
         """
         rank = self.scheduler.current
         if cost_s := rank.patience.reading_s():
@@ -90,7 +91,7 @@ class Clock:
     def advance(self, seconds: float) -> None:
         """Advance the running rank's clock by the duration of a computation.
 
-        The rank's other threads share its memory, so those with earlier clocks go first.
+        The rank's other threads share its memory, so any that have earlier clocks go first.
         """
         strand = self.scheduler.current
         start_s = strand.clock_s
@@ -115,16 +116,19 @@ class Clock:
                 self._overlap.ends(rank, at_s)
 
     def sleep(self, seconds: float) -> None:
-        """Advance the running rank's clock and let other ranks act; it may be waiting for them."""
+        """Advance the running rank's clock and let others act; the rank may be waiting for them."""
         self.scheduler.current.clock_s += max(seconds, POLL_S)
         self.scheduler.rest()
 
     def gave_up(self, operation: object) -> None:
-        """Note that a wait of the running rank has timed out; the rank may repeat it."""
+        """Note that a wait of the running rank has timed out; the rank may wait again."""
         self.scheduler.rest(lambda: operation)
 
     def refused(self, operation: object) -> None:
-        """Charge a rank for an operation that can never complete: the rank may retry it forever."""
+        """Charge the running rank for an operation that can never complete.
+
+        If it were free, a rank that keeps retrying would never let time pass.
+        """
         self.scheduler.current.clock_s += REFUSED_S
         self.scheduler.rest(lambda: operation)
 
@@ -139,7 +143,7 @@ class Clock:
         self.scheduler.poll(operation, max_polls)
 
     def settle(self, since_s: float) -> float:
-        """Charge the running rank for its lost time; return when its wait actually began."""
+        """Charge the running rank for its lost time; return when its wait really began."""
         if self._overlap:
             strand = self.scheduler.current
             since_s += self._overlap.pay(strand.number)

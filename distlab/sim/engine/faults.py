@@ -72,7 +72,7 @@ class Faults:
                 raise ValueError(f"the seconds of {key!r} must be 0 or more, got {seconds!r}")
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Check that the ranks of all faults exist.
+        """Check that all ranks named in the faults exist.
 
         Raises:
             ValueError: a rank does not exist; the message says which ranks do.
@@ -91,7 +91,7 @@ class Faults:
                     )
 
     def jitter(self, rank: int) -> random.Random:
-        """Return the random generator of one rank's jitter."""
+        """Return the random number generator for one rank's jitter."""
         return random.Random(self.seed * 1_000_003 + rank)
 
 
@@ -100,7 +100,7 @@ class Form:
     """Syntax of one kind of fault, and the field of ``Faults`` that holds it.
 
     Attributes:
-        field: Name of that field, a mapping from the parsed keys to the parsed value.
+        field: Name of the field, which maps parsed keys to parsed values (except ``jitter_s``).
         keys: Parsers of all words but the last.
         value: Parser of the last word.
         example: Well-formed text, shown in errors.

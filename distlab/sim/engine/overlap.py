@@ -3,8 +3,8 @@
     rank 0    computes ───────────────┬──── the rest   0.15 s longer, if the cost is 0.15
     collective       ├──── 1 s ───────┤
 
-The loss is charged when the collective ends, and paid at the rank's next call. If the rank is
-already waiting, its wait counts as having begun that much later.
+The loss is charged when the collective ends, and the rank pays for it at its next call. If the rank
+is already waiting by then, its wait counts as having begun that much later.
 
 Source: a cost of 0.15 on NVLink and 0.02 between nodes is what Calculon assumes for H100 (Isaev et
 al. 2023); NCCL runs on 16 to 32 of the H100's 132 processors.
@@ -17,7 +17,7 @@ class Overlap:
     """Each rank's computation intervals, and the seconds that the rank owes.
 
     Args:
-        cost: Seconds lost per second of computation during a collective of the same rank.
+        cost: Seconds lost per second of computation, while the rank takes part in a collective.
     """
 
     def __init__(self, num_ranks: int, cost: float) -> None:
@@ -45,7 +45,10 @@ class Overlap:
         self._under_way[rank] += 1
 
     def ends(self, rank: int, at_s: float) -> None:
-        """Charge a rank for the uncharged computation during a collective that ends at ``at_s``."""
+        """Charge a rank for its computation during a collective that ends at ``at_s``.
+
+        Computation that an overlapping collective has already charged for is not charged again.
+        """
         self._under_way[rank] -= 1
         begin_s, self._charged_until_s[rank] = self._charged_until_s[rank], at_s
         self._owed_s[rank] += self._cost * sum(

@@ -8,12 +8,12 @@ virtual time, with ties broken by rank, and a program's behaviour never depends 
     rank 1   ── compute ─────────────┐act  recv  block · · · ·  ready ──
     events                                          the message arrives
 
-The scheduler has no thread of its own: the rank that stops picks the next and hands it the baton.
+The scheduler has no thread of its own: a rank that stops picks the next one and hands it the baton.
 When no rank is ready and no event is pending, the world is deadlocked.
 
-A rank may start threads. Each is a strand with a clock and a baton; the rank itself is its first
-strand. Across all ranks, exactly one strand runs at a time, so what holds for ranks holds for
-strands.
+A rank may start threads. Each thread is a strand, with its own clock and baton; the rank itself is
+its first strand. Across all ranks, exactly one strand runs at a time, so everything said here about
+ranks is true of strands.
 """
 
 import heapq
@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Protocol
 from distlab.sim.engine.patience import MAX_POLLS, Operation, Patience
 
 NEVER = float("inf")
-MAX_UNWOUND = 100  # calls by an unwinding rank: `finally` makes few, `while` with `except` many
+MAX_UNWOUND = 100  # calls by an unwinding rank: a `finally` makes few, a loop with `except` many
 STACK_BYTES = 512 * 1024  # the default of 8 MiB takes 8 GiB of address space for 1,024 ranks
 
 
@@ -40,7 +40,7 @@ class Killed(BaseException):
 
 
 class EventSource(Protocol):
-    """A source of events at virtual times, other than timers: the network.
+    """A source of events besides the timers; in practice, the network.
 
     Attributes:
         next_event_s: Time of the next event, or NEVER. Read at every hand-over.
@@ -199,7 +199,7 @@ class Scheduler:
         return strand
 
     def be(self, strand: Strand, body: Callable[[], None]) -> None:
-        """Run ``body`` as a strand, when it is that strand's turn; an error ends the world."""
+        """Run ``body`` as ``strand`` when the strand's turn comes; an error ends the world."""
         strand.baton.acquire()
         try:
             if not self.is_stopping and not strand.is_killed:
@@ -221,7 +221,7 @@ class Scheduler:
 
     # Calls made by the running rank
     #
-    # The invariant: while a rank does something that others can notice, `now_s` is its clock, no
+    # The invariant: while a rank does something that others can notice, `now_s` is its time, no
     # other strand is ready at an earlier time, and no earlier event is pending. `act` ensures this:
     # it queues the rank as ready and hands over until nothing is earlier. So nothing can change a
     # rank's past, and identical programs have identical histories. Between two calls of `act`, a
@@ -302,7 +302,7 @@ class Scheduler:
         self._yield(rank)
 
     def _all_poll(self) -> bool:
-        """Return whether every rank polls or waits, and no event is pending."""
+        """Return True if every rank polls or waits, and no event is pending."""
         waiting = (self.ranks[number].strands[order] for _, number, order in self._ready)
         return self._next_event_s() == NEVER and all(strand.patience.asks for strand in waiting)
 
@@ -343,7 +343,7 @@ class Scheduler:
         return self.is_stopping or self.current.is_killed
 
     def stop(self, failure: BaseException) -> None:
-        """End the world: every other rank is unwound wherever it is."""
+        """End the world: unwind every other rank, wherever it is."""
         self.failure = self.failure or failure
         if not self.is_stopping:
             self.is_stopping = True
@@ -407,7 +407,7 @@ class Scheduler:
             next_rank.baton.release()
 
     def _next(self) -> Strand | None:
-        """Run events until a strand is the earliest, and return it; None if all have ended."""
+        """Run events until a strand comes first; return that strand, or None if all have ended."""
         while True:
             event_s = NEVER if self.is_stopping else self._next_event_s()
             if self._ready and self._ready[0][0] < event_s:
@@ -423,9 +423,9 @@ class Scheduler:
                 self._stop_deadlock()
 
     def _dismiss(self) -> bool:
-        """Kill threads that only await work from a rank that has ended; return False if none do.
+        """Kill threads that only wait for work from a rank that has ended; return False if none do.
 
-        Python ends them too: executors stop their threads when the program ends.
+        Python does the same: at the end of a program, executors stop their threads.
         """
         idle = [
             strand
@@ -437,7 +437,7 @@ class Scheduler:
         return bool(idle)
 
     def _run_events(self, now_s: float) -> None:
-        """Run the events due now. An error ends the world, not just the rank that waits here."""
+        """Run the events due now. An error ends the world, not just the rank that runs them."""
         self.now_s = now_s
         try:
             while self._timers and self._timers[0][0] <= now_s:

@@ -47,7 +47,7 @@ class Trace:
         self.has_events = has_events
         self.bytes_by_link: list[float] = []
         self.leftovers: list[str] = []  # operations that never matched, one line each
-        self.unwaited: list[str] = []  # handles that were never waited for, one line each, by rank
+        self.unwaited: list[str] = []  # handles never waited for, one line each, sorted by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> virtual time
         self.network_s = 0.0  # time at which all ranks had ended and all bytes had arrived
         self._rows: list[Row] = []
@@ -91,7 +91,7 @@ class Trace:
         return list(map(Event._make, self._rows))
 
     def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
-        """Count bytes and messages between two ranks, whichever call they belong to."""
+        """Count bytes and messages between two ranks, no matter which call they belong to."""
         self.bytes_sent[src] += num_bytes
         self.bytes_received[dst] += num_bytes
         self.messages[src] += messages
@@ -120,7 +120,7 @@ class Trace:
             self._rows.append((rank, "compute", "", start_s, end_s, 0, -1, NOWHERE, -1))
 
     def pairs(self) -> Iterator[tuple[Event, Event]]:
-        """Yield every send with its recv, in the order of arrival."""
+        """Yield every send with its recv, in order of arrival."""
         events = self.events
         sends = {event.message: event for event in events if event.kind == "send"}
         for event in events:
@@ -145,7 +145,7 @@ class Trace:
 
 
 def departure_s(send: Event, recv: Event) -> float:
-    """Return when the bytes left: at the send if it was buffered, else once both were posted."""
+    """Return when the bytes left: at the send if it was buffered, else at the later call."""
     is_buffered = send.end_s == send.start_s
     return send.start_s if is_buffered else max(send.start_s, recv.start_s)
 

@@ -1,1 +1,1 @@
-"""The cluster: GPUs, links and routes, without time or ranks."""
+"""The cluster's hardware: GPUs, links and routes; knows nothing of time or ranks."""

@@ -105,20 +105,20 @@ class Cluster(Shape):
         nodes, gpus_per_node: Number of nodes, and of GPUs on each. The GPUs of a node share a
             switch or host; an NVL72 rack is one node.
         gpu: GPU model, or None if computation takes no time and memory has no limit.
-        nics_per_node: Number of NICs, shared evenly by neighbouring GPUs. 0 for the topology's
-            default: one for ethernet, and one per GPU otherwise.
+        nics_per_node: Number of NICs on each node, shared evenly by neighbouring GPUs. 0 for the
+            default of the topology: one for ethernet, and one per GPU otherwise.
         nvlink_bytes_per_s: Bandwidth of one GPU inside its node, over NVLink (ethernet: over PCIe).
         nic_bytes_per_s: Bandwidth of one NIC.
         latency_s, net_latency_s: Latency of a message inside a node, and between nodes.
         hop_latency_s: Latency added by each relaying GPU and each switch beyond the first.
-        oversubscription: Bandwidth of the NICs below a leaf / bandwidth of its up-link, in a
-            fat-tree.
-        nodes_per_leaf: Number of nodes that share a leaf switch, in a fat-tree.
+        oversubscription: In a fat-tree, the bandwidth of all NICs below a leaf switch divided by
+            the bandwidth of the leaf's up-link.
+        nodes_per_leaf: In a fat-tree, the number of nodes that share a leaf switch.
         switch_adds: True if the switch of a node sums the data of its GPUs (NVLS).
         network_adds: True if the switches between nodes also sum data (SHARP).
         numbering: Order of the GPUs, and so of the ranks: "block", node by node, or "cyclic", a GPU
             of each node in turn. The names are from Slurm's --distribution.
-        faults: (pattern, factor) of each call of `slowed` that led to this cluster.
+        faults: (pattern, factor) of each call of `slowed` by which this cluster was made.
     Raises: ValueError: a value is invalid; the message says what is valid, in one line.
     """
 
@@ -203,7 +203,7 @@ class Cluster(Shape):
         return list(nodes.values())
 
     def route(self, src: int, dst: int) -> Route:
-        """Return the route from GPU ``src`` to ``dst``; it has no links if they are the same."""
+        """Return the route from GPU ``src`` to GPU ``dst``; without links if both are the same."""
         route = self._routes.get((src, dst))
         if route is None:
             route = self._routes[src, dst] = self._find_route(
@@ -232,8 +232,8 @@ class Cluster(Shape):
     def assumptions(self) -> list[str]:
         """Return a line for every number that is assumed or was set by hand.
 
-        Report these lines with every result: "simulated, preset dgx-h100, assuming: ...". For a
-        single node, the network's numbers are left out.
+        Report these lines with every result: "simulated, preset dgx-h100, assuming: ...". If there
+        is a single node, the numbers of the network are left out.
         """
         preset = CLUSTERS.get(self.name)
         used = _INSIDE if self.nodes == 1 else _INSIDE + _BETWEEN
@@ -298,7 +298,7 @@ def _assumed_lines(
 
 
 def choose_cluster(cluster: Cluster | str | None, num_ranks: int) -> Cluster:
-    """Return ``cluster``; for a preset's name or None, make one with a GPU for every rank.
+    """Return ``cluster``; if it is a preset's name or None, make one with a GPU for every rank.
 
     Raises:
         ValueError: the cluster has fewer GPUs than there are ranks, there is no preset of that

@@ -51,7 +51,7 @@ class Switch:
                  nic0                nic1                              node1.nic1.in
         node 1   gpu0 ── NVSwitch ── gpu1
 
-    A GPU reaches its NIC without crossing the node's switch, so its ports stay free.
+    A GPU reaches its NIC without crossing the node's switch, so the GPU's ports stay free.
     """
 
     nic_per_gpu = True  # default: one NIC per GPU, not one per node
@@ -130,7 +130,7 @@ class RailOptimised(Switch):
 
 
 class FatTree(Switch):
-    """Nodes are connected to leaf switches, and leaves to a spine through shared up-links.
+    """Nodes are connected to leaf switches, and leaf switches to a spine by shared up-links.
 
            ┌─── spine ───┐           leaf0.up, leaf1.down: NICs below / oversubscription
          leaf0         leaf1

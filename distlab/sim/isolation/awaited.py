@@ -1,7 +1,8 @@
 """Descriptions of what threads wait for, read from the standard library's frames on their stacks.
 
 Events, queues, semaphores and futures are all built on locks. When a lock blocks a thread, the
-frames above it show which of these is in use, and hold the object, so its state can be reported.
+calling frames show which of these the thread is using, and hold the object, so that its state can
+be reported.
 """
 
 import queue
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 from distlab.sim.engine.scheduler import Strand
 from distlab.sim.messages.thread_wait import Awaited, thread_name
 
-Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (self of the method, waiting strand)
+Describe: TypeAlias = Callable[[Any, Strand], Awaited]  # (the method's self, the waiting strand)
 _MODULES = tuple(module.__name__ for module in (threading, queue, futures, pools))
 RESULT = Awaited(
     "the result of a task of its own", "Does that task wait for this thread, or for a free worker?"
@@ -29,7 +30,7 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
     Args:
         frame: Frame that called the lock's ``acquire``.
         holder: Strand that holds the lock, or None if it is unknown.
-        me: Strand that waits.
+        me: The waiting strand.
     """
     if frame and _is_in_the_way(frame):
         return _lock(holder, me)
@@ -47,7 +48,7 @@ def of_lock(frame: FrameType | None, holder: Strand | None, me: Strand) -> Await
 
 
 def _is_in_the_way(frame: FrameType) -> bool:
-    """Return whether the thread waits for a condition's own lock, not for a notification."""
+    """Return whether the thread waits for a condition variable's lock, not for a notification."""
     outer = frame.f_back if frame.f_code is _ACQUIRE_AGAIN else frame
     return outer is not None and (
         outer.f_code is _ENTER or outer.f_code.co_name == "_acquire_restore"
@@ -61,7 +62,7 @@ def end_of(thread: Strand) -> Awaited:
 
 
 def sleeps(_: Strand) -> Awaited:
-    """Describe the wait of a thread that only sleeps."""
+    """Describe the wait of a thread that does nothing but sleep."""
     return Awaited(
         "something, and only sleeps",
         "No rank will do anything any more: what it looks for between its sleeps, a file, a flag "
@@ -162,8 +163,8 @@ _TASK = "a task for its pool", "Does the program wait for more than it has given
 _ENTER = threading.Condition.__enter__.__code__
 _ACQUIRE_AGAIN = threading._PyRLock.acquire.__code__  # type: ignore[attr-defined]
 _RUN, _WORK = pools._WorkItem.run.__code__, pools._worker.__code__
-# For each library function, a function that describes a wait in it, or a text and advice. The
-# text is a format string for the object, such as "{0._value}".
+# For each library function: a function that describes a wait in it, or a text with advice. The
+# text is a format string whose argument is the object being waited for, as in "{0._value}".
 _MADE_OF_LOCKS: dict[CodeType, Describe | tuple[str, str]] = {
     function.__code__: description
     for function, description in (

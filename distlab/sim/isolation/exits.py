@@ -1,8 +1,8 @@
 """Where each rank's program ended: at a ``return``, or on its last line.
 
-A frame that is kept alive remembers the line on which it ended, so a trace function captures the
-outermost frame of a rank's program as it starts. The function then removes itself, because tracing
-every call would slow programs down.
+A frame that is kept alive remembers the line on which it ended. So a trace function captures the
+outermost frame of each rank's program when the program starts, and then removes itself, because
+tracing every call would slow the program down.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ SCRIPT = "<module>"
 STARTERS = ("_call", "_run_program")  # our functions that call the program
 LEADERS = ("_on_cpu", "_be_main")  # our functions that a starter may call before the program
 _IS_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-MAX_CALLS = 10_000  # limit on traced calls; unpickling a program may import its module first
+MAX_CALLS = 10_000  # limit on traced calls; high, as unpickling a program may import its module
 
 
 class Exits:
     """Where ranks left their process groups, and where their programs ended.
 
     Attributes:
-        known: Exits by rank.
+        known: The exits recorded so far, by rank.
     """
 
     def __init__(self, places: Places) -> None:
@@ -43,7 +43,7 @@ class Exits:
 
     @contextlib.contextmanager
     def watched(self, rank: int) -> Iterator[None]:
-        """Record the program's last line, unless a debugger or coverage is already tracing it."""
+        """Record the program's last line, unless a debugger or coverage tool is tracing it."""
         program = self._programs[rank] = _Program(self._places)
         is_free = sys.gettrace() is None
         if is_free:
@@ -77,7 +77,7 @@ class _Program:
         self._places = places
         self._frame: FrameType | None = None
         self._main: FrameType | None = None
-        self._main_called_at = 0  # line of the script that called it
+        self._main_called_at = 0  # line of the script that called ``main()``
         self.last: Site | None = None  # line on which the program ended
         self._num_calls = 0
 
@@ -93,7 +93,7 @@ class _Program:
         if is_called and kind == PROGRAM and not code.co_flags & _IS_SUSPENDED:
             self._frame = frame
         if is_called or kind == GIVEN or self._num_calls == MAX_CALLS:
-            sys.settrace(None)  # also if the called function is ours or has a torch decorator
+            sys.settrace(None)  # even if the called function is ours or has a torch decorator
 
     def look_for_main(self, frame: FrameType | None) -> None:
         """Find the frame of the function that the script called, given a frame inside that call."""
@@ -120,7 +120,7 @@ class _Program:
 def deaths_due(
     faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates
 ) -> Iterator[None]:
-    """Kill ranks as ``faults`` says: at a given time, or as they begin a given optimizer step."""
+    """Kill the ranks that ``faults`` names, at a given time or as an optimizer step begins."""
     for number, at_s in faults.kill_ranks.items():
         scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
     begun = [0] * clock.num_ranks

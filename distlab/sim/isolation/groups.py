@@ -23,11 +23,11 @@ class Groups:
     """Makes each rank's view of a group.
 
     Args:
-        shared: Parts of the world that all groups use.
-        tables: Torch's tables with the running rank's groups.
+        shared: The parts of the simulated world that all groups share.
+        tables: Stand-in for torch's table of process groups, with the running rank's groups.
 
     Attributes:
-        store: Store of the world.
+        store: The world's key-value store.
         made: All groups that the program has made, by key, in order of creation.
     """
 
@@ -58,7 +58,7 @@ class Groups:
         self.show()
 
     def show(self) -> None:
-        """Register the rank's groups by name, for functional collectives in the calling thread."""
+        """Register the rank's groups by name, for functional collectives called in this thread."""
         register: Any = c10d._register_process_group  # type: ignore[attr-defined]
         for group, name in self._tables.__dict__["pg_names"].items():
             register(name, group)
@@ -76,12 +76,12 @@ class Groups:
 
         Args:
             ranks: Global ranks of the members; if empty, all ranks are members.
-            key: Name that no other group of the rank has.
+            key: Name that is unique among the rank's groups.
             timeout: Time limit of each operation on the group.
             description: Text for reports.
 
         Raises:
-            Mismatch: another rank has made a group with other members under this key.
+            Mismatch: another rank has made a group with different members under this key.
         """
         members, number = ranks or self._everyone, self._shared.clock.current.number
         place = (self._joins[number], key)  # a rank that joins again makes new groups

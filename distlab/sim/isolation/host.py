@@ -1,8 +1,9 @@
 """Host settings during a simulation: no preemption, one core, few garbage collections.
 
-A rank that hands over wakes the next thread and then blocks. If the woken thread ran at once, it
-would find the interpreter's lock still held and go back to sleep, which doubles the work. Also,
-every operation makes objects, so the collector would scan all of torch again and again.
+A rank that hands over wakes the next thread and then blocks. If the woken thread ran immediately,
+it would find the interpreter's lock still held and go back to sleep, which doubles the work. Also,
+every operation creates objects, so with the default settings the collector would scan all of torch
+again and again.
 """
 
 import contextlib
@@ -19,16 +20,16 @@ YOUNG_OBJECTS = 50_000  # threshold of the collector; its default, 700, doubles 
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Apply all three settings, and restore the previous ones afterwards."""
+    """Apply all three settings inside the block, and restore the previous ones afterwards."""
     with _few_collections(), _no_preemption(), one_core():
         yield
 
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Exclude existing objects from garbage collections, and collect rarely.
+    """Exclude existing objects from garbage collection, and collect rarely.
 
-    If the caller has frozen objects itself, nothing more is frozen.
+    If the caller has already frozen objects, no more are frozen.
     """
     thresholds, was_enabled, is_ours = gc.get_threshold(), gc.isenabled(), not gc.get_freeze_count()
     if is_ours:
@@ -47,9 +48,10 @@ def _few_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_preemption() -> Iterator[None]:
-    """Keep this thread, and those it starts, running when it wakes another (Linux only).
+    """Let this thread and those it starts keep running after they wake another (Linux only).
 
-    This affects only speed. A process with another scheduling policy keeps that policy.
+    This affects only speed. A process that does not have the default scheduling policy keeps its
+    own.
     """
     is_ordinary = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
     if is_ordinary:
@@ -68,13 +70,13 @@ def _set_policy(name: str) -> None:
 
 HAND_OVERS = 8  # hand-overs timed in each run
 RUNS = 3  # timed runs; the fastest one counts
-SPARE = 0.5  # idle cores needed: on a busy machine, a core may be shared while another is idle
+SPARE = 0.5  # idle cores required, because other work might share the core of a pinned thread
 FAST_S = 15e-6  # a hand-over between two cores takes at least this long
 
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Pin this thread, and those it starts, to its current core, if hand-overs are fast there."""
+    """Pin this thread and those it starts to the current core, if hand-overs are fast there."""
     free = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     if len(free) < 2 or os.getloadavg()[0] > len(free) - SPARE:
         yield
@@ -89,7 +91,7 @@ def one_core() -> Iterator[None]:
 
 
 def hand_over_s() -> float:
-    """Measure the time from waking a thread until it runs."""
+    """Return the measured time, in seconds, from waking a thread until it runs."""
     return min(_hand_over_s() for _ in range(RUNS))
 
 

@@ -1,8 +1,8 @@
-"""Patches of torch and Python while a simulated world runs, undone afterwards.
+"""Patches to torch and Python that are in place while a simulated world runs.
 
 torch keeps one table of process groups per process and has no public way to keep one per rank. The
-attributes changed here are those that torch's own thread-based tests use. They are private, so
-another torch version has to be tested first (constraints.txt names the tested one).
+attributes changed here are those that torch's own thread-based tests use. They are private, so any
+other version of torch needs testing first (constraints.txt names the tested one).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import torch
 import torch.autograd.profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.nn.functional  # binds group.WORLD on import, so not inside a rank
+import torch.distributed.nn.functional  # binds group.WORLD, so must not be imported inside a rank
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.isolation.exits import Exits
@@ -47,7 +47,7 @@ OfRanks = Callable[[Any, str, Callable[..., Any]], None]  # (owner, name, functi
 
 
 class RankHost(Protocol):
-    """A world, as the patches of torch and Python see it."""
+    """The parts of a world that the patches to torch and Python use."""
 
     clock: Clock
     rank_states: RankStates
@@ -67,7 +67,7 @@ _occupied = threading.Lock()  # held while this process hosts simulated ranks
 
 @contextlib.contextmanager
 def installed(host: RankHost) -> Iterator[None]:
-    """Make this process host simulated ranks.
+    """Make this process host simulated ranks inside the block.
 
     Raises:
         SimulationError: the process already hosts another world.
@@ -104,7 +104,7 @@ def installed(host: RankHost) -> Iterator[None]:
 def _restore_afterwards(undo: contextlib.ExitStack) -> None:
     """Make ``undo`` restore the process settings that ranks may change."""
     undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
-    undo.callback(setattr, sys, "stdout", sys.stdout)  # ranks' redirections interleave
+    undo.callback(setattr, sys, "stdout", sys.stdout)  # redirections on several ranks may overlap
     undo.callback(setattr, sys, "stderr", sys.stderr)
     undo.callback(set_warning_state, warning_state())
     undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
@@ -115,7 +115,7 @@ def _restore_afterwards(undo: contextlib.ExitStack) -> None:
 
 
 def _set_deterministic(wanted: bool) -> None:
-    """Restore the setting if a rank changed it; setting it loads torch's compiler (1 s)."""
+    """Restore the setting only if a rank changed it: setting it loads torch's compiler (1 s)."""
     if torch.are_deterministic_algorithms_enabled() != wanted:
         torch.use_deterministic_algorithms(wanted)
 
@@ -153,7 +153,7 @@ def _register_backend(host: RankHost) -> None:
         )
 
 
-_current: dict[str, Any] = {}  # host of the current world; the backend is registered only once
+_current: dict[str, Any] = {}  # current host; global because the backend is registered only once
 
 
 def _be_no_rank() -> None:
@@ -186,7 +186,7 @@ def _create_group(options: Any, description: str | None) -> dist.ProcessGroup:
 
 
 def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Simulate all groups, whatever backend the program names."""
+    """Make every group a simulated one, whichever backend the program asks for."""
 
     def init_process_group(
         backend: object = None, init_method: object = None, timeout: Any = None, *_: Any, **__: Any
@@ -217,11 +217,11 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch's works only on gloo
 
 
-# Patches of torch's inner functions, which also affect names that a program imported earlier
+# Patches inside torch, which take effect even if a program imported the public functions earlier
 
 
 def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
-    """Make torch's own ``init_process_group`` and ``new_group`` work."""
+    """Make torch's own ``init_process_group`` and ``new_group`` create simulated groups."""
 
     def rendezvous(*_: object, **__: object) -> Iterator[tuple[object, int, int]]:
         yield host.groups.store, host.rank_states.current, host.rank_states.num_ranks
@@ -235,7 +235,7 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
             host.exits.joined(host.rank_states.current)
             host.groups.join(settings.get("timeout"))
             return dist.group.WORLD, host.groups.store
-        # A custom backend is not given the description, so the options carry it.
+        # torch does not pass the description to a custom backend, so the options carry it.
         settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
@@ -259,7 +259,7 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Record each P2P batch when torch checks it, and allow DDP parameters on the meta device."""
 
     def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
-        if not tensors[0].is_meta:  # DDP compares shapes as tensor values, which meta lacks
+        if not tensors[0].is_meta:  # DDP compares shapes by tensor values, which meta lacks
             verify(group, tensors, *rest)
 
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
@@ -272,7 +272,7 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
         if host.mailbox.lanes is not None:
             host.mailbox.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
 
-    # torch's batch_isend_irecv calls this first, whatever name a program imported it under.
+    # torch's batch_isend_irecv calls this first, even if a program imported it by another name.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
 
@@ -325,7 +325,7 @@ def _patch_host(of_ranks: OfRanks, rank_states: RankStates) -> None:
 
 
 def _patch_generators(of_ranks: OfRanks, rank_states: RankStates) -> None:
-    """Make ``random.random`` and ``np.random.rand`` draw from the running rank's generators."""
+    """Make functions such as ``np.random.rand`` draw from the running rank's generators."""
     for module, generator, names in (
         (random, "python_rng", PYTHON_FUNCTIONS),
         (np.random, "numpy_rng", NUMPY_FUNCTIONS),
@@ -344,7 +344,7 @@ def _patch_profiler(replace: Replace, rank_states: RankStates) -> None:
     A process has only one profiler, and starting it in two threads crashes the process (SIGSEGV).
     """
     profiler: Any = torch.autograd.profiler
-    owner: list[int] = []  # rank that uses it; empty if none does
+    owner: list[int] = []  # rank that uses the profiler; empty if none does
 
     def take(begin: Callable[..., Any]) -> Callable[..., Any]:
         def begin_alone(*args: Any, **kwargs: Any) -> Any:
@@ -373,15 +373,16 @@ def _patch_profiler(replace: Replace, rank_states: RankStates) -> None:
 
 # ``torch.meta`` is to the meta device what ``torch.cuda`` is to GPUs: FSDP2 needs it to shard over
 # a "meta" mesh. FSDP assumes that a parameter on meta was left there by mistake, and refuses to
-# train. Simulated ranks, however, use meta as a GPU, for models too large for this machine.
+# train. Simulated ranks, however, use meta like a GPU, for models too large for this machine.
 
 _OWNER = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 class MetaHandle:
-    """Streams and events for meta tensors: those of the CPU, which do nothing.
+    """Provides streams and events for meta tensors: the CPU's, which do nothing.
 
-    Args: undo: Stack that undoes the change to FSDP, which is made when FSDP is first used.
+    Args:
+        undo: Stack that will undo the change to FSDP; the change is made when FSDP is first used.
     """
 
     def __init__(self, undo: contextlib.ExitStack) -> None:
@@ -392,7 +393,7 @@ class MetaHandle:
         return getattr(torch.cpu, name)
 
     def current_device(self) -> int:
-        """Return the device's index; FSDP asks for it first, so FSDP's check is disabled here."""
+        """Return the device's index; FSDP calls this first, so its check is disabled here."""
         owner = sys.modules.get(_OWNER)
         if owner is not None and not self._is_used:
             self._is_used = True
@@ -400,7 +401,7 @@ class MetaHandle:
         return 0
 
     def _let_train(self, groups: Any) -> None:
-        """Disable FSDP's check; not done in advance, because importing FSDP takes a second."""
+        """Disable FSDP's check; this is not done earlier, as importing FSDP takes a second."""
         check = groups._validate_no_meta_params
         self._undo.callback(setattr, groups, "_validate_no_meta_params", check)
         groups._validate_no_meta_params = lambda _: None

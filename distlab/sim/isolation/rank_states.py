@@ -1,7 +1,7 @@
 """Per-rank process state, swapped when the scheduler switches ranks.
 
 Ranks are threads of one process. Because of the swap, ``torch.manual_seed(0)`` on one rank does not
-disturb another, and ``os.environ["RANK"]`` is right.
+affect another, and ``os.environ["RANK"]`` is correct on each.
 """
 
 import functools
@@ -32,7 +32,7 @@ _get_dtype = torch.get_default_dtype
 
 
 class RankWorld:
-    """Stands in for c10d's table of process groups. All attributes are swapped at once."""
+    """Stands in for c10d's table of process groups; all its attributes are swapped together."""
 
     default_pg: Any
 
@@ -71,12 +71,12 @@ def set_warning_state(state: WarningState) -> None:
 
 
 class RankState:
-    """The process-wide state of one rank while another runs.
+    """One rank's share of the process-wide state, kept here while another rank runs.
 
-    torch's generator is one object, whose state is copied at every hand-over. Each rank has its own
-    objects for everything else: the generators of ``random`` and numpy, the environment, its host
-    name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if redirected, and the
-    default dtype.
+    There is only one torch generator, so its state is copied at every hand-over. Each rank has its
+    own objects for everything else: the generators of ``random`` and numpy, the environment, its
+    host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if redirected, and
+    the default dtype.
     """
 
     def __init__(self, rank: int, place: Place, seed: int, common: Mapping[bytes, bytes]) -> None:
@@ -104,7 +104,7 @@ class RankState:
         return np.random.RandomState(self._seed)
 
     def put_away(self) -> None:
-        """Save the process's state as this rank's."""
+        """Save the process's current state as this rank's state."""
         self.torch_rng = _get_torch_rng()
         self.warnings = _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
         self.streams = sys.stdout, sys.stderr
@@ -121,7 +121,7 @@ class RankState:
 
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:
-    """Return the names of a module's functions that are methods of ``owner``, its generator."""
+    """Return the names of a module's functions that are bound methods of ``owner``."""
     owners = {name: getattr(value, "__self__", None) for name, value in vars(module).items()}
     return sorted(name for name in owners if owners[name] is owner)
 
@@ -142,12 +142,12 @@ class RankStates:
 
     Args:
         places: Node and local rank of each rank.
-        seed: Seed of the ranks' generators.
+        seed: Seed for the ranks' generators.
         running: Memory shared with a supervisor process, or None. It holds the number of the
             running rank, followed by the thread identifier of every rank.
 
     Attributes:
-        num_local_ranks: Largest number of ranks on one node.
+        num_local_ranks: Largest number of ranks on any node.
         tables: Stand-in for torch's table of process groups, with the running rank's groups.
     """
 
@@ -187,7 +187,7 @@ class RankStates:
         self._running[1 + rank.number] = threading.get_ident()
 
     def switch(self, strand: Strand, next_strand: Strand) -> None:
-        """Save one rank's process state, and restore the next one's."""
+        """Switch to the next strand; if it belongs to another rank, swap the process's state."""
         states, number = self._states, next_strand.number
         if strand.number != number:
             states[strand.number].put_away()
@@ -211,8 +211,8 @@ class RankStates:
     def leave(self, process: dict[bytes, bytes]) -> None:
         """Restore the folder and the environment that the process had before the world began.
 
-        Child processes inherit the real environment, which ranks also change when they set a
-        variable.
+        Child processes inherit the real environment, which changes whenever a rank sets a variable,
+        so it is restored together with ``os.environ``.
         """
         if self._folder:
             self._go_to("")

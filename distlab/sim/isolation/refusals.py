@@ -1,7 +1,7 @@
-"""Errors of refused ``torch.distributed`` calls: the ranks that saw them, and clearer wording.
+"""Records which ranks saw a ``torch.distributed`` call fail, and makes torch's errors clearer.
 
 A rank that catches such an error continues or returns, while the other ranks, which have not seen
-the error, wait for that rank. So the last error of each rank is kept for the report.
+the error, wait for it. So the last error of each rank is kept for the report.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _LISTS = {  # call -> its argument that lists one object per rank
 
 
 class Refusals:
-    """The last error that a call of ``torch.distributed`` raised on each rank."""
+    """The last error that a ``torch.distributed`` call raised on each rank."""
 
     def __init__(self, clock: Clock, rank_states: RankStates, exits: Exits, places: Places) -> None:
         self._clock, self._rank_states = clock, rank_states
@@ -41,15 +41,15 @@ class Refusals:
         self._outside: dict[int, str] = {}  # a call on a group that the rank is not in
 
     def outside_note(self, rank: int) -> str:
-        """Return a note on a call that torch skipped with only a warning, or ""."""
+        """Return a note on a call that torch skipped with only a warning; "" if there was none."""
         call = self._outside.get(rank)
         return f"Before, rank {rank} {call}: torch has left out that call." if call else ""
 
     def notes(self, num_calls: Mapping[int, int]) -> list[str]:
-        """Return notes on each rank's last error, if at most one successful call has followed it.
+        """Return notes on ranks' last errors, unless two or more successful calls have followed.
 
         Args:
-            num_calls: Number of successful calls by rank.
+            num_calls: Number of successful calls of each rank.
         """
         recent = {
             rank: error
@@ -63,7 +63,7 @@ class Refusals:
         )
 
     def install(self, replace: Replace) -> None:
-        """Make torch's errors say what a program can change, and record refused calls."""
+        """Make torch's errors say what to change in the program, and record refused calls."""
         self._note_refusals(replace)
         self._speak_of_members(replace)
         self._refuse_self(replace)
@@ -115,7 +115,7 @@ class Refusals:
         find = replace(c10d, "_get_default_group", get_default_group)
 
     def _speak_of_members(self, replace: Replace) -> None:
-        """Add the group's ranks to the error about a rank outside the group."""
+        """Make the error about a rank outside a group list the ranks of the group."""
         number_in_group, tables = c10d.get_group_rank, self._rank_states.tables
 
         def get_group_rank(group: Any, global_rank: int) -> int:
@@ -133,7 +133,7 @@ class Refusals:
             replace(owner, "get_group_rank", get_group_rank)
 
     def _refuse_self(self, replace: Replace) -> None:
-        """Add to the error about a message to oneself how ranks are counted within a group."""
+        """Make the error about a message to oneself say how ranks are counted within a group."""
 
         def check_not_self_rank(group: Any, rank: int, rank_type: str) -> None:
             try:
@@ -150,7 +150,7 @@ class Refusals:
 def _speak_of_objects(
     name: str, error: BaseException | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Reword errors of object collectives: name the object list, not the tensors made from it."""
+    """Make errors of object collectives name the list of objects, not the tensors made from it."""
     if error is None or name not in _LISTS:
         return
     if "``gather_list``" in str(error):
@@ -165,7 +165,7 @@ def _speak_of_objects(
 
 
 def _members(group: Any) -> list[int]:
-    """Return the global ranks of a group; empty for the world or an unknown group."""
+    """Return the global ranks of a group; [] for the world or an unknown group."""
     known = c10d._world.pg_group_ranks
     return [] if group is dist.GroupMember.WORLD or group not in known else [*known[group]]
 

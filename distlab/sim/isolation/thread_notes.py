@@ -13,7 +13,7 @@ from distlab.sim.isolation.rank_states import Replace
 from distlab.sim.reporting.report import WHO, error_line, merged_notes, place, place_suffix
 from distlab.sim.reporting.sites import Places, Site
 
-FAILED_ON = "_distlab_failed_on"  # attribute of a failed future: its task's rank
+FAILED_ON = "_distlab_failed_on"  # attribute of a failed future that holds its task's rank
 
 
 class ThreadNotes:
@@ -30,14 +30,17 @@ class ThreadNotes:
         self._failures.append((rank, text))
 
     def future_failed(self, rank: int, name: str, error: BaseException) -> None:
-        """Record the error that a future holds, until the program asks for it."""
+        """Record a future's error, which is reported unless the program asks for it."""
         by = f" in thread {name!r}" if name else ""
         ending = f"ended with {self._describe(error)}"
         text = f"On {WHO}, what ran{by} {ending}, and nobody has asked for it."
         self._failures.append((rank, text))
 
     def abandoned(self, rank: int, name: str, site: Site, start: Site) -> None:
-        """Record where a daemon was when its rank ended; if it never ran, where it was started."""
+        """Record where a daemon was when its rank ended.
+
+        For a daemon that never ran, record where it was started.
+        """
         where = f", which was at {place(site)}"
         if not site[0]:
             where = f", which had not begun (started at {place(start)})"
@@ -57,7 +60,7 @@ class ThreadNotes:
         return f"{error_line(error)}{place_suffix(self._places.raised_at(error))}"
 
     def watch_results(self, replace: Replace, running: Callable[[], Strand | None]) -> None:
-        """Record errors of futures until the program asks for them.
+        """Record the errors of futures, and forget them once the program asks for one.
 
         Args:
             replace: Function that replaces an attribute and returns the original.
@@ -84,9 +87,10 @@ class ThreadNotes:
         replace(futures.Future, "exception", asking(futures.Future.exception))
 
     def _ask(self, future: Any) -> None:
-        """Forget all of a rank's failures, because its program has asked for one of them.
+        """Forget a rank's failures when its program asks for the result of a failed future.
 
-        Not only that one: ``Executor.map`` never asks for the errors after the first.
+        All of them are forgotten, because ``Executor.map`` never asks for the errors after the
+        first.
         """
         rank = getattr(future, FAILED_ON, None)
         self._failures = [failure for failure in self._failures if failure[0] != rank]

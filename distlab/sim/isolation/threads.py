@@ -1,13 +1,13 @@
 """Threads that a rank starts itself: heartbeats, savers, servers, prefetchers.
 
-Only one thread of all ranks runs at a time, so a thread that a rank starts is one more strand of
-the scheduler. Whatever would block it in real time blocks it in virtual time: locks, and all that
-Python builds on locks (conditions, events, semaphores, queues, futures, executors).
+Only one thread of all ranks runs at a time, so a thread that a rank starts becomes one more strand
+of the scheduler. Locks, and everything that Python builds on locks (conditions, events, semaphores,
+queues, futures, executors), block it in virtual time instead of real time.
 
     rank 0            all_reduce · · · · · · · · · · all_reduce
     its heartbeat     sleep 1 s ── store.set ── sleep 1 s ── store.set
 
-Locks that exist before the world runs stay as they are: their owners do not communicate.
+Locks created before the world runs stay real, because their owners do not communicate.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _real_start, _real_join, _real_is_alive = (
     _real_thread.is_alive,
 )
 _real_select: Any = selectors.DefaultSelector.select
-NO_THREAD = -1  # a thread with no recorded start: only its own lines count
+NO_THREAD = -1  # no thread's identifier; finds a site without falling back to a thread's start
 MAX_PAUSE_S = 1e-3  # longest pause between two polls of files
 STRAND = "_distlab_strand"  # attribute of a rank's thread that holds its strand
 
@@ -51,7 +51,8 @@ class Threads:
     """Turns the threads that ranks start into strands.
 
     Args:
-        around: Function that returns the context in which a rank's thread runs, such as its device.
+        around: Function that returns a context manager in which to run a rank's thread, such as the
+            rank's device.
 
     Attributes:
         notes: Notes on errors of threads and tasks, and on daemons that ended with their rank.
@@ -104,7 +105,7 @@ class Threads:
 
     def _rlock(self) -> Any:
         is_of_rank = self.is_virtual() and not _is_for_processes()
-        # The pure-Python RLock is built on `_allocate_lock`, and so on RankLock.
+        # The pure-Python RLock is built on `_allocate_lock`, and therefore on RankLock.
         kind: Any = threading._PyRLock if is_of_rank else threading._CRLock  # type: ignore[attr-defined]
         return kind()
 
@@ -198,7 +199,7 @@ class Threads:
     # Waiting
 
     def _sleep(self, strand: Strand) -> ThreadWait:
-        """Return the wait of a thread that only sleeps."""
+        """Return a wait that stands for a thread that does nothing but sleep."""
         site = self._places.call_site(sys._current_frames()[strand.ident], strand.ident)
         return ThreadWait(self._clock, awaited.sleeps, site, strand)
 
@@ -213,7 +214,7 @@ class Threads:
         until_s: float,
         look: Look,
     ) -> bool:
-        """Let other strands run until ``is_done()`` or until time is up; return ``is_done()``.
+        """Let other strands run until ``is_done()`` holds or time is up; return whether it holds.
 
         Args:
             is_done: Condition, tested whenever the thread is woken.
@@ -254,14 +255,14 @@ class Threads:
             self._scheduler.ready(waiting.popleft(), self.now_s())
 
     def ask(self) -> None:
-        """Count an unsuccessful poll: a thread that keeps polling must see time pass."""
+        """Count an unsuccessful poll, so that a thread that keeps polling sees time pass."""
         self._clock.read()
 
 
 def _is_for_processes() -> bool:
     """Return whether the call comes from ``multiprocessing``, for example for a data loader.
 
-    Its threads wait for processes outside the simulated world, in real time.
+    The threads of ``multiprocessing`` wait in real time for processes outside the simulated world.
     """
     return str(outside().f_globals.get("__name__", "")).startswith("multiprocessing.")
 
@@ -273,7 +274,7 @@ def _says_something(record: logging.LogRecord) -> bool:
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a bound method in a function, which becomes a method of the patched class."""
+    """Wrap a bound method in a plain function that can serve as a method of the patched class."""
     return lambda thread, *args, **kwargs: function(thread, *args, **kwargs)
 
 

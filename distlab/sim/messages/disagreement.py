@@ -1,4 +1,4 @@
-"""Errors for calls that do not form one collective: which rank made which call, and where."""
+"""Errors for calls that do not form one collective; they show which rank called what, and where."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from distlab.sim.reporting.torch_calls import advice_for
 from distlab.util.text import joined, rank_names
 
 NUM_TENSORS = "number of tensors"
-MAX_SIDES = 4  # sides named in the headline
+MAX_SIDES = 4  # sides (sets of ranks that agree) named in the headline
 MAX_ROWS = 12
 TWO_CALLS = (
     "If these are two different calls of the program, the ranks make them in another order, or one "
@@ -28,7 +28,7 @@ class RankCall(NamedTuple):
     row: Row
 
     def key(self) -> str:
-        """Return a key that is the same for all calls that agree."""
+        """Return a key that is equal for calls that agree, and different for all others."""
         return f"{self.name} {sorted(self.values.items())}"
 
 
@@ -43,14 +43,14 @@ def values_of(call: Call, group: Sequence[int]) -> dict[str, object]:
 
 
 def device_of(call: Call) -> str:
-    """Return ``cpu`` or ``meta``: a meta tensor, which holds no data, matches only meta tensors."""
+    """Return the call's device type, ``cpu`` or ``meta``; meta tensors match only meta tensors."""
     return joined(sorted({x[0].device.type for x in (call.inputs, call.outputs) if x}))
 
 
 def disagreement(calls: Sequence[RankCall]) -> Mismatch:
-    """Return the error for calls that differ: the ranks on each side, their arguments and lines.
+    """Return the error for calls that differ; it shows each side's ranks, arguments and lines.
 
-    For example: all_reduce with op MAX on rank 2, but with op SUM on ranks 0, 1 and 3
+    For example, "all_reduce with op MAX on rank 2, but with op SUM on ranks 0, 1 and 3".
     """
     sides: dict[str, list[RankCall]] = {}
     for call in calls:
@@ -85,7 +85,7 @@ def _headline(sides: Sequence[tuple[Sequence[RankCall], str]]) -> str:
 
 
 def _details(call: RankCall, words: Iterable[str]) -> str:
-    """Return the named arguments with their values: ``size 4 and dtype float32``."""
+    """Return the named arguments with their values, such as ``size 4 and dtype float32``."""
     return joined([f"{word} {str(call.values.get(word)).removeprefix('torch.')}" for word in words])
 
 
@@ -98,7 +98,7 @@ def _merged(calls: Iterable[RankCall]) -> list[Row]:
 
 
 def unequal_parts(calls: Sequence[Call], rows: Sequence[Row]) -> Mismatch | None:
-    """Return an error if a rank of an ``all_to_all`` expects more or less than it is sent."""
+    """Return an error if a rank in ``all_to_all`` is sent more or less than it expects."""
     for i, sender in enumerate(calls):
         for k, receiver in enumerate(calls):
             sent, expected = sender.inputs[k].numel(), receiver.outputs[i].numel()

@@ -32,11 +32,11 @@ class Failures:
     """Keeps a world's first error.
 
     Args:
-        explain: Function that adds notes to a report; called before any rank moves on.
-        stop: Function that ends the world with an error.
+        explain: Function that adds notes to an error; called before any rank continues.
+        stop: Function that ends the world with a given error.
 
     Attributes:
-        first: Error to report, whatever happens later; None if there was none.
+        first: First error, which is the one to report; None if there was none.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class Failures:
         self.first: SimulationError | None = None
 
     def note(self, error: SimulationError) -> None:
-        """Count an error that is about to be raised in the running rank; keep it if it is first.
+        """Count an error that is about to be raised in the running rank; keep the first error.
 
-        After MAX_ERRORS errors the world ends: a rank that catches them might retry forever.
+        More than MAX_ERRORS errors end the world, because a rank that catches its errors might
+        retry forever.
         """
         self._num_errors += 1
         if self.first is None:
@@ -65,7 +66,7 @@ class Shared:
     """Parts of a world that all its groups share.
 
     Attributes:
-        handles: Operations not waited for yet.
+        handles: Operations whose handles have not been waited for.
         failures: Record of errors from calls that do not match.
     """
 
@@ -84,7 +85,7 @@ class SimGroup(BaseGroup):
         shared: Parts of the world that all groups use.
         ranks: Global ranks of the members, in group order.
         rank: Number of this rank inside the group.
-        key: Identity of the group, equal on all ranks that created it.
+        key: Identity of the group, which is the same on all its ranks.
         name: Name under which torch knows the group.
         limit_s: Time limit of each operation, in virtual seconds.
     """
@@ -111,7 +112,7 @@ class SimGroup(BaseGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors the group carries; asynchronous checkpoints need ``cpu``."""
+        """Devices whose tensors the group can send; asynchronous checkpoints require ``cpu``."""
         return [torch.device(name) for name in ("cpu", "cuda", "meta")]
 
     # Point to point
@@ -131,7 +132,7 @@ class SimGroup(BaseGroup):
         return self._post("recv", tensors, self._ranks[src], src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> SimWork:
-        """Post a recv from any rank; it takes the earliest send, with ties broken by rank."""
+        """Post a recv from any rank; it takes the earliest send, and ties go to the lowest rank."""
         check_contiguous("recv", tensors)
         return self._post("recv", tensors, ANY_SOURCE, ANY_SOURCE, tag)
 
@@ -163,7 +164,7 @@ class SimGroup(BaseGroup):
         """Wait for all ranks; rank 0 of the group reports ranks that do not arrive in time.
 
         Args:
-            timeout: Time limit on rank 0; None for the group's.
+            timeout: Time limit on rank 0; None for the time limit of the group.
             wait_all_ranks: True to report all missing ranks, not only the first.
 
         Raises:
@@ -202,7 +203,7 @@ class SimGroup(BaseGroup):
             raise
 
     def _refused(self, call: Call) -> None:
-        """Charge virtual time for a call that is about to be refused, as its group is closed."""
+        """Charge virtual time for a call that will be refused because its group is closed."""
         shared = self._shared
         meeting = Meeting(shared.meetings, self._key, self._ranks, self._num_calls)
         attendance = Attendance(meeting, call, shared.places.call_site())

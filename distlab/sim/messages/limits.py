@@ -1,6 +1,7 @@
-"""Limits on waiting, in virtual time: the meaning of ``timeout=``, and timeout errors.
+"""Time limits in virtual time: how ``timeout=`` is understood, and the errors for timeouts.
 
-An error begins like torch's own over gloo, and then names the operation that timed out.
+The text of each error begins like that of torch's own error on gloo. Where it can, it then names
+the operation that timed out.
 """
 
 from collections.abc import Sequence
@@ -13,17 +14,17 @@ from distlab.sim.engine.scheduler import NEVER
 
 
 def limit_s(timeout: timedelta | float | None) -> float:
-    """Return a limit in seconds; NEVER for no limit, which torch also writes as 0."""
+    """Return a timeout in seconds; NEVER for None or 0, which both mean no limit in torch."""
     return seconds_of(timeout) if timeout else NEVER
 
 
 def seconds_of(timeout: timedelta | float) -> float:
-    """Return a timeout in seconds; like torch, accept a plain number of seconds too."""
+    """Return a timeout in seconds; like torch, accept a plain number of seconds as well."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 def group_limit_s(timeout: timedelta | None) -> float:
-    """Return a group's limit; NEVER for torch's default, as deadlocks are found without one."""
+    """Return a group's limit; NEVER for torch's default, since deadlocks are detected anyway."""
     return NEVER if timeout == default_pg_timeout else limit_s(timeout)
 
 
@@ -41,7 +42,7 @@ def operation_error(rank: int, name: str, seconds: float, waited_for: str) -> Ru
 
 
 def patience_error(rank: int, seconds: float, waited_for: str) -> RuntimeError:
-    """Return the error for a rank that stops waiting for a collective, which itself continues."""
+    """Return the error for a rank that stops waiting for a collective; the collective continues."""
     return RuntimeError(
         f"[rank {rank}] Operation timed out! After {milliseconds(seconds)}ms: {waited_for}"
     )
@@ -58,7 +59,7 @@ def closed_error(rank: int, gave_up: int, waited_for: str = "") -> RuntimeError:
     Args:
         rank: Rank on which the error is raised.
         gave_up: Rank whose operation timed out.
-        waited_for: Text with that operation and the line that called it; "" if unknown.
+        waited_for: Description of that operation and the line that called it; "" if unknown.
     """
     waited = f" in its {waited_for}" if waited_for else ""
     if rank == gave_up:

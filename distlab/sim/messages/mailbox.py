@@ -1,9 +1,9 @@
-"""Point-to-point messages: a send is matched with a recv, the bytes travel, and both are done.
+"""Point-to-point messages: a send is matched with a recv, its bytes travel, and both are done.
 
 synchronous (as on NCCL)    send ── waits ──┬ recv posted
                                             └─ α + nβ ─▶ both are done
-eager (small, buffered)     send is done ───── α + nβ ─▶ arrived;  recv is done then, or when
-                                                         it is posted later
+eager (small, buffered)     send is done ───── α + nβ ─▶ arrived;  recv is done now, or as
+                                                         soon as it is posted
 """
 
 import copy
@@ -24,22 +24,22 @@ from distlab.sim.reporting.sites import Site
 
 SIZES = "A send and its recv need the same number of elements and the same dtype."
 ORDER = "Messages from one rank to another with the same tag meet in the order of the calls."
-MAX_TAKEN = 8  # messages taken by recvs from any rank, remembered per receiving rank
+MAX_TAKEN = 8  # how many messages taken by any-source recvs to remember, per receiving rank
 Pair = tuple[object, int, int]  # group and two ranks, the lower one first
 Address = tuple[object, int, int, int]  # group, source, destination, tag
 Taken = tuple[object, int, int, tuple[torch.Size, torch.dtype]]  # group, source, tag, form
 
 
 class Mailbox:
-    """Holds the unmatched sends and recvs, first in, first out per address.
+    """Matches sends and recvs; for each address, unmatched ones wait in first-in-first-out queues.
 
     Args:
-        eager_bytes: Size up to which sends are buffered.
+        eager_bytes: Size of the largest send that is buffered.
         p2p_order: "pair" or "free", as in ``Options``.
 
     Attributes:
-        lanes: Streams of messages that wait to start; None if all start when they are posted.
-        closed: Closed connections, with the rank and the message that timed out on each.
+        lanes: Streams in which messages wait their turn; None if they start when they are posted.
+        closed: For each closed connection, the rank and the message that timed out on it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Mailbox:
         self._has_any_source = False  # True once a recv from any rank has been posted
         self._numbers = count()
         self.closed: dict[Pair, tuple[int, str]] = {}  # rank that timed out, and its message
-        # By receiving rank: messages that recvs from any rank took, and the sites of those recvs.
+        # By receiving rank: messages taken by any-source recvs, and the sites of those recvs.
         self._taken: dict[int, deque[tuple[Taken, Site]]] = {}
 
     def next_number(self) -> int:
@@ -75,11 +75,11 @@ class Mailbox:
         if self.lanes is None or self.lanes.enter(message):
             self._start(message)
 
-    # The invariant: a message is in a queue only until it is matched, and at most one of an
-    # address's two queues holds messages, because a new message first tries to take the earliest
-    # one from the other queue. An eager send is done when it is posted, even while it is in a
-    # queue, and its bytes travel at once. Any other send travels once its recv is posted, and both
-    # are done when the bytes arrive.
+    # The invariant: a message is in a queue only until it is matched. At most one of an address's
+    # two queues holds messages, because a new message first tries to take the earliest one from the
+    # other queue. An eager send is done as soon as it is posted, even if it is still in a queue,
+    # and its bytes leave immediately. The bytes of any other send leave once its recv is posted as
+    # well, and both sides are done when the bytes arrive.
 
     def _start_send(self, send: Message) -> None:
         address = (send.key, send.rank, send.peer, send.tag)
@@ -124,7 +124,7 @@ class Mailbox:
     def close(self, late: Message) -> None:
         """Close the connection that ``late`` uses, as gloo does when a wait times out.
 
-        All messages posted on the connection fail, and so will later ones.
+        Unmatched messages that have started on the connection fail; so do messages posted later.
         """
         pair = _pair_of(late)
         self.closed[pair] = timed_out = late.rank, f"{late.text()}, {late.where()}"
@@ -151,7 +151,7 @@ class Mailbox:
         return "rank {} had waited long enough in its {}".format(*timed_out) if timed_out else ""
 
     def taken_at(self, recv: Message) -> Site | None:
-        """Return the site of an any-source recv that took a message fitting ``recv``, or None."""
+        """Return where an any-source recv took a message ``recv`` could have taken, or None."""
         wanted = (recv.key, recv.peer, recv.tag, recv.form)
         taken = self._taken.get(recv.rank, ())
         return next((site for message, site in reversed(taken) if message == wanted), None)
@@ -190,7 +190,7 @@ class Mailbox:
         send.meet(recv)
 
     def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:
-        """Return a question about tags if a message with another tag would fit; else ""."""
+        """Return a hint about swapped tags if a message with another tag would fit; else ""."""
         queues = self._sends if later is recv else self._recvs
         for (key, src, dst, tag), queue in queues.items():
             is_near = (key, src, dst) == (send.key, send.rank, recv.rank) and tag != send.tag

@@ -1,8 +1,8 @@
-"""Collectives: all ranks of a group arrive, the bytes travel phase by phase, and all are done.
+"""Collectives: all ranks of a group arrive, bytes travel phase by phase, and all ranks are done.
 
 A collective is identified by its number: the k-th calls of all ranks on a group form one meeting.
-Arguments that must agree are compared as each rank arrives. If they differ, no bytes travel: the
-meeting fails on all its ranks when the last one arrives, or after a while if some are missing.
+Arguments that must agree are compared as each rank arrives. If they differ, no bytes travel, and
+the meeting fails on all ranks: when the last one arrives, or after a while if some do not arrive.
 """
 
 import copy
@@ -75,34 +75,34 @@ class Attendance(Pending):
         return [rank for rank in self.group if rank not in self.meeting.attendances]
 
     def title(self) -> str:
-        """Return ``all_reduce (call 3 of ranks 0-7)``."""
+        """Return a title such as ``all_reduce (call 3 of ranks 0-7)``."""
         return f"{self.full_name()} (call {self.meeting.number + 1} of {rank_names(self.group)})"
 
     def text(self) -> str:
-        """Return ``all_reduce (call 3 of ranks 0-7), (4,) float32``; more shapes if coalesced."""
+        """Return a title and shapes, such as ``all_reduce (call 3 of ranks 0-7), (4,) float32``."""
         shown = [describe(form) for form in self.forms[:MAX_SHAPES]]
         more = ["…"] if len(self.forms) > MAX_SHAPES else []
         return ", ".join([self.title(), *shown, *more])
 
 
 class Founding(Attendance):
-    """One rank's part in creating a group, which takes effect once all its ranks have called."""
+    """One rank's part in creating a group, which exists once all its ranks call ``new_group``."""
 
     __slots__ = ()
     kind, is_recorded = "founding", False
 
     def title(self) -> str:
-        """Return ``new_group of ranks 0-3``."""
+        """Return a title such as ``new_group of ranks 0-3``."""
         return f"new_group of {rank_names(self.group)}"
 
 
 class Meeting:
-    """One collective call of one group, from the first arrival to the end."""
+    """One collective call of one group, from the arrival of the first rank to the end."""
 
-    # The invariant: the k-th call of every rank on a group attends the k-th meeting, which stays in
-    # `Meetings._open` until its last rank arrives. Until then it can fail, and ranks that arrive
-    # later get its error. Once it has begun, it cannot fail. A meeting that has failed or
-    # ended holds no attendance, so that no handle keeps the tensors of other ranks alive.
+    # The invariant: the k-th call of every rank on a group attends the group's k-th meeting, which
+    # stays in `Meetings._open` until the last rank arrives. Until then, the meeting can fail; ranks
+    # that arrive after a failure get its error. Once a meeting has begun, it cannot fail. One that
+    # has failed or ended holds no attendances, so no handle keeps the tensors of other ranks alive.
 
     def __init__(self, world: "Meetings", key: object, group: tuple[int, ...], number: int) -> None:
         self._world, self.clock = world, world.clock
@@ -117,7 +117,7 @@ class Meeting:
     def arrive(self, call: Call, site: CallSite) -> Attendance:
         """Attend the meeting as the running rank.
 
-        If calls differ, the meeting waits for all ranks, so that the error can show their calls.
+        If calls differ, wait a while for the missing ranks, so that the error can show their calls.
 
         Raises:
             Mismatch: the ranks' calls cannot form one collective.
@@ -147,7 +147,7 @@ class Meeting:
         )
 
     def _settle(self, call: Call) -> None:
-        """Begin now that all ranks have arrived, or fail on all of them."""
+        """Now that all ranks have arrived, begin the transfers or fail on all ranks."""
         members = [self.attendances[rank] for rank in self.group]
         error = self.dispute() if self.is_disputed else None
         if error is None and members[0].name == "all_to_all":
@@ -158,7 +158,7 @@ class Meeting:
             self.fail(partial(_copied, error))
 
     def dispute(self) -> Mismatch:
-        """Return the error for calls that differ, showing those of the ranks that have arrived."""
+        """Return the error for differing calls; it shows the calls of ranks that have arrived."""
         present = [self.attendances[rank] for rank in sorted(self.attendances)]
         error = disagreement(
             [
@@ -195,12 +195,12 @@ class Meeting:
         return len({*users}) < len(users)
 
     def close(self, gave_up: int) -> None:
-        """Make this and all later collectives of the group fail, because one has timed out."""
+        """Make this collective and all later ones of the group fail, because this one timed out."""
         self._world.closed[self.key] = gave_up
         self.fail(lambda rank: closed_error(rank, gave_up))
 
     def fail(self, error_of: Callable[[int], Exception]) -> None:
-        """Make the call fail on all ranks, including those still to arrive, unless it has begun.
+        """Unless the collective has begun, make it fail on all ranks, even on those yet to arrive.
 
         Args:
             error_of: Function that returns the error for a global rank.
@@ -223,11 +223,11 @@ class Meeting:
             clock.scheduler.at(self._begin_s, lambda: self._end(self._begin_s))
         else:
             calls = (attendance.call for attendance in self.attendances.values())
-            largest = max(calls, key=lambda call: call.num_bytes)  # only sparse sizes may differ
+            largest = max(calls, key=lambda call: call.num_bytes)  # sizes differ only if sparse
             self._run_phase(iter(self._world.plan(largest, self.group)), self._begin_s)
 
     def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
-        """Start all transfers of the next phase; the last to arrive starts the phase after it."""
+        """Start all transfers of the next phase; the last arrival starts the phase after that."""
         phase = next(phases, None)
         if phase is None:
             return self._end(now_s)
@@ -270,7 +270,7 @@ class Meetings:
         plan: Function that returns the transfers of a call.
 
     Attributes:
-        closed: Rank whose collective has timed out, by group.
+        closed: For each closed group, the rank whose collective has timed out.
         splits: Calls that ranks made at different lines.
     """
 

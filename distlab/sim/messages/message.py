@@ -1,13 +1,13 @@
-"""A posted send or recv, from the call until its bytes have arrived, and the turns it may wait for.
+"""Sends and recvs, from the call until the bytes have arrived, and the turns they may wait for.
 
-NCCL runs the point-to-point operations of a stream one after the other. An operation that a rank
-posts on its own goes to the stream of the pair (the rank and its peer, on one group). Operations
-passed to one ``batch_isend_irecv`` start together, on the group's stream:
+NCCL runs the point-to-point operations of a stream one after another. Each rank has one stream per
+group and peer, for operations that it posts singly, and one stream per group for batches. The
+operations of a batch, passed to one call of ``batch_isend_irecv``, start together:
 
     isend(1); irecv(1)              rank 0 ── 1     send ─▶ recv      the recv starts when the
                                                                       send is done
     batch_isend_irecv([…, …])       rank 0, batches   send
-                                                      recv            both start at once
+                                                      recv            both start together
 """
 
 from collections import deque
@@ -23,11 +23,11 @@ from distlab.sim.reporting.sites import CallSite, Site
 from distlab.util.text import rank_names
 
 PREPOSITIONS = {"send": "to", "recv": "from"}
-_BATCHES = -2  # replaces the peer in the key of a lane for batches
+_BATCHES = -2  # stands for the peer in the key of a lane for batches
 
 
 class Postbox(Protocol):
-    """The mailbox, as its messages see it."""
+    """The methods of the mailbox that messages call."""
 
     def next_number(self) -> int: ...
     def close(self, late: "Message") -> None: ...
@@ -37,17 +37,18 @@ class Postbox(Protocol):
 
 
 class Message(Pending):
-    """A posted send or recv. Only its own methods change it.
+    """A posted send or recv. Apart from ``turn``, only its own methods change it.
 
-    Ranks are global. Both sides share one ``number``, which the send gets when it is posted.
+    Ranks are global unless stated otherwise. Both sides of a message share one ``number``, which
+    the send gets when it is posted.
 
     Attributes:
-        key: Identity of the group, which differs even between groups of the same ranks.
-        tensor: The program's buffer, until the bytes have arrived.
+        key: Identity of the group; even groups of the same ranks have different keys.
+        tensor: The program's buffer; deleted once the bytes have arrived.
         form: Shape and dtype; a plain tuple, because one is made for every message.
-        source: Rank inside the group that sends the message.
-        payload: Copy of a send's tensor as posted, if the send is eager or its buffer is watched.
-        arrived_s: Virtual time at which the bytes of a send arrived.
+        source: Rank that sends the message, numbered inside the group.
+        payload: Copy of a send's tensor as posted, for an eager send or in strict mode; else None.
+        arrived_s: Virtual time at which the bytes of a send arrived, or None.
         partner: Message of the other side, once the two are matched.
         turn: Turn of the message in its lane, until it is done; None if it is in no lane.
     """
@@ -86,11 +87,11 @@ class Message(Pending):
         self.turn: Turn | None = None
 
     def keep(self, payload: Tensor, *, is_eager: bool) -> None:
-        """Keep a copy of the tensor as posted: eager sends deliver it, strict mode compares it."""
+        """Keep a copy of the tensor as posted, to deliver (if eager) or to compare (if strict)."""
         self.payload, self.is_eager = payload, is_eager
 
     def start(self, at_s: float) -> None:
-        """Count the message as posted at ``at_s``, because its turn has come."""
+        """Start the message's turn at ``at_s``, which then counts as the time of its posting."""
         self.posted_s = at_s
 
     def meet(self, recv: "Message") -> None:
@@ -99,7 +100,7 @@ class Message(Pending):
         recv.peer, recv.number = self.rank, self.number
 
     def release(self, source: int) -> None:
-        """Drop tensors and partner; a handle that is never waited for would keep them alive."""
+        """Drop tensors and partner, which a handle that is never waited for would keep alive."""
         self.source = source
         self.partner = self.payload = None
         del self.tensor
@@ -112,13 +113,13 @@ class Message(Pending):
         return error
 
     def arrive(self, at_s: float) -> None:
-        """Note that the bytes of this send have arrived."""
+        """Note that the bytes of this send have arrived; deliver them if its recv is posted."""
         self.arrived_s = at_s
         if self.partner is not None:
             self.mailbox.deliver(self, self.partner, at_s)
 
     def waits_for(self) -> Sequence[int]:
-        """Return the peer, all ranks that could send, or the ranks that messages ahead wait for."""
+        """Return the ranks that this message, or those ahead of it in its lane, wait for."""
         if ahead := self.ahead():
             return sorted({peer for message in ahead for peer in message.waits_for()})
         if self.peer == ANY_SOURCE:
@@ -135,12 +136,15 @@ class Message(Pending):
         return self.turn is not None and self.turn.is_batch
 
     def toward(self) -> str:
-        """Return ``to rank 2``, ``from itself`` or ``from any rank``."""
+        """Return a phrase such as ``to rank 2``, ``from itself`` or ``from any rank``."""
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         return f"{PREPOSITIONS[self.name]} {'itself' if self.peer == self.rank else peer}"
 
     def text(self) -> str:
-        """Return ``recv from rank 2, (4,) float32``, with tag and group if not the default."""
+        """Return text such as ``recv from rank 2, (4,) float32``.
+
+        The tag and the group are included if they are not the default ones.
+        """
         toward = PREPOSITIONS[self.name]
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         tag = f", tag {self.tag}" if self.tag else ""
@@ -150,10 +154,13 @@ class Message(Pending):
 
 
 class Turn:
-    """The unfinished messages of a batch, which start together, or a single message.
+    """A place in a lane, for a single message or for a batch, whose messages start together.
 
     Args:
-        lane: Stream of one rank; its turns run one after the other, and the first is under way.
+        lane: Stream of one rank. Its turns run one after another; the first is under way.
+
+    Attributes:
+        members: Messages of this turn that are not done.
     """
 
     def __init__(self, lane: "Lane", *, is_batch: bool) -> None:
@@ -185,7 +192,7 @@ class Lanes:
     def __init__(self, start: Callable[[Message], None]) -> None:
         self._start = start
         self._lanes: dict[tuple[object, int, int], Lane] = {}
-        # By rank: the number of messages that its batch still lacks, and the turn of that batch.
+        # By rank: the number of messages that its batch still expects, and the turn of that batch.
         self._batches: dict[int, tuple[int, Turn | None]] = {}
         self._due: deque[tuple[Turn, float]] = deque()
         self._is_starting = False
@@ -198,7 +205,7 @@ class Lanes:
         """Put a message in its lane; return whether it may start now."""
         turn = self._batch_turn(message)
         if turn is None:
-            if message.peer == ANY_SOURCE:  # NCCL has no such recv, so no lane orders it
+            if message.peer == ANY_SOURCE:  # NCCL has no such recv, so it needs no lane
                 return True
             turn = Turn(self._lane(message, message.peer), is_batch=False)
         turn.add(message)
@@ -209,7 +216,7 @@ class Lanes:
         num_missing, turn = self._batches.get(message.rank, (0, None))
         if not num_missing:
             return None
-        if turn is None or not turn.members:  # its earlier members are already done
+        if turn is None or not turn.members:  # the batch has no unfinished message
             turn = Turn(self._lane(message, _BATCHES), is_batch=True)
         self._batches[message.rank] = (num_missing - 1, turn)
         return turn
@@ -218,7 +225,7 @@ class Lanes:
         return self._lanes.setdefault((message.key, message.rank, peer), deque())
 
     def done(self, message: Message, at_s: float) -> None:
-        """Start the lane's next turn if the message was the last of its own turn."""
+        """Start the lane's next turn if this message was the last unfinished one of its turn."""
         turn, message.turn = message.turn, None
         if turn is None:
             return
@@ -232,7 +239,7 @@ class Lanes:
             self._start_due()
 
     def _start_due(self) -> None:
-        """Start due turns in a loop: messages done as soon as they start would recurse deeply."""
+        """Start due turns in a loop: recursion would be deep if messages are done immediately."""
         if self._is_starting:
             return
         self._is_starting = True

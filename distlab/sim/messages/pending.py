@@ -24,10 +24,10 @@ class Pending:
         group: Global ranks of the group.
         num_bytes: Bytes of this rank's tensors.
         posted_s: Virtual time of the call.
-        done_s: Virtual time at which it ended, once ``is_done``.
+        done_s: Virtual time at which the operation ended; valid only once ``is_done``.
         error: Error with which the operation failed, or None.
         site: File, line and function of the call.
-        is_by_torch: True if torch made the call on its own, and keeps the handle.
+        is_by_torch: True if code inside torch made the call and keeps the handle to itself.
         maker: Torch function that made the call; "" if the program made it.
     """
 
@@ -98,10 +98,12 @@ class Pending:
             raise self.error
 
     def block(self, until_s: float = NEVER) -> bool:
-        """Run other strands until the operation is done, which may move the rank's clock.
+        """Let other strands run until the operation is done, or until ``until_s``.
+
+        If the running rank has to wait, its clock moves to the time at which the rank continues.
 
         Returns:
-            True if it was done by ``until_s``.
+            True if the operation was done in time.
         """
         if self.is_done:
             return True
@@ -146,7 +148,10 @@ class Pending:
         return self.full_name()
 
     def full_name(self) -> str:
-        """Return ``broadcast``, or ``broadcast_object_list's broadcast`` if torch made the call."""
+        """Return the call's name, such as ``broadcast``.
+
+        For a call that torch made, it is a name like ``broadcast_object_list's broadcast``.
+        """
         return f"{self.maker}'s {self.name}" if self.maker else self.name
 
     def text(self) -> str:
@@ -175,7 +180,7 @@ class Buffers:
             nothing; None if no operation costs anything.
 
     Attributes:
-        unnoticed: The same, for other code that handles tensors; never None.
+        unnoticed: Function that returns such a context, for use by other code; never None.
         copy: Function that copies its second argument into its first.
     """
 
@@ -195,7 +200,7 @@ class Buffers:
 
 
 def same_bytes(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit, so that NaN equals itself."""
+    """Return whether two tensors are equal bit for bit; unlike with ``==``, NaN equals itself."""
     return torch.equal(_bytes(x), _bytes(y))
 
 

@@ -1,8 +1,8 @@
-"""Groups that the program makes: all ranks call ``new_group`` for all of them, in the same order.
+"""Groups that the program makes: every rank must call ``new_group`` for each, in the same order.
 
-torch counts the groups on each rank and uses the number as the name. If ranks call ``new_group``
-for different groups, or not at all, different groups share a name: over gloo, ranks then hang, or
-talk to the wrong ranks.
+On each rank, torch counts the groups and uses the count as a group's name. If ranks call
+``new_group`` for different groups, or some do not call it, different groups get the same name. On
+gloo, ranks then hang or talk to the wrong ranks.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class MadeGroup(NamedTuple):
     rank: int = 0
 
     def name(self) -> str:
-        """Return ``axis tp`` for a mesh's group, ``group 'metrics'`` otherwise; "" if unnamed."""
+        """Return a name such as ``group 'metrics'``, or ``axis tp`` in a mesh; "" if unnamed."""
         if self.description in ("", _WHOLE_MESH):
             return ""
         if self.description.startswith(_OF_A_MESH):
@@ -42,7 +42,7 @@ class MadeGroup(NamedTuple):
         return f"group {self.description!r}"
 
     def text(self) -> str:
-        """Return ``new_group of ranks 0-3``."""
+        """Return text such as ``new_group of ranks 0-3``."""
         return f"new_group of {rank_names(self.members)}"
 
     def row(self) -> Row:

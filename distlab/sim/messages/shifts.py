@@ -1,11 +1,12 @@
-"""Calls that ranks made at different lines, which may show that a rank made an extra call.
+"""Collective calls that ranks made at different lines: some may have made an extra call.
 
     call 1   ranks 0-3 at line 20
     call 2   ranks 0-1 at line 20, ranks 2-3 at line 22     an extra call on ranks 2 and 3
     call 3   ranks 0-1 at line 20, ranks 2-3 at line 20     pairs are off by one from here on
 
-A program may well make one call from two lines, for instance from a separate line on the root. But
-then either no rank uses another rank's line, or all ranks take turns and use both equally often.
+A correct program may also make one call at two lines, for instance if the root has a line of its
+own. In such a program, however, either no rank uses another rank's line, or all ranks take turns
+and use both lines equally often.
 """
 
 from collections import Counter
@@ -31,7 +32,7 @@ class Split(NamedTuple):
     sites: Mapping[int, Site]
 
     def text(self) -> str:
-        """Return which ranks made the call at which line, and ask about extra or missing calls."""
+        """Return text that says who made the call where, and asks about extra or missing calls."""
         by_site: dict[Site, list[int]] = {}
         for rank, site in self.sites.items():
             by_site.setdefault(site, []).append(rank)
@@ -43,15 +44,15 @@ class Split(NamedTuple):
 
 
 class Splits:
-    """The first calls of each group that ranks made at different lines."""
+    """For each group, the first calls that ranks made at different lines."""
 
     def __init__(self) -> None:
         self._by_group: dict[object, dict[frozenset[Site], Split]] = {}
-        # Number of uses of each such line, by group and rank.
+        # By group and rank: how often the rank used each line of such calls.
         self._uses: dict[object, dict[int, Counter[Site]]] = {}
 
     def note(self, key: object, number: int, sites: Mapping[int, Site]) -> None:
-        """Record a call that ranks made at different lines; keep the first per set of lines."""
+        """Record a call made at different lines; keep only the first call for each set of lines."""
         uses = self._uses.setdefault(key, {})
         for rank, site in sites.items():
             uses.setdefault(rank, Counter())[site] += 1

@@ -1,4 +1,4 @@
-"""The key-value store of a simulated world: waiting for a key means waiting for a rank."""
+"""The key-value store of a simulated world, and the waits of ranks for keys."""
 
 import difflib
 import re
@@ -18,7 +18,7 @@ from distlab.util.text import joined, verb
 
 MAX_KEYS = 4  # keys shown in a report
 FREE_ANSWERS = 1000  # equal answers in a row that cost no virtual time
-MAX_ANSWERS = 200_000  # further equal answers before a deadlock; they take 1 to 2 s of real time
+MAX_ANSWERS = 200_000  # further equal answers until a deadlock; they take 1 to 2 s of real time
 MAX_ASKED = 8  # keys per thread whose last answers are kept
 MAX_VALUE_BYTES = 20  # bytes of a value shown in a report
 _DIGITS = re.compile(r"\d+")
@@ -26,20 +26,20 @@ NEAR = 0.7  # similarity above which a key may be a misspelling of another; equa
 
 
 class Change(NamedTuple):
-    """The latest change to a key: it was set or deleted."""
+    """The latest change to a key: who set or deleted it, and where."""
 
     rank: int
     site: Site
     is_deletion: bool
 
     def text(self) -> str:
-        """Return ``rank 0 has set at trainer.py:12 in main``."""
+        """Return text to follow "which", such as ``rank 0 has set at trainer.py:12 in main``."""
         action = "deleted" if self.is_deletion else "set"
         return f"rank {self.rank} has {action} at {place(self.site)}"
 
 
 class KeyWait(Pending):
-    """A rank's wait for keys that no rank has set yet, or for another value of a key.
+    """A rank's wait for keys to be set, or for the value of a key to change.
 
     Attributes:
         keys: Keys that are not set, or the one whose value has to change.
@@ -73,7 +73,7 @@ class KeyWait(Pending):
         return store_error(self.keys, limit_s)
 
     def fate(self) -> str:
-        """Return ``which no rank has set``, or which rank deleted the key, or what its value is."""
+        """Return a clause on the first key: that it was never set, who deleted it, or its value."""
         key = self.keys[0]
         change = self.changes.get(key)
         if change and key in self.values:
@@ -84,7 +84,7 @@ class KeyWait(Pending):
         return f"which {change.text()}" if change else "which no rank has set"
 
     def advice(self) -> str:
-        """Return advice on a deleted or misspelled key or a stale value, or list existing keys."""
+        """Return advice on a stale value, a deleted key or a misspelled key; else list the keys."""
         key = self.keys[0]
         if key in self.values:
             return "Which rank should change it, and does that rank wait for something else first?"
@@ -104,18 +104,18 @@ class KeyWait(Pending):
         )
 
     def text(self) -> str:
-        """Return ``store.get for 'ready'``."""
+        """Return text such as ``store.get for 'ready'``."""
         return f"{self.name} for {', '.join(map(repr, self.keys))}"
 
 
 def _shown(value: bytes) -> str:
-    """Return ``2`` or ``'cpu'``, truncated if it is long."""
+    """Return a value for a report, such as ``2`` or ``'cpu'``; truncate it if it is long."""
     text = value[:MAX_VALUE_BYTES].decode(errors="replace")
     return text if text.isdecimal() else repr(text)
 
 
 class SimStore(Store):
-    """A store that all ranks share. Only repeated queries cost virtual time."""
+    """A store that all ranks share. Only ``check`` and repeated queries cost virtual time."""
 
     timeout: timedelta  # torch's stub lacks it
 
@@ -154,9 +154,9 @@ class SimStore(Store):
     def _ask(self, name: str, key: str) -> None:
         """Let earlier ranks go first; a rank that keeps getting the same answer counts as waiting.
 
-        A program may well read a key many times. But after FREE_ANSWERS equal answers, time has to
-        pass, so that another rank can change the key. After MAX_ANSWERS more, if no other rank can
-        do anything, the world is deadlocked.
+        A program is free to read a key many times. But after FREE_ANSWERS equal answers in a row,
+        each answer takes virtual time, so that another rank can change the key. After MAX_ANSWERS
+        more, the world is deadlocked if no other rank can continue.
         """
         strand, value = self._clock.current, self._values[key]
         answers = self._asked.setdefault((strand.number, strand.order), {})
@@ -189,7 +189,7 @@ class SimStore(Store):
         return value
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Set a key if it has the expected value; return its value afterwards."""
+        """Set a key if it has the expected value; return the value that it has afterwards."""
         old = expected if isinstance(expected, bytes) else expected.encode()
         if self._values.get(key, old) != old:
             self._ask("compare_set", key)  # the rank may be waiting for another to set it
@@ -200,7 +200,7 @@ class SimStore(Store):
         return self._values.get(key, old)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set; each check takes a microsecond, so that time passes."""
+        """Return whether all keys are set; each call takes a microsecond of virtual time."""
         strand, call = self._clock.current, self._places.call_site()
         self._clock.poll(lambda: self._wait_of(strand, "check", self._missing(keys), call))
         return self._has(keys)

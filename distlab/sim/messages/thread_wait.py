@@ -28,7 +28,7 @@ class Awaited(NamedTuple):
     is_lock: bool = False
 
 
-Look: TypeAlias = Callable[[Strand], Awaited]  # returns the current wait of a blocked thread
+Look: TypeAlias = Callable[[Strand], Awaited]  # describes what a blocked thread waits for
 
 
 class ThreadWait(Pending):
@@ -56,11 +56,11 @@ class ThreadWait(Pending):
         return (self.rank,)
 
     def text(self) -> str:
-        """Return ``waits for a lock of its own``."""
+        """Return text such as ``waits for a lock of its own``."""
         return f"waits for {self.awaited.text}"
 
     def chain(self) -> list["ThreadWait"]:
-        """Return this wait, the wait of the thread that it waits for, and so on, each once."""
+        """Return this wait, the wait of the thread it waits for, and so on, without repetitions."""
         waits, following = [self], self.following()
         while isinstance(following, ThreadWait) and following not in waits:
             waits.append(following)
@@ -74,12 +74,12 @@ class ThreadWait(Pending):
 
 
 def thread_name(strand: Strand) -> str:
-    """Return ``the main thread`` or ``thread 'saver'``."""
+    """Return ``the main thread``, or a name such as ``thread 'saver'``."""
     return f"thread {strand.name!r}" if strand.name else "the main thread"
 
 
 def beside(wait: Pending) -> list[ThreadWait]:
-    """Return the ``ThreadWait`` of each other thread of the rank that is blocked in one."""
+    """Return every other ``ThreadWait`` in which a thread of the same rank is blocked."""
     strands = wait.waiters[0].rank.strands if wait.waiters else []
     return [
         strand.waits_in

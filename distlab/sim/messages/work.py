@@ -22,14 +22,14 @@ class Handles:
     """The operations whose ``wait()`` has not been called yet.
 
     Attributes:
-        open: These operations, in call order.
+        open: These operations, as keys, in the order of their calls.
     """
 
     def __init__(self) -> None:
         self.open: dict[Pending, None] = {}  # a plain dict is fast: every operation passes through
 
     def rows(self, ranks: Iterable[int]) -> list[Row]:
-        """Return rows for the open handles of these ranks, by rank; equal ones share a row.
+        """Return rows for the open handles of these ranks, sorted by rank; equal ones share a row.
 
         Handles that torch keeps to itself, as in DistributedDataParallel, are left out.
         """
@@ -52,7 +52,7 @@ class Handles:
 
 
 def _row(pending: Pending) -> Row:
-    """Return a row for a report; an unwaited message came from ``isend`` or ``irecv``."""
+    """Return a row for a report, which calls a send ``isend`` and a recv ``irecv``."""
     letter = "i" if pending.kind in ("send", "recv") else ""
     return Row((pending.rank,), f"{letter}{pending.text()}", pending.where())
 
@@ -62,7 +62,10 @@ def _counted(row: Row, count: int) -> Row:
 
 
 class SimWork(dist.Work):
-    """Waits in virtual time. ``work_of`` sets the attributes: an ``__init__`` would be slower."""
+    """Handle of an operation that takes virtual time.
+
+    ``work_of`` makes it and sets its attributes, because an ``__init__`` would be slower.
+    """
 
     __slots__ = ("_limit_s", "_open", "pending", "tensors")
 
@@ -72,16 +75,20 @@ class SimWork(dist.Work):
     tensors: Sequence[Tensor]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is done, or has taken too long in virtual time.
+        """Block until the operation is done; raise if it takes too long in virtual time.
 
-        Without a limit, an operation that can never be done is reported as a deadlock at once.
+        Even without a time limit, an operation that can never be done does not block forever: it is
+        reported as a deadlock.
         """
         self._open.pop(self.pending, None)
         self.pending.wait(NEVER if timeout is None else limit_s(timeout), self._limit_s)
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation is done at this rank's time; a poll takes a microsecond."""
+        """Return whether the operation is done at this rank's time.
+
+        Each call takes a microsecond of virtual time.
+        """
         clock = self.pending.clock
         clock.poll(lambda: self.pending)
         is_completed = self.pending.is_done and self.pending.done_s <= clock.current.clock_s
@@ -90,7 +97,7 @@ class SimWork(dist.Work):
         return is_completed
 
     def is_success(self) -> bool:
-        """Return whether the operation is done; a failed one raises in its rank instead."""
+        """Return whether the operation is done; a failed one raises an error in its rank."""
         return self.is_completed()
 
     synchronize = block_current_stream = wait  # type: ignore[assignment]  # a rank is its own stream
@@ -106,13 +113,13 @@ class SimWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a completed future, after blocking until the data has arrived.
+        """Block until the data has arrived, then return a completed future.
 
-        C++ code (the reducer of DistributedDataParallel) waits for futures at a point where no
-        other rank could get the baton. So this method blocks instead, without moving the rank's
-        clock. The clock moves to the end of the operation at the end of backward, where the reducer
-        waits. Async operations that ranks post in different orders therefore deadlock here; NCCL
-        forbids them too.
+        C++ code, such as the reducer of DistributedDataParallel, waits for futures without letting
+        other ranks run. So this method does the waiting. During a backward pass, it leaves the
+        rank's clock where it is; the clock moves to the end of the operation only when the backward
+        pass ends, which is where the reducer waits. As a result, asynchronous operations that ranks
+        post in different orders deadlock here; NCCL forbids them too.
         """
         self._open.pop(self.pending, None)
         rank = self.pending.clock.current

@@ -1,14 +1,14 @@
-"""Flows, and crowds: many flows that share links, computed in arrays.
+"""Flows, and crowds: large sets of flows that share links, whose rates are computed in arrays.
 
     flow     bytes in transit over a route; see flows.py for route, link, rate and component
     crowd    a component of many flows, each of them a column in arrays of links, bytes and rates
     full     a link whose bandwidth its flows use up
-    level    of a full link: bytes/s of the fastest flows on it; every flow gets the lowest level on
-             its route
+    level    of a full link: bytes/s of the fastest flows on it. The rate of a flow is the lowest
+             level among the links of its route
 
 When one of the 4,032 flows of an all-to-all among 64 ranks ends, nearly all others get new rates.
-Flow by flow, that would take 4,032 x 4,032 / 2 Python steps until the last flow has ended; in a
-crowd, the end of a flow takes a few dozen array operations.
+Computing them one flow at a time would take 4,032 x 4,032 / 2 Python steps until the last flow has
+ended. In a crowd, the end of a flow takes a few dozen array operations.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,8 +30,8 @@ class Flow:
     Attributes:
         links, num_bytes: Arguments of `Network.start`.
         crowd: Crowd that the flow is part of, or None. If there is one, only the crowd knows the
-            flow's rate, since_s and remaining_bytes, and also finish_s unless the flow ends next.
-        own_rate: Current bytes/s; 0 once the flow has ended.
+            flow's rate, since_s and remaining_bytes; finish_s is set only if the flow ends next.
+        own_rate: Current bytes/s of a flow outside a crowd; 0 once the flow has ended.
         since_s, remaining_bytes: Time of the last change of the rate, and bytes left at that time.
         finish_s: Time at which the flow ends if rates no longer change.
         order: Number of the flow, in order of start.
@@ -71,7 +71,7 @@ class Flow:
 
 
 class Crowd:
-    """Many flows that share links; it computes all their rates at once, and says which end next.
+    """Many flows that share links; it computes their rates together and knows which end next.
 
     Every flow has a column in the arrays. For a flow over links 0 and 2, in a network of links 0 to
     3 and a crowd whose longest route has 3 links, the column holds:
@@ -81,8 +81,8 @@ class Crowd:
         rates, ends     1e9, 0.2   bytes/s now, and the time of the end at that rate
 
     The network adds and removes flows, and then asks once for new rates. If flows have ended but
-    none was added, rates below that of the slowest ended flow do not change: the links that are
-    full at a lower level were not on its route.
+    none have been added, rates below that of the slowest ended flow do not change: the links that
+    limit them were not on the route of any ended flow.
 
     Args: bytes_per_s: Bandwidth of each link of the network.
     Cost: see `share`; 2 µs per flow added, and a copy of the arrays per call of `add`.
@@ -108,7 +108,7 @@ class Crowd:
 
     @property
     def is_thin(self) -> bool:
-        """True once half of the flows have ended: the others may no longer share links."""
+        """True once half of the flows have ended; the rest may no longer share links."""
         return 2 * len(self._column) <= len(self._flows)
 
     def rate(self, flow: Flow) -> float:
@@ -144,12 +144,11 @@ class Crowd:
             flow.crowd = None
         return list(self._column)
 
-    # The invariant between two calls of `share`: a column holds the state of its flow at
-    # `since_s`, namely the bytes left then, and a rate that has not changed since. So nothing is
-    # updated until a rate changes. Only the flows that end next have a finite `finish_s`: the
-    # network's heap holds one instant per crowd. Flows with a rate below the floor are limited by
-    # links that no ended flow has crossed (a new flow sets the floor to 0), so they keep their
-    # rates and ends to the last bit.
+    # The invariant between two calls of `share`: a column holds the bytes that its flow had left at
+    # `since_s`, and a rate that has not changed since then. So nothing is updated until a rate
+    # changes. Only the flows that end next have a finite `finish_s`: the network's heap holds one
+    # instant per crowd. Flows with a rate below the floor are limited by links that no ended flow
+    # has crossed (a new flow sets the floor to 0), so they keep exactly the same rates and ends.
 
     def share(self, now_s: float) -> list[Flow]:
         """Compute new rates; return the flows that end next, with `finish_s` set.
@@ -207,10 +206,10 @@ class Crowd:
 def fill_links(routes: Links, spare: Floats, levels: Floats) -> None:
     """Raise the rates of all flows together until each has a full link; store the links' levels.
 
-    This is `max_min_rates` of flows.py in fewer, larger steps. Every round fills all links that are
-    the tightest for each of their flows: none of these flows stops earlier on another link, which
-    would leave room on this one. With links of 10, 4 and 9 bytes/s, and flow a over link 0, b over
-    0 and 1, c over 1, d and e over 2:
+    This is `max_min_rates` of flows.py in fewer, larger steps. Each round fills every link that is
+    the tightest link of all its flows. None of these flows is stopped earlier by another link,
+    which would leave room on this one. For example, let links have 10, 4 and 9 bytes/s, and let
+    flow a cross link 0, b links 0 and 1, c link 1, d and e link 2:
 
         round    link 0 offers    link 1 offers    link 2 offers
           1      5 to a, b        2 to b, c        4.5 to d, e      1 and 2 are full
@@ -218,8 +217,8 @@ def fill_links(routes: Links, spare: Floats, levels: Floats) -> None:
 
     Args:
         routes: Array of shape (links of the longest route, flows), a column per flow; see `Crowd`.
-        spare: Array of shape (links + 1,): bytes/s that these flows may share; on return, what is
-            left over.
+        spare: Array of shape (links + 1,): bytes/s that these flows may share. On return, it holds
+            the bytes/s that are left over.
         levels: Array of shape (links + 1,), written for the links that get full.
     Cost: 30 µs per round, plus 15 ns per link of each flow that has no full link yet; at most one
         round per link. An unequal all-to-all takes 5 rounds on average for 64 ranks, 10 for 128.
@@ -247,7 +246,7 @@ def _offers(spare: Floats, growing: Floats) -> Floats:
 
 
 def _per_link(routes: Links, values: Floats | float, links: int) -> Floats:
-    """Return for each link the sum of ``values`` (one per flow, or one for all) over its flows."""
+    """Return, for each link, the sum of its flows' ``values`` (one per flow, or one for all)."""
     weights = np.empty(routes.shape)
     weights[:] = values
     return np.bincount(routes.ravel(), weights.ravel(), links).astype(np.float64, copy=False)

@@ -2,12 +2,13 @@
 
     link        one direction of one cable or port, given as an index into the list of bandwidths
     route       the links that a flow crosses, each at most once
-    flow        bytes in transit over all links of a route at once: a fluid, not packets
+    flow        bytes in transit over all links of a route at the same time: a fluid, not packets
     rate        bytes/s that a flow gets now; it changes when a neighbour starts or ends
     component   flows that share links, directly or through other flows; only they interact
     crowd       a component of many flows, whose rates are computed in arrays; see crowd.py
 
-Links are shared max-min fairly. One link of 10 bytes/s, 100 bytes at 0 s and 100 more at 5 s:
+Links are shared max-min fairly. For example, two flows of 100 bytes share a link of 10 bytes/s;
+flow a starts at 0 s, and flow b at 5 s:
 
     seconds     0         5                   15        20
     flow a      | 10 B/s  |       5 B/s       |
@@ -37,14 +38,14 @@ class Network:
         network.pop_finished(end_s)          # [flow]
 
     Every call advances the network to its ``now_s``, which must not be earlier than in the last
-    call; flows that end in between end at their own times.
+    call. Flows that end on the way end at their own times.
 
     Args: bytes_per_s: Bandwidth of each link, above 0.
     Raises: ValueError: time runs backwards, or a bandwidth is not positive and finite.
-    Cost: about 2 µs per flow that shares no link. Otherwise one solve of its component per instant,
-        however many flows start and end then: see `max_min_rates`, and `Crowd.share` for a crowd.
-        An all-to-all on a 4:1 fat tree whose flows all end at different instants takes 1.5 s for
-        4,032 flows, and 25 s for 16,256.
+    Cost: about 2 µs per flow that shares no link. Otherwise, one solve of its component for every
+        instant at which one or more flows start or end (see `max_min_rates`, or `Crowd.share` for a
+        crowd). On a 4:1 fat tree, an all-to-all whose flows all end at different instants takes
+        1.5 s for 4,032 flows, and 25 s for 16,256.
     """
 
     def __init__(self, bytes_per_s: Sequence[float]) -> None:
@@ -126,7 +127,7 @@ class Network:
             end_s, _, flow = ends[0]
             if flow.finish_s == end_s:
                 return end_s
-            heapq.heappop(ends)  # an outdated entry: the rate has changed since
+            heapq.heappop(ends)  # an outdated entry: the rate has changed since then
         return inf
 
     def _end(self, flow: Flow) -> None:
@@ -222,11 +223,11 @@ class Network:
 
 
 def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float]) -> list[float]:
-    """Return max-min fair rates in bytes/s: a flow gains only if one that is no faster loses.
+    """Return max-min fair rates in bytes/s: none can grow unless one that is no higher shrinks.
 
-    Progressive filling: all rates grow together until a link is full. The flows on it keep their
-    rates, and the others continue to grow. Links of 10 and 4 bytes/s, flows a and b on the first, b
-    and c on the second:
+    The method is progressive filling: all rates grow together until a link is full. The flows on
+    that link keep their rates, and the others continue to grow. For example, flows a and b cross
+    link 0, which has 10 bytes/s, and flows b and c cross link 1, which has 4 bytes/s:
 
         level    link 0 (10)    link 1 (4)
           2      a 2, b 2       b 2, c 2      full: b and c stay at 2
@@ -255,7 +256,7 @@ def max_min_rates(routes: Sequence[tuple[int, ...]], bytes_per_s: Sequence[float
         if not growing[link]:
             continue  # all its flows have stopped on other links
         full_at = spare[link] / growing[link]
-        if full_at > promised * TIE:  # some of its flows stopped elsewhere and left room
+        if full_at > promised * TIE:  # some of its flows stopped on other links and left room
             heapq.heappush(queue, (full_at, link))
             continue
         if full_at > level * TIE:

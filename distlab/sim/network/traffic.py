@@ -17,10 +17,10 @@ Transfer = tuple[float, int, tuple[int, ...], float, Callable[[float], None]]
 class Traffic:
     """The network as the scheduler sees it: a source of arrival events.
 
-    A transfer of n bytes over an idle route takes latency + n / bandwidth seconds, exactly.
+    A transfer of n bytes over an idle route takes exactly latency + n / bandwidth seconds.
 
     Attributes:
-        next_event_s: Next time at which a transfer's latency is over, or its bytes have arrived.
+        next_event_s: Time at which the next latency is over or the next bytes have arrived.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Traffic:
         latency_s: float | None = None,
         bytes_on_links: float | None = None,
     ) -> None:
-        """Send ``num_bytes`` from GPU ``src`` to GPU ``dst``; then call ``arrived`` with the time.
+        """Send ``num_bytes`` from GPU ``src`` to ``dst``; call ``arrived`` with the arrival time.
 
-        ``repeat`` such messages, each sent when the previous one has arrived, are simulated as one
-        transfer: first all their latencies and delays, then all their bytes.
+        If ``repeat`` is above 1, that many messages are sent, each when the previous one has
+        arrived. They are simulated as one transfer: first all latencies and delays, then all bytes.
 
         Args:
-            latency_s: Latency of a message; None for the route's.
-            bytes_on_links: Bytes of a message including protocol flags; None without flags.
+            latency_s: Latency of each message; None for the latency of the route.
+            bytes_on_links: Bytes of each message including protocol flags; None if it has none.
         """
         route, total = self.cluster.route(src, dst), repeat * num_bytes
         self._trace.carried(src, dst, total, repeat)

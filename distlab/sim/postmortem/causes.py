@@ -54,7 +54,7 @@ def find_causes(still: Standstill) -> list[Cause]:
 
 
 def _knot(still: Standstill, ranks: list[int]) -> Cause:
-    """Return the cause of a knot, which may be a lock that a communicating thread holds."""
+    """Return the cause of a knot; it may be a lock that a communicating thread holds."""
     cause = _knot_of_calls(still, ranks)
     if by_torch := advice_for(still.blocked[rank].maker for rank in ranks):
         # The program cannot change the order of torch's own messages.
@@ -153,7 +153,7 @@ def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
-    """Describe which ranks wait on which axis, if the circle is too long to spell out; else ""."""
+    """Describe a long circle by the groups that its ranks wait on; "" if unneeded or impossible."""
     names = still.group_names.sentence(still.blocked[rank] for rank in cycle)
     is_long = len(cycle) > MAX_CLAUSES and all(len(still.mates[rank]) == 1 for rank in cycle)
     if not names or not is_long or len(cycle) > MAX_CIRCLE:
@@ -177,7 +177,7 @@ def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> st
 
 
 def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
-    """Blame the ranks missing from the collective that lacks the fewest ranks."""
+    """Blame the ranks missing from the collective that has the fewest missing ranks."""
     present = min(
         (rank for rank in ranks if isinstance(still.blocked[rank], Attendance)),
         key=lambda rank: (len(still.waits_for[rank]), rank),
@@ -194,7 +194,7 @@ def _missing_rank(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _directly_missing(still: Standstill, present: int) -> list[int]:
-    """Return the absent ranks that wait for a present one, or all absent ones if none does."""
+    """Return the absent ranks that wait for a present one; all absent ranks if none does."""
     absent = still.waits_for[present]
     there = set(still.blocked[present].group).difference(absent)
     direct = [

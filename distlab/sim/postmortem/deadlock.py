@@ -92,7 +92,7 @@ def _have_posted_the_other_side(waiting: Sequence[Message], unmatched: Sequence[
 
 
 def _blocked_calls(calls: rows.Calls) -> list[BlockedCall]:
-    """Return the table's calls as objects for programs; equal tuples of peers are shared."""
+    """Turn the table's calls into ``BlockedCall`` objects, which share equal tuples of peers."""
     shared: dict[tuple[int, ...], tuple[int, ...]] = {}
     blocked = []
     for row, wait in calls:

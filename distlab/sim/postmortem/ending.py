@@ -1,8 +1,8 @@
 """Errors of a world that fails: a rank's exception, or a report of a standstill.
 
-The first error counts: after a rank has raised an exception, its clean-up may make calls that
-other ranks mistake for its next ones, so that they deadlock or disagree. The cause is still the
-exception.
+The first error is the one to report. After a rank has raised an exception, its clean-up may make
+calls that other ranks mistake for its next ones, which leads to a deadlock or a mismatch. The cause
+is still the exception.
 """
 
 import sys
@@ -74,9 +74,10 @@ def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) 
 
 
 def _is_passed_on(error: Exception) -> bool:
-    """Return whether an exception will leave its current frame, through a ``finally`` or ``with``.
+    """Return whether an exception is only passing through a ``finally`` or ``with``.
 
-    An ``except`` that raises nothing has dealt with it, for example by a fallback.
+    If it is inside an ``except`` that raises nothing, the program has handled it, for example with
+    a fallback.
     """
     if error.__traceback__ is None:
         return False
@@ -102,7 +103,7 @@ def rank_error(
     text, stack = "".join(shown.format()), "".join([TRACEBACK, *shown.stack.format()])
     if isinstance(error, OutOfMemory):  # its message is a whole report, to be printed once
         headline, text = f"OutOfMemory: {error}", stack
-    if TRACEBACK.strip() in headline:  # the message holds errors of all ranks, with torch's frames
+    if TRACEBACK.strip() in headline:  # the message has errors of all ranks, with torch's frames
         headline, text = _without_frames(headline), stack
     if isinstance(error, SystemExit):  # the program ended itself, so no traceback is needed
         headline, text = f"{headline}, {place(places.raised_at(error))}", ""
@@ -152,13 +153,13 @@ def doing_of_others(
 
 
 def _running(rank: Rank, places: Places, frames: Mapping[int, FrameType]) -> Row:
-    """Return a row for a running rank, with the line that it has reached, if any."""
+    """Return a row for a running rank, with the line that it has reached, if known."""
     site = waits_at(rank, places, frames)
     return Row((rank.number,), "running", place(site) if site[0] else "")
 
 
 def _of_program(files: Collection[str], places: Places) -> Collection[str]:
-    """Return the program's files, or all except the simulator's if none is the program's."""
+    """Return the files that belong to the program or, if none does, all but the simulator's."""
     kinds = {file: places.kind(file) for file in files}
     has_program = PROGRAM in kinds.values()
     return [

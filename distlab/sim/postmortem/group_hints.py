@@ -12,8 +12,8 @@ def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]
     """Return a hint that a collective may be on the wrong group; "" if nothing suggests that.
 
     Args:
-        involved: All ranks of the cause.
-        ranks: Those of ``involved`` whose call is in question; their waits are equal.
+        involved: All ranks that the cause blocks.
+        ranks: The ranks among them whose call is in question; their waits are equal.
     """
     if hint := _other_group_on_the_line(still, involved):
         return hint
@@ -26,7 +26,7 @@ def wrong_group(still: Standstill, involved: Sequence[int], ranks: Sequence[int]
 def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
     """Return a hint if missing ranks made the same call on the same line, but on another group.
 
-    At train.py:7 in step, rank 3 calls all_reduce on ranks 0-3, and ranks 0-2 call it on ranks 0-2…
+    The hint begins: At train.py:7 in step, rank 3 calls all_reduce on ranks 0-3, and ranks 0-2 …
     """
     for first in dict.fromkeys(still.mates[rank][0] for rank in ranks):
         wait, mates = still.blocked[first], still.mates[first]
@@ -42,7 +42,7 @@ def _other_group_on_the_line(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def _elsewhere(still: Standstill, wait: Attendance) -> Iterator[Attendance]:
-    """Yield missing ranks' calls with the same name and line as ``wait``, but another group."""
+    """Yield missing ranks' calls that have the name and line of ``wait``, but another group."""
     for peer in still.waits_for[wait.rank]:
         call = still.blocked.get(peer) or still.history.calls.get(peer, (0, None))[1]
         if (

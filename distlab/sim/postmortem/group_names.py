@@ -29,7 +29,7 @@ class GroupNames:
                 self._keys.setdefault(wait.group, set()).add(wait.meeting.key)
 
     def name(self, wait: Pending) -> str:
-        """Return ``axis tp``, ``their 2nd group`` or ``the default group``; "" if not needed."""
+        """Return a name such as ``axis tp`` or ``their 2nd group``; "" if none is needed."""
         if not _is_collective(wait):
             return ""
         made = self._made.get(wait.meeting.key)
@@ -46,9 +46,9 @@ class GroupNames:
         return f"{number}{_ENDINGS.get(number, 'th')}"
 
     def sentence(self, waits: Iterable[Pending]) -> str:
-        """Return which ranks wait on which group, if they wait on several; else "".
+        """Say which ranks wait on which group; "" if there is only one group, or too many.
 
-        Ranks 0 and 3 wait on axis tp, and ranks 1 and 2 wait on axis dp.
+        For example: Ranks 0 and 3 wait on axis tp, and ranks 1 and 2 wait on axis dp.
         """
         on: dict[str, list[int]] = {}
         for wait in waits:
@@ -62,7 +62,10 @@ class GroupNames:
         return f"{words[0].upper()}{words[1:]}."
 
     def _with_line(self, wait: Pending) -> str:
-        """Return ``the 2nd group of ranks 0 and 1 (made at train.py:12 in main)``, or its name."""
+        """Return a group's name or, for lack of one, its ordinal, ranks and origin.
+
+        For example: the 2nd group of ranks 0 and 1 (made at train.py:12 in main)
+        """
         name = self.name(wait)
         if not name or not _is_collective(wait):
             return ""

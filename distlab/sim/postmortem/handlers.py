@@ -1,4 +1,4 @@
-"""Exceptions that ranks have caught: ``except`` clauses in the source that may have hidden one.
+"""Notes on exceptions that ranks have caught, or may have caught in an ``except`` in the source.
 
 A rank that has caught an exception may have skipped a call, and its waits do not show that. Python
 keeps no record of caught exceptions, so the report can only ask.
@@ -27,7 +27,7 @@ DELIBERATE = ("KeyboardInterrupt", "StopIteration")  # exceptions that are caugh
 
 
 class Skipper(NamedTuple):
-    """An ``except`` or ``suppress`` in the source that may skip a line."""
+    """An ``except`` or ``suppress`` in the source that may make a program skip a line."""
 
     word: str
     line: int
@@ -47,14 +47,14 @@ def raises(handler: ast.ExceptHandler) -> bool:
 
 
 def skipper_of(site: Site, *, is_in_loop: bool = False) -> Skipper | None:
-    """Return an ``except`` or ``suppress`` in the same function that may skip a line.
+    """Return an ``except`` or ``suppress`` that may make the line's function skip the line.
 
-    Either its block contains the line, or its handler is above the line and leaves the function,
-    the loop or the iteration.
+    Either the line is inside the ``try`` or ``with`` block, or it is below a handler that leaves
+    the function, the loop or the iteration.
 
     Args:
         site: Line that may be skipped.
-        is_in_loop: True to search only the loop around the line.
+        is_in_loop: True to search only the innermost loop around the line.
     """
     line, function = site[1], _innermost(site, (ast.FunctionDef, ast.AsyncFunctionDef))
     scope = _own_nodes(function or _module(site[0]))
@@ -129,9 +129,10 @@ KINDS = ("peer ended", "missing rank", "order mismatch")  # deadlocks that a ski
 def suspicions(
     error: SimulationError, ranks: Sequence[Rank], places: Places, exits: Mapping[int, Exit]
 ) -> Iterator[str]:
-    """Yield questions about handlers that may have hidden errors of the ranks to blame.
+    """Yield a question about a handler that may have hidden an error of the ranks to blame, if any.
 
-    Yield none if a rank ended inside an ``except``, because the report already says so.
+    There is no question if one of these ranks ended inside an ``except``, because the report
+    already says so.
 
     Args:
         exits: Where each rank ended, by rank.

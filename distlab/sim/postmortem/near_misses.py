@@ -32,7 +32,7 @@ def near_pairs(unmatched: Iterable[Message], waiting: Iterable[Message]) -> Iter
 def between_the_same_ranks(pairs: Sequence[Pair]) -> str:
     """Explain why a send and a recv between the same ranks do not match; "" if there are none.
 
-    Rank 0 sends to rank 1 with tag 1, but rank 1 receives with tag 2.
+    For example: Rank 0 sends to rank 1 with tag 1, but rank 1 receives with tag 2.
     """
     for send, recv in pairs:
         if send.peer == recv.rank and recv.peer in (send.rank, ANY_SOURCE):
@@ -64,10 +64,10 @@ def doubtful(
 ) -> list[Pair]:
     """Return the pairs in which a peer may be wrong.
 
-    A peer counts as right if a message has passed that way before, unless several threads of a
-    rank wait for the same message. In a cycle, a pair with a rank outside it is a consequence of
-    the cycle. If a rank has other blocked threads, one of them may be about to make the missing
-    call, so no pair is returned.
+    A peer is assumed to be right if a message has already gone the same way, unless several threads
+    of a rank wait for the same message. In a cycle, pairs with a rank outside the cycle are left
+    out, because they are a consequence of it. No pairs are returned if a rank has other blocked
+    threads, because one of those may be about to make the missing call.
 
     Args:
         ranks: Ranks whose waits are in the pairs.
@@ -120,7 +120,7 @@ def on_a_closed_connection(waiting: Iterable[Message]) -> str:
 
 
 def taken_by_another(waiting: Iterable[Message]) -> str:
-    """Return a hint if a recv from any rank took a message meant for a later recv; else ""."""
+    """Return a hint if a recv from any rank may have taken a later recv's message; else ""."""
     for wait in waiting:
         site = wait.mailbox.taken_at(wait) if wait.name == "recv" else None
         if site:
@@ -134,7 +134,7 @@ def taken_by_another(waiting: Iterable[Message]) -> str:
 def with_another_rank(pairs: Sequence[Pair]) -> str:
     """Return a hint if a send and a recv may have been meant for each other; else "".
 
-    Rank 0 sends to rank 1, but rank 1 receives from rank 2: is one of the peers wrong?
+    For example: Rank 0 sends to rank 1, but rank 1 receives from rank 2: is one of the peers wrong?
     """
     for send, recv in pairs:
         if recv.peer != ANY_SOURCE and (send.peer == recv.rank) != (send.rank == recv.peer):
@@ -148,9 +148,9 @@ def with_another_rank(pairs: Sequence[Pair]) -> str:
 
 
 def counted_inside_the_group(pairs: Sequence[Pair]) -> str:
-    """Return a hint if a peer seems to be counted inside the group, not the world; else "".
+    """Return a hint if a peer seems to be a rank within the group, not in the world; else "".
 
-    Rank 1 sends to rank 2, and rank 3 waits for rank 1 to send. Inside the group of ranks 1-3, …
+    The hint begins: Rank 1 sends to rank 2, and rank 3 waits for rank 1 to send. Inside the group …
     """
     for send, recv in pairs:
         is_usual = len(send.group) == send.clock.num_ranks
@@ -169,7 +169,7 @@ def counted_inside_the_group(pairs: Sequence[Pair]) -> str:
 
 
 def _is_number_of(number: int, message: Message) -> bool:
-    """Return whether a message's rank has this number in its group, but another in the world."""
+    """Return whether a message's own rank has this number in the group, but not in the world."""
     group = message.group
     return number != message.rank and number < len(group) and group[number] == message.rank
 
@@ -195,12 +195,12 @@ _OF_BATCHES = (
 
 
 def kept_apart(still: Standstill, ranks: Collection[int]) -> str:
-    """Return which messages would match if they did not have to queue; "" if none would.
+    """Say which messages would match if they did not have to queue; "" if none would.
 
-    Rank 0's irecv from rank 1 waits behind its isend to rank 1: on NCCL …
+    The text begins: Rank 0's irecv from rank 1 waits behind its isend to rank 1: on NCCL, …
 
     Args:
-        ranks: Ranks whose queued messages to check.
+        ranks: Ranks whose queued messages are checked.
     """
     queued = [message for message in still.queued if message.rank in ranks]
     apart = list(_kept_apart(queued, [*still.unmatched, *still.queued]))
@@ -226,7 +226,7 @@ def _meeting_point(message: Message, name: str) -> tuple[object, ...]:
 
 
 def _clause(message: Message, blocked: Mapping[int, Pending]) -> str:
-    """Return ``rank 0's irecv from rank 1 waits behind its isend to rank 1``."""
+    """Return a clause such as ``rank 0's irecv from rank 1 waits behind its isend to rank 1``."""
     letter = "" if blocked.get(message.rank) is message else "i"
     ahead = named(message.ahead())
     return (

@@ -32,7 +32,7 @@ def row_of(wait: Pending, waits_at: Site | None = None, group: str = "") -> Row:
 
 
 def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[Row]:
-    """Merge rows to fit the limit; if too many are left, keep those of ranks to blame."""
+    """Merge rows to fit the limit; if too many are left, show those of ranks to blame first."""
     rows = _merged(calls, [row.text for row, _ in calls])
     if len(rows) > limit:
         rows = _merged(calls, [_relative(*call) for call in calls], has_threads=False)
@@ -58,7 +58,7 @@ def _thread(wait: Pending) -> str:
 
 
 def _merged_row(rows: Sequence[Row], text: str) -> Row:
-    """Merge rows into one with this text; rows of a single rank keep their own text."""
+    """Merge rows into one with the given text; rows of a single rank keep their own text."""
     ranks = sorted({row.ranks[0] for row in rows})
     text = text if len(ranks) > 1 else rows[0].text
     if len(rows) > len(ranks):
@@ -67,7 +67,7 @@ def _merged_row(rows: Sequence[Row], text: str) -> Row:
 
 
 def _relative(row: Row, wait: Pending) -> str:
-    """Return a row's text with a relative peer: ``send to rank + 1``, ``send to themselves``."""
+    """Return a row's text with the peer relative to the rank, as in ``send to rank + 1``."""
     if not isinstance(wait, Message) or wait.peer == ANY_SOURCE:
         return row.text
     distance = wait.peer - wait.rank
@@ -140,7 +140,7 @@ def alike(rows: Iterable[Row]) -> list[Row]:
 
 
 def in_other_threads(operations: Iterable[Pending]) -> list[str]:
-    """Return a table of the waits of the ranks' other threads, with a heading."""
+    """Return a table, with a heading, of what the ranks' other threads wait for."""
     rows = fitting([(row_of(operation), operation) for operation in operations], MAX_IDLE)
     return ["other threads wait too:", *table(rows)] if rows else []
 

@@ -20,7 +20,7 @@ from distlab.sim.postmortem.group_names import GroupNames
 from distlab.sim.reporting.sites import Exit, Site
 from distlab.util.text import clauses, rank_names, verb
 
-MAX_CLAUSES = 3  # most clauses in a sentence; longer ones show the first two and the end
+MAX_CLAUSES = 3  # most clauses in a sentence; a longer one keeps its first two and its last
 
 Graph = Mapping[int, Sequence[int]]  # blocked rank -> ranks that it waits for
 
@@ -40,9 +40,10 @@ def find_knots(waits_for: Graph) -> list[list[int]]:
 
 
 def find_cycle(waits_for: Graph) -> list[int]:
-    """Return ranks that each wait for the next one, and the last for the first; [] if none do.
+    """Return a cycle of ranks in which each one waits for the next; [] if there is no cycle.
 
-    The cycle is a shortest one through the lowest rank that is on any cycle.
+    The last rank waits for the first. The cycle is a shortest one through the lowest rank that is
+    on any cycle.
     """
     for start in sorted(waits_for):
         paths, seen = [[start]], {start}
@@ -57,7 +58,7 @@ def find_cycle(waits_for: Graph) -> list[int]:
 
 
 def named(ahead: Sequence[Message]) -> str:
-    """Return ``isend to rank 1``, or ``batch with the isend to rank 1``."""
+    """Name operations ahead, as in ``isend to rank 1`` or ``batch with the isend to rank 1``."""
     first = ahead[0]
     name = f"i{first.name} {first.toward()}"
     return f"batch with the {name}" if first.is_in_batch else name
@@ -67,11 +68,11 @@ class History(NamedTuple):
     """Earlier calls of the ranks that deadlocked, and the rules in force.
 
     Attributes:
-        calls: Number of torch.distributed calls, and the last call, by rank.
+        calls: Number of torch.distributed calls and the last of them, by rank.
         arrived: Number of messages that have arrived, by (source, destination).
         groups: All groups that were made, by key.
         exits: Where each rank ended, by rank, if known.
-        splits: Calls that ranks made at different lines.
+        splits: Collective calls that the ranks of a group made at different lines.
         is_in_order: True if messages between two ranks ran one at a time (``Options.p2p_order``).
     """
 
@@ -87,7 +88,7 @@ NO_HISTORY = History()
 
 
 class Standstill:
-    """The waits of all ranks.
+    """The waits of all ranks in a world that cannot continue.
 
     Args:
         blocked: Operations that block ranks, by rank.
@@ -121,7 +122,7 @@ class Standstill:
         self.waits_for = {rank: self._peers(wait) for rank, wait in self.blocked.items()}
 
     def _peers(self, wait: Pending) -> list[int]:
-        """Return the ranks that a rank waits for; if one of them is enough, only running ones."""
+        """Return the ranks that a wait is for; if any one of them would do, only running ones."""
         peers = list(wait.waits_for())
         running = [peer for peer in peers if peer not in self.ended]
         if isinstance(wait, KeyWait):
@@ -148,7 +149,7 @@ class Standstill:
     # Words
 
     def sentence(self, ranks: Sequence[int]) -> str:
-        """Describe a wait that ranks have in common: ``rank 0 waits for rank 1 to send``."""
+        """Describe a wait that ranks have in common, as in ``rank 0 waits for rank 1 to send``."""
         return f"{rank_names(ranks)} {verb(ranks, 'wait')} {self._wait(ranks[0])}"
 
     def sentences(self, ranks: Iterable[int]) -> str:

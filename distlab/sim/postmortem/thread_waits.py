@@ -10,7 +10,7 @@ HELD, HELD_BY_EACH = "which it holds itself", "which each of them holds itself"
 
 
 def alike(waits: Iterable[ThreadWait]) -> list[list[ThreadWait]]:
-    """Group waits of different ranks that are alike: the same threads wait for the same things."""
+    """Group the waits of different ranks in which the same threads wait for the same things."""
     groups: dict[str, list[ThreadWait]] = {}
     for wait in waits:
         groups.setdefault(words([0], wait), []).append(wait)
@@ -18,7 +18,7 @@ def alike(waits: Iterable[ThreadWait]) -> list[list[ThreadWait]]:
 
 
 def words(ranks: Sequence[int], wait: ThreadWait) -> str:
-    """Describe which thread cannot continue and which one waits for it, or which form a circle."""
+    """Describe the thread that cannot continue and the one that waits for it, or a circle."""
     chain = wait.chain()
     links = _circle(chain) or chain[:-3:-1]
     if len(links) == 1 and not wait.waiters[0].name:
@@ -43,9 +43,9 @@ def advice(wait: ThreadWait) -> str:
 
 
 def held_during(wait: Pending) -> tuple[str, str]:
-    """Return words and advice on a lock that the waiting thread holds and another thread needs.
+    """Return a clause and advice about a lock that a waiting thread holds and another one needs.
 
-    Both are "" if there is no such lock.
+    Both texts are "" if there is no such lock.
     """
     for other in beside(wait):
         chain = other.chain()

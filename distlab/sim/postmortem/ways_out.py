@@ -74,7 +74,7 @@ def _all_receive(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def _counts(still: Standstill, ranks: Sequence[int]) -> str:
-    """Return a question if more messages went one way than back, which also causes cycles."""
+    """Ask about a missing or extra message if more went one way than the other; "" if not."""
     if len(ranks) != 2:
         return ""
     arrived = still.history.arrived
@@ -94,7 +94,7 @@ def _counts(still: Standstill, ranks: Sequence[int]) -> str:
 def of_absence(still: Standstill, missing: Sequence[int], present: int) -> str:
     """Return why ranks do not reach the collective that blocks ``present``; "" if unknown.
 
-    A rank that waits for a message from a rank that is already there can never arrive.
+    A rank cannot reach the collective if it waits for a message from a rank that is already in it.
     """
     call = still.blocked[present]
     for rank in missing:

@@ -3,7 +3,7 @@
 SimulationError
 ├── RankError     a rank's function raised an exception; the first one ends the world
 ├── Mismatch      ranks disagree on a collective, or on a send and its recv
-└── Deadlock      every unfinished rank waits for another; detected at once
+└── Deadlock      no unfinished rank can continue; detected immediately
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from typing import Literal
 MismatchKind = Literal[
     "operation mismatch",
     "shape or dtype mismatch",
-    "buffer changed",  # written before its operation was done; strict mode
+    "buffer changed",  # written to before its operation was done; strict mode
     "never met",  # posted, but never matched or waited for; strict mode
 ]
 DeadlockKind = Literal[
     "send/recv cycle",  # ranks wait for each other's messages in a circle
     "missing rank",  # a rank waits for a message while others wait for it in a collective
     "order mismatch",  # ranks wait in different collectives, each for the other
-    "key never set",  # a rank waits for a key of the store
+    "key never set",  # a rank waits for a key of the store that no rank sets
     "thread wait",  # a rank waits for one of its own locks, queues or threads
     "peer ended",  # a rank waits for another that has returned or was killed
 ]
@@ -30,7 +30,7 @@ class SimulationError(RuntimeError):
     """A simulated world has failed.
 
     Attributes:
-        ranks: Ranks to blame, in order; empty if none in particular are.
+        ranks: Ranks to blame, in order; empty if no particular ranks are to blame.
         advice: Advice that the message contains, or "".
     """
 
@@ -39,7 +39,7 @@ class SimulationError(RuntimeError):
         self.ranks, self.advice = tuple(ranks), advice
 
     def note(self, causes: Sequence[str], remarks: Sequence[str]) -> None:
-        """Insert causes before the advice, which becomes "Or else: …", and append remarks."""
+        """Insert causes before the advice, now introduced by "Or else:", and append remarks."""
         text = str(self)
         if causes and self.advice:
             before, _, after = text.rpartition(self.advice)

@@ -60,7 +60,7 @@ def error_line(error: BaseException) -> str:
 
 
 def merged_notes(notes: Iterable[tuple[int, str]], limit: int = 4) -> list[str]:
-    """Merge notes with the same text; ``WHO`` becomes the ranks that a note is about."""
+    """Merge notes with the same text, and replace ``WHO`` with the ranks that a note is about."""
     ranks: dict[str, list[int]] = {}
     for rank, text in notes:
         ranks.setdefault(text, []).append(rank)

@@ -18,7 +18,7 @@ from distlab import process_group
 from distlab.sim.reporting.torch_calls import INDIRECT
 
 Site = tuple[str, int, str]  # file ("" in given code), line, function
-CallSite = tuple[Site, bool, str]  # site, True for a call that torch makes, torch's function or ""
+CallSite = tuple[Site, bool, str]  # (site, whether torch makes the call, its function or "")
 
 _SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
 PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
@@ -78,7 +78,9 @@ _PACKAGES = ("site-packages", "dist-packages")  # folders below _LIBRARY that ar
 class Places:
     """Distinguishes the program's lines from those of the simulator, torch and Python.
 
-    Args: given: Folders or files of the simulator's caller, whose code is not the program's.
+    Args:
+        given: Folders or files of the simulator's caller; their code does not count as the
+            program's.
     """
 
     def __init__(self, given: Iterable[str] = ()) -> None:
@@ -107,11 +109,11 @@ class Places:
         return GIVEN if is_given else PROGRAM
 
     def note_start(self, thread: int, site: Site) -> None:
-        """Record the line that started a thread, for threads that run no line of the program."""
+        """Record the line that started a thread, in case the thread runs no line of the program."""
         self._starts[thread] = site
 
     def call_site(self, frame: FrameType | None = None, thread: int = 0) -> CallSite:
-        """Return the program's innermost line, and the torch function that made the call.
+        """Return the program's innermost line, whether torch makes the call, and torch's function.
 
         The function is "" if the program called the operation itself.
 
@@ -146,11 +148,11 @@ class Places:
         return known[1], is_by_torch, maker
 
     def _maker(self, inner: FrameType, program: FrameType) -> str:
-        """Return the name of the torch function that the program called and that made this call.
+        """Return the name of the torch function through which the program made this call.
 
         This is the outermost function for parallelism, such as ``ScheduleGPipe.step``, or, if there
-        is none, the outermost of all. For a functional collective, which torch posts only later, it
-        is "".
+        is none, the outermost torch function. The name is "" for a functional collective, which
+        torch posts only later.
         """
         makers = []
         frame: FrameType | None = inner
@@ -182,7 +184,7 @@ class Places:
         return site
 
     def _given_site(self, frame: FrameType) -> Site:
-        """Return a site without a line, naming the innermost given function, or else torch's."""
+        """Return a site without a line; it names the innermost given function, or else torch's."""
         names: dict[int, str] = {}
         outer: FrameType | None = frame
         while outer is not None:
@@ -193,7 +195,7 @@ class Places:
 
 
 def _function_name(frame: FrameType) -> str:
-    """Return the name of a frame's function; for a comprehension, of the function around it."""
+    """Return the name of a frame's function or, for a comprehension, of the enclosing one."""
     outer = frame.f_back
     while outer and frame.f_code.co_name in _COMPREHENSIONS:
         frame, outer = outer, outer.f_back
@@ -201,7 +203,7 @@ def _function_name(frame: FrameType) -> str:
 
 
 def _method_name(frame: FrameType) -> str:
-    """Return ``DistributedDataParallel.forward``, or only the class if the method is internal."""
+    """Return ``Class.method``, or only the class's name if the method is internal to torch."""
     code = frame.f_code
     if code.co_varnames[:1] != ("self",):
         return code.co_name.removeprefix("_")

@@ -61,10 +61,10 @@ INDIRECT = frozenset(name for name in dir(c10d) if re.search("_object|coalesc", 
 
 
 def advice_for(makers: Iterable[str]) -> str:
-    """Return advice on torch's functions that made calls, or "" if the program made them all.
+    """Return advice on calls that torch's functions made, or "" if the program made all of them.
 
     Args:
-        makers: Names of torch's functions; "" for calls that the program has made.
+        makers: For each call, the name of the torch function that made it; "" for the program.
     """
     names = dict.fromkeys(filter(None, makers))
     fitting = (

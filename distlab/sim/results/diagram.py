@@ -35,7 +35,7 @@ STATES = {  # (is sending, is receiving) -> activity
     (False, False): "waiting",
 }
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
-CROWDED = 32  # most ranks for which messages are drawn; more arrows would hide all else
+CROWDED = 32  # most ranks for which messages are drawn; more arrows would hide everything else
 MANY = 500  # most messages that are drawn with thick arrows
 LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
@@ -52,8 +52,8 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
         rank 0  ██████╲░░░░░░░░   computes, sends, has ended
         rank 1  ░░░░░░░╲█████     waits, receives, computes
 
-    Collectives are drawn below the bars, because they may overlap with them. With more than 32
-    ranks, messages are left out.
+    Collectives are drawn below the bars, because they may overlap in time with computation. With
+    more than 32 ranks, messages are left out.
     """
     kinds: defaultdict[str, list[Event]] = defaultdict(list)
     for event in simulated.trace.events:
@@ -93,9 +93,9 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
 
 
 def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[Bar]]:
-    """Split waits where the rank's messages start or end, into sending, receiving and so on.
+    """Split waits at the times when messages of the rank start or end, and sort them by activity.
 
-    A rank in ``send`` waits until the other rank is in ``recv``, and sends from then on.
+    For example, a rank in ``send`` first waits until the other rank is in ``recv``, and then sends.
     """
     leaving: defaultdict[int, list[Interval]] = defaultdict(list)
     coming: defaultdict[int, list[Interval]] = defaultdict(list)
@@ -114,7 +114,7 @@ def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[
 
 
 def _cuts(wait: Event, intervals: Iterable[Interval]) -> list[float]:
-    """Return the start and end of a wait, and the times in it when messages start or end."""
+    """Return the start and end of a wait, and the times in between when messages start or end."""
     inside = {time for time in chain(*intervals) if wait.start_s < time < wait.end_s}
     return sorted({wait.start_s, wait.end_s, *inside})
 
@@ -241,7 +241,7 @@ class _Lanes:
                 )
 
     def finished(self) -> Figure:
-        """Return the figure, with a label, the legend below it, and assumptions at the bottom."""
+        """Add a label, the legend below it, and assumptions at the bottom; return the figure."""
         handles, names = self._axes.get_legend_handles_labels()
         entries = dict(zip(names, handles, strict=True))  # one entry for all rows of a collective
         self._axes.legend(

@@ -74,7 +74,7 @@ def chrome_trace(simulated: Simulated[Any]) -> Json:
 
 
 def kineto_traces(simulated: Simulated[Any]) -> Iterator[Json]:
-    """Yield each rank's trace, in which events have names that analysers recognise as kernels."""
+    """Yield each rank's trace, with event names that analysis tools recognise as kernels."""
     ranks = len(simulated.results)
     for rank, events in enumerate(_by_rank(simulated)):
         yield {
@@ -133,7 +133,7 @@ def _arguments(event: Event, thread: int) -> Json:
 
 
 def _names(simulated: Simulated[Any], slices: Iterable[Json]) -> Iterator[Json]:
-    """Yield the names of processes and threads in the viewer, and their order."""
+    """Yield entries that set the names and the order of processes and threads in the viewer."""
     cluster = simulated.cluster
     for rank in range(len(simulated.results)):
         node = f", node {cluster.node_of(rank)}" if cluster.nodes > 1 else ""
@@ -166,7 +166,7 @@ def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Jso
 
 
 def _as_kernel(entry: Json) -> Json:
-    """Return a slice with an NCCL kernel's name if it communicates; mark a wait as a host call."""
+    """Name a slice that communicates after an NCCL kernel, and mark a wait as a host call."""
     if entry["cat"] == "wait":
         return {**entry, "cat": "cpu_op", "args": {**entry["args"], "stream": -1}}
     if entry["tid"] == COMPUTE:

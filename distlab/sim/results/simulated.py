@@ -31,11 +31,11 @@ class Options:
         capacity_bytes: Memory of each GPU; None to take it from the cluster's description.
         overlap_cost: Seconds lost per second of computation during a collective of the same rank;
             see `engine.overlap`.
-        has_events: True to keep every event, for pictures and traces. Without them a message takes
-            less memory, and only totals are known.
+        has_events: True to keep every event, for pictures and traces. Without events, a message
+            takes less memory, but only totals are known.
         faults: Faults to inject.
-        given: Folders or files of the caller's own code. Reports and tracebacks leave them out, and
-            name the program's innermost line outside them.
+        given: Folders or files of the caller's own code. Reports and tracebacks skip this code and
+            name the innermost line of the program outside it.
     """
 
     algorithm: str = "auto"

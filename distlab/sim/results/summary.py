@@ -19,9 +19,9 @@ class Totals(NamedTuple):
     """Times and bytes of a rank: compute + exposed = time, and time + idle = the last rank's time.
 
     Attributes:
-        time_s: Time until its function returned, or until it was killed.
-        exposed_s: Time that it spent waiting for communication.
-        idle_s: Time between its end and that of the last rank.
+        time_s: Time until the rank's function returned, or until the rank was killed.
+        exposed_s: Time that the rank spent waiting for communication.
+        idle_s: Time between the rank's end and that of the last rank.
     """
 
     time_s: float
@@ -49,7 +49,7 @@ def totals(simulated: Simulated[Any]) -> list[Totals]:
 
 
 def summary(simulated: Simulated[Any]) -> str:
-    """Return a run in words: the times, bytes and memory of each rank, and the assumptions.
+    """Describe a run in words: the times, bytes and memory of each rank, and the assumptions.
 
         simulated, preset dgx-h100, not measured
         4 ranks on 1 x 8 GPUs (H100-80GB), rail-optimised: 38.4 µs
@@ -75,7 +75,7 @@ def summary(simulated: Simulated[Any]) -> str:
 
 
 def label(simulated: Simulated[Any]) -> str:
-    """Return the label of every table and picture: "simulated, preset dgx-h100, not measured"."""
+    """Return a label for tables and pictures: "simulated, preset dgx-h100, not measured"."""
     name = simulated.cluster.name
     cluster = "custom cluster" if name == "custom" else f"preset {name}"
     return f"simulated, {cluster}, not measured"
@@ -138,7 +138,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _slowest(ranks: Sequence[Totals]) -> list[int]:
-    """Return the ranks that ended last; of ranks that tie, those that waited least come first."""
+    """Return the ranks that ended last; among ties, those that waited least come first."""
     return sorted(
         range(len(ranks)), key=lambda rank: (-round(ranks[rank].time_s, 9), ranks[rank].exposed_s)
     )[:SLOWEST]

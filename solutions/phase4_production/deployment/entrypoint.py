@@ -3,14 +3,15 @@
     python entrypoint.py torchrun … -m solutions.phase4_production.imagenet_trainer … --run_dir DIR
 
 When a worker fails, torchrun exits with 1, whatever the worker's code was; but Kubernetes and Slurm
-have to tell 75 (stopped, run it again) from 78 (restarting does not help). The trainer writes its
-code into ``DIR/exit_code``, and this process exits with it if the file has changed meanwhile.
+have to tell 75 (stopped, run it again) from 78 (restarting does not help). So the trainer writes
+its exit code into ``DIR/exit_code``, and this process exits with that code if the file has changed
+during the run.
 
 This process also handles signals for torchrun. As process 1 of a container, torchrun would ignore
-SIGTERM until it has started its workers, that is, while it waits for the other nodes. SIGUSR1 would
-kill it, and Slurm sends that to every process of a task. So torchrun ignores SIGUSR1, runs in its
-own session, which signals from a terminal don't reach, and gets a single SIGTERM from here, which
-it forwards to its workers.
+SIGTERM until it has started its workers, that is, while it waits for the other nodes. SIGUSR1,
+which Slurm sends to every process of a task, would kill it. So torchrun ignores SIGUSR1, runs in
+its own session, which signals from a terminal don't reach, and gets a single SIGTERM from here,
+which it forwards to its workers.
 """
 
 import os
@@ -36,9 +37,9 @@ def main(command: Sequence[str]) -> int:
         command: command that contains ``--run_dir DIR``, for the trainer.
 
     Returns:
-        0 if the command exited with 0. Otherwise, the code that the trainer has written; STOPPED if
-        SIGTERM killed torchrun itself, which then had not started any worker; or else the command's
-        own code, or 128 plus the signal that killed it.
+        0 if the command exited with 0; STOPPED if SIGTERM killed torchrun itself, which then had
+        not started any worker. Otherwise, the code that the trainer has written or, if there is
+        none, the command's own code, or 128 plus the number of the signal that killed it.
     """
     if "--run_dir" not in command[:-1]:
         print("usage: entrypoint.py COMMAND … --run_dir DIR", file=sys.stderr)
@@ -54,10 +55,10 @@ def main(command: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run the command, and send it SIGTERM on the first signal.
+    """Run the command, and send it SIGTERM when the first signal arrives.
 
     Returns:
-        Its exit code, or minus the number of the signal that killed it.
+        The command's exit code, or minus the number of the signal that killed it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # none arrives before the handlers are set
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # torchrun inherits this
@@ -80,7 +81,7 @@ def _run(command: Sequence[str]) -> int:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the file is written; no clocks are compared."""
+    """Return a value that changes when the file is written, without comparing any clocks."""
     try:
         found = path.stat()
     except OSError:

@@ -3,13 +3,14 @@
     python liveness.py RUN_DIR MAX_AGE_S             fails if a rank here has been silent too long
     python liveness.py RUN_DIR MAX_AGE_S --started   fails until each rank here has a heartbeat
 
-A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step, and while it evaluates. A port would
-prove nothing: a rank that hangs in a collective keeps its ports open. All nodes share RUN_DIR, and
-torchrun renumbers the ranks at each rendezvous, so the ranks here are found through ``/proc``.
+A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step, and while it evaluates. An open port
+would prove nothing: a rank that hangs in a collective keeps its ports open. All nodes share
+RUN_DIR, and torchrun renumbers the ranks at each rendezvous, so the ranks here are found through
+``/proc``.
 
-A new rank gets MAX_AGE_S from its start, whatever heartbeat its predecessor has left behind. The
-probe also passes while no rank runs here: torchrun then waits for other nodes, as long as its own
-timeouts allow.
+A new rank has MAX_AGE_S seconds from its start, even if its predecessor has left an old heartbeat
+behind. The probe also passes while no rank runs here: torchrun then waits for other nodes, for as
+long as its own timeouts allow.
 """
 
 import argparse
@@ -66,13 +67,13 @@ def not_started(ranks: Sequence[Rank]) -> list[str]:
 
 
 def _processes(run_dir: str) -> Iterator[tuple[int, float]]:
-    """Yield rank and start time, in seconds after boot, of each of the run's processes here."""
+    """Yield the rank and start time, in seconds after boot, of each of the run's processes here."""
     for folder in PROC.glob("[0-9]*"):
         try:
             arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
             variables = (folder / "environ").read_text(errors="replace").split("\0")
             started = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or is another user's
             continue
         ranks = [text.removeprefix("RANK=") for text in variables if text.startswith("RANK=")]
         if ranks and ("--run_dir", run_dir) in pairwise(arguments):
@@ -93,7 +94,7 @@ def _silent_s(heartbeat: Path) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is wrong, and return the exit code of the probe: 0 if nothing is, otherwise 1."""
+    """Print what is wrong; return the probe's exit code: 0 if nothing is wrong, otherwise 1."""
     parser = argparse.ArgumentParser(description="Do the ranks of this container still train?")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("max_age_s", type=float, help="above the longest evaluation and save")

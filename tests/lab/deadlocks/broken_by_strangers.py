@@ -1,6 +1,6 @@
 """Broken programs by people who had not seen the simulator.
 
-They wrote 525 programs. These are the ones that led to a change, or whose report says something
+They wrote 525 programs. The ones here either led to a change, or have a report that says something
 that no other report in the catalogue does.
 """
 
@@ -45,7 +45,7 @@ from torch.distributed.distributed_c10d import _get_default_store
     "can hide an error: did rank 1 come through it, and so leave out a call?",
 )
 def skips_a_bad_batch() -> None:
-    """Rank 1 skips a batch that it cannot read, and so makes one call fewer."""
+    """Rank 1 skips a batch that it cannot read, and therefore makes one call fewer."""
     for step in range(3):
         try:
             x = value(int("x") if (step, me()) == (1, 1) else 1)
@@ -79,7 +79,7 @@ def swallows_its_error_and_returns() -> None:
     "can hide an error: did rank 0 come through it, and so leave out a call?",
 )
 def suppresses_its_error() -> None:
-    """An error is swallowed by contextlib.suppress, which no stack frame shows afterwards."""
+    """contextlib.suppress swallows an error, and afterwards no stack frame shows that."""
     with suppress(KeyError):
         losses = {1: 1.0}
         dist.all_reduce(value(losses[me()]))
@@ -155,7 +155,7 @@ def destroys_its_group_early() -> None:
     "torch has left out that call.",
 )
 def gathers_in_a_group_of_others() -> None:
-    """All four ranks call collectives of a group of two: torch skips the calls of non-members."""
+    """All four ranks call collectives on a group of two; torch skips the calls of non-members."""
     pair = dist.new_group([0, 1])
     total = value(1)
     dist.all_gather([empty(), empty()], total, group=pair)
@@ -170,7 +170,7 @@ def gathers_in_a_group_of_others() -> None:
     "Rank 2 returned without waiting for its all_reduce (call 1 of ranks 0-3), (4,) float32",
 )
 def returns_inside_the_loop() -> None:
-    """On rank 2 the return is indented one level too far."""
+    """On rank 2, the return is indented one level too far."""
     works = []
     for _ in range(3):
         works.append(dist.all_reduce(data(), async_op=True))
@@ -189,7 +189,7 @@ def returns_inside_the_loop() -> None:
     "do some ranks make a call more there, or one less? If not: why did ranks 0 and 1 return",
 )
 def logs_large_losses_only() -> None:
-    """An extra call on two ranks matches the others' next step, so it shows only at the end."""
+    """An extra call on two ranks matches the others' next step, so nothing shows until the end."""
     for step in range(3):
         dist.all_reduce(data())
         if step == 0 and me() > 1:
@@ -222,7 +222,7 @@ def leader_counts_itself() -> None:
     "torch makes this call by itself in init_device_mesh",
 )
 def mesh_of_one_rank() -> None:
-    """Only rank 0 makes a mesh."""
+    """Only rank 0 creates a mesh."""
     if me() == 0:
         init_device_mesh("cpu", (2, 2))
     dist.barrier()
@@ -236,7 +236,7 @@ def mesh_of_one_rank() -> None:
     "is group= missing, or None, on rank 3?",
 )
 def axis_forgotten_on_one_rank() -> None:
-    """Rank 3 reduces over the world, its partner over the mesh axis that they share."""
+    """Rank 3 reduces over the world, but its partner reduces over the mesh axis that they share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dist.all_reduce(data(), group=None if me() == 3 else mesh.get_group("tp"))
 
@@ -367,7 +367,7 @@ def daemon_ends_with_its_rank() -> None:
     "daemon thread 'later' with it, which had not begun (started at broken_by_strangers.py:",
 )
 def daemon_ends_before_it_begins() -> None:
-    """Rank 0 starts a daemon thread that should send, and returns at once."""
+    """Rank 0 starts a daemon thread that should send, and returns immediately."""
 
     def send() -> None:
         time.sleep(0.5)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
     if_buffered=ENDED,
 )
 def unused_parameter_on_one_rank() -> None:
-    """Hooks reduce each gradient as it becomes ready; one rank's loss leaves a parameter out."""
+    """Hooks reduce each gradient as it becomes ready, but one rank's loss omits a parameter."""
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     for parameter in (first, second):
         parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
@@ -49,7 +49,7 @@ def server_without_an_end() -> None:
     3, MISSING, (2,), "barrier (call 1 of ranks 0-2) for rank 2", "rank 2 waits for rank 0 to send"
 )
 def monitored_barrier_without_one() -> None:
-    """A monitored barrier, too, waits forever for a missing rank; the report names that rank."""
+    """A monitored barrier also waits forever for a missing rank; the report names that rank."""
     if me() == 2:
         dist.recv(data(), 0)
     dist.monitored_barrier()
@@ -83,7 +83,7 @@ def crossed_groups() -> None:
     "These are two different groups of the same ranks",
 )
 def two_groups_of_the_same_ranks() -> None:
-    """Half of the ranks use two groups of all ranks in the opposite order."""
+    """There are two groups of all ranks; half of the ranks use them in the opposite order."""
     groups = [dist.new_group(range(4)), dist.new_group(range(4))]
     for group in groups if me() < 2 else reversed(groups):
         dist.barrier(group)
@@ -97,7 +97,7 @@ def two_groups_of_the_same_ranks() -> None:
     "Every rank of a group has to call new_group for it, and rank 1 returned without doing so.",
 )
 def group_made_by_one_rank() -> None:
-    """Only rank 0 makes a group of two."""
+    """Only rank 0 creates a group of two."""
     if me() == 0:
         dist.new_group([0, 1])
 
@@ -126,7 +126,7 @@ def group_forgotten_on_one_rank() -> None:
     "use them in the same order. Or is one of these calls on the wrong group?",
 )
 def axes_in_two_orders() -> None:
-    """Two ranks use the axes of a mesh in the opposite order."""
+    """Two of the four ranks use the axes of a mesh in the opposite order."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for name in ("tp", "dp") if me() in (0, 3) else ("dp", "tp"):
         dist.all_reduce(data(), group=mesh.get_group(name))

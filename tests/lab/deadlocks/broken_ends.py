@@ -43,7 +43,7 @@ def uneven_batches() -> None:
 
 @deadlock(2, ENDED, (1,), "for rank 1, but rank 1 has returned")
 def uneven_batches_in_ddp() -> None:
-    """The same with DistributedDataParallel, whose hooks call the collectives."""
+    """DistributedDataParallel's hooks call the collectives, and one rank has one batch fewer."""
     model = DistributedDataParallel(nn.Linear(2, 1))
     for _ in range(2 - me()):
         model(torch.ones(1, 2)).sum().backward()
@@ -58,7 +58,7 @@ def uneven_batches_in_ddp() -> None:
     "was it meant for the recv from rank 1? If not: is a send missing on rank 1",
 )
 def any_recv_takes_what_a_named_one_waits_for() -> None:
-    """The recv from any rank takes rank 1's only message, and rank 2's is never received."""
+    """The recv from any rank takes rank 1's only message, and nothing receives rank 2's."""
     if me() == 0:
         dist.recv(data())
         dist.recv(data(), 1)

@@ -65,7 +65,7 @@ def two_groups_for_one_message() -> None:
     if_buffered=PASSES,
 )
 def waits_for_itself() -> None:
-    """A rank sends to itself and waits before it has posted the receive."""
+    """A rank sends to itself, and waits before it has posted the receive."""
     if me() == 1:
         dist.isend(data(), 1).wait()
         dist.irecv(data(), 1).wait()

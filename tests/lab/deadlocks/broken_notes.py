@@ -46,7 +46,7 @@ def handles_what_cannot_be_printed() -> None:
 
 @deadlock(1, THREAD, (0,), "waits for an event of its own (20 times) broken_notes.py:")
 def many_threads_wait_at_one_line() -> None:
-    """The report merges identical rows and shows how many there are."""
+    """The report merges the rows of identical threads and shows how many there are."""
     never = threading.Event()
     for _ in range(20):
         threading.Thread(target=never.wait).start()
@@ -93,7 +93,7 @@ def knows_the_error_of_its_task() -> None:
 
 @deadlock(2, ENDED, (0,), never=("daemon",))
 def leaves_a_sleeper_behind() -> None:
-    """Rank 1 has a daemon thread that ends with it and is not to blame."""
+    """Rank 1 has a daemon thread, which ends with the rank and is not to blame."""
     if me() == 1:
         threading.Thread(target=lambda: time.sleep(9), daemon=True).start()
         time.sleep(0.1)

@@ -105,7 +105,7 @@ def a_saver_waits_for_the_step_after() -> None:
 
 @mismatch(2, SHAPE, (0, 1), "all_reduce with size 2 on rank 0, but with size 3 on rank 1")
 def a_thread_reduces_another_size() -> None:
-    """Tensor sizes differ between the ranks, in a thread whose exceptions go unnoticed."""
+    """Ranks reduce tensors of different sizes, in a thread whose exceptions go unnoticed."""
     thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(2 + me()),))
     thread.start()
     thread.join()

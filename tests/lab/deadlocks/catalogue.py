@@ -1,8 +1,8 @@
 """The catalogue of broken and correct programs, and the helpers that they share.
 
 Each broken program makes one mistake, and its entry states what the report must say. Read them as
-a catalogue of ways to hang: over gloo, in real processes, they fail as well, mostly by
-hanging.
+a catalogue of ways to hang: in real processes over gloo, these programs fail too, and most of them
+hang.
 
 Correct programs look as if they might hang, but do not. The entry states what every rank returns,
 with or without buffered sends, in whatever order the ranks take turns. Real processes over gloo
@@ -43,7 +43,7 @@ class Broken:
         ranks: Ranks to blame; for a Mismatch, some of them.
         says: Phrases that the message must contain.
         never: Phrases that the message must not contain.
-        if_buffered: Kind if sends are buffered, where it differs.
+        if_buffered: Kind if sends are buffered; "" if it is the same.
         faults: Faults to simulate.
     """
 
@@ -107,7 +107,7 @@ CORRECT: list[Correct] = []
 def returns(
     results: Sequence[object], faults: Faults | None = None
 ) -> Callable[[Program], Program]:
-    """Return a decorator that enters a program in the catalogue; it runs on one rank per result."""
+    """Return a decorator for the catalogue's correct programs, which run on one rank per result."""
 
     def enter(program: Program) -> Program:
         CORRECT.append(Correct(program, list(results), faults or Faults()))

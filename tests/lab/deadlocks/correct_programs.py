@@ -14,7 +14,7 @@ from distlab.sim import Faults
 
 @returns([[1, 11], [0, 10]])
 def waits_in_reverse() -> object:
-    """Everything is posted first, then awaited in reverse order."""
+    """All calls are posted first, and then awaited in reverse order."""
     inbox = [empty(), empty()]
     works = [dist.isend(value(me() + 10 * k), 1 - me()) for k in range(2)]
     works += [dist.irecv(x, 1 - me()) for x in inbox]
@@ -111,7 +111,7 @@ def message_for_nobody() -> object:
 
 @returns([None, 3])
 def asks_until_it_is_there() -> object:
-    """A rank polls, computing in between. (On gloo, a recv never completes without wait.)"""
+    """A rank polls and computes in turn. (On gloo, a recv never completes without wait.)"""
     if me() == 0:
         time.sleep(1e-4)
         dist.send(value(3), 1)
@@ -170,7 +170,7 @@ def overlapping_groups() -> object:
 
 @returns([[1, 2], [1, 4], [5, 2], [5, 4]])
 def rows_then_columns_for_some() -> object:
-    """On a 2×2 mesh one rank begins with its column; the others' order still avoids a cycle."""
+    """On a 2×2 mesh, one rank begins with its column; the others' order still avoids a cycle."""
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     both = [("row", rows[me() // 2]), ("column", columns[me() % 2])]
@@ -263,7 +263,7 @@ def asks_for_a_key_that_is_deleted_and_set_again() -> object:
 
 @returns([None, True])
 def asks_for_two_keys_in_turn() -> object:
-    """Rank 1 polls two keys until one of them changes; the second does."""
+    """Rank 1 polls two keys in turn until either changes; it is the second that does."""
     store = _get_default_store()
     if me() == 0:
         store.set("a", "0")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import get_args
 
-# Each module enters its programs in the catalogue.
+# Importing each module enters its programs in the catalogue.
 import broken_by_strangers  # noqa: F401
 import broken_calls  # noqa: F401
 import broken_collectives  # noqa: F401
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* on a group that it is not in"),
 ]
 ORDERS = range(1, 5)
-FEW_ORDERS = range(2)  # orders if sends are buffered; 0: the program as it is
+FEW_ORDERS = range(2)  # orders with buffered sends; 0: the program as it is
 JITTER_S = 1e-5
 NEVER, EMPTY, ALWAYS = -1, 0, 1 << 20  # largest sizes of a buffered send
 

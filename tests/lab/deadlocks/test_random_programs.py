@@ -1,7 +1,7 @@
 """Random programs, checked against an interpreter that knows whether and why they hang.
 
-A program is a list of calls per rank. The interpreter below steps through one with just a counter
-per rank; on every program, the simulated cluster must come to the same verdict.
+A program is a list of calls per rank. The interpreter below steps through it with just one counter
+per rank, and the simulated cluster must come to the same verdict on every program.
 """
 
 import random
@@ -75,7 +75,7 @@ def run_program(program: Program) -> None:
 
 
 def standstill(program: Program) -> dict[int, Call]:
-    """Return the call that each stuck rank is in; all other ranks have ended."""
+    """Run a program until no rank can advance; return the call in which each rank is stuck."""
     done = [0] * len(program)
 
     def current(rank: int) -> Call | None:
@@ -136,7 +136,7 @@ def verdict(stuck: dict[int, Call]) -> tuple[str, set[int]] | None:
 
 
 def kind(is_barrier: set[bool]) -> str:
-    """Return the kind of deadlock if ranks wait in messages, in collectives, or in both."""
+    """Return the kind of a deadlock whose ranks wait in messages, in collectives, or in both."""
     if len(is_barrier) == 2:
         return "missing rank"
     return "order mismatch" if is_barrier == {True} else "send/recv cycle"

@@ -75,7 +75,7 @@ def calls_it(lesson: Any) -> str:
 
 
 def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass") -> Outcome:
-    """Run an attack on two ranks, as a suite would; return its outcome, or FAILED if it returns."""
+    """Run an attack on two ranks, as a suite would; return its outcome, FAILED if both return."""
     (folder / PHASE).mkdir()
     text = f"{at_import}\ndef exchange(outgoing, dst, incoming, src, group=None):\n    {body}\n"
     (folder / PHASE / "collectives.py").write_text(text)
@@ -90,14 +90,14 @@ def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass")
 
 
 def survivors() -> list[psutil.Process]:
-    """Return the processes that worlds leave behind, children of fork servers or adopted by us."""
+    """Wait for the processes of worlds to end; return those that are left after a minute."""
     servers = {home.process.pid for home in fork_server._idle}
     deadline = time.monotonic() + 60
     while True:
         left = [child for child in processes.children() if child.pid not in servers]
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(0.05)  # servers reap ended processes in their own time
+        time.sleep(0.05)  # fork servers take some time to reap ended processes
 
 
 def holds(folder: Path, world: str, **code: str) -> None:

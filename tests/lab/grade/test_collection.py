@@ -122,7 +122,7 @@ def test_nccl_without_gpus_is_refused_before_anything_runs(pytest_run: Run) -> N
 
 
 def one_line(text: str) -> str:
-    """Return a usage error, which must be one line."""
+    """Return the text of a usage error, which must be a single line."""
     (line,) = [line for line in text.splitlines() if line]
     return line
 

@@ -33,7 +33,7 @@ def loan(task: str, *passed: str) -> Loan:
 
 
 def called(handed_in: Submission, task: str, body: Callable[..., Any]) -> Any:
-    """Call ``body`` with the lesson of a task that is graded with a loan; return its result."""
+    """Call ``body`` with a task's lesson, as graded with a loan; return the result of ``body``."""
     lending = replace(handed_in, loan=loan(task))
     return Grade(lending, COURSE.task(task), "sim", TIMEOUT_S).call(body)
 

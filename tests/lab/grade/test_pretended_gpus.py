@@ -1,12 +1,12 @@
-"""Judges put what travels on the rank's GPU, as NCCL needs it; here on GPUs that are pretended."""
+"""Judges give NCCL only tensors that are on the rank's GPU; here, the GPUs are pretended."""
 
 import pytest
 from pretended_gpus import NUM_GPUS
 from processes import ROOT, FreshPytest
 
-# All tasks that have a test with a world of one rank; and 4.18, whose worlds are simulated then.
+# All tasks with a test in a world of one rank, and 4.18, whose worlds are simulated on one GPU.
 ON_ONE = "1.9 or 1.11 or 1.12 or 1.13 or 2.4 or 2.5 or 3.12 or 4.18"
-# Not yet all tasks that have a test with processes: judges of others send tensors of the CPU.
+# Not yet all tasks with a test in processes: the judges of the others send CPU tensors.
 ON_SEVERAL = "1.5 or 1.6 or 1.7 or 1.11 or 1.12 or 1.13 or 2.3 or 2.4"
 ON_SEVERAL += " or 3.1 or 3.2 or 3.3 or 3.4 or 3.5 or 3.6 or 3.8 or 3.12 or 4.9 or 4.10 or 4.11"
 

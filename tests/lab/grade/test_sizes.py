@@ -10,7 +10,7 @@ from distlab.launch.protocol import WorldFolder
 
 
 def forges_a_report(num_bytes: int) -> None:
-    """Put a file of this size where the rank's report belongs, and prevent the real report."""
+    """Put a file of this size where the rank's report belongs, and suppress the real report."""
     import gc
 
     folder = next(

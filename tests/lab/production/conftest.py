@@ -18,5 +18,5 @@ def no_fork_server_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fast_ranks() -> None:
-    """Import once, in the fork server, the modules whose import would cost every rank seconds."""
+    """Import slow modules once, in the fork server, which saves every rank seconds."""
     fork_server.load_ahead(SLOW_IMPORTS)

@@ -56,7 +56,7 @@ def little_data(config: Config) -> ImageData:
 
 
 def started(config: Config) -> Training:
-    """Return a ``Training`` on these images, in the existing world."""
+    """Return a ``Training`` on the images of ``little_data``, in the current world."""
     with mock.patch.object(imagenet_trainer, "open_images", little_data):
         return Training(config, find_lessons("solution", config), CPU)
 
@@ -161,7 +161,7 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
     labels = data.test.source.labels
     right = {
         "top1": float((logits.argmax(1) == labels).float().mean()),
-        "top5": 1.0,  # there are four classes
+        "top5": 1.0,  # always, because there are only four classes
     }
     return {"losses": losses, "logits": logits.tolist(), **right}
 

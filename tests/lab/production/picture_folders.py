@@ -47,7 +47,7 @@ def write_pictures(folder: Path, per_class: dict[str, int], num_tests: int = 2) 
 
 
 def picture(brightness: int, seed: int) -> Image.Image:
-    """Return a picture of this brightness plus noise."""
+    """Return a picture of this brightness with noise."""
     noise = np.random.default_rng(seed).integers(0, 60, (SIDE, SIDE, 3))
     return Image.fromarray((noise + brightness).astype(np.uint8))
 

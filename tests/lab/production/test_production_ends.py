@@ -49,7 +49,7 @@ def start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Start:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Twenty-four pictures, one damaged."""
+    """A folder of 24 training pictures, one of which is corrupt."""
     folder = write_pictures(tmp_path / "data", {"ant": 12, "bee": 12})
     (folder / "train" / "bee" / "7.jpg").write_bytes(b"\xff\xd8 no picture")
     return folder
@@ -191,7 +191,7 @@ LEAVES_A_WORKER = HOLDS.replace("print", "if os.fork(): sys.exit()\nprint")
 
 @contextmanager
 def locked_by(program: str, lock: Path) -> Iterator[None]:
-    """Start a program that locks a file and prints a pid; kill that process after the block."""
+    """Start a program that locks a file and prints a pid; kill that pid after the block."""
     command = [sys.executable, "-c", program, str(lock)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

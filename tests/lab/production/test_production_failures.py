@@ -129,7 +129,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def mark() -> Iterator[str]:
-    """An environment value that marks this file's processes, which are killed at the end."""
+    """A value in the environment of this file's processes, by which they are found and killed."""
     name = uuid.uuid4().hex
     yield name
     for process in marked(name):
@@ -272,6 +272,6 @@ def test_a_stopped_rank_is_noticed(
         word = f"silent for more than 3 s: rank 1 (step {step})" if stopped else "does not answer"
         run.wait_for_word(word)
         run.hold(4 if step == 2 else -1)
-        os.kill(pids[stopped], signal.SIGCONT)  # else torchrun waits 30 s before killing it
+        os.kill(pids[stopped], signal.SIGCONT)  # else torchrun waits 30 s before it kills the rank
     assert run.ended() == 0, run.told()
     assert run.state() == undisturbed[1]

@@ -1,4 +1,4 @@
-"""Training images: the same on any rank, with a warning for each that cannot be read."""
+"""Training images: the same on any rank, with a warning for each one that cannot be read."""
 
 import io
 import shutil
@@ -34,7 +34,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(pictures: Path, tmp_path: Path) -> Path:
-    """The pictures, with the file of the last ant damaged."""
+    """A copy of the pictures in which the last ant's file is corrupt."""
     folder = tmp_path / "broken"
     shutil.copytree(pictures, folder)
     (folder / "train" / "ant" / "2.jpg").write_bytes(b"\xff\xd8\xff no picture")

@@ -127,7 +127,7 @@ LOADER = """
 def started(
     program: str, pictures: Path, folder: Path, *arguments: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a program as torchrun starts a rank: in a new session, and so its own process group."""
+    """Start a program as torchrun starts a rank: in a new session, with its own process group."""
     (folder / "package").mkdir()
     (folder / "package" / "rank.py").write_text(
         f"{IMPORTS}if __name__ == '__main__':{LOADER}{program}", encoding="utf-8"
@@ -184,7 +184,7 @@ def test_who_loads_ends_with_a_rank_that_is_killed(pictures: Path, tmp_path: Pat
 
 
 def ended(pids: list[int], within_s: float) -> bool:
-    """Return True if the processes end in time; zombies count as ended."""
+    """Return True if all processes end in time; zombies count as ended."""
     end_s = time.monotonic() + within_s
     while time.monotonic() < end_s:
         if not any(map(is_alive, pids)):

@@ -188,7 +188,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def fail_after(training: Training, step: int) -> None:
-    """Train until the process fails after this many steps."""
+    """Train, and simulate a power failure after this many steps."""
     one_step = training.train_step
 
     def failing(*batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""All strategies train the same model, with the losses and predictions of a plain loop."""
+"""All strategies train the same model, and reach the losses and predictions of a plain loop."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("fast_ranks")
 
 
 def told(sizes: list[list[int]]) -> Any:
-    """Record steps with a loss of 1 + rank per image, and 1 + rank bad images; agree on them."""
+    """Record steps with a loss of 1 + rank per image, and 1 + rank bad images; sum over ranks."""
     rank, interval = dist.get_rank(), Interval(torch.device("cpu"))
     for number in sizes[rank]:
         interval.add(torch.tensor(number * (1.0 + rank)), number)

@@ -1,4 +1,4 @@
-"""A program that does a bit of everything, for tests of histories."""
+"""A program that does a bit of everything, for tests that compare histories."""
 
 import time
 
@@ -8,7 +8,7 @@ from programs import me, neighbours, size
 
 
 def a_bit_of_everything() -> list[object]:
-    """Run messages, collectives, a race for any source, and unequal amounts of computation."""
+    """Use messages, collectives and receives from any rank; let ranks sleep unequally long."""
     right, left = neighbours()
     results: list[object] = []
     for step in range(5):

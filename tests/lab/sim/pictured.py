@@ -21,7 +21,7 @@ def compute(rounds: int = 1) -> None:
 
 
 def ring(num_elements: int = 4096) -> None:
-    """All-reduce around a ring, as a learner would write it: compute, send on, receive."""
+    """All-reduce around a ring as a learner would: in each step, compute, send and receive."""
     rank, size = dist.get_rank(), dist.get_world_size()
     chunk = torch.empty(num_elements // size, device="meta")
     for _ in range(2 * (size - 1)):
@@ -51,5 +51,5 @@ def run(
     cluster: Cluster | str | None = "dgx-h100",
     **options: Any,
 ) -> Simulated[Any]:
-    """Simulate with these options."""
+    """Simulate ``fn`` on a cluster with ``Options(**options)``."""
     return simulate(fn, num_ranks, *args, cluster=cluster, options=Options(**options))

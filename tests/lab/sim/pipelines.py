@@ -1,7 +1,7 @@
-"""Pipelines of equal stages on an ideal cluster: only matrix products take time.
+"""Pipelines of equal stages on an ideal cluster, where only matrix products take time.
 
-Messages take no time (zero latency, unlimited bandwidth), nor do memory-bound operations, such as
-the loss of the last stage. So a pipeline's idle time is due to its schedule alone.
+Neither messages (zero latency, unlimited bandwidth) nor memory-bound operations, such as the last
+stage's loss, take any time, so a pipeline's idle time is due to its schedule alone.
 """
 
 import time
@@ -22,8 +22,8 @@ from torch.distributed.pipelining import (
 from distlab.sim import Cluster, Simulated, simulate
 from distlab.sim.hardware.cluster import GPU
 
-# Stages are wide inside and narrow at their ends, because torch keeps the inputs of all
-# micro-batches for the whole step, whatever the schedule: 2 values per row, against 576 inside.
+# Whatever the schedule, torch keeps the inputs of all micro-batches for the whole step. To make
+# these negligible, stages are narrow at both ends: 2 values per row, against 576 inside.
 NARROW, WIDE, DEPTH, ROWS = 2, 64, 9, 8
 MICRO_BATCH_BYTES = 4 * ROWS * WIDE * DEPTH  # activations kept for the backward pass
 
@@ -40,11 +40,11 @@ SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {  # schedule, stages per
 
 @dataclass(frozen=True)
 class Measured:
-    """One step of a pipeline.
+    """Measurements of one step of a pipeline.
 
     Attributes:
-        idle_of_total: Fraction of all ranks' time that was idle.
-        in_flight: Peak activations by rank, in units of one micro-batch in one stage.
+        idle_of_total: Idle fraction of the ranks' total time.
+        in_flight: Each rank's peak activations, in units of one micro-batch in one stage.
     """
 
     idle_of_total: float
@@ -52,7 +52,7 @@ class Measured:
 
     @property
     def idle_of_ideal(self) -> float:
-        """The ranks' idle time per second of computation."""
+        """The ratio of the ranks' idle time to their computing time."""
         return self.idle_of_total / (1 - self.idle_of_total)
 
 
@@ -67,9 +67,9 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def two_steps(schedule: str, micro_batches: int) -> list[tuple[float, float]]:
-    """Run a pipeline over all ranks; return when each step began and ended on this rank.
+    """Run two steps of a pipeline over all ranks; return when each began and ended on this rank.
 
-    The first step takes longer: torch determines the shapes of all messages in it.
+    The first step takes longer, because torch determines the shapes of all messages in it.
     """
     make, stages_per_rank = SCHEDULES[schedule]
     rank, size = dist.get_rank(), dist.get_world_size()

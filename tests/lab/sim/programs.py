@@ -1,7 +1,7 @@
-"""Programs for both simulated and real ranks, whose results are compared rank by rank.
+"""Programs that run on both simulated and real ranks, to compare the results rank by rank.
 
 Each program in ``CALLS`` covers one form of a ``torch.distributed`` call. Values are small whole
-numbers, whose sums are exact in any order and in every dtype.
+numbers, so that their sums are exact in any order and in every dtype.
 """
 
 import time
@@ -28,7 +28,7 @@ BITWISE_OPS = ("BAND", "BOR", "BXOR")
 
 
 def call(program: Program) -> Program:
-    """Enter a program in the table of calls."""
+    """Add a program to ``CALLS``."""
     CALLS[program.__name__] = program
     return program
 
@@ -40,7 +40,7 @@ def all_calls() -> dict[str, object]:
 
 
 def without_leftovers(program: Program) -> object:
-    """Run a program and destroy the groups that it made."""
+    """Run a program, destroy the groups that it made, and return its result."""
     result = program()
     dist.barrier()
     for group in list(c10d._world.pg_map):
@@ -60,7 +60,7 @@ def size() -> int:
 def values(
     *shape: int, dtype: torch.dtype = torch.float32, rank: int | None = None, low: int = 1
 ) -> Tensor:
-    """Return random numbers from ``low`` to 4, drawn for ``rank`` (default: this rank)."""
+    """Return random whole numbers from ``low`` to 4, seeded by ``rank`` (default: this rank)."""
     generator = torch.Generator().manual_seed(100 + (me() if rank is None else rank))
     return torch.randint(low, 5, shape, generator=generator).to(dtype)
 
@@ -76,7 +76,7 @@ SETTLE_S = 0.05  # gloo's thread still holds the failed call; an immediate barri
 
 
 def refusal(function: Callable[[], object]) -> str:
-    """Return the text of the exception that ``function`` raises at once, on every rank."""
+    """Return the text of the exception that ``function`` raises immediately, on every rank."""
     try:
         function()
     except (ValueError, TypeError, RuntimeError) as error:
@@ -86,12 +86,12 @@ def refusal(function: Callable[[], object]) -> str:
 
 
 def is_refused(function: Callable[[], object]) -> bool:
-    """Return True if ``function`` raises at once, whatever the message."""
+    """Return True if ``function`` raises immediately, whatever the message."""
     return refusal(function) != "nothing was raised"
 
 
 def waited(work: dist.Work | None) -> object:
-    """Wait for a message only once, because gloo hangs in a second wait."""
+    """Wait for a message, but only once, because gloo hangs in a second wait."""
     assert isinstance(work, dist.Work)
     return work.wait()
 
@@ -102,7 +102,7 @@ def finished(work: dist.Work | None) -> tuple[object, ...]:
 
 
 def neighbours() -> tuple[int, int]:
-    """Return the ranks to the right and to the left in a ring."""
+    """Return this rank's right and left neighbours in a ring."""
     return (me() + 1) % size(), (me() - 1) % size()
 
 
@@ -259,7 +259,7 @@ def all_reduce_of_the_mean() -> object:
     return [
         (dist.all_reduce(x, op=dist.ReduceOp.AVG), x)
         for dtype in (torch.float32, torch.float64)
-        for x in [values(5, dtype=dtype) * size()]  # the mean is a whole number
+        for x in [values(5, dtype=dtype) * size()]  # so that the mean is a whole number
     ]
 
 
@@ -286,7 +286,7 @@ def reduce_to_every_root() -> object:
         for name in OPS:
             x = values(5).clamp(max=2)
             result = dist.reduce(x, root, getattr(dist.ReduceOp, name))
-            results.append((result, x if me() == root else None))  # gloo writes to the others too
+            results.append((result, x if me() == root else None))  # gloo overwrites x on all ranks
     return results
 
 
@@ -417,7 +417,7 @@ def all_to_all_of_one_tensor() -> object:
 
 @call
 def all_to_all_of_unequal_parts() -> object:
-    """Rank r sends (r + k) % 3 rows to rank k, so sometimes none."""
+    """Exchange unequal parts: rank r sends (r + k) % 3 rows to rank k, sometimes none."""
     splits = [(me() + rank) % 3 for rank in range(size())]
     x, y = values(sum(splits), 2), torch.zeros(sum(splits), 2)
     return dist.all_to_all_single(y, x, splits, splits), y
@@ -521,7 +521,7 @@ def objects_are_broadcast() -> object:
 
 
 def sums(group: dist.ProcessGroup | None) -> object:
-    """Return a group's ranks and a sum over them; on non-members, the rank torch gives, or None."""
+    """Return a group's ranks and a sum over them; on non-members, get_rank's answer or None."""
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         return dist.get_rank(group) if group is not None else None
     x = values(2)

@@ -12,13 +12,13 @@ from distlab.sim.network.flows import Flow, Network
 
 
 def any_seed(number: int) -> Callable[[Callable[[int], None]], Callable[[], None]]:
-    """Run a test with this many seeds, always the same ones; hypothesis reports a failing one."""
+    """Return a decorator that runs a test with ``number`` seeds, the same ones every time."""
     chosen = given(seed=st.integers(0, 2**32))
     return lambda test: settings(max_examples=number, derandomize=True, deadline=None)(chosen(test))
 
 
 def random_case(seed: int, num_flows: int = 12) -> tuple[list[float], list[Arrival]]:
-    """Draw 2 to 8 links and some flows; starts are coarse, so that some coincide."""
+    """Draw bandwidths, and up to ``num_flows`` flows over 2 to 8 links; some start together."""
     rng = random.Random(seed)
     bytes_per_s = [float(rng.choice([1, 2, 3, 5, 10, rng.uniform(0.5, 9)])) for _ in range(8)]
     links = range(rng.randint(2, 8))
@@ -34,7 +34,7 @@ def random_case(seed: int, num_flows: int = 12) -> tuple[list[float], list[Arriv
 
 
 def events(network: Network, arrivals: list[Arrival]) -> Iterator[tuple[list[Flow], list[Flow]]]:
-    """Run all arrivals to the end; at every instant, yield flows that ended and flows in flight.
+    """Run all arrivals to the end; at each event, yield the flows that ended and those in flight.
 
     A flow's tag is the index of its arrival.
     """
@@ -52,7 +52,7 @@ def events(network: Network, arrivals: list[Arrival]) -> Iterator[tuple[list[Flo
 
 
 def run(bytes_per_s: list[float], arrivals: list[Arrival]) -> dict[int, float]:
-    """Return the finish time of each arrival by index, in order of finish time."""
+    """Return each arrival's finish time by its index, sorted by finish time."""
     steps = events(Network(bytes_per_s), arrivals)
     return {index_of(flow): flow.finish_s for ended, _ in steps for flow in ended}
 

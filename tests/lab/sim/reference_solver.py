@@ -1,9 +1,11 @@
-"""An independent way to compute finish times: exact fractions, all recomputed at every event.
+"""An independent computation of finish times: in exact fractions, from scratch at every event.
 
 It shares no code and no algorithm with distlab.sim.network.flows. There, rates grow until links are
-full. Here, each link announces a fair share and each flow takes the smallest announced on its
-route, until no announcement changes. Source: Charny, Clark and Jain 1995, Congestion control with
-explicit rate indication. Slow: meant for a dozen flows.
+full. Here, each link announces a fair share, and each flow takes the smallest share announced on
+its route. This is repeated until no announcement changes. The method is slow, and meant for a dozen
+flows.
+
+Source: Charny, Clark and Jain 1995, Congestion control with explicit rate indication.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ def finish_times(arrivals: Sequence[Arrival], bytes_per_s: Sequence[float]) -> l
 
 
 def fair_rates(routes: Sequence[tuple[int, ...]], bandwidths: Sequence[Fraction]) -> list[Fraction]:
-    """Return the max-min rates: the fixed point of announcing and taking."""
+    """Return the max-min fair rates, found by announcing shares until none of them changes."""
     used = {link for route in routes for link in route}
     announced: dict[int, Fraction | None] = dict.fromkeys(used)  # None: no limit
     while True:
@@ -64,7 +66,7 @@ def _smallest(
 
 
 def _fair_share(bandwidth: Fraction, wanted: list[Fraction | None]) -> Fraction | None:
-    """Return the level at which sum(min(level, wanted)) fills the link; None if it never does."""
+    """Return the level for which the sum of min(level, want) fills the link; None if none does."""
     modest = sorted(want for want in wanted if want is not None)
     hungry = len(wanted)
     for want in modest:

@@ -1,4 +1,4 @@
-"""Compare the results of ranks in one of our worlds with those of ranks on gloo."""
+"""Compare the results of ranks in one of our worlds with their results on gloo."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def differences(ours: object, gloos: object, tolerance: float, place: str = "") -> Iterator[str]:
-    """Yield where two results differ; floats may differ by ``tolerance`` times the larger one."""
+    """Yield a line per difference; floats may differ by ``tolerance`` times the larger one."""
     if type(ours) is not type(gloos):
         yield f"{place}: ours {type(ours)} {ours}, gloo's {type(gloos)} {gloos}"
     elif isinstance(gloos, Tensor):

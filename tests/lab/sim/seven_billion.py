@@ -1,14 +1,14 @@
-"""One training step of a GPT with the width of a 7B model on simulated DGX H100, three ways.
+"""One training step, in three ways, of a GPT as wide as a 7B model on simulated DGX H100s.
 
-    all_reduce  a copy on each rank; every gradient is summed once all of them are ready
+    all_reduce  a copy on each rank; gradients are summed once all of them are ready
     DDP         the same, by DistributedDataParallel
     FSDP2       parameters, gradients and optimizer state in shards, one block gathered at a time
 
-DDP makes its buckets after the first step, in which a single bucket holds everything; so nothing
-overlaps in the step that is shown, nor would it on a real cluster.
+DDP forms its final buckets only after the first step. In that step, which is the one shown here, a
+single bucket holds all gradients, so nothing overlaps, just as on a real cluster.
 
-Copies are bfloat16 throughout: 2 + 2 + 4 bytes per parameter. FSDP2 keeps float32 and computes in
-bfloat16: 16 bytes per parameter, divided among all ranks.
+The copies are in bfloat16 throughout and take 2 + 2 + 4 bytes per parameter. FSDP2 stores float32
+and computes in bfloat16; its 16 bytes per parameter are divided among all ranks.
 """
 
 import time
@@ -44,14 +44,14 @@ class Step:
 
     parameters: int
     seconds: float
-    flops: int  # one rank's
+    flops: int  # of one rank
     held: Bytes  # memory after the step
     peak_by_category: Bytes
     peak_flops: float  # FLOP/s from the data sheet
 
     @property
     def utilisation(self) -> float:
-        """MFU: the achieved fraction of the data sheet's FLOP/s."""
+        """Model FLOPs utilisation (MFU): the achieved fraction of the data sheet's FLOP/s."""
         return self.flops / self.seconds / self.peak_flops
 
 
@@ -98,11 +98,11 @@ def with_fsdp(layers: int) -> Result:
     mesh = init_device_mesh("meta", (dist.get_world_size(),))
     in_bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = on_meta(lambda: gpt(0))
-    for _ in range(layers):  # shard each block before making the next: no rank could hold all whole
+    for _ in range(layers):  # shard each block before making the next, as no rank can hold all
         block = on_meta(lambda: Block(WIDTH, HEADS))
         model.blocks.append(fully_shard(block, mesh=mesh, mp_policy=in_bfloat16))
     fully_shard(model, mesh=mesh, mp_policy=in_bfloat16)
-    # torch's work on a list of n DTensors grows as n^2: 6 s for a single group, 0.2 s for these.
+    # torch's work on a list of n DTensors grows as n^2: 6 s for one group, 0.2 s for these.
     own = [model.embedding.token, model.embedding.position, model.norm]
     groups: list[Any] = [{"params": list(part.parameters())} for part in (*model.blocks, *own)]
     return learn(model, AdamW(groups, foreach=True), lambda: None)
@@ -116,7 +116,7 @@ def count(model: nn.Module) -> int:
 
 
 def measure(way: str, num_ranks: int, layers: int = LAYERS) -> Step:
-    """Simulate one step."""
+    """Simulate one step; return its measurements on the slowest rank."""
     run = simulate(WAYS[way], num_ranks, layers, cluster=CLUSTER)
     assert run.cluster.gpu is not None
     slowest = max(range(num_ranks), key=lambda rank: run.results[rank][1])
@@ -132,7 +132,7 @@ def measure(way: str, num_ranks: int, layers: int = LAYERS) -> Step:
 
 
 def expected_flops(parameters: int, layers: int) -> int:
-    """Return 6 FLOPs per parameter and token, plus causal attention: half of 12 L E per token pair.
+    """Return 6 FLOPs per parameter and token; causal attention adds half of 12 L E per token pair.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """

@@ -47,7 +47,7 @@ def train_copies(device: str) -> None:
 
 
 def test_the_first_step_of_ddp_on_meta_costs_what_it_costs_on_cpu() -> None:
-    """The exception is the check that all ranks have the same shapes, which is skipped on meta."""
+    """Expect less time on meta, where the check that all ranks have the same shapes is skipped."""
     on_cpu, on_meta = (
         simulate(train_copies, 4, device, cluster="dgx-h100") for device in ("cpu", "meta")
     )

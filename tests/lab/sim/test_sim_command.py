@@ -1,4 +1,4 @@
-"""``distlab sim``: a script runs on every rank as under torchrun, and a summary follows."""
+"""``distlab sim`` runs a script on every rank, as torchrun does, and then prints a summary."""
 
 import os
 import sys

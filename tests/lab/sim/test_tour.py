@@ -1,7 +1,7 @@
-"""docs/simulator.md is true: its commands give the outputs and the pictures that it shows.
+"""docs/simulator.md is up to date: its commands give the outputs and pictures that it shows.
 
 After a change to the simulator's output, ``python tests/lab/sim/test_tour.py`` rewrites the outputs
-and pictures. Outputs that were shortened with "…" then have to be shortened again.
+and pictures. Outputs that were shortened with "…" must then be shortened again by hand.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Example:
         return "".join(line.removeprefix(PROMPT) for line in lines if line.startswith(PROMPT))
 
     def pattern(self) -> str:
-        """Return a pattern for the output; … matches any text, or, alone on a line, any lines."""
+        """Return a pattern for the output; … matches any text or, if alone on a line, any lines."""
         return "".join(map(_line_pattern, self.output.splitlines()))
 
 
@@ -71,7 +71,7 @@ def _line_pattern(line: str) -> str:
 
 
 def examples() -> Iterator[Example]:
-    """Yield the commands in the document, and its program."""
+    """Yield the commands and the program in the document."""
     text = DOCUMENT.read_text()
     block = r"^```(console|python)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?"
     for kind, content, output in re.findall(block, text, re.MULTILINE | re.DOTALL):
@@ -120,7 +120,7 @@ def run_elsewhere(words: list[str], typed: str = "") -> str:
 
 
 def output_of(example: Example) -> str:
-    """Return an example's output, ending in one newline; run it in this process if possible."""
+    """Run an example, in this process if possible; return its output, ending in one newline."""
     words, typed = example.words(), example.typed()
     is_script = words[0] in ("distlab", "python") and not example.is_program
     can_be_here = is_script and not typed  # pytest has its own debugger
@@ -129,13 +129,13 @@ def output_of(example: Example) -> str:
 
 
 def pictures_of(example: Example) -> list[Path]:
-    """Return the files that an example draws."""
+    """Return the paths of the pictures that an example draws."""
     words = example.words()
     return [Path(words[i + 1]) for i, word in enumerate(words) if word == "--plot"]
 
 
 def blurred(picture: Path) -> np.ndarray:
-    """Return the mean colours of squares, which hardly depend on letters and edges."""
+    """Return the mean colours of large squares, which hardly depend on letters and edges."""
     pixels = matplotlib.image.imread(picture)[..., :3]
     rows, columns = (size // 30 for size in pixels.shape[:2])
     squares = pixels[: 30 * rows, : 30 * columns].reshape(rows, 30, columns, 30, 3)
@@ -144,7 +144,7 @@ def blurred(picture: Path) -> np.ndarray:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to a folder that has the examples, and in which nothing else can be overwritten."""
+    """Change to a temporary folder with the examples, where no other files can be overwritten."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -236,7 +236,7 @@ def test_torchrun_runs_the_scripts_that_are_right_as_they_are(tmp_path: Path) ->
 
 
 def _renew() -> None:
-    """Replace the outputs that are out of date, and all pictures."""
+    """Rewrite the outputs that are out of date, and redraw all pictures."""
     os.chdir(ROOT)
     for example in EXAMPLES:
         printed = output_of(example)
@@ -255,7 +255,7 @@ def _replace_output(example: Example, printed: str) -> None:
 
 
 def _save_small(picture: Path, small: Path) -> None:
-    """Reduce a picture to 64 colours: nobody sees the difference, and the file is half as large."""
+    """Save a picture in 64 colours, which look the same and make the file half as large."""
     from PIL import Image
 
     Image.open(picture).convert("RGB").quantize(64).save(small, optimize=True)

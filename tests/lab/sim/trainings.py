@@ -1,8 +1,8 @@
 """Training programs built from torch's parallel modules, for both simulated and real ranks.
 
-All compute in float64 unless they say otherwise. A sum over two ranks is the same in any order, so
-results of two ranks must agree to the last bit; gloo and the simulated cluster add four numbers in
-different orders.
+They compute in float64 unless they say otherwise. On two ranks, results must agree to the last bit,
+because the sum of two numbers is the same in either order. On four ranks, gloo and the simulated
+cluster add in different orders.
 """
 
 import warnings
@@ -44,7 +44,7 @@ WIDTH, BATCH, STEPS = 6, 4, 3
 
 
 def training(program: Program) -> Program:
-    """Enter a program in the table of training programs."""
+    """Add a program to ``TRAININGS``."""
     TRAININGS[program.__name__] = program
     return program
 
@@ -61,7 +61,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def layers(depth: int = 3) -> nn.Sequential:
-    """Return linear layers with activations after them, the same on every rank."""
+    """Return linear layers, each followed by an activation, with the same weights on every rank."""
     modules: list[nn.Module] = []
     for k in range(depth):
         linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -115,7 +115,7 @@ def ddp_with_several_buckets() -> object:
 
 
 class Branches(nn.Module):
-    """Two layers that ranks use alternately from step to step, and a third that is never used."""
+    """Three layers: ranks alternate between the first two at each step, and never use the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def tensor_parallel_layers() -> object:
 
 
 def pipelined(schedule: Callable[..., Any], stages_per_rank: int, micro_batches: int) -> object:
-    """Train a pipeline for two steps; return the last stage's losses and this rank's gradients."""
+    """Run two steps of a pipeline; return this rank's output, losses and gradients in each."""
     num_stages = size() * stages_per_rank
     all_layers = layers(num_stages)
     mine = [

@@ -1,12 +1,13 @@
-"""Hand-written ZeRO: model states that are copied, or sharded in one of three stages.
+"""Hand-written ZeRO: model states are copied to every rank, or sharded in one of three stages.
 
     stage 0  every rank holds everything
     stage 1  optimizer state in shards                             P_os
-    stage 2  and gradients                                         P_os+g
-    stage 3  and parameters, gathered for each use                 P_os+g+p
+    stage 2  gradients in shards too                               P_os+g
+    stage 3  parameters in shards too, gathered for each use       P_os+g+p
 
-The model is three square matrices, 7.5 billion parameters, on meta. Weights and gradients are in
-bfloat16; the optimizer keeps weights and two averages in float32: 2 + 2 + 12 bytes per parameter.
+The model, on meta, has 7.5 billion parameters in three square matrices. Weights and gradients are
+in bfloat16, and the optimizer keeps the weights and two averages in float32, which makes
+2 + 2 + 12 bytes per parameter.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5.
 """
@@ -74,7 +75,7 @@ def matrix(flat: Tensor) -> Tensor:
 
 
 def gathered(shard: Tensor) -> Tensor:
-    """Gather the shards of all ranks."""
+    """Return the whole tensor, gathered from the shards of all ranks."""
     whole = shard.new_empty(dist.get_world_size() * shard.numel())
     dist.all_gather_into_tensor(whole, shard.detach())
     return whole
@@ -111,7 +112,7 @@ def reduce_gradient(stage: int, shard: nn.Parameter, whole: Tensor) -> None:
 def model_states(stage: int) -> tuple[Bytes, Bytes]:
     """Train for two steps; return the bytes that this rank holds after them, and at the peak.
 
-    The peak is in the second step: optimizer state exists while gradients are computed.
+    The peak is in the second step, when optimizer state already takes up memory.
     """
     size = shard_size() * (1 if stage == 3 else dist.get_world_size())
     with torch.device("meta"):
@@ -136,7 +137,7 @@ def train_step(
     owned: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Train on one token, whose activations are negligible next to the model."""
+    """Train on one token, so that activations are negligible next to the model."""
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
     for layer in layers:
         x = ShardedLinear.apply(x, layer) if stage == 3 else linear(x, matrix(layer))

@@ -1,4 +1,4 @@
-"""Plans of collectives: textbook times, byte counts, and whose data reaches which GPU."""
+"""Plans of collectives take the textbook times, and data reaches every GPU that needs it."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ POWERS = (1, 2, 4, 8, 16)
 ALPHA_S, BETA_S = 7e-6, 1 / 13e9
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 PAIRS = list(itertools.product(COLLECTIVES, ALGORITHMS))
-# The excluded ones pipeline pieces of the buffer through all GPUs at once: see test_nccl.
+# The others pipeline pieces of the buffer through all GPUs: see test_nccl.
 STEP_BY_STEP = [
     (collective, algorithm)
     for collective, algorithm in PAIRS
@@ -31,7 +31,7 @@ STEP_BY_STEP = [
 
 
 def estimate_s(phases: Sequence[Phase], cluster: Cluster, *, shared: bool = False) -> float:
-    """Return how long the phases take if there is no other traffic."""
+    """Return the estimated time of the phases without other traffic."""
     return sum(round_s(phase, cluster, shared=shared) * phase.repeat for phase in phases)
 
 
@@ -49,7 +49,7 @@ def core(p: int) -> int:
 
 
 def simulated_s(phases: Sequence[Phase], cluster: Cluster) -> float:
-    """Return the simulated time of the phases: flows start after their latency and share links."""
+    """Return the time of the phases if flows start after their latency and share links."""
     network = Network([link.bytes_per_s for link in cluster.links])
     now_s = 0.0
     for phase in phases:
@@ -72,7 +72,7 @@ def simulated_s(phases: Sequence[Phase], cluster: Cluster) -> float:
 
 # --- Seconds -------------------------------------------------------------------------------------
 
-Form = Callable[[int], tuple[float, float]]  # p -> successive messages, bytes / n
+Form = Callable[[int], tuple[float, float]]  # p -> number of successive messages, bytes / n
 
 FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
     ("broadcast", "tree", lambda p: (lg(p), lg(p)), SIZES),
@@ -115,7 +115,7 @@ FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
 
 
 def _bits(p: int) -> int:
-    """Return the number of 1 bits in 0 … p-1: a message hops once per 1 bit of its distance."""
+    """Count the 1 bits in 0 … p-1, as a message takes one hop for each 1 bit of its distance."""
     return sum(bin(way).count("1") for way in range(p))
 
 
@@ -164,7 +164,7 @@ def test_the_simulated_time_lies_between_the_two_estimates(cluster: Cluster) -> 
 
 
 def heard_of(phases: Sequence[Phase], gpus: Sequence[int]) -> dict[int, set[int]]:
-    """Return, for each GPU, the GPUs whose data may have reached it through the messages."""
+    """Return, for each GPU, the GPUs whose data can have reached it."""
     known = {gpu: {gpu} for gpu in gpus}
     for phase in phases:
         for _ in range(phase.repeat):

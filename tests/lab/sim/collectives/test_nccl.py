@@ -1,4 +1,4 @@
-"""NCCL's patterns, and the choice among them; docs/fidelity.md shows how long they take."""
+"""NCCL's communication patterns and its choice among them; docs/fidelity.md has their times."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ GRIDS = [(1, 2), (1, 8), (2, 8), (3, 4), (4, 8), (8, 1), (5, 3)]  # nodes, GPUs 
 
 
 def machine(nodes: int, gpus: int) -> Cluster:
-    """Return a DGX H100 cluster of this size, whose network switches can add."""
+    """Return a DGX H100 cluster of this size in which the switches between nodes can sum data."""
     return replace(
         Cluster.preset("dgx-h100"),
         nodes=nodes,
@@ -84,7 +84,7 @@ def test_the_two_trees_are_trees_and_inner_nodes_of_one_are_leaves_of_the_other(
             assert depth(parents, node) <= ceil(log2(k)) if k > 1 else parents == [-1]
         assert max(children(parents)) <= 2
     busy = [a and b for a, b in zip(children(first), children(second), strict=True)]
-    assert sum(map(bool, busy)) <= (0 if k < 3 else 2)  # except for the roots
+    assert sum(map(bool, busy)) <= (0 if k < 3 else 2)  # only the roots may be in both
 
 
 def depth(parents: Sequence[int], node: int) -> int:

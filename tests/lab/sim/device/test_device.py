@@ -1,4 +1,4 @@
-"""The virtual clock and the arithmetic of a device; test_memory covers its memory."""
+"""The time and FLOPs that a device counts; test_memory covers its memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from distlab.sim.device.device import Device
 
 @dataclass
 class ToyGpu:
-    """A GPU that breaks even at 1 FLOP per byte in float32, and at 4 in bfloat16."""
+    """A GPU that is memory-bound below 1 FLOP per byte in float32, and below 4 in bfloat16."""
 
     memory_bytes: float = 1e15
     memory_bytes_per_s: float = 1000.0
@@ -27,7 +27,7 @@ class ToyGpu:
 
 
 class Clock:
-    """A clock that remembers how it was advanced."""
+    """A clock that records each call that advances it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[float, str]] = []
@@ -126,7 +126,7 @@ def test_attention_costs_the_same_on_cpu_and_meta(
 
 @pytest.mark.parametrize("device_type", ["cpu", "meta"])
 def test_a_transformer_layer_costs_what_the_formula_says(device_type: str) -> None:
-    """Expect 24 b s h^2 (1 + s / 6h) FLOPs forward, without a causal mask, and twice that backward.
+    """Without a causal mask, expect 24 b s h^2 (1 + s / 6h) FLOPs forward, and twice that backward.
 
     Source: Narayanan et al. 2021 (Megatron-LM), appendix.
     """

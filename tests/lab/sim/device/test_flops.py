@@ -23,7 +23,7 @@ repeatable = settings(
 
 
 class Recorder(TorchDispatchMode):
-    """A mode that sums the cost of the operations run under it, by name."""
+    """A mode that sums up the costs of the operations run under it, by operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # saves importing torch.compile, which takes 2 s
+        return False  # avoids importing torch.compile, which takes 2 s
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

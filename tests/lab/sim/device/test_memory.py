@@ -1,4 +1,4 @@
-"""The exact number of bytes that small programs hold, by category, now and at the peak."""
+"""Exact byte counts for small programs, by category, both current and at the peak."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -143,7 +143,7 @@ def test_parameters_are_known_however_they_are_made() -> None:
     with memory() as tracker:
         model = build().bfloat16()  # replaces each parameter's data
         assert held(tracker) == {"parameters": PARAMETERS // 2}
-        shard = nn.Parameter(torch.empty(100))  # without a module
+        shard = nn.Parameter(torch.empty(100))  # belongs to no module
         shard.detach().fill_(1)
         assert held(tracker) == {"parameters": PARAMETERS // 2 + 400}
         plain = torch.zeros(100, requires_grad=True)
@@ -173,7 +173,7 @@ def test_nothing_stays_installed() -> None:
 
 @contextmanager
 def memory_of_another_thread() -> Iterator[None]:
-    """Track memory in another thread, which stops tracking before the body runs."""
+    """Start and stop tracking memory in another thread before the body runs."""
 
     def enter_and_leave() -> None:
         with memory():
@@ -247,7 +247,10 @@ def test_what_an_optimizer_has_made_so_far_is_its_state_also_in_its_first_step()
 
 
 def test_the_activations_of_a_transformer_layer() -> None:
-    """34 s b h bytes (Korthikanti et al. 2022), less two dropout masks, with fused attention."""
+    """With fused attention, expect 34 s b h bytes less the two dropout masks.
+
+    Source: Korthikanti et al. 2022.
+    """
     batch, length, width, heads = 2, 512, 1024, 16
     with memory() as tracker, torch.device("meta"):
         block = Block(width, heads).bfloat16()

@@ -1,4 +1,4 @@
-"""Finished operations hold no tensors: every rank's memory is exactly what its program holds."""
+"""Finished operations keep no tensors alive: each rank's memory is what its program holds."""
 
 import gc
 

@@ -14,7 +14,7 @@ from distlab.sim.device.device import Device
 
 
 def on_device(program: Callable[[], Any]) -> tuple[Any, int, int, dict[str, int], list[Any]]:
-    """Run a program on a device; return its result, and everything that the device has counted."""
+    """Run a program on a device; return its result and everything that the device counted."""
     times: list[Any] = []
     with Device(ToyGpu(), advance=lambda *call: times.append(call)) as device:
         out = program()

@@ -1,4 +1,4 @@
-"""A counting-only trace has the totals, reports and times of a full one, but no events."""
+"""A trace that only counts has the totals, reports and times of a full one, but no events."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A program has the same history, to the last event, in every run and in every process."""
+"""A program's history is the same, down to the last event, in every run and every process."""
 
 import contextlib
 import random
@@ -17,7 +17,7 @@ really_sleep = time.sleep
 
 
 def noisy() -> list[object]:
-    """Run a bit of everything, in threads that are delayed at random."""
+    """Run a bit of everything, with random pauses in real time before and after."""
     noise = random.Random(time.time_ns() + me())
     really_sleep(noise.random() * 2e-3)
     results = a_bit_of_everything()
@@ -27,7 +27,7 @@ def noisy() -> list[object]:
 
 @contextlib.contextmanager
 def switching_every(seconds: float) -> Iterator[None]:
-    """Make Python switch threads at this interval."""
+    """Set the interval at which Python switches threads, for the body's duration."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:

@@ -1,4 +1,4 @@
-"""Each fault costs the time that it states, and changes nothing else."""
+"""Each fault costs exactly the time that it states, and changes nothing else."""
 
 import math
 import time

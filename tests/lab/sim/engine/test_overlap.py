@@ -13,7 +13,7 @@ FLOPS_PER_MS, BYTES_PER_MS = 1e9, 1_000_000
 
 
 def compute(ms: float) -> None:
-    """Compute for this long: a row times a matrix, at 1 GFLOP per millisecond."""
+    """Multiply a row by a matrix whose size makes that take ``ms`` milliseconds."""
     n = round(ms * FLOPS_PER_MS / 2 / 1000)
     torch.empty(1, 1000, device="meta") @ torch.empty(1000, n, device="meta")
 

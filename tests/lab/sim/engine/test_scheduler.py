@@ -1,4 +1,4 @@
-"""The scheduler alone: it agrees with a model without threads, and an error always ends it."""
+"""The scheduler on its own: errors end the run, and results match a model without threads."""
 
 import heapq
 import threading
@@ -16,7 +16,7 @@ Body = Callable[[Scheduler, Rank], object]
 
 
 class Stuck(Exception):
-    """Raised by the tests' worlds on a deadlock."""
+    """Raised when a world in these tests deadlocks."""
 
 
 def new_scheduler(num_ranks: int) -> Scheduler:
@@ -26,7 +26,7 @@ def new_scheduler(num_ranks: int) -> Scheduler:
 def run(
     scheduler: Scheduler, body: Body, on_deadlock: Callable[[], BaseException] = Stuck
 ) -> BaseException | None:
-    """Run to the end and return the exception raised; fail on a hang or a leftover thread."""
+    """Run a world and return its exception, if any; fail if it hangs or leaves a thread behind."""
     before, raised = threading.active_count(), [None]
 
     def main() -> None:
@@ -96,7 +96,7 @@ LONGEST = 3
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[list[Step]]:
-    """Draw steps for every rank: compute, act, give a token (later), wait for one, set a timer."""
+    """Draw each rank's steps: compute, act, give a token after a delay, await one, set a timer."""
     num_ranks = draw(st.integers(1, 4))
     step = st.tuples(
         st.sampled_from(["compute", "act", "give", "wait", "timer"]),
@@ -107,7 +107,7 @@ def programs(draw: st.DrawFn) -> list[list[Step]]:
 
 
 def scheduled(steps: list[list[Step]]) -> list[object]:
-    """Run the steps under the scheduler, and return a log of what happens."""
+    """Run the steps under the scheduler, and return a log of what happened."""
     log: list[object] = []
     scheduler = new_scheduler(len(steps))
     tokens: list[list[float]] = [[] for _ in steps]  # by rank: when each may be taken
@@ -144,7 +144,7 @@ def scheduled(steps: list[list[Step]]) -> list[object]:
 
 
 def modelled(steps: list[list[Step]]) -> list[object]:
-    """Return the expected log: the earliest goes next; in a tie, timers, then ranks by number."""
+    """Return the expected log: the earliest goes first, and ties go to timers, then lower ranks."""
     log: list[object] = []
     clocks = [0.0] * len(steps)
     tokens: list[list[float]] = [[] for _ in steps]

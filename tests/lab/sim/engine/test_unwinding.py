@@ -1,4 +1,4 @@
-"""A world that ends early: its error names a rank, and every rank is unwound."""
+"""When a world ends early, the error names a rank, and all ranks are unwound."""
 
 import contextlib
 import pickle

@@ -90,7 +90,7 @@ def test_who_asks_again_and_again_lets_the_others_get_on(program: Callable[[], f
 
 
 def sleeps_until(limit_s: float, pauses: list[int]) -> float:
-    """Poll every millisecond for a message that no rank sends; return when it gave up."""
+    """Poll every millisecond until ``limit_s`` for a message that never comes; return the time."""
     work = dist.irecv(torch.zeros(1), 1 - me())
     while not work.is_completed() and time.perf_counter() < limit_s:
         pauses[me()] += 1

@@ -1,4 +1,4 @@
-"""Clusters: routes of every topology, presets with a source for every number, errors."""
+"""Clusters: the routes of each topology, presets with a source for each number, and errors."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Published tables and formulas, reproduced by simulated runs."""
+"""Simulated runs reproduce published tables and formulas."""
 
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
@@ -24,7 +24,7 @@ NAMES = ("parameters", "gradients", "optimizer_state")
 
 @cache
 def states(num_ranks: int, stage: int) -> tuple[zero_states.Bytes, zero_states.Bytes]:
-    """Return the bytes that every rank holds after a step, and rank 0's bytes at its peak."""
+    """Return the bytes that every rank holds after training, and rank 0's bytes at its peak."""
     cluster, options = Cluster(1, num_ranks), Options(has_devices=True)
     run = simulate(zero_states.model_states, num_ranks, stage, cluster=cluster, options=options)
     live, peak = run.results[0]
@@ -33,7 +33,7 @@ def states(num_ranks: int, stage: int) -> tuple[zero_states.Bytes, zero_states.B
 
 
 def rounded(num_bytes: int, like: str) -> str:
-    """Return GB with as many decimals as ``like``; 41.25 becomes 41.3."""
+    """Return a size in GB with as many decimals as ``like``, rounding 41.25 up to 41.3."""
     digits = Decimal(10) ** -len(like.partition(".")[2])
     return str((Decimal(num_bytes) / 10**9).quantize(digits, ROUND_HALF_UP))
 
@@ -61,7 +61,7 @@ def test_zero_shares_out_one_thing_after_the_other() -> None:
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_at_the_peak_of_zero_one_layer_is_whole(stage: int) -> None:
-    """Expect one whole gradient (until reduced) or weight (while in use), never two at once."""
+    """Expect one whole layer at the peak: either a gradient not reduced yet, or a weight in use."""
     live, peak = states(16, stage)
     layer = 2 * zero_states.WIDTH**2
     assert sum(live.values()) + layer <= sum(peak.values()) <= 1.001 * sum(live.values()) + layer
@@ -69,17 +69,18 @@ def test_at_the_peak_of_zero_one_layer_is_whole(stage: int) -> None:
 
 # --- idle time in pipelines ----------------------------------------------------------------------
 
-# Only the schedule costs time on the ideal cluster, so the formulas hold up to rounding: sums of up
-# to 10,000 spans, each rounded to 16 digits.
+# On the ideal cluster, the schedule alone makes ranks idle, so the formulas hold except for the
+# rounding in sums of up to 10,000 spans with 16 digits each.
 ROUNDING = 1e-12
 # The unit is what a stage keeps of one micro-batch for its backward pass: 576 values per row, in
-# nine layers. A stage may hold up to 0.34 more, for 32 micro-batches: torch keeps the inputs,
-# outputs and losses of all of them for the whole step, up to 3 x 2 values per row each. It may
-# hold 0.11 less: gradients need memory, so the peak comes once the backward pass frees a layer.
+# nine layers. With 32 micro-batches, a stage may hold up to 0.34 more, because torch keeps all
+# their inputs, outputs and losses for the whole step: up to 3 x 2 values per row of each. A stage
+# may hold 0.11 less, because gradients need memory too, so that the peak is reached only after the
+# backward pass has freed a layer.
 SLACK = 0.35
 
 SHAPES = [(p, m) for p in (2, 4, 8) for m in (1, 4, 8)] + [(8, 32)]
-FULL = [(p, m) for p, m in SHAPES if m >= p]  # torch requires one micro-batch per stage or more
+FULL = [(p, m) for p, m in SHAPES if m >= p]  # torch requires at least one micro-batch per stage
 
 measured = cache(pipelines.measure)
 
@@ -136,7 +137,7 @@ def test_a_copy_takes_8_bytes_for_each_parameter_in_bfloat16(way: str) -> None:
     counters = 4 * 1000
     assert peak["parameters"] == peak["gradients"] == 2 * one.parameters
     assert 0 <= peak["optimizer_state"] - 4 * one.parameters < counters
-    # Adam updates all parameters in one call on lists, and needs a temporary copy of them.
+    # Adam updates all parameters in one foreach call, for which it needs a temporary copy of them.
     assert 0 <= peak["other"] - 2 * one.parameters < 2**20
 
 

@@ -1,4 +1,4 @@
-"""Worlds come and go: nothing is left behind, and scripts join and leave as they like."""
+"""Worlds leave nothing behind when they end, and scripts may join and leave them repeatedly."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from everything import a_bit_of_everything
 from programs import me, neighbours, size
 
-# Imported here, as in modules that are loaded before the world is simulated.
+# Imported before a world is simulated, as in modules that are loaded early.
 from torch.distributed import destroy_process_group, init_process_group, new_group
 
 from distlab.sim import Deadlock, Mismatch, RankError, SimulationError, simulate
@@ -145,7 +145,7 @@ def test_a_real_process_group_lives_on() -> None:
 
 
 def script(backend: str, *, imported_early: bool = False) -> list[object]:
-    """Join, make a group, leave and join again, as a script for torchrun does."""
+    """Join, make a group, leave and rejoin, like a torchrun script; return what was observed."""
     before = dist.is_initialized()
     initialise = init_process_group if imported_early else dist.init_process_group
     make_group = new_group if imported_early else dist.new_group
@@ -182,7 +182,7 @@ def test_a_script_joins_and_leaves_whatever_backend_it_names(
 
 
 def makes_other_groups_in_its_second_world() -> float:
-    """Rejoin and make other groups, which get the old names: torch numbers groups from 1 again."""
+    """Rejoin and make other groups; torch numbers these from 1 again, which reuses old names."""
     for pair in ([0, 1], [2, 3]):
         dist.new_group(pair)
     dist.destroy_process_group()

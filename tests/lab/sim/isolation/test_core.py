@@ -1,4 +1,4 @@
-"""Ranks share a core where handing over is fast, and the process gets all its cores back."""
+"""Ranks share a core if handing it over is fast, and the process gets all its cores back."""
 
 import os
 import sys

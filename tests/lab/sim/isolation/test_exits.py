@@ -1,4 +1,4 @@
-"""A report names the line on which a rank ended, and says how."""
+"""A report names the line on which a rank ended, and says how it ended."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from distlab.sim.script import run_script
 
 
 def line_of(fn: Callable[..., object], mark: str) -> int:
-    """Return the number of the line in a function that ends with this comment."""
+    """Return the number of the first line of ``fn`` that ends with the comment ``mark``."""
     code = fn.__code__
     lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
     found = (n for n in range(code.co_firstlineno, len(lines)) if lines[n].endswith(f"# {mark}"))

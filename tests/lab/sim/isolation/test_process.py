@@ -1,4 +1,4 @@
-"""Process state: each rank has its own, or gets a one-line error."""
+"""Each rank has its own process state or, where that is impossible, gets a one-line error."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Report notes about pool tasks; the catalogue of deadlocks has more of them."""
+"""Notes in reports about tasks in thread pools; the catalogue of deadlocks has more notes."""
 
 from concurrent.futures import ThreadPoolExecutor
 

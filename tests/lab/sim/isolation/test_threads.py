@@ -1,4 +1,4 @@
-"""Threads of a rank: they wait in virtual time and share their rank's state."""
+"""A rank's threads wait in virtual time and share the rank's state."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from distlab.sim import RankError, simulate
 
 
 def in_thread(call: Callable[[], object], **settings: Any) -> object:
-    """Return the result of a call in a new thread."""
+    """Make a call in a new thread, and return its result."""
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(call()), **settings)
     thread.start()
@@ -122,7 +122,7 @@ def test_asyncio_waits_for_threads() -> None:
 
 
 def looks_around() -> list[object]:
-    total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)  # looks it up by name
+    total = functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)  # finds the group by name
     return [dist.get_rank(), os.environ["RANK"], dist.get_world_size(), total.item()]
 
 

@@ -1,4 +1,4 @@
-"""Calls that differ: the report says which ranks passed what, whatever the order of the calls."""
+"""If calls differ, the report says which ranks passed what, whatever order they called in."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Kinds of tensors: those that gloo or NCCL cannot send are rejected; those without data work."""
+"""Tensors that gloo or NCCL cannot send are rejected, but tensors without data are accepted."""
 
 import math
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def test_sparse_tensors_are_added_up(world: str) -> None:
 
 def test_of_a_sparse_tensor_only_what_it_holds_is_sent() -> None:
     run = simulate(adds_sparse_rows, 2, options=Options(algorithm="ring"))
-    held = 2 * 2 * (2 * 8 + 4)  # two rows of two numbers, each with two indices
+    held = 2 * 2 * (2 * 8 + 4)  # two rows of two numbers; each number has two indices
     assert run.trace.bytes_sent == [held] * 2
 
 

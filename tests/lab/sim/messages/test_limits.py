@@ -33,7 +33,7 @@ def me() -> int:
 
 
 def say_that_it_is_over() -> None:
-    """Release the ranks that must be late, however busy the machine is."""
+    """Release the late ranks, which wait for this so that they are late on any machine."""
     _get_default_store().set("it is over", "")
 
 
@@ -70,7 +70,7 @@ def sends_too_early() -> list[tuple[str, float]]:
     return [outcome(lambda: dist.recv(x, 0))]
 
 
-# On gloo, the peer of a late receive does not always notice: in 2 of 48 runs, its send hung.
+# On gloo, a sender may not notice that the receive timed out: its send hung in 2 of 48 runs.
 @pytest.mark.parametrize(
     ("program", "name", "world"),
     [
@@ -127,7 +127,7 @@ def test_a_rank_that_waits_no_longer_does_not_end_a_collective() -> None:
 
 
 def in_a_group_with_a_limit() -> list[tuple[str, float]]:
-    # On a busy machine, gloo is late to notice that a peer has closed its connection.
+    # On a busy machine, gloo may be late to notice that a peer has closed its connection.
     limit = SECOND if me() == 0 else 20 * SECOND
     group, x = dist.new_group(timeout=limit), torch.ones(2)
     if me() == 1:
@@ -139,7 +139,10 @@ def in_a_group_with_a_limit() -> list[tuple[str, float]]:
 
 
 def after_the_limit(group: dist.ProcessGroup | None) -> tuple[str, float]:
-    """Return a later call's outcome; on a busy machine, repeat it until gloo closes the pair."""
+    """Return the outcome of a later call.
+
+    Make the call up to three times, because gloo may be slow to close the pair on a busy machine.
+    """
     for _ in range(3):
         found = outcome(lambda: dist.barrier(group=group))
         if "Timed out" not in found[0]:
@@ -197,7 +200,7 @@ def retries_forever() -> None:
 
 
 def until_it_passes(post: Callable[[], dist.Work | None]) -> None:
-    """On rank 0, retry a call with a limit of one second until it succeeds; rank 1 returns."""
+    """On rank 0, retry a call with a limit of one second until it succeeds; rank 1 does nothing."""
     while me() == 0:
         with contextlib.suppress(RuntimeError):
             work = post()

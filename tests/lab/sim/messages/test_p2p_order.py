@@ -1,4 +1,4 @@
-"""``p2p_order="pair"``: point-to-point operations start in NCCL's order, and reports say so."""
+"""``p2p_order="pair"`` starts point-to-point operations in NCCL's order; reports say so."""
 
 from collections.abc import Callable
 from functools import partial
@@ -76,7 +76,10 @@ def ring() -> float:
 
 
 def batch_between_unbatched() -> float:
-    """A batch runs on the group's stream, the rest on the pair's; neither waits for the other."""
+    """Run a batch while an unbatched operation is in flight.
+
+    The batch runs on the group's stream and the operation on the pair's, so neither waits.
+    """
     y = torch.zeros(4)
     first = dist.irecv(y, 1 - me()) if me() == 0 else dist.isend(torch.full((4,), 5.0), 1 - me())
     batched()
@@ -170,7 +173,7 @@ def test_the_order_is_not_blamed_where_it_is_not_the_cause(program: Program) -> 
 
 
 def many_small_messages() -> float:
-    """Each recv completes as soon as it starts, hundreds at the same moment."""
+    """Exchange messages whose receives complete as soon as they start, hundreds at a time."""
     y = torch.zeros(1)
     if me() == 0:
         work = dist.isend(torch.zeros(8), 1)

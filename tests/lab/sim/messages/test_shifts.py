@@ -1,4 +1,4 @@
-"""The first call that ranks made at different lines, if their calls have been out of step since."""
+"""Reports name the first call that ranks made at different lines, if they stay out of step."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Buffers that change too early: what a buffered send keeps, and what strict mode reports."""
+"""If a buffer changes too early, a buffered send keeps its old values; strict mode reports it."""
 
 import time
 from collections.abc import Callable

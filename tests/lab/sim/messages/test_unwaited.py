@@ -1,4 +1,4 @@
-"""Handles that a rank never waited for: listed by the trace, by ``unwaited()`` and in reports."""
+"""The trace, ``unwaited()`` and reports list the handles that a rank never waited for."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Crowds: flows handled together end at the same times as flows handled one by one."""
+"""Flows that are handled together, in crowds, end at the same times as if handled one by one."""
 
 import random
 from math import inf
@@ -13,7 +13,7 @@ from distlab.sim.network import flows as network
 def run_in(
     crowd_size: float, bytes_per_s: list[float], arrivals: list[Arrival]
 ) -> dict[int, float]:
-    """Return finish times, in order; treat components of ``crowd_size`` flows or more as crowds."""
+    """Treat components of ``crowd_size`` or more flows as crowds; return finish times, in order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "CROWD", crowd_size)
         return run(bytes_per_s, arrivals)

@@ -1,4 +1,4 @@
-"""The verdict on a deadlock is exact and in plain English, for few and for many ranks."""
+"""Verdicts on deadlocks are exact and in plain English, for few ranks and for many."""
 
 import pickle
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ def explain(blocked: dict[int, Pending], **others: Any) -> Deadlock:
 
 
 def hand_made(kind: type[Any], rank: int, name: str, group: Sequence[int], **others: Any) -> Any:
-    """Make an operation without a world around it."""
+    """Make an operation that belongs to no world."""
     wait = kind.__new__(kind)
     call = {"site": SITE, "is_by_torch": False, "maker": ""}
     fields = {"rank": rank, "name": name, "group": tuple(group), **call, **others}
@@ -63,7 +63,7 @@ def recv(rank: int, peer: int, **others: Any) -> Message:
 
 
 def collective(present: Iterable[int], group: Sequence[int], number: int = 0) -> dict[int, Pending]:
-    """Return the all_reduce calls in which ``present`` wait for the rest of the group."""
+    """Return the all_reduce calls of the ranks ``present``; they wait for the rest of the group."""
     world: Any = SimpleNamespace(clock=None)
     meeting = Meeting(world, "0", tuple(group), number)
     for rank in present:

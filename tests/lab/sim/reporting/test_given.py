@@ -1,4 +1,4 @@
-"""``Options(given=…)``: reports name the program's lines, never those of the caller's machinery."""
+"""With ``Options(given=…)``, reports name the program's lines and never those of given code."""
 
 import importlib.util
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Pictures: every event is drawn, for 2 ranks and for many."""
+"""Pictures of a run: every event is drawn, but many ranks get no arrows and fewer names."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def words(figure: Figure) -> str:
 
 
 def bars(figure: Figure, name: str) -> list[tuple[float, float]]:
-    """Return the start and end of each bar of a kind, in the picture's unit."""
+    """Return the start and end of each bar labelled ``name``, in the picture's unit."""
     return [
         (path.vertices[:, 0].min(), path.vertices[:, 0].max())
         for shapes in figure.axes[0].collections
@@ -91,7 +91,7 @@ def test_many_ranks_have_no_arrows_and_only_some_names(num_ranks: int, second: s
 
 
 def late_receiver() -> None:
-    """Rank 0 computes before it receives, rank 1 sends at once, and rank 2 does nothing."""
+    """Let rank 0 compute before it receives, and rank 1 send immediately; rank 2 does nothing."""
     x = torch.empty(10**6, device="meta")
     if dist.get_rank() == 0:
         compute()

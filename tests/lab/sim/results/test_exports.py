@@ -1,4 +1,4 @@
-"""Trace files: every event is in its place, and every message is an arrow."""
+"""Trace files have every event in its place, and an arrow for every message."""
 
 import re
 from collections import defaultdict
@@ -15,12 +15,12 @@ from distlab.sim.results.exports import (
     kineto_traces,
 )
 
-NANOSECOND = 1.001e-3  # microseconds; files are rounded to nanoseconds
+NANOSECOND = 1.001e-3  # in microseconds; times in files are rounded to nanoseconds
 Json = dict[str, Any]
 
 
 def buffered() -> None:
-    """Rank 0's sends end before rank 1 posts its receives."""
+    """Send messages that complete on rank 0 before rank 1 posts its receives."""
     if dist.get_rank() == 0:
         for _ in range(3):
             dist.send(torch.ones(100), 1)
@@ -59,7 +59,7 @@ def slices(simulated: Simulated[Any]) -> list[Json]:
 
 
 def arrows(simulated: Simulated[Any]) -> list[tuple[Json, Json]]:
-    """Return both ends of each arrow."""
+    """Return the events at which each arrow starts and ends."""
     ends: dict[int, dict[str, Json]] = defaultdict(dict)
     for event in chrome_trace(simulated)["traceEvents"]:
         if event["ph"] in "sf":
@@ -69,7 +69,7 @@ def arrows(simulated: Simulated[Any]) -> list[tuple[Json, Json]]:
 
 
 def around(end: Json, simulated: Simulated[Any]) -> list[Json]:
-    """Return the slices on an arrow end's thread that contain that end."""
+    """Return the slices that enclose one end of an arrow, on the same thread."""
     return [
         what
         for what in slices(simulated)

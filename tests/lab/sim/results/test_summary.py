@@ -1,4 +1,4 @@
-"""The table after a run: the trace's numbers, in readable units, and the settings behind them."""
+"""The summary of a run has the trace's numbers, in readable units, and the settings used."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from distlab.util.text import seconds_text
 
 
 def uneven() -> None:
-    """Rank r computes r + 1 times as long as rank 0, and no rank waits."""
+    """Compute r + 1 times as long on rank r as on rank 0; no rank waits."""
     compute(1 + dist.get_rank())
 
 
