@@ -41,7 +41,7 @@ class Table:
     Attributes:
         algorithm: Algorithm that NCCL was forced to use, or "auto".
         points: Pairs of size in bytes and time in seconds.
-        is_fitted: Whether the simulator's constants were fitted to this table.
+        is_fitted: True if the simulator's constants were fitted to this table.
     """
 
     source: str

@@ -1,7 +1,7 @@
 """Run the course on one GPU: machine costs, trainer, the lessons' training steps, test suites.
 
     python benchmarks/gpu.py out/gpu              everything, in at most eight minutes
-    python benchmarks/gpu.py out/gpu costs        only the parts named
+    python benchmarks/gpu.py out/gpu costs        only the named parts
     python benchmarks/gpu.py out/gpu --dry        tiny sizes on the CPU, to test the script itself
 
 If the course is not installed, set PYTHONPATH=. to import it from this folder.
@@ -37,7 +37,7 @@ from distlab.bench.trainer import Sizes
 from distlab.production.lessons import find_lessons
 
 ROOT = Path(__file__).resolve().parents[1]
-Tell = Callable[[str, object], None]  # saves a result under a key
+Tell = Callable[[str, object], None]  # saves a result under the given key
 PHASES = (1, 2, 3, 4)
 LIMIT_OF_A_WORLD_S = 25.0
 GPT_SIZES = {"vocab_size": 50304, "context": 1024, "width": 768, "layers": 12, "heads": 12}
@@ -53,7 +53,7 @@ WAYS = {
 
 
 def costs(is_dry: bool, tell: Tell) -> None:
-    """Time kernel launches, kernels, the reading of one number, and copies to and from the GPU."""
+    """Time kernel launches, kernels, reading a number from the GPU, and copies to and from it."""
     tell("versions", {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()})
     device = torch.device("cpu" if is_dry else "cuda")
     if not is_dry:
@@ -115,7 +115,7 @@ def whole_spent_us(call: Callable[[], object]) -> float:
 
 
 def copy_us(copy: Callable[..., object]) -> dict[str, float]:
-    """Return an asynchronous copy's median times until the call returns and until it is done."""
+    """Return an asynchronous copy's median times: until the call returns, and until it is done."""
     waits = partial(copy, non_blocking=True)
     returned = [spent_us(waits, 1) for _ in range(20)]
     return {"returns": median(returned), "done": median(whole_spent_us(waits) for _ in range(20))}
@@ -211,7 +211,7 @@ def beside(found: dict[str, Any], on_cpu: dict[str, Any]) -> dict[str, Any]:
 
 
 def programs(is_dry: bool, tell: Tell) -> None:
-    """Run the course's commands as a user with one GPU would."""
+    """Run the course's commands, as a user with one GPU would."""
     gpu, nccl = ("cpu", "gloo") if is_dry else ("cuda", "nccl")
     out = tempfile.mkdtemp()
     python, config = sys.executable, "configs/imagenet_resnet50.yaml --warmup_epochs 0"
@@ -240,7 +240,7 @@ def programs(is_dry: bool, tell: Tell) -> None:
         shown = command.replace(f"{python} ", "").replace(out, "out")
         start = time.monotonic()
         code, output = finished(command.split(), Path(out, "log"), 100)
-        begins = output[:1500] if code else ""  # has the cause; torchrun's own report comes last
+        begins = output[:1500] if code else ""  # names the cause; torchrun's report ends the output
         spent_s = time.monotonic() - start
         tell(shown, {"exit": code, "s": spent_s, "begins": begins, "ends": output[-1500:]})
 
@@ -338,7 +338,8 @@ def main() -> None:
         start = time.monotonic()
         flags = ["--inside", *["--dry"] * options.dry]
         command = [sys.executable, str(Path(__file__).resolve()), str(folder), name, *flags]
-        limit_s = PARTS[name][1] * (5 if options.dry else 1)  # two busy CPU cores are slow
+        # Dry runs need longer, because the parts may share just two CPU cores.
+        limit_s = PARTS[name][1] * (5 if options.dry else 1)
         code, log = finished(command, folder / f"{name}.log", limit_s)
         path = folder / f"{name}.json"
         results: Mapping[str, object] = json.loads(path.read_text()) if path.exists() else {}

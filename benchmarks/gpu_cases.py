@@ -264,7 +264,7 @@ def profiled(device: torch.device) -> Call:
     return lambda: (profiling.exposed_communication(run()), [])[1]
 
 
-CASES: dict[str, Case] = {  # keys: task ids
+CASES: dict[str, Case] = {  # the keys are task ids
     "1.3": scatter,
     "1.4": on_numbers(exchange),
     "1.5": on_numbers(by_hand.broadcast),
@@ -342,7 +342,8 @@ def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any
 def host_syncs(device: torch.device) -> Iterator[Counter[str]]:
     """Count, by line of the course's code, the operations that make the host wait for the GPU."""
     sites: Counter[str] = Counter()
-    with warnings.catch_warnings():  # simulated ranks would share these filters
+    with warnings.catch_warnings():
+        # Simulated ranks are threads, which would share the filters.
         if device.type == "cuda" and dist.get_backend() != "sim":
             warnings.simplefilter("always")
             warnings.showwarning = lambda message, *_: _note(f"{message}", sites)

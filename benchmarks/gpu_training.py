@@ -1,4 +1,4 @@
-"""The training part of benchmarks/gpu.py: measure how many samples per second contestants train."""
+"""The training part of benchmarks/gpu.py: measure the samples per second of each contestant."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,7 +17,7 @@ from distlab.models.gpt import GPT
 from solutions.phase1_data_parallel import trainer
 from solutions.phase2_advanced import mixed_precision
 
-Train = Callable[[int], object]  # argument: number of steps
+Train = Callable[[int], object]  # takes the number of steps
 Step = Callable[[], Any]
 
 

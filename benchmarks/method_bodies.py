@@ -45,7 +45,7 @@ def times_of(*steps: Callable[[], Any]) -> list[float]:
             start = time.perf_counter()
             step()
             dist.barrier()
-            if repeat:  # the first round only warms up
+            if repeat:  # the first round is only a warm-up
                 row.append(time.perf_counter() - start)
     return [statistics.median(row) for row in seconds]
 
@@ -225,7 +225,7 @@ def vocabulary() -> float:
 
 
 def sequence() -> float:
-    """Return the activation memory of norms split by position, relative to norms that are whole."""
+    """Return the activation memory of norms that are split by position, relative to whole norms."""
     num_ranks = dist.get_world_size()
     positions = (ROWS, ROWS // num_ranks)
     return _kept_by_norms(True, positions[1]) / _kept_by_norms(False, positions[0])

@@ -32,8 +32,8 @@ class Method:
 
     name: str
     tasks: str
-    solution: str  # file:function
-    what: str  # measured quantity
+    solution: str  # written as file:function
+    what: str  # the measured quantity
     formula: str
     predicted: float
     body: Callable[[], float]

@@ -1,6 +1,6 @@
 """Compare Phase 3's planner with published step times.
 
-    python benchmarks/plan_fidelity.py        fits to half of the rows; prints both halves' errors
+    python benchmarks/plan_fidelity.py        fits the constants; prints both halves' errors
     python benchmarks/plan_fidelity.py write  rewrites the tables of docs/plan_fidelity.md
 
 The two constants of ``matmul_seconds`` are fitted to every second row of steps.csv; the other rows
@@ -80,7 +80,7 @@ def _row(fields: dict[str, str], place: int) -> Row:
 
 
 def _seconds(model: Transformer, batch: int, gpus: int, fields: dict[str, str]) -> float:
-    """Convert FLOP/s back to seconds, with the source's equation 3 for the FLOPs of a step."""
+    """Convert FLOP/s back to seconds, by the source's equation 3 for the FLOPs of a step."""
     layers, h, _, s, vocabulary = model
     terms = 1 + s / (6 * h) + vocabulary / (16 * layers * h)
     flops = 96 * batch * s * layers * h**2 * terms

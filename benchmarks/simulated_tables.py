@@ -68,7 +68,7 @@ def zero(
 
 @app.command()
 def pipeline() -> None:
-    """Print how much of their time pipelines are idle, and how many micro-batches they hold."""
+    """Print for how much of the time pipelines are idle, and how many micro-batches they hold."""
     rows = []
     for schedule, (_, stages) in pipelines.SCHEDULES.items():
         for p in (2, 4, 8):

@@ -1,6 +1,6 @@
 """Measure how long learners wait for a verdict.
 
-    python benchmarks/verdicts.py        to be run on an idle machine
+    python benchmarks/verdicts.py        run this on an idle machine
 
 A cold wait is one ``distlab check`` in a new process, with unsolved templates. A warm wait lasts
 from saving a solved template until ``distlab watch`` has drawn the resulting screen on a terminal.
@@ -66,11 +66,11 @@ def fill_in(here: Path) -> None:
 
 
 def from_save_to_verdict_s(here: Path, task: Task) -> list[float]:
-    """Save an ever longer template ``RUNS`` times; return the seconds until each verdict."""
+    """Save a template ``RUNS`` times, each time longer; return the seconds until each verdict."""
     template, seconds = here / task.folder / f"template_{task.lesson}.py", []
     with watching(here, task) as terminal:
         for _ in range(RUNS):
-            time.sleep(0.5)  # learners do not save at the moment of a verdict
+            time.sleep(0.5)  # learners do not save right after a verdict
             start = time.monotonic()
             template.write_text(f"{template.read_text()}\n")
             screen = read_screen(terminal)

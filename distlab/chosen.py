@@ -17,18 +17,18 @@ from distlab.util.text import joined
 TRAINER_TASK = "1.13"
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
-MAX_NAMED = 6  # largest number of tasks for which a message names the functions
+MAX_NAMED = 6  # messages about more tasks than this give only their ids
 
 
 class NotThereError(Exception):
-    """The code to run is not written yet, or missing from this copy; shown without a traceback."""
+    """The code to run is unwritten or not in this copy of the course; shown without a traceback."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The class and the functions of Phase 1 that a training run uses."""
+    """The class and the functions from Phase 1 that a training run uses."""
 
-    trainer: Any  # class Trainer
+    trainer: Any  # the class ``Trainer``
     all_reduces: Mapping[str, Any]
     averages: Mapping[str, Any]
 
@@ -53,7 +53,7 @@ def find_trainer(impl: str, all_reduce: str, also: Collection[str] = ()) -> Subm
     Args:
         impl: "solution" or "mine".
         all_reduce: Name of the all-reduce that will sum the gradients.
-        also: Further functions that the training run calls.
+        also: Names of further functions that the training run calls.
     """
     called = {f"all_reduce_{all_reduce}", *also}
     return _of(impl, lambda task: task.id == TRAINER_TASK or not called.isdisjoint(task.functions))
@@ -75,7 +75,7 @@ def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:
 
 
 def _with_their_basis(here: folder.CourseFolder, tasks: Iterable[Task]) -> list[Task]:
-    """Return the given tasks and those that they build on, in the course's order."""
+    """Return these tasks and all tasks that they build on, in the course's order."""
     chosen: set[Task] = set()
     for task in tasks:
         chosen.update((task, *here.course.builds_on(task)))
@@ -114,7 +114,7 @@ def load(submitted: Submission) -> Parts:
 
 
 def lesson(submitted: Submission, name: str) -> ModuleType:
-    """Import a lesson; called inside a rank.
+    """Import a lesson inside a rank.
 
     Raises:
         LessonError: One of the learner's files cannot be imported.

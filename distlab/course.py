@@ -22,13 +22,13 @@ else:
     import tomli as tomllib
 
 FILE = "course.toml"
-HINTS = (1, 2, 3)  # 1: a question; 2: the idea; 3: names, number of lines
+HINTS = (1, 2, 3)  # 1: a question; 2: the idea; 3: names to use, and the number of lines
 DIFFICULTIES = range(1, 6)
 LABEL_WIDTH = 32  # minimum width of a column of labels
 
 
 Entry = TypeVar("Entry")
-Table = Mapping[str, Any]  # a table in course.toml
+Table = Mapping[str, Any]  # a table of course.toml
 
 
 class CourseError(ValueError):
@@ -37,18 +37,18 @@ class CourseError(ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """One task: a function that a learner writes, in some tasks together with others."""
+    """One task: a function for the learner to write, or several functions."""
 
     id: str  # "1.5" is the fifth task of phase 1
-    function: str  # name in the lesson's file; for a method, "Trainer.fit"
+    function: str  # its name in the lesson's file; for a method, such as "Trainer.fit"
     title: str
     points: int
     minutes: int
     difficulty: int  # 1 to 5
     lesson: str  # name of the file without ``template_`` and ``.py``
     folder: str  # folder of the phase
-    also: tuple[str, ...] = ()  # further functions, written and graded with the main one
-    preload: tuple[str, ...] = ()  # slow modules that its tests load
+    also: tuple[str, ...] = ()  # further functions, written and graded together with the main one
+    preload: tuple[str, ...] = ()  # slow modules that the task's tests load
     uses: tuple[str, ...] = ()  # ids of the earlier tasks whose functions the solution calls
 
     @property
@@ -58,7 +58,7 @@ class Task:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the functions to write; several methods of one class appear as the class."""
+        """Names of the functions to write; several methods of a class are listed as the class."""
         holders = [name.rpartition(".")[0] for name in self.functions]
         return tuple(
             dict.fromkeys(
@@ -142,7 +142,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Course:
-    """All phases, in order. Looking up a missing name raises CourseError with the nearest name."""
+    """All phases, in order. Looking up a missing name raises CourseError, with a suggestion."""
 
     title: str
     phases: tuple[Phase, ...]
@@ -153,21 +153,21 @@ class Course:
         return tuple(task for phase in self.phases for task in phase.tasks)
 
     def task(self, id: str) -> Task:
-        """Look a task up by its id, such as "1.5"."""
+        """Look up a task by its id, such as "1.5"."""
         return _look_up("task", id, {task.id: task for task in self.tasks})
 
     def builds_on(self, task: Task) -> tuple[Task, ...]:
-        """Return all earlier tasks that a task uses directly or through others, in order."""
+        """Return all earlier tasks that a task uses, directly or indirectly, in order."""
         return used_by(task, self.tasks)
 
     def phase(self, number: int) -> Phase:
-        """Look a phase up by its number."""
+        """Look up a phase by its number."""
         by_number = {str(phase.number): phase for phase in self.phases}
         return _look_up("phase", str(number), by_number)
 
 
 def used_by(task: Task, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Return the members of ``tasks`` that a task uses directly or through others, in order."""
+    """Return the members of ``tasks`` that a task uses, directly or indirectly, in order."""
     ids = set(task.uses)
     for other in reversed(tasks):
         if other.id in ids:
@@ -176,7 +176,7 @@ def used_by(task: Task, tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def label_width(tasks: Iterable[Task]) -> int:
-    """Return the width of a column of labels, with a gap after the longest."""
+    """Return the width of a column of labels, including a gap after the longest label."""
     return max([LABEL_WIDTH, *(len(task.label) + 2 for task in tasks)])
 
 

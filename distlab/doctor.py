@@ -1,4 +1,4 @@
-"""Checks of this machine. Each check tries the real thing, and a failure says what to do."""
+"""Checks of this machine. Each check tries the real thing; if it fails, it says what to do."""
 
 import importlib
 import importlib.metadata
@@ -33,7 +33,7 @@ TESTED_TORCH = ("2.13",)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``ABSENT`` is no fault: the course runs without its subject."""
+    """One line of the report; ``ABSENT`` is no error, as the course runs without the subject."""
 
     subject: str
     status: str
@@ -81,7 +81,7 @@ def check_machine() -> Finding:
 
 
 def check_python() -> Finding:
-    """Report the interpreter."""
+    """Report Python's version and location."""
     return Finding("python", OK, f"{platform.python_version()} in {sys.prefix}")
 
 
@@ -134,7 +134,7 @@ def check_world_gloo() -> Finding:
 
 
 def _try_world(backend: str, count: int, ranks: str, fix: str, **options: Any) -> Finding:
-    """Have the ranks of a world add their numbers; ``fix`` is the advice if they fail."""
+    """Have the ranks of a world add their numbers; if they fail, ``fix`` is the advice."""
     try:
         sums = launch.run(_sum_of_ones, count, backend=backend, **options)
     except launch.LaunchError as error:
@@ -177,7 +177,7 @@ def check_world_sim() -> Finding:
 
 
 def find_mpirun() -> str | None:
-    """Return the mpirun of this Python's environment, or else the one on the path."""
+    """Return the mpirun in this Python's environment or, if there is none, the one on the path."""
     beside_python = Path(sys.executable).with_name("mpirun")
     return str(beside_python) if beside_python.exists() else shutil.which("mpirun")
 

@@ -1,4 +1,8 @@
-"""Helpers for the notebooks: run the learner's functions or the solution's, and time passes."""
+"""Helpers for the notebooks.
+
+They run an experiment with the learner's functions or the solution's, and record when forward and
+backward passes start and end.
+"""
 
 import re
 import time
@@ -57,7 +61,7 @@ def _members(module: ModuleType, names: str) -> list[Any]:
 
 
 def _why(error: Exception, names: str) -> str:
-    """Say why the functions failed: one of them is still a TODO, or the error's first line."""
+    """Return the reason for a failure: a function is still a TODO, or the error's first line."""
     is_raised = isinstance(error, LaunchError) and error.exception == NotImplementedError.__name__
     if is_raised or isinstance(error, NotImplementedError):
         todo = re.search(r"Task [\d.]+: ([\w.]+)", str(error))

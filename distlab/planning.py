@@ -8,12 +8,12 @@ from distlab.sim import Cluster
 from distlab.util.text import unknown_name
 
 TASKS = ("3.21", "3.22", "3.23")
-MATMUL_EFFICIENCY, MATMUL_PADDING = 0.81, 190.0  # fitted: benchmarks/plan_fidelity.py
+MATMUL_EFFICIENCY, MATMUL_PADDING = 0.81, 190.0  # fitted by benchmarks/plan_fidelity.py
 RING = "Simple"  # NCCL's protocol for long messages
 
 
 class Shape(NamedTuple):
-    """Shape of a model; ``is_gpt`` is False for a model that is only approximated as a GPT."""
+    """Shape of a model; ``is_gpt`` is False if a GPT is only an approximation of the model."""
 
     layers: int
     width: int

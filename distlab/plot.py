@@ -18,8 +18,8 @@ from distlab.util.text import counted
 if TYPE_CHECKING:
     from distlab.lessons import EpochResult
 
-STYLES = ("-", "--", ":", "-.")  # visible even if curves coincide
-POINT_SIZES = (8, 5, 3)  # visible even if points coincide
+STYLES = ("-", "--", ":", "-.")  # keep all curves visible where they coincide
+POINT_SIZES = (8, 5, 3)  # keep all points visible where they coincide
 PASSES = {"F": ("forward", "#3b6fb6"), "B": ("backward", "#e6842a")}
 BUBBLE, ALARM, FORMULA = "#e4e4e4", "#c1121f", "#666666"
 
@@ -63,7 +63,7 @@ def curves(axes: Axes, xs: Sequence[int], named: Mapping[str, Curve], **texts: s
     Args:
         axes: Axes of a picture.
         xs: Sizes, each with a tick, on a log scale unless ``texts`` specifies another.
-        named: Legend text -> curve; lines join the points of a curve without a formula.
+        named: Legend text -> curve; if a curve has no formula, lines join its points.
         texts: Values of title, xlabel and ylabel, and optionally of xscale and yscale.
     """
     for (name, curve), size in zip(named.items(), cycle(POINT_SIZES), strict=False):
@@ -109,7 +109,7 @@ def passes(axes: Axes, stages: Sequence[Sequence[Pass]], title: str) -> None:
 
 def _lighter(colour: str, chunk: int) -> str:
     """Mix a colour with white, with more white for each further chunk."""
-    share = 0.75 * 0.6**chunk  # keeps digits readable even on the first chunk
+    share = 0.75 * 0.6**chunk  # keeps labels readable, even on the darkest chunk, the first
     red, green, blue = (1 - share * (1 - part) for part in to_rgb(colour))
     return to_hex((red, green, blue))
 

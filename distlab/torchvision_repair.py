@@ -20,7 +20,7 @@ _SCHEMAS = {"nms": _DETECTION_BOXES, "qnms": _DETECTION_BOXES}
 def import_torchvision() -> ModuleType:
     """Import torchvision, declaring its operators first if their absence makes the import fail.
 
-    On a sound installation this is a plain import. After a repair, models, datasets and transforms
+    On a sound installation, this is a plain import. After a repair, models, datasets and transforms
     work; calling a declared operator (`torchvision.ops.nms`) still fails, as it has no kernel.
 
     Returns: the module torchvision.
@@ -34,6 +34,6 @@ def import_torchvision() -> ModuleType:
         if "torchvision::" not in str(error) or not missing:
             raise
     for op in missing:
-        # Without its `lib` argument, define() keeps the declaration until the process ends.
+        # Without a `lib` argument, define() keeps the declaration until the process ends.
         torch.library.define(f"torchvision::{op}", _SCHEMAS[op])
     return importlib.import_module("torchvision")

@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
 
 class DivergedError(RuntimeError):
-    """A loss is no longer finite; the message says when, where, and what to try."""
+    """A loss is no longer finite; the message says when and where, and what to try."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class TrainConfig:
     epochs: int
     batch_size: int  # total number of samples over all ranks
     lr: float
-    lessons: Submission = SOLVED  # files with the trainer
+    lessons: Submission = SOLVED  # files that contain the trainer
     all_reduce: str = "native"  # key of ALL_REDUCES
     gradients: str = "per_parameter"  # key of AVERAGE_GRADIENTS
     backend: str = "auto"
-    cluster: str | None = None  # preset, for backend sim
+    cluster: str | None = None  # name of a preset, for the backend sim
     device: str = "auto"
     dtype: str = "float32"
     seed: int = 0
@@ -90,8 +90,8 @@ RECIPES = {
 }
 
 
-# For gpt, every pixel is a token: a step on 16 images of the usual 3 x 32 x 32 takes ten seconds,
-# and on 16 images of the shape below, less than a tenth of a second.
+# For gpt, every pixel is a token. A step on 16 images of the usual shape, 3 x 32 x 32, takes ten
+# seconds; with the shape below, it takes less than a tenth of a second.
 SYNTHETIC_FOR_GPT = {"image_shape": (1, 8, 8), "train_size": 512, "test_size": 128}
 
 
@@ -187,7 +187,7 @@ def _batch_size(requested: int | None, sizes: Parallelism) -> int:
 
 def _learning_rate(requested: float | None, default: float) -> float:
     lr = default if requested is None else requested
-    if not 0 < lr < math.inf:  # False for nan too
+    if not 0 < lr < math.inf:  # nan fails this comparison, too
         raise ConfigError(
             f"--lr {lr} is not a learning rate: it must be above 0 and finite, say {default}"
         )
@@ -205,7 +205,7 @@ def _workers(requested: int | None, backend: str) -> int:
 
 
 def check_is_alone() -> None:
-    """Refuse to start workers if mpirun, torchrun or srun has already started several.
+    """Refuse to start workers if mpirun, torchrun or srun has already started several processes.
 
     Raises:
         ConfigError: This process is one of several.
@@ -367,7 +367,7 @@ class _Watched:
 
 
 def _check_test_losses(history: Sequence[EpochResult]) -> None:
-    """Check that the test losses are finite; only they show if the very last step diverged."""
+    """Check that the test losses are finite; only they reveal that the very last step diverged."""
     step = 0
     for result in history:
         step += len(result.step_losses)
@@ -408,7 +408,7 @@ def _traffic(group: str, counts: Counts, epochs: int) -> str:
 
 
 def _load(config: TrainConfig) -> data.Splits | data.TokenSplits:
-    """Load the images; for gpt, as sequences of tokens."""
+    """Load the images; for gpt, turn them into sequences of tokens."""
     if config.model != "gpt":
         return data.load(config.dataset, root=config.data_root)
     options = SYNTHETIC_FOR_GPT if config.dataset == "synthetic" else {}
@@ -474,7 +474,7 @@ def _virtual_time(cluster: str | None, seconds: float) -> str:
 
 
 def report(config: TrainConfig, history: list[EpochResult]) -> None:
-    """Print the test accuracy after training, in one process only."""
+    """Print the final test accuracy, in one process only."""
     if int(os.environ.get("RANK", "0")) == 0:
         best = max(history, key=lambda result: result.test_accuracy)
         epochs = counted(config.epochs, "epoch")

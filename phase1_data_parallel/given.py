@@ -1,7 +1,6 @@
 """The code that phase 1 gives you: loaders, timing tables, the log, and type aliases.
 
-This file contains no task, so leave it as it is. Submissions are graded with the course's own
-copy of it.
+This file contains no task, so leave it as it is: submissions are graded with the course's own copy.
 """
 
 import random
@@ -31,8 +30,9 @@ AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in 
 class ShardSampler(Sampler[int]):
     """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` chooses the order.
 
-    Shards are cut to equal length, not padded. With padding, a sample that appears twice would
-    count twice in the gradient, and a global batch that one process omits could become complete.
+    Shards are cut to equal length, not padded. Padding would repeat samples, which would then count
+    twice in the gradient, and it could complete a last global batch that a single process leaves
+    out.
 
     Args:
         shard_indices: your function from task 1.1; called once per epoch, with ``drop_last``.
@@ -124,10 +124,10 @@ def _seeded_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def describe(batch: Batch | None) -> tuple[Shapes, str]:
-    """Return the shapes and dtypes of a batch, and what is wrong with it ("" if nothing)."""
+    """Return the shapes and dtypes of a batch, and a message if it is invalid ("" otherwise)."""
     if batch is None:
         return [], "it passed None; the source rank must pass (images, labels)"
-    rows = [tensor.shape[:1] for tensor in batch]  # empty for a scalar
+    rows = [tensor.shape[:1] for tensor in batch]  # the shape of a scalar is empty
     if rows[0] != rows[1] or not rows[0]:
         return [], f"it passed images {tuple(batch[0].shape)} and labels {tuple(batch[1].shape)}"
     return [(tensor.shape, tensor.dtype) for tensor in batch], ""
@@ -158,9 +158,9 @@ class AllReduceTimes:
     """
 
     sizes_bytes: tuple[int, ...]
-    seconds: dict[str, tuple[float, ...]]  # strategy -> seconds by size; "exchange": one message
+    seconds: dict[str, tuple[float, ...]]  # strategy -> seconds by size; "exchange" is one message
     alpha_s: float  # latency: seconds per message; 0 if noise hides it
-    bandwidth_bytes_per_s: float  # 1/β
+    bandwidth_bytes_per_s: float  # equals 1/β
 
     def __str__(self) -> str:
         columns = list(self.seconds)
@@ -205,8 +205,8 @@ def count_targets(targets: Tensor) -> Tensor:
 class Evaluation:
     """Loss and accuracy over a whole data set, equal on all ranks."""
 
-    loss: float  # mean cross entropy per target
-    accuracy: float  # 0 … 1
+    loss: float  # mean cross-entropy per target
+    accuracy: float  # from 0 to 1
     num_targets: int
 
 
@@ -229,7 +229,7 @@ class EpochResult:
     epoch: int
     step_losses: tuple[float, ...]
     test_loss: float
-    test_accuracy: float  # 0 … 1
+    test_accuracy: float  # from 0 to 1
     images_per_s: float  # training images per second over all ranks, including loading
 
     @property
@@ -247,7 +247,7 @@ class RankLog:
         self.shows_bar = self.rank == 0 and sys.stderr.isatty()
 
     def info(self, message: str) -> None:
-        """Print a message that is the same on all ranks, on rank 0 only."""
+        """Print a message on rank 0 only, because it is the same on all ranks."""
         if self.rank == 0:
             self._print(message)
 
@@ -256,7 +256,7 @@ class RankLog:
         self._print(message)
 
     def _print(self, message: str) -> None:
-        # Text and newline in one write: otherwise, lines from ranks that share a pipe could mix.
+        # Write text and newline together; otherwise, lines of ranks that share a pipe could mix.
         print(f"{self.prefix}  {message}\n", end="", flush=True)
 
     def progress(self, label: str, done: int, total: int) -> None:

@@ -1,6 +1,6 @@
 """The code that phase 2 gives you: types, losses, and small models to split.
 
-It contains no task, so leave it as it is. Submissions are graded with the course's own copy.
+It contains no task, so leave it as it is: submissions are graded with the course's own copy.
 """
 
 from collections import deque
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-Batch = tuple[Tensor, ...]  # inputs (B, …), targets (B, …), and whatever else has B rows
+Batch = tuple[Tensor, ...]  # inputs (B, …), targets (B, …), and any other tensors with B rows
 Group = dist.ProcessGroup | None  # None: all ranks
-LossSum = Callable[[nn.Module, Batch], tuple[Tensor, int]]  # sum of losses, number of targets
+LossSum = Callable[[nn.Module, Batch], tuple[Tensor, int]]  # -> sum of losses, number of targets
 
 
 class AllReduce(Protocol):
@@ -52,7 +52,7 @@ class StepResult(NamedTuple):
     """Result of a step in mixed precision, the same on every rank."""
 
     loss: float  # mean over the targets of all ranks, before the step; not scaled
-    is_skipped: bool  # whether a gradient was not finite, so that the step was skipped
+    is_skipped: bool  # True if the step was skipped because a gradient was not finite
     norm: float  # norm of the averaged, unscaled gradient before clipping; not finite if skipped
 
 
@@ -67,7 +67,7 @@ def take_tensors(value: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]],
 
     Returns:
         The tensors, and a function that returns the value with other tensors in their places. The
-        function does not keep the tensors that were taken out.
+        function holds no references to the tensors that were taken out.
     """
     leaves, spec = tree_flatten(value)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -145,7 +145,7 @@ def timeline(schedule: Schedule, backward_time: int = 2) -> list[Event]:
     num_blocks = len(schedule) * (1 + max((a.chunk for row in schedule for a in row), default=0))
     waiting = [deque(actions) for actions in schedule]
     ends: dict[tuple[int, Action], int] = {}
-    is_free = [0] * len(schedule)  # time from which each stage is free
+    is_free = [0] * len(schedule)  # time from which each stage is free again
     events = []
     while ready := [
         stage
@@ -197,7 +197,7 @@ def grid(schedule: Schedule) -> str:
 
 
 class MLP(nn.Module):
-    """Maps each position by itself: to four times the width, through a non-linearity, and back."""
+    """Processes each position by itself: widens it fourfold, applies gelu, and narrows it again."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Mixes each position with those before it, in heads that do not see each other.
+    """Mixes each position with those before it, in independent heads.
 
     The number of heads follows from the size of ``query``: with 1/N of the rows of query, key and
     value, and of the columns of ``out``, the same code computes 1/N of the heads.

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Imported before there is a process group. Otherwise the first optimizer imports it, its functions
-# keep the group as their default, and the group is never destroyed, so that its threads may abort
-# the process at exit (torch 2.13).
+# Imported before there is a process group. Otherwise, the first optimizer would import it, its
+# functions would keep the group as their default, the group would never be destroyed, and its
+# threads might abort the process at exit (torch 2.13).
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.autograd import set_multithreading_enabled
@@ -37,11 +37,11 @@ from torch.nn.functional import cross_entropy
 
 from phase2_advanced.given import Batch, group_device
 
-NUM_ROWS = 512  # rows of the data
-MAX_COLUMNS = 80  # of a drawing; wider ones are folded
-PORTS = range(15_000, 30_000)  # below those that the system assigns to clients
+NUM_ROWS = 512  # number of images to train on
+MAX_COLUMNS = 80  # maximum width of a drawing; wider ones are folded
+PORTS = range(15_000, 30_000)  # below the ports that the system assigns to clients
 
-# torchrun's variables that identify a process, and their names in MPICH's and Open MPI's mpirun.
+# torchrun's variables that identify a process, and what MPICH's and Open MPI's mpirun call them.
 MPIRUN = {
     "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK"),
     "WORLD_SIZE": ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -60,7 +60,8 @@ def join() -> None:
     reach rank 0. On a single machine, the ranks use a port derived from their parent's process id.
 
     Raises:
-        ValueError: none of these launchers has started this process, or the address is not known.
+        ValueError: none of these launchers has started this process, or rank 0's address is not
+            known.
     """
     if "RANK" not in os.environ:
         os.environ.update(_from_mpirun())
@@ -76,7 +77,7 @@ def _backend() -> str:
 
 
 def _from_mpirun() -> dict[str, str]:
-    """Return mpirun's values for those of torchrun's variables that are not set."""
+    """Return values from mpirun for torchrun's variables that are not set."""
     known = {
         name: os.environ[theirs]
         for name, both in MPIRUN.items()
@@ -95,7 +96,7 @@ def load_digits(rows: int = NUM_ROWS) -> Batch:
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
     """
-    spec = find_spec("sklearn")  # only its data file is needed; an import takes a second per rank
+    spec = find_spec("sklearn")  # finds its data file without an import, which takes a second
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("the digits come with scikit-learn: pip install scikit-learn")
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
@@ -121,7 +122,7 @@ def digit_layers(widths: Sequence[int]) -> list[nn.Module]:
 
 def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
     layer = nn.Linear(num_inputs, num_outputs, dtype=torch.float64)
-    nn.init.xavier_normal_(layer.weight)  # torch's default is too small for many layers with tanh
+    nn.init.xavier_normal_(layer.weight)  # torch's default is too small for so many tanh layers
     return layer.to(group_device())
 
 
@@ -218,7 +219,7 @@ def say(text: str) -> None:
 
 
 def say_loss(first: float, last: float) -> None:
-    """Print the first and the last loss, once ``require_equal`` has passed."""
+    """Print the first and the last loss, after ``require_equal`` has passed."""
     say(f"loss:                 {first:.3f} -> {last:.3f}, and the weights of one process")
 
 
@@ -226,7 +227,7 @@ def fail(problem: object) -> NoReturn:
     """End the program on all ranks, which must all call this; rank 0 prints why, in one line."""
     if dist.get_rank() == 0:
         print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr, flush=True)
-    dist.barrier()  # the first rank to exit ends the others too, so rank 0 must print first
+    dist.barrier()  # the first rank to exit ends all others, so rank 0 must print first
     dist.destroy_process_group()
     raise SystemExit(1) from None
 
@@ -237,7 +238,7 @@ def require_written(*functions: Callable[..., Any]) -> None:
         code = getattr(inspect.unwrap(function), "__code__", None)
         for instruction in dis.get_instructions(code) if code else ():
             found = re.match(r"Task (\d+\.\d+): ([\w.]+), see ", str(instruction.argval))
-            if found:  # a raise that can be reached
+            if found:  # the compiled code contains the TODO's error, so it can be reached
                 task, name = found.groups()
                 fail(f"this needs {task} {name}, which is not written yet: distlab check {task}")
 
@@ -269,7 +270,7 @@ def checkpointed(
     checkpoint: Callable[..., Any],
     train_step: Callable[[list[nn.Sequential]], "Meter"],
 ) -> list[nn.Sequential]:
-    """Print what a step keeps without checkpoints; return the chunks with each layer checkpointed.
+    """Print how much a step keeps without checkpoints; return the chunks, each layer checkpointed.
 
     Args:
         chunks: this rank's chunks, which share their parameters with the result.
@@ -288,16 +289,16 @@ class Meter:
 
     Attributes:
         total_s: time of all steps, by the clock of ``time.perf_counter``.
-        busy_s: part of this time in which ``modules`` computed, forward and backward. The rest
-            of the time, the rank sent, received or waited.
-        peak_bytes: largest number of bytes that autograd kept for backward passes at any time,
-            without parameters, which are in memory anyway.
+        busy_s: part of this time in which ``modules`` computed, forward and backward. During the
+            remaining time, the rank sent, received or waited.
+        peak_bytes: largest number of bytes that autograd kept for backward passes at any time, not
+            counting parameters, which are in memory in any case.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.total_s = self.busy_s = self._since = 0.0
         self.peak_bytes = self._bytes = 0
-        self._keepers: Counter[int] = Counter()  # number of ``_Kept`` by address
+        self._keepers: Counter[int] = Counter()  # number of ``_Kept`` objects by memory address
         for module in modules:
             module.register_forward_pre_hook(lambda *_: self._start())
             module.register_forward_hook(self._after_forward)
@@ -324,7 +325,7 @@ class Meter:
     def _after_forward(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         self._add()
         if output.requires_grad:
-            output.register_hook(lambda _: self._start())  # backward enters the module here
+            output.register_hook(lambda _: self._start())  # backward enters the module
 
     def _keep(self, x: Tensor) -> "_Kept":
         kept = _Kept(x.detach())
@@ -342,13 +343,13 @@ class Meter:
 
 @dataclass(eq=False)
 class _Kept:
-    """A tensor that autograd keeps; it is freed with the graph."""
+    """A tensor that autograd keeps until the graph is freed."""
 
     tensor: Tensor
 
 
 def report(meter: Meter) -> None:
-    """Print what the ranks kept for backward passes, and how much time they waited or sent."""
+    """Print how much the ranks kept for backward passes, and how long they sent or waited."""
     waited = 1 - meter.busy_s / meter.total_s
     say(f"kept for backward:    {by_rank(meter.peak_bytes / 1000)} kB at most")
     say(f"waited or sent:       {by_rank(waited, '.0%')} of the time")
@@ -356,7 +357,7 @@ def report(meter: Meter) -> None:
 
 @contextmanager
 def calls_of(function: Callable[..., Any]) -> Iterator[list[dict[str, Any]]]:
-    """Collect the arguments of this rank's calls to a Python function, also in backward passes."""
+    """Collect the arguments of this rank's calls to a Python function, even in backward passes."""
     calls, code = [], inspect.unwrap(function).__code__
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
@@ -366,7 +367,7 @@ def calls_of(function: Callable[..., Any]) -> Iterator[list[dict[str, Any]]]:
     before = sys.getprofile()
     sys.setprofile(on_event)
     try:
-        with set_multithreading_enabled(False):  # backward in this thread, even on a GPU
+        with set_multithreading_enabled(False):  # run backward passes in this thread, even on a GPU
             yield calls
     finally:
         sys.setprofile(before)

@@ -1,6 +1,6 @@
 """Code that phase 3 gives you: types, and functions from other phases that its lessons use.
 
-It contains no tasks, so leave it as it is. Submissions are graded with the course's own copy.
+It contains no tasks, so leave it as it is: submissions are graded with the course's own copy.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,7 +86,7 @@ def _padded(chunk: Tensor, length: int) -> Tensor:
 def start_exchange(
     outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None
 ) -> Sequence[dist.Work]:
-    """Start to send ``outgoing`` to ``dst`` and to receive ``incoming`` from ``src``.
+    """Start sending ``outgoing`` to ``dst`` and receiving ``incoming`` from ``src``.
 
     The two start together, so that ranks cannot deadlock, not even on NCCL. Until both are done,
     ``outgoing`` must not be written to, and ``incoming`` must be neither read nor written to.
@@ -205,7 +205,7 @@ class Started(Protocol):
 
 
 class StartAllReduce(Protocol):
-    """Starts to sum a tensor over the group, in place, and returns immediately.
+    """Starts summing a tensor over the group, in place, and returns immediately.
 
     All ranks start the same sums in the same order. Until ``wait`` has returned, the tensor must
     be neither read nor written.
@@ -215,7 +215,7 @@ class StartAllReduce(Protocol):
 
 
 def start_all_reduce(x: Tensor, group: Group = None) -> Started:
-    """Start to sum ``x`` over the ranks of ``group``, in place, with torch's own all-reduce."""
+    """Start summing ``x`` over the ranks of ``group``, in place, with torch's own all-reduce."""
     work: Started = dist.all_reduce(x, group=group, async_op=True)
     return work
 
@@ -238,7 +238,7 @@ def start_all_gather(x: Tensor, group: Group = None) -> Started:
     return work
 
 
-# new names in torch 2.13, which warns about the old ones
+# torch 2.13 has new names for these functions, and warns about the old ones
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -262,7 +262,7 @@ def in_background(all_reduce: AllReduce) -> StartAllReduce:
 
 
 class _InBackground:
-    """A call in another thread."""
+    """A call that is running in another thread."""
 
     def __init__(self, call: "Future[None]") -> None:
         self._call = call
@@ -275,7 +275,7 @@ class _InBackground:
 def broadcast_module(module: nn.Module, group: Group = None) -> None:
     """Copy the parameters and buffers of rank 0 to all ranks, in place, as in task 1.9."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        values = tensor.detach().contiguous()  # copies only if needed, as for channels_last
+        values = tensor.detach().contiguous()  # copies only if necessary, as with channels_last
         dist.broadcast(values, group=group, group_src=0)
         tensor.detach().copy_(values)
 
@@ -312,12 +312,12 @@ def pair_groups(servers: Sequence[int], workers: Sequence[int]) -> dict[int, Gro
 # Planning a layout: its types, and the time that a machine takes for one operation
 
 
-Checkpointing = Literal["none", "selective", "full"]  # selective: attention's scores and softmax
+Checkpointing = Literal["none", "selective", "full"]  # selective: recomputes scores and softmax
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
 class Transformer(NamedTuple):
-    """A GPT model. In formulas, the fields are l, h, a, s and V."""
+    """A GPT model. Formulas call the fields l, h, a, s and V."""
 
     layers: int
     width: int
@@ -329,19 +329,19 @@ class Transformer(NamedTuple):
 class Layout(NamedTuple):
     """Layout of a model on data · tensor · pipeline GPUs.
 
-    In formulas, the first five fields are d, t, p, v and b.
+    Formulas call the first five fields d, t, p, v and b.
 
     Ranks are numbered along tensor first, then data, then pipeline: the ranks of a tensor group are
     neighbours, and those of a pipeline are d · t ranks apart.
     """
 
-    data: int = 1  # copies of the model
-    tensor: int = 1  # ranks that share each layer
-    pipeline: int = 1  # stages
+    data: int = 1  # number of copies of the model
+    tensor: int = 1  # number of ranks that share each layer
+    pipeline: int = 1  # number of stages
     chunks: int = 1  # chunks of layers in each stage: 1 is 1F1B, more is interleaved 1F1B
     micro_batch: int = 1  # sequences per micro-batch
     zero_stage: int = 0  # 1 shards optimizer state, 2 also gradients, 3 also parameters
-    checkpointing: Checkpointing = "none"  # selective: attention's scores are recomputed
+    checkpointing: Checkpointing = "none"  # what the backward pass recomputes
     sequence_parallel: bool = False
 
     def micro_batches(self, batch_size: int) -> int:
@@ -375,7 +375,7 @@ class Memory(NamedTuple):
     parameters: float
     gradients: float
     optimizer: float
-    activations: float  # kept for the backward pass
+    activations: float  # bytes kept for the backward pass
     recomputed: float  # bytes of the one layer that is being recomputed
     logits: float
 
@@ -388,10 +388,10 @@ class StepTime(NamedTuple):
     """Time of a step of the slowest stage, broken down into its parts, in seconds."""
 
     compute: float
-    tensor: float  # messages inside layers; nothing overlaps with them
+    tensor: float  # messages inside layers, which overlap with nothing
     pipeline: float  # messages between stages
     bubble: float
-    data: float  # messages between model copies, without the time that computation hides
+    data: float  # messages between copies of the model, less the time hidden by computation
 
     @property
     def total(self) -> float:
@@ -462,7 +462,7 @@ def receive_from_any(incoming: Tensor, group: Group = None) -> int:
     If several ranks have sent a message, any of the messages may come first. NCCL cannot do this,
     so parameter servers run on CPUs, over gloo or MPI.
     """
-    src = dist.recv(incoming, group=group)  # the rank in the world, even inside a group
+    src = dist.recv(incoming, group=group)  # the sender's rank in the world, whatever the group
     return src if group is None else dist.get_group_rank(group, src)
 
 
@@ -536,7 +536,7 @@ class Flat:
 
 
 def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype, device and whether they are trained; each appears once."""
+    """Group parameters by dtype, device and whether they are trained; list each only once."""
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
         kinds.setdefault((param.dtype, param.device, param.requires_grad), []).append(param)
@@ -637,8 +637,8 @@ def units_of(model: nn.Module) -> dict[nn.Module, list[Place]]:
     """Cut a model into units to gather one at a time; return the places of their parameters.
 
     Every element of an ``nn.Sequential`` or ``nn.ModuleList`` is a unit, whether that list is the
-    model itself or one of its children. Parameters in no unit, or in several, belong to the model,
-    which is then the first unit.
+    model itself or one of its children. Parameters that are in no unit, or in several, belong to
+    the model itself, which is then the first unit.
     """
     children = [model] if isinstance(model, _LISTS) else [*model.children()]
     units = [unit for child in children if isinstance(child, _LISTS) for unit in child]

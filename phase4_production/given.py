@@ -1,6 +1,6 @@
 """Code that phase 4 gives you: types, and functions from other phases that its lessons use.
 
-It contains no tasks, so leave it as it is. Submissions are graded with the course's own copy.
+It contains no tasks, so leave it as it is: submissions are graded with the course's own copy.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +20,10 @@ class Loaded(NamedTuple):
     step: int
     state: dict[str, Any]
     path: Path
-    skipped: dict[Path, str]  # newer, damaged checkpoint -> the reason
+    skipped: dict[Path, str]  # newer, damaged checkpoint -> what is wrong with it
 
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again
+EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, so run it again
 
 
 def group_device(group: Group = None) -> torch.device:
@@ -45,7 +45,7 @@ class ShardsLoaded(NamedTuple):
 
     step: int
     path: Path
-    skipped: dict[Path, str]  # newer, damaged checkpoint -> the reason
+    skipped: dict[Path, str]  # newer, damaged checkpoint -> what is wrong with it
 
 
 Status = Literal["alive", "waiting", "slow", "silent"]
@@ -61,7 +61,7 @@ class Health(NamedTuple):
 
 
 class Store(Protocol):
-    """The methods that the lessons use of a torch.distributed store, such as a TCPStore."""
+    """The methods of a torch.distributed store, such as a TCPStore, that the lessons use."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set the value of a key, replacing any older one."""
@@ -121,7 +121,7 @@ class Reduced(NamedTuple):
     """
 
     mean: Tensor  # (n,); the same on all ranks, bit for bit
-    sent: Tensor  # (n,); what this rank sent of its gradient
+    sent: Tensor  # (n,); the part of its gradient that this rank sent
 
 
 class Piece(NamedTuple):
@@ -156,18 +156,18 @@ class StepTimes(NamedTuple):
     step_s: float
     data_s: float  # wait for the next batch
     compute_s: float
-    communication_s: float  # wait for the network, except where it overlaps with computation
+    communication_s: float  # wait for the network, excluding what overlaps with computation
 
     @property
     def rest_s(self) -> float:
-        """Time in none of the three parts, such as logging."""
+        """Time outside the three parts, such as for logging."""
         return self.step_s - self.data_s - self.compute_s - self.communication_s
 
 
 class Straggler(NamedTuple):
     """A rank that the others wait for."""
 
-    rank: int  # rank in the group that is watched
+    rank: int  # its rank in the group that is watched
     part: Literal["data", "compute"]  # the part that is slow
     ratio: float  # its own work divided by that of the median rank; 1 is normal
 
@@ -190,7 +190,7 @@ class MetricWriter(Protocol):
         """Record the metrics of a step."""
 
     def close(self) -> None:
-        """Write what is left, and release files, threads and ports."""
+        """Write what is still buffered, and release files, threads and ports."""
 
 
 class Record(NamedTuple):

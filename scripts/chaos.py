@@ -41,9 +41,9 @@ from distlab.production.launching import environment
 from distlab.production.program import config_of
 
 KINDS = ("kill", "pause", "stop", "agent")
-GAP_S = (2.0, 8.0)  # time from when all ranks are running until the next blow
-STOPPED_S = {"pause": 2.0, "stop": math.inf}  # longest stop; ends earlier if any rank is down
-KEYS = {"heartbeat_timeout_s": "10", "save_every": "20"}  # defaults
+GAP_S = (2.0, 8.0)  # time between the moment all ranks run and the next blow
+STOPPED_S = {"pause": 2.0, "stop": math.inf}  # longest stops; they end earlier if a rank is down
+KEYS = {"heartbeat_timeout_s": "10", "save_every": "20"}  # defaults; options override them
 HOPELESS = (str(EXIT_WRONG), str(EXIT_CANNOT_SAVE))  # exit codes after which a restart cannot help
 MAX_STARTS = 200
 LOOK_S = 0.1
@@ -104,11 +104,11 @@ class Blows:
     def __init__(self, kinds: Iterable[str], seed: int, num_ranks: int, duration_s: float) -> None:
         self.random, self.num_ranks, self.duration_s = Random(seed), num_ranks, duration_s
         self.kinds, self.given = iter(kinds), list[Blow]()
-        self.next_s: float | None = None  # None unless all ranks are running
-        self.stopped: list[tuple[float, psutil.Process]] = []  # latest end of the stop, process
+        self.next_s: float | None = None  # time of the next blow; None unless all ranks are running
+        self.stopped: list[tuple[float, psutil.Process]] = []  # latest time to resume, and process
 
     def look(self, observer: Observer, agent: int) -> None:
-        """Resume processes that have been stopped long enough, and strike if it is time."""
+        """Resume processes that have been stopped for long enough, and strike if it is time to."""
         now_s = observer.now_s
         for until_s, process in self.stopped[:]:
             if now_s >= until_s or observer.any_is_down:
@@ -134,7 +134,7 @@ class Blows:
 
 
 def _send(process: psutil.Process, number: int) -> None:
-    with suppress(psutil.NoSuchProcess):  # torchrun has ended it already
+    with suppress(psutil.NoSuchProcess):  # torchrun may have ended it already
         process.send_signal(number)
 
 

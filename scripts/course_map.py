@@ -16,11 +16,11 @@ from distlab.course import Phase, load
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs/images/course.svg"
-WIDTH, HEIGHT = 100.0, 72.0  # size of the drawing in its own units
+WIDTH, HEIGHT = 100.0, 72.0  # size of the drawing, in arbitrary units
 GAP = 1.6
 INK, FAINT, PALE, LINE = "#22303c", "#5d6975", "#f4f5f7", "#7a8794"
 PHASES = ("#d8e6f6", "#dcefdc", "#fbe7cf", "#f4dbe0")
-LOOP = (  # a learner's steps for each task
+LOOP = (  # the steps that a learner takes for each task
     ("read", "guidelines.md"),
     ("write", "the body of a function"),
     ("save", "distlab watch grades it"),
@@ -77,7 +77,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> N
 
 
 def draw_loop(axes: Axes) -> None:
-    """Draw a learner's steps for each task."""
+    """Draw the steps that a learner takes for each task."""
     boxes = columns(len(LOOP), 65.6, 6.2)
     for box, (head, body) in zip(boxes, LOOP, strict=True):
         box.draw(axes, PALE)
@@ -143,8 +143,8 @@ def picture() -> Figure:
 
 def main() -> None:
     """Write the picture to its file."""
-    rcParams["svg.hashsalt"] = "course"  # makes the file reproducible
-    rcParams["svg.fonttype"] = "none"  # text instead of outlines: a quarter of the size
+    rcParams["svg.hashsalt"] = "course"  # makes the file the same every time
+    rcParams["svg.fonttype"] = "none"  # text, not outlines, for a quarter of the size
     picture().savefig(PICTURE, metadata={"Date": None})
     PICTURE.write_text(NEEDLESS.sub("", PICTURE.read_text()))
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from distlab.course import anchor
 
-if TYPE_CHECKING:  # the tests run without mkdocs
+if TYPE_CHECKING:  # not at run time, since the tests do without mkdocs
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import File, Files
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 SHOWN = ("*.md", "docs/*.md", "docs/*.png", "docs/images/*", "phase*/*.md", "phase*/figures/*")
-NOT_SHOWN = ("CLAUDE.md",)  # only a pointer to AGENTS.md
+NOT_SHOWN = ("CLAUDE.md",)  # it only points to AGENTS.md
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 

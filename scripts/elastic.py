@@ -1,4 +1,4 @@
-"""A run whose workers may come and go; start any number of them, on one or several machines.
+"""A run whose workers may come and go; start any number of them on one or several machines.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:4 --nproc_per_node=1 --max_restarts=100 --rdzv_backend=c10d \\
@@ -92,7 +92,7 @@ class Digits:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Return the fraction of test images that are recognised."""
+        """Return the fraction of test images that are classified correctly."""
         images, labels = zip(*self.data.test, strict=True)
         guesses = self.model(torch.stack(images)).argmax(1)
         return float((guesses == torch.tensor(labels)).float().mean())
@@ -116,7 +116,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.parent.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
-    with StopRequest() as stop:  # not earlier: SIGTERM must end a rank that waits for others
+    with StopRequest() as stop:  # not earlier, so that SIGTERM ends a rank that waits to join
         job = Digits(folder)
         num_steps = run_elastic(
             job,

@@ -1,7 +1,7 @@
 """Draw the simulated runs that the guidelines show.
 
-    python scripts/figures.py                 all of them
-    python scripts/figures.py broadcast       those whose names begin with this
+    python scripts/figures.py                 draws all of them
+    python scripts/figures.py broadcast       only those whose names begin with broadcast
 
 Each figure shows a function of ``scripts/phaseN.py``, run as ``distlab sim`` would run it, and is
 written to ``phaseN_*/figures/NAME.svg``. figures.csv lists the figures.
@@ -28,7 +28,7 @@ from distlab.sim.script import run_script
 from distlab.sim.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[1]
-# Half of each file: decimals beyond the second, references to clip paths, and trailing spaces.
+# Needless parts, half of each file: decimals after the second, clip paths, and trailing spaces.
 NEEDLESS = re.compile(r'(?<=\d\.\d\d)\d+| clip-path="[^"]*"| (?=\n)')
 
 
@@ -76,7 +76,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class MemoryFigure(Figure):
-    """The memory of ranks over virtual time, with a curve for each labelled rank."""
+    """A drawing of ranks' memory over virtual time, with a curve for each labelled rank."""
 
     labels: tuple[tuple[int, str], ...] = ()
 
@@ -154,7 +154,7 @@ def main() -> None:
     starts = tuple(sys.argv[1:]) or ("",)
     if not any(figure.name.startswith(starts) for figure in FIGURES):
         sys.exit(f"no figure begins with {' or '.join(starts)}; scripts/figures.csv lists them")
-    rcParams["svg.hashsalt"] = "figures"  # the same run gives the same file
+    rcParams["svg.hashsalt"] = "figures"  # makes the same run give the same file
     for figure in FIGURES:
         if figure.name.startswith(starts):
             figure.draw()

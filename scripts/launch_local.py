@@ -16,7 +16,7 @@ from distlab.production.launching import launch
 
 RUNS = Path("out/local")
 RECIPE = {"model": "resnet18", "optimizer": "sgd", "weight_decay": 5e-4, "label_smoothing": 0}
-DIGITS_SIDE = 16  # twice the side of a digit, and the smallest that ResNets accept
+DIGITS_SIDE = 16  # twice a digit's side, and the smallest side that ResNets accept
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ from solutions.phase1_data_parallel.trainer import (
 from solutions.phase3_multi_node.ddp import DistributedDataParallel
 
 NUM_IMAGES, RANKS_ALONE = 60_000, 2
-BATCH, LR = 128, 0.05  # BATCH is per rank
+BATCH, LR = 128, 0.05  # BATCH is the size per rank
 REPORTED_CALLS, REPORTED_IN_BUCKETS = 1_880, 235  # LizarDist's calls per epoch
 REPORTED = (
     f"LizarDist's report: {REPORTED_CALLS:,} / {REPORTED_IN_BUCKETS:,} = "
@@ -77,7 +77,7 @@ def at_once(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[[],
 
 
 def in_buckets(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[[], None]]:
-    """Sum gradients in buckets during the backward pass; the first (1 MiB) has room for all."""
+    """Sum gradients in buckets during the backward pass; the first bucket has room for all."""
     parallel = DistributedDataParallel(model, all_reduce=counted.start)
     return parallel, parallel.finish_gradient_synchronization
 
@@ -96,7 +96,7 @@ class Epoch:
     losses: list[float]
     calls: int
     num_bytes: int
-    calls_of_group: int  # calls for gradients and losses; 0 on gloo and NCCL, which keep no count
+    calls_of_group: int  # calls for gradients and losses; 0 on gloo and NCCL, which do not count
 
 
 def convnet() -> nn.Sequential:
@@ -147,7 +147,7 @@ def train(way: Way, loader: DataLoader[Sample], device: torch.device) -> Epoch:
 
 
 def counted_by_group() -> int:
-    """Return how many all-reduces the process group has counted; 0 for torch's own groups."""
+    """Return how many all-reduces the process group has counted; torch's own groups count none."""
     group = dist.group.WORLD
     return group.counts.calls["all_reduce"] if isinstance(group, BaseGroup) else 0
 

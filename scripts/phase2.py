@@ -164,7 +164,7 @@ def model_parallel() -> None:
 
 # pipeline_parallel
 
-STAGES, MICRO_BATCHES, LAYERS = 4, 8, 4  # LAYERS is per stage
+STAGES, MICRO_BATCHES, LAYERS = 4, 8, 4  # LAYERS is the number per stage
 WIDTH, ROWS = 200, 50
 
 
@@ -187,7 +187,7 @@ def _run_pipeline(schedule: Schedule, num_chunks: int) -> None:
     pipeline_parallel.send_tensors, pipeline_parallel.recv_tensors = _send_plain, _receive_plain
     layers = range(LAYERS // num_chunks)
     chunks = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in layers)) for _ in range(num_chunks)]
-    inputs = torch.ones(ROWS, WIDTH, requires_grad=True)  # otherwise stage 0 would compute less
+    inputs = torch.ones(ROWS, WIDTH, requires_grad=True)  # otherwise, stage 0 would compute less
     targets = torch.zeros(ROWS, dtype=torch.long)
     batches = [(inputs, targets)] * MICRO_BATCHES
     pipeline_parallel.run_schedule(schedule, chunks, batches, cross_entropy_sum)

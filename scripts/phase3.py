@@ -40,7 +40,7 @@ def main() -> None:
 
 # ring_allreduce
 
-GRADIENTS = 25_600_000  # parameters of a ResNet-50, 102.4 MB as float32
+GRADIENTS = 25_600_000  # about as many as ResNet-50 has parameters; 102.4 MB as float32
 
 
 def ring_reduce_scatter() -> None:
@@ -66,8 +66,8 @@ def short_segments() -> None:
 
 # tree_allreduce
 
-SMALL_ELEMENTS = 65_994  # the CNN of `make demo`: 264 kB of gradients
-LARGE_ELEMENTS = 25_557_032  # a ResNet-50: 102 MB
+SMALL_ELEMENTS = 65_994  # parameters of the CNN that `make demo` trains; 264 kB as float32
+LARGE_ELEMENTS = 25_557_032  # parameters of a ResNet-50; 102 MB as float32
 
 
 def tree_all_reduce() -> None:
@@ -133,7 +133,7 @@ ddp_per_parameter = partial(step_with, PerParameterDataParallel)
 
 
 def bounded_staleness() -> None:
-    """Serve on rank 0 with a staleness of 2; the last worker takes 4 times as long as others."""
+    """Serve on rank 0 with a staleness of 2; the last worker takes 4 times as long as any other."""
     rank, workers = dist.get_rank(), [*range(1, dist.get_world_size())]
     shard, num_steps = torch.zeros(1_000_000), 6
     if rank == 0:

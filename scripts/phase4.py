@@ -91,7 +91,7 @@ def train(run: Run, folder: Path, num_steps: int) -> None:
 
 
 def resume(run: Run, folder: Path) -> int:
-    """Load the newest checkpoint, if there is one; return its step, or else 0."""
+    """Load the newest checkpoint, and return its step; return 0 if there is none."""
     loaded = load_checkpoint(folder)
     for path, reason in (loaded.skipped if loaded else {}).items():
         say(f"skipped {path.name}: {reason}")
@@ -104,7 +104,7 @@ def resume(run: Run, folder: Path) -> int:
 
 
 def parameters_of(model: nn.Module) -> str:
-    """Return all bits of the parameters as text."""
+    """Return the parameters as text that shows every bit."""
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     return " ".join(f"{number & 0xFFFFFFFF:08x}" for number in flat.view(torch.int32).tolist())
 

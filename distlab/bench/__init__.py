@@ -1,1 +1,1 @@
-"""Benchmarks: every speed is compared with a rival's in the same run, as a ratio of medians."""
+"""Benchmarks: each speed is compared with a rival's from the same run, as a ratio of medians."""

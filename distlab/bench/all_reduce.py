@@ -35,7 +35,7 @@ SIZES_1_BYTES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 
 
 def phase_1(ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | None) -> None:
-    """Print the times of Phase 1's all-reduces, in µs and as multiples of the native one's.
+    """Print the times of Phase 1's all-reduces, in µs and as multiples of the native all-reduce's.
 
     Args:
         ranks: Number of gloo ranks, two or more.
@@ -86,8 +86,8 @@ TASKS_3 = ("3.3", "3.4", "3.5", "3.6")
 GLOO, COPIED, REGISTERED = "gloo", "shared memory", "registered"
 SIZES_BYTES = (2**16, 2**20, 2**22, 2**24, 100 * 2**20, 2**28)
 WARM_UPS = 2
-TIMEOUT_S = 3600.0  # summing 256 MiB on 4 ranks takes minutes
-AHEAD_S = 5e-4  # how far ahead the common start is set: about as long as agreeing on it takes
+TIMEOUT_S = 3600.0  # long, because summing 256 MiB on 4 ranks takes minutes
+AHEAD_S = 5e-4  # seconds until the common start: about as long as it takes to agree on it
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5)
 PINGS, PING_BYTES = 50, (8, 2**22)
 MEANING = """\
@@ -98,7 +98,7 @@ AllReduce = Callable[[Tensor], object]
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured; identical on all ranks.
+    """The measurements, identical on all ranks.
 
     Attributes:
         seconds: Seconds of each run, from the common start until the last rank has its sum, by
@@ -131,7 +131,7 @@ class Times:
         ]
 
     def headings(self) -> list[str]:
-        """Return the sizes, short enough for 80 columns."""
+        """Return the sizes as headings that fit into 80 columns."""
         sizes = (bytes_text(size) for size in self.seconds[GLOO])
         return ["", *(size.replace(".00 ", " ").replace(".0 ", " ") for size in sizes)]
 
@@ -172,7 +172,7 @@ def phase_3(ranks: int, repeats: int, impl: str, max_bytes: int, folder: Path | 
 
 
 def measure_on_rank(lesson: Lesson, sizes_bytes: Sequence[int], repeats: int) -> Times:
-    """Measure the contestants, which take turns, at one size after another.
+    """Measure the contestants at one size after another; at each size, they take turns.
 
     Raises:
         ValueError: A sum is wrong.

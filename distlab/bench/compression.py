@@ -47,10 +47,10 @@ class Sizes(NamedTuple):
     rank: int = 4
     fraction: float = 0.01
     steps: int = 60
-    bucket_mib: float = 64.0  # large enough for a single bucket
+    bucket_mib: float = 64.0  # so large that a single bucket suffices
 
 
-# Hooks; ours are functions that reduce a flat gradient, which a lesson's class turns into hooks.
+# Torch's hooks. A lesson's class makes ours from functions that reduce a flat gradient.
 
 TORCHS = {PLAIN: allreduce_hook, FP16: fp16_compress_hook}
 NAMES = (OUR_POWER_SGD, OUR_TOP_K, OUR_INT8, OUR_SIGN, PLAIN, FP16, POWER_SGD)
@@ -97,7 +97,7 @@ def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
 
 
 def _contestant(lesson: Lesson, name: str, sizes: Sizes) -> Contestant:
-    """Return a contestant that uses its hook; all contestants start with the same weights."""
+    """Return a contestant that trains with its hook; all contestants start from equal weights."""
     torch.manual_seed(0)
     teacher, module = _model(sizes), _model(sizes)
     torch.manual_seed(1 + dist.get_rank())
@@ -138,9 +138,9 @@ class Calls:
 
 @contextmanager
 def counted_calls() -> Iterator[Calls]:
-    """Count the hooks' collectives in all threads, as torch's hooks continue in backend threads."""
+    """Count the hooks' collectives in all threads: torch's hooks continue in backend threads."""
     total, n = Calls(), dist.get_world_size()
-    sent = {  # argument name, and the multiple of its bytes that is sent
+    sent = {  # collective -> (argument, multiple of its bytes that is sent)
         "all_reduce": ("tensor", 2 * (n - 1) / n),
         "all_gather": ("tensor", n - 1),
         "all_gather_into_tensor": ("input_tensor", n - 1),

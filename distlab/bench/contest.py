@@ -36,7 +36,7 @@ PEAK_MEMORY = (
 RELATIVE, ABSOLUTE = 1e-3, 1e-6  # tolerances for float32 sums in a different order
 OURS_COLOR, RIVAL_COLOR = "C0", "C7"
 
-Column = tuple[str, str, Callable[[float], str]]  # heading, key of the result, formatter
+Column = tuple[str, str, Callable[[float], str]]  # (heading, key of the result, formatter)
 Measured = dict[str, Any]  # results by key: time of the slowest rank, largest count of any rank
 Lesson = Callable[[str], Any]  # imports a lesson by its name
 STEP: Column = ("step", "seconds", seconds_text)
@@ -50,9 +50,9 @@ class Contestant:
     """A model, and the function that trains it.
 
     Attributes:
-        model: This rank's part; after a step, its parameters have their gradients.
-        step: One forward and one backward pass; returns the mean loss, or None on ranks
-            that do not have it.
+        model: This rank's part of the model; a step leaves gradients on its parameters.
+        step: Function that runs a forward and a backward pass, and returns the mean loss, or
+            None on ranks that do not have it.
     """
 
     model: nn.Module
@@ -90,11 +90,11 @@ class Contest:
         tasks: Ids of the tasks that are measured.
         rivals: Name of torch's contestant -> name of ours to compare it with.
         sizes: NamedTuple with the sizes of the model.
-        title: Function that makes the text above a table, from sizes, number of ranks and repeats.
-        measure: Function that measures all contestants on a rank, from lessons, sizes and repeats.
+        title: Function that returns a table's title, given sizes, number of ranks and repeats.
+        measure: Function that measures all contestants on a rank, given lessons, sizes and repeats.
         tables: Columns of each table.
         notes: Lines below the tables.
-        complete: Function that adds results measured in separate worlds.
+        complete: Function that adds results measured in separate worlds, or None.
     """
 
     name: str
@@ -175,9 +175,9 @@ class Contest:
         return figure
 
 
-# On every rank
+# Code that runs on every rank
 
-NAMESPACES = ("c10d", "_c10d_functional")  # torch.distributed's, and DTensor's
+NAMESPACES = ("c10d", "_c10d_functional")  # of torch.distributed's operations, and of DTensor's
 NO_COLLECTIVES = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
 
 
@@ -202,7 +202,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation, and count it if it is a collective."""
         if DTensor in types:
-            return NotImplemented  # its local tensors are dispatched separately
+            return NotImplemented  # a DTensor's local tensors are dispatched separately
         if func.namespace in NAMESPACES and func._opname not in NO_COLLECTIVES:
             self.calls += 1
             self.num_bytes += sum(
@@ -225,7 +225,7 @@ def measure(
         ValueError: Our loss or gradients differ from the rival's.
     """
     losses, counts = {}, {}
-    for name, contestant in contestants.items():  # this also warms up
+    for name, contestant in contestants.items():  # these runs also warm up
         with Device(None, advance=lambda *_: None) as device:
             contestant.run()
             with Collectives() as collectives:

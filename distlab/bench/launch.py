@@ -17,7 +17,7 @@ from distlab.util.text import counted
 WARM = "launch.run, fork server running (warm)"
 COLD = "launch.run, first call (cold)"
 SPAWN = "torch.multiprocessing.spawn"
-SLOW_REPEATS = 3  # rounds of the contestants that take seconds
+SLOW_REPEATS = 3  # number of rounds for contestants that take seconds
 
 
 def print_table(ranks: int, repeats: int) -> None:
@@ -28,7 +28,7 @@ def print_table(ranks: int, repeats: int) -> None:
         SPAWN: partial(_spawn, ranks),
     }
     rounds = min(repeats, SLOW_REPEATS)
-    launch.run(dist.get_rank, ranks, backend="gloo")  # starts the server
+    launch.run(dist.get_rank, ranks, backend="gloo")  # starts the fork server
     seconds = {
         WARM: harness.in_turns(warm, repeats)[0].tolist(),
         **dict(zip(slow, harness.in_turns(slow, rounds).tolist(), strict=True)),
@@ -56,5 +56,5 @@ def _spawn(ranks: int) -> None:
 
 def _spawned_rank(rank: int, rendezvous: str, world_size: int) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-    dist.barrier()  # the others may still be connecting
+    dist.barrier()  # waits for ranks that may still be connecting
     dist.destroy_process_group()

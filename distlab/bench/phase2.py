@@ -200,7 +200,7 @@ value, so that the gradient of their input is summed once."""
 
 
 def measure_splits(lesson: Lesson, sizes: TensorSizes, repeats: int) -> dict[str, Measured]:
-    """Measure a model split over the ranks by our functions, and in two ways by torch's."""
+    """Measure models split over the ranks: one by our functions, and two by torch's."""
     torch.manual_seed(0)
     heads = sizes.heads_per_rank * dist.get_world_size()
     width = sizes.head_width * heads

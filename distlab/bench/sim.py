@@ -20,7 +20,7 @@ HEADINGS = ("", "real s", "memory", "messages", "µs each", "simulated s")
 
 def print_table() -> None:
     """Measure the simulator, and print the table."""
-    simulate(_nothing, 2)  # excludes imports and first allocations from the figures
+    simulate(_nothing, 2)  # keeps imports and first allocations out of the figures
     rows = (
         _row(f"{MANY_RANKS:,} idle ranks", _nothing, MANY_RANKS),
         _row(f"ring by hand, {RING_RANKS} ranks", _ring, RING_RANKS),

@@ -25,7 +25,7 @@ from distlab.production.telemetry import measure
 from distlab.util.text import counted
 
 HOUR_S = 3600.0
-LARGEST_DIFFERENCE = 0.02  # relative, between mean losses of the first steps
+LARGEST_DIFFERENCE = 0.02  # allowed relative difference between mean losses of the first steps
 COMMON = {
     "data": "synthetic",
     "augment": "none",
@@ -36,7 +36,7 @@ COMMON = {
     "warmup_epochs": 0,
     "schedule": "constant",
     "save_every": 10**9,  # never, because a plain loop does not save
-    "heartbeat_timeout_s": HOUR_S,  # a trainer waits while the others train
+    "heartbeat_timeout_s": HOUR_S,  # long, because each trainer waits while the others train
 }
 NOTES = """\
 Ours: the trainer with its loader, telemetry, heartbeats and agreement to stop, {steps} steps at a
@@ -116,7 +116,7 @@ def matches(ranks: int, model: str) -> list[Match]:
 
 
 def matches_of(names: Sequence[str], ranks: int, model: str) -> list[Match]:
-    """Return the matches, with only the named ways to run the trainer; by default, with all ways.
+    """Return the matches, limited to the named ways to run the trainer if any are named.
 
     Raises:
         ConfigError: A name is unknown; the message lists the known ones.
@@ -225,7 +225,7 @@ def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
     return [name, ours, row["rival"] or "", theirs, ratio, *mfus]
 
 
-# On every rank
+# Code that runs on every rank
 
 
 def measure_on_rank(
@@ -235,13 +235,13 @@ def measure_on_rank(
     steps: int,
     repeats: int,
 ) -> dict[str | None, Speed]:
-    """Measure some ways to run the trainer and their rival, in turns; all ranks call this.
+    """Let some ways to run the trainer and their rival take turns; return the speed of each.
 
     Raises:
-        ValueError: The mean losses of the first steps differ.
+        ValueError: The mean losses of the first steps differ too much.
     """
     device = torch.device(launch.context().device)
-    terminal = sys.stderr  # open trainers redirect standard error
+    terminal = sys.stderr  # kept for progress reports, as trainers redirect standard error
     with ExitStack() as stack:
         contestants: dict[str, Train] = {}
         for name, config in configs.items():
@@ -249,7 +249,8 @@ def measure_on_rank(
             contestants[name] = stack.enter_context(trainer_contestants.trainer(setting))
         if rival:
             contestants[rival[0]] = rival[1](setting)
-        check({name: _mean(train(steps)) for name, train in contestants.items()})  # also warms up
+        # These first steps also warm up.
+        check({name: _mean(train(steps)) for name, train in contestants.items()})
         rounds = {name: partial(_finish, train, steps) for name, train in contestants.items()}
         report = partial(_report, terminal, repeats)
         seconds = harness.in_turns(rounds, repeats, harness.together, report)
@@ -290,10 +291,10 @@ def _mean(losses: Losses) -> float:
 
 
 def check(means: Mapping[str, float]) -> None:
-    """Check that all contestants have the same mean loss.
+    """Check that the mean losses of all contestants agree within LARGEST_DIFFERENCE.
 
     Raises:
-        ValueError: One of the mean losses differs.
+        ValueError: One of the mean losses differs by more.
     """
     expected = [*means.values()][-1]
     for name, mean in means.items():

@@ -38,7 +38,7 @@ from distlab.production.strategies.sharded import policy_of
 from distlab.production.strategies.split import MICRO_BATCHES_PER_STAGE
 from distlab.production.types import Group
 
-with warnings.catch_warnings():  # the module also contains deprecated parts of torch
+with warnings.catch_warnings():  # importing the module triggers deprecation warnings
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -61,7 +61,7 @@ class Losses(NamedTuple):
 class Setting(NamedTuple):
     """The configuration, lessons and device that all contestants share."""
 
-    config: Config  # includes our strategy
+    config: Config  # includes the strategy of the trainer
     lessons: Lessons
     device: torch.device
 
@@ -82,7 +82,7 @@ class Setting(NamedTuple):
 
 
 Train = Callable[[int], Losses]  # trains for a number of steps
-Rival = tuple[str, Callable[[Setting], Train]]  # name and factory
+Rival = tuple[str, Callable[[Setting], Train]]  # (name, function that builds its loop)
 
 # Ours
 
@@ -106,7 +106,7 @@ def trainer(setting: Setting) -> Iterator[Train]:
             losses[0], end = Losses(), training.progress.step + num_steps
             while training.progress.step < end:
                 few.num_steps = end - training.progress.step
-                training.train_epoch()  # continues the epoch
+                training.train_epoch()  # trains on the next `few.num_steps` batches
             return losses[0]
 
         training.train_step = counted_step
@@ -114,7 +114,7 @@ def trainer(setting: Setting) -> Iterator[Train]:
 
 
 class _Few:
-    """A limited number of the trainer's batches; on a GPU, always the same one, in its memory."""
+    """A limited number of the trainer's batches; on a GPU, one batch in its memory, repeated."""
 
     def __init__(self, batches: Any, setting: Setting) -> None:
         self.batches, self.setting, self.num_steps = batches, setting, 0
@@ -192,7 +192,7 @@ def _plain(
 
 
 def data_parallel(setting: Setting) -> Train:
-    """Return a loop with DistributedDataParallel; each rank keeps its own buffers, as in ours."""
+    """Return a loop with DistributedDataParallel; ranks keep their own buffers, as in ours."""
     model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
     return _plain(setting, model, setting.optimizer(model.parameters()))
 
@@ -245,7 +245,7 @@ def pipeline(setting: Setting) -> Train:
 
 
 def _alone() -> Group:
-    """Return a group of this rank alone, because all ranks of a replica read the same batch."""
+    """Return a group with only this rank, because all ranks of a replica read the same batch."""
     group: Group
     group, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
     return group

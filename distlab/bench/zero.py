@@ -21,7 +21,7 @@ from distlab.bench.contest import Collectives, Contest, Contestant, Lesson, Meas
 from distlab.sim.device.device import Device
 from distlab.util.text import bytes_text, counted
 
-with warnings.catch_warnings():  # the module also contains deprecated parts of torch
+with warnings.catch_warnings():  # importing the module triggers deprecation warnings
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -29,8 +29,8 @@ STATE, GRADIENTS, PARAMETERS = "stage 1", "stage 2", "stage 3"
 REDUNDANCY, KEPT, FREED = "ZeroRedundancyOptimizer", "FSDP2, kept whole", "FSDP2"
 RIVALS = {REDUNDANCY: STATE, KEPT: GRADIENTS, FREED: PARAMETERS}
 ADAM: dict[str, Any] = {"lr": 1e-3, "fused": True}
-LARGEST_DIFFERENCE = 1e-3  # relative to an update; float32 sums depend on their order
-WARM_UP = 3  # steps; Adam creates its state in the first
+LARGEST_DIFFERENCE = 1e-3  # allowed, relative to an update; float32 sums depend on their order
+WARM_UP = 3  # number of steps; Adam creates its state in the first one
 STATUS = Path("/proc/self/status")  # exists only on Linux
 NOTES = """\
 A step: zero_grad, forward, backward and fused AdamW, all in float32. FSDP2 has no stage 2; nearest
@@ -199,7 +199,7 @@ def add_processes(measured: dict[str, Measured], ranks: int, lesson: Lesson, siz
 def resident_on_rank(lesson: Lesson, sizes: Sizes, name: str) -> int:
     """Return the peak memory growth of this process while one contestant trains, in bytes."""
     zero, x = lesson("zero"), _batch(sizes)
-    small = sizes._replace(width=8, layers=1)  # for imports that happen on first use
+    small = sizes._replace(width=8, layers=1)  # run first, so that lazy imports do not count
     CONTESTANTS[name](zero, small, x[:, :8]).contestant.run()
     before = _resident("VmRSS")
     trained = CONTESTANTS[name](zero, sizes, x)

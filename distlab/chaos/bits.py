@@ -43,7 +43,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def digest(state: Any) -> str:
-    """Return a hash of a state's paths and values; any changed bit changes it."""
+    """Return a hash of a state's paths and values; a change of any bit changes the hash."""
     total = hashlib.sha256()
     for path, leaf in _leaves(state).items():
         total.update(path.encode())

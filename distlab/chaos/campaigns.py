@@ -29,8 +29,8 @@ def run(num_kills: int, num_corruptions: int, impl: str, seed: int) -> list[str]
         impl: "solution" or "mine".
 
     Returns:
-        A line for each of the first failures, then one that names the folder with the remains; no
-        lines if nothing failed.
+        A line for each of the first failures, then one that names the folder with the remains;
+        empty if nothing failed.
 
     Raises:
         NotThereError, LearnerError: As for ``chosen.find``.
@@ -95,7 +95,7 @@ def damage(
 
 
 def _report_kills(killed: Kills) -> None:
-    """Print how often a process was killed, and what was lost."""
+    """Print the number of kills, the steps lost, and whether the checkpoints were good."""
     lost = f"; {mean(killed.lost_steps):.1f} steps lost on average" if killed.lost_steps else ""
     good = "each left a whole checkpoint, not older than what was reported as saved"
     print(f"{killed.kills} kills, {killed.inside_saves} of them inside a save{lost}")
@@ -104,7 +104,7 @@ def _report_kills(killed: Kills) -> None:
 
 
 def _report_corruptions(damaged: Corruptions) -> None:
-    """Print what was damaged, and whether the damage was noticed."""
+    """Print the number of corruptions of each kind, and whether all were noticed."""
     print(f"{sum(damaged.by_kind.values())} corruptions")
     for kind, number in sorted(damaged.by_kind.items()):
         print(f"  {number:5d}  {kind}")

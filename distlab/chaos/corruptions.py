@@ -31,7 +31,7 @@ class _Damaged(NamedTuple):
 
 
 def run(lessons: Submission, count: int, seed: str, scratch: Path) -> Corruptions:
-    """Damage the newest of three checkpoints ``count`` times, and check what is loaded each time.
+    """Damage the newest of three checkpoints ``count`` times, and check each time which is loaded.
 
     The damage must be noticed, with a reason, and the previous checkpoint must be loaded, bit for
     bit as it was saved. If two checkpoints were damaged, the oldest must be loaded.

@@ -48,8 +48,8 @@ def run(
 
     Args:
         training: Training to disturb.
-        count: Number of kills. About every second one is aimed at a save, so that at least a third
-            of all kills happen during a save.
+        count: Number of kills. About half of them are aimed at a save, so that at least a third
+            of all kills happen during one.
         seed: Seed for the choice of victims and moments.
         scratch: Folder for other files, which does not exist yet.
         advance: Function to call after each kill.

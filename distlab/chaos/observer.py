@@ -45,7 +45,7 @@ class Observer:
 
     Attributes:
         spans: Intervals by rank, without gaps.
-        step, num_steps: Latest step in the log, and the total number of steps that it states.
+        step, num_steps: Latest step in the log, and the total number of steps that the log states.
         processes: Latest process of each rank, dead or alive.
     """
 
@@ -58,7 +58,7 @@ class Observer:
         self.spans: list[list[Span]] = [[] for _ in range(num_ranks)]
         self.processes: dict[int, psutil.Process] = {}
         self.known: set[int] = set()
-        self.beats_before = [0] * num_ranks  # last heartbeat before the process began
+        self.beats_before = [0] * num_ranks  # last heartbeat before each rank's process began
 
     @property
     def now_s(self) -> float:

@@ -53,7 +53,7 @@ class Death(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Rank 0 has loaded, is about to save, or has saved the state after a step."""
+    """An event on rank 0: it has loaded, is about to save, or has saved the state after a step."""
 
     what: Literal["loaded", "saving", "saved"]
     step: int
@@ -149,7 +149,7 @@ class _Run:
             self._maybe_die()
             self.lesson.save_checkpoint(state, self.training.folder, step)
             self._note("saved", step, digest(state))
-        dist.barrier()  # no rank runs ahead of the checkpoint
+        dist.barrier()  # keeps other ranks from running ahead of the checkpoint
 
     def _note(self, *event: object) -> None:
         """Append an event to the log, unbuffered, so that a later kill cannot lose it."""
@@ -163,7 +163,7 @@ class _Run:
 class Left(NamedTuple):
     """The checkpoint that the next start of a training run will find."""
 
-    step: int = 0  # 0: none
+    step: int = 0  # 0 if there is no checkpoint
     digest: str = ""
     damaged: str = ""  # newer checkpoints that were skipped, with the reasons
     error: str = ""

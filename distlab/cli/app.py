@@ -1,4 +1,4 @@
-"""The commands by name, and the one-line error for bad arguments."""
+"""The command line: all commands by name, and one-line errors for bad arguments."""
 
 import sys
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda name: name.replace("-", "_"),  # --num_workers works too
+        "token_normalize_func": lambda name: name.replace("-", "_"),  # accept --num_workers, too
     },
 )
 app.command("status")(learn.show_status)
@@ -81,7 +81,7 @@ def _root(
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run the command that the arguments name; return the exit code.
+    """Run the command given by ``arguments``; return the exit code.
 
     Raises:
         KeyboardInterrupt: The user has pressed ctrl-C.
@@ -100,22 +100,23 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _usage_line(error: Exception, arguments: Sequence[str]) -> str:
-    """Return one line on what is wrong and what is valid, or the help if no command was given."""
+    """Say in one line what is wrong and what is valid; if there is no command, return the help."""
     context = getattr(error, "ctx", None)
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if type(error).__name__ == "NoArgsIsHelpError":
         return message
-    message = " ".join(message.replace("Value error, ", "").split())  # prefix that pydantic adds
+    message = " ".join(message.replace("Value error, ", "").split())  # drop pydantic's prefix
     if context and type(error).__name__ == "NoSuchOption":
         message = _no_such_option(error, context, arguments)
     commands = getattr(context.command, "commands", {}) if context else {}
-    if type(error) is UsageError and commands:  # a group raises a plain one only about its command
+    # In a group of commands, a plain UsageError means that the command is missing or unknown.
+    if type(error) is UsageError and commands:
         message = f"{sentence(message)}{_valid('commands', sorted(commands))}"
     return f"{context.command_path if context else 'distlab'}: {message}"
 
 
 def _no_such_option(error: Exception, context: typer.Context, arguments: Sequence[str]) -> str:
-    """Return an error with the option as typed (not click's underscores) and the valid options."""
+    """Return an error that shows the option as it was typed, and lists the valid options."""
     name = str(getattr(error, "option_name", ""))
     typed = (argument.partition("=")[0] for argument in arguments)
     wrong = next((t for t in typed if t.replace("-", "_") == name.replace("-", "_")), name)

@@ -1,4 +1,4 @@
-"""`distlab bench`: measure the course's own machinery, and what it replaces."""
+"""`distlab bench`: measure the course's own machinery and torch's counterparts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -25,7 +25,7 @@ app = typer.Typer(cls=Group, no_args_is_help=True, help="Measure the course's ow
 
 @app.callback()
 def _root() -> None:
-    """Measure the course's own machinery, and what it replaces."""
+    """Measure the course's own machinery and torch's counterparts."""
 
 
 @app.command("launch")
@@ -33,7 +33,7 @@ def launch(
     ranks: int = typer.Option(4, min=1),
     repeats: int = typer.Option(9, min=1, help="Number of runs; the median counts."),
 ) -> None:
-    """Measure the time until every rank has returned: cold, warm, and with torch's spawn."""
+    """Measure the time until every rank has returned: cold start, warm start, and torch's spawn."""
     from distlab.bench import launch as measurement
 
     measurement.print_table(ranks, repeats)
@@ -78,9 +78,9 @@ COMPARISONS = {
     "zero": "ZeRO of Phase 3 with torch's: time, memory, collectives and bytes",
     "compression": "compressed gradients of Phase 4 with torch's hooks: time, bytes and loss",
 }
-NUM_RANKS = {"pipeline": 4}  # defaults; 2 for the others
-LEAST_RANKS = {"pipeline": 2, "compression": 2}  # 1 for the others
-NUM_STEPS = {"pipeline": 11, "tensor_parallel": 11}  # defaults; 21 for the others
+NUM_RANKS = {"pipeline": 4}  # default numbers of ranks; 2 for all other comparisons
+LEAST_RANKS = {"pipeline": 2, "compression": 2}  # minimum numbers of ranks; 1 for the others
+NUM_STEPS = {"pipeline": 11, "tensor_parallel": 11}  # defaults; 21 for all other comparisons
 
 
 def _contest(name: str) -> "Contest":
@@ -117,7 +117,7 @@ def memory(
     impl: Whose = "solution",
     save: Folder = None,
 ) -> None:
-    """Compare the time and memory of Phase 2's checkpointing, of torch's, and of none."""
+    """Compare time and memory with Phase 2's checkpointing, with torch's, and without any."""
     _contest("memory").hold(1, repeats, impl, save, layers=layers)
 
 

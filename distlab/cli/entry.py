@@ -1,6 +1,6 @@
-"""The start and end of the command: reliable exit codes, and errors on one line.
+"""The command's entry point, which ensures reliable exit codes and one-line errors.
 
-ctrl-C is handled before typer and torch are imported, because they take a while to load.
+ctrl-C is handled from the start, even while typer and torch are being imported.
 """
 
 import atexit
@@ -35,17 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
             code = app.run(arguments)
             sys.stdout.flush()
-        except BaseException as error:  # ctrl-C during an import may become another error
+        except BaseException as error:  # an import may turn ctrl-C into another error
             code = complain("interrupted", INTERRUPTED) if seen else _code_of(error, arguments)
     if code != INTERRUPTED:
-        seen.clear()  # the command has handled it
+        seen.clear()  # the command has handled any ctrl-C
     sys.exit(code)
 
 
 def _code_of(error: BaseException, arguments: Sequence[str] | None) -> int:
     """Print what went wrong and return the exit code; for a bug, re-raise the error."""
+    # click may have turned a BrokenPipeError into a SystemExit(1).
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
-        drop(sys.stdout.fileno())  # click may have turned the error into a SystemExit(1)
+        drop(sys.stdout.fileno())
         return PIPE_CLOSED
     if isinstance(error, KeyboardInterrupt):
         return complain("interrupted", INTERRUPTED)
@@ -61,13 +62,13 @@ def _code_of(error: BaseException, arguments: Sequence[str] | None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> str:
-    """Return the command that had the wrong options, such as ``distlab train``."""
+    """Return the command whose options were wrong, such as ``distlab train``."""
     given = sys.argv[1:] if arguments is None else arguments
     return " ".join(["distlab", *(name for name in given[:1] if not name.startswith("-"))])
 
 
 def _is_about_options(error: BaseException) -> bool:
-    """Return True if other options would probably have worked."""
+    """Return True if the command would probably have succeeded with other options."""
     from distlab.course import CourseError
     from distlab.learner.folder import LearnerError, WriteError
 
@@ -84,14 +85,14 @@ def _is_about_options(error: BaseException) -> bool:
 
 @contextmanager
 def _interrupts(seen: list[int]) -> Iterator[None]:
-    """Record each ctrl-C inside the block, and raise KeyboardInterrupt as Python does."""
+    """Record each ctrl-C that is pressed inside the block, and raise KeyboardInterrupt as usual."""
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         seen.append(number)
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # keep what nohup or the caller has chosen
+    if before is not signal.default_int_handler:  # nohup or the caller has set its own
         yield
         return
     signal.signal(signal.SIGINT, interrupt)
@@ -102,9 +103,9 @@ def _interrupts(seen: list[int]) -> Iterator[None]:
 
 
 def _end(seen: Sequence[int]) -> None:
-    """Ignore ctrl-C while the process ends, and make sure that an earlier one sets the exit code.
+    """Ignore ctrl-C while the process ends; if it was pressed earlier, exit with INTERRUPTED.
 
-    Otherwise, after a ctrl-C inside ``exec``, Python would end itself with that signal.
+    Without this, Python would end itself with SIGINT after a ctrl-C inside ``exec``.
     """
     processes.ignore_ctrl_c()
     gc.freeze()  # saves 0.4 s, because the final garbage collection then skips torch's objects
@@ -113,11 +114,11 @@ def _end(seen: Sequence[int]) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Connect closed standard streams to /dev/null, so that no later file gets their numbers."""
+    """Connect closed standard streams to /dev/null, so that no other file gets their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
+            os.open(os.devnull, os.O_RDWR)  # opens the lowest free descriptor, which is this one
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115

@@ -32,7 +32,7 @@ Backend = Literal["auto", "sim", "gloo", "nccl"]
 
 
 def task_argument(help: str) -> Any:
-    """Return the argument TASK, whose values the shell completes."""
+    """Return the argument TASK, with shell completion of its values."""
     return typer.Argument(
         metavar="TASK", show_default=False, help=help, autocompletion=completion.tasks
     )
@@ -67,14 +67,14 @@ DIFF_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.color
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines; on a terminal, verdicts and lines of diffs are coloured."""
+    """Print lines; on a terminal, colour verdicts and the lines of diffs."""
     for line in lines:
         colour = COLOURS.get(line.lstrip()[:1]) or DIFF_COLOURS.get(line[:1])
         typer.echo(typer.style(line, fg=colour) if colour else line)
 
 
 def warn(progress: state.Progress) -> None:
-    """Print a warning on standard error if the progress cannot be saved."""
+    """Print a warning on standard error if the progress could not be saved."""
     if progress.problem:
         typer.echo(progress.problem, err=True)
 
@@ -95,7 +95,7 @@ def show_status() -> None:
 
 
 def choose(here: folder.CourseFolder, name: str | None) -> Task:
-    """Return the named task or, without a name, the next task; the last one if all have passed."""
+    """Return the named task; without a name, the next task, or the last one if all have passed."""
     if name is not None:
         return here.task(name)
     return state.load(here).next_task(here) or here.course.tasks[-1]
@@ -291,7 +291,7 @@ def trace(
     here = folder.find()
     listed, why = (here.task(task), "") if task else trace_programs.choose(here, state.load(here))
     handed_in = submission.find(impl, here.root)
-    count = trace_programs.count(listed.id, ranks)  # checked before torch is loaded
+    count = trace_programs.count(listed.id, ranks)  # reports errors before torch is loaded
     if impl == "template" and source.is_to_write(here, listed):
         typer.echo(status.not_written(listed))
         raise typer.Exit(1)
@@ -324,7 +324,7 @@ def _print_markdown(text: str) -> None:
 @contextmanager
 def waiting(activity: str) -> Iterator[None]:
     """Show a spinner inside the block, if standard output is a terminal."""
-    if sys.stdout is None or not sys.stdout.isatty():  # None if it was closed
+    if sys.stdout is None or not sys.stdout.isatty():  # stdout is None if it is closed
         yield
         return
     from rich.console import Console

@@ -149,7 +149,7 @@ def sim(
 
 @contextmanager
 def _exits_reported_once() -> Iterator[None]:
-    """Suppress the error about a script's exit if the script has printed one on standard error."""
+    """Do not report a script's failed exit if the script has printed an error message itself."""
     from distlab.sim import RankError
 
     with watched_stderr() as watched:
@@ -163,7 +163,7 @@ def _exits_reported_once() -> Iterator[None]:
 
 @contextmanager
 def _usage_errors(context: typer.Context) -> Iterator[None]:
-    """Turn a ValueError into a usage error, which is one line that names the command."""
+    """Turn a ValueError into a usage error, a single line that names the command."""
     try:
         yield
     except ValueError as error:
@@ -196,7 +196,7 @@ def _underscored(name: str) -> str:
 
 
 def _check_outputs(paths: dict[str, Path | None]) -> None:
-    """Refuse outputs that could not be written; called before a long run."""
+    """Refuse outputs that could not be written, so that a long run is not wasted."""
     endings = {"--trace": (".json", ""), "--links": (".csv",)}
     for option, path in paths.items():
         allowed = endings.get(option, PICTURES)
@@ -239,7 +239,7 @@ def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster,
     smallest = Cluster.preset(preset, nodes or 1)
     cluster = smallest if nodes or not ranks else choose_cluster(preset, ranks)
     num_ranks = ranks or cluster.num_gpus
-    choose_cluster(cluster, num_ranks)  # refuses too many ranks
+    choose_cluster(cluster, num_ranks)  # raises an error if there are too many ranks
     return cluster, num_ranks
 
 

@@ -12,7 +12,7 @@ INTERRUPTED = 130  # exit code after ctrl-C
 def complain(message: str, code: int) -> int:
     """Print a line on standard error; return the given exit code.
 
-    Under mpirun, all ranks raise the same error, so only one per machine prints it.
+    Under mpirun, every rank raises the same error, so only one rank per machine prints it.
     """
     from distlab.launch.launchers import speaks_for_its_machine  # slow import, rarely needed
 
@@ -22,7 +22,7 @@ def complain(message: str, code: int) -> int:
 
 
 def print_line(message: str) -> None:
-    """Print a line on standard error, or nothing if that stream is no longer read."""
+    """Print a line on standard error; do nothing if that stream is no longer read."""
     erase_bar = "\r\x1b[K" if sys.stderr.isatty() else ""  # there may be a progress bar
     try:
         print(erase_bar + message, file=sys.stderr, flush=True)

@@ -73,7 +73,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model with N workers, each on its share of every batch."""
-    options = locals()  # so far, only the parameters
+    options = locals()  # at this point, only the parameters
     from distlab import training
 
     config = training.make_config(**options)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from distlab.data.splits import DataError, ImageShape, ImageTensors, Splits
 
-_DIGITS_WHITE = 16  # a pixel is the number of dark points in a 4 x 4 cell
-_DIGITS_MEAN, _DIGITS_STD = (0.3059,), (0.3766,)  # of the training images, scaled to [0, 1]
+_DIGITS_WHITE = 16  # a pixel counts the dark points in a cell of 4 x 4
+_DIGITS_MEAN, _DIGITS_STD = (0.3059,), (0.3766,)  # statistics of the training images in [0, 1]
 _TEST_PER_CLASS = 36
 _SPLIT_SEED = 0
 
@@ -42,7 +42,7 @@ def _read() -> tuple[Tensor, Tensor]:
 
 
 def _bundled_file() -> Path:
-    # Only the file is needed; importing sklearn takes 1.5 s, on every rank of every world.
+    # Find the file without importing sklearn, which takes 1.5 s on every rank of every world.
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DataError("digits come with scikit-learn, which is missing: pip install scikit-learn")
@@ -59,7 +59,7 @@ def _test_mask(labels: Tensor) -> Tensor:
     return mask
 
 
-# Synthetic images, for dry runs and benchmarks; models can still learn them
+# Synthetic images, for dry runs and benchmarks, with patterns that models can learn
 
 _WHITE, _MEAN, _STD = 255, 0.5, 0.25
 
@@ -77,7 +77,7 @@ def make_synthetic(
     Args:
         image_shape: (C, H, W).
         train_size, test_size: Numbers of images.
-    Cost: one byte of memory per pixel, channel and image; four times as much while drawing.
+    Cost: one byte of memory per pixel, channel and image; four times as much while they are drawn.
     """
     random = torch.Generator().manual_seed(seed)
     patterns = _patterns(num_classes, image_shape, random)

@@ -64,7 +64,7 @@ def _splits(
 
 
 def _fetch(dataset: str, root: Path, files: str) -> list[Any]:
-    """Return torchvision's training and test sets; ``files`` tells users what to copy by hand."""
+    """Return torchvision's training and test sets; errors say to copy ``files`` by hand."""
     source = getattr(import_torchvision().datasets, dataset)
     with rank_zero_first(), _give_up_after(_SILENCE_S):
         try:
@@ -88,7 +88,7 @@ def _advice(dataset: str, root: Path, files: str, error: Exception) -> str:
 
 @contextmanager
 def _give_up_after(seconds: float) -> Iterator[None]:
-    """Make connections fail after ``seconds`` of silence, because torchvision has no time limit."""
+    """Make connections fail after ``seconds`` of silence, because torchvision sets no limit."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -97,7 +97,7 @@ def _give_up_after(seconds: float) -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-# Data folder, and order of the ranks
+# The data folder, and which ranks load first
 
 
 def data_root(root: str | Path | None = None) -> Path:
@@ -128,7 +128,7 @@ def rank_zero_first() -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            _exchange(f"{type(error).__name__}: {error}")  # releases the others, which are waiting
+            _exchange(f"{type(error).__name__}: {error}")  # releases the waiting ranks
             raise
     failures = _exchange(None)
     if failures:

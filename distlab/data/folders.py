@@ -9,7 +9,7 @@ import torch
 from distlab.data.splits import DataError, Splits
 from distlab.torchvision_repair import import_torchvision
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, per channel
 _CROP = 0.875  # fraction of the shorter side that the centre crop keeps
 
 
@@ -35,7 +35,7 @@ OPTION = "--data-root (or DISTLAB_DATA)"
 def check_folders(root: Path, option: str = OPTION) -> tuple[Path, Path]:
     """Return the folders of both splits under ``root``: train/, and val/ or test/.
 
-    Args: option: Option that sets ``root``, as error messages should name it.
+    Args: option: Option that sets ``root``; error messages mention it.
 
     Raises: DataError: As for ``load_image_folder``.
     """

@@ -27,8 +27,8 @@ def tokens(splits: Splits, levels: int = 17) -> TokenSplits:
         image            2 x 2, pixels 0 and 16:   . #      tokens   0 16 16  0
         inputs, targets                            # .               0 16 16 | 16 16 0
 
-    The target at position t is the token at t + 1. The colours of a pixel are adjacent tokens.
-    The digits, whose pixels range from 0 to 16, lose nothing with 17 levels.
+    The target at position t is the token at t + 1. In colour images, the channels of a pixel are
+    adjacent tokens. The digits, whose pixels range from 0 to 16, lose nothing with 17 levels.
 
     Returns: the splits, with sequence_length = C * H * W - 1; a sample is (inputs, targets).
     Raises: ValueError: ``levels`` is below 2.
@@ -65,6 +65,6 @@ class _TokenDataset(SizedDataset[tuple[Tensor, Tensor]]):
 
     def _quantise(self, image: Tensor) -> Tensor:
         """Return the image's tokens, (C * H * W,) int64 in 0 .. levels - 1."""
-        pixels = image * self._std + self._mean  # undoes the normalisation; in [0, 1]
+        pixels = image * self._std + self._mean  # undo the normalisation: back to [0, 1]
         levels = (pixels * self._top).round().clamp(0, self._top)
         return levels.long().movedim(0, -1).flatten()

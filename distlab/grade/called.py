@@ -1,4 +1,4 @@
-"""The lesson as a test's body sees it: exceptions from its functions show the failed call."""
+"""The lesson as a test's body sees it; exceptions from its functions show the failed call."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distlab.util.tracebacks import CALL
 
-_NEEDS_NO_CALL = NotImplementedError  # its message names the task to write
+_NEEDS_NO_CALL = NotImplementedError  # its message already names the task to write
 
 
 class Lesson:
@@ -49,7 +49,7 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except Exception as error:
             with contextlib.suppress(Exception):
-                if not hasattr(error, CALL):  # an inner call may have recorded itself already
+                if not hasattr(error, CALL):  # an inner call may already have recorded itself
                     setattr(error, CALL, _text(function.__name__, args, kwargs))
             raise
 
@@ -63,7 +63,7 @@ def _text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 class _Brief(reprlib.Repr):
-    """Abbreviates arguments, and the elements of lists, to a few characters on one line."""
+    """Abbreviates arguments and the elements of lists to a few characters on one line."""
 
     def repr1(self, value: Any, level: int) -> str:
         """Return the shape and dtype of a tensor, the name of a callable, or a shortened repr."""

@@ -1,4 +1,4 @@
-"""Lend functions: a task may be graded with the solutions' versions of those it builds on.
+"""Lend functions: a task may be graded with the solutions' versions of functions it builds on.
 
 Task 1.7 is graded with the solution's ``exchange``, from task 1.4:
 
@@ -28,7 +28,7 @@ from distlab import lessons
 from distlab.course import Course, Task
 from distlab.lessons import SOLUTIONS
 
-LEND = "--lend"  # an option of pytest and of the learner's commands
+LEND = "--lend"  # option of pytest and of the learner's commands
 NO_LENDER = (
     f"{LEND} takes functions from {SOLUTIONS}/, which this copy of the course comes without: "
     "leave it out"
@@ -73,7 +73,7 @@ def lendable(task: Task, course: Course) -> list[Task]:
     """Return the tasks that ``task`` builds on and whose functions it can borrow.
 
     A class is lent only as a whole. If its methods belong to several tasks, it is not lent, because
-    one of these may be the graded task.
+    one of them may be the graded task.
     """
     owners = Counter((other.template, name) for other in course.tasks for name in _top_level(other))
     return [
@@ -91,7 +91,8 @@ def _top_level(task: Task) -> frozenset[str]:
 def borrowed(loan: Loan) -> dict[str, Functions]:
     """Import the lent functions, inside a rank; return them keyed by "PHASE.LESSON".
 
-    The solutions are unloaded afterwards, so that the learner's code cannot get at the rest.
+    The solutions are unloaded afterwards, so that the learner's code cannot get at their other
+    functions.
     """
     finder = _Solutions(loan)
     sys.meta_path.insert(0, finder)
@@ -136,7 +137,7 @@ def _taken(node: ast.stmt) -> ast.stmt:
 
 
 def _name(node: ast.stmt) -> str:
-    """Return the name that a statement defines; "" if it is not a definition."""
+    """Return the name that a statement defines; "" if it defines none."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return node.name
     return ""

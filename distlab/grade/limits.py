@@ -1,4 +1,4 @@
-"""Limits on a submission's wall-clock time, processor time and waiting time.
+"""Limits on a submission's wall-clock time, processor time and idle time.
 
 A limit must end a hang soon, but never a correct answer, even on a slow machine. Exceeding a limit
 is therefore only grounds for suspicion: a world counts as hung only if the reference, run right
@@ -12,10 +12,10 @@ from distlab.launch import Limits
 from distlab.launch.limits import Used
 
 MEMORY_LIMIT_BYTES = 2 * 2**30
-COMPUTING_SHARE = 0.2  # of the wall-clock limit; solutions use a twentieth of this time
-IDLE_SHARE = 0.2  # of the wall-clock limit; after this time, idle ranks count as deadlocked
-REFERENCE_TIMEOUT_S = 120.0  # a machine that needs longer is too slow for the course
-TIMES_THE_REFERENCE = 10  # a correct answer may be much slower than the reference
+COMPUTING_SHARE = 0.2  # limit on processor time / wall-clock limit; solutions use 1/20 of it
+IDLE_SHARE = 0.2  # share of the wall-clock limit after which idle ranks count as deadlocked
+REFERENCE_TIMEOUT_S = 120.0  # a machine on which the reference takes longer is too slow
+TIMES_THE_REFERENCE = 10  # a correct answer may be this many times as slow as the reference
 # Wall-clock time and processor time of ``work`` on two idle cores of a 2024 machine.
 USUAL_S = 0.1
 
@@ -33,7 +33,7 @@ def limits_of(timeout_s: float) -> Limits:
 
 
 def raised_to(limits: Limits, used: Used) -> Limits | None:
-    """Raise limits to 10 times what the reference used; return None if they are that high already.
+    """Raise limits to 10 times what the reference used; return None if they are already as high.
 
     The idle limit is raised to twice the reference's wall-clock time.
     """

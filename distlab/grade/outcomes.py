@@ -32,7 +32,7 @@ class Outcome(str, enum.Enum):
 
     @property
     def severity(self) -> int:
-        """0 for passed, higher for worse outcomes."""
+        """Position from best to worst: 0 for ``PASSED``, higher for worse outcomes."""
         return list(Outcome).index(self)
 
 
@@ -57,7 +57,7 @@ class Verdict:
     missing: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
-        """Name the kind after the outcome if nothing more specific is known."""
+        """Name the kind after the outcome, unless a more specific kind is given."""
         object.__setattr__(self, "kind", self.kind or self.outcome.value)
 
     @property
@@ -80,7 +80,7 @@ class AlreadyKnown(Exception):
         self.verdict = verdict
 
 
-OUTSIDE = "Raised outside of your file"  # heading of a traceback without any of the learner's lines
+OUTSIDE = "Raised outside of your file"  # heading if a traceback has none of the learner's lines
 _TRACEBACK = re.compile(rf"^(Traceback \(most recent|{OUTSIDE})", re.MULTILINE)
 _BY_ERROR = (
     (RankHung, Outcome.HANG),
@@ -88,7 +88,7 @@ _BY_ERROR = (
     (RankCrashed, Outcome.CRASH),
     (RankExited, Outcome.CRASH),
 )
-# Outcomes by exception name; a NotImplementedError without a template's message is not a TODO.
+# Outcomes by exception name; a NotImplementedError is a TODO only with a template's message.
 _BY_EXCEPTION = {
     "NotImplementedError": (
         Outcome.TODO,
@@ -119,7 +119,7 @@ def _verdict_on_world(error: LaunchError) -> Verdict:
     details = details.strip("\n")
     outcome, pattern = _BY_EXCEPTION.get(error.exception, (None, None))
     match = pattern and pattern.search(headline)
-    if outcome and match:  # every rank raises it, so rank and traceback are left out
+    if outcome and match:  # every rank raises it: leave out rank and traceback
         details = _TRACEBACK.split(details, maxsplit=1)[0].rstrip()
         names = match.groupdict()
         missing = (names["task"], names["function"]) if names else None

@@ -27,7 +27,7 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.grade.suites import is_real_too, task_of
 
-TIMEOUT_S = 10.0  # wall-clock limit of one world; the other limits catch hangs in 2 s
+TIMEOUT_S = 10.0  # wall-clock limit of one world; the other limits catch hangs within 2 s
 BACKENDS = ("auto", "sim", "gloo", "nccl")
 NOT_GRADED = "nothing was graded: --collect-only lists tests and runs none"
 ONE_BY_ONE = "the grader runs its tests one by one: leave -n out"
@@ -150,7 +150,7 @@ class Grader:
         tasks = {task_of(item) for item in items} - {None}
         self._expect(items, sorted({str(task).partition(".")[0] for task in tasks}))
         if self.only and tasks:
-            self.config.option.keyword = ""  # otherwise pytest would also select by name
+            self.config.option.keyword = ""  # otherwise, pytest would also select by name
             selected = [item for item in items if task_of(item) in self.only]
             dropped = [item for item in items if task_of(item) not in self.only]
             self.config.hook.pytest_deselected(items=dropped)
@@ -159,7 +159,7 @@ class Grader:
     def _expect(self, items: list[pytest.Item], phases: list[str]) -> None:
         if not phases:
             return
-        if hasattr(self.config, "workerinput"):  # a worker of pytest-xdist
+        if hasattr(self.config, "workerinput"):  # this process is a worker of pytest-xdist
             raise pytest.UsageError(ONE_BY_ONE)
         suites.check_environment()
         listed = course.load(self.course_root)
@@ -172,7 +172,7 @@ class Grader:
         for item in items:
             task_id = task_of(item)
             if task_id is not None and self._is_asked_for(task_id):
-                listed.task(task_id)  # raises for a task that course.toml does not list
+                listed.task(task_id)  # raises an error for a task that course.toml does not list
                 self.results[task_id].expected += 1
 
     def _is_asked_for(self, task_id: str) -> bool:
@@ -315,7 +315,7 @@ def _is_last_word(report: pytest.TestReport) -> bool:
 
 @pytest.fixture
 def grade(request: pytest.FixtureRequest) -> Grade:
-    """Provide the object with which a test runs the submission."""
+    """Return the object with which a test runs the submission."""
     grader = request.config.pluginmanager.get_plugin("distlab-grader")
     mark = request.node.get_closest_marker("task")
     if mark is None or not isinstance(grader, Grader):

@@ -14,7 +14,7 @@ import pytest
 
 from distlab.util import processes
 
-processes.end_at_ctrl_c()  # otherwise pytest would show a traceback of imports
+processes.end_at_ctrl_c()  # otherwise, pytest would show a traceback of imports
 processes.pause_collection()
 
 from distlab.launch import fork_server  # noqa: E402
@@ -33,7 +33,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """Show which line of a test ctrl-C interrupted; hide errors from interrupted cleanup."""
+    """Show which line of a test ctrl-C interrupted; hide errors of interrupted cleanup."""
     excinfo.traceback = excinfo.traceback.filter(_is_to_be_shown)
     warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
 
@@ -42,5 +42,5 @@ def _is_to_be_shown(entry: Any) -> bool:
     """Return True if a traceback entry has a line and lies outside distlab."""
     try:
         return entry.lineno >= 0 and not Path(entry.path).is_relative_to(PACKAGE)
-    except TypeError:  # interrupted before its first line, where pytest would fail too
+    except TypeError:  # interrupted before its first line; pytest would fail on it, too
         return False

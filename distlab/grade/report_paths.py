@@ -1,4 +1,4 @@
-"""Paths of reports: no other file is ever overwritten, and no report is left half-written.
+"""Paths of reports: only earlier reports are overwritten, and none is left half-written.
 
 An existing file is replaced only if it is empty or an earlier report.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from distlab.util import files
 
 HEAD_CHARACTERS = 400
-# Patterns for the start of a report, by which earlier reports are recognised.
+# Patterns for the beginnings of reports, by which earlier reports are recognised.
 HEADS = {
     "json": re.compile(r'\{\s*"schema": "distlab/grade/'),
     "junit": re.compile(r'(<\?xml [^>]*>\s*)?<testsuites name="distlab"'),
@@ -27,8 +27,8 @@ _OWN_STREAM = re.compile(r"/dev/(?:stdout|stderr|fd/(\d+))|/proc/self/fd/(\d+)")
 def parse(options: Sequence[str]) -> list[tuple[str, Path]]:
     """Read ``FORMAT=PATH`` options, remove earlier reports, and make the folders for new ones.
 
-    An earlier report that stayed in place could be mistaken for the report of this run, should the
-    run fail. All options are checked before anything is removed.
+    If this run failed, an earlier report that stayed in place could be mistaken for its report. All
+    options are checked before anything is removed.
 
     Raises:
         ValueError: A format is unknown, or a path cannot or must not be written to. The message
@@ -61,7 +61,7 @@ def _split(option: str) -> tuple[str, Path]:
     name, _, path = option.partition("=")
     if name not in HEADS or not path:
         raise ValueError(f"--report {option}: write FORMAT=PATH with one of {', '.join(HEADS)}")
-    return name, Path(os.path.abspath(path))  # unlike resolve(), keeps /dev/stdout
+    return name, Path(os.path.abspath(path))  # unlike resolve(), this keeps /dev/stdout
 
 
 def _refuse_twice(paths: Sequence[Path]) -> None:
@@ -76,7 +76,7 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
 def is_stream(path: Path) -> bool:
     """Return True for a device, pipe or descriptor, which is written to rather than replaced."""
     if str(path).startswith(("/dev/std", "/dev/fd/", "/proc/")):
-        return True  # even if the descriptor refers to a file
+        return True  # even if the descriptor is that of a file
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -114,7 +114,7 @@ def write(path: Path, text: str) -> None:
         files.write_whole(path, data)
         return
     with os.fdopen(_opened(path), "wb") as file, contextlib.suppress(BrokenPipeError):
-        file.write(data)  # the reader may stop early
+        file.write(data)  # the reader may stop before the end
 
 
 def _opened(path: Path) -> int:
@@ -123,7 +123,7 @@ def _opened(path: Path) -> int:
     if stream:
         number = {"/dev/stdout": 1, "/dev/stderr": 2}.get(stream[0])
         return os.dup(number or int(stream[1] or stream[2]))
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # a pipe without a reader is an error
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # fails for a pipe without a reader
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileExistsError(f"{path} has become a file")

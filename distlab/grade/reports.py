@@ -57,7 +57,7 @@ def _entry(task: TaskResult, result: GradeResult) -> dict[str, Any]:
 
 # JUnit
 
-# A wrong submission is a failure; a test that reaches no verdict on it is an error.
+# JUnit calls a wrong submission a failure, and a test that reaches no verdict an error.
 _ELEMENTS = {
     Outcome.TODO: "skipped",
     **dict.fromkeys((Outcome.FAILED, Outcome.HANG, Outcome.CRASH, Outcome.OOM), "failure"),
@@ -92,7 +92,7 @@ def _suite(result: TaskResult) -> ET.Element:
 
 
 def _missing(result: TaskResult) -> list[TestResult]:
-    """Return an entry for tests that were not run, because the task would look fine without it."""
+    """Return an entry for tests that were not run; without it, the task would seem to pass."""
     if result.is_complete:
         return []
     verdict = result.verdict if not result.tests else Verdict(Outcome.NOT_RUN, table.INCOMPLETE)

@@ -14,7 +14,7 @@ from typing import Any
 from distlab.course import Course, Task, used_by
 from distlab.grade.outcomes import Outcome, Verdict
 
-MAX_HANGS = 2  # after this many in a task, skip its other tests: each hang takes seconds
+MAX_HANGS = 2  # after this many, a task's other tests are skipped: each hang takes seconds
 Json = Mapping[str, Any]
 
 
@@ -108,12 +108,12 @@ class TaskResult:
 
     @property
     def is_complete(self) -> bool:
-        """True if all its tests have run; if not, the task scores nothing."""
+        """True if all its tests have run; otherwise, the task scores nothing."""
         return 0 < self.expected == len(self.tests) and not self.is_part
 
     @property
     def is_known(self) -> bool:
-        """True if further tests would add nothing, as after a TODO or several hangs."""
+        """True if more tests would not change the verdict, as after a TODO or several hangs."""
         hangs = sum(test.verdict.outcome is Outcome.HANG for test in self.tests)
         return self.is_todo or hangs >= MAX_HANGS
 
@@ -130,13 +130,13 @@ class TaskResult:
 
     @property
     def has_failed(self) -> bool:
-        """True if the task was judged and something in it needs fixing, not just writing."""
+        """True if the task was judged and contains a mistake, not just an unwritten function."""
         fine = (Outcome.PASSED, Outcome.TODO, Outcome.NOT_RUN, Outcome.GRADER_ERROR)
         return self.outcome not in fine
 
     @property
     def points(self) -> int:
-        """Points scored, which are all of the task's or none."""
+        """Points scored: either all of the task's points or none."""
         has_passed = self.is_complete and self.outcome is Outcome.PASSED
         return self.task.points if has_passed else 0
 
@@ -203,7 +203,7 @@ class GradeResult:
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return a report's entries about the run, except for its tasks."""
+        """Return a report's entries about the run, without those about its tasks."""
         return {
             "submission": self.submission,
             "points": self.points,
@@ -239,7 +239,7 @@ class GradeResult:
 
     @property
     def points(self) -> int:
-        """Points that the submission scores."""
+        """Total points that the submission scores."""
         return sum(result.points for result in self.tasks)
 
     @property

@@ -30,8 +30,8 @@ CERTAIN = ("deadlock", "suspended")  # kinds of hangs that more time would not r
 # Kinds of hangs in which ranks wait for messages that never arrive, or in which they compute.
 WAITING = ("deadlock", "all wait", RankExited.KIND, "returned")
 COMPUTING = ("endless loop", RankHung.KIND)
-# Kinds of errors that a simulation would not explain: either the line is known already, and the
-# simulation would just hang there too, or the program's messages are not the cause.
+# Kinds of errors that a simulation would not explain: either the line is already known, and the
+# simulation would hang there, too, or the program's messages are not the cause.
 KNOWN = ("endless loop", "blocked", "suspended", RankFailed.KIND, SetupError.KIND)
 SUCCEEDS = (
     "The same program succeeds in the simulated world, so look for what differs on real processes: "
@@ -43,10 +43,10 @@ _FRAME = re.compile(
     re.MULTILINE,
 )
 _OUTSIDE = re.compile(rf"^{OUTSIDE}:\n(.*)$", re.MULTILINE)
-IF_NOT = "If that is not it: "  # introduces advice after the test's own, likelier cause
+IF_NOT = "If that is not it: "  # introduces further advice, after the cause that the test names
 _EMPTY = re.compile(r"^Traceback \(most recent call last\):\n(?!  File)", re.MULTILINE)
 Body = Callable[..., Any]
-World = Callable[[Submission, Limits], "Run"]  # runs a body with a submission
+World = Callable[[Submission, Limits], "Run"]  # runs a test's body with a submission
 
 
 def _counted(name: str) -> Any:
@@ -72,7 +72,7 @@ class Run:
     bytes_sent = _counted("bytes_sent")
     bytes_received = _counted("bytes_received")
     collectives = _counted("collectives")  # number of calls to built-in collectives
-    peak_bytes = _counted("peak_bytes")  # tensor memory, with ``Options(has_devices=True)``
+    peak_bytes = _counted("peak_bytes")  # peak tensor memory; needs ``Options(has_devices=True)``
 
     @property
     def is_simulated(self) -> bool:
@@ -158,11 +158,11 @@ class Grade:
         self.runs, self.world_size = self.runs + 1, world_size
         is_real = not self.is_simulated
         if self.world == "nccl" and world_size > torch.cuda.device_count():
-            is_real = False  # fewer GPUs than ranks
+            is_real = False  # simulated, because there are fewer GPUs than ranks
         world = partial(self._on_processes if is_real else self._simulate, body, world_size, args)
         if not is_real:
             world = partial(world, cluster, options or Options())
-        __tracebackhide__ = True  # pytest shows the test's line after ctrl-C
+        __tracebackhide__ = True  # after ctrl-C, pytest shows the line of the test
         try:
             load_ahead(self._task.preload)
             given = given_with(body, self._submission, *args)
@@ -180,7 +180,7 @@ class Grade:
         """Run a world; if it hangs and the reference is slow here too, rerun it with more time.
 
         That way, nobody loses points because a machine is slow or busy, or reads its libraries from
-        a cold disk. A hang that is certain is raised immediately.
+        a cold disk. A hang that is certain is reported immediately.
         """
         try:
             return world(self._submission, self._limits)
@@ -191,7 +191,7 @@ class Grade:
         return world(self._submission, limits)
 
     def _limits_by_reference(self, world: World) -> Limits | None:
-        """Return limits that suit the reference in this world; None if the present ones do."""
+        """Return limits that suit the reference in this world; None if the current limits do."""
         with suppress(LaunchError), metered() as used:
             if self._reference is None:
                 launch.run(work, 1, backend="sim", timeout_s=REFERENCE_TIMEOUT_S)
@@ -245,7 +245,7 @@ class Grade:
 
 
 def _add_cause(error: LaunchError, simulate: Callable[[], object]) -> None:
-    """Simulate the program of ``error`` and append the simulation's report, which is exact.
+    """Simulate the program that raised ``error``, and append the simulation's exact report.
 
     The verdict remains that of the real processes. If all of them wait, and the program also
     deadlocks in the simulation, the hang is certain and is not retried with more time.
@@ -276,7 +276,7 @@ def given_with(body: Body, submission: Submission, *args: object) -> tuple[str, 
 
 @contextmanager
 def _without_frames_of(given: tuple[str, ...]) -> Iterator[None]:
-    """Remove all frames that are not the learner's from tracebacks, even if no frame remains.
+    """Remove all frames but the learner's from tracebacks, even if no frame remains.
 
     An error in a loss's ``backward``, or in the check of a result, may involve none of the
     learner's lines.
@@ -301,7 +301,7 @@ def _without_repetition(text: str) -> str:
 
 @contextmanager
 def _explained(if_stuck: str, if_slow: str) -> Iterator[None]:
-    """If a world does not finish, put the likely cause that the test names before the report."""
+    """If a world does not finish, show the likely cause, which the test names, above the report."""
     try:
         yield
     except (RankHung, RankExited) as error:

@@ -33,7 +33,7 @@ from distlab.lessons import COURSE, SOLUTIONS
 from distlab.util import files
 
 PREFIX = "template_"
-GIVEN = ("given", "programs")  # modules without tasks
+GIVEN = ("given", "programs")  # modules that contain no tasks
 MAX_FILES = 1000  # limit on the digests of a phase, and on the folders searched for files
 
 
@@ -52,7 +52,7 @@ class Submission:
 
     @property
     def lenders(self) -> tuple[str, ...]:
-        """Folders of lent functions, which hold no code of the learner's."""
+        """Folders of lent functions, which contain none of the learner's code."""
         return (str(self.loan.solutions),) if self.loan else ()
 
     def file(self, phase: str, lesson: str) -> Path:
@@ -132,7 +132,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _sha256(file: Path) -> str:
-    """Return the digest; "" for an unreadable file, whose import will report the reason."""
+    """Return the digest; "" if the file is unreadable, in which case importing it will say why."""
     try:
         return hashlib.sha256(files.read_regular(file, files.MAX_SOURCE_BYTES)).hexdigest()
     except OSError:
@@ -159,7 +159,7 @@ class _Source(SourceFileLoader):
         return code
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the file; its module ends up with the lent functions."""
+        """Run the file, and make sure that its module has the lent functions afterwards."""
         lending.lend(module, self._lent)
         super().exec_module(module)
         lending.keep(module, self._lent)
@@ -181,7 +181,7 @@ class _Lessons(importlib.abc.MetaPathFinder):
 
     @classmethod
     def install(cls, submission: Submission) -> None:
-        """Install the finder, then borrow functions, because they import given code through it."""
+        """Install the finder, then borrow functions, which import given code through the finder."""
         finder = cls(submission)
         sys.meta_path.insert(0, finder)
         if submission.loan:
@@ -205,12 +205,12 @@ class _Lessons(importlib.abc.MetaPathFinder):
         return self._find(name, package, module)
 
     def _find(self, name: str, phase: str, module: str) -> ModuleSpec:
-        """Find a module, or raise: if this returned None, the next finder would look elsewhere."""
+        """Find a module, or raise an error; after a None, Python would ask the next finder."""
         if module in GIVEN:
             file = COURSE / phase / f"{module}.py"
             return _spec(
                 name, file, SourceFileLoader(name, str(file))
-            )  # its bytecode can be trusted
+            )  # unlike a hand-in's bytecode, this can be trusted
         folder = self._submission.root.joinpath(*name.split("."))
         if folder.is_dir():
             spec = ModuleSpec(name, None, is_package=True)

@@ -1,4 +1,4 @@
-"""A suite as pytest sees it: the mark that assigns a test to a task, and checks of the options.
+"""A suite as pytest sees it: the mark that assigns a test to a task, and the checks of options.
 
 PYTEST_DONT_REWRITE: a suite that is run as a script imports this before pytest can rewrite it.
 """
@@ -13,7 +13,7 @@ import pytest
 from distlab import course
 
 SETTINGS = "pyproject.toml"
-# Options that only change the display; all others must be visible on the command line.
+# Options that change only the display; all others must be given on the command line.
 _OF_THE_DISPLAY = re.compile(
     r"-[vqsxl]+|-r\w*|--(verbose|quiet|exitfirst|showlocals|no-header|no-summary|full-trace)"
     r"|--(color|code-highlight|tb|capture|show-capture|durations|durations-min|maxfail)=\S*"

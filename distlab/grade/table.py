@@ -9,9 +9,9 @@ from distlab.grade.results import GradeResult, TaskResult
 from distlab.util.text import clipped, joined, sentence
 
 WIDTH = 100
-DETAILS = 25  # lines of details shown without -v
+DETAILS = 25  # number of lines of details that are shown without -v
 IN_FULL = "-v of pytest, distlab check or grade"
-# What to ask after the verdict, by kind of hang; the report of a deadlock needs no question.
+# Questions that follow the verdict, by kind of hang; the report of a deadlock needs none.
 HANGS = {
     "endless loop": "Does this loop ever end, or does it do far more than it needs to?",
     "blocked": "What does this line wait for, and who could end the wait?",
@@ -37,7 +37,7 @@ def message(result: TaskResult) -> str:
     text = verdict.message.rstrip()
     if verdict.outcome is Outcome.TODO:
         return text if result.is_todo else f"Task {task.id} needs another task first. {text}"
-    is_drawn = text.rpartition("\n")[2].startswith(" ")  # the last line is indented
+    is_drawn = text.rpartition("\n")[2].startswith(" ")  # an indented last line belongs to a table
     report = f"{text}\n" if is_drawn else f"{sentence(text)} "
     return f"Task {task.id}: {report}{next_step(result)}".rstrip()
 
@@ -62,7 +62,7 @@ def next_step(result: TaskResult) -> str:
 
 
 def wrong(result: GradeResult) -> list[TaskResult]:
-    """Return the tasks that have something to fix."""
+    """Return the tasks in which there is something to fix."""
     return [task for task in result.tasks if message(task) and task.outcome is not Outcome.TODO]
 
 

@@ -1,4 +1,4 @@
-"""``run`` and ``simulate``, each of which runs a function on every rank of a world."""
+"""``run`` and ``simulate``: run a function on every rank of a world."""
 
 import os
 import sys
@@ -58,7 +58,7 @@ def run(
         device: "cpu", "cuda", or "auto", which means "cuda" with nccl and "cpu" otherwise. With
             gloo, ranks may share GPUs, but can use GPU tensors only in collectives, not in sends.
         timeout_s: Time limit for ``fn``, counted from the moment all ranks are up; None or inf
-            waits forever. Shorthand for ``limits=Limits(timeout_s)``.
+            means no limit. Shorthand for ``limits=Limits(timeout_s)``.
         limits: Time and memory limits; see ``Limits``.
         plain_results: True to accept only plain data as results, within the limits of ``plain``,
             and to show only 256 KiB of the ranks' output. Untrusted code can then neither run in
@@ -183,7 +183,7 @@ def _spec(
         world_size=len(devices),
         backend=backend,
         devices=devices,
-        # The parent's limit expires first: its error says more than "timed out waiting for recv".
+        # Longer than the parent's limit, whose error says more than "timed out waiting for recv".
         collective_timeout_s=FOREVER_S if timeout_s is None else timeout_s + 60,
         payload=choices.payload(fn, args),
         environ=dict(os.environ),
@@ -200,7 +200,7 @@ def _refusals() -> Iterator[None]:
     """Raise SetupError if the operating system refuses to create files or processes."""
     try:
         yield
-    except BrokenPipeError:  # the reader of our output went away: not the world's fault
+    except BrokenPipeError:  # whoever read our output has gone, which is not the world's fault
         raise
     except OSError as error:
         raise SetupError(f"this machine refuses what a world needs: {error}") from error

@@ -22,7 +22,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def check(fn: object, world_size: int, backend: str, device: str) -> None:
-    """Refuse an impossible request, and one for which several processes would each start a world.
+    """Refuse impossible requests, and requests for a world that several processes would each start.
 
     Raises:
         SetupError: The request is impossible; the message says what is possible instead.
@@ -83,7 +83,7 @@ def check_for_backend(
 
 
 def limits_of(timeout_s: float | None, limits: Limits | None) -> Limits:
-    """Return the limits of a call, which are given in full or by the shorthand ``timeout_s``.
+    """Return the limits of a call, given in full or by the shorthand ``timeout_s``.
 
     Raises:
         SetupError: Both are given, or a limit is not positive.

@@ -21,8 +21,8 @@ class RankFate:
     """How one rank ended, as the parent saw it."""
 
     rank: int
-    what: str  # "raised ValueError: …", "returned", "stopped while waiting in recv at …"
-    output: str  # the tail of the rank's output
+    what: str  # such as "raised ValueError: …" or "stopped while waiting in recv at …"
+    output: str  # the end of the rank's output
 
 
 class LaunchError(RuntimeError):
@@ -98,7 +98,7 @@ class RankHung(LaunchError):
         all wait       on real processes, no rank is computing
         endless loop   ``rank`` is still computing, at a line of ``fn``
         blocked        a line of ``fn`` waits for something other than communication, such as a
-                       lock (detected only on Linux)
+                       lock (detected on Linux only)
         suspended      a rank was stopped by SIGSTOP
         time is up     no line of ``fn`` is to blame; the machine may be slow
     """

@@ -69,7 +69,8 @@ def _check_size(started_by: Launched, world_size: int) -> None:
 
 def _join(backend: str, device: torch.device, timeout_s: float | None) -> None:
     try:
-        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # torch would retry for half an hour
+        # Fail immediately if the host is unknown; torch would keep trying for half an hour.
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
         world.init_process_group(backend, device, timeout_s)
     except (OSError, RuntimeError) as error:
         raise SetupError(_why_not_joined(error)) from error
@@ -125,7 +126,7 @@ def run_under_mpirun(
 
 
 def _report_once() -> None:
-    """Make distlab's own errors, which every rank raises, appear only once per machine."""
+    """Print distlab's own errors, which every rank raises, only once per machine."""
     show = sys.excepthook
 
     def show_once(

@@ -1,4 +1,4 @@
-"""The parent's side of the fork server: start it, have it start ranks, learn of their exits."""
+"""The parent's side of the fork server: start it, make it start ranks, learn of their exits."""
 
 import atexit
 import contextlib
@@ -24,7 +24,7 @@ from distlab.util import processes
 START_TIMEOUT_S = 120.0  # reading torch from a cold disk may take a while
 KILL_TIMEOUT_S = 5.0  # a killed process is gone in milliseconds, unless it is blocked on disk I/O
 LOOK_S = 0.2  # interval between checks that the server is not stopped
-MAX_WORDS = 20_000  # limit on the bytes of the server's output in an error
+MAX_WORDS = 20_000  # maximum length of the server's output that an error quotes
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 # A server that stays stopped this long is replaced. It has its own session, which ctrl-Z does not
 # reach, so only a signal sent to the server itself can have stopped it.
@@ -41,7 +41,7 @@ class ForkServer:
         self._preloaded: set[str] = set()
         self._next_look = 0.0
         self._stopped_since: float | None = None  # time of the first check that found it stopped
-        self._has_answered = False  # while False, it loads torch and has nothing to clean up
+        self._has_answered = False  # while False, the server is loading torch; nothing to clean up
         self._may_import = False  # True from a ``preload`` until the server answers again
         self._exits: list[tuple[int, int]] = []
         self._folder = Path(tempfile.gettempdir(), f"distlab-{uuid.uuid4().hex}")
@@ -56,7 +56,7 @@ class ForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                start_new_session=True,  # ctrl-C is for the parent, which ends the ranks itself
+                start_new_session=True,  # ctrl-C must reach only the parent, which ends all ranks
             )
 
     def await_answer(self) -> None:
@@ -118,7 +118,7 @@ class ForkServer:
         self._next_look = now + LOOK_S
         if not self.is_stopped():
             self._stopped_since = None
-        elif self._stopped_since is None:  # perhaps both were stopped, and we resumed first
+        elif self._stopped_since is None:  # perhaps both were stopped, and only we have resumed
             self._stopped_since = now
         elif now - self._stopped_since > STOPPED_S:
             raise SetupError(
@@ -137,17 +137,17 @@ class ForkServer:
         if missing:
             self._preloaded.update(missing)
             self._may_import = True
-            with contextlib.suppress(OSError):  # the next world notices a dead server
+            with contextlib.suppress(OSError):  # if the server is dead, the next world will notice
                 self._socket.sendall(fork_server_main.PRELOAD + " ".join(missing).encode() + b"\n")
 
     def kill_leftovers(self) -> None:
-        """Kill the ranks and every process that they started, even in sessions of their own."""
+        """Kill the ranks and all processes that they started, even those in their own sessions."""
         deadline = time.monotonic() + KILL_TIMEOUT_S  # a process may be blocked on disk I/O
         while (leftovers := self._descendants()) and time.monotonic() < deadline:
             for process in leftovers:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            time.sleep(0.002)  # time for the fork server to reap them
+            time.sleep(0.002)  # gives the fork server time to reap them
 
     def _descendants(self) -> list[psutil.Process]:
         """Return the server's descendants that have not ended."""
@@ -181,14 +181,14 @@ class ForkServer:
         self._socket.close()
         if self._owner_pid == os.getpid():
             if self.is_stopped() or self._may_import or not self._has_answered:
-                self.kill_leftovers()  # the server would not notice that its socket was closed
+                self.kill_leftovers()  # the server cannot notice that its socket has been closed
                 self.process.kill()
             try:
                 self.process.wait(timeout=KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-            shutil.rmtree(self._folder, ignore_errors=True)  # a killed server leaves it behind
+            shutil.rmtree(self._folder, ignore_errors=True)  # a killed server does not remove it
         self._log.close()
 
     def _await(self, kind: bytes) -> int:
@@ -220,7 +220,7 @@ class ForkServer:
 
     def _last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=KILL_TIMEOUT_S)  # a traceback may still be on its way
+            self.process.wait(timeout=KILL_TIMEOUT_S)  # it may still be printing a traceback
         self._log.seek(0)
         text = self._log.read(MAX_WORDS).decode(errors="replace").strip()
         return f". The last output was:\n{text}" if text else ""
@@ -273,7 +273,7 @@ def start_ahead(*modules: str) -> None:
     ``modules`` for the first world.
     """
     if not _idle:
-        with contextlib.suppress(OSError):  # the call that needs a server will retry and report
+        with contextlib.suppress(OSError):  # the call that needs a server will try again
             _idle.append(ForkServer())
             _idle[-1].preload(modules)
 
@@ -301,7 +301,7 @@ def _take() -> ForkServer:
 
 
 def _popped() -> ForkServer | None:
-    with contextlib.suppress(IndexError):  # another thread may have taken the last one
+    with contextlib.suppress(IndexError):  # another thread may have taken the last server
         return _idle.pop()
     return None
 
@@ -325,5 +325,5 @@ def close_idle() -> None:
 @atexit.register
 def _leave() -> None:
     """End all fork servers, including those that are still loading."""
-    processes.ignore_ctrl_c()  # this process is ending anyway
+    processes.ignore_ctrl_c()  # ctrl-C must not interrupt the cleanup
     close_idle()

@@ -52,11 +52,11 @@ def main() -> None:
     parent = socket.socket(fileno=int(descriptor))
     start = _fork if method == "fork" else _spawn
     for number in (DUMP_SIGNAL, DUMP_FROM_C_SIGNAL):
-        signal.signal(number, signal.SIG_IGN)  # ranks inherit this until they install handlers
+        signal.signal(number, signal.SIG_IGN)  # ranks also ignore them until they install handlers
     if method == "fork":
-        processes.die_with_parent()  # nothing watches the socket during an import
+        processes.die_with_parent()  # during the import, nothing watches the socket
         _preload(["torch", "torch.distributed", "numpy", "distlab.launch.worker"])
-        processes.outlive_parent()  # from here on, there is something to clean up
+        processes.outlive_parent()  # from now on, the server must clean up before it ends
     processes.adopt_orphans()
     exits = _wake_on_exit()
     try:
@@ -88,13 +88,13 @@ def _serve_one(parent: socket.socket, exits: int, start: Start) -> bool:
         _preload(_read_line(parent).split())
     elif request == PING:
         parent.sendall(RECORD.pack(READY, 0, 0))
-        if next(_uses) == MANY_USES:  # no rank runs now, so no pages are shared
+        if next(_uses) == MANY_USES:  # no rank is running, so no pages are shared
             processes.collapse_memory()
     return bool(request)
 
 
 def _read_line(parent: socket.socket) -> str:
-    """Read one line and not a byte more, because a START with descriptors may follow."""
+    """Read one line, and not a byte more, because a START with descriptors may follow."""
     line = b""
     while not line.endswith(b"\n"):
         line += parent.recv(1) or b"\n"
@@ -124,7 +124,7 @@ def _fork(parent: socket.socket, exits: int, control: int, output: int) -> int:
         for standard in (1, 2):
             os.dup2(output, standard)
         os.close(output)
-        from distlab.launch import worker  # already loaded: this only binds the name, in the rank
+        from distlab.launch import worker  # already loaded; this only binds the name in the rank
 
         worker.main(socket.socket(fileno=control))
     except BaseException:

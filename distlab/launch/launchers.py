@@ -56,7 +56,7 @@ def speaks_for_its_machine() -> bool:
 
 
 def _of_torchrun() -> Launched | None:
-    """Read the rank from torchrun's variables, which other launchers may set too."""
+    """Read the rank from torchrun's variables; other launchers may set them, too."""
     if any(name not in os.environ for name in _TORCHRUN):
         return None
     return Launched("torchrun", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
@@ -78,7 +78,7 @@ def _of_srun() -> Launched | None:
 
 # Ports below Linux's ephemeral range and above those of well-known services.
 FIRST_PORT, NUM_PORTS = 15_000, 15_000
-STEPS_APART = 31  # ports per job, one for each step
+STEPS_APART = 31  # number of ports between two jobs, enough for a job's steps
 
 LOOPBACK = "127.0.0.1"
 _NEEDED = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
@@ -117,7 +117,7 @@ def has_own_gpus() -> bool:
 
 
 def _num_tasks() -> str:
-    """Return the number of tasks in the step; under salloc, SLURM_NTASKS may be the whole job's."""
+    """Return the number of tasks in the step; under salloc, SLURM_NTASKS may be that of the job."""
     return os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"])
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from distlab.launch.errors import SetupError
 
-FOREVER_S = 20 * 24 * 3600.0  # stands for "no timeout", because torch's default is 30 min
+FOREVER_S = 20 * 24 * 3600.0  # used for "no timeout", because torch's default is 30 min
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Limits:
         launch.run(fn, 4, limits=Limits(timeout_s=60, cpu_s=10))
 
     Args:
-        timeout_s: Wall-clock seconds; None or inf waits forever.
+        timeout_s: Wall-clock seconds; None or inf means no limit.
         cpu_s: Processor time of each process. This limit catches an endless loop sooner than
             ``timeout_s``, which must allow for the delays of a busy machine. With ``cpu_s``, a
             process that is waiting for a processor when ``timeout_s`` expires may continue. None
@@ -140,5 +140,5 @@ def crowd(world_size: int, num_cores: int) -> str:
 
 def num_cores() -> int:
     """Return how many cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
+    affinity = getattr(os, "sched_getaffinity", None)  # exists only on Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from distlab.launch.limits import crowd, num_cores
 
 LAST_BYTES, LAST_LINES = 4096, 10
-QUIET_S = 1.0  # a world that is up sooner gets no status line
+QUIET_S = 1.0  # no status line is shown if the world is up within this time
 REDRAW_S = 0.2
 
 
 @contextlib.contextmanager
 def channel() -> Iterator[tuple[int, int]]:
-    """Open a pipe for a rank's output, or a pseudo-terminal if stdout is a terminal.
+    """Open a pipe for a rank's output; if stdout is a terminal, open a pseudo-terminal instead.
 
-    Progress bars appear only on a terminal. The write end is closed afterwards, because the rank
-    has its own copy.
+    Programs show progress bars only on a terminal. The write end is closed afterwards, because the
+    rank has its own copy.
     """
     is_terminal = _is_open() and sys.stdout.isatty()
     reading, writing = os.openpty() if is_terminal else os.pipe()
@@ -35,7 +35,7 @@ def split_at_line_end(data: bytes) -> tuple[bytes, bytes]:
 
 
 def show(data: bytes) -> None:
-    """Print to stdout, replacing characters that its encoding lacks."""
+    """Print to stdout, replacing characters that its encoding does not support."""
     if not data or not _is_open():
         return
     text = data.decode(errors="replace").replace("\r\n", "\n")
@@ -45,7 +45,7 @@ def show(data: bytes) -> None:
 
 
 class Screen:
-    """Shows the output of one world up to a limit, and of the rest only each rank's last lines."""
+    """Shows the output of one world up to a limit; beyond it, only each rank's last lines."""
 
     def __init__(self, max_bytes: int | None) -> None:
         """Show up to ``max_bytes`` of output, or all of it if ``max_bytes`` is None."""
@@ -73,7 +73,7 @@ class Screen:
 
 
 def _is_open() -> bool:
-    """Return True if stdout can be written to; some programs have none, and some close it."""
+    """Return True if stdout is open; some programs have no stdout, and some close it."""
     return sys.stdout is not None and not sys.stdout.closed
 
 

@@ -19,9 +19,9 @@ from distlab.util.text import bytes_text
 
 MAX_REPORT_BYTES = 64 * 2**20  # one process's report, including a simulation's trace
 MAX_RESULT_BYTES = 16 * 2**20  # one rank's result; suites need up to 64 KiB
-MAX_DEPTH = 50  # a judge that walks deeper would run out of stack
-MAX_ITEMS = 2_000_000  # a container that appears twice counts twice
-MAX_INT_BITS = 1000  # an int of this size fits into a float and can be printed
+MAX_DEPTH = 50  # with deeper data, a judge might run out of stack
+MAX_ITEMS = 2_000_000  # total number of items; a container that appears twice counts twice
+MAX_INT_BITS = 1000  # such an int still fits into a float, and can be printed
 MAX_SAME_HASHES = 100  # looking up n keys with the same hash takes n² steps
 
 _WANTED = "which is not plain data: numbers, strings, and lists, tuples and dicts of them are"
@@ -94,7 +94,7 @@ def check(result: object) -> None:
     """Refuse a result that a judge cannot walk, compare or print.
 
     Raises:
-        NotPlainError: Part of the result exceeds a limit; the message names both.
+        NotPlainError: Part of the result exceeds a limit; the message names the part and the limit.
     """
     num_items, level = 0, [result]
     for _ in range(MAX_DEPTH + 1):
@@ -150,7 +150,7 @@ def _tagged(value: Any, blobs: list[bytes]) -> object:
 
 
 def _name(value: Any) -> str:
-    """Return the qualified name of a class or function, or of the type of any other value."""
+    """Return the qualified name of a class or function; for any other value, that of its type."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -48,20 +48,20 @@ class Outcome(str, enum.Enum):
 
     OK = "ok"
     EXCEPTION = "exception"
-    SECONDARY = "secondary"  # lost its connection to a rank that ended first
-    EXIT = "exit"  # sys.exit
+    SECONDARY = "secondary"  # failed only because another rank had ended or failed
+    EXIT = "exit"  # called sys.exit
     OUT_OF_MEMORY = "oom"
 
 
 def pickled(value: object) -> bytes:
-    """Pickle a value, with whatever its functions need from the caller's script."""
+    """Pickle a value, together with everything that its functions need from the caller's script."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A cloudpickle that also handles the script's ``lru_cache`` functions, with empty caches."""
+    """A cloudpickle that also pickles the script's ``lru_cache`` functions, with empty caches."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, functools._lru_cache_wrapper) and not _can_be_imported(obj):
@@ -75,7 +75,7 @@ def _can_be_imported(function: Any) -> bool:
         return False
     try:
         return operator.attrgetter(function.__qualname__)(module) is function
-    except AttributeError:  # defined inside a function
+    except AttributeError:  # the function is defined inside another one
         return False
 
 
@@ -90,7 +90,7 @@ class SimulationSpec:
     num_ranks: int
     cluster: "Cluster | str | None"
     options: "Options | None"
-    wants_trace: bool  # False returns only the results: a trace takes megabytes
+    wants_trace: bool  # if False, only results are returned; a trace takes megabytes
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Spec:
 
     world_size: int
     backend: str
-    devices: tuple[str, ...]  # by rank: "cpu", "cuda:0"
-    collective_timeout_s: float | None  # None: the default of torch.distributed
-    payload: bytes  # cloudpickle of (fn, args)
+    devices: tuple[str, ...]  # device of each rank, such as "cpu" or "cuda:0"
+    collective_timeout_s: float | None  # None: torch.distributed's default
+    payload: bytes  # (fn, args), pickled with cloudpickle
     environ: dict[str, str]
     argv: tuple[str, ...]
     working_dir: str
@@ -129,23 +129,23 @@ class Report:
     """A rank's own account of how it ended."""
 
     outcome: Outcome
-    at_ns: int  # time.monotonic_ns: one clock for all processes on a machine
+    at_ns: int  # by time.monotonic_ns, a clock that all processes on a machine share
     result: bytes = b""  # the result of fn, encoded or pickled
-    exception: str = ""  # "ValueError"
-    headline: str = ""  # "ValueError: boom"
+    exception: str = ""  # name of its type, such as "ValueError"
+    headline: str = ""  # such as "ValueError: boom"
     traceback: str = ""  # innermost frame last, launcher frames left out
     modules: tuple[str, ...] = ()  # slow modules that it imported, to be preloaded next time
 
 
 MAX_REPORT_BYTES = 2**32  # limit for trusted programs, which may return tensors
-MAX_DUMP_BYTES = 16 * 2**20  # 1024 threads, 100 frames each, with room to spare
+MAX_DUMP_BYTES = 16 * 2**20  # more than enough for 1024 threads of 100 frames
 WORD_BYTES = 8  # size of a rank number or thread id
-MAX_TEXT = 100_000  # characters; an honest rank sends fewer
+MAX_TEXT = 100_000  # maximum number of characters; an honest rank sends fewer
 
 
 @dataclass(frozen=True)
 class WorldFolder:
-    """The files of one world."""
+    """The files in the folder of one world."""
 
     path: Path
 

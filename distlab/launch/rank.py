@@ -43,11 +43,11 @@ class RankProcess:
     pid: int
     control: socket.socket
     output: int
-    has_started: bool = False  # joined the process group
+    has_started: bool = False  # True once it has joined the process group
     report: Report | None = None
-    exit_status: int | None = None  # as from os.waitpid
+    exit_status: int | None = None  # as returned by os.waitpid
     exited_at_ns: int = 0
-    place: stacks.Place | None = None  # where it was when it was stopped or crashed
+    place: stacks.Place | None = None  # where it was when the parent stopped it or it crashed
     exceeded_memory: bool = False
     was_stopped: bool = False  # True if the parent stopped it, because the world had to end
     tail: bytearray = field(default_factory=bytearray)
@@ -79,7 +79,7 @@ class RankProcess:
     def text(self) -> str:
         """Return the tail of the rank's output as a terminal would show it."""
         text = bytes(self.tail).decode(errors="replace").replace("\r\n", "\n")
-        # A progress bar overwrites its line.
+        # A progress bar keeps overwriting its line; only the last version counts.
         return "\n".join(line.rsplit("\r", 1)[-1] for line in text.split("\n"))
 
     def own_bytes(self) -> int:
@@ -108,8 +108,8 @@ class RankProcess:
     def is_idle(self) -> bool:
         """Return True if the rank neither computes nor waits for a processor or a disk.
 
-        Now and then, a process group's threads poll for messages; that does not count as computing.
-        On systems that do not report the states of threads, no rank counts as idle.
+        The threads of a process group poll for messages now and then, which does not count as
+        computing. On systems that do not report the states of threads, no rank counts as idle.
         """
         states = _states_of_threads(self.pid)
         self.looks_ready = self.looks_ready + 1 if not states.isdisjoint(READY_STATES) else 0
@@ -131,7 +131,7 @@ def _states_of_threads(pid: int) -> set[str]:
     states = set()
     with contextlib.suppress(OSError):
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-            with contextlib.suppress(OSError):  # the thread has just ended
+            with contextlib.suppress(OSError):  # the thread may have ended meanwhile
                 states.add(stat.read_text().rpartition(")")[2].split()[0])
     return states
 
@@ -141,7 +141,7 @@ SLOW_IMPORTS = (
     *("torch._dynamo", "distlab.launch.simulation"),
     *("sklearn.datasets", "pytest", "hypothesis", "matplotlib.pyplot"),
 )
-MAX_HEADLINE = 2_000  # characters
+MAX_HEADLINE = 2_000  # maximum number of characters
 MAX_SEARCHED = 20_000
 MAX_TRACEBACK = 20_000
 
@@ -238,7 +238,7 @@ def _tells_of_a_lost_peer(error: BaseException) -> bool:
 
 
 def _is_of_distributed(error: BaseException) -> bool:
-    """Return True if the error came from a process group or its store, not, say, a download."""
+    """Return True if the error came from a process group or its store, not from a download, say."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     named = re.search("gloo|nccl|store", _beginning(error), re.IGNORECASE)
     return bool(named) or any("torch/distributed" in file for file in files)
@@ -254,7 +254,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _beginning(error: BaseException) -> str:
-    """Return the start of the error's text, because searching megabytes would take seconds."""
+    """Return the start of the error's text, since searching megabytes would take seconds."""
     return _text(error)[:MAX_SEARCHED]
 
 
@@ -266,14 +266,14 @@ def _text(error: BaseException) -> str:
 
 
 def _headline(error: BaseException) -> str:
-    if isinstance(error, SyntaxError):  # Python's own text begins with the line, not the message
+    if isinstance(error, SyntaxError):  # Python's own text would begin with the source line
         return f"{type(error).__name__}: {_text(error)}"
     return headline(error)
 
 
 def _traceback(error: BaseException, launcher_file: str, given: Sequence[str]) -> str:
     if type(error).__module__.startswith("distlab."):
-        return ""  # written for people: the message says it all
+        return ""  # our messages are written for people, and say it all
     frames: TracebackType | None = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename == launcher_file:
         frames = frames.tb_next

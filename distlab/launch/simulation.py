@@ -1,8 +1,8 @@
 """The supervised world ``sim``: the simulated cluster runs in its own process.
 
 An endless loop, a crash or ``os._exit`` in a simulated rank becomes one clear error within the time
-limit, as in the other worlds, and a simulation does not affect the calling process. What the
-process of the simulation reports is plain data:
+limit, as in the other worlds, and a simulation does not affect the calling process. The
+simulation's process reports plain data:
 
     {"results": [bytes per rank], "seconds": …, "flops": […], "trace": {…} or None}
     {"error": "RankHung", "kind": …, "message": …, "rank": … or None, "exception": …,
@@ -61,14 +61,15 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
     Raises:
         TypeError: A result cannot be pickled.
     """
-    gc.unfreeze()  # sim.simulate would spend 20 ms on counting frozen objects, and freezes anyway
+    gc.unfreeze()  # sim.simulate freezes objects itself; counting frozen ones takes it 20 ms
     running = _shared_words(folder.running, 1 + simulation.num_ranks)
-    options = simulation.options or sim.Options()  # reports are to leave out our frames too
+    options = simulation.options or sim.Options()
     try:
         simulated = sim.simulate(
             partial(_on_cpu, spec),
             simulation.num_ranks,
             cluster=simulation.cluster,
+            # Reports leave out the frames of this folder, too.
             options=replace(options, given=(*options.given, str(Path(__file__).parent))),
             running=running,
         )
@@ -171,13 +172,13 @@ def _lost_simulation(
         return RankHung(f"{message}{others}", kind=kind, rank=number)
     if process.report:
         return RankFailed(f"{process.report.headline}\n\n{process.report.traceback}".rstrip())
-    process.place = None  # it is the place of the main thread, which only waits for ranks
+    process.place = None  # was the place of the main thread, which only waits for ranks
     error, headline = verdict.cause(process)
     where = f" {place}" if place.frame else ""
     return error(f"{who} was running when its process {headline}{where}", rank=number)
 
 
-ROWS = "_rows"  # key of the events in a trace's state
+ROWS = "_rows"  # key under which a trace's state holds its events
 REPEATED = [Event._fields.index(name) for name in ("kind", "name", "site")]
 
 _KINDS = {kind.__name__: kind for kind in (RankFailed, RankHung, RankExited, RankOutOfMemory)}
@@ -262,7 +263,7 @@ def read(sent: bytes, simulation: SimulationSpec, *, plain_results: bool) -> obj
         return error
     except plain.NotPlainError:
         raise
-    except Exception as error:  # untrusted data may raise anything
+    except Exception as error:  # malformed data may raise any exception
         raise plain.NotPlainError(f"no simulation ({error})") from None
 
 

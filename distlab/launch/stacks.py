@@ -17,7 +17,7 @@ from distlab.util.text import rank_names, verb
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
 _MAIN = re.compile(r"^main (?P<ident>0x[0-9a-f]+)$", re.MULTILINE)
-_ASKS = re.compile(r"get_|is_")  # get_rank and the like never wait
+_ASKS = re.compile(r"get_|is_")  # functions such as get_rank never wait
 _WAITS = re.compile(r"\.wait\(|\.synchronize\(|\.join\(")
 
 _LIBRARY_FOLDERS = (
@@ -42,7 +42,7 @@ class Frame:
 
     @property
     def source(self) -> str:
-        linecache.checkcache(self.file)  # learners edit the file between runs
+        linecache.checkcache(self.file)  # the learner may have edited the file
         return linecache.getline(self.file, self.line).strip()
 
     @property
@@ -60,7 +60,7 @@ class Place:
     """The line of the user's program where a rank is, and the call in which it waits, if any."""
 
     operation: str  # "recv", "all_reduce", "wait()"; "" if it is not waiting for communication
-    frame: Frame | None  # None: no line is known
+    frame: Frame | None  # None if no line is known
     without_frame: str = "at an unknown place: it did not answer"
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Place:
         return f"in {self.operation} {where}" if self.operation else where
 
 
-FORK_SERVER = ("<string>", "<module>")  # outermost frame of a rank, which is not the program's
+FORK_SERVER = ("<string>", "<module>")  # outermost frame of every rank, outside the program
 SUSPENDED = Place("", None, "suspended (by SIGSTOP or ctrl-Z)")
 STARTING = Place("", None, "still starting, and not in the process group yet")
 READY = Place("", None, "ready, and waiting for the others to start")
@@ -126,7 +126,7 @@ def _first_line(file: str, function: str) -> int:
 
 
 def _operation(callees: Sequence[Frame], caller: Frame) -> str:
-    for frame in reversed(callees):  # outermost first: the function that the user called
+    for frame in reversed(callees):  # outermost first, to find the function that the user called
         if frame.file.endswith("distributed_c10d.py"):
             return "" if _ASKS.match(frame.function) else frame.function
     return "wait()" if not callees and _WAITS.search(caller.source) else ""

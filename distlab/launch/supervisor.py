@@ -1,8 +1,9 @@
 """Watch the ranks of one world from the parent: their reports, exits, output, memory and time.
 
-The parent never blocks on a rank and expects nothing from one that is stuck. A world ends when all
-ranks have reported, when time is up or when memory runs short. After a failure, it continues for a
-moment, so that other ranks can report theirs. Processes that are still alive at the end are killed.
+The parent never blocks on a rank, and expects nothing from a rank that is stuck. A world ends when
+all ranks have reported, when time is up or when memory runs short. After a failure, it continues
+for a moment, so that other ranks can report theirs. Processes that are still alive at the end are
+killed.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ FILLING_SHARE, FILLING_TIMES = 0.2, 4
 # many times the limit: the machine is busy, and the limit on processor time still catches a loop.
 STARVED_TIMES = 12
 TAIL_BYTES = 64 * 1024
-LINE_BYTES = 64 * 1024  # longer lines are shown in pieces
+LINE_BYTES = 64 * 1024  # limit on a line's length; longer ones are shown in pieces
 MAX_SHOWN_BYTES = 256 * 1024  # limit on the output shown of a world whose results must be plain
 MEMORY_SHARE = 0.9  # fraction of the memory free at the start that all ranks together may use
 
@@ -55,7 +56,7 @@ class Supervisor:
         self.output_dir = output_dir
         self.ranks: list[RankProcess] = []
         self.exceeded: Exceeded | None = None  # the limit that ended the world, if one did
-        # Counted from ``_clock_started``.
+        # Limit on the time since ``_clock_started``.
         self.limit_s: float | None = start_timeout_s(spec.world_size, num_cores())
         self._clock_started = time.monotonic()
         self._has_gone = False  # True once all ranks may call the function
@@ -180,7 +181,7 @@ class Supervisor:
     def _read_report(self, rank: RankProcess) -> Report:
         try:
             return self.folder.read_report(rank.number, self._max_report_bytes)
-        except (OSError, plain.NotPlainError) as error:  # fn has tampered with the file
+        except (OSError, plain.NotPlainError) as error:  # fn may have tampered with the file
             what = f"an error that its process did not report, but {error}"
             return Report(Outcome.EXCEPTION, time.monotonic_ns(), headline=what)
 
@@ -198,7 +199,7 @@ class Supervisor:
             data = os.read(rank.output, 65536)
         except BlockingIOError:
             return
-        except OSError:  # a terminal whose other end was closed
+        except OSError:  # raised by a terminal whose other end is closed
             data = b""
         if not data:
             self._selector.unregister(rank.output)
@@ -284,7 +285,7 @@ class Supervisor:
         stuck = [rank for rank in ranks if not self._has_dumped(rank)]
         self._ask_for_stacks(stuck, protocol.DUMP_FROM_C_SIGNAL, DUMP_S)
         for rank in ranks:
-            if rank.is_running:  # it may have ended in the meantime
+            if rank.is_running:  # the rank may have ended in the meantime
                 rank.place = stacks.SUSPENDED if rank.is_suspended() else self._place(rank)
 
     def _place(self, rank: RankProcess) -> stacks.Place:

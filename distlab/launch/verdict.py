@@ -26,7 +26,7 @@ from distlab.util.text import clipped, rank_names, signal_name, verb
 OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
 FATE_CHARACTERS = 120
 
-# What C++ code prints before it aborts -> what that means here.
+# Messages that C++ code prints before it aborts -> their meaning here.
 _HINTS = (
     (
         re.compile(r"op\.preamble\.length <= op\.nbytes|op\.nbytes == op\.preamble"),

@@ -58,7 +58,7 @@ def _run(spec: Spec, rank: int, folder: WorldFolder, control: socket.socket) -> 
     device = torch.device(spec.devices[rank])
     try:
         if spec.simulation:
-            from distlab.launch import simulation  # imports the whole simulator: not at the top
+            from distlab.launch import simulation  # imports the whole simulator, so not at the top
 
             _start_together(control)
             return report_of_result(simulation.simulate_in_child(spec, spec.simulation, folder))
@@ -81,7 +81,7 @@ def _start_together(control: socket.socket) -> None:
     """Wait until all ranks are up, so that none returns and leaves before a late one has joined."""
     control.sendall(protocol.STARTED)
     if control.recv(1) != protocol.GO:
-        os._exit(0)  # the parent has gone
+        os._exit(0)  # the parent has ended
 
 
 def _send(report: Report, rank: int, folder: WorldFolder, control: socket.socket) -> None:
@@ -133,7 +133,7 @@ def _reopen_output() -> None:
 
 def _flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # fn may have replaced or closed it
+        with contextlib.suppress(Exception):  # fn may have replaced or closed the stream
             stream.flush()
 
 

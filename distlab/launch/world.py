@@ -54,7 +54,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 def init_process_group(
     backend: str, device: torch.device, timeout_s: float | None, **meeting: Any
 ) -> None:
-    """Join the process group that ``meeting`` or, if it is empty, torchrun's variables describe."""
+    """Join the process group described by ``meeting`` or, if it is empty, torchrun's variables."""
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     own = device if backend == "nccl" else None
     dist.init_process_group(backend, timeout=timeout, device_id=own, **meeting)
@@ -64,7 +64,7 @@ def use_loopback() -> None:
     """Keep gloo on the loopback interface, unless the user chose another.
 
     All ranks of ``run`` are on this machine, and gloo would otherwise look up the machine's own
-    name, which on laptops often fails (pytorch/pytorch#26049).
+    name, which often fails on laptops (pytorch/pytorch#26049).
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

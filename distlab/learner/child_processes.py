@@ -23,7 +23,7 @@ from distlab.util import processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5
-STOPPED_S = 2.0  # a stop cannot come from ctrl-Z, because children have their own sessions
+STOPPED_S = 2.0  # a child that stays stopped this long is killed; ctrl-Z cannot have stopped it
 
 
 def command(code: str, *arguments: str) -> list[str]:
@@ -33,9 +33,9 @@ def command(code: str, *arguments: str) -> list[str]:
 
 
 def stay_with(parent: int) -> None:
-    """Make this child end with its parent; must be called first."""
+    """Make this child end with its parent; must be called before anything else."""
     processes.die_with_parent()
-    if os.getppid() != parent:  # the parent had already ended
+    if os.getppid() != parent:  # the parent has already ended
         sys.exit(1)
 
 
@@ -45,7 +45,7 @@ def ended_with_us() -> Iterator[None]:
     before: dict[signal.Signals, Any] = {}
     try:
         for number in SIGNALS:
-            if signal.getsignal(number) == signal.SIG_DFL:  # otherwise nohup's choice is kept
+            if signal.getsignal(number) == signal.SIG_DFL:  # other handlers, such as nohup's, stay
                 before[number] = signal.signal(number, _leave)
         yield
     finally:

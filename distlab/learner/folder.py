@@ -1,4 +1,4 @@
-"""The course's folder that a command works in, and the task that an argument names."""
+"""The course's folder, in which a command works, and the look-up of tasks by name."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class LearnerError(Exception):
 
 
 class WriteError(LearnerError):
-    """A file cannot be written; other arguments would not help."""
+    """A file cannot be written, whatever the arguments are."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CourseFolder:
         return self.root / task.folder / "guidelines.md"
 
     def task(self, name: str) -> Task:
-        """Look a task up by its id, or by one of its functions or classes.
+        """Look up a task by its id, or by one of its functions or classes.
 
         Raises:
             LearnerError: There is no such task; the message suggests the nearest name.
@@ -72,7 +72,7 @@ class CourseFolder:
 
 
 def _words(task: Task) -> tuple[str, ...]:
-    """Return the words by which an argument may name a task."""
+    """Return the words that may stand for a task in a command's arguments."""
     return (task.id, *task.functions, *task.names)
 
 

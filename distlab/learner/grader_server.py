@@ -39,7 +39,7 @@ class WarmGrader:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # ctrl-C goes to the parent only, which ends this process
+            start_new_session=True,  # ctrl-C reaches only the parent, which ends this process
         )
 
     def __call__(self, arguments: list[str]) -> tuple[int, str]:
@@ -78,7 +78,7 @@ class WarmGrader:
             self._server.wait()
         for pipe in (self._server.stdin, self._server.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # a request may be left unread
+                with contextlib.suppress(BrokenPipeError):  # raised if a request is left unread
                     pipe.close()
 
 
@@ -95,7 +95,7 @@ def serve() -> None:
             code = _pytest(json.loads(request))
         print(json.dumps([code, output.getvalue()]), file=answers, flush=True)
         if place == 0:
-            _freeze()  # this time including the grader and the suite
+            _freeze()  # now that the grader and the suite are loaded, too
 
 
 def _load() -> None:
@@ -106,7 +106,7 @@ def _load() -> None:
 
 
 def _freeze() -> None:
-    """Exclude all existing objects from the two garbage collections of every pytest run.
+    """Exclude all existing objects from garbage collection, which every pytest run does twice.
 
     With torch loaded, each collection would take 0.1 s.
     """

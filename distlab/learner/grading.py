@@ -29,7 +29,7 @@ from distlab.util.text import signal_name
 FULL_MARKS, NOT_FULL, USAGE, GRADER_FAILED, NOTHING_RAN = range(5)
 VERBOSE = "-v"
 PYTEST = "import runpy; runpy.run_module('pytest', run_name='__main__', alter_sys=True)"
-REMEMBERING = "distlab.learner.pytest_progress"  # plugin that records direct runs of pytest
+REMEMBERING = "distlab.learner.pytest_progress"  # plugin that records users' own pytest runs
 NO_PYTEST = "grading needs pytest, which is not installed here: pip install pytest"
 NOT_INHERITED = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 
@@ -89,7 +89,7 @@ def find_reports(options: Sequence[str]) -> list[str]:
 
 
 def world_timeout(seconds: float | None) -> list[str]:
-    """Return pytest's arguments for the time limit of one world; none for the default limit.
+    """Return pytest's arguments for the time limit of one world; none if it is the default.
 
     Raises:
         LearnerError: The number is not positive and finite.
@@ -102,7 +102,7 @@ def world_timeout(seconds: float | None) -> list[str]:
 
 
 def lend_option(folder: CourseFolder, is_asked_for: bool) -> list[str]:
-    """Return pytest's arguments for lending the functions that tasks build on, if asked for.
+    """Return pytest's arguments for lending functions that tasks build on; none if not asked for.
 
     Raises:
         LearnerError: This copy of the course has no solutions to lend.
@@ -140,7 +140,7 @@ def grade(folder: CourseFolder, arguments: Sequence[str], run: RunPytest | None 
         raise LearnerError(NO_PYTEST)
     digests = {task.id: source.digest(folder, task) for task in folder.course.tasks}
     with tempfile.TemporaryDirectory(prefix="distlab-") as parent:
-        report = Path(parent, "report.json")  # new, and not writable by other users
+        report = Path(parent, "report.json")  # in a new folder, which other users cannot write to
         complete = [*arguments, "-p", f"no:{REMEMBERING}", "--report", f"json={report}"]
         code, output = (run or captured_in(folder))(complete)
         result = _read(report, folder)
@@ -158,7 +158,7 @@ def shown_in(folder: CourseFolder) -> RunPytest:
 
 
 def _run(folder: CourseFolder, arguments: list[str], *, is_shown: bool) -> tuple[int, str]:
-    """Run pytest, and end it if this process ends first; only this process receives ctrl-C."""
+    """Run pytest, and end it if this process ends first; ctrl-C reaches only this process."""
     with child_processes.ended_with_us():
         process = subprocess.Popen(
             child_processes.command(PYTEST, *arguments),
@@ -190,7 +190,7 @@ def _output(process: "subprocess.Popen[str]") -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for pytest: that of this process, with this distlab first on the path.
+    """Return the environment for pytest: this process's, with this distlab first on the path.
 
     pytest's installed plugins are disabled, because they take longer to load than a task takes to
     grade. pytest options and plugins set in the environment are removed, because they would affect
@@ -204,7 +204,7 @@ def environment() -> dict[str, str]:
 
 
 def _code(code: int, result: GradeResult | None) -> int:
-    """Turn pytest's exit code into ours; without a complete report on tasks, the grader failed."""
+    """Turn pytest's exit code into ours; if there is no complete report, the grader has failed."""
     if code in (4, 5):
         return {4: USAGE, 5: NOTHING_RAN}[code]
     if code not in (0, 1) or result is None or not result.tasks:

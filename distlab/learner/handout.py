@@ -21,7 +21,7 @@ LEFT_OUT = (
 )
 GENERATED = ("data", "out")
 NOT_IN_GIT = ("__pycache__", "build", "dist")
-HIDDEN = (".gitignore", ".devcontainer")  # hidden files that are handed out
+HIDDEN = (".gitignore", ".devcontainer")  # hidden files and folders that are handed out
 README = Path(__file__).with_name("students_readme.md")  # its links are relative to the root
 
 
@@ -85,7 +85,7 @@ def _check_unwritten(folder: CourseFolder) -> None:
 def _is_solved(path: Path, challenge: Challenge) -> bool:
     """Return True if an open task's function has more than a docstring and the given line."""
     tree = source.parse(source.read(path))
-    if tree is None:  # it may contain anything
+    if tree is None:  # a file that does not parse may contain an answer
         return True
     function = dict(source.defined(tree)).get(challenge.function)
     if function is None:

@@ -19,7 +19,7 @@ from distlab.learner.folder import CourseFolder
 from distlab.util import files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Errors raised by decoding a file, and errors raised by parsing it.
+# Errors that decoding a file can raise, and errors that parsing it can raise.
 UNREADABLE = (SyntaxError, UnicodeError, LookupError)
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
@@ -30,7 +30,7 @@ def read(path: Path) -> str:
         text, _ = decoded(files.read_regular(path, files.MAX_SOURCE_BYTES))
     except (OSError, *UNREADABLE):
         return ""
-    return io.StringIO(text, newline=None).read()  # every line ends with \n
+    return io.StringIO(text, newline=None).read()  # turns all line endings into \n
 
 
 def decoded(data: bytes) -> tuple[str, str]:
@@ -65,7 +65,7 @@ def split(text: str) -> list[str]:
 
 
 def defined(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
-    """Yield functions and methods (named as in ``Trainer.fit``) that are not inside functions."""
+    """Yield functions and methods (named as in ``Trainer.fit``), except those inside functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function):
             yield prefix + node.name, node
@@ -93,7 +93,7 @@ def is_to_write(folder: CourseFolder, task: Task) -> bool:
 def digest(folder: CourseFolder, task: Task) -> str:
     """Return a digest of the task's functions in the learner's file; "" if it has none of them.
 
-    The digest also covers the rest of the file, such as helpers, but neither comments there nor the
+    The digest also covers other code in the file, such as helpers, but neither its comments nor the
     functions of other tasks.
     """
     listed = (other for other in folder.course.tasks if other.template == task.template)

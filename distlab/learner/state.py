@@ -39,7 +39,7 @@ class Progress:
 
     path: Path
     records: dict[str, Record] = field(default_factory=dict)
-    hints: dict[str, int] = field(default_factory=dict)  # last level shown
+    hints: dict[str, int] = field(default_factory=dict)  # last level that was shown
     problem: str = ""
 
     def outcome(self, task: Task) -> str:
@@ -69,7 +69,7 @@ class Progress:
     def next_task(self, folder: CourseFolder, after: Task | None = None) -> Task | None:
         """Return the first task that has not passed, starting after ``after``.
 
-        The search begins in the phase of ``after`` or, without it, of the last passed task.
+        The search begins in the phase of ``after`` or, if that is None, of the last passed task.
         """
         last = after or self.last_passed(folder)
         tasks = folder.phase_of(last).tasks if last else ()
@@ -106,7 +106,7 @@ def load(folder: CourseFolder) -> Progress:
 
 
 def _entries(tables: Any, table: str, keys: Container[str]) -> list[tuple[str, Any]]:
-    """Return a table's entries for these keys, in the table's order."""
+    """Return those entries of a table that have one of these keys, in the table's order."""
     entries = tables.get(table) if isinstance(tables, dict) else None
     return (
         [entry for entry in entries.items() if entry[0] in keys]

@@ -100,7 +100,7 @@ def whats_next(
 
 
 def remark(folder: CourseFolder, progress: Progress, task: Task, after: Task | None) -> str:
-    """Return why the next task precedes the one that was just graded; "" if it does not."""
+    """Return why the next task comes before the one just graded; "" if it does not."""
     tasks = folder.course.tasks
     if after is None or tasks.index(task) >= tasks.index(after):
         return ""
@@ -204,7 +204,7 @@ def _how_to_write(folder: CourseFolder, result: TaskResult) -> Iterator[str]:
 
 
 def _grade_it_first(folder: CourseFolder, result: TaskResult, lends: bool) -> Iterator[str]:
-    """Yield the commands that grade a missing earlier task, or borrow its solution instead."""
+    """Yield the commands that grade a missing earlier task, or that use its solution instead."""
     missing, _ = to_write(result)
     check, watch = _command("check", missing, lends), _command("watch", missing, lends)
     yield f"Run:  {check}   or: {watch}"
@@ -216,7 +216,7 @@ def _grade_it_first(folder: CourseFolder, result: TaskResult, lends: bool) -> It
 
 
 def failure(grading: Grading) -> Iterator[str]:
-    """Yield lines about a run that the grader did not complete; nothing for a complete run."""
+    """Yield lines about a run that the grader did not complete; none if it did."""
     if grading.code == NOTHING_RAN:
         yield "Nothing ran: the suite has no test for the tasks that were asked for."
     elif grading.code not in (FULL_MARKS, NOT_FULL):

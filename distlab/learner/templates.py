@@ -1,4 +1,4 @@
-"""The original templates, from git or from the copies that the first command made, and resets.
+"""The original templates (from git, or from copies that the first command made), and resets.
 
 A reset always keeps a copy of the old file. If the file parses and contains the task's functions,
 only those functions are replaced; otherwise, the template replaces the whole file.
@@ -17,7 +17,7 @@ from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
 from distlab.util import files
 
-MAX_VERSIONS = 100  # largest number of a file's versions in git to search
+MAX_VERSIONS = 100  # maximum number of a file's versions in git to search
 
 
 def keep(folder: CourseFolder) -> None:
@@ -142,7 +142,7 @@ def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(after, "", "exec", dont_inherit=True)  # also finds a return outside a function
+            compile(after, "", "exec", dont_inherit=True)  # also finds a return outside functions
     except source.UNPARSABLE:
         return None
     is_complete = source.to_write(task, after.decode(encoding)).keys() >= {*task.functions}
@@ -150,7 +150,7 @@ def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
 
 
 def _spliced(text: str, originals: Mapping[str, str]) -> str:
-    """Replace the first definition of each function with the original, and remove later ones."""
+    """Replace the first definition of each function with the original; remove later definitions."""
     lines, tree = source.split(text), source.parse(text)
     places = [(source.span(node), name) for name, node in source.defined(tree)] if tree else []
     first = {name: place for place, name in reversed(places)}

@@ -1,4 +1,4 @@
-"""Small standard programs that make a task's function send its messages, for ``distlab trace``.
+"""Small standard programs for ``distlab trace``, which make a task's function send messages.
 
 The code of the programs is in the module ``trace``. This module does not import torch, because some
 commands only look up a task.
@@ -13,7 +13,7 @@ from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError
 from distlab.learner.state import Progress
 
-BATCH = 64  # images of 8 x 8
+BATCH = 64  # number of images, of 8 x 8 pixels each
 CLUSTER, MIN_RANKS, MAX_RANKS = "laptop", 2, 8
 
 
@@ -24,7 +24,7 @@ class Program:
     Attributes:
         ranks: Number of ranks that gives the clearest picture.
         title: Title of the picture; {n} is the number of ranks.
-        p2p_order: Message order used when the task is judged, as in ``sim.Options``.
+        p2p_order: Message order with which the task is also graded, as in ``sim.Options``.
     """
 
     ranks: int

@@ -4,8 +4,8 @@
                                 │ queue │──▶ Watch.run: one event at a time
     key thread ────"n", "h"───▶ └───────┘
 
-During a grading run, q quits immediately, and saves start one more run afterwards. Other keys are
-queued, each at most once, and handled after the verdict.
+During a grading run, q quits immediately, and any number of saves start one more run afterwards.
+Other keys are queued, each at most once, and handled after the verdict.
 """
 
 import shutil
@@ -22,13 +22,13 @@ from distlab.learner import compare, grading, hints, state, status
 from distlab.learner.folder import CourseFolder, LearnerError
 
 SAVED, QUIT = "saved", "q"
-QUIET_MS, LONGEST_MS = 20, 200  # a save may be several writes: wait for silence, but not for long
+QUIET_MS, LONGEST_MS = 20, 200  # saving may take several writes: wait for a pause, but not long
 LOOK_UP_S = 0.5
 LEAVE_MS = 200  # interval at which the watcher checks whether to stop
 Events = Queue[str]
 
 
-# Output: lines wrapped between words, and a verdict that stays visible
+# The screen: lines are wrapped between words, and the verdict stays visible
 
 CUT = "… (all of it again: save)"
 LIST = ("- ", "* ", "|", "    ", "```")  # beginnings of lines that must not be joined
@@ -78,7 +78,7 @@ def _wrapped(line: str, width: int) -> Sequence[str]:
 def fitted(verdict: Iterable[str], answer: Iterable[str], width: int, height: int) -> list[str]:
     """Wrap a verdict and an answer; cut the verdict if both together do not fit on the screen."""
     top, below = wrapped(verdict, width), wrapped(answer, width)
-    room = height - 1 - len(below)  # the cursor takes the last line
+    room = height - 1 - len(below)  # the last line is for the cursor
     return [*(top if len(top) <= room else [*top[: max(room - 1, 1)], CUT]), *below]
 
 
@@ -224,7 +224,7 @@ class Watch:
             self._screen.show([*overview, *problems, "", self._menu()])
 
     def _grade(self, task: Task) -> grading.Grading:
-        """Grade a task, and sort events that came meanwhile: quit first, then saves, then keys."""
+        """Grade a task; sort the events that arrived meanwhile: quit, then saves, then keys."""
         arguments = [*grading.for_task(self._folder, task), *self._options]
         graded = grading.grade(self._folder, arguments, self._run)
         events = dict.fromkeys([*self._pending, *_drained(self._events)])
@@ -297,7 +297,7 @@ def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
 
     Args:
         events: Queue of events.
-        leave: Callback for q that ends a grading run; called in another thread.
+        leave: Function that ends a grading run; called when q is pressed, in another thread.
     """
     import termios
     import tty
@@ -308,7 +308,7 @@ def keys_into(events: Events, leave: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)  # without draining, which may hang
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)  # not TCSADRAIN, which may hang
 
 
 def _follow_keys(events: Events, leave: Callable[[], None]) -> None:

@@ -63,7 +63,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
         adders = [m.out for m in self.modules() if isinstance(m, Attention)]
         adders += [m.down for m in self.modules() if isinstance(m, FeedForward)]
-        for layer in adders:  # 2 L layers add to one residual stream, whose sum must stay small
+        for layer in adders:  # 2 L layers add to the residual stream; keep the sum small
             nn.init.normal_(layer.weight, std=0.02 / math.sqrt(len(adders)))
 
 
@@ -127,7 +127,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Process each position on its own: widen fourfold, apply a non-linearity, and narrow again."""
+    """Process each position by itself: widen it fourfold, apply a non-linearity, and narrow it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from torch import nn
 from distlab.data.splits import ImageShape
 from distlab.torchvision_repair import import_torchvision
 
-SMALL = 64  # images with sides up to this enter a ResNet through a stem that keeps their size
+SMALL = 64  # images with sides up to this long keep their size in a ResNet's stem
 VIT_WIDTH, VIT_HEADS = 64, 4
 
 
@@ -32,7 +32,7 @@ def build_cnn(image_shape: ImageShape, num_classes: int) -> nn.Sequential:
     side = min(height, width)
     if side < 4:
         raise ValueError(f"cnn needs images of at least 4 x 4, got {height} x {width}")
-    stride = 1 if side < 16 else 2  # a 32 x 32 image then costs as much as 4 digits, not 16
+    stride = 1 if side < 16 else 2  # a 32 x 32 image then costs as much as 4 digits, rather than 16
     trunk = nn.Sequential(
         nn.Conv2d(channels, 32, kernel_size=3, stride=stride, padding=1),
         nn.ReLU(),
@@ -41,7 +41,7 @@ def build_cnn(image_shape: ImageShape, num_classes: int) -> nn.Sequential:
         nn.MaxPool2d(2),
         nn.Conv2d(64, 64, kernel_size=3, padding=1),
         nn.ReLU(),
-        nn.AvgPool2d(max(1, side // (8 * stride))),  # leaves about 4 x 4 whatever the size
+        nn.AvgPool2d(max(1, side // (8 * stride))),  # leaves about 4 x 4 for any image
         nn.Flatten(),
     )
     features = trunk(torch.zeros(1, *image_shape)).shape[1]
@@ -61,7 +61,7 @@ def build_resnet18(image_shape: ImageShape, num_classes: int) -> nn.Module:
     resnet = import_torchvision().models.resnet18(num_classes=num_classes)
     if max(height, width) <= SMALL:
         return with_small_stem(resnet, channels)
-    # For 3 channels, torchvision's own layer would do, but each seed would give other weights.
+    # With 3 channels, torchvision's own layer could stay, but then seeds would give other weights.
     return _with_stem(resnet, nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False))
 
 

@@ -1,7 +1,7 @@
 """The world ``mpi``: ranks started by mpirun, and a process group on top of mpi4py.
 
     world       join the world, share results
-    ending      how one rank reports why the job ends
+    ending      end the job if a rank fails, after one rank has reported why
     runtime     a rank's view of the others, and how it waits for them
     group       the process group
     work        one operation in progress

@@ -1,4 +1,4 @@
-"""How an mpirun job ends when a rank fails: one rank reports why, and all ranks end.
+"""End an mpirun job when a rank fails: one rank reports why, and all ranks end.
 
 MPI does not notice when a rank fails while others wait for it. Ranks often fail together, from the
 same error or ctrl-C; the first one to reach the shared store reports for all.
@@ -19,7 +19,7 @@ from distlab.util import processes
 from distlab.util.tracebacks import is_message_enough
 
 FAILED, INTERRUPTED = 1, 130
-FORWARD_S = 0.3  # time for mpirun to forward output, which it drops when the job ends
+FORWARD_S = 0.3  # time for mpirun to forward output; it drops what is left when the job ends
 STDERR = 2
 PATIENCE_S = 10.0  # time that the reporting rank has to end the others
 _CLAIM = "distlab/the rank that says why the job ends"
@@ -45,14 +45,14 @@ class Ending:
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """Mark a block where the others need this rank: an exception in it ends the whole job."""
+        """Mark a block in which the others need this rank: an exception in it ends the job."""
         try:
             yield
         except BaseException as error:
             self._end_the_job(error)
 
     def _end_the_job(self, error: BaseException) -> NoReturn:
-        """Report an error unless another rank has; end all ranks and mpirun with its exit code."""
+        """Report an error unless another rank did; end all ranks and mpirun with its exit code."""
         processes.ignore_ctrl_c()
         code = _exit_code(error)
         if not self._is_first():
@@ -62,7 +62,7 @@ class Ending:
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(FORWARD_S)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # MPI would add a line
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # hides the line that MPI would add
         MPI.COMM_WORLD.Abort(code)
         os._exit(code)  # Abort may return before mpirun's signal arrives
 

@@ -82,7 +82,8 @@ def all_to_all(comm: MPI.Intracomm, call: Call) -> Exchange:
     Raises:
         Mismatch: A rank sends fewer elements than this one expects.
     """
-    rows = [flat(output).clone() for output in call.outputs]  # an output may overlap an input
+    # Receive into separate memory, because an output may overlap an input.
+    rows = [flat(output).clone() for output in call.outputs]
     recvs = [comm.Irecv(raw(row), src) for src, row in enumerate(rows)]
     sends = [comm.Isend(raw(tensor), dst) for dst, tensor in enumerate(call.inputs)]
     statuses = yield recvs + sends

@@ -45,7 +45,7 @@ class MpiGroup(BaseGroup):
         self._num_calls = 0
         self._assemble()
         members = runtime.comm.Get_group().Incl(ranks)
-        self._comm = runtime.comm.Create_group(members)  # for messages, and agreement on calls
+        self._comm = runtime.comm.Create_group(members)  # for messages, and for agreeing on calls
         self._data = self._comm.Dup()  # for collectives
         self._queue: deque[MpiWork] = deque()
         runtime.queues.append(self._queue)

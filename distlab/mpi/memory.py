@@ -42,15 +42,15 @@ _OF_TRUTHS = {**_OPERATORS, dist.ReduceOp.SUM: MPI.MAX, dist.ReduceOp.PRODUCT: M
 def _floats_op(ufunc: Callable[..., Any], dtype: type) -> MPI.Op:
     """Return a float operator whose result is NaN if any operand is NaN.
 
-    With MPI's own operators, that depends on the order of the operands, which differs between
-    ranks.
+    With MPI's own operators, the result depends on the order of the operands, which differs
+    between ranks.
     """
 
     def fold(left: Any, into: Any, _: MPI.Datatype) -> None:
         rights: Any = np.frombuffer(into, dtype)
         ufunc(np.frombuffer(left, dtype), rights, out=rights)
 
-    return MPI.Op.Create(fold, commute=False)  # keeps rank order, on every rank
+    return MPI.Op.Create(fold, commute=False)  # not commutative: all ranks fold in rank order
 
 
 _OF_FLOATS = {

@@ -1,7 +1,7 @@
 """A rank's view of the others: how it waits for them, and how it leaves them.
 
 MPI does not report that a rank has ended, so a rank says goodbye to the others before it ends.
-Waiting inside MPI keeps a core busy, so a waiting rank polls MPI and sleeps briefly in between,
+Waiting inside MPI keeps a core busy, so a waiting rank polls MPI and sleeps briefly between polls,
 while it listens for goodbyes.
 
 MPI moves data only inside its calls: all operations progress whenever this rank waits for any of
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 TESTS_BEFORE_NAP = 100
 NAP_S = 50e-6
 LONG_NAP_S = 1e-3  # nap of a rank that has waited for a second
-# How long a polling rank still waits for messages from a rank that has left.
+# Seconds for which a rank keeps polling for messages from a rank that has left.
 GRACE_S = 1.0
 MANY_UNFINISHED = 64
 
-_GOODBYE, _RETURNED, _ROLL_CALL = 1, 2, 3  # tags
+_GOODBYE, _RETURNED, _ROLL_CALL = 1, 2, 3  # tags of messages
 _NOTHING = [bytearray(), MPI.BYTE]
 
 
@@ -69,13 +69,13 @@ class Runtime:
         self._news = MPI.COMM_WORLD.Dup()
         on_this_machine = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = on_this_machine.rank, on_this_machine.size
-        on_this_machine.Barrier()  # all have opened the files that the first rank removes
+        on_this_machine.Barrier()  # all must have opened the files before one removes them
         if self.local_rank == 0:
             _unlink_shared_memory()
         on_this_machine.Free()
         self._left: set[int] = set()
-        self._returns: Counter[int] = Counter()  # by rank: functions that have returned
-        self._num_runs = 0  # functions from which all ranks have returned
+        self._returns: Counter[int] = Counter()  # rank -> number of functions that have returned
+        self._num_runs = 0  # number of functions that have returned on all ranks
         self._unfinished: set[MpiWork] = set()
         self.queues: list[deque[MpiWork]] = []  # operations that await their turn, by group
 
@@ -169,7 +169,7 @@ class Runtime:
         return [self._news.Irecv(_NOTHING, first, _ROLL_CALL)]
 
     def leave(self) -> None:
-        """Say goodbye, and wait until all ranks have: ending MPI earlier would block the others."""
+        """Say goodbye, and wait for all ranks to do so: ending MPI earlier would block others."""
         farewell = [*self._tell_all(_GOODBYE), self._news.Ibarrier()]
         while not MPI.Request.Testall(farewell):
             time.sleep(LONG_NAP_S)

@@ -70,7 +70,7 @@ def _shared_store(comm: MPI.Intracomm) -> Store:
 
 
 def _store_on_loopback() -> TCPStore:
-    """Create a store that other machines cannot reach, because anyone who can may write to it."""
+    """Create a store that other machines cannot reach: whoever reaches it may write to it."""
     with socket.create_server((LOOPBACK, 0)) as listening:
         port = listening.getsockname()[1]
         return TCPStore(
@@ -113,6 +113,6 @@ def share(mine: T) -> list[T]:
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """Mark a block where the others need this rank: an exception in it ends the whole job."""
+    """Mark a block in which the others need this rank: an exception in it ends the job."""
     with _endings[-1].needed():
         yield

@@ -15,15 +15,15 @@ from distlab.models.gpt import GPT, Attention, FeedForward
 from distlab.parallel.pipeline import Lesson, Pipeline, cut_into_stages, num_parameters
 from distlab.parallel.sizes import Parallelism
 
-DIMS = ("dp", "pp", "tp")  # shards communicate most, so their ranks are neighbours
+DIMS = ("dp", "pp", "tp")  # tp varies fastest: shards communicate most, so they are neighbours
 
 
 @dataclass(frozen=True)
 class Part:
     """One rank's part of a model."""
 
-    model: nn.Module  # tokens -> logits; called on all ranks of a replica
-    groups: Mapping[str, dist.ProcessGroup]  # this rank's groups by dim; empty for a whole model
+    model: nn.Module  # maps tokens to logits; all ranks of a replica call it together
+    groups: Mapping[str, dist.ProcessGroup]  # this rank's groups by dim; none if the model is whole
     sizes: Parallelism
 
     @property

@@ -1,4 +1,4 @@
-"""Sizes of a training run's mesh of ranks, and the limits that model, batch and world set."""
+"""Sizes of a training run's mesh of ranks, and the limits set by model, batch and world."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -21,16 +21,16 @@ _SHARDS = ("parallelize_mlp",)
 class Parallelism:
     """Sizes of the mesh of ranks; ``str`` formats them for ``parse``, leaving out sizes of 1."""
 
-    dp: int = 1  # replicas
-    pp: int = 1  # stages of a replica
-    tp: int = 1  # shards of a stage
+    dp: int = 1  # number of replicas
+    pp: int = 1  # stages per replica
+    tp: int = 1  # shards per stage
 
     @classmethod
     def parse(cls, text: str) -> "Parallelism":
         """Parse ``dp=2,pp=2,tp=2``, in any order; an omitted size is 1.
 
         Raises:
-            ValueError: The text has a different form; the message names the wrong item.
+            ValueError: The text does not have this form; the message names the invalid item.
         """
         sizes: dict[str, int] = {}
         for item in text.split(","):

@@ -5,5 +5,5 @@
     checks  argument checks at the time of the call
     moves   effects of collectives on tensors, where one process sees all ranks' calls
 
-They do not depend on any world; ``sim`` and ``mpi`` build on it.
+They do not depend on any world; ``sim`` and ``mpi`` build on them.
 """

@@ -161,7 +161,7 @@ class BaseGroup(dist.ProcessGroup):
         return self._all_gather(outputs[0], inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Give every rank the tensors of all ranks, one after the other."""
+        """Give every rank the tensors of all ranks, concatenated in one output."""
         return self.all_gather_single_coalesced([output], [input])
 
     def _all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dist.Work:

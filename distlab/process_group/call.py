@@ -1,4 +1,4 @@
-"""One rank's call of a collective, in the same form for all variants, and counts of calls."""
+"""One rank's call of a collective, in one form for all variants, and counts of calls."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Call:
 
 
 class Form(NamedTuple):
-    """The shape and dtype of a tensor, for reports that should not keep the tensor itself."""
+    """The shape and dtype of a tensor, for reports that should not keep the tensor alive."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Counts:
     """Numbers of calls and bytes, by name of the collective.
 
     Bytes are the sizes of tensors, as in the cost formulas; an all_gather counts the whole buffer.
-    The traffic that results depends on the algorithm. To send objects, ``torch.distributed`` calls
+    The resulting traffic depends on the algorithm. To send objects, ``torch.distributed`` calls
     two collectives, the first for their sizes, and both count.
     """
 

@@ -19,7 +19,7 @@ Calls = Sequence[Call]
 
 _OPERATORS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,  # divided afterwards
+    dist.ReduceOp.AVG: torch.add,  # the sum is divided afterwards
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
@@ -32,7 +32,7 @@ _OPERATORS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 def op_of(opts: Any) -> Any:
     """Return the reduction in a call's options, or a sum if there are no options."""
     op = opts.reduceOp if opts else dist.ReduceOp.SUM
-    return getattr(op, "op", op)  # a ReduceOp wraps its kind
+    return getattr(op, "op", op)  # a ReduceOp object wraps the kind of reduction
 
 
 def as_reals(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -95,7 +95,7 @@ def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tenso
 
 
 def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
-    shape = tensors[0].shape  # other ranks may have a different shape of the same size
+    shape = tensors[0].shape  # the other tensors may be shaped differently
     same = [x if x.is_sparse else x.reshape(shape) for x in (tensor.detach() for tensor in tensors)]
     total = fold(_OPERATORS[op], same)
     return total / len(tensors) if op == dist.ReduceOp.AVG else total
@@ -103,7 +103,7 @@ def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
 
 def _write(output: Tensor, value: Tensor) -> None:
     if output.is_sparse:
-        with torch.no_grad():  # a detached sparse tensor would have separate elements
+        with torch.no_grad():  # detach() would give a sparse tensor separate elements
             output.copy_(value)
     else:
         output.detach().copy_(value.detach().reshape(output.shape))
@@ -137,7 +137,8 @@ def all_gather(calls: Calls) -> None:
     """Write the tensors of all ranks to every rank."""
     by_tensor = zip(*(call.inputs for call in calls), strict=True)
     values = [value for tensors in by_tensor for value in tensors]
-    for call in calls:  # an input may be its own part of the output, which is harmless
+    # An input may alias its slot in the output; copying it onto itself is harmless.
+    for call in calls:
         for output, value in zip(call.outputs, values, strict=True):
             _write(output, value)
 

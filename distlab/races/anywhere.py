@@ -4,7 +4,7 @@ prepare  the learner's function explores the cluster, and returns an all-reduce
 check    every sum is right on every rank, and only messages are used, with at least as many bytes
          as a sum needs
 time     virtual seconds from the arrival of the last rank until all ranks are done, for several
-         sizes on a few random clusters, where one rank is always late
+         sizes on a few random clusters; for each size, one rank starts late
 score    geometric mean, over clusters and sizes, of the speedup over the built-in algorithm that
          turned out to be the fastest for that cluster and size
 """
@@ -35,11 +35,11 @@ LATENCY_S = (2e-6, 20e-6)
 NETWORK_LATENCY = (2.0, 10.0)  # network latency relative to latency inside a node
 SLOW_NIC = 2.0  # slowdown of the first node's NICs, in about half of the multi-node clusters
 LATE_S = (1e-6, 1e-3)
-SMALL_WORLDS = ((1, 1), (2, 1), (3, 2), (5, 4), (2, 3))  # nodes, GPUs per node
+SMALL_WORLDS = ((1, 1), (2, 1), (3, 2), (5, 4), (2, 3))  # (nodes, GPUs per node)
 SMALL_BYTES = (4, 28, 4012)
 
-Late = tuple[int, float]  # rank, delay in seconds
-Timed = tuple[float, float, Wrong | None]  # start, end, first wrong element
+Late = tuple[int, float]  # (rank, delay in seconds)
+Timed = tuple[float, float, Wrong | None]  # (start, end, first wrong element)
 
 
 def race(

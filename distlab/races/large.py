@@ -1,7 +1,7 @@
 """The open task of Phase 1: a learner's all-reduce of 16 MiB against the built-in ones.
 
-check    the sum is right on every rank, and only messages are used; this is checked on small worlds
-         and in every timed run
+check    the sum is right on every rank, and only messages are used; both are checked on small
+         worlds and in every timed run
 time     virtual seconds for 16 MiB on a few clusters of random shapes and speeds
 score    geometric mean, over the clusters, of the time of recursive doubling divided by the
          learner's time
@@ -24,12 +24,12 @@ from distlab.util.text import counted
 
 NUM_BYTES = 16 * 2**20
 BASELINE = "recursive_doubling"
-NODES, GPUS = (1, 2, 3, 4), (2, 3, 4, 5, 8)  # combinations of at most MAX_RANKS
+NODES, GPUS = (1, 2, 3, 4), (2, 3, 4, 5, 8)  # drawn together, with at most MAX_RANKS GPUs
 MAX_RANKS = 16
 NVLINK_BYTES_PER_S = (10e9, 300e9)
 NIC_SHARE = (0.02, 0.5)  # network bandwidth relative to bandwidth inside a node
 LATENCY_S = (2e-6, 50e-6)
-SMALL_WORLDS = ((1, 5), (2, 1), (3, 8), (5, 1003), (8, 64))  # ranks, elements
+SMALL_WORLDS = ((1, 5), (2, 1), (3, 8), (5, 1003), (8, 64))  # (ranks, elements)
 
 
 def race(

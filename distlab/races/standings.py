@@ -24,7 +24,7 @@ RIVALS = ("recursive_doubling", "tree", "halving_doubling", "ring", "hierarchica
 YOURS = "yours"
 # CPU time and idle time detect hangs; wall-clock time would be unreliable on a busy machine.
 LIMITS = launch.Limits(timeout_s=1200.0, cpu_s=60.0, idle_s=60.0)
-Wrong = tuple[int, float, float]  # index, value, right value
+Wrong = tuple[int, float, float]  # (index, value, right value)
 
 
 class ChallengeError(Exception):
@@ -36,7 +36,7 @@ class Standings:
     """Times of the learner's function and its rivals, such as ``seconds["yours"][0]``.
 
     Attributes:
-        title: What the columns have in common.
+        title: Cluster to which all columns belong; "" if each column is a cluster.
         columns: Clusters or sizes, as printed.
         seconds: Times by name, one per column.
         baseline: Name whose speedup is 1.

@@ -1,7 +1,7 @@
 """Collectives among the ranks of one host through shared memory, without messages.
 
 region        memory that all ranks have mapped
-meeting       how ranks wait for each other there, and what happens if one does not arrive
+meeting       a barrier in that memory, which raises an error if a rank does not arrive
 staging       the area through which tensors outside that memory pass
 collectives   SharedMemory: all-reduce, reduce-scatter and all-gather
 """

@@ -20,18 +20,18 @@ from distlab.shared_memory.region import Group, check_host, map_region, world_ra
 from distlab.shared_memory.staging import SLOTS, Stage, block_bytes_for
 from distlab.util.text import rank_names
 
-CACHE_BYTES = 2**18  # bytes of each tensor summed in one go; N of these fit into a core's own cache
+CACHE_BYTES = 2**18  # bytes to sum at a time per tensor; those of all ranks fit into a core's cache
 SMALL_BYTES = 2**16  # up to this size, every rank sums everything, which saves a meeting
 TIMEOUT_S = 300.0
 
 Chunks = Sequence[Tensor]
-Step = Callable[[Chunks, int, int], None]  # arguments: chunks, index of the piece, slot
+Step = Callable[[Chunks, int, int], None]  # (chunks, index of the piece, slot)
 
 
 class SharedMemory:
     """Collectives of a group whose ranks share a host; all its ranks call each method together.
 
-        shared = SharedMemory(inside)                   # once: it is expensive to make
+        shared = SharedMemory(inside)                   # only once, as it is slow
         gradients = shared.buffer(1000, torch.float32)
         shared.all_reduce(gradients)                    # nothing is copied in or out
         hierarchical_all_reduce(x, inside, across, reduce_scatter=shared.reduce_scatter,
@@ -75,7 +75,7 @@ class SharedMemory:
         self._buffers: list[list[Tensor]] = []
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return zeros (numel,) in shared memory; collectives on them or their views copy nothing.
+        """Return a zero tensor in shared memory; collectives on it or its views copy nothing.
 
         Other ranks write to the tensor only during collectives on it.
 
@@ -139,7 +139,7 @@ class SharedMemory:
             self._run_in_pieces([self._put_mine, self._take_others], flat)
         self._meeting.finish()
 
-    # Beginning a call
+    # The beginning of a call
 
     def _begin(self, operation: str, x: Tensor, group: Group) -> tuple[Tensor, Call]:
         """Check this rank's call, and announce it or refuse it, so that no rank waits in vain."""
@@ -180,10 +180,10 @@ class SharedMemory:
 
     def _map(self, part_bytes: int) -> list[Tensor]:
         region = map_region(part_bytes, self._group)
-        os.close(region.file)  # the mapping stays
+        os.close(region.file)  # the memory stays mapped
         return list(region.parts)
 
-    # In a buffer
+    # Collectives on tensors in a buffer
 
     def _sum_in_place(self, views: Sequence[Chunks], *, is_shared: bool) -> None:
         self._meeting.meet()
@@ -207,14 +207,14 @@ class SharedMemory:
         """Yield this rank's chunk of all tensors, block by block, its own tensor's block first."""
         return _in_cache(*(views[rank][self._rank] for rank in (self._rank, *self._others)))
 
-    # Through the staging area
+    # Collectives through the staging area
 
     def _run_in_pieces(self, steps: Sequence[Step], flat: Tensor) -> None:
-        chunks = flat.tensor_split(self._world_size)  # no chunk is longer than the first
+        chunks = flat.tensor_split(self._world_size)  # the first chunk is the longest
         self._run(steps, chunks, max(1, ceil(chunks[0].nbytes / self._stage.block_bytes)))
 
     def _run(self, steps: Sequence[Step], chunks: Chunks, pieces: int) -> None:
-        """Run all steps on every piece, each step one meeting after the previous one.
+        """Run all steps on every piece, with one meeting between a step and the next.
 
         A slot is reused only after SLOTS meetings, when all ranks have read its contents. That is
         why no meeting has to follow the last step.

@@ -15,11 +15,13 @@ from distlab.shared_memory.region import Group, map_region, world_ranks
 from distlab.util.text import counted, rank_names
 
 WORD_BYTES = 8
-ARRIVED, BEGUN, FINISHED, CALLS = 0, 1, 2, 8  # words of a rank's part; ARRIVED is polled by others
-CALL_WORDS = 8  # a cache line
-YIELDS = 30  # about 20 µs; on a busy machine, sleeping gets a core back sooner than yielding
-PAUSE_S = 50e-6  # between checks whether the awaited rank has arrived
-LOOK_S = 0.05  # between checks whether the awaited rank still runs
+ARRIVED, BEGUN, FINISHED, CALLS = 0, 1, 2, 8  # words of a rank's part; other ranks poll ARRIVED
+CALL_WORDS = 8  # words kept for a call: one cache line
+# Number of yields, in about 20 µs, before a rank sleeps. On a busy machine, a rank that sleeps gets
+# a core back sooner than one that yields.
+YIELDS = 30
+PAUSE_S = 50e-6  # time between checks of whether the awaited rank has arrived
+LOOK_S = 0.05  # time between checks of whether the awaited rank still runs
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -95,7 +97,8 @@ class Meeting:
         """
         if self._mine[ARRIVED] < 0:
             raise RuntimeError(f"{self._me} has given up before: make a new SharedMemory")
-        start = CALLS + self._mine[BEGUN] % 2 * CALL_WORDS  # others may still read the last call
+        # Leave the previous call in place, since others may still be reading it.
+        start = CALLS + self._mine[BEGUN] % 2 * CALL_WORDS
         for word, number in enumerate(call, start):
             self._mine[word] = number
         self._mine[BEGUN] += 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distlab.util.text import counted, rank_names
 
-Group = dist.ProcessGroup | None  # None: all ranks
+Group = dist.ProcessGroup | None  # None stands for all ranks
 TOKEN_BYTES = 16
 
 
@@ -23,7 +23,7 @@ class Region:
     """Memory with a part for each rank, mapped by all.
 
     Attributes:
-        parts: Parts by rank, (part_bytes,), uint8, initially zero; every rank may access all.
+        parts: Parts by rank, (part_bytes,), uint8, initially zero; every rank may use all parts.
         file: Descriptor of the memory's file, which the caller has to close.
     """
 
@@ -72,7 +72,7 @@ def map_region(part_bytes: int, group: Group) -> Region:
     file = os.memfd_create("distlab") if rank == 0 else -1
     offer = [(f"/proc/{os.getpid()}/fd/{file}", token, part_bytes)]
     if rank == 0:
-        os.ftruncate(file, world_size * part_bytes)  # zeros, which take no memory yet
+        os.ftruncate(file, world_size * part_bytes)  # zeros, which take up no memory yet
         os.write(file, token)
     dist.broadcast_object_list(offer, group=group, group_src=0)
     path, token, expected_bytes = offer[0]
@@ -81,7 +81,8 @@ def map_region(part_bytes: int, group: Group) -> Region:
         if part_bytes != expected_bytes:
             raise OSError(f"rank {world_ranks(group)[0]} maps {counted(expected_bytes, 'byte')}")
         file = file if rank == 0 else _open(path, token)
-        os.posix_fallocate(file, rank * part_bytes, part_bytes)  # places it near this rank's core
+        # Memory that a rank allocates is placed near the rank's core.
+        os.posix_fallocate(file, rank * part_bytes, part_bytes)
         whole = torch.frombuffer(mmap.mmap(file, world_size * part_bytes), dtype=torch.uint8)
     except OSError as error:
         problem = str(error)

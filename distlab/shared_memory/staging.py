@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 STAGE_BYTES = 96 * 2**20  # in total; with smaller pieces, waiting takes longer than copying
-SLOTS = 3  # one is filled, one is summed, one is read
+SLOTS = 3  # at any time, one is filled, one is summed, and one is read
 LINE_BYTES = 64  # a cache line; two ranks never write to the same one
 
 

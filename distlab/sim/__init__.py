@@ -1,4 +1,4 @@
-"""A simulated cluster: unmodified ``torch.distributed`` programs on 2 to 1024 virtual GPUs.
+"""Simulate a cluster: run unmodified ``torch.distributed`` programs on up to 1024 virtual GPUs.
 
 def program() -> float:
     x = torch.ones(1)

@@ -47,7 +47,7 @@ def title_of(script: Path) -> str:
 
 
 class _Mains(threading.local):
-    """The ``__main__`` of each thread: the command's own, unless a rank has set another."""
+    """The ``__main__`` of each thread: the command's own, unless a rank has set another one."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
@@ -69,7 +69,7 @@ def _as_program(script: Path, arguments: Sequence[str]) -> Iterator[_Mains]:
     sys.argv = [str(script), *arguments]
     sys.path = [str(script.resolve().parent), *sys.path]
     sys.modules["__main__"] = _dispatcher(mains)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # simulated GPUs compute on the CPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hides real GPUs: simulated ones compute on the CPU
     try:
         yield mains
     finally:
@@ -81,7 +81,7 @@ def _as_program(script: Path, arguments: Sequence[str]) -> Iterator[_Mains]:
 
 
 def _dispatcher(mains: _Mains) -> ModuleType:
-    """Return a module that forwards to the calling thread's ``__main__``, as pickle requires."""
+    """Return a module that forwards to the calling thread's ``__main__``, so that pickle works."""
 
     class Main(ModuleType):
         def __getattribute__(self, name: str) -> object:

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Simulation:
-    """A simulated world; creates its parts, and passes to each the other parts that it uses."""
+    """A simulated world; it creates its parts, and gives each one the other parts that it uses."""
 
     def __init__(
         self,
@@ -143,9 +143,9 @@ class Simulation:
             raise self.failures.first or self._explained(error) from None
         except (Stopped, Killed):
             raise
-        except BaseException as error:  # torch's CheckpointException is not an Exception
+        except BaseException as error:  # torch's CheckpointException is only a BaseException
             number = rank.number
-            # A failed assertion may be about a tensor that was read too early.
+            # A failed assertion may concern a tensor that the program read too early.
             is_check = isinstance(error, AssertionError)
             below = (
                 self.refusals.outside_note(number),
@@ -233,7 +233,7 @@ class Simulation:
         )
 
     def _noted(self, error: SimulationError) -> SimulationError:
-        """Add notes to ``error``, first on errors that ranks caught, which may have caused it."""
+        """Add notes to ``error``, beginning with caught errors, which may have caused it."""
         if isinstance(error, Deadlock | Mismatch):
             ranks, places = self.scheduler.ranks, self.places
             ended = [r for r in error.ranks if ranks[r].has_left and not ranks[r].is_killed]

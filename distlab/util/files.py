@@ -1,4 +1,4 @@
-"""Read files safely, even if they are no longer regular files, and replace files atomically."""
+"""Read files safely, even if they turn out to be pipes or huge, and replace files atomically."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ def write_whole(path: Path, data: bytes) -> None:
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         new.write_bytes(data)
-        with contextlib.suppress(OSError):  # no file to replace
+        with contextlib.suppress(OSError):  # if there is no file to replace
             shutil.copymode(path, new)
         new.replace(path)
     finally:

@@ -51,7 +51,7 @@ def keep_frames(shown: traceback.TracebackException, choose: Choose) -> None:
     kept = set(choose({frame.filename for frame in shown.stack}))
     frames = [frame for frame in shown.stack if frame.filename in kept]
     shown.stack = traceback.StackSummary.from_list(frames)
-    group: Any = getattr(shown, "exceptions", None)  # of an exception group, since Python 3.11
+    group: Any = getattr(shown, "exceptions", None)  # for an exception group (Python 3.11)
     for inner in (shown.__cause__, shown.__context__, *(group or ())):
         if inner is not None:
             keep_frames(inner, choose)

@@ -20,7 +20,7 @@ def all_reduce(x: Tensor) -> None:
         mine, yours = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         pass_on(mine, arrived[: len(yours)])
         yours += arrived[: len(yours)]
-    for step in range(size - 1):  # the sums travel around
+    for step in range(size - 1):  # the complete sums travel around the ring
         pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size])
 
 

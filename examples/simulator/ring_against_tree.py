@@ -20,9 +20,9 @@ from distlab.util.text import bytes_text, seconds_text
 PRESET = "gb200-nvl72"  # 72 GPUs on one switch: α and β are the same between any two
 CLUSTER = Cluster.preset(PRESET)
 ALPHA_S, BETA_S = CLUSTER.latency_s, 1 / CLUSTER.nvlink_bytes_per_s
-NETWORK_ONLY = Options(has_devices=False)  # additions take no time
+NETWORK_ONLY = Options(has_devices=False)  # so that additions take no time
 GPUS = (2, 4, 8, 16, 32, 64)
-SIZES = (64 * 2**10, 64 * 2**20)  # bytes: small and large
+SIZES = (64 * 2**10, 64 * 2**20)  # in bytes: a small one and a large one
 
 
 class Row(NamedTuple):

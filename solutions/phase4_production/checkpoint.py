@@ -403,7 +403,7 @@ def _manifest(step: int, files: Mapping[str, _Description]) -> bytes:
 
 
 def _discard(partial: Path, final: Path) -> None:
-    """Remove what was written, under either name."""
+    """Remove everything that was written, under whichever of the two names."""
     shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(final, ignore_errors=True)
 

@@ -57,7 +57,7 @@ class PrometheusExporter:
         self.labels, self.samples, self.page = ",".join(pairs), dict[str, str](), b""
         try:
             self.server = _Server((host, port), _handler_of(lambda: self.page))
-        except (OSError, OverflowError) as error:  # OverflowError: such a port does not exist
+        except (OSError, OverflowError) as error:  # OverflowError: no such port exists
             raise OSError(f"no metrics at {host}:{port} ({error}). {_advice(error)}") from error
         self.port: int = self.server.server_address[1]
         self.thread = threading.Thread(
@@ -214,7 +214,7 @@ class JsonlWriter:
 
 
 def _bytes_to_keep(path: Path, resume_after: int | None) -> int:
-    """Return the offset of the first line that is unfinished or of a later step."""
+    """Return the offset of the first line that is unfinished or belongs to a later step."""
     kept = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -226,7 +226,7 @@ def _bytes_to_keep(path: Path, resume_after: int | None) -> int:
 
 
 def _is_later(record: Record, step: int | None) -> bool:
-    """Return whether a record is of a later step, which will be repeated."""
+    """Return whether a record belongs to a later step, which will be repeated."""
     return step is not None and record.step > step
 
 

@@ -143,6 +143,6 @@ def _products(ps: Sequence[Tensor], qs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _in_order(is_low: Sequence[bool], low: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
-    """Join the two kinds of parts into one flat tensor, in the order of the pieces."""
+    """Join the low-rank and other pieces into one flat tensor, in their original order."""
     lows, rests = iter(low), iter(rest)
     return torch.cat([next(lows if is_one else rests).flatten() for is_one in is_low])

@@ -200,7 +200,7 @@ def _set_generators(states: Mapping[str, Any]) -> None:
 
 
 def _seed_generators(states: Mapping[str, Any], rank: int) -> None:
-    """Seed this rank's generators from its rank and from states that all ranks have."""
+    """Seed this rank's generators by its rank and by states that are the same on all ranks."""
     _set_generators(states)
     seed = int(torch.randint(2**31, ())) + rank
     random.seed(seed)

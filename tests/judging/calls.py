@@ -1,4 +1,4 @@
-"""Helpers with which bodies call a lesson; they explain errors and wrong results."""
+"""Helpers for calling a lesson from bodies; they explain errors and wrong results."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +35,7 @@ def refusal_of(call: Callable[[], object]) -> dict[str, str]:
     try:
         call()
     except REFUSALS as error:
-        is_value_error = isinstance(error, ValueError)  # or the learner's own subclass
+        is_value_error = isinstance(error, ValueError)  # true of a learner's subclass, too
         name = ValueError.__name__ if is_value_error else type(error).__name__
         return {"type": name, "text": str(error)}
     return {"type": "", "text": ""}

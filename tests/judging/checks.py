@@ -1,4 +1,4 @@
-"""Shared checks: they compare results, and name the rank whose result is wrong."""
+"""Checks that all judges share; their errors name the rank whose result is wrong."""
 
 import re
 from collections import Counter
@@ -47,7 +47,7 @@ def distance(a: Any, b: Any) -> float:
         )
     if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str):
         return max(map(distance, a, b), default=0.0) if len(a) == len(b) else inf
-    if a == b:  # infinities too
+    if a == b:  # also covers equal infinities
         return 0.0
     are_numbers = all(isinstance(x, int | float) and abs(x) <= float_info.max for x in (a, b))
     return abs(a - b) if are_numbers and float in (type(a), type(b)) else inf
@@ -70,7 +70,7 @@ def check_refused(
 
     Args:
         by_rank: Result of ``calls.refusal_of`` on each rank.
-        what: Subject of the sentence: the call that must be refused.
+        what: The call that must be refused, as the subject of a sentence.
         names: Words that the text must contain, because the contract promises them.
         text: How closely the texts must agree: "same" on all ranks, so that no rank names itself;
             "alike", which is the same except where a rank names itself; or "any" text at all.
@@ -116,7 +116,7 @@ def check_peak(run: Run, most_bytes: Sequence[float], what: str) -> None:
     Args:
         run: Run with ``options=MEASURED``.
         most_bytes: Largest number of bytes by rank, inputs included.
-        what: End of the error text: what a rank needs, and the likely cause of using more.
+        what: End of the error text: the memory a rank needs, and the likely cause of using more.
     """
     for rank, (peak, most) in enumerate(zip(run.peak_bytes, most_bytes, strict=True)):
         check(
@@ -139,9 +139,8 @@ def short(value: Any) -> str:
 
 def short_beside(value: Any, other: Any) -> str:
     """Return a value's repr on one line, with enough digits to tell it from ``other``'s."""
-    for num_digits in (
-        (6, 9, 12) if value != other else ()
-    ):  # skipped in the usual case of equal values
+    # Equal values, which are the usual case, need no comparison of their digits.
+    for num_digits in (6, 9, 12) if value != other else ():
         text = short(_rounded(value, num_digits))
         if text != short(_rounded(other, num_digits)):
             return text
@@ -222,7 +221,7 @@ def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
 
 
 def rounds_of_tree(edges: Sequence[Edge], root: int) -> int:
-    """Return the fewest rounds in which a tree's messages can be sent, one per rank and round."""
+    """Return the fewest rounds for a tree's messages, if a rank sends one message per round."""
     below = (rounds_of_tree(edges, dst) for src, dst in edges if src == root)
     return max((1 + i + rounds for i, rounds in enumerate(sorted(below, reverse=True))), default=0)
 

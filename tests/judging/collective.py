@@ -53,18 +53,18 @@ from judging.tensors import (
     powers,
 )
 
-OVERWRITTEN = 77  # what the caller writes into x as soon as the function returns
-SLACK_BYTES = 256  # a few numbers
+OVERWRITTEN = 77  # the caller fills x with this number as soon as the function returns
+SLACK_BYTES = 256  # room for a few numbers
 FIVE = 5  # number of ranks in the tests of unusual sizes
 FEW_RANKS = 8  # with more ranks, there are too many subsets to search for a sum
 IN_GROUP = f"inside the group {list(MEMBERS)} of {OUTER_WORLD_SIZE} ranks, "
-SIZES: dict[str, Callable[[Random, int], Kind]] = {  # by name, for a number of ranks
+SIZES: dict[str, Callable[[Random, int], Kind]] = {  # by name: draws a tensor for n ranks
     "fewer than ranks": lambda _random, n: Kind((n - 1,)),
     "float16": lambda random, _n: Kind((random.randrange(2000, 3000),), "float16"),
     "bfloat16": lambda random, _n: Kind((random.randrange(2000, 3000),), "bfloat16"),
     "large": lambda random, _n: Kind((even_size(random, *LARGE),)),
 }
-Numbers = Callable[[Kind, int], Tensor]  # makes the tensor with which a rank begins
+Numbers = Callable[[Kind, int], Tensor]  # makes a rank's tensor before the call
 
 
 # Collectives: how to call each, and how to check its result
@@ -76,7 +76,7 @@ class AllReduce:
 
     function: str
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    has_a_sum: ClassVar[bool] = True  # every rank should hold a sum, bit for bit the same
+    has_a_sum: ClassVar[bool] = True  # True if all ranks should end with the same sum, bit for bit
     advice: str = "Is every part of x added once, in the dtype of x? A cast loses digits."
     is_right: str = "The sums are right, but"  # beginning of messages about costs
 
@@ -248,7 +248,7 @@ class ReduceScatter(AllReduce):
 
 @dataclass(frozen=True)
 class AllGather(AllReduce):
-    """An all-gather in place, before which rank r holds only chunk r of the result."""
+    """An all-gather in place; before it, rank r holds only chunk r of the result."""
 
     has_a_sum: ClassVar[bool] = False
     is_right: str = "The chunks that are collected are right, but"
@@ -316,7 +316,7 @@ class Call:
     """A completed call on every rank of a simulated world."""
 
     run: Run
-    variant: Any  # of the collective
+    variant: Any  # the variant of the collective that was called
     kind: Kind
 
     @property
@@ -326,21 +326,21 @@ class Call:
 
 @dataclass(frozen=True)
 class Contract:
-    """What a task promises about a collective, with advice for answers that break a promise."""
+    """A task's promises about a collective, with advice for answers that break a promise."""
 
     task: str
-    name: str  # begins the names of its tests
+    name: str  # beginning of its tests' names
     collective: Any
     worlds: Sequence[int]  # numbers of ranks in the tests of costs
     length: Callable[[Random], int]  # draws the number of elements in those tests
-    made_of: str  # a sentence: what to build it from instead of built-in collectives
+    made_of: str  # sentence that says what the collective should be built from
     traffic: Callable[[Call], None]  # checks the messages between ranks
-    messages: Callable[[int, int], Counter[int]]  # lengths and counts, by elements and ranks
+    messages: Callable[[int, int], Counter[int]]  # counts by length, for x's elements and ranks
     rounds: Callable[[int], int] | None  # limit by number of ranks; None: the task has its own test
-    late: str  # advice if it takes more rounds
-    inboxes: Callable[[int], int]  # messages that a rank may hold besides x
-    memory: str  # advice if it takes more memory
-    timed_up_to: float = inf  # elements; for more, correct answers may take longer
+    late: str  # advice if a call takes more rounds
+    inboxes: Callable[[int], int]  # number of messages that a rank may hold besides x
+    memory: str  # advice if a call takes more memory
+    timed_up_to: float = inf  # elements; with more, even correct answers may take longer
     stuck: str = ""  # likely cause of a deadlock
     if_batched: str = ""  # likely cause of an NCCL-only deadlock; "" if the task allows one
     options: Options = MEASURED
@@ -411,7 +411,7 @@ class Contract:
         )
 
     def _longest(self, call: Call) -> int:
-        """Return the bytes of the longest message; with segments, the limit on their bytes."""
+        """Return the bytes of the longest message or, if x is sent in segments, their limit."""
         longest = max(self.messages(call.kind.num_elements, call.n), default=0)
         num_bytes: int = call.variant.keywords.get("segment_bytes", longest * call.kind.item_bytes)
         return num_bytes

@@ -1,4 +1,4 @@
-"""Temporary folders for bodies, so that files which an answer writes to relative paths vanish."""
+"""Temporary folders for bodies; files that an answer writes to relative paths vanish with them."""
 
 import os
 import tempfile
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_before: list[str] = []  # one entry per rank in a folder: simulated ranks share a process
+# One working directory for each rank in a folder, since simulated ranks share a process.
+_before: list[str] = []
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """Make ``folder`` the working directory, because a wrong answer may write a file ``None``."""
+    """Make ``folder`` the working directory; a wrong answer may write a file named ``None``."""
     _before.append(_before[0] if _before else os.getcwd())
     os.chdir(folder)
     try:

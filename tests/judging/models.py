@@ -10,7 +10,7 @@ from torch import Tensor, nn
 FEATURES, CLASSES = 5, 4
 FLAG = 9.0  # an input whose first feature is this number uses the parameter ``rare``
 IGNORED = -100  # a target that does not count
-DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # autocast leaves it alone, so results are exact
+DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # unaffected by autocast, so results are exact
 
 
 def batch(shape: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def deep_batch(rows: int) -> tuple[Tensor, Tensor]:
 
 
 class ByHand:
-    """A hand-written optimizer, because the first use of one from torch takes a second of imports.
+    """A hand-written optimizer; importing torch's on its first use would take a second.
 
     A parameter without a gradient stays unchanged, and so does its state.
     """

@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 CPU = torch.device("cpu")
 _MARK = "pretended_device"
-_MESSAGES = ("distlab/sim/", "distlab/process_group/", "torch/distributed/")  # mix devices freely
+# Code in these folders may mix devices.
+_MESSAGES = ("distlab/sim/", "distlab/process_group/", "torch/distributed/")
 # As in torch, these accept tensors on different devices.
 _MOVES = {"copy_", "to", "type_as", "as_tensor", "tensor"}
 _MOVES |= {"set data", "_has_compatible_shallow_copy_type"}
-_JOINS = {"cat", "stack", "concat", "hstack", "vstack"}  # even scalars must be on the same device
+_JOINS = {"cat", "stack", "concat", "hstack", "vstack"}  # here, even scalars need the same device
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _SENDS = ("allreduce", "broadcast", "allgather", "reduce", "send", "recv")
 
@@ -71,7 +72,7 @@ class PretendDevice(TorchFunctionMode):
         name, kwargs = _name_of(func), kwargs or {}
         if name in _HOOKS:
             args = args[0], self._entered(args[1])
-        # Device names are not replaced; Module.to parses the name here, and then calls Tensor.to.
+        # Leave device names alone: Module.to parses its name here, and then calls Tensor.to.
         if func is torch.device or name == "_parse_to":
             return func(*args, **kwargs)
         if name in _PROPERTIES:
@@ -86,7 +87,7 @@ class PretendDevice(TorchFunctionMode):
         return tree_map(lambda value: self._placed(name, value, target, args), out)
 
     def _entered(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that enters this mode again, because torch leaves it to run backward."""
+        """Return a hook that enters this mode again; torch runs the backward pass without it."""
 
         def called(*args: Any) -> Any:
             with self:

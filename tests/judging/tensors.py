@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NUMBERS: dict[str, tuple[int, int, int | float]] = {  # range of the odd numbers, and their scale
+NUMBERS: dict[str, tuple[int, int, int | float]] = {  # by dtype: range of odd numbers, and a factor
     "float64": (2**49, 2**50, 2.0**-50),
     "float32": (2**20, 2**21, 2.0**-21),
     "float16": (2**7, 2**8, 2.0**-8),

@@ -73,7 +73,7 @@ def started(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str
 
 
 def copy_course(target: Path, num_phases: int = 1) -> CourseFolder:
-    """Copy the first phases, each with a suite of two small tests, and Phase 1's solutions.
+    """Copy the first phases and Phase 1's solutions; give each phase a suite of two small tests.
 
     Return the folder of the copy.
     """
@@ -102,7 +102,7 @@ def hand_in(folder: Path, **files: str) -> Submission:
 
 
 def write_exchange(here: CourseFolder, body: str) -> None:
-    """Write the template with ``body`` in place of Task 1.4's TODO."""
+    """Write the template into the course copy, with ``body`` in place of Task 1.4's TODO."""
     lines = (ROOT / FILE).read_text().splitlines(keepends=True)
     (place,) = (k for k, line in enumerate(lines) if line.startswith(TODO))
     lines[place] = body

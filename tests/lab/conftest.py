@@ -23,7 +23,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def program_source() -> Iterator[socket.socket | None]:
-    """A socket to the process that forks programs, started on first use. Off Linux, it is None."""
+    """A socket to the process that forks programs, started on first use; None except on Linux."""
     if sys.platform != "linux":
         yield None
         return

@@ -24,7 +24,7 @@ Document = dict[str, Any]
 class Command(NamedTuple):
     """A command that starts the trainer."""
 
-    launcher: argparse.Namespace  # torchrun's options, as it parses them
+    launcher: argparse.Namespace  # torchrun's options, parsed as torchrun does
     trainer: dict[str, str]  # the trainer's options and their values
 
 
@@ -47,7 +47,7 @@ def services() -> dict[str, Document]:
 
 
 def trainers() -> dict[str, Document]:
-    """Return the services that train."""
+    """Return the services that run the trainer."""
     return {
         name: each for name, each in services().items() if "torchrun" in each.get("command", [])
     }

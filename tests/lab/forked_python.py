@@ -4,7 +4,7 @@
           ◀─pid───────────────────────────────────────── └─fork─fork──▶ the program
 
 The program becomes a child of the process that calls Popen, as usual. To make that happen, the
-source forks twice and the process in the middle exits, while the caller briefly is a "subreaper",
+source forks twice and the process in the middle exits, while the caller is briefly a "subreaper",
 which adopts orphans. No course module is imported before the fork. Each program has its own source,
 so any processes that it starts, such as the grader or its fork server, are forked too. On systems
 other than Linux, all programs start as usual.
@@ -29,7 +29,7 @@ LENGTH = struct.Struct("=q")
 SERVE = "__import__('program_source').serve()"
 UNBUFFERED = "-u"
 PR_SET_CHILD_SUBREAPER = 36
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # since many programs share a core
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # because many programs share a core
 
 RealPopen = subprocess.Popen
 _lock = threading.Lock()
@@ -75,7 +75,7 @@ class ForkingPopen(RealPopen):  # type: ignore[type-arg]
 
 
 def _can_be_forked(asked: dict[str, Any]) -> bool:
-    """Return True if the command runs Python with the settings that the source has."""
+    """Return True if the command runs Python with the same settings as the source."""
     words = asked["args"]
     if isinstance(words, (str, bytes)) or os.fspath(words[0]) != sys.executable:
         return False

@@ -1,4 +1,4 @@
-"""Programs that the tests run under mpirun, where they fail: ``mpi_failures.py PROGRAM``.
+"""Programs that fail, which the tests run under mpirun: ``mpi_failures.py PROGRAM``.
 
 Every rank first prints the names of the shared-memory files that MPI has created.
 """
@@ -61,7 +61,7 @@ def print_files_of_shared_memory() -> None:
 FAILURES = [name for name in dir() if name.startswith("by_")]
 
 if __name__ == "__main__":
-    gc.freeze()  # otherwise, the last collection takes 0.4 s to search all of torch
+    gc.freeze()  # otherwise, the collection at exit would spend 0.4 s searching all of torch
     failure = globals()[sys.argv[1]]
     launch.run(print_files_of_shared_memory, 2)
     launch.run(failure, 2)

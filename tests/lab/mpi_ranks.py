@@ -20,7 +20,7 @@ import torch.distributed as dist
 from distlab import launch, training
 from distlab.process_group.base import BaseGroup
 
-GLOO_ONLY = {"monitored_barrier"}  # according to torch
+GLOO_ONLY = {"monitored_barrier"}  # torch rejects these calls on any other backend
 TRAINED_ON = 4
 
 
@@ -36,7 +36,7 @@ def course_training(world_size: int, gradients: str, backend: str = "gloo") -> t
 
 
 def all_of_it() -> dict[str, object]:
-    """Run everything that does not end the job, in one world; return the results by name."""
+    """Run, in one world, everything that does not end the job; return the results by name."""
     warnings.simplefilter("ignore")
     calls = {
         name: programs.without_leftovers(program)
@@ -61,7 +61,7 @@ def all_of_it() -> dict[str, object]:
 
 
 def where_the_store_listens() -> list[str]:
-    """Return the addresses at which this process listens on the default store's port."""
+    """Return the addresses on which this process listens at the default store's port."""
     store: Any = dist.distributed_c10d._get_default_store()
     port = store.underlying_store.port
     sockets = psutil.Process().net_connections("inet")
@@ -73,7 +73,7 @@ def where_the_store_listens() -> list[str]:
 
 
 def trainings_of_torch() -> dict[str, object]:
-    import trainings  # takes seconds, since it loads FSDP and pipelines
+    import trainings  # imported only here, because loading FSDP and pipelines takes seconds
 
     return trainings.all_trainings()
 
@@ -153,12 +153,12 @@ def late(group: dist.ProcessGroup) -> None:
 
 
 def main(world_size: int, output: Path) -> None:
-    results = launch.run(all_of_it, world_size)  # "auto" selects mpi
+    results = launch.run(all_of_it, world_size)  # the default backend, "auto", selects mpi here
     again = launch.run(dist.get_rank, world_size, backend="mpi")
     if dist.get_rank() == 0:
         output.write_bytes(pickle.dumps((results, again)))
 
 
 if __name__ == "__main__":
-    gc.freeze()  # otherwise, the last collection takes 0.4 s to search all of torch
+    gc.freeze()  # otherwise, the collection at exit would spend 0.4 s searching all of torch
     main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -53,7 +53,7 @@ def on_pretended_gpus(
 
 def on_gpu(lesson: Any, body: Callable[..., Any], *args: object) -> Any:
     """Call a body, and check that all tensors that it sends are on the GPU."""
-    dist.get_backend = lambda group=None: "nccl"  # this process serves only this world
+    dist.get_backend = lambda group=None: "nccl"  # not restored: the process serves only this world
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = lambda device=None: None
     with PretendDevice(GPU), devices_sent() as sent:

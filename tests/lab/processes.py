@@ -16,11 +16,11 @@ import psutil
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 1200.0  # far longer than a busy machine needs
 FreshPytest = Callable[..., "subprocess.CompletedProcess[str]"]
-MARK = "DISTLAB_OF_TEST"  # environment variable of a test's first process, inherited by the rest
+MARK = "DISTLAB_OF_TEST"  # environment variable that all processes of a test inherit
 
 
 def children(*, recursive: bool = True) -> list[psutil.Process]:
-    """Return this process's descendants, or only its children, except the source of forks."""
+    """Return this process's descendants, or only its children, without the source of forks."""
     found = psutil.Process().children(recursive=recursive)
     return [process for process in found if process.pid != forked_python.source_pid]
 
@@ -33,7 +33,7 @@ def marked(mark: str) -> list[psutil.Process]:
             if process.environ().get(MARK) == mark:
                 found.append(process)
         except psutil.Error:
-            continue  # it has ended, or belongs to another user
+            continue  # the process has ended, or belongs to another user
     return found
 
 
@@ -42,7 +42,7 @@ def end_fork_server() -> None:
 
     Otherwise, they would run until Python exits, and other tests would find them. There is no
     public way to stop them. Garbage is collected first, because the tracker removes any semaphores
-    left.
+    that are left.
     """
     gc.collect()
     for server in (forkserver._forkserver, resource_tracker._resource_tracker):

@@ -1,4 +1,4 @@
-"""The process that ``forked_python`` forks programs from, and how a fork becomes a program."""
+"""The process from which ``forked_python`` forks programs; each fork then turns into a program."""
 
 import atexit
 import fcntl
@@ -16,18 +16,18 @@ from typing import NoReturn
 from forked_python import LENGTH, UNBUFFERED, Request, fork_from, prctl, read_exactly
 
 MOST_DESCRIPTORS = 16
-OUT_OF_THE_WAY = 200  # higher than any descriptor of a new process
-FORK_SERVER = "distlab.launch.fork_server_main"  # it only forks ranks and starts no programs
+OUT_OF_THE_WAY = 200  # higher than any descriptor that a new process uses
+FORK_SERVER = "distlab.launch.fork_server_main"  # it forks ranks, but starts no programs
 PR_SET_PDEATHSIG = 1
 
 
 def serve() -> NoReturn:
     """Fork a process for each request, and run the program in it, until the socket closes."""
     gc.disable()
-    import torch._dynamo  # or the first optimizer would import it, which takes a second
+    import torch._dynamo  # otherwise, a program's first optimizer spends a second importing it
     import torch.distributed  # noqa: F401
 
-    gc.freeze()  # so programs collect only their own garbage, and pages stay shared
+    gc.freeze()  # so that programs collect only their own garbage, and memory pages stay shared
     gc.enable()
     asking = socket.socket(fileno=int(sys.argv[1]))
     own_path = [place for place in sys.path if place not in ("", os.path.dirname(__file__))]

@@ -1,4 +1,4 @@
-"""Helpers that run functions on ranks, including in a group whose ranks are not 0 … k."""
+"""Helpers that run functions on ranks, including in a group whose members are not ranks 0 … k."""
 
 from collections.abc import Callable
 from typing import Any

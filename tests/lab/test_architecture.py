@@ -1,4 +1,4 @@
-"""Imports: one direction between folders, no cycles, solutions in plain torch."""
+"""Rules for imports: one direction between folders, no cycles, and solutions in plain torch."""
 
 import ast
 import re
@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 TOOLS = {"torchvision_repair", "util"}
-# FINDER is the one module that imports phases and solutions. The modules in IMPORTS_BY_NAME import
+# Only FINDER imports phases and solutions. The modules in IMPORTS_BY_NAME import
 # by a computed name: from a package with lazy names, from a hand-in, or to preload a fork server.
 FINDER = "distlab.lessons"
 IMPORTS_BY_NAME = {

@@ -149,7 +149,7 @@ def test_a_block_split_by_ours_needs_four_all_reduces(tmp_path: Path) -> None:
     measured = held(phase2.TENSOR_PARALLEL, tmp_path, **sizes)
     assert {name: row["collectives"] for name, row in measured.items()} == {
         phase2.SPLIT: 8,
-        phase2.TORCHS_SPLIT: 12,  # query, key and value each sum a gradient
+        phase2.TORCHS_SPLIT: 12,  # torch reduces a gradient each for query, key and value
         phase2.PREPARED: 8,
     }
     for row in measured.values():
@@ -168,14 +168,15 @@ def test_every_way_sums_the_same_bytes_in_another_number_of_collectives(
     assert all(f"│ {name} " in printed for name in measured)
     whole = 4 * layers * (width**2 + 3 * width)
     num_bytes = {name: row["collective_bytes"] for name, row in measured.items()}
-    new_buckets = num_bytes.pop(ddp.TORCHS) - whole  # for agreeing on new buckets
+    new_buckets = num_bytes.pop(ddp.TORCHS) - whole  # bytes sent to agree on new buckets
     assert {*num_bytes.values()} == {whole}
     assert 0 <= new_buckets <= 8 * 4 * layers
     calls = {name: row["collectives"] for name, row in measured.items()}
     assert (calls[ddp.FLAT], calls[ddp.PER_PARAMETER]) == (1, 4 * layers)
     assert 1 < calls[ddp.OURS] <= layers
     assert calls[ddp.TORCHS] < calls[ddp.PER_PARAMETER]
-    assert measured[ddp.OURS]["peak_bytes"] < measured[ddp.FLAT]["peak_bytes"]  # views, no copy
+    # Our gradients are views of the buckets, while FLAT copies them.
+    assert measured[ddp.OURS]["peak_bytes"] < measured[ddp.FLAT]["peak_bytes"]
 
 
 def test_each_stage_of_zero_holds_less_and_calls_what_its_task_promises(tmp_path: Path) -> None:
@@ -203,10 +204,10 @@ def test_hooks_send_as_many_bytes_as_their_codes_have(tmp_path: Path) -> None:
     whole = 4 * layers * (width**2 + width)
     factors = 4 * layers * (2 * rank * width + width)
     sent = {name: row["sent_bytes"] for name, row in measured.items()}
-    assert sent[compression.PLAIN] == whole  # each of 2 ranks sends all of it: 2 (N - 1) / N is 1
+    assert sent[compression.PLAIN] == whole  # each of N = 2 ranks sends 2 (N - 1) / N of it: all
     assert sent[compression.FP16] == whole / 2
     assert sent[compression.OUR_POWER_SGD] == factors
-    assert whole / 64 < sent[compression.OUR_TOP_K] < whole / 32  # 1 %, each with an index
+    assert whole / 64 < sent[compression.OUR_TOP_K] < whole / 32  # the top 1 %, with indices
     assert whole / 4 < sent[compression.OUR_INT8] < whole / 3.5
     assert whole / 32 < sent[compression.OUR_SIGN] < whole / 16
     assert all(row["loss"] > 0 for row in measured.values())
@@ -265,7 +266,7 @@ SMALL = ("--repeats", "1", "--steps", "2", "--batch-size", "8")
 def test_the_trainer_learns_what_its_rivals_learn_and_a_line_for_each_is_saved(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each of torch's loops is compared with one of ours in the first steps."""
+    """In the first steps, each of torch's loops is compared with one of ours."""
     two = Match({name: ALL[0].ours[name] for name in ("ddp", "ring")}, ALL[0].theirs)
     monkeypatch.setattr(trainer, "matches", lambda ranks, model: [two, *ALL[1:]])
     assert bench("trainer", *SMALL, "--save", str(tmp_path)) == 0

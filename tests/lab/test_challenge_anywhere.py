@@ -108,7 +108,7 @@ def test_the_command_prints_a_table_for_each_cluster_and_the_figure(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(anywhere, "SMALL_WORLDS", ((2, 1),))
-    of_few_ranks = ["--seed", "20", "--clusters", "2"]  # 2 and 4 ranks
+    of_few_ranks = ["--seed", "20", "--clusters", "2"]  # this seed draws clusters of 2 and 4 ranks
     assert distlab("challenge", "--phase", "3", "--impl", "solution", *of_few_ranks) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("yours") for line in lines) == 2

@@ -94,7 +94,7 @@ def test_kills_find_a_wrong_writer(tmp_path: Path) -> None:
     ("left", "problem"),
     [
         (Left(8, "b"), ""),
-        (Left(12, "c"), ""),  # killed after the save, before the report
+        (Left(12, "c"), ""),  # killed after saving step 12, before reporting it
         (Left(error="OSError: no"), "load_checkpoint raises OSError: no"),
         (Left(4, "a"), "step 8 is gone, which was saved: step 4 is found"),
         (Left(), "step 8 is gone, which was saved: nothing is found"),

@@ -63,7 +63,7 @@ def test_the_states_of_a_rank(sleeper: "subprocess.Popen[bytes]", tmp_path: Path
     observer.look(os.getpid())
     observer.look(os.getpid())
     assert states(observer) == ["starting"]
-    os.utime(heartbeat, ns=(1, 1))  # any change counts, whatever the time
+    os.utime(heartbeat, ns=(1, 1))  # any change counts, even to an earlier time
     observer.look(os.getpid())
     assert observer.all_run
     for line in ("step 32 of 64  epoch 1.00\n", "epoch 1 of 2: 70% right\n"):

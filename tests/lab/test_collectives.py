@@ -1,4 +1,4 @@
-"""The fit of α and β, and the table of times; the suite judges what 1.4 to 1.8 send and sum."""
+"""Fit of α and β, and table of times; the suite judges what Tasks 1.4 to 1.8 send and sum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +55,7 @@ def test_fit_is_the_best_of_all_lines_without_a_negative_coefficient(
 def test_fit_is_the_same_bit_for_bit_whenever_it_is_computed() -> None:
     sizes, seconds = [4, 4096, 65536], [31e-6, 34.7e-6, 97.1e-6]
     elsewhere, fits = [], set()
-    for size in range(50):  # ranks compute the fit with different tensors in memory
+    for size in range(50):  # as on ranks, each fit is computed with different tensors in memory
         elsewhere.append(torch.empty(size % 7 + 1))
         fits.add(fit_alpha_beta(sizes, seconds))
     assert len(fits) == 1

@@ -1,4 +1,4 @@
-"""The hook of 4.13 gives the same losses in 3.12's DistributedDataParallel as in torch's."""
+"""Task 4.13's hook gives the same losses in Task 3.12's DistributedDataParallel as in torch's."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ STEPS = 12
 
 
 def train(is_torchs: bool) -> list[float]:
-    """Train a small model with PowerSGD; return its loss, step by step."""
+    """Train a small model with PowerSGD; return the loss of each step."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 12))
     hook = CompressionHook(module, PowerSGD(2))

@@ -188,7 +188,7 @@ Stub = Callable[..., object]
 
 
 def stubs_of(template: Path) -> dict[str, tuple[Task, Stub]]:
-    """Import a template; return the functions that a learner writes, with their tasks."""
+    """Import a template; return the functions that learners write, with their tasks."""
     module = importlib.import_module(".".join(template.with_suffix("").parts))
     tasks = [task for task in TASKS if task.template == template]
     return {name: (task, attrgetter(name)(module)) for task in tasks for name in task.functions}

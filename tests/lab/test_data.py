@@ -143,7 +143,7 @@ def listener() -> Iterator[str]:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that sets both datasets' download address, which is first a closed port."""
+    """Return a function that sets both datasets' download address, initially a closed port."""
     datasets = import_torchvision().datasets
 
     def download_from(address: str) -> None:

@@ -1,4 +1,4 @@
-"""Shards of all sizes, and loader errors; the suite judges what 1.1 to 1.3 load and send."""
+"""Shards of all sizes, and loader errors; the suite judges what Tasks 1.1 to 1.3 load and send."""
 
 import random
 from functools import partial
@@ -32,7 +32,7 @@ def shards(num_samples: int, world_size: int, **settings: Any) -> list[list[int]
 
 
 def in_turns(lists: list[list[int]]) -> list[int]:
-    """Return the 0th item of every list, then the 1st of every list, …"""
+    """Interleave the lists: return the 0th item of each, then the 1st of each, and so on."""
     return [index for turn in zip_longest(*lists, fillvalue=-1) for index in turn]
 
 

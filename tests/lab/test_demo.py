@@ -52,7 +52,7 @@ def test_what_the_demo_points_to_exists() -> None:
 def test_a_folder_that_cannot_be_written_to_stops_the_demo_before_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delattr(training, "train")  # training would raise an AttributeError
+    monkeypatch.delattr(training, "train")  # any training would now raise an AttributeError
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(SystemExit) as left:

@@ -18,7 +18,7 @@ from solutions.phase4_production.deployment import entrypoint
 
 RENDEZVOUS_PORT = 29400
 METRICS_PORT = 9400
-RANKS_OF_A_NODE = 8  # maximum; each has a port for its metrics
+RANKS_OF_A_NODE = 8  # at most; each needs a port for its metrics
 SILENT_S = 600  # a rank that is silent for longer counts as hung
 
 COMMANDS = files.commands()
@@ -136,7 +136,7 @@ def test_exit_codes_decide_what_kubernetes_does(job: Document) -> None:
     ]
     assert rules == [
         ("FailJob", [errors.EXIT_WRONG]),
-        ("Ignore", None),  # disruptions
+        ("Ignore", None),  # for disruptions of the Pod
         ("Ignore", [errors.EXIT_STOPPED]),
         ("Count", [1, errors.EXIT_CANNOT_SAVE]),
     ]

@@ -23,7 +23,7 @@ from solutions.phase4_production.exporters import PrometheusExporter
 GRAFANA = DEPLOYMENT / "grafana"
 DASHBOARD = json.loads((GRAFANA / "dashboards/dashboard.json").read_text(encoding="utf-8"))
 CONFIG = yaml.safe_load((DEPLOYMENT / "prometheus.yml").read_text(encoding="utf-8"))
-STEP = "step"  # on each page, beside the trainer's metrics
+STEP = "step"  # a metric on each page, besides the trainer's own
 TIMEOUT_S = 60
 
 PANELS = {panel["title"]: panel for panel in DASHBOARD["panels"]}
@@ -93,7 +93,7 @@ def test_promtool_accepts_the_configuration() -> None:
 
 
 def samples_of(rank: int) -> dict[str, float]:
-    """Return a number for each metric; ``data_s`` differs between ranks."""
+    """Return a value for each metric; only ``data_s`` differs between ranks."""
     return {**dict.fromkeys(METRICS, 1.0), "data_s": 0.5 * (1 + rank), "loss": float("nan")}
 
 

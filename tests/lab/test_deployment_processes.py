@@ -176,7 +176,7 @@ def test_fresh_heartbeats_are_alive_and_started(start: Start, tmp_path: Path) ->
 
 
 def test_each_silent_rank_is_named(start: Start, tmp_path: Path) -> None:
-    """The ranks' processes have run for longer than the 0 s that are allowed here."""
+    """Allow 0 s, because a rank is only named if its process has run for longer than is allowed."""
     for rank, ago_s in ((0, 50), (1, -3600), (2, 70)):  # rank 1's heartbeat is in the future
         start_rank(start, tmp_path, rank)
         beat(tmp_path, rank, ago_s)
@@ -205,7 +205,7 @@ def test_ranks_of_other_nodes_and_other_runs_are_not_its_business(
         folder.mkdir()
     start_rank(start, ours, 1)
     beat(ours, 1)
-    beat(ours, 0, ago_s=10 * MAX_AGE_S)  # a rank on another node
+    beat(ours, 0, ago_s=10 * MAX_AGE_S)  # left by a rank on another node
     start_rank(start, others, 5)
     assert probe(ours) == (0, "")
     assert probe(ours, "--started") == (0, "")

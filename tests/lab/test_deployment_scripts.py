@@ -1,4 +1,4 @@
-"""The deployment's shell scripts: shellcheck accepts them, and Slurm's handles exit codes."""
+"""The deployment's shell scripts: shellcheck accepts them, and slurm.sh handles exit codes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Links lead somewhere, commands exist, and the first hour prints what it shows."""
+"""Links lead somewhere, commands exist, and the first hour's commands print what it shows."""
 
 import ast
 import re

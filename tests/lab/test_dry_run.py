@@ -13,11 +13,11 @@ from distlab.production.simulated_step import Step
 from distlab.sim import GPU, Cluster
 
 A100 = GPU.preset("A100-80GB")
-SLOW_BYTES_PER_S = 1e8  # communication takes much longer than computation
+SLOW_BYTES_PER_S = 1e8  # so slow that communication takes much longer than computation
 SLOW = Cluster(4, 1, topology="ethernet", gpu=A100, nic_bytes_per_s=SLOW_BYTES_PER_S)
 SMALL = {"model": "resnet18", "data": "synthetic", "image_size": 16, "batch_size": 64}
 WEIGHTS = 11_173_962  # a ResNet-18 with a 3 x 3 stem and 10 classes
-RING_S = 2 * 3 / 4 * 4 * WEIGHTS / SLOW_BYTES_PER_S  # 4 ranks each send 2 (N - 1) / N of all
+RING_S = 2 * 3 / 4 * 4 * WEIGHTS / SLOW_BYTES_PER_S  # each of 4 ranks sends 2 (N - 1) / N of all
 RESNET_50 = {"model": "resnet50", "data": "imagefolder", "data_dir": "none", "image_size": 224}
 CONFIG = Path(__file__).parents[2] / "configs/digits_cpu.yaml"
 
@@ -50,7 +50,7 @@ def test_a_step_on_one_gpu_takes_what_the_published_one_takes() -> None:
     found = predicted(keys, Cluster(1, 1, gpu=A100))
     assert found.images_per_s == pytest.approx(2470, rel=0.03)
     assert 0.15 < found.mfu < 0.25
-    assert 4.0e9 < found.step.forward_flops / 2 < 4.2e9  # multiply-adds
+    assert 4.0e9 < found.step.forward_flops / 2 < 4.2e9  # the count of multiply-adds
 
 
 @pytest.mark.parametrize("pattern", ["native", "ring"])

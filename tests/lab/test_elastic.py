@@ -23,7 +23,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 NUM_SAMPLES, GLOBAL_BATCH, NUM_EPOCHS = 1437, 96, 10
 STEPS_PER_EPOCH = 15
-SAVED = 6  # steps; by then a checkpoint exists, as every fifth step is saved
+SAVED = 6  # steps; by then a checkpoint exists, since every fifth step is saved
 TIMEOUT_S = 120
 VARIABLES = {
     "PYTHONPATH": str(ROOT),
@@ -52,7 +52,7 @@ def lines_of(folder: Path) -> list[Line]:
 
 
 def has_trained(folder: Path, world_size: int, more_steps: int) -> Callable[[], bool]:
-    """Return a check for a new start with this many workers and more than ``more_steps`` steps."""
+    """Return a check for a new start with this many workers and over ``more_steps`` steps."""
     known = {line["start"] for line in lines_of(folder)}
 
     def is_so() -> bool:
@@ -66,7 +66,7 @@ def has_trained(folder: Path, world_size: int, more_steps: int) -> Callable[[], 
 
 
 def counting_steps(lines: list[Line]) -> dict[int, list[Line]]:
-    """Return the lines of each step, without the lines of steps that a later start has repeated."""
+    """Return each step's lines, without those that a later start has superseded."""
     by_start = defaultdict(list)
     for line in lines:
         by_start[line["start"]].append(line)
@@ -115,7 +115,7 @@ class Agents:
 
     def start(self) -> None:
         """Add a node; the first one hosts the rendezvous, because it is never killed."""
-        is_host = not self.agents  # default: the agent that binds the port first
+        is_host = not self.agents  # by default, the host is the agent that binds the port first
         options = (
             "--nnodes=2:3",
             "--nproc-per-node=1",

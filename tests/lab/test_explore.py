@@ -1,4 +1,4 @@
-"""Notebook helpers: whose functions they show, and how passes are timed."""
+"""Notebook helpers: choosing whose functions to show, and timing passes."""
 
 import sys
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def run(broadcast: Broadcast) -> list[float]:
     return simulate(broadcast_once, 2, broadcast).results
 
 
-# Whose functions
+# Whose functions are shown
 
 
 def test_yours_are_shown_if_they_work(

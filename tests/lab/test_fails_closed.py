@@ -20,7 +20,7 @@ from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.launch import LaunchError
 
-FOREVER = "98765.4321"  # seconds; also marks a child process
+FOREVER = "98765.4321"  # seconds that a child process sleeps; also identifies the child
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,7 +55,7 @@ def swap(lesson: Any) -> None:
 
 
 def verdict_of(folder: Path) -> Verdict:
-    """Return the verdict on two ranks that swap a number."""
+    """Return the verdict when two ranks swap a number."""
     with pytest.raises(LaunchError) as raised:
         Grade(Submission(folder), COURSE.task("1.4"), "sim", 2.5).run(swap, 2)
     return verdict_on(raised.value)
@@ -127,7 +127,7 @@ def average_gradients(*args, **more):
     subprocess.Popen(["sleep", "{FOREVER}"], start_new_session=True)
 average_gradients_flat = average_gradients
 """
-# Task -> one of its tests, the outcome, and a part of the message.
+# For each task: one of its tests, the expected outcome, and part of the message.
 AT_ONCE = {
     "1.3": ("test_scattering_inside_a_group", "passed", ""),
     "1.4": ("test_both_directions_travel_at_the_same_time", "failed", "message"),

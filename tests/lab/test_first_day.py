@@ -1,4 +1,4 @@
-"""Right and wrong commands that a new user gives on the first day."""
+"""Right and wrong commands that a new user types on the first day."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py with --dry, the most that can run without a GPU."""
+"""benchmarks/gpu.py --dry, which runs as much as is possible without a GPU."""
 
 import json
 import subprocess

@@ -38,7 +38,7 @@ def mine(students: Path, tmp_path: Path) -> Path:
 
 
 def distlab(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run the ``distlab`` of a copy of the course in the folder of that copy."""
+    """Run ``distlab`` from a copy of the course, in the folder of that copy."""
     return subprocess.run(
         [sys.executable, "-m", "distlab", *arguments],
         cwd=root,
@@ -82,7 +82,7 @@ def bodies(path: Path) -> dict[str, str]:
 
 
 def answers() -> dict[Block, str]:
-    """Return the blocks of solutions that templates do not give, with the function of each."""
+    """Return the blocks of code that only solutions contain, and the function each is from."""
     found = {}
     for template in sorted(ROOT.glob("phase*/template_*.py")):
         lesson = template.name.removeprefix("template_")
@@ -172,12 +172,12 @@ def test_no_page_names_or_links_what_was_left_out(
         assert names == [] or page.name == NAMES_ALL, page
 
 
-# --- it works ------------------------------------------------------------------------------------
+# --- the copy works ------------------------------------------------------------------------------
 
 
 def test_make_test_grades_the_templates_of_a_handout(students: Path) -> None:
     (students / ".venv").mkdir(exist_ok=True)
-    (students / ".venv/.ready").touch()  # nothing needs installing
+    (students / ".venv/.ready").touch()  # tells make that nothing needs installing
     done = subprocess.run(
         ["make", "--no-print-directory", "--dry-run", "test"],
         cwd=students,

@@ -22,7 +22,7 @@ NUM_RANKS, CULPRIT, FATAL_STEP = 3, 1, 10
 TIMEOUT_S, END_S = 1.5, 60.0
 STEP_S = 0.01
 context = multiprocessing.get_context("forkserver")
-# Otherwise, each rank would have to import torch.
+# Preload torch, which each rank would otherwise have to import.
 context.set_forkserver_preload(["solutions.phase4_production.fault_tolerance"])
 
 

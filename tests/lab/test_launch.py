@@ -94,7 +94,8 @@ def test_a_changed_module_is_seen_by_the_next_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    for answer in (1, 22):  # of different size, or a .pyc made in the same second would be used
+    # The answers differ in length; otherwise, Python might reuse a .pyc made in the same second.
+    for answer in (1, 22):
         (tmp_path / "edited_by_learner.py").write_text(f"ANSWER = {answer}\n")
         assert launch.run(_answer_of_edited_module, 2) == [answer] * 2
 

@@ -1,4 +1,4 @@
-"""How a rank can fail, which error the user gets, and how long that takes.
+"""Ways in which a rank can fail, the error that the user gets, and the time that it takes.
 
 ``pytest tests/lab/test_launch_failures.py -s`` prints a table of all failures.
 """
@@ -31,7 +31,7 @@ MiB = 2**20
 UNUSED = Limits(120, memory_bytes=600 * MiB)
 COMPUTING = Limits(60, cpu_s=0.5)
 IDLE = Limits(60, idle_s=0.5)
-ERROR_CHARACTERS = 120  # length of an error in the table
+ERROR_CHARACTERS = 120  # maximum length of an error in the table
 VERDICT_S = 60.0  # the table has the exact times; this only has to be far below "forever"
 ANY = -1
 # Unique to this run, since two runs of these tests may overlap; ranks inherit the variable.
@@ -117,7 +117,7 @@ def loops_forever() -> None:
 
 def loops_holding_the_gil() -> None:
     if dist.get_rank() == 1:
-        re.match(r"(a+)+$", "a" * 64 + "b")  # exponential, in C, without releasing the GIL
+        re.match(r"(a+)+$", "a" * 64 + "b")  # takes exponential time in C, holding the GIL
     dist.barrier()
 
 
@@ -171,7 +171,7 @@ class Case:
     error: type[launch.LaunchError]
     rank: int | None  # the rank to blame; None: no single one; ANY: whichever was first
     says: tuple[str, ...]  # phrases that the message must have
-    kind: str = ""  # kind of the error, where its class has several
+    kind: str = ""  # kind of the error, if its class has several
     has_no_fates: bool = False
     limits: Limits = UNUSED
 
@@ -291,7 +291,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[str]]:
-    launch.run(dist.get_rank, 4)  # so that no time includes importing torch
+    launch.run(dist.get_rank, 4)  # so that none of the times includes importing torch
     rows: list[str] = []
     yield rows
     print("\n\nway to fail                             seconds  error")
@@ -339,7 +339,7 @@ def waits_for_a_lock() -> None:
 
 
 def waits_for_60_s() -> None:
-    select.select([], [], [], 60)  # not virtual
+    select.select([], [], [], 60)  # waits in real time, even on simulated ranks
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def computes_for_1_s() -> bool:
 
 
 def uses_a_processor_for_1_s() -> bool:
-    start = time.process_time()  # not virtual
+    start = time.process_time()  # real processor time, even on simulated ranks
     while time.process_time() - start < 1:
         pass
     return True
@@ -462,7 +462,7 @@ def test_ctrl_c_ends_the_ranks_and_reaches_the_caller() -> None:
 
 
 def processes_of_ranks() -> list[psutil.Process]:
-    """Return this process's descendants, without fork servers, plus the orphans of ranks."""
+    """Return this process's descendants except fork servers, plus any orphans of ranks."""
     children = processes.children(recursive=False)
     servers = [child for child in children if fork_server_main.COMMAND in child.cmdline()]
     below = [process for server in servers for process in server.children(recursive=True)]

@@ -38,7 +38,7 @@ def mark() -> Iterator[str]:
     """A unique value that marks a test's processes, none of which may outlive the test."""
     name = uuid.uuid4().hex
     yield name
-    end_s = time.monotonic() + END_S  # loaders end once they notice that their rank has ended
+    end_s = time.monotonic() + END_S  # data loaders end once they notice that their rank has ended
     while (left := marked(name)) and time.monotonic() < end_s:
         time.sleep(0.05)
     for process in left:
@@ -156,8 +156,9 @@ def test_what_is_wrong_is_said_before_anything_starts(
         ([1, 75], (), 75, 2),
         ([78], (), 78, 1),
         ([74], (), 74, 1),
-        ([1], ("--nodes=2", "--node-rank=0", "--rendezvous=a:1"), 1, 1),  # torchrun restarts it
-        ([-1], (), 1, 1),  # negative: a crash after a signal
+        # On several nodes, restarting is left to torchrun.
+        ([1], ("--nodes=2", "--node-rank=0", "--rendezvous=a:1"), 1, 1),
+        ([-1], (), 1, 1),  # a negative code stands for a crash after a signal
     ],
 )
 def test_only_a_crash_is_started_anew(

@@ -16,7 +16,7 @@ from distlab.sim import Cluster, Options
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
 
 TIMEOUT_S = 3.0
-VERDICT_S = 30.0  # only has to be far below "forever"
+VERDICT_S = 30.0  # any limit far below "forever" would do
 
 
 def who_am_i() -> tuple[int, int, launch.Context]:
@@ -120,7 +120,7 @@ ERRORS: dict[Callable[[], object], tuple[type[launch.LaunchError], int | None, s
 @pytest.mark.parametrize("fn", ERRORS, ids=lambda fn: fn.__name__)
 def test_every_failure_is_the_same_clear_error_as_in_a_real_world(fn: Callable[[], object]) -> None:
     kind, rank, phrase = ERRORS[fn]
-    launch.run(who_am_i, 1, backend="sim")  # so that no import is timed
+    launch.run(who_am_i, 1, backend="sim")  # so that the time measured below includes no imports
     start = time.monotonic()
     with pytest.raises(launch.LaunchError) as caught:
         launch.run(fn, 3, backend="sim", timeout_s=TIMEOUT_S)

@@ -192,7 +192,7 @@ def test_ranks_of_an_mpi_that_srun_started_use_mpi_unless_told_otherwise(
     ("variables", "num_gpus", "device"),
     [
         ({}, 2, "cuda:1"),  # both tasks of a node see both GPUs
-        ({"SLURM_GPUS_PER_TASK": "1"}, 1, "cuda:0"),  # each sees its own
+        ({"SLURM_GPUS_PER_TASK": "1"}, 1, "cuda:0"),  # each task sees only its own
     ],
 )
 def test_a_task_takes_a_gpu_of_its_own(

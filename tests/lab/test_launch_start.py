@@ -74,7 +74,7 @@ def test_a_rank_that_starts_late_finds_the_others_still_there(
     on_start: Callable[[Callable[[int, int], None]], None],
 ) -> None:
     def hold_back(number: int, pid: int) -> None:
-        if number == 2:  # longer than a rank that has returned stays connected
+        if number == 2:  # hold it back for longer than a returned rank stays connected
             os.kill(pid, signal.SIGSTOP)
             threading.Timer(1.5, os.kill, [pid, signal.SIGCONT]).start()
 
@@ -172,7 +172,7 @@ def test_spawned_ranks_fail_as_clearly_as_forked_ones() -> None:
 def test_a_file_that_all_ranks_map_is_nobodys_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.ones(60 * MiB, dtype=np.uint8))
     path = str(tmp_path / "images.npy")
-    limits = Limits(memory_bytes=150 * MiB)  # the four ranks read 240 MiB
+    limits = Limits(memory_bytes=150 * MiB)  # the four ranks read 240 MiB together
     assert launch.run(_sum_of_mapped_file, 4, path, limits=limits) == [60 * MiB] * 4
 
 

@@ -227,7 +227,7 @@ def git(here: CourseFolder, *arguments: str) -> None:
 
 @pytest.fixture(params=["git", "copy"])
 def kept(request: pytest.FixtureRequest, here: CourseFolder) -> CourseFolder:
-    """The course with its templates in git, or in .distlab/ only."""
+    """A copy of the course whose templates are kept in git, or only in .distlab/."""
     if request.param == "copy":
         templates.keep(here)
         return here
@@ -598,7 +598,7 @@ def typed(*keys: str) -> "Queue[str]":
 def session(
     here: CourseFolder, run: grading.RunPytest, *keys: str, events: "Queue[str] | None" = None
 ) -> tuple[watch.Watch, list[str]]:
-    """Run a session on Task 1.4 to its end; return it, and all lines that it showed."""
+    """Run a session on Task 1.4 to its end; return the session, and all lines that it showed."""
     lines: list[str] = []
     screen = Screen(lines.extend, lambda: None, lambda: (200, 100))
     watching = watch.Watch(here, here.task("1.4"), run, screen)

@@ -29,7 +29,7 @@ from distlab.learner import grading, watch
 from distlab.learner.folder import CourseFolder
 from distlab.learner.grader_server import WarmGrader
 
-LONGEST_S = 600.0  # how long a test waits for something that must happen; changes no verdict
+LONGEST_S = 600.0  # limit on waiting for something that must happen
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "methods.md"
 ROW = re.compile(r"^\| ([^|]+) \| (\d+)" + r" \| ([^|]+)" * 5 + r" \|$", re.MULTILINE)
 METHODS = {f"{method.name} ({method.tasks})": method for method in methods.METHODS}
 ROWS = {cells[0]: cells[1:] for cells in ROW.findall(PAGE.read_text())}
-EXACT = (  # bytes and calls: the same in every run
+EXACT = (  # bytes and calls, which are the same in every run
     "accumulate",
     "accumulate_over_ranks",
     "mixed",

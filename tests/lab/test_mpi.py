@@ -53,7 +53,7 @@ def on_gloo(program: Any, *args: object) -> list[Any]:
     return launch.run(program, WORLD_SIZE, *args, backend="gloo", timeout_s=100)
 
 
-# --- as on gloo ----------------------------------------------------------------------------------
+# --- the same as on gloo -------------------------------------------------------------------------
 
 
 @needs_mpi
@@ -122,7 +122,7 @@ def test_the_train_command_trains_under_mpirun() -> None:
 
 SAID: dict[str, Sequence[str]] = {
     "by_raising": ["[rank1]: ValueError: bad luck", "raise ValueError("],
-    "by_being_killed": [],  # mpirun reports it
+    "by_being_killed": [],  # mpirun itself reports this
     "by_exiting": ["[rank1]: sys.exit(3) before its function returned"],
     "by_returning_early": [
         "RankLeft: rank 0 of 2 in recv from rank 1, (1,) float32, tag 0: rank 1 returned or ended"
@@ -137,7 +137,7 @@ SAID: dict[str, Sequence[str]] = {
 
 @cache
 def failures() -> dict[str, subprocess.CompletedProcess[str]]:
-    """Run all programs that fail, two at a time, as they mostly wait; return the finished jobs."""
+    """Run all failing programs, two at a time, since they mostly wait; return the finished jobs."""
     program = str(HERE / "mpi_failures.py")
     with ThreadPoolExecutor(2) as pool:
         runs = {name: pool.submit(mpirun, 2, program, name) for name in mpi_failures.FAILURES}
@@ -171,7 +171,8 @@ def test_ctrl_c_ends_the_job_with_a_line_and_its_exit_code() -> None:
     ) as job:
         assert job.stdout
         assert job.stderr
-        files = [job.stdout.readline().split() for _ in range(2)]  # both ranks have joined
+        # Each rank prints a line once it has joined.
+        files = [job.stdout.readline().split() for _ in range(2)]
         job.send_signal(signal.SIGINT)
         said = [line for line in job.stderr if not line.startswith("[mpiexec@")]
         assert job.wait(timeout=60) == 130

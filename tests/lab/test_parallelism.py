@@ -16,7 +16,7 @@ from solutions.phase1_data_parallel.trainer import EpochResult
 
 ROOT = Path(__file__).parents[2]
 ALL = "dp=2,pp=2,tp=2"
-SMALL = {"image_shape": (1, 4, 4), "train_size": 56, "test_size": 21}  # both leave a remainder
+SMALL = {"image_shape": (1, 4, 4), "train_size": 56, "test_size": 21}  # not multiples of the batch
 STEPS = 6  # two epochs of three batches of 18 samples
 
 

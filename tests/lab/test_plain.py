@@ -48,7 +48,7 @@ def nested(depth: int) -> object:
 @given(st.recursive(SCALARS, containers, max_leaves=20))
 def test_plain_data_arrives_as_it_is(value: object) -> None:
     arrived = plain.loads_result(plain.dumps_result(value))
-    assert repr(arrived) == repr(value) or arrived == value  # order of sets may differ
+    assert repr(arrived) == repr(value) or arrived == value  # the order of a set may differ
     assert type(arrived) is type(value)
 
 
@@ -59,7 +59,7 @@ def itself() -> object:
 
 
 def doubling() -> object:
-    """Return 40 nested lists, in which code that walks them meets 2^40 items."""
+    """Return lists nested 40 deep, in which a traversal would visit 2^40 items."""
     value: object = 1
     for _ in range(40):
         value = [value, value]

@@ -14,7 +14,7 @@ FIDELITY = runpy.run_path(str(ROOT / "benchmarks/plan_fidelity.py"))
 PAGE = (ROOT / "docs/plan_fidelity.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "phase3_multi_node/guidelines.md").read_text(encoding="utf-8")
 MAX_MEAN_ERROR = 0.12
-BILLIONS = {  # published sizes of models that are GPTs
+BILLIONS = {  # published sizes of GPTs, in billions of parameters
     "gpt3-175b": 174.6,
     "megatron-22b": 22.0,
     "megatron-145b": 145.6,

@@ -33,7 +33,7 @@ def test_steps_are_those_of_torch(make: Any, settings: dict[str, float]) -> None
         optimizer = make(model, settings)[place]
         for step in range(4):
             x, _ = batch((6,), step)
-            x[:1, :1] = FLAG if step % 2 else 0.0  # one parameter has no gradient every other step
+            x[:1, :1] = FLAG if step % 2 else 0.0  # every other step, one parameter has no gradient
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()

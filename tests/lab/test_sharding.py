@@ -26,11 +26,11 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
-# --- which stage ---------------------------------------------------------------------------------
+# --- choosing the stage --------------------------------------------------------------------------
 
 
 def chosen(memory: float, **keys: Any) -> int:
-    """Return the stage that a rank with ``memory`` bytes for its states chooses."""
+    """Return the stage chosen by a rank that has ``memory`` bytes for its states."""
     sharding._machine_memory = lambda: 2 * memory * dist.get_world_size()
     model = nn.Linear(PARAMETERS, 1, bias=False)
     return sharding.choose_stage(make_config({**COURSE, **keys}, "test"), model).zero_redundancy
@@ -50,7 +50,7 @@ def test_the_lowest_stage_that_fits_is_chosen() -> None:
 
 def test_what_is_given_stays() -> None:
     cases: list[tuple[float, dict[str, Any]]] = [
-        (1e9, {"zero_redundancy": True}),  # stage 1 or higher
+        (1e9, {"zero_redundancy": True}),  # True asks for stage 1 or higher
         (1e9, {"zero_redundancy": 3}),
         (1.0, {"sharding_strategy": "manual", "zero_redundancy": 2}),
         (1.0, {"pipeline_parallelism": 2}),

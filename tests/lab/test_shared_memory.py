@@ -91,7 +91,7 @@ def test_a_group_of_some_ranks_needs_no_others() -> None:
 
 
 def wrong_in_turn(calls: int) -> list[int]:
-    """Overwrite each sum, and let each rank be late at times; return the calls with wrong sums."""
+    """Sum repeatedly on ranks that are late at times; return the calls whose sum is wrong."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with many_pieces():
         shared = SharedMemory()
@@ -217,7 +217,7 @@ def with_an_absent_rank() -> tuple[str, str]:
     shared = SharedMemory(timeout_s=0.3 if dist.get_rank() == 0 else 60.0)
     shared.all_reduce(torch.ones(25))
     if dist.get_rank() == 1:
-        dist.barrier()  # is alive, but elsewhere
+        dist.barrier()  # alive, but waiting elsewhere
         return refused(lambda: shared.all_reduce(torch.ones(9))), ""
     text = refused(lambda: shared.all_reduce(torch.ones(9)))
     dist.barrier()

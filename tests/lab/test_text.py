@@ -1,4 +1,4 @@
-"""Parts of messages: ranks, times, sizes, and names that do not exist."""
+"""Parts of messages: ranks, times, sizes, and suggestions for unknown names."""
 
 from collections.abc import Iterable
 

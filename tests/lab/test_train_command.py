@@ -23,7 +23,7 @@ def test_train_learns_with_a_model(model: str, capfd: pytest.CaptureFixture[str]
     assert epoch.startswith("rank 0/2  epoch 1  loss ")
     assert last.startswith("test accuracy ")
     accuracy = float(last.removeprefix("test accuracy ").split("%")[0])
-    assert accuracy > 25  # percent; there are 10 digits, or 17 grey values
+    assert accuracy > 25  # percent; guessing is right for 1 in 10 digits, or 1 in 17 grey values
 
 
 def test_ctrl_c_ends_the_training_with_one_line() -> None:
@@ -32,7 +32,8 @@ def test_ctrl_c_ends_the_training_with_one_line() -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert [process.stdout.readline()[:8] for _ in range(2)] == ["rank 0/2"] * 2  # it trains
+        # After these two lines, training has begun.
+        assert [process.stdout.readline()[:8] for _ in range(2)] == ["rank 0/2"] * 2
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         _, message = process.communicate(timeout=30)
@@ -72,7 +73,7 @@ def test_replicas_on_gpus_that_only_gloo_connects_are_refused(
         check("dp=2", "gloo", "cuda")
     check("dp=2", "gloo", "cpu")
     check("dp=2", "nccl", "cuda")
-    check("tp=2", "gloo", "cuda")  # one replica
+    check("tp=2", "gloo", "cuda")  # allowed, since there is one replica
 
 
 def test_training_on_the_simulated_cluster_learns_exactly_the_same() -> None:

@@ -18,7 +18,7 @@ from distlab.learner.source import defined
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
 OWNERS = {(task.folder, name): task for task in COURSE.tasks for name in task.functions}
-OWNERS |= {  # plus each method's class
+OWNERS |= {  # a method's class belongs to the same task
     (folder, name.partition(".")[0]): task for (folder, name), task in OWNERS.items()
 }
 
@@ -55,9 +55,10 @@ def called_by(task: Task) -> set[str]:
         for base in getattr(nodes.get(name.partition(".")[0]), "bases", [])
         if (owner := OWNERS.get((task.folder, ast.unparse(base)), task)) != task
     }
-    for name in reached:  # grows in the loop
+    for name in reached:  # the list grows during the loop
         for other in names_in(nodes[name], name.rpartition(".")[0]):
-            owner = OWNERS.get((task.folder, other), task)  # unowned: helper, given code or torch's
+            # A name without an owner belongs to a helper, to given code, or to torch.
+            owner = OWNERS.get((task.folder, other), task)
             if owner != task:
                 found.add(owner.id)
             elif other in nodes and other not in reached:

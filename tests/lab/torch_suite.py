@@ -126,7 +126,7 @@ def on_rank(name: str, folder: str, has_profiler: bool = True) -> tuple[str, str
 
 
 def _case(name: str, folder: str) -> Any:
-    """Make the test case of this rank, as torch's ``_run`` does in each process."""
+    """Make this rank's test case, as torch's ``_run`` does in each process."""
     from torch.testing._internal.common_utils import set_rng_seed
 
     meet = _meeting_place()

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of batch filled with random bits: its size, shapes, dtypes, layout and seed."""
+    """The size, shapes, dtypes, layout and seed of a batch that is filled with random bits."""
 
     rows: int
     image_dtype: str = "float32"
@@ -35,7 +35,7 @@ class Kind:
         return f"{self.rows} rows of {self.image_dtype} and {self.label_dtype}{strided}"
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Make a batch of this kind, as images and labels."""
+        """Make a batch of this kind; return its images and labels."""
         images = _tensor(self.image_dtype, (self.rows, *self.image_shape), self.seed)
         labels = _tensor(self.label_dtype, (self.rows, *self.label_shape), self.seed + 1)
         if self.is_strided:
@@ -106,7 +106,10 @@ def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -
 
 
 def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[str, Any]:
-    """Scatter to a pretend device; return this rank's rows, and where rows and messages are."""
+    """Scatter to a pretend device; return this rank's rows.
+
+    Also return the devices of the rows, and of the messages by which they travelled.
+    """
     with PretendDevice() as device:
         batch = None
         if dist.get_rank() == src:
@@ -125,13 +128,13 @@ def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[
     }
 
 
-# 1.4
+# Task 1.4: exchange
 
 
 def exchange_all_kinds(
     lesson: Any, dsts: Sequence[int], are_alike: bool, group: Any = None
 ) -> dict[str, list[Any]]:
-    """Exchange every kind of tensor, sending to ``dsts[rank]``; return the values held at the end.
+    """Exchange every kind of tensor, sending to ``dsts[rank]``; return all tensors' final values.
 
     If ``are_alike``, all ranks send the same kind of tensor in each step. Otherwise, rank r sends
     kind i + r in step i, so that a rank may send one kind while it receives another.
@@ -171,13 +174,13 @@ def exchange_then_write(lesson: Any) -> list[float]:
     return [at_once, float(incoming.mean())]
 
 
-# 1.5
+# Tasks 1.5 and 1.8: broadcast, and measurements
 
 
 def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:
-    """Broadcast from each of ``srcs`` in turn; return the value that this rank has after each call.
+    """Broadcast once from each of ``srcs``; return this rank's value after each call.
 
-    Rank ``late`` starts late.
+    Rank ``late`` starts 10 ms after the other ranks.
     """
     rank = dist.get_rank()
     if rank == late:
@@ -191,8 +194,8 @@ def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:
 
 
 Strategy = Callable[[Tensor, Any], None]
-Strategies = Callable[[Any], Mapping[str, Strategy]]  # factory that runs on each rank
-Schedule = Sequence[Sequence[Sequence[float]]]  # seconds by cell, rank and run
+Strategies = Callable[[Any], Mapping[str, Strategy]]  # makes a lesson's strategies, by name
+Schedule = Sequence[Sequence[Sequence[float]]]  # seconds to sleep, by size, rank and run
 
 
 def measure(
@@ -234,7 +237,7 @@ def _check_floats(what: str, values: Any) -> None:
 
 
 def its_own(functions: Mapping[str, str], lesson: Any) -> dict[str, Strategy]:
-    """Return the lesson's functions that ``functions`` names, under the keys it gives them."""
+    """Look up lesson functions by the names in ``functions``; return them under the same keys."""
     return {name: getattr(lesson, function) for name, function in functions.items()}
 
 
@@ -307,7 +310,7 @@ def measure_counting(
 
 
 def measure_elsewhere(lesson: Any, sizes: Sequence[int]) -> dict[str, Any]:
-    """Measure on a pretend device; return the strategy's calls and the devices of what was sent."""
+    """Measure on a pretend device; return the strategy's calls and the devices of tensors sent."""
     with PretendDevice() as device, devices_sent() as sent:
         calls = measure_counting(lesson, ["a"], sizes, {"device": device, "repeats": 2})
     return {"calls": calls["a"], "sent": sorted(set(sent)), "device": str(device)}
@@ -326,7 +329,7 @@ def measure_unfinished(lesson: Any, seconds: float) -> list[float]:
     def start_work(x: Tensor, group: Any) -> None:
         _WORK_S[dist.get_rank()] = seconds
 
-    torch.cuda.synchronize = _synchronize  # safe: this process runs only this world
+    torch.cuda.synchronize = _synchronize  # stays replaced, since this process runs no other world
     with PretendDevice("cuda:0") as device:
         more = {"repeats": 2, "device": device}
         return measure(lesson, lambda _: {"a": start_work}, (4, 8), more)["seconds"]["a"]  # type: ignore[no-any-return]

@@ -39,7 +39,7 @@ def shards(lesson: Any, cases: list[tuple[int, int, dict[str, Any]]]) -> list[Sh
 
 
 def own_shard(lesson: Any, num_samples: int, options: dict[str, Any]) -> list[int]:
-    """Return the calling rank's own shard in the running world."""
+    """Return this rank's shard, with the rank and the number of ranks taken from the world."""
     return _shard(lesson, num_samples, dist.get_rank(), dist.get_world_size(), options)
 
 
@@ -58,7 +58,7 @@ def shards_refused(
 
 
 def shard_by_process(lesson: Any, options: dict[str, Any]) -> list[list[int]]:
-    """Return the order of 50 samples under each of two string hashes, as if in two processes."""
+    """Return the order of 50 samples for each of two salts of ``hash``, as if in two processes."""
     names, found = inspect.unwrap(lesson.shard_indices).__globals__, []
     for salt in (1, 2):
         names["hash"] = partial(_salted_hash, salt)
@@ -102,7 +102,7 @@ class Generators:
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Return numpy's random buffer and the position in it, which is all that most draws change."""
+    """Return the state of numpy's global generator in a form that can be compared."""
     _, numbers, *place = np.random.get_state()
     return numbers.tobytes(), *place  # type: ignore[union-attr]
 
@@ -111,7 +111,8 @@ def generators_moved(lesson: Any, cases: list[dict[str, Any]]) -> list[list[str]
     """Return, for each case, the global generators that ``shard_indices`` advances or seeds."""
     found = []
     for options in cases:
-        torch.rand(3), np.random.rand(3), random.random()  # so that reseeding is noticed
+        # Draw from each generator, so that reseeding it would change its state.
+        torch.rand(3), np.random.rand(3), random.random()
         before = Generators()
         lesson.shard_indices(10, 0, 2, **options)
         found.append(sorted(before.moved()))

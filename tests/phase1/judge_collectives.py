@@ -35,7 +35,7 @@ from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_gro
 from judging.tensors import even_size
 from phase1 import collectives as b
 
-HEADER_BYTES, HEADER_CALLS = 1_000, 2  # a broadcast_object_list sends a length, then the object
+HEADER_BYTES, HEADER_CALLS = 1_000, 2  # broadcast_object_list makes two calls: length, object
 ONLY_SOURCE_RAISES = (
     "An error that only the source raises leaves the others waiting: send it in place of the "
     "shapes, so that every rank raises it."
@@ -114,7 +114,7 @@ def _check_part(found: Any, expected: Any, here: str, rows: range) -> None:
 
 
 def _check_traffic(run: Run, kind: b.Kind, src: int, members: Sequence[int]) -> None:
-    """Check that each rank that gets rows is sent two messages, besides one header, and no more."""
+    """Check that each rank that gets rows is sent one header and two messages, and nothing else."""
     assert run.trace
     row_bytes = [t[:1].nbytes for t in replace(kind, rows=1, is_strided=False).batch()]
     sends = [event for event in run.trace.events if event.kind == "send"]
@@ -331,9 +331,9 @@ def test_exchange_inside_a_group(grade: Grade) -> None:
 
 
 OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exchange and broadcast)"
-AT_ONCE = 30  # elements, few enough that several messages sent at once take no longer than one
+AT_ONCE = 30  # elements; several messages this short, sent together, take no longer than one
 
-# 1.5 broadcast
+# Task 1.5: broadcast
 
 
 def _check_tree(call: Call) -> None:
@@ -389,7 +389,7 @@ def test_two_broadcasts_do_not_mix(grade: Grade) -> None:
         )
 
 
-# 1.6 all_reduce_naive
+# Task 1.6: all_reduce_naive
 
 
 def _check_through_rank_0(call: Call) -> None:
@@ -431,7 +431,7 @@ NAIVE = Contract(
 )
 globals().update(NAIVE.tests())
 
-# 1.7 all_reduce_recursive_doubling
+# Task 1.7: all_reduce_recursive_doubling
 
 
 def _check_partners(call: Call) -> None:

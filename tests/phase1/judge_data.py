@@ -17,7 +17,7 @@ from phase1 import data as b
 
 SIZES = [(12, 4), (14, 4), (3, 8), (50, 3), (20, 7), (2, 3), (1, 2), (101, 5), (7, 1)]
 IMPOSSIBLE = [(10, 4, 4), (10, -1, 4), (10, 5, 4), (10, 0, 0), (0, 0, 1), (0, 1, 2), (-3, 0, 2)]
-ORDERS_OF_4, DRAWS = 24, 600  # fair draws miss an order once in 10^9 runs
+ORDERS_OF_4, DRAWS = 24, 600  # 600 fair draws miss an order in one of 10^9 runs
 BYTES_PER_SAMPLE = 400  # room for a few lists of Python ints, at 36 bytes per int
 SLOW = "a shard of 200,000 samples should take less than a second: is the time O(num_samples)?"
 

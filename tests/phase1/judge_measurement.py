@@ -42,7 +42,8 @@ def test_the_table_and_the_line_are_those_of_the_link(grade: Grade, n: int) -> N
         cluster=link,
         if_stuck=NO_COMMON_CALLS,
     )
-    messages = {2: (1, 2, 1), 4: (1, 5, 2)}[n]  # successive messages per run, by column
+    # Number of messages, one after another, in a run of exchange and of each strategy.
+    messages = {2: (1, 2, 1), 4: (1, 5, 2)}[n]
     for rank, table in enumerate(run.results):
         _check_names(table, [*names, "exchange"], sizes, rank)
         for name, num_messages in zip(["exchange", *names], messages, strict=True):
@@ -241,7 +242,7 @@ def test_the_line_through_points_has_no_negative_coefficient(grade: Grade) -> No
 
 
 def _noisy(random: Random, num_points: int) -> tuple[list[int], list[float]]:
-    """Draw points up to 30 % off a line, such that both coefficients of their best line are > 0."""
+    """Draw points up to 30 % off a line, whose best line has two positive coefficients."""
     while True:
         alpha_s, beta = random.uniform(5e-6, 5e-5), random.uniform(1e-10, 1e-9)
         sizes = [4 * random.randrange(10**k, 3 * 10**k) for k in range(2, 2 + num_points)]
@@ -254,9 +255,9 @@ def _noisy(random: Random, num_points: int) -> tuple[list[int], list[float]]:
 
 
 def _of_kind(random: Random, kind: str) -> tuple[list[int], list[float]]:
-    """Draw points whose best line without negative coefficients is as ``kind`` says.
+    """Draw points whose best line without negative coefficients lacks one of them.
 
-    It lacks α if ``kind`` is "no α", or β if ``kind`` is "no β".
+    It lacks α if ``kind`` is "no α", and β if ``kind`` is "no β".
     """
     while True:
         sizes = [random.randrange(1000, 9000, 4) for _ in range(4)]
@@ -274,7 +275,7 @@ def _check_line(line: list[float], sizes: list[int], seconds: list[float]) -> No
         "argument w: pass 1 / seconds to it."
     )
     if beta == float_info.min:
-        is_level = len(set(seconds)) == 1  # rounding decides the sign of the slope
+        is_level = len(set(seconds)) == 1  # if so, rounding decides the sign of the slope
         most = 1e-12 * alpha_s / max(sizes) if is_level else 1e-300
         is_right = 0 < line[1] <= most and 1 / line[1] < float("inf")
         is_right = is_right and are_close(line[:1], [alpha_s], 1e-6)

@@ -30,7 +30,7 @@ PARAMETERS = dict(models.Odd(0).named_parameters())
 TRAINABLE = {name: p for name, p in PARAMETERS.items() if p.requires_grad}
 ON_EVERY_RANK = "Every rank must call each broadcast, for the same tensors in the same order."
 
-# 1.9 broadcast_parameters
+# Task 1.9: broadcast_parameters
 
 
 @task("1.9", real=True)
@@ -82,7 +82,7 @@ def test_models_inside_a_group(grade: Grade) -> None:
     _check_models(results_in_group(grade, b.broadcast_odd, src), src)
 
 
-# 1.10 average_gradients, average_gradients_flat
+# Task 1.10: average_gradients, average_gradients_flat
 
 FUNCTIONS = ("average_gradients", "average_gradients_flat")
 WITHOUT_ONE = "Does a rank that has no gradient for a parameter make the same calls as the others?"
@@ -316,9 +316,8 @@ def test_a_step_without_any_target_is_refused_on_every_rank(grade: Grade) -> Non
 
 @task("1.11")
 def test_targets_are_counted_exactly_in_bfloat16(grade: Grade) -> None:
-    sizes = [
-        4 * grade.random.randint(65, 124) + 3 for _ in range(2)
-    ]  # bfloat16 rounds each of these up by one
+    # bfloat16 would round each of these sizes up by one.
+    sizes = [4 * grade.random.randint(65, 124) + 3 for _ in range(2)]
     wrong = [grade.random.randint(50, 120) for _ in sizes]
     expected = 64 * sum(wrong) / sum(sizes)
     expect_on_all_ranks(
@@ -339,7 +338,7 @@ def test_sequences_count_every_position_inside_a_group(grade: Grade) -> None:
     _check_steps(results_in_group(grade, b.train_steps, sizes, STEPS, length), sizes, length)
 
 
-# 1.12 evaluate
+# Task 1.12: evaluate
 
 
 DEFAULT_BATCH_SIZE = 256
@@ -430,7 +429,7 @@ def test_modes_are_restored(grade: Grade, mode: bool) -> None:
 def test_evaluating_takes_one_small_all_reduce(grade: Grade) -> None:
     n, size = 8, grade.random.randint(20, 40)
     run = grade.run(b.evaluate, n, size, 0, {"batch_size": 2})
-    sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # 3 = log2(8) messages
+    sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # log2(8) messages of 24 bytes
     check(
         max(run.collectives) <= 1 and max(sent) <= most and min(run.bytes_received) >= 3 * 4,
         f"one all-reduce of three sums of 8 bytes is enough, in which each of {n} ranks sends at "

@@ -49,7 +49,7 @@ def orders_of(by_rank: list[Any], epochs: int) -> reference.Steps:
 
 
 def _batches(steps: reference.Steps) -> list[list[int]]:
-    """Return the samples in each step's global batch, sorted, from all ranks together."""
+    """Return each step's global batch: the samples of all ranks, sorted."""
     return [sorted(sample for share in step for sample in share) for step in steps]
 
 
@@ -151,7 +151,7 @@ def _check_printed(by_rank: list[Any]) -> None:
 
 
 def _names(number: int, line: str) -> bool:
-    """Return whether ``number`` stands alone in the line, not just in 0/2, 1.73 or 1,024."""
+    """Return whether the line contains ``number``, and not only inside 0/2, 1.73 or 1,024."""
     return bool(re.search(rf"(?<![\d.,/]){number}(?![\d]|[.,]\d)", line))
 
 
@@ -171,7 +171,7 @@ def test_batch_norm_is_judged_with_the_statistics_of_rank_0(grade: Grade) -> Non
 @task("1.13")
 def test_the_seed_fixes_the_order_whatever_the_number_of_ranks(grade: Grade) -> None:
     seed = grade.random.randint(1, 10**6)
-    for given, same in (seed, seed), (None, 0):  # None omits the seed
+    for given, same in (seed, seed), (None, 0):  # None: call fit without a seed; its default is 0
         alone, two = _order_of(grade, 1, given), _order_of(grade, 2, same)
         expect(f"seed {same}: the global batches on 2 ranks, as on 1 rank,", two, alone)
 
@@ -209,7 +209,7 @@ def test_average_and_all_reduce_are_used(grade: Grade) -> None:
         [[True] * STEPS, [2] * STEPS],
         "self.step(batch) passes both on to train_step.",
     )
-    _check_fitted(results, [1], lr=n * LR)  # because ``average`` sums here
+    _check_fitted(results, [1], lr=n * LR)  # this average sums, so gradients are n times as large
 
 
 @task("1.13")

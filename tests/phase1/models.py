@@ -11,7 +11,7 @@ from judging.models import CLASSES, DOUBLE, FEATURES, batch
 
 GLOBAL_BATCH, NUM_SAMPLES, NUM_TEST = 8, 27, 11
 STEPS = NUM_SAMPLES // GLOBAL_BATCH  # steps per epoch
-LR, FIRST_SEED = 0.3, 3  # rank r draws its first weights with seed 3 + r
+LR, FIRST_SEED = 0.3, 3  # rank r draws its initial weights with the seed 3 + r
 
 
 class Odd(nn.Module):
@@ -160,7 +160,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.rows: list[int] = []  # number of rows in each forward pass
-        self.modes: set[str] = set()  # modes that an evaluation should not use
+        self.modes: set[str] = set()  # modes of calls that evaluation must avoid
         self.devices: set[str] = set()
 
     def __deepcopy__(self, memo: object) -> "Notes":

@@ -22,7 +22,7 @@ def odd_state(seed: int) -> dict[str, list[float]]:
 
 @cache
 def steps_alone(sizes: tuple[int, ...], num_steps: int, length: int = 0) -> dict[str, Any]:
-    """Train in one process on all ranks' batches joined; return losses and final weights."""
+    """Train in one process on the joined batches of all ranks; return losses and final weights."""
     model = Worn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 1.9 to 1.13, and what they pass to a lesson."""
+"""Bodies (functions that ranks run) for tasks 1.9 to 1.13, and the callbacks they pass."""
 
 import io
 import sys
@@ -19,7 +19,7 @@ from judging.pretend_device import PretendDevice, device_of, devices_sent
 from judging.tensors import given_group, own_device
 from phase1 import models
 
-# 1.9
+# Task 1.9: broadcast parameters
 
 
 def broadcast_odd(lesson: Any, src: int | None, group: Any = None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _set_gradients(module: nn.Module, gradients: dict[str, Tensor | None]) -> No
             parameter.grad = torch.empty_like(parameter).copy_(drawn)
 
 
-# 1.10
+# Task 1.10: averaged gradients
 
 
 class Counted:
@@ -110,7 +110,7 @@ def average_by_default(lesson: Any, function: str) -> dict[str, Any]:
 
 
 def average_nothing(lesson: Any) -> list[int]:
-    """Average with both functions where nothing is trainable; return the sizes of all-reduces."""
+    """Call both functions on a module with nothing to train; return their all-reduces' sizes."""
     all_reduce = Counted()
     for function in ("average_gradients", "average_gradients_flat"):
         module = models.Odd(0).requires_grad_(False)
@@ -130,11 +130,11 @@ def average_large(lesson: Any, function: str, size: int) -> list[int]:
     return sizes
 
 
-# 1.13
+# Task 1.13: an ``average`` to pass to the trainer
 
 
 def averaging(given: list[Any]) -> Callable[..., None]:
-    """Make an ``average`` that sums instead, and appends the all-reduce it gets to ``given``."""
+    """Make an ``average`` that only sums, and appends the all-reduce it gets to ``given``."""
 
     def average(module: nn.Module, all_reduce: Any, group: Any = None) -> None:
         given.append(all_reduce)
@@ -144,23 +144,22 @@ def averaging(given: list[Any]) -> Callable[..., None]:
     return average
 
 
-# 1.11
+# Task 1.11: steps
 
 
 def train_steps(
     lesson: Any, sizes: list[int], num_steps: int, length: int = 0, group: Any = None
 ) -> dict[str, Any]:
-    """Train from equal weights, with stale gradients present at first.
+    """Train from equal weights, starting with stale gradients.
 
     Returns:
-        The losses, the final weights, the rows that the model saw, and the names of inputs and
-        buffers that the steps changed.
+        The losses, the final weights, the number of rows in each forward pass, and the names of
+        inputs and buffers that the steps changed.
     """
     rank, device = dist.get_rank(group), own_device(group)
     model = Worn().to(device)
-    model.frozen.grad = torch.full_like(
-        model.frozen, 3.0
-    )  # an old gradient from before it was frozen
+    # Leave an old gradient, as if the parameter had been frozen after a step.
+    model.frozen.grad = torch.full_like(model.frozen, 3.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses, changed = [], set[str]()
     for step in range(num_steps):
@@ -229,17 +228,17 @@ def step_in_bfloat16(lesson: Any, sizes: list[int], num_wrong: list[int]) -> flo
 
 
 def _signs(size: int, num_wrong: int) -> Tensor:
-    """Make inputs of which ``Saturated`` puts the first ``num_wrong`` in class 1, the rest in 0."""
+    """Make inputs; ``Saturated`` predicts class 1 for the first ``num_wrong``, 0 for all others."""
     inputs = torch.full((size, 1), -1.0, dtype=torch.bfloat16)
     inputs[:num_wrong] = 1
     return inputs
 
 
-# 1.12
+# Task 1.12: evaluation
 
 
 def _device(group: Any) -> dict[str, torch.device]:
-    """Return the ``device`` argument to pass, or none on the CPU, which is the default."""
+    """Return ``device`` as a keyword argument, or no argument for the CPU, the default device."""
     device = own_device(group)
     return {} if device.type == "cpu" else {"device": device}
 
@@ -307,7 +306,7 @@ def evaluate_in_bfloat16(lesson: Any, size: int, num_wrong: int) -> list[float]:
     return [float(found.loss), float(found.accuracy), float(found.num_targets)]
 
 
-# 1.13
+# Task 1.13: whole training runs
 
 _PRINTED: dict[int, list[tuple[float, str]]] = {}
 
@@ -346,7 +345,7 @@ def fit(
     """
     sys.stdout, given = _ByRank(), {**_device(group), **given}
     model = models.network(dist.get_rank(group) + models.FIRST_SEED, normalised=normalised).eval()
-    model.training = dist.get_rank(group) % 2 == 1  # the mode of the model itself, not of its parts
+    model.training = dist.get_rank(group) % 2 == 1  # sets the mode of the model, not of its parts
     model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=models.LR, momentum=0.9)
     trainer = lesson.Trainer(model, optimizer, **_named(group=group), **given)
@@ -384,7 +383,7 @@ def _change(model: nn.Module, by: int) -> None:
 
 
 def _noted_modes(model: nn.Module) -> set[str]:
-    """Return a set that will hold the types of modules that training calls in evaluation mode."""
+    """Return a set that collects the types of modules called in evaluation mode during training."""
     found = set[str]()
 
     def before_forward(module: nn.Module, *_: object) -> None:
@@ -443,7 +442,7 @@ def fit_there(lesson: Any, calls: Sequence[int]) -> dict[str, Any]:
 
 
 def fit_summing(lesson: Any) -> dict[str, Any]:
-    """Train with an ``average`` that sums instead of averaging.
+    """Train with an ``average`` that sums gradients instead of averaging them.
 
     Returns:
         The results of ``fit``, whether each call of ``average`` got the trainer's all-reduce, and

@@ -20,7 +20,7 @@ from judging.models import DOUBLE
 ROWS, WIDTH = 512, 64
 UNIT = 4 * ROWS * WIDTH  # bytes of one activation
 LAYERS, BLOCKS = 6, 6  # layers per block, blocks per chain
-LAYER_FLOPS = 2 * ROWS * WIDTH * WIDTH  # a layer's forward pass
+LAYER_FLOPS = 2 * ROWS * WIDTH * WIDTH  # FLOPs of a layer's forward pass
 TWICE = "backward through the graph a second time"
 PARAMETERS_ONLY = (
     "No argument of fn requires a gradient here, only its parameters do. The result must require "
@@ -50,9 +50,9 @@ def given_back(value: Any) -> Any:
 
 
 def counted(fn: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
-    """Have calls of ``fn`` counted; return ``fn`` itself if it is a module, or else a wrapper."""
+    """Count the calls of ``fn``; return ``fn`` itself if it is a module, or else a wrapper."""
     if isinstance(fn, nn.Module):
-        if not fn._forward_pre_hooks:  # one hook, even if fn is used in several places
+        if not fn._forward_pre_hooks:  # add only one hook, even if fn is used in several places
             fn.register_forward_pre_hook(lambda module, _: calls.update([type(module).__name__]))
         return fn
 
@@ -86,8 +86,8 @@ def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
     return {"loss": loss.item(), "gradients": gradients}
 
 
-# 2.6: functions whose results and gradients are compared. If an answer gets them wrong, the learner
-# is shown the function's docstring as advice.
+# Task 2.6: functions whose results and gradients are compared. If an answer gets them wrong, the
+# learner is shown the function's docstring as advice.
 
 
 def a_module(checkpoint: Checkpoint) -> Found:
@@ -231,7 +231,7 @@ def run_case(lesson: Any, case: str, seed: int) -> Found:
         return {**CASES[case](checkpoint), "calls": dict(calls)}
 
 
-# 2.6: number and arguments of calls
+# Task 2.6: number and arguments of calls
 
 
 class Watched:
@@ -330,7 +330,7 @@ DRAWN = {
 
 
 def draw(lesson: Any, seed: int) -> Found:
-    """Call ``draw_with`` on every rank, each with a seed of its own."""
+    """Call ``draw_with`` with a different seed on each rank."""
     return draw_with(lesson.checkpoint, seed + dist.get_rank())
 
 
@@ -364,7 +364,7 @@ CASTS: list[tuple[Autocast, Autocast]] = [  # autocast in the forward and in the
 
 
 def cast(lesson: Any, seed: int) -> list[Found]:
-    """Checkpoint a function while autocast is in different states in the two passes."""
+    """Checkpoint a function, with autocast in different states in the forward and backward pass."""
     return [_cast(lesson, forward, backward, seed) for forward, backward in CASTS]
 
 
@@ -408,7 +408,7 @@ def block() -> nn.Module:
 
 
 def live_bytes() -> int:
-    """Return the bytes that this rank's tensors take up now; works in a ``MEASURED`` world only."""
+    """Return the bytes that this rank's tensors take up now; works only in a ``MEASURED`` world."""
     tracker = this_tracker()
     assert tracker is not None
     return tracker.live_bytes
@@ -435,7 +435,7 @@ def train_chain(lesson: Any) -> int:
     return sum(p.nbytes for fn in blocks for p in fn.parameters())
 
 
-# 2.7
+# Task 2.7: checkpoint_sequential
 
 
 class Layer(nn.Module):
@@ -486,7 +486,7 @@ def _run_segments(lesson: Any, num_layers: int, segments: int, seed: int) -> Fou
 def train_segments(lesson: Any, num_layers: int, segments: int) -> int:
     """Train layers in segments for one step; return the bytes of their parameters."""
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
-    layers = tuple(blocks)  # not a list: any sequence is allowed
+    layers = tuple(blocks)  # a tuple, since any sequence is allowed
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     y = typed("checkpoint_sequential", lesson.checkpoint_sequential(layers, segments, x), Tensor)
     y.sum().backward()

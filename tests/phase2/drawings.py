@@ -1,4 +1,4 @@
-"""Schedules as text: one row per stage, one column per time step; a dot means that a stage waits.
+"""Schedules as text: one row per stage, one column per time step; a dot marks a stage that waits.
 
 F0 F1 .  B0 B1
 .  F0 B0 F1 B1
@@ -136,7 +136,7 @@ def why_stopped(schedule: Schedule) -> str:
     return f"{why} {marks} that never {'starts' if is_one else 'start'}."
 
 
-# By stage: the action that waits, then the stage and the action that it waits for.
+# For each stuck stage: the action that waits, and the stage and action that it waits for.
 Waits = Mapping[int, tuple[Action, int, Action]]
 
 
@@ -162,13 +162,13 @@ def _root(waits: Waits) -> int:
     """Return a stage that waits for itself, or else one from a cycle of waiting stages."""
     own = [stage for stage, (_, where, _) in waits.items() if where == stage]
     if own:
-        return own[-1]  # the last stage starts the backward passes
+        return own[-1]  # prefer the last stage, where backward passes start
     seen, stage = list[int](), min(waits)
     while stage not in seen:
         seen.append(stage)
         stage = waits[stage][1]
     circle = seen[seen.index(stage) :]
-    # Find a stage that needs an action later than the one at which its partner waits.
+    # Find a stage that needs a later action of its partner than the one that blocks the partner.
     return next(stage for stage in circle if waits[waits[stage][1]][0] != waits[stage][2])
 
 

@@ -79,7 +79,7 @@ def test_micro_batches_need_a_size_and_equal_rows(grade: Grade) -> None:
         check_refused([refusal], f"A batch of tensors with {rows} rows", *numbers)
 
 
-STEPS_ALONE, STEPS = 3, 2  # on one rank, and on several ranks
+STEPS_ALONE, STEPS = 3, 2  # numbers of steps on one rank, and on several ranks
 TRAINABLE = sum(p.numel() for p in trainable(Worn()))
 GONE = "Are gradients from before the step gone?"
 ALONE = c.Contract(
@@ -107,10 +107,11 @@ UNEQUALLY_OFTEN = (
 )
 IN_ONE_BUCKET = "All gradients go into one flat bucket, which is summed after the last micro-batch."
 SIZES = {"one": 1, "two": 2, "three": 3, "whole": 8, "larger": 11}  # a batch has 7 or 8 rows
-WIDTH, ROWS, COUNTS = 32, 2048, (1, 2, 4, 8)  # of the model whose memory is measured
+# For measuring memory: the width of the model, the rows of the batch, and micro-batches by rank.
+WIDTH, ROWS, COUNTS = 32, 2048, (1, 2, 4, 8)
 
 
-# 2.2
+# Task 2.2: accumulated steps on one rank
 
 
 @task("2.2")
@@ -203,7 +204,7 @@ def _bytes_beside(width: int, rows: int, num_gradients: int) -> int:
     return num_gradients * gradients + sum(x.nbytes for x in deep_batch(rows)) + 1024
 
 
-# 2.3
+# Task 2.3: accumulated steps on several ranks
 
 
 def _shares(grade: Grade, n: int) -> tuple[b.Share, ...]:

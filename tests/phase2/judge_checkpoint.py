@@ -19,7 +19,7 @@ FLOPS_PER_S = 1e12
 # Computing time depends only on FLOPs; memory traffic takes no time.
 SPEED = {"float32": FLOPS_PER_S}
 COUNTING = Cluster(1, 1, gpu=GPU("toy", 1e15, 1e30, SPEED, SPEED))
-SLACK = 0.5  # in activations: room for generator states, parameter gradients and the like
+SLACK = 0.5  # in activations: room for generator states, parameter gradients and so on
 ON_THEIR_WAY = 4  # in activations: room for gradients and results being computed
 
 
@@ -182,7 +182,7 @@ def test_a_chain_takes_little_memory_and_one_more_forward_pass(grade: Grade) -> 
 
 
 def _check_costs(here: str, run: Run, num_layers: int, num_held: int, cause: str) -> None:
-    """Check a step's memory and time, given a run that has returned the bytes of the parameters."""
+    """Check a step's memory and time; the body has returned the bytes of the parameters."""
     held = (run.peak_bytes[0] - 2 * run.results[0]) / b.UNIT
     forward = round(run.seconds * FLOPS_PER_S) / (num_layers * b.LAYER_FLOPS)
     check(
@@ -193,7 +193,7 @@ def _check_costs(here: str, run: Run, num_layers: int, num_held: int, cause: str
     )
 
 
-# 2.7
+# Task 2.7: checkpoint_sequential
 
 NUM_LAYERS = 36  # layers of the sequence whose memory is measured
 SIZES = [(10, 4), (6, 1), (8, 8), (9, 5), (1, 1), (11, 3)]  # numbers of layers and of segments

@@ -38,7 +38,7 @@ def test_a_loss_is_scaled_where_it_fits(grade: Grade) -> None:
 
 
 def _has_gradient(grade: Grade, n: int) -> list[list[bool]]:
-    """Draw which parameters have a gradient on each rank: all do on rank 0, and none on rank 1."""
+    """Draw which parameters have gradients on each rank: all on rank 0, and none on rank 1."""
     shares = [[grade.random.random() < 0.7 for _ in s.SHAPES] for _ in range(n)]
     shares[0] = [True] * len(s.SHAPES)
     return [[False] * len(s.SHAPES) if rank == 1 else row for rank, row in enumerate(shares)]

@@ -276,7 +276,7 @@ def _check_gradients(
     for name, wanted in expected["gradients"][block].items():
         got = found[name]
         if wanted is None and kind == "detached" and not any(got or []):
-            continue  # the loss does not depend on it: zeros and None are both right
+            continue  # the loss does not depend on this parameter, so zeros and None are both right
         check(
             (wanted is None) == (got is None),
             f"{here}: {name} should have {'no' if wanted is None else 'a'} gradient, as in one "
@@ -382,9 +382,8 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, name: str) -> 
     run, (sizes,) = _pipelines(grade, schedule, kinds=(kind,))
     p, num_blocks = len(schedule), len(schedule) * _chunks(schedule)
     links = [(block % p, (block + 1) % p) for block in range(num_blocks - 1)]
-    back = [
-        link[::-1] for link in links if kind != "frozen"
-    ]  # if frozen, only the last block is trained
+    # In a frozen model, only the last block is trained, so no gradients are sent back.
+    back = [link[::-1] for link in links if kind != "frozen"]
     expected = {link: b.CALLS * count for link, count in Counter([*links, *back]).items()}
     num_bytes = [(2 if kind == "bfloat16" else 8) * rows * 2 * WIDTH for rows in sizes]
     for size in num_bytes:
@@ -480,10 +479,11 @@ BROKEN = [  # defect, a schedule with it, and the actions that an error should n
     ("a micro-batch 3", f"{GOOD[0]} F3 B3\n{GOOD[1]} F3 B3", "F3 B3"),
     ("a second chunk in stage 0", f"{GOOD[0]} F0.1 B0.1\n{GOOD[1]}", "F0.1 B0.1"),
 ]
+# Schedules for more or fewer stages than there are ranks, by number of stages.
 OTHERS = {
     3: f"{GOOD[0]}\n{GOOD[0]}\n{GOOD[1]}",
     1: GOOD[1],
-}  # schedules for a different number of stages
+}
 UNCHECKED = (
     "The schedule cannot be run, or is not that of all micro-batches. Every rank has the whole "
     "schedule, and can refuse it before it sends anything."

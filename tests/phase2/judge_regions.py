@@ -16,7 +16,7 @@ from phase2.tensor_parallel import rank_part
 
 COPY, REDUCE = "copy_to_tensor_region", "reduce_from_tensor_region"
 GATHER, SCATTER = "gather_from_sequence_region", "reduce_scatter_to_sequence_region"
-OPERATIONS = {  # forward and backward
+OPERATIONS = {  # function -> operations in the forward and in the backward pass
     COPY: ("pass on", "sum"),
     REDUCE: ("sum", "pass on"),
     GATHER: ("join", "scatter"),
@@ -46,7 +46,7 @@ OF_CALLS = (
     "Send what each rank keeps, and no more: an all-reduce sends twice the bytes of a "
     "reduce-scatter.",
 )
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # input, output
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # shapes of input and output
 
 
 def _is_of_positions(function: str) -> bool:

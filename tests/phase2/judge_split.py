@@ -1,4 +1,4 @@
-"""Judges tasks 2.15 to 2.19: modules split over the ranks compute the same as the full ones."""
+"""Judges tasks 2.15 to 2.19: modules split over ranks give the results of the full modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class Causes(NamedTuple):
 
     output: str
     x: str
-    gradients: Mapping[str, str] = {}  # parameter: cause
+    gradients: Mapping[str, str] = {}  # parameter -> cause
 
 
 CAUSES = {
@@ -150,7 +150,7 @@ def _check_pass(
 
 
 def _check_calls(by_rank: Sequence[Sequence[c.Calls]], cases: Sequence[b.Case]) -> None:
-    lengths = [1 + 2 * case.num_passes for case in cases]  # a stage for the split, two per pass
+    lengths = [1 + 2 * case.num_passes for case in cases]  # stages: 1 for the split, 2 per pass
     for rank, stages in enumerate(by_rank):
         c.check_barriers(f"{cases[0].function}, rank {rank}", len(stages), 1 + sum(lengths))
     for case, length, end in zip(cases, lengths, accumulate(lengths), strict=True):
@@ -186,11 +186,11 @@ Drawn = Callable[[Grade, int], list[b.Case]]  # draws cases for a number of rank
 
 @dataclass(frozen=True)
 class Contract:
-    """What a task promises about a split module, as test cases.
+    """A task's promises about a split module, as test cases.
 
     Attributes:
         task: The number of the task.
-        name: What the names of the tests begin with, after ``test_``.
+        name: The beginning of each test's name, after ``test_``.
         of_sizes: Draws cases for any number of ranks.
         variants: Draws cases with frozen parameters, other dtypes and the like.
         refused: For each refusal, the number of ranks, a case that cannot be split over them, and
@@ -245,7 +245,7 @@ def _plain(method: Callable[[Grade], None]) -> Callable[[Grade], None]:
     return test
 
 
-# 2.15 and 2.16: linear layers
+# Tasks 2.15 and 2.16: linear layers
 
 
 def _linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
@@ -258,7 +258,7 @@ def _linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
     ]
     if layer == b.COLUMN:
         cases += [replace(cases[0], gathers=True)]
-    if n <= 3:  # one feature per rank, one row
+    if n <= 3:  # add the smallest case: one feature per rank, one row
         cases += [b.Case(layer, (n, n), (), gathers=layer == b.COLUMN)]
     return cases
 
@@ -275,7 +275,7 @@ def _dtypes(case: b.Case) -> list[b.Case]:
     return [replace(case, dtype=dtype) for dtype in ("float32", "bfloat16")]
 
 
-# 2.17: an MLP and attention
+# Task 2.17: an MLP and attention
 
 
 def _module(function: str, grade: Grade, n: int, **more: Any) -> b.Case:
@@ -283,7 +283,7 @@ def _module(function: str, grade: Grade, n: int, **more: Any) -> b.Case:
     heads = n * grade.random.randint(1, 2)
     width = heads * grade.random.choice((2, 3))
     if function == b.MLP_SPLIT:
-        width = n // gcd(n, 4) * (3 if n % 2 == 0 else 1)  # n divides four times the width
+        width = n // gcd(n, 4) * (3 if n % 2 == 0 else 1)  # so that n divides four times the width
     rows = grade.random.choice((1, 3)), grade.random.choice((3, 5))
     return b.Case(function, (width, heads), rows, **more)
 
@@ -299,7 +299,7 @@ def _variants_of_module(function: str, grade: Grade, n: int) -> list[b.Case]:
     ]
 
 
-# 2.18: an embedding
+# Task 2.18: an embedding
 
 
 def _embedding(grade: Grade, n: int) -> list[b.Case]:
@@ -309,7 +309,7 @@ def _embedding(grade: Grade, n: int) -> list[b.Case]:
     return [*cases, *([b.Case(b.EMBEDDING, (2 * n, 3), ())] if n == 1 else [])]
 
 
-# 2.19: a block
+# Task 2.19: a block
 
 
 def _block(grade: Grade, n: int, **more: Any) -> b.Case:
@@ -372,7 +372,7 @@ for contract in CONTRACTS:
     globals().update(contract.tests())
 
 
-# 2.18: a cross-entropy; no rank ever holds the logits of the whole vocabulary
+# Task 2.18: a cross-entropy; no rank ever holds the logits of the whole vocabulary
 
 
 CAUSE = (
@@ -400,7 +400,7 @@ def _check_losses(case: b.Scores, by_rank: Sequence[Any], where: str = "") -> No
 
 
 def _check_numbers(run: Run, case: b.Scores) -> None:
-    """Check that forward sends up to three values per target in three calls, and backward none."""
+    """Check that forward sends at most 3 values per target in three calls, and backward none."""
     numbers = 3 * torch.Size(case.shape).numel()
     most = numbers * getattr(torch, case.dtype).itemsize
     for rank, by_stage in enumerate(c.calls_of(run)) if len(run.results) > 1 else ():

@@ -26,22 +26,22 @@ from judging.groups import MEMBERS
 from phase2 import stages as b
 from phase2.stages import ALL_TRAINED, NUM_BLOCKS, SOME_FROZEN, Plan, train_alone
 
-# 2.8 partition_layers
+# Task 2.8: partition_layers
 
 Costs = Sequence[float]
 FIXED: list[tuple[list[float], int]] = [
     ([3, 1, 1, 1, 3], 3),
     ([3, 3, 2, 6, 1, 4], 3),
-    ([1, 1, 1, 1, 1], 4),  # filling stages up to twice the mean leaves one empty
+    ([1, 1, 1, 1, 1], 4),  # if stages are filled up to twice the mean cost, one stays empty
     ([9, 4, 4, 4, 4, 4, 4, 9], 4),  # embedding and head cost more than a layer
     ([1, 1, 1, 1, 1, 1, 1, 10], 2),
     ([10, 1, 1, 1, 1, 1, 1, 1], 2),
-    ([7, 7, 4, 9, 1, 5], 3),  # stages of 7, 11 and 15 have the smallest sum of squares
+    ([7, 7, 4, 9, 1, 5], 3),  # 7, 11 and 15 minimize the sum of squares, but not the maximum
     ([0, 0, 5, 0, 0], 4),
     ([0, 0, 0], 2),
     ([7, 0, 0, 0], 3),
 ]
-FEW_TIMES = 10  # a cut may take this multiple of L²·stages steps
+FEW_TIMES = 10  # cutting L layers may take this many times L²·stages steps
 ONLY_ONCE = "Work out each part of the model only once."
 
 
@@ -59,7 +59,7 @@ def test_the_most_expensive_stage_costs_least(grade: Grade) -> None:
 def _drawn(random: Random) -> tuple[list[float], int]:
     num_layers = random.randint(3, 12)
     draw = random.choice([lambda: random.randint(1, 20), lambda: 10 * random.random() ** 4])
-    unit = random.choice((1, 1e-7))  # costs may be seconds
+    unit = random.choice((1, 1e-7))  # costs may also be times in seconds, which are small
     return [draw() * unit for _ in range(num_layers)], random.randint(2, num_layers)
 
 
@@ -89,7 +89,7 @@ def _check_cut(costs: Costs, p: int, cut: b.Cut) -> None:
 def _least_largest(costs: Costs, p: int) -> float:
     """Return the cost of the most expensive stage in the best cut into ``p`` stages."""
     before = [0, *accumulate(costs)]
-    best = [0.0, *[inf] * len(costs)]  # best[i]: for the layers before i
+    best = [0.0, *[inf] * len(costs)]  # best[i]: the least cost for the layers before i
     for _ in range(p):
         best = [
             min((max(best[i], before[end] - before[i]) for i in range(end)), default=inf)
@@ -126,13 +126,13 @@ def test_impossible_numbers_are_refused(grade: Grade) -> None:
         check_refused([refusal], what, str(num_layers), str(p))
 
 
-# 2.9 send_tensors, recv_tensors
+# Task 2.9: send_tensors, recv_tensors
 
 SENDS_STUCK = (
     "Every rank calls send_tensors first, and recv_tensors before it waits for the works: "
     "send_tensors must not wait for the receiver."
 )
-HEADER_BYTES, MORE_BYTES = 1024, 256  # for up to four tensors, and for each further one
+HEADER_BYTES, MORE_BYTES = 1024, 256  # for up to four tensors, and for each additional one
 HEADER = 2  # maximum number of messages in a header
 CAUSES = {
     "dtype": "The header tells the dtype: allocate what comes in it.",
@@ -215,7 +215,7 @@ def test_messages_inside_a_group(grade: Grade) -> None:
     _check_arrived(results_in_group(grade, b.pass_around))
 
 
-# 2.9 StageRunner
+# Task 2.9: StageRunner
 
 STAGES_STUCK = (
     "Each forward sends to the next rank, and each backward sends a gradient back for every tensor "

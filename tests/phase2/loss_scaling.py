@@ -13,7 +13,8 @@ from judging.tensors import given_group, own_device
 from phase2.steps import NotedAllReduce
 
 SHAPES = ((3, 2), (16, 16), (), (2, 2))
-Bad = tuple[float, int, int] | None  # a number, and the rank and parameter whose gradient gets it
+# A bad number, and the rank and parameter whose gradient holds it.
+Bad = tuple[float, int, int] | None
 NO_GRAPH = {
     "does not require grad": "No backward pass can go through what scale has returned: multiply "
     "the loss itself, neither a number taken from it nor a copy"
@@ -112,11 +113,11 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int] | None]:
     return [None if p.grad is None else (id(p.grad), p.grad.data_ptr()) for p in parameters]
 
 
-# Many steps, some of them with a bad number
+# Many steps, some of them with a bad number in a gradient
 
 
 def follow(lesson: Any, arguments: dict[str, Any], plan: Sequence[Bad]) -> list[dict[str, Any]]:
-    """Take the steps of a plan; return what each decided and changed, and the scale after it."""
+    """Take the steps of a plan; return each step's decision and changes, and the scale after it."""
     return _follow(lesson.LossScaler(**arguments), plan, dist.get_rank())
 
 

@@ -63,7 +63,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
-        if not torch.autograd._is_checkpoint_valid():  # as torch's own checkpoint does
+        if not torch.autograd._is_checkpoint_valid():  # torch's own checkpoint also refuses this
             raise RuntimeError("checkpointed layers need backward(), not torch.autograd.grad()")
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
@@ -141,7 +141,7 @@ def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
 
 
 def weighted_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """Return a loss that uses all three tensors of a batch, and a count of targets of its own."""
+    """Return a loss that uses all three tensors of a batch, and a count of 3 targets per row."""
     inputs, targets, weights = batch
     errors = (model(inputs) - targets[..., None]).square().sum(dim=(1, 2))
     return (errors * weights).sum(), 3 * len(weights)
@@ -227,7 +227,7 @@ def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
         calls.append(count)
         return loss, count
 
-    noted.__name__ = "loss_sum"  # error texts use the name
+    noted.__name__ = "loss_sum"  # the name appears in error texts
     return noted
 
 
@@ -255,7 +255,7 @@ def _seen(batch: Batch, is_first: bool, is_last: bool) -> tuple[Tensor | None, .
 
 
 def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[dict[str, str]]:
-    """Return the errors for schedules that are invalid for the micro-batches and the ranks."""
+    """Return the errors for schedules that do not fit the micro-batches and the ranks."""
     chunks = [block(dist.get_rank(), dist.get_world_size())]
     batches = [micro_batch(i, 3 + i) for i in range(num_micro_batches)]
     return [
@@ -268,7 +268,7 @@ def refusals(lesson: Any, texts: Sequence[str], num_micro_batches: int) -> list[
 
 NARROW, WIDE, DEPTH, ROWS = 2, 64, 5, 8
 BLOCK_BYTES = 4 * ROWS * WIDE * DEPTH  # activations of one micro-batch in one block
-BLOCK_FLOPS = 2 * ROWS * WIDE * (2 * NARROW + WIDE * (DEPTH - 1))  # a block's forward pass
+BLOCK_FLOPS = 2 * ROWS * WIDE * (2 * NARROW + WIDE * (DEPTH - 1))  # of a block's forward pass
 ENDLESS, FLOPS_PER_S = 1e30, 1e6
 SPEED = {"float32": FLOPS_PER_S}
 IDEAL_GPU = GPU("ideal", ENDLESS, ENDLESS, SPEED, SPEED)
@@ -313,7 +313,7 @@ def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -
 # Memory: with one micro-batch at a time, only the last message may still be held.
 
 KEPT_ROWS, KEPT_WIDTH = 2_000, 8
-KEPT_BYTES = 4 * KEPT_ROWS * KEPT_WIDTH  # an output, or a gradient
+KEPT_BYTES = 4 * KEPT_ROWS * KEPT_WIDTH  # size of an output, and of a gradient
 
 
 def one_at_a_time(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -322,7 +322,7 @@ def one_at_a_time(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def run_one_at_a_time(lesson: Any, num_micro_batches: int) -> float:
-    """Run a pipeline with one micro-batch at a time, all of the same tensors; return the loss."""
+    """Run a pipeline one micro-batch at a time, always with the same tensors; return the loss."""
     p = dist.get_world_size()
     chunks = [nn.Sequential(nn.Linear(KEPT_WIDTH, KEPT_WIDTH), nn.Tanh())]
     batches = [(torch.ones(KEPT_ROWS, KEPT_WIDTH),) * 2] * num_micro_batches

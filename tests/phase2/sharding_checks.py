@@ -28,7 +28,7 @@ def check_same(
 
     Args:
         here: The rank and the case, to begin an error text with.
-        what: What the values are, as the subject of the error text.
+        what: A name for the values, as the subject of the error text.
         expected: The right values, or None if there should be none.
         got: The learner's values, in nested lists.
         n: The number of ranks.
@@ -39,7 +39,7 @@ def check_same(
         joined = "Are parts joined or split along the right dim? "
         expect(shape, _shape(got), [*expected.shape], joined + cause)
     if _agree(expected, got):
-        return  # formatting all values is slower than comparing them
+        return  # do not format the values, which is slower than comparing them
     wanted = None if expected is None else expected.tolist()
     check(
         False,
@@ -176,7 +176,7 @@ def check_calls(
         what: The function and the case, to begin an error text with.
         expected: The expected calls, by name of the stage.
         cause: The likely cause of wrong calls.
-        small_bytes: How many bytes a backward stage may all-reduce in addition.
+        small_bytes: The number of additional bytes that a backward stage may all-reduce.
     """
     n = len(by_rank)
     for rank, by_stage in enumerate(by_rank) if n > 1 else ():

@@ -37,7 +37,7 @@ SOME_FROZEN = Plan(frozen=(0, 1, 2, 5, 8))
 class First(nn.Module):
     """Turns tokens into the five tensors that go through all blocks; three require gradients.
 
-    Of these three, the first is transposed in memory, the second is in float32, and the third is in
+    The first of these three is transposed in memory, the second is in float32, and the third is in
     bfloat16 and does not affect the loss.
     """
 
@@ -155,9 +155,8 @@ class Alone(NamedTuple):
     losses: list[float]
     input_gradients: list[Any]
     state: dict[str, Any]
-    passed: list[
-        list[list[tuple[int, bool]]]
-    ]  # bytes and requires_grad of each tensor, by step and block
+    # By step and block: the bytes and requires_grad of each tensor that is passed on.
+    passed: list[list[list[tuple[int, bool]]]]
 
 
 @cache
@@ -186,7 +185,7 @@ def train_alone(plan: Plan) -> Alone:
     return alone
 
 
-# 2.8
+# Task 2.8: cuts into stages
 
 Cut = list[list[int]]  # start and stop of each stage
 
@@ -194,7 +193,7 @@ Cut = list[list[int]]  # start and stop of each stage
 def cuts_of(lesson: Any, cases: Sequence[tuple[list[float], int]]) -> list[dict[str, Any]]:
     """Cut each model into stages; return the cut, and the costs as they are after the call.
 
-    The costs are passed as a list and as a tuple in turn.
+    Costs are passed alternately as a list and as a tuple.
     """
     found = []
     for kind, (costs, p) in zip(cycle((list, tuple)), cases, strict=False):
@@ -240,7 +239,7 @@ def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[st
     return {"cut": cut, "count": Tallied.count}
 
 
-# 2.9: messages
+# Task 2.9: messages
 
 
 def tensors_of(rank: int) -> list[Tensor]:
@@ -270,19 +269,20 @@ def tensors_of(rank: int) -> list[Tensor]:
 def lists_of(rank: int) -> list[list[Tensor]]:
     """Return the lists to send, in order.
 
-    First comes a list for each tensor on its own, then the first three tensors, an empty list, four
-    more tensors, all of them, and finally 18 tensors with many dimensions.
+    The lists hold each tensor on its own, then the first three tensors, no tensor, four more
+    tensors, all of them, and finally 18 tensors with many dimensions.
     """
     tensors = tensors_of(rank)
-    many = [torch.full((1,) * (3 * i) + (2,), rank + i) for i in range(18)]  # a long header
+    # Many dimensions need a long header.
+    many = [torch.full((1,) * (3 * i) + (2,), rank + i) for i in range(18)]
     return [*([tensor] for tensor in tensors), tensors[:3], [], tensors[9:13], tensors, many]
 
 
 def pass_around(lesson: Any, group: Any = None) -> dict[str, list[Any]]:
     """Send each list to the right neighbour, and receive one from the left neighbour.
 
-    Every rank sends before it receives, and deletes what it has sent as soon as the contract allows
-    it.
+    Every rank sends before it receives, and deletes the tensors it sent as soon as the contract
+    allows.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     arrived, kept = [], []
@@ -314,7 +314,7 @@ def _description_of(x: Tensor) -> dict[str, Any]:
     }
 
 
-# 2.9: stages
+# Task 2.9: stages
 
 FIVE = (
     "whose stages pass on five tensors. Two of them, tokens and a mask, require no gradient, and "
@@ -402,11 +402,12 @@ def train_long(lesson: Any, num_steps: int) -> list[str]:
     """Train stages of one layer whose activations take much more memory than its weights.
 
     Returns:
-        The kind of result that ``forward`` returned in each step, in the words of ``kind_of``.
+        The kind of result that ``forward`` returned in each step, as ``kind_of`` describes it.
     """
     stage = Boxed(nn.Linear(8, 8), nn.Tanh(), nn.Tanh())
     for parameter in stage.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # so that memory does not grow later
+        # Allocate all gradients now, so that memory does not grow later.
+        parameter.grad = torch.zeros_like(parameter)
     runner, rank = lesson.StageRunner(stage), dist.get_rank()
     kinds = []
     for _ in range(num_steps):

@@ -49,7 +49,7 @@ def steps_alone(
 
 
 class Part(NamedTuple):
-    """What a micro-batch adds to the first step: its gradient, its loss, and its target count."""
+    """A micro-batch's contribution to the first step: its gradient, loss and target count."""
 
     gradient: list[float]
     loss: float
@@ -125,7 +125,7 @@ def scales(arguments: dict[str, Any], is_bad: Sequence[bool]) -> list[float]:
 
 
 TOLERANCE = 1e-12
-CLIPPED = 1e-5  # clip_grad_norm_ adds 1e-6 to the norm
+CLIPPED = 1e-5  # larger, because clip_grad_norm_ adds 1e-6 to the norm
 
 
 class Contract(NamedTuple):
@@ -231,7 +231,7 @@ def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
 
 
 def _directions(shares: Shares, rank: int) -> dict[str, list[float]]:
-    """Return the direction that each known mistake gives to the gradient, by description."""
+    """Return the gradient's direction under each known mistake, by description of the mistake."""
     by_rank = [parts for parts in parts_of_step(shares) if parts]
     every = [*chain.from_iterable(by_rank)]
     sums = [(_added((part.gradient, 1.0) for part in parts), _sums(parts)[1]) for parts in by_rank]
@@ -323,6 +323,6 @@ def check_nothing_steps(results: Sequence[Any], what: str) -> None:
 
 
 def check_error_passed_on(grade: Grade, function: str) -> None:
-    """Check that a step does not swallow an error of its all-reduce, such as for a lost peer."""
+    """Check that a step passes on an error of its all-reduce, such as one about a lost peer."""
     raised = grade.call(b.step_without_peers, function)
     expect(f"what {function} raises if the all_reduce given raises it", raised, "ConnectionError")

@@ -88,7 +88,7 @@ class NotedAllReduce:
         dist.all_reduce(x, group=group)
 
 
-# 2.1
+# Task 2.1: split batches
 
 
 def tensors_of(rows: int) -> tuple[Tensor, ...]:
@@ -151,7 +151,7 @@ def steps_over_ranks(
         size = shares[rank].size
         return lesson.accumulate_step_over_ranks(model, optimizer, whole, size, **more)
 
-    is_transposed = group is not None  # all-reducing each gradient by itself would then fail
+    is_transposed = group is not None  # an all-reduce of a transposed gradient fails
     found = _steps(step, OVER_RANKS, shares[rank], rank, num_steps, is_transposed)
     is_group_given = all(given is group for given in all_reduce.groups)
     return {**found, "sizes": all_reduce.sizes, "is_group_given": is_group_given}
@@ -162,7 +162,7 @@ def mixed_steps(
 ) -> dict[str, Any]:
     """Take steps with mixed_precision_step; results are exact because the model is in float64.
 
-    If there is a group, a loss that records its calls is passed, too.
+    If there is a group, a loss function that records its calls is passed, too.
     """
     rank, scaler, results = dist.get_rank(group), TorchScaler(2.0**10, 2, group), list[Any]()
     more, sums = {"reduce_dtype": torch.float64, "max_norm": max_norm}, list[list[float]]()
@@ -248,7 +248,7 @@ def step_without_peers(lesson: Any, function: str) -> str:
     return ""
 
 
-# 2.2 and 2.3: other models and losses
+# Tasks 2.2 and 2.3: other models and losses
 
 
 class Dropping(nn.Sequential):
@@ -322,13 +322,13 @@ def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> Non
     optimizer.step()
 
 
-# 2.5
+# Task 2.5: mixed-precision steps
 
 
 class TorchScaler:
     """torch's GradScaler with the lesson's method names, and one decision for all ranks.
 
-    With it, a step can be judged before the learner has written a scaler.
+    It allows judging a step before the learner has written a scaler.
     """
 
     def __init__(self, init_scale: float, growth_interval: int = 2000, group: Any = None) -> None:
@@ -337,9 +337,8 @@ class TorchScaler:
         )
         self._is_finite: dict[Any, bool] = {}
         self.group, self.num_updates = group, 0
-        self._scaler.scale(
-            torch.zeros((), device=own_device(group))
-        )  # the first use creates its state
+        # Use the scaler once, because it creates its state only then.
+        self._scaler.scale(torch.zeros((), device=own_device(group)))
 
     @property
     def value(self) -> float:
@@ -372,7 +371,7 @@ class TorchScaler:
 
 
 def _result(found: Any) -> tuple[float, bool, float]:
-    """Return the loss, whether the step was skipped, and the norm, from what a step returned.
+    """Return a step's loss, whether it was skipped, and its norm, after checking their types.
 
     Raises:
         WrongResult: A field is missing or has the wrong type.

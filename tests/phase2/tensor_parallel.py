@@ -26,7 +26,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def laid_out(x: Tensor, is_transposed: bool) -> Tensor:
-    """Return ``x``; if ``is_transposed``, in a memory layout that is not contiguous."""
+    """Return ``x``, with a memory layout that is not contiguous if ``is_transposed``."""
     return x.transpose(0, 1).contiguous().transpose(0, 1) if is_transposed else x
 
 
@@ -187,7 +187,7 @@ COLUMN, ROW, EMBEDDING = "ColumnParallelLinear", "RowParallelLinear", "VocabPara
 MLP_SPLIT, ATTENTION_SPLIT, BLOCK_SPLIT = (
     f"parallelize_{kind}" for kind in ("mlp", "attention", "block")
 )
-LAYERS = COLUMN, ROW, EMBEDDING  # new modules made from the full ones; others are split in place
+LAYERS = COLUMN, ROW, EMBEDDING  # these make new modules; others split the full one in place
 NORMS = "attention_norm", "mlp_norm"
 OF_LAYERS = dict.fromkeys(
     [f"{name}.{kind}" for name in ("query", "key", "value", "up") for kind in ("weight", "bias")], 0
@@ -271,7 +271,7 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """How the module is split."""
+        """The way to split the module."""
         return KINDS[self.function]
 
     @property
@@ -314,7 +314,7 @@ def split_cases(lesson: Any, cases: Sequence[Case], group: Any = None) -> list[d
 
 def _split_case(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
     dist.barrier(group)
-    torch.manual_seed(place(group)[0])  # a layer must not draw new weights
+    torch.manual_seed(place(group)[0])  # if a layer draws new weights, they differ by rank
     made, about, memory = _made(lesson, case, group)
     gc.collect()
     about["is_freed"] = all(storage.expired() for storage in memory)
@@ -327,16 +327,15 @@ def _split_case(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
 
 
 def _made(lesson: Any, case: Case, group: Any) -> tuple[Any, dict[str, Any], list[Any]]:
-    """Split a module; return the result, what else was observed, and the full module's memory.
+    """Split a module; return the result, other observations, and the full module's memory.
 
     The memory is returned as weak references, which do not keep it alive.
     """
     full = case.full()
     before, more = state_of(full), {"gather_output": True} if case.gathers else {}
     seen = list[list[int]]()
-    for name in (
-        NORMS if case.function == BLOCK_SPLIT else ()
-    ):  # registered before the split's own hooks
+    # Register these hooks before the split registers its own.
+    for name in NORMS if case.function == BLOCK_SPLIT else ():
         getattr(full, name).register_forward_hook(lambda _, x, y: seen.append([*y.shape]))
     with case_told(f"of {case}"):
         result = getattr(lesson, case.function)(full, **given_group(group), **more)
@@ -401,7 +400,7 @@ def refused_split(lesson: Any, case: Case) -> dict[str, Any]:
     return {**refusal, "is_kept": is_kept and not any(m._forward_pre_hooks for m in full.modules())}
 
 
-# 2.18: a cross-entropy
+# Task 2.18: a cross-entropy
 
 
 LOSS = "vocab_parallel_cross_entropy"

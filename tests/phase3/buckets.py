@@ -21,7 +21,7 @@ class Param(NamedTuple):
     dtype: str = "float32"
     device: str = "cpu"
     is_view: bool = False  # part of a larger storage
-    is_same: bool = False  # repeats the parameter before it
+    is_same: bool = False  # the same tensor as the parameter before it
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -51,7 +51,7 @@ def assigned(lesson: Any, cases: Sequence[Case]) -> list[Found]:
 
 def _assigned(lesson: Any, case: Case, place: int) -> Found:
     made = _made(case.params)
-    params = made[:] if place % 2 else tuple(made)  # any sequence is allowed
+    params = made[:] if place % 2 else tuple(made)  # alternately a list and a tuple
     with PretendDevice(PRETENDED[0]):
         assigned = lesson.assign_buckets(params, case.bucket_bytes, case.first_bucket_bytes)
     if not isinstance(assigned, list):

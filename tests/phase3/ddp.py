@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
 
 class NotedStart:
-    """An asynchronous all-reduce that records its calls, and whose handle can only wait."""
+    """An asynchronous all-reduce that records its calls; its handle can do nothing but wait."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -323,7 +323,7 @@ def start(lesson: Any) -> dict[str, Any]:
 
 
 def evaluate_alone(lesson: Any) -> list[str]:
-    """Run forward passes that no backward pass follows, one more on rank 0 than elsewhere.
+    """Run forward passes without a backward pass, one more on rank 0 than on other ranks.
 
     Returns:
         The names of the parameters that have a gradient afterwards.
@@ -352,7 +352,7 @@ def timed(
 
     Args:
         order: The order in which the layers are used.
-        before_s: The seconds that the backward pass takes for what comes before the first layer.
+        before_s: The seconds that the operation before the first layer takes in the backward pass.
     """
     model, noted, steps = Slow(layers, order, before_s), NotedStart(), []
     came_s: dict[str, float] = {}

@@ -32,8 +32,8 @@ class Drawing(NamedTuple):
         backward: The events of the backward pass, in the same form.
         why: The likely cause if the backward pass differs.
         frozen: The units that are not trained.
-        has_own: True if the model multiplies by parameters of its own, both first and last. These
-            are ``scale``, and ``level``, which is frozen.
+        has_own: True if the model multiplies its input and its output by parameters of its own:
+            ``scale``, and ``level``, which is frozen.
         needs_input: True if the input requires a gradient.
         is_second: True if another forward pass, without a backward pass, comes first.
     """
@@ -179,7 +179,7 @@ class Everyday(nn.Module):
         self.seen: dict[str, str] = {}
 
     def forward(self, x: Tensor, labels: Tensor, *, more: dict[str, Any], mask: Tensor) -> Any:
-        """Return a dict that does not only hold tensors."""
+        """Return a dict that holds tensors and a string."""
         tensors = {"x": x, "labels": labels, "mask": mask}
         tensors |= {"more['pair'][0]": more["pair"][0], "more['pair'][1]": more["pair"][1]}
         self.seen = {name: str(tensor.dtype) for name, tensor in tensors.items()}
@@ -261,7 +261,7 @@ def restore(lesson: Any, kind: str) -> dict[str, Any]:
     full = model.full_state_dict()
     dist.barrier()
     other.load_state_dict(model.state_dict())
-    net(kind, 0).load_state_dict(full)  # the plain model can load it
+    net(kind, 0).load_state_dict(full)  # fails if the plain model cannot load it
     shards = [*model.parameters()]
     return {
         "full_state_dict": listed(full),

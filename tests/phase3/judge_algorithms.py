@@ -8,9 +8,9 @@ from phase3.algorithms import Case, choose_all
 from phase3_multi_node.given import LinkCost, Topology
 
 ALGORITHMS = RING, TREE, HIERARCHICAL = "ring", "tree", "hierarchical"
-NEAR = 1.05  # relative to the fastest algorithm's time
+NEAR = 1.05  # a choice may take this many times as long as the fastest algorithm
 SLOW = 1e6  # factor by which the seconds per byte are multiplied
-NUM_CASES = 25  # cases in which each algorithm is the fastest, and cases of each odd shape
+NUM_CASES = 25  # number of cases for each algorithm to win, and for each odd shape
 EXAMPLE: Case = (
     10**6,
     Topology(tuple(f"h{i // 2}" for i in range(8)), LinkCost(5e-6, 1e-11), LinkCost(20e-6, 1e-10)),

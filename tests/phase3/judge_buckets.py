@@ -24,7 +24,7 @@ def test_buckets_are_filled_from_the_last_parameter(grade: Grade) -> None:
         Case((Param(10), Param(large), Param(10)), 8000, 1000),
         Case((Param(10), Param(10), Param(large)), 8000, 1000),
         Case((Param(large), Param(large), Param(1)), 8000, 8),
-        Case((Param(2000), Param(2000), Param(2)), 8000, 8),  # exactly full
+        Case((Param(2000), Param(2000), Param(2)), 8000, 8),  # 2,000 elements fill a bucket exactly
         Case((Param(1), Param(large), Param(0), Param(0)), 8000, 0),
         *(_drawn(grade.random, ("float32",), ("cpu",)) for _ in range(20)),
     ]
@@ -72,7 +72,8 @@ def _drawn(random: Random, dtypes: tuple[str, ...], devices: tuple[str, ...]) ->
         for _ in range(random.randint(1, 14))
     )
     bucket_bytes = random.randint(150, 600)
-    return Case(params, bucket_bytes, random.randint(8, 2 * bucket_bytes))  # either may be larger
+    # Either limit may be the larger one.
+    return Case(params, bucket_bytes, random.randint(8, 2 * bucket_bytes))
 
 
 def _check_cases(grade: Grade, cases: Sequence[Case]) -> None:

@@ -182,7 +182,7 @@ def test_a_rank_evaluates_alone(grade: Grade) -> None:
 
 @task("3.12")
 def test_no_sync_accumulates_without_a_message(grade: Grade) -> None:
-    rows = ((6, 6), (6, 6))  # two steps: the second has a different bucket order
+    rows = ((6, 6), (6, 6))  # two steps, since the bucket order changes after the first
     for hows in (b.ACCUMULATIONS[:1], b.ACCUMULATIONS[1:]):
         plans = [Plan(SMALL, rows, how=how) for how in hows]
         run = run_together(grade, b.train, 2, plans)
@@ -285,8 +285,8 @@ def _check_nothing_besides(run: Run) -> None:
 # Times and memory of buckets
 
 RIGHT_TIMES = 1.05
-LONGEST_S = {"slow computation": 2e-3, "slow links": 1e-4}  # a layer's backward pass, at most
-CLOCK_S = 15e-6  # for all readings of the simulated clock
+LONGEST_S = {"slow computation": 2e-3, "slow links": 1e-4}  # longest backward pass of a layer
+CLOCK_S = 15e-6  # time taken by all readings of the simulated clock
 
 
 @task("3.12")

@@ -131,7 +131,7 @@ def test_the_next_unit_comes_while_one_computes(grade: Grade) -> None:
 
 
 def _parts_of(run: Run, rank: int) -> list[list[Any]]:
-    """Return a rank's collectives, in parts that the body's barriers separate."""
+    """Return a rank's collectives, split into parts at the body's barriers."""
     parts: list[list[Any]] = [[]]
     events = run.trace.events if run.trace else []
     for event in sorted(events, key=lambda event: event.start_s):

@@ -15,7 +15,7 @@ EXACT = 3e-8  # tolerance for rounding, including to whole bytes
 
 
 class Formula(NamedTuple):
-    """What is needed to judge one of the lesson's functions.
+    """The reference, cases and texts for judging one of the lesson's functions.
 
     Attributes:
         right: The graders' version of the function. It returns a number, or an estimate's parts.
@@ -45,11 +45,11 @@ def _check_formula(grade: Grade, function: str, formula: Formula) -> None:
             )
 
 
-# 3.21
+# Task 3.21: memory
 
 
 def _of_a_layer(grade: Grade) -> list[Any]:
-    example = Transformer(4, 64, 4, 128, 128), Layout(), 1  # example in the TODO
+    example = Transformer(4, 64, 4, 128, 128), Layout(), 1  # the example from the lesson's TODO
     cases = [example, *reference.cases(grade.random, 6)]
     return [(model, layout, kind) for model, layout, _ in cases for kind in CHECKPOINTING]
 
@@ -111,7 +111,7 @@ def test_memory_is_that_of_the_formulas(grade: Grade, function: str) -> None:
     _check_formula(grade, function, MEMORY[function])
 
 
-# 3.22
+# Task 3.22: time
 
 
 def _timed(grade: Grade) -> list[Any]:

@@ -144,7 +144,7 @@ def _why_not_sent(sent: Sequence[int], num_messages: int, chunks: Sequence[int])
     return "One chunk leaves in each step, as it is: not in parts, and none twice."
 
 
-# 3.1 ring_reduce_scatter
+# Task 3.1: ring_reduce_scatter
 
 
 SCATTER = Contract(
@@ -163,7 +163,7 @@ SCATTER = Contract(
 globals().update(SCATTER.tests())
 
 
-# 3.2 ring_all_gather
+# Task 3.2: ring_all_gather
 
 
 GATHER = Contract(
@@ -188,11 +188,11 @@ GATHER = Contract(
 globals().update(GATHER.tests())
 
 
-# 3.3 ring_all_reduce
+# Task 3.3: ring_all_reduce
 
 
 def _check_all_reduce(call: Call) -> None:
-    """Check that every rank sends 2(N-1) messages, each of one chunk, no matter which."""
+    """Check that every rank sends 2(N-1) messages of one chunk each, no matter which chunks."""
     _check_neighbours(call.run)
     chunks, most = _chunk_bytes(call), 2 * (call.n - 1)
     fewest = 2 * (sum(map(bool, chunks)) - 1)  # empty chunks need not be sent
@@ -235,7 +235,7 @@ REDUCE = Contract(
 globals().update(REDUCE.tests())
 
 
-# 3.4 segmented_ring_all_reduce
+# Task 3.4: segmented_ring_all_reduce
 
 FEW_BYTES = 20  # a segment of 2 float64, 5 float32 or 20 uint8 numbers
 SEGMENT = 4096  # elements

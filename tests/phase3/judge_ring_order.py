@@ -55,8 +55,8 @@ SHAPES: list[list[Any]] = [  # ranks of each host; hosts of each leaf; leaves of
     *([1], [2], [1, 1], [1] * 5, [4, 1, 3]),
     *([[3, 1], [2], [2, 2, 1]], [[8, 8]] * 4),
 ]
-NUM_DRAWN = 20  # trees of other sizes
-MOST_TIMES = 16  # most comparisons, in units of N²; sorting every row takes half of that
+NUM_DRAWN = 20  # number of trees to draw in addition to SHAPES
+MOST_TIMES = 16  # limit on comparisons, in units of N²; sorting every row takes half as many
 Place = tuple[int, ...]  # a rank's pod, its leaf in the pod, its host at the leaf, and so on
 
 

@@ -78,7 +78,7 @@ PACES_S = 10e-3, 13.1e-3, 41.3e-3, 17.9e-3, 23.3e-3  # no two gradients arrive s
 LARGE = 300_000  # elements; more than 2^20 bytes in 32 bits
 
 
-# 3.14 push_pull
+# Task 3.14: push_pull
 
 NUM_STEPS, NUM_ELEMENTS = 3, 10
 
@@ -183,7 +183,7 @@ def _tests_of(
 
     Args:
         number: The number of the function's task.
-        name: What the names of the tests begin with, after ``test_``.
+        name: The beginning of each test's name, after ``test_``.
         function: The name of the function.
         num_extra: The number of tensors that a server may hold besides its shard.
         cause: The likely cause if a server holds more.
@@ -219,7 +219,7 @@ def _tests_of(
     }
 
 
-# 3.14 serve_synchronously
+# Task 3.14: serve_synchronously
 
 globals().update(_tests_of("3.14", "synchronous", SYNCHRONOUS, 3, INTO_THE_SAME))
 
@@ -242,7 +242,7 @@ def test_a_synchronous_step_takes_a_message_in_and_one_out_per_worker(grade: Gra
     )
 
 
-# 3.15 serve_asynchronously
+# Task 3.15: serve_asynchronously
 
 globals().update(_tests_of("3.15", "asynchronous", ASYNCHRONOUS, 2, INTO_THE_SAME))
 
@@ -265,7 +265,7 @@ def test_each_gradient_is_a_step_and_is_answered(grade: Grade, num_workers: int)
         )
 
 
-# 3.16 serve_with_bounded_staleness
+# Task 3.16: serve_with_bounded_staleness
 
 NOTED = "Note whose reply is held back, and not the parameters: it gets the newest."
 globals().update(_tests_of("3.16", "bounded", BOUNDED, 2, NOTED, 1))
@@ -279,7 +279,7 @@ globals().update(_tests_of("3.16", "bounded", BOUNDED, 2, NOTED, 1))
         (1, (10, 13, 11)),
         (2, (10, 40, 10, 10)),
         (0, (10,)),
-        (7, (300, 10, 13)),  # the slowest arrives after the others have ended
+        (7, (300, 10, 13)),  # the first gradient of the slowest arrives after the others end
         (8, (300, 10, 13)),
     ],
 )
@@ -292,7 +292,7 @@ def test_replies_are_held_back_by_the_bound_alone(
     judge(grade, plan, STUCK[BOUNDED], if_late=NOT_HELD)
 
 
-# 3.17 serve_survivors
+# Task 3.17: serve_survivors
 
 TIMEOUT_S = 60e-3
 LONG_S = 10.0
@@ -327,7 +327,8 @@ def _judge_survivors(grade: Grade, plan: Plan, **settings: Any) -> None:
 @pytest.mark.parametrize("deaths", DEATHS)
 def test_the_others_go_on_without_the_dead(grade: Grade, deaths: str) -> None:
     plan = _survivors(DEATHS[deaths], grade.random.randrange(2))
-    if "close" in deaths:  # noticed immediately, not after the limit
+    # A closed connection is noticed immediately, not only after the time limit.
+    if "close" in deaths:
         plan = replace(plan, arguments=(1, LONG_S))
     _judge_survivors(grade, plan, if_late=LATE)
 

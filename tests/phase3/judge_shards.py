@@ -107,7 +107,7 @@ def _least_maximum(case: Case) -> int:
 
 
 def _assigned(grade: Grade, cases: Sequence[Case]) -> list[tuple[Case, Assigned]]:
-    """Assign all cases, the simplest first, and check what holds for all assignments."""
+    """Assign all cases, the simplest first, and check the rules for all assignments."""
     cases = sorted(cases, key=lambda case: (len(case.sizes), sum(case.sizes.values())))
     run = grade.run(assign_all, 2, cases, grade.random.randrange(1000))
     check_silent(run, "assign_shards")

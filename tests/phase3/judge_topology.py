@@ -1,4 +1,4 @@
-"""Judges task 3.7: the ranks' hosts, and what messages cost, also on noisy links and on GPUs."""
+"""Judges task 3.7: the ranks' hosts, and the costs of messages, also on noisy links and on GPUs."""
 
 import socket
 import time
@@ -358,7 +358,7 @@ def test_collectives_only_share_what_was_found(grade: Grade) -> None:
 @pytest.mark.parametrize("repeats", [1, 4, 5])
 def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
     cluster, sizes = _cluster(grade, 1, 2), tuple(sorted(_sizes(grade), reverse=repeats % 2 == 0))
-    # The larger message is delayed longer, so that β is above 0.
+    # Delay the larger message longer, so that β is above 0.
     ranges_s = {min(sizes): (1e-3, 2e-3), max(sizes): (2e-3, 9e-3)}
     delays_s = {
         size: [LATE_S, *(grade.random.uniform(*limits_s) for _ in range(repeats))]

@@ -68,7 +68,7 @@ def _twice(num_elements: int, n: int) -> Counter[int]:
     return Counter({num_elements: 2 * (n - 1)})
 
 
-# 3.5 tree_all_reduce
+# Task 3.5: tree_all_reduce
 
 
 def _check_up_and_down(call: Call) -> None:
@@ -127,7 +127,7 @@ TREE = Contract(
     rounds=lambda n: 2 * ceil(log2(n)),
     late="On the way down, send first to the child with the most ranks below it, which must pass "
     "the sum on; on the way up, receive from it last.",
-    timed_up_to=30,  # few enough that several messages sent at once take no longer than one
+    timed_up_to=30,  # elements; several messages this short, sent together, take no longer than one
     inboxes=lambda _rank: 1,
     memory="A rank needs x and one tensor to receive into, which it can reuse for every message. "
     "Add in place: x += …",
@@ -137,7 +137,7 @@ TREE = Contract(
 globals().update(TREE.tests())
 
 
-# 3.6 double_tree
+# Task 3.6: double_tree
 
 
 @task("3.6")
@@ -200,9 +200,10 @@ def _depth(parents: Sequence[int], rank: int) -> int:
     return len(parents)
 
 
-# 3.6 double_binary_tree_all_reduce
+# Task 3.6: double_binary_tree_all_reduce
 
-FAST = Cluster(1, 32, latency_s=5e-7, nvlink_bytes_per_s=1 / BYTE_S)  # bytes dominate, not latency
+# Bytes, not latency, should account for most of the time.
+FAST = Cluster(1, 32, latency_s=5e-7, nvlink_bytes_per_s=1 / BYTE_S)
 SMALL = Cluster(1, 32, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)
 TOLERANCE = 1.05
 NOT_TOGETHER = (
@@ -249,7 +250,8 @@ def _bytes_along(trees: Trees, num_elements: int, item_bytes: int) -> Counter[Ed
 
 class _DoubleTree(Contract):
     def drawn(self, random: Random, n: int) -> tuple[Any, Kind]:
-        fit = random.randrange(12, 22)  # elements per segment; the first half of x has one too many
+        # Elements per segment; the first half of x fills whole segments, plus one element.
+        fit = random.randrange(12, 22)
         kind = Kind((2 * fit * random.randrange(4, 7) + 1,))
         return self.collective.cut_into(4 * fit + 2), kind
 

@@ -247,7 +247,7 @@ def _tests_of(
 
     Args:
         number: The number of the class's task.
-        name: What the class shards, for the test names.
+        name: A word for the data that the class shards, for the test names.
         cls: The name of the class.
         held: The bytes per parameter that each rank holds in full, and those that ranks share.
         rounds: The number of reduce-scatters and all-gathers of all parameters in a step with two
@@ -284,12 +284,12 @@ def _tests_of(
     }
 
 
-# 3.18 ShardedOptimizer
+# Task 3.18: ShardedOptimizer
 
 globals().update(_tests_of("3.18", "states", STATE, (4, 12), 2, has_buckets=False))
 
 
-# 3.19 Reduction and ShardedGradientOptimizer
+# Task 3.19: Reduction and ShardedGradientOptimizer
 
 globals().update(_tests_of("3.19", "gradients", GRADIENTS, (2, 14), 3, has_buckets=True))
 

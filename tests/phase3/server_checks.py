@@ -1,4 +1,4 @@
-"""Checks of what parameter servers promise: steps, replies, their staleness, messages, times."""
+"""Checks of parameter servers: their steps, replies, staleness, messages and times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ OF_MESSAGES = "servers and workers should exchange messages (send, recv)"
 SLACK_BYTES = 4096
 ROUNDING = 1e-5  # tolerance for float32 sums
 CLOCK_S = 1e-5  # for reading the simulated clock, and rounding
-POLL_S = 1e-3  # per step: pause between two checks for replies that may be sent
+POLL_S = 1e-3  # allowed per step, because a server may poll for replies that it can send
 
 
 def judge(
@@ -40,7 +40,7 @@ def judge(
     world_size: int = 0,
     **settings: Any,
 ) -> list[Any]:
-    """Run the servers and workers of a plan, and check all that the plan's function promises.
+    """Run the servers and workers of a plan, and check all promises of the plan's function.
 
     Args:
         if_late: The likely cause of late replies. If empty, times are not checked.
@@ -242,7 +242,7 @@ def _check_replies(plan: Plan, by_rank: Sequence[Any], where: str) -> None:
 
 
 class Schedule(NamedTuple):
-    """For each worker, when replies reach it, how many gradients it pushes, and when it does so."""
+    """The times of replies, the numbers of gradients pushed, and the times of pushes, by worker."""
 
     pulls_s: dict[int, list[float]]
     applied: dict[int, int]
@@ -255,7 +255,7 @@ def schedule(plan: Plan) -> Schedule:
     clocks, held = dict.fromkeys(plan.workers, 0), set[int]()
     pulls: dict[int, list[float]] = {worker: [] for worker in plan.workers}
     pushes: dict[int, list[float]] = {worker: [] for worker in plan.workers}
-    events: list[tuple[float, int, bool]] = []  # time, worker, whether its death is noticed
+    events: list[tuple[float, int, bool]] = []  # time, worker, True if its death is noticed
 
     def proceed(worker: int, now_s: float) -> None:
         step = len(pushes[worker])

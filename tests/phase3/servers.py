@@ -25,7 +25,7 @@ CLOSED = "before its push, and closes its connections"
 SILENT = -1, ""
 SYNCHRONOUS, ASYNCHRONOUS = "serve_synchronously", "serve_asynchronously"
 BOUNDED, SURVIVORS = "serve_with_bounded_staleness", "serve_survivors"
-LONG = 1000  # elements
+LONG = 1000  # elements; in longer tensors, gradients are not counted
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class SlowlyCopied(Tensor):
 
 
 class CountingSGD(torch.optim.SGD):
-    """SGD that records whose gradients each step uses, and how many threads step together."""
+    """SGD that records whose gradients each step uses, and how many threads step simultaneously."""
 
     def __init__(self, shard: Tensor, plan: Plan) -> None:
         super().__init__([shard], lr=1.0)
@@ -254,7 +254,7 @@ def _fall_silent(when: str, gradient: Tensor, server: int, group: Group) -> None
     if when == BEFORE_PULL:
         dist.send(gradient, group=group, group_dst=server)
     elif when == CLOSED:
-        # A rank whose time limit has passed closes its connections.
+        # A wait that times out closes the rank's connections.
         reply = dist.irecv(torch.empty_like(gradient), group=group, group_src=server)
         with contextlib.suppress(RuntimeError):
             reply.wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
@@ -271,7 +271,7 @@ def serve_some_who_leave(lesson: Any, plan: Plan) -> dict[str, Any] | None:
     return seen
 
 
-# 3.14, push_pull
+# Task 3.14: push_pull
 
 
 def push_and_pull(
@@ -286,9 +286,9 @@ def push_and_pull(
     """Push from workers to the grader's servers, which each worker lists in a different order.
 
     Args:
-        in_turn: True if a server answers each worker before it receives from the next one, where
-            each server begins with a different worker. False if it receives from all workers before
-            it answers.
+        in_turn: True if a server answers each worker before it receives from the next one,
+            beginning with a different worker on each server. False if it receives from all workers
+            before it answers.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     workers = [other for other in range(world_size) if other not in servers]
@@ -327,8 +327,8 @@ def _span(tensor: Tensor) -> list[float]:
 def _answer(parts: Mapping[int, Tensor], in_turn: bool, group: Any) -> list[list[float]]:
     """Receive a gradient from each worker, and answer it; return the range of each gradient.
 
-    If ``in_turn``, a gradient is answered immediately, with twice its values. Otherwise, all
-    gradients are answered after the last, with the sum of all.
+    If ``in_turn``, a gradient is answered immediately, with twice its values. Otherwise, the answer
+    to each gradient is the sum of all, sent after the last gradient has arrived.
     """
     for worker, part in parts.items():
         dist.recv(part, group=group, group_src=worker)

@@ -29,8 +29,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
         {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
     ),
 }
-# SGD comes first, because Adam would not notice a factor that all gradients share, such as the one
-# between a sum and a mean.
+# SGD comes first, because Adam hides a factor that all gradients share, such as the one between a
+# sum and a mean.
 CASES: tuple[Case, ...] = (
     ("plain", "SGD"),
     ("plain", "AdamW"),
@@ -63,7 +63,7 @@ WALKED_TWICE = {
     "empty parameter list": "params is an iterator here, as model.parameters() is, and can be "
     "walked only once: if you need it twice, make a list of it first"
 }
-NOTHING = nn.Parameter(torch.zeros(1))  # placeholder if all of a model is frozen
+NOTHING = nn.Parameter(torch.zeros(1))  # placeholder if the whole model is frozen
 
 
 class Net(nn.Module):
@@ -85,7 +85,8 @@ class Net(nn.Module):
             self.head.requires_grad_(False)
         if kind == "unused":
             self.blocks.append(nn.Linear(FEATURES, 2))
-            self.blocks[0].register_parameter("spare", nn.Parameter(torch.rand(4)))  # comes first
+            # This parameter precedes those of the layer in the block.
+            self.blocks[0].register_parameter("spare", nn.Parameter(torch.rand(4)))
         self.double()
         if kind == TWO:
             layers[1].float()
@@ -110,7 +111,7 @@ def net(kind: str, seed: int) -> Net:
 
 
 def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
-    """Return the loss on one of a rank's batches; if its number is odd, pass inputs by keyword."""
+    """Return the loss on one of a rank's batches; pass inputs by keyword if its number is odd."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     x, y = (
         torch.randn(4, width, generator=generator, dtype=torch.float64) for width in (FEATURES, 3)
@@ -196,7 +197,7 @@ def _trained(lesson: Any, cls: str, kind: str, optimizer: str, group: Any) -> di
         _copy_frozen(net(kind, 0), model)
     before = dict(model.named_parameters(remove_duplicate=False))
     begun = listed(before)
-    if cls == STATE and kind in IN_USE:  # the optimizer's constructor moves gradients too
+    if cls == STATE and kind in IN_USE:  # the constructor should move these gradients, too
         loss_of(model, rank, 0).backward()
     optimizer_cls, options = OPTIMIZERS[optimizer]
     limit = {"bucket_bytes": 300} if cls == GRADIENTS else {}
@@ -335,7 +336,7 @@ def probed_chain(probe: Probe, num_frozen: int = 0, num_layers: int = LAYERS) ->
 def hold(
     lesson: Any, cls: str, keywords: dict[str, Any], num_frozen: int = 0, has_unused: bool = False
 ) -> dict[str, int]:
-    """Take two 16-bit steps with Adam; return the bytes held between calls, and the most in passes.
+    """Take two 16-bit steps with Adam; return the bytes held between calls and during passes.
 
     With all layers frozen, a backward pass only computes the input's gradient. A fully sharded
     model is also evaluated, and made to fail.

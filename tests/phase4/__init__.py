@@ -1,1 +1,1 @@
-"""What tests/test_phase4.py runs: bodies, which run on every rank, and judges of their results."""
+"""Bodies, which run on every rank, and judges of their results, for tests/test_phase4.py."""

@@ -28,7 +28,7 @@ from phase4_production.given import Group, Loaded, Shard
 
 # Saves by one process, also on full or broken disks
 
-REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # audit events
+REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # names of audit events
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Checkpoints(Store):
 
 
 def run(lesson: Any, root: str, body: str, *args: object) -> Any:
-    """Run the body of that name in ``stores``."""
+    """Run a function of ``stores``, given its name."""
     return getattr(stores, body)(Checkpoints(lesson, root), *args)
 
 
@@ -108,7 +108,7 @@ def save_where_a_sync_fails(lesson: Any, root: str) -> list[Facts]:
         left = [len(saves)]  # number of syncs before the one that fails
 
         def failing(sync: Sync, descriptors: tuple[int, ...], left: list[int] = left) -> None:
-            left[0] -= bool(descriptors)  # os.sync takes none, and never fails
+            left[0] -= bool(descriptors)  # os.sync takes no descriptor, and never fails
             if descriptors and left[0] == -1:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             sync(*descriptors)
@@ -164,7 +164,7 @@ def _content_of(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def _files_of_at_most(num_bytes: int | None) -> Iterator[None]:
-    """Make writes beyond a file size of ``num_bytes`` fail, as on a full disk; None is no limit."""
+    """Make writes beyond a file size of ``num_bytes`` fail, as on a full disk; None: no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft if num_bytes is None else num_bytes, hard))
     try:
@@ -203,7 +203,7 @@ class Slices(NamedTuple):
         return shards
 
     def whole(self) -> list[Cut]:
-        """Return one cut per tensor, which spans all of it."""
+        """Return one cut per tensor, spanning all of it."""
         return [(name, 0, numel) for name, (numel, _) in self.tensors.items()]
 
 
@@ -242,7 +242,7 @@ class Shards(Store):
 def run_shards(
     lesson: Any, root: str, slices: Slices, body: str, *args: object, group: Group = None
 ) -> Any:
-    """Run the body of that name in ``stores`` on all ranks."""
+    """Run a function of ``stores``, given its name, on all ranks."""
     return getattr(stores, body)(Shards(lesson, root, slices, group), *args)
 
 
@@ -314,7 +314,7 @@ def save_on_a_broken_disk(
     """
     store, text = Shards(lesson, root, slices).prepare(Plan(0, there=(1,))), ""
     failing = syncs_replaced(partial(broken.fail, store.folder), lesson)
-    with failing if store.rank == 0 else nullcontext():  # one process: the patch covers all ranks
+    with failing if store.rank == 0 else nullcontext():  # one patch covers all ranks of the process
         dist.barrier()
         try:
             store.save(2)
@@ -323,7 +323,7 @@ def save_on_a_broken_disk(
         left = listing(store.folder)
         dist.barrier()
     dist.barrier()
-    with suppress(FileExistsError):  # left by a save that failed late
+    with suppress(FileExistsError):  # a save that failed late may have left step 2
         store.save(2)
     return text, left
 
@@ -352,7 +352,7 @@ def save_large(lesson: Any, root: str, slices: Slices) -> int:
 
 
 def memory_of_save(lesson: Any, root: str) -> int:
-    """Save ``NUM_BYTES`` of shards on one rank; return the most bytes that Python held for it."""
+    """Save ``NUM_BYTES`` of shards on one rank; return the peak memory that Python used for it."""
     parts = torch.zeros(NUM_BYTES // 4).chunk(NUM_SHARDS)
     shards = {f"layer.{place}": Shard(part, 0, len(part)) for place, part in enumerate(parts)}
     tracemalloc.start()
@@ -389,7 +389,7 @@ def who_reads(
 
 # Writes that are held up while training continues
 
-HELD_S = 3.0  # longest wait of a write, so that a save that waits for its own write still ends
+HELD_S = 3.0  # limit on a write's wait, so that a save that waits for its own write still ends
 LATE_S = 0.3
 TRAINING_S = 600.0
 NUM_ELEMENTS = 100_000
@@ -525,8 +525,8 @@ def wait(lesson: Any) -> dict[str, Any]:
     """Save, and wait for the write in several ways.
 
     Returns:
-        The steps written by the end of each way, and whether an error comes out of a with
-        statement.
+        The steps written by the end of each way, and whether an error inside a with
+        statement is passed on.
     """
     steps, comes_out, writer = {}, False, Writer()
     saver = lesson.AsyncCheckpointer(writer)
@@ -548,7 +548,7 @@ def wait(lesson: Any) -> dict[str, Any]:
 
 
 def fail(lesson: Any, how: str) -> dict[str, Any]:
-    """Save step 300, whose write fails; return what is raised, and the steps that are written."""
+    """Save step 300, whose write fails; return the errors, and the steps that are written."""
     writer = Writer(fails={300: FAILURES[how]})
     saver = lesson.AsyncCheckpointer(writer)
     saver.save({"x": torch.ones(1)}, 300)
@@ -573,7 +573,7 @@ def _raised(call: Any) -> list[str]:
 
 
 def seconds(lesson: Any) -> dict[str, float]:
-    """Make a save wait for the previous write; return the saver's times and the measured ones.
+    """Make a save wait for the previous write; return the saver's times and the actual times.
 
     After the second save, training continues for a long time on the simulated clock.
     """

@@ -14,7 +14,7 @@ from phase4.compressors import UNDISTURBED, runs_from_state
 from phase4_production.given import Piece, Reduced
 
 SHAPES = {
-    "conv.weight": (4, 3, 2, 2),  # channels_last: its order in memory differs
+    "conv.weight": (4, 3, 2, 2),  # in channels_last, so with another order in memory
     "first.weight": (6, 8),
     "first.bias": (6,),
     "scale": (),
@@ -22,10 +22,11 @@ SHAPES = {
     "second.bias": (6,),
 }
 USED = ("first.bias", "scale", "second.weight", "conv.weight", "second.bias", "first.weight")
+# Buckets in the first step, and in all later steps.
 BUCKETS = (
     (("second.bias", "second.weight"), ("scale", "first.bias", "first.weight"), ("conv.weight",)),
     (("first.weight", "second.bias"), ("conv.weight", "second.weight"), ("scale", "first.bias")),
-)  # buckets in the first step, and in all later ones
+)
 BUCKET_BYTES = 240
 GRAIN, FRACTION = 8.0, 1 / 128  # units of sent values, and of gradients
 TORCHS, COURSES = "torch's DistributedDataParallel", "that of task 3.12"
@@ -173,7 +174,7 @@ class Torchs:
 
 
 class Courses:
-    """Task 3.12's data parallelism in brief.
+    """A short version of task 3.12's data parallelism.
 
     It sums buckets in place, and the gradients are views of the buckets.
     """

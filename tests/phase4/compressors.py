@@ -14,7 +14,8 @@ from judging.calls import case_told, pair, returned, typed
 from judging.tensors import given_group, own_device
 from phase4_production.given import Reduced
 
-GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}  # inexact with fewer bits
+# The multiples of a grain cannot be represented in a dtype with fewer bits.
+GRAINS = {"float32": 1 + 2**-12, "float64": 1 + 2**-40, "bfloat16": 1}
 
 
 class Case(NamedTuple):
@@ -115,7 +116,7 @@ def reduce_one(name: str, gradient: Tensor, reduce: Callable[[Tensor], Any]) -> 
 def reduce_all(
     lesson: Any, how: How, cases: Sequence[Case], group: Any = None
 ) -> list[dict[str, Any]]:
-    """Reduce a gradient of each case; return what ``reduce_one`` returns."""
+    """Reduce a gradient of each case; return the results of ``reduce_one``."""
     torch.manual_seed(dist.get_rank(group))  # make the global generators differ between ranks
     reduce = reducer(lesson, how, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -59,7 +59,7 @@ class Model:
         self.plan, self.linear = plan, nn.Linear(plan.width, 1, dtype=torch.float64)
         for parameter in self.parameters():
             nn.init.constant_(parameter, 1.0 + rank)
-            if rank % 2:  # gradients "need not be cleared"
+            if rank % 2:  # the contract allows stale gradients
                 parameter.grad = torch.ones_like(parameter)
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         # Epoch and samples of each call of ``add_gradients``, by step.
@@ -148,7 +148,7 @@ class Worker:
         return self.plan.ends == "stop" and self.asked[-1] == self.plan.at
 
     def end_of(self, run: Callable[[], object]) -> Any:
-        """Return what ``run`` returns, or a description of how it ends instead."""
+        """Return the result of ``run``, or a description of how it ended early."""
         try:
             return typed("run_elastic", run(), int)
         except Interrupted:
@@ -172,7 +172,7 @@ def start(lesson: Any, root: str, plan: Plan, group: Group = None) -> dict[str, 
     options |= {"seed": plan.seed} if plan.seed else {}
     options |= {name: getattr(worker, name) for name in ("save", "load", "should_stop")}
     ended = worker.end_of(lambda: lesson.run_elastic(worker.job, folder, **options))
-    steps, is_open = worker.job.steps, ended == "interrupted"  # a step that was begun counts
+    steps, is_open = worker.job.steps, ended == "interrupted"  # an interrupted step counts, too
     return {
         "ended": ended,
         "steps": steps if is_open or steps[-1] else steps[:-1],

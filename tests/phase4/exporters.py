@@ -45,7 +45,7 @@ def _in_real_world(body: Callable[..., Any]) -> Callable[..., Any]:
         done, outcome = _thread.allocate_lock(), []
 
         def work() -> None:
-            # Otherwise, Python would treat this thread and those that it starts as daemons.
+            # Without this, Python would treat this thread, and all that it starts, as daemons.
             threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
             try:
                 outcome.append((body(*args), None))
@@ -85,7 +85,7 @@ def fetch_at_each_line(
     """Change all values from 1 to 2, and fetch a page at each line of the lesson that does so.
 
     Returns:
-        The page before, the page after, and each page meanwhile, with the line at that time.
+        The page before, the page after, and each page in between, with the line reached by then.
     """
     with closing(lesson.PrometheusExporter({})) as exporter:
         exporter.write(*_all_are(1, names))
@@ -103,7 +103,7 @@ def write_at_each_line(lesson: Any, names: Sequence[str]) -> tuple[Answer, Answe
     """Fetch a page, and raise all values by 1 at each line of the lesson that answers the request.
 
     Returns:
-        That page, a page fetched afterwards, and the last value.
+        The page that answers the request, a page fetched afterwards, and the last value.
     """
     values = itertools.count(1)
 
@@ -138,7 +138,7 @@ def be_odd_clients(lesson: Any, paths: Sequence[str]) -> tuple[dict[str, int], s
             with socket.create_connection((LOOPBACK, port), PATIENCE_S) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 client.sendall(request)  # closing the socket then sends a reset
-        # Once these are answered, the server has accepted all connections.
+        # Once these requests are answered, the server has accepted all earlier connections.
         statuses = {path: _fetch(port, path)[0] for path in paths}
         threads_left(serving)
     return statuses, printed.getvalue()
@@ -274,7 +274,7 @@ def _is_open(port: int) -> bool:
     return False
 
 
-# Files that are cut, closed or damaged, and continued curves
+# Files that are cut, closed or damaged, and curves that are continued
 
 Write = tuple[Mapping[str, float], int]  # metrics and step
 NAME = "metrics.jsonl"

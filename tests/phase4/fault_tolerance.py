@@ -17,7 +17,7 @@ from judging.tensors import given_group
 # Ranks that report, fall silent or are slow, on the test's own clock
 
 Event = tuple[Any, ...]  # ("beat", rank, step, busy_s), ("wait", seconds) or ("poll",)
-Poll = list[tuple[int, int, float, str]]  # per rank: rank, step, silent_s, status
+Poll = list[tuple[int, int, float, str]]  # one entry per rank: rank, step, silent_s, status
 STORE_S = 0.5  # timeout for getting a missing key
 
 
@@ -100,12 +100,12 @@ _handlers: dict[tuple[int, int], Any] = {}  # (thread of a simulated rank, signa
 
 
 class Plan(NamedTuple):
-    """Signals to the ranks, and what the ranks do."""
+    """Signals to the ranks, and the ranks' behaviour."""
 
     # Rank, step and signal; the signal arrives while the rank computes this step.
     arrivals: tuple[tuple[int, int, int], ...] = ()
     signals: tuple[int, ...] = ()  # signals to be caught; empty for the default ones
-    num_steps: int = 5  # number of steps; ranks ask in each, whatever the answer
+    num_steps: int = 5  # number of steps; ranks ask after each, whatever the answer
     leaves: bool = False  # whether ranks leave when the answer is true
     is_interrupted: bool = False  # whether another signal comes while they save
 
@@ -140,7 +140,7 @@ def _train(stop: Any, plan: Plan, rank: int, signals: "Signals", facts: dict[str
 
 
 def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
-    """Delay one rank's second step, and ask another rank to stop while it waits for the first."""
+    """Delay one rank's second step, and ask another rank, which waits for it, to stop."""
     signals, answers = Signals(), []
     with lesson.StopRequest() as stop:
         for step in range(4):
@@ -153,7 +153,7 @@ def train_while_others_wait(lesson: Any, late: int, asked: int) -> list[bool]:
 
 
 def fail(lesson: Any) -> dict[str, Any]:
-    """Fail in a step; return whether the error comes out, and the result of ``Signals.report``."""
+    """Fail in a step; return whether its error is passed on, and ``Signals.report()``."""
     signals, has_come_out = Signals(), False
     handlers = [_a_handler, signal.SIG_IGN, signal.getsignal(signal.SIGUSR2)]
     signals.install(dict(zip(NUMBERS, handlers, strict=True)))
@@ -212,7 +212,7 @@ class Signals:
             self._note(number, "met the default handling, which ends a process at once")
 
     def handle(self, number: int, frame: object) -> None:
-        """Record a signal; a caller's real handler might end the process."""
+        """Record a signal, where a caller's real handler might end the process."""
         self._note(number, "reached the handler that was there before the with statement")
 
     def _note(self, number: int, what: str) -> None:
@@ -248,7 +248,7 @@ def seconds(lesson: Any, function: str, calls: Sequence[Sequence[float]]) -> lis
     """Call a function with positional arguments, the last of which is the number of nodes."""
     results = []
     for call in calls:
-        arguments = call[:-1] if call[-1] == 1 else call  # 1 is the default
+        arguments = call[:-1] if call[-1] == 1 else call  # one node is the default
         with case_told("with the arguments " + ", ".join(f"{number:g}" for number in arguments)):
             results.append(float(typed(function, getattr(lesson, function)(*arguments), float)))
     return results

@@ -4,9 +4,9 @@ A history is recorded from outside, so it does not matter how the program writes
 opens, renames, removes or syncs something, the folder is inspected, and all changes since the last
 inspection are added to the history. This includes files that C++ code has written in the meantime.
 
-What a crash may leave follows the rules of POSIX. The content of a file is safe once the file has
-been synced, and a name that is new or gone is safe once its folder has been synced. All other
-changes may or may not have reached the disk, and the content of a file may be torn.
+The states that a crash may leave follow the rules of POSIX. The content of a file is safe once the
+file has been synced, and a name that is new or gone is safe once its folder has been synced. All
+other changes may or may not have reached the disk, and the content of a file may be torn.
 """
 
 import os
@@ -34,7 +34,7 @@ WATCHED = frozenset(
 )
 RETURNED = "phase4.returned"  # audit event that a body raises
 ROOT = 0  # node of the recorded folder
-EVERYTHING = -1  # means all nodes
+EVERYTHING = -1  # in place of a node: all files and folders are synced
 Names = Mapping[tuple[int, str], int]  # (folder, name) -> node
 
 
@@ -198,7 +198,7 @@ _listeners: list[Listener] = []
 def listening(listener: Listener) -> Iterator[None]:
     """Call ``listener`` before every file operation of Python, in any thread."""
     if not hasattr(sys, "_watches_files"):
-        sys.addaudithook(_notify)  # cannot be removed
+        sys.addaudithook(_notify)  # only once, since it cannot be removed
         sys._watches_files = True  # type: ignore[attr-defined]
     _listeners.append(listener)
     try:
@@ -327,7 +327,7 @@ Identity = tuple[int, int]  # device, and inode of a file or folder on it
 
 
 class Read(NamedTuple):
-    """One occasion on which a rank opened a file, but not for writing."""
+    """One occasion on which a rank opened a file for reading."""
 
     rank: int
     path: Path  # relative to the folder

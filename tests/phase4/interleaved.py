@@ -1,4 +1,4 @@
-"""Two threads that meet at each line of a lesson, so that nothing depends on speed.
+"""Two threads that meet at each line of a lesson, so that results do not depend on speed.
 
 While one thread runs a method of the lesson, a second thread runs an event at each line of the
 method, and each time a generator resumes mid-line. The first thread waits for the event to finish,
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 PATIENCE_S = 20.0  # longest wait for the last event
-NUM_IDLE_LOOKS = 30  # looks at an idle process before its thread counts as waiting for a lock
+NUM_IDLE_LOOKS = 30  # idle looks in a row after which the thread counts as waiting for a lock
 MOST = 200  # largest number of meetings
 NUM_LOOKS, LOOK_S = 500, 0.01
 
@@ -117,8 +117,8 @@ class Meetings:
 def watched(path: Path) -> Iterator[list[bytes]]:
     """Look at a file before each bytecode instruction of this thread; yield a list of its contents.
 
-    A content is added to the list whenever it differs from the last one. While the file does not
-    exist, its content is b"".
+    The content is added to the list whenever it has changed. While the file does not exist, its
+    content is b"".
     """
     contents: list[bytes] = []
 

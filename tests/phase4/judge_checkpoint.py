@@ -19,7 +19,7 @@ from phase4.checkpoints import Broken, Cut, Slices
 from phase4.store_contract import StoreContract, check_closed, check_load
 from phase4.stores import DAMAGES, Damage, Facts, Plan, draw_damages, name_of
 
-# 4.1: crashes at every moment, damage, old checkpoints, and disks that fail
+# Task 4.1: crashes at every moment, damage, old checkpoints, and disks that fail
 
 
 def _call(grade: Grade, body: Any, *args: object) -> Any:
@@ -121,7 +121,7 @@ def _check_failure(facts: Facts, what: str, reason: str) -> None:
     check_closed(facts["open"], f"a save that has failed ({what})")
 
 
-# 4.3: loads on any number of ranks, intact checkpoints after crashes, the same error on all ranks
+# Task 4.3: any number of ranks, intact checkpoints after crashes, the same error on all ranks
 
 STUCK = (
     "A rank that fails must say so before it raises: the others wait for it. Gather on all ranks "
@@ -361,7 +361,7 @@ def test_what_a_checkpoint_lacks_is_named(grade: Grade, what: str) -> None:
     expect_on_all_ranks(f"{what} is refused: whether wanted is unchanged", unchanged, True)
 
 
-# 4.4: how long training waits, the written states, and error reports
+# Task 4.4: how long training waits, the written states, and error reports
 
 
 @task("4.4")

@@ -55,7 +55,7 @@ def _check(plan: Plan, by_rank: Sequence[Mapping[str, Sequence[Step]]], where: s
 
 
 def _expected(plan: Plan, n: int) -> list[list[Any]]:
-    """Return what reduce should get and what gradients should become, by step and rank."""
+    """Return the right arguments of reduce, and the right gradients, by step and rank."""
     residuals = [{name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(n)]
     steps = []
     for step in range(plan.steps):
@@ -74,7 +74,7 @@ def _expected(plan: Plan, n: int) -> list[list[Any]]:
 
 
 def _left(got: Tensors, sent: Tensors, mean: Tensors) -> Tensors:
-    """Return new residuals for parameters whose mean is finite; the others keep the old ones."""
+    """Return new residuals for parameters whose mean is finite; all others keep their old ones."""
     left = {m: got[m] - sent[m] for m in SHAPES if mean[m].isfinite().all()}
     return {m: torch.where(part.isfinite(), part, 0.0) for m, part in left.items()}
 

@@ -16,7 +16,7 @@ from phase4 import compressors as b
 from phase4.compressor_contract import CASES, STUCK, Compressor, Numbers
 from phase4.compressors import Case
 
-# 4.9 and 4.10: the entries that are sent, and feedback of the others
+# Tasks 4.9 and 4.10: the entries that are sent, and error feedback for those that are not
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 INDEX_BYTES = 4
@@ -186,10 +186,11 @@ def test_random_k_draws_other_places_each_time(grade: Grade) -> None:
         )
 
 
-# 4.11: codes and their decoding, and an exchange in few bytes that loses nothing
+# Task 4.11: codes, their decoding, and an exchange of few bytes that loses nothing
 
 DTYPES = ["float32", "float64", "bfloat16"]
-SCALE_SLACK = {"float32": 1e-5, "float64": 1e-5, "bfloat16": 1e-2}  # may be computed in 16 bits
+# Tolerances for a scale, which may be computed in 16 bits.
+SCALE_SLACK = {"float32": 1e-5, "float64": 1e-5, "bfloat16": 1e-2}
 TIE = 1e-4  # rounding error, in steps, within which a tie may go either way
 
 

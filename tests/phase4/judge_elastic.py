@@ -86,7 +86,7 @@ def test_training_inside_a_group(grade: Grade) -> None:
 def _live(
     grade: Grade, plan: Plan, starts: Sequence[Start], *, is_group: bool = False
 ) -> list[Step]:
-    """Run the starts in turn and check each; return the steps that were not rolled back."""
+    """Run and check one start after another; return the steps that were not rolled back."""
     counting: list[Step] = []
     story = "inside a group, " if is_group else ""
     with TemporaryDirectory(prefix="distlab-") as root:
@@ -185,7 +185,7 @@ def _check_end(workers: Sequence[Worker], plan: Plan, first: int, story: str) ->
 
 
 def _check_saves(workers: Sequence[Worker], plan: Plan, first: int) -> None:
-    """Check after which steps a save is made, and that all ranks wait for it."""
+    """Check the steps after which a save is made, and that all ranks wait for it."""
     total = len(plan.sizes)
     last = first + len(workers[0]["steps"]) - (workers[0]["ended"] == "interrupted")
     due = [step for step in range(first + 1, last + 1) if step % plan.save_every == 0]

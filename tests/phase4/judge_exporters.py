@@ -43,7 +43,7 @@ def _text(answer: Answer) -> str:
 
 
 def _refused(text: str) -> str:
-    """Describe the page's first line that is unreadable by itself, or else the page as a whole."""
+    """Describe the page's first line that cannot be parsed on its own, or else the whole page."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             list(text_string_to_metric_families(f"{line}\n"))
@@ -417,7 +417,7 @@ def test_no_step_is_there_twice(grade: Grade) -> None:
 
 
 FIRST, THIRD, HALF = '{"step": 1, "loss": 3.5}\n', '{"step": 3, "loss": 1.5}\n', '{"st'
-DAMAGED = {  # second lines of a file
+DAMAGED = {  # kind of damage -> second line of a file
     "half a line": '{"step": 2, "lo\n',
     "an empty line": "\n",
     "a line without a step": '{"loss": 2.5}\n',

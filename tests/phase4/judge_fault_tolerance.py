@@ -15,7 +15,7 @@ from judging.expect import check_small, expect, expect_on_all_ranks, results_in_
 from phase4 import fault_tolerance as b
 from phase4.fault_tolerance import Event, Plan, Poll
 
-# 4.5: random stories are compared with a model of the monitor, poll by poll
+# Task 4.5: random stories are compared with a model of the monitor, poll by poll
 
 DEFAULTS = {"slow_factor": 2.0, "patience": 3}
 OPTIONS: Sequence[Mapping[str, float]] = ({}, {"patience": 2}, {"slow_factor": 4.0, "patience": 1})
@@ -67,7 +67,7 @@ def draw(random: Random, num_events: int) -> Story:
 
 
 class _Rank:
-    """What a monitor knows about one rank."""
+    """A monitor's knowledge about one rank."""
 
     def __init__(self) -> None:
         self.seen_s, self.step = 0.0, -1
@@ -154,7 +154,8 @@ def test_what_a_monitor_says(grade: Grade) -> None:
         if wrong_poll := difference(story, polls):
             wrong.append((*wrong_poll, story))
     if wrong:
-        length, text, story = min(wrong, key=lambda failure: failure[0])  # the shortest is clearest
+        # Report the shortest failure, which is the clearest.
+        length, text, story = min(wrong, key=lambda failure: failure[0])
         check(False, f"{in_words(story, length)}: {text}")
 
 
@@ -189,7 +190,7 @@ def test_messages_to_the_store(grade: Grade) -> None:
             )
 
 
-# 4.7: one step after which all ranks stop, signal handlers, and leaving
+# Task 4.7: one step after which all ranks stop, signal handlers, and leaving
 
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
@@ -336,7 +337,7 @@ def _check_leaving(by_rank: Sequence[Any]) -> None:
     )
 
 
-# 4.8: the two intervals, and the expected duration
+# Task 4.8: the two intervals, and the expected duration
 
 DAY_S = 86_400.0
 NODES = (

@@ -12,7 +12,7 @@ from judging.expect import check_small, expect, expect_on_all_ranks, results_in_
 from phase4 import monitoring as b
 from phase4.monitoring import Event, Story, Times, Verdict
 
-# 4.14: random step programs are compared with a model, ``times_of``
+# Task 4.14: random step programs are compared with a model, ``times_of``
 
 NAMES = ("step_s", "data_s", "compute_s", "communication_s")
 STUCK = "All ranks put their numbers together, by collectives that all of them call."
@@ -50,7 +50,8 @@ def _check_times(
 @task("4.14")
 def test_times_of_steps(grade: Grade) -> None:
     programs = [b.draw_program(grade.random, 2, most) for most in (1, 2, 3) for _ in range(30)]
-    programs.sort(key=lambda program: len(_program_in_words(program)))  # the shortest is clearest
+    # The first failure is reported, and the shortest program is the clearest.
+    programs.sort(key=lambda program: len(_program_in_words(program)))
     for program, (times, lost_s) in zip(programs, grade.call(b.split, programs), strict=True):
         text = _program_in_words(program)
         cause = next(cause for word, cause in CAUSES_OF_TIMES.items() if word in text)
@@ -161,7 +162,7 @@ def test_gathering_times_inside_a_group(grade: Grade) -> None:
     _check_gathered(results_in_group(grade, b.gather, right), right)
 
 
-# 4.15: rates of the job, counted FLOPs, and peak memory
+# Task 4.15: rates of the job, counted FLOPs, and peak memory
 
 MIB = 2**20
 Given = Sequence[tuple[float, ...]]  # arguments by rank
@@ -175,7 +176,7 @@ CAUSES_OF_RATES = {
     "mfu": "All FLOPs, over the time of the slowest rank times the sum of all peaks; float32 "
     "rounds.",
 }
-BYTES = {"throughput": 16, "mfu": 24}  # contributed by each rank
+BYTES = {"throughput": 16, "mfu": 24}  # limit on each rank's contribution
 
 
 def _draw(grade: Grade, function: str) -> Given:
@@ -207,7 +208,7 @@ UNEVEN: Sequence[tuple[str, Given]] = (
     ("throughput", [(300, 1.5)]),
     ("throughput", [(300, 1.0), (0, 2.5), (100, 2.0)]),  # the slowest rank has no samples
     ("throughput", [(0, 1.0), (0, 0.5)]),
-    ("throughput", [(2**24 + 1 + 2 * rank, 1.0) for rank in range(3)]),  # not exact in float32
+    ("throughput", [(2**24 + 1 + 2 * rank, 1.0) for rank in range(3)]),  # inexact in float32
     ("mfu", [(1e12, 0.01, 1e15), (0.0, 0.01, 5e14)]),  # an idle device counts too
 )
 
@@ -297,7 +298,7 @@ def test_the_peak_of_a_gpu(grade: Grade) -> None:
     )
 
 
-# 4.16: random stories are compared with a model of the detector, ``verdicts_of``
+# Task 4.16: random stories are compared with a model of the detector, ``verdicts_of``
 
 STUCK_MEDIANS = "All ranks call add after every step, and gather their medians in the same one."
 CAUSES_OF_VERDICTS = (  # likely causes of wrong ranks, parts and ratios

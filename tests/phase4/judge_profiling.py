@@ -79,7 +79,7 @@ def test_a_rank_waits_for_no_other(grade: Grade) -> None:
 def test_a_real_trace_can_be_read(grade: Grade) -> None:
     run = grade.run(b.profile_and_read, 2, if_stuck=STUCK)
     for rank, (step_s, communication_s, exposed_s) in enumerate(run.results):
-        has_some = communication_s > 0  # not in a simulated step
+        has_some = communication_s > 0  # a simulated step does not communicate
         check(
             0 <= exposed_s <= communication_s < step_s and has_some != run.is_simulated,
             f"in the trace of rank {rank}, exposed_s is at most communication_s, which is below "
@@ -91,7 +91,7 @@ def test_a_real_trace_can_be_read(grade: Grade) -> None:
 # Made-up traces, written as "step 0-100, nccl 20-80", with times in µs
 
 STEP, CPU, OP, KERNEL = "ProfilerStep#2", "user_annotation", "cpu_op", "kernel"
-MAIN, OTHER = 100, 101  # threads
+MAIN, OTHER = 100, 101  # thread ids
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 KINDS: dict[str, tuple[str, str, int]] = {  # name, category and thread (or stream) of an event
     "step": (STEP, CPU, MAIN),
@@ -107,7 +107,7 @@ KINDS: dict[str, tuple[str, str, int]] = {  # name, category and thread (or stre
     "gloo": ("gloo:all_reduce", CPU, OTHER),
     "gloo2": ("gloo:all_reduce", CPU, OTHER + 1),
     "mm": ("aten::mm", OP, MAIN),
-    "add": ("aten::add_", OP, OTHER),  # gloo's own sum
+    "add": ("aten::add_", OP, OTHER),  # computed by gloo, on another thread
     "c10d": ("c10d::allreduce_", OP, MAIN),
     "wait": ("_c10d_functional::wait_tensor", OP, MAIN),
     "sgd": ("Optimizer.step#SGD.step", CPU, MAIN),

@@ -14,7 +14,7 @@ from phase4 import resumed as b
 from phase4.resumed import GENERATORS, PARTS, Plan
 
 MOST_BYTES = 40_000  # size limit for a rank's generator states
-IN_A_GROUP = -1  # in place of a number of ranks: a group inside a world
+IN_A_GROUP = -1  # stands in for a number of ranks, to test inside a group
 STUCK = (
     "All ranks call state_dict, and each of its collectives: rank 0 alone can't know the "
     "generators of the others. Loading needs no collective."
@@ -205,7 +205,7 @@ def test_the_order_follows_from_seed_and_epoch(grade: Grade) -> None:
 @task("4.2")
 @pytest.mark.parametrize(("taken", "trained"), [(3, 1), (1, 4)])
 def test_batches_that_are_asked_for_move_nothing(grade: Grade, taken: int, trained: int) -> None:
-    plan = Plan(num_samples=18, global_batch=4)  # five batches
+    plan = Plan(num_samples=18, global_batch=4)  # five batches per epoch
     results = grade.run(b.look_ahead, 2, plan, taken, trained).results
     facts, whole = results[1], results[1]["whole"]
     where = f"{taken} of 5 batches were asked for, and {trained} trained on"

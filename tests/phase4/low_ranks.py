@@ -20,7 +20,7 @@ MIXED: Shapes = {
     "norm.scale": (),
     "wide.weight": (10, 14),
     "empty.weight": (0, 4),
-    "head.weight": (4, 4),  # two factors with r = 2 are no smaller
+    "head.weight": (4, 4),  # two factors of rank 2 would be no smaller
     "tall.weight": (30, 6),
 }
 MATRIX = 12, 10
@@ -79,7 +79,7 @@ def average(lesson: Any, plan: Plan, group: Any = None) -> list[dict[str, Any]]:
 
 
 def _average(power_sgd: Any, gradients: dict[str, Tensor]) -> dict[str, Any]:
-    """Average gradients, joined to one flat tensor."""
+    """Average gradients, joined into one flat tensor."""
     pieces = [Piece(name, gradient.shape) for name, gradient in gradients.items()]
     flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
     with case_told(f"with pieces of the shapes {[(*p.shape,) for p in pieces]}", "PowerSGD"):
@@ -91,11 +91,11 @@ def _mean_of(power_sgd: Any, gradients: dict[str, Tensor]) -> list[float]:
     return mean
 
 
-ROWS = ["a", "b"], ["b", "a"], ["b"], ["a"]  # parameters that are averaged, by step
+ROWS = ["a", "b"], ["b", "a"], ["b"], ["a"]  # names of the parameters to average, by step
 
 
 def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[float]]:
-    """Average two matrices repeatedly, together and alone; return the errors of the means."""
+    """Average two matrices repeatedly, together and separately; return the errors of the means."""
     power_sgd = lesson.PowerSGD(2)
     matrices = {name: falling(MATRIX, factor, seed) for name, seed in (("a", 1), ("b", 5))}
     errors: dict[str, list[float]] = {name: [] for name in matrices}

@@ -153,7 +153,7 @@ def _split(lesson: Any, program: Sequence[Event]) -> tuple[list[Times], float]:
         raise WrongResult("an error inside of a part should be passed on; part has swallowed it")
 
     run(program[:-1])
-    last_s = device.now_s + READING_S  # first reading in the last end_step
+    last_s = device.now_s + READING_S  # the first time that the last end_step reads
     run(program[-1:])
     return ended, last_s - made_s - sum(step_s for step_s, *_ in ended)
 

@@ -21,7 +21,7 @@ NAME = "made-up.json"
 
 
 def profile(lesson: Any, counts: dict[str, int], group: Any = None) -> dict[str, Any]:
-    """Profile some steps on every rank; return what the calls and the trace show."""
+    """Profile some steps on every rank; return facts about the calls and the trace."""
     calls: list[int] = []
     is_on: list[bool] = []
     with _folder(group) as folder:
@@ -106,7 +106,7 @@ def _folder(group: Any) -> Iterator[Path]:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Count what the rank has called, ignoring copies of annotations in the GPU's rows."""
+    """Count a rank's calls in its trace, ignoring copies of annotations in the GPU's rows."""
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     names = [str(event["name"]) for event in events if event.get("cat") != "gpu_user_annotation"]
     return {

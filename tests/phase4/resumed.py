@@ -208,7 +208,7 @@ def sample(lesson: Any, plan: Plan, num_epochs: int, group: Any = None) -> dict[
 
 
 def look_ahead(lesson: Any, plan: Plan, taken: int, trained: int) -> dict[str, Any]:
-    """Request more or fewer batches than are trained on; return the state and what is left."""
+    """Request more or fewer batches than are trained on; return the state and further batches."""
     sampler = sampler_of(lesson, plan, None)
     whole, batches = [*sampler], iter(sampler)
     for _ in range(taken):
@@ -266,7 +266,7 @@ def load_other_parts(lesson: Any, plan: Plan, name: str, is_saved: bool) -> dict
 
 def save_large(lesson: Any) -> None:
     """Save and load a large part."""
-    training = state_of(lesson, {"model": nn.Linear(1000, 100)}, None)  # 400 kB
+    training = state_of(lesson, {"model": nn.Linear(1000, 100)}, None)  # 400 kB of weights
     training.load_state_dict(training.state_dict())
 
 

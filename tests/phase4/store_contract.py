@@ -27,7 +27,7 @@ def names_of(steps: Sequence[int]) -> list[str]:
 
 
 def check_load(load: Facts, step: int | None, where: str, cause: str = "") -> None:
-    """Check that a load finds a step as it was saved, or finds none if ``step`` is None."""
+    """Check that a load finds a step exactly as it was saved, or no step if ``step`` is None."""
     check(
         load["step"] == step and load["equal"] == (step is not None) and not load["error"],
         f"{where}, {load['function']} should find step {step}, with all keys, dtypes, "

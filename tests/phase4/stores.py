@@ -31,8 +31,8 @@ from phase4.file_history import (
 from phase4_production.given import Group
 
 MANIFEST = "manifest.json"
-MORE = "rank-00007.bin"  # a file in no manifest, such as a killed save with more ranks leaves
-LONG_AGO_S = 1_000_000_000  # the year 2001
+MORE = "rank-00007.bin"  # a file that no manifest lists, as left by a killed save on more ranks
+LONG_AGO_S = 1_000_000_000  # a time in the year 2001
 KINDS = FileExistsError, OSError, RuntimeError, ValueError
 Facts = dict[str, Any]
 
@@ -98,7 +98,7 @@ class Store:
 
         Args:
             folder: The folder of the checkpoints.
-            alone: A group of this rank alone, if no other rank loads.
+            alone: A group with only this rank, if no other rank loads.
 
         Returns:
             The step that was loaded, or None; whether its state and path are right; the skipped
@@ -144,7 +144,7 @@ class Store:
             shutil.copytree(self.folder / name_of(plan.there[-1]), self.folder / name)
             shorten(self.folder / name)
             (self.folder / name / MORE).write_bytes(b"old")
-        # The first checkpoint gets the latest date, as after copying.
+        # Give the first checkpoint the latest date, as copying might.
         for place, checkpoint in enumerate(sorted(self.folder.glob("step-*"), reverse=True)):
             os.utime(checkpoint, (LONG_AGO_S + place, LONG_AGO_S + place))
 
@@ -242,7 +242,7 @@ class Damage(NamedTuple):
 
 
 def damaged(store: Store, damages: Sequence[Damage]) -> list[Facts]:
-    """Damage the newest of three checkpoints in one way after another, and load each time.
+    """Damage the newest of three checkpoints in one way at a time, and load after each.
 
     The oldest checkpoint is damaged too, unless it is the one to load. A load need not notice that.
     """
@@ -324,7 +324,7 @@ def draw_damages(random: Random, num_flips: int) -> list[Damage]:
 
 
 def load_where_all_are_damaged(store: Store) -> Facts:
-    """Load where there is nothing yet, and where all checkpoints are damaged."""
+    """Load from an empty or missing folder, and from one whose checkpoints are all damaged."""
     empty = store.prepare(Plan(0)).load()
     missing = store.load(store.folder / "not there")
     store.prepare(Plan(0, there=(1, 2), damaged=(1, 2)))
@@ -340,7 +340,7 @@ def load_where_all_are_damaged(store: Store) -> Facts:
 
 
 def save_all(store: Store, steps: Sequence[int], plan: Plan) -> Facts:
-    """Save some steps after a plan's; return the folder after each, and a load at the end."""
+    """Prepare a plan's folder and save steps; return the folder after each, and a final load."""
     store.prepare(plan)
     left, read = [], list[Mapping[str, int]]()
     for step in steps:

@@ -1,1 +1,1 @@
-"""Answers that are known to be wrong, or right but unusual, with which to grade the grader."""
+"""Answers known to be wrong, or right but unusual, for grading the grader."""

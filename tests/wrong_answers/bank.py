@@ -52,7 +52,7 @@ class Answer:
     task: Task
     name: str
     is_right: bool
-    says: str  # what is wrong with it, or unusual about it
+    says: str  # description of the mistake, or of what is unusual
     rejected_by: str = ""  # the test that must reject it
     outcome: str = "failed"  # expected outcome of this test
     phrase: str = ""  # part of the message expected from it

@@ -50,7 +50,7 @@ def change_between(text: str, wanted: str) -> str:
 
 
 def _written(lines: list[str], hunks: list[Hunk]) -> Iterator[list[str]]:
-    """Yield the lines of each hunk; hunks whose contexts meet are merged."""
+    """Yield the lines of each hunk; hunks whose contexts touch or overlap are merged."""
     start, end, text = 0, -1, []
     for first, last, new in hunks:
         above, below = _surroundings(lines, first, last)
@@ -65,7 +65,7 @@ def _written(lines: list[str], hunks: list[Hunk]) -> Iterator[list[str]]:
 
 
 def _surroundings(lines: list[str], first: int, last: int) -> tuple[int, int]:
-    """Return the smallest range of lines around these that occurs only once in the text."""
+    """Return the smallest range of lines that includes these and occurs only once in the text."""
     contexts = ((size - below, below) for size in count() for below in range(size + 1))
     return next(
         (first - above, last + below)

@@ -1,6 +1,6 @@
 """Find the fewest wrong answers of our own bank that prove all that the bank proves.
 
-python tests/wrong_answers/minimal.py --only 1.4 --jobs 2         # prints which can go
+python tests/wrong_answers/minimal.py --only 1.4 --jobs 2         # prints answers that can go
 python tests/wrong_answers/minimal.py --jobs 2 --write            # also removes them from the bank
 
 An answer proves that its test can fail, that a judge's line is reached, and that a sentence of

@@ -86,7 +86,7 @@ def _cells(graded: list[Graded]) -> str:
 
 
 def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
-    """Yield what to print about a mutant."""
+    """Yield the lines to print about a mutant."""
     where = f"{one.mutant.task.id} {one.mutant.function}\n{one.mutant.change}"
     if one.survives:
         yield f"\nSURVIVES {where}"

@@ -155,7 +155,10 @@ def _fewer_arguments(call: cst.Call) -> Iterator[Node]:
 
 
 def _without_statement(line: cst.SimpleStatementLine) -> Iterator[Node]:
-    """Replace a statement with ``pass``, but not an assignment, without which the code crashes."""
+    """Replace a statement with ``pass``.
+
+    Assignments are skipped, since the code would crash without them.
+    """
     statement = line.body[0]
     is_text = isinstance(statement, cst.Expr) and isinstance(statement.value, cst.BaseString)
     if not is_text and not isinstance(statement, cst.Assign | cst.AnnAssign | cst.Pass):

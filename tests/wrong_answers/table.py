@@ -128,7 +128,7 @@ def _cells(graded: list[Graded]) -> str:
 
 
 def _remarks(one: Graded, is_verbose: bool) -> Iterator[str]:
-    """Yield what to print about an answer, line by line."""
+    """Yield the lines to print about an answer."""
     if one.grader_error:
         yield f"GRADER ERROR {one.answer.id}: {one.grader_error}"
     if not one.rejection:

@@ -1,1 +1,1 @@
-"""Plans of the built-in collectives: senders, receivers and sizes, phase by phase."""
+"""Plans of the built-in collectives: the sender, receiver and size of every transfer."""

@@ -65,8 +65,8 @@ from distlab.sim.hardware.cluster import Cluster
 
 __all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan"]
 
-Members = Sequence[int]  # GPUs by position, root first
-Nodes = Sequence[Members]  # members of each node, the same number on each; the root comes first
+Members = Sequence[int]  # GPUs in order of position, starting with the root
+Nodes = Sequence[Members]  # equally many members per node; the root comes first
 M = TypeVar("M", Members, Nodes)
 NCCL = "nccl_"
 
@@ -80,7 +80,7 @@ def plan(
     *,
     root: int = 0,
 ) -> list[Phase]:
-    """Return the transfers of a collective, phase by phase; none for a group of one.
+    """Return the transfers of a collective, phase by phase; a group of one has none.
 
         plan("all_reduce", "ring", [4, 5, 6, 7], 1000, cluster)
             one phase, 6 times: 4→5, 5→6, 6→7 and 7→4, 250 bytes each
@@ -115,7 +115,7 @@ def plan(
 
 
 def _fastest(plans: Iterable[Phases], cluster: Cluster) -> Phases:
-    """Return the fastest plan; stop timing a plan once it has taken as long as the best so far."""
+    """Return the fastest plan; stop timing a plan once it takes as long as the best one so far."""
     best: Phases = []
     best_s = inf
     for phases in sorted(plans, key=lambda phases: sum(len(phase.transfers) for phase in phases)):
@@ -182,7 +182,7 @@ def _hierarchical_broadcast(nodes: Nodes, n: float) -> Phases:
 
 
 def _backwards(pattern: Callable[[M, float], Phases]) -> Callable[[M, float], Phases]:
-    """Return a pattern run backwards, which turns a broadcast into a reduce, for example."""
+    """Reverse a pattern: a broadcast, for example, becomes a reduce."""
     return lambda members, n: mirrored(pattern(members, n))
 
 

@@ -34,9 +34,9 @@ from itertools import chain, pairwise, product
 from distlab.sim.collectives.phases import Transfer
 from distlab.sim.hardware.cluster import Cluster
 
-Nodes = Sequence[Sequence[int]]  # GPUs of each node; a root comes first
+Nodes = Sequence[Sequence[int]]  # GPUs of each node; if there is a root, it comes first
 Bytes = defaultdict[tuple[int, int], float]  # (src GPU, dst GPU) -> bytes
-Travelling = tuple[list[Bytes], int, int]  # rounds, hops in nodes, hops between them
+Travelling = tuple[list[Bytes], int, int]  # (rounds, hops inside nodes, hops between nodes)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class Pattern:
 
     @cached_property
     def loads(self) -> list[list[tuple[float, float]]]:
-        """Seconds on each round's busiest links, for bytes inside nodes and bytes between them."""
+        """Seconds on each round's busiest links, as pairs.
+
+        A pair holds the seconds for bytes that stay inside a node, and for bytes that leave it.
+        """
         return [_busiest(transfers, self.cluster) for transfers in self.rounds]
 
     def seconds(self, efficiency: float = 1.0, net_efficiency: float = 1.0) -> float:
@@ -69,12 +72,12 @@ class Pattern:
 
 
 def pattern(collective: str, algorithm: str, members: tuple[int, ...], cluster: Cluster) -> Pattern:
-    """Return the pattern of a collective; ``members`` are GPUs, with a root first.
+    """Return a collective's pattern; ``members`` are GPUs, starting with the root if there is one.
 
-    Cost: 50 ms for 1024 GPUs, but only on the first call. An all_to_all, which has a million pairs,
-        takes seconds on every call.
+    Cost: 50 ms for 1024 GPUs, but only on the first call. An all_to_all, which has a million pairs
+        of GPUs, takes seconds on every call.
     """
-    is_large = collective == "all_to_all"  # too large to cache: an entry for every pair of GPUs
+    is_large = collective == "all_to_all"  # one transfer per pair of GPUs: too many to cache
     find = _pattern.__wrapped__ if is_large else _pattern
     return find(collective, algorithm, members, cluster)
 

@@ -5,9 +5,9 @@
     α, β      seconds per message, seconds per byte; `algorithms` has a table of all costs
     lg        logarithm to base 2
 
-Some collectives are missing here, because they are others run backwards (`phases.mirrored`): reduce
-mirrors broadcast, gather mirrors scatter, and reduce-scatter mirrors all-gather. Adding takes no
-time.
+Some collectives are missing here because they are the mirror images of others (`phases.mirrored`):
+reduce mirrors broadcast, gather mirrors scatter, and reduce-scatter mirrors all-gather. Adding
+takes no time.
 
 A group of one has nothing to send, so its patterns are empty.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from distlab.sim.collectives.phases import Phase, Phases, mirrored
 
-# Rounds of messages along a ring, or to each member in turn
+# Rings, and patterns that send every share straight to its receiver
 
 
 def ring(members: Sequence[int], n: float, laps: int = 1) -> Phases:
@@ -120,7 +120,7 @@ def doubling_all_gather(members: Sequence[int], n: float) -> Phases:
 
     For p = 4 and n = 1000, each member sends 250 bytes, then 500. For p = 2^k, partners swap their
     data (recursive doubling). For other p, each member sends to the one ``distance`` positions
-    back, and in the last round only the shares that are missing there (Bruck's algorithm). Run
+    back, and in the last round only the shares that it lacks (Bruck's algorithm). Run
     backwards, these two are recursive halving and Träff's reduce-scatter.
 
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4; Träff 2024, arXiv 2410.14234.
@@ -206,7 +206,7 @@ def halving_doubling_all_reduce(members: Sequence[int], n: float) -> Phases:
 
 
 def _fold(members: Sequence[int], n: float) -> tuple[Phases, list[int]]:
-    """Reduce the number of members to a power of two: surplus ones send buffers to a neighbour.
+    """Reduce the members to a power of two: each surplus member sends its buffer to a neighbour.
 
     For p = 6, member 1 sends to 0, and 3 to 2; then 0, 2, 4 and 5 continue. At the end, the
     mirrored phase sends the results back.

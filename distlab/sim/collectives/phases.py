@@ -7,7 +7,7 @@ from itertools import chain
 
 from distlab.sim.hardware.cluster import Cluster
 
-Transfer = tuple[int, int, float]  # src GPU, dst GPU, bytes
+Transfer = tuple[int, int, float]  # (src GPU, dst GPU, bytes)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Phase:
         repeat: Number of rounds in a row.
         latency_s: Total latency of each transfer, if its pieces pass through several GPUs; None to
             use the latency of its route in every round.
-        bytes_on_links: Bytes of each transfer including protocol flags; empty if it has none.
+        bytes_on_links: Bytes of each transfer with its protocol flags; empty if there are no flags.
     """
 
     transfers: tuple[Transfer, ...]
@@ -35,7 +35,7 @@ Phases = list[Phase]
 
 
 def mirrored(phases: Phases) -> Phases:
-    """Reverse every arrow and run the phases from the last to the first.
+    """Return the phases in reverse order, with senders and receivers swapped.
 
     Bytes and times stay the same. A copy of one buffer to many becomes a sum of many into one:
         broadcast    0→2   then  0→1  2→3
@@ -58,7 +58,7 @@ def together(plans: Iterable[Phases]) -> Phases:
 def overlapped(phases: Phases, cluster: Cluster) -> Phases:
     """Run all phases at the same time, each on a piece that the previous phase has finished.
 
-    Pieces are taken to be so small that the first one needs only the latencies of all phases. The
+    Pieces are assumed to be so small that the first one needs only the latencies of all phases. The
     rest takes as long as the slowest phase or, if that takes longer, the busiest link that phases
     share.
     """

@@ -12,11 +12,11 @@ A collective of n bytes takes
     launch + hops · hop + network hops · network hop + n · seconds / efficiency
 
 where the number of hops and the seconds (per byte, on the busiest link) depend on the pattern, and
-all else depends on the protocol. A protocol's efficiency differs between bytes that stay inside a
-node and bytes that leave it. As in NCCL's tuner, the cheapest combination of algorithm and protocol
-is used.
+everything else depends on the protocol. A protocol's efficiency differs between bytes that stay
+inside a node and bytes that leave it. As in NCCL's tuner, the cheapest combination of algorithm and
+protocol is used.
 
-Source: NVIDIA/nccl, src/graph/tuning.cc, for the formula; the numbers are fitted, see presets.py.
+Source: NVIDIA/nccl, src/graph/tuning.cc, for the formula; the numbers are fitted (see presets.py).
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def plan(
     """Return a collective's phases as NCCL runs them; the first includes all of the latency.
 
         plan("all_reduce", "auto", range(8), 2**30, Cluster.preset("dgx-h100"))
-            one phase: each GPU sends and gets 1.125 GiB, via the switch, at 77 % of its bandwidth
+            one phase: each GPU sends and gets 1.125 GiB via the switch, at 77 % of its bandwidth
 
     Args:
         algorithm: "auto" for the cheapest, or a key of OF_ALGORITHM. If NCCL lacks that algorithm
@@ -134,7 +134,7 @@ def _way(
 
 
 def latency_s(protocol: Protocol, pattern: nccl.Pattern, cluster: Cluster) -> float:
-    """Return the latency of the longest path in seconds: launch and hops, without any bytes."""
+    """Return the latency of the longest path in seconds: the launch and the hops, but no bytes."""
     hops_s = pattern.hops * protocol.hop.value * cluster.latency_s
     net_hops_s = pattern.net_hops * protocol.net_hop.value * cluster.net_latency_s
     return protocol.launch_s.value + hops_s + net_hops_s

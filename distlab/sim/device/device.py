@@ -75,7 +75,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> "Device":
         self.memory.__enter__()
         _KERNELS.enter()
-        _push_mode(self)  # not super().__enter__(): it keeps flags that threads would mix up
+        # super().__enter__() would also set flags that all threads share.
+        _push_mode(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -85,7 +86,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def in_another_thread(self) -> Iterator[None]:
-        """Charge for the calling thread's operations as well, while the first thread is inside."""
+        """Charge for the calling thread's operations too; the device must already be entered."""
         self.memory.serve()
         _push_mode(self)
         try:

@@ -10,7 +10,7 @@ accelerator, so they have bytes but no FLOPs.
 
 These costs are deliberate approximations:
 - The backward pass of attention counts the four products that the gradient needs, but not the one
-  that a fused kernel recomputes. A causal mask halves the cost, no matter what the shape is.
+  that a fused kernel recomputes. A causal mask halves the cost, whatever the shape.
 - A scatter reads and writes its whole target. Two views of the same elements count as two tensors.
 - Linear algebra beyond products (``torch.linalg``, ``cdist``) has bytes only.
 """
@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 Formula = Callable[[Sequence[Any], Any], int]  # (arguments of the operation, its result) -> FLOPs
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # globals are faster than attributes of torch
+_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # reading a global is faster than torch.strided
 COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 
 
@@ -104,7 +104,7 @@ def op_cost(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     """Return the cost of a call, from its arguments and its result.
 
     A tensor that is read and written counts twice: ``a.add_(b)`` moves as many bytes as ``a + b``.
-    Of a broadcast tensor (stride 0), only the elements in memory count.
+    A broadcast tensor (stride 0) counts only the elements that it has in memory.
 
     Args:
         args, kwargs: Arguments as a ``TorchDispatchMode`` receives them.
@@ -215,7 +215,7 @@ def _convolution(args: Sequence[Any], out: Any) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> int:
-    """Count the forward pass's products once for each wanted gradient (of input and weight)."""
+    """Count the forward pass's products once for each gradient wanted (input, weight)."""
     grad_out, x, weight, transposed, output_mask = *args[:3], args[7], args[10]
     forward = _convolution_flops(x, weight, x if transposed else grad_out)
     return forward * sum(map(bool, output_mask[:2]))
@@ -234,7 +234,7 @@ def _recurrent_layer(args: Sequence[Any], out: Any) -> int:
 
 
 def _attention(args: Sequence[Any], out: Any) -> int:
-    is_causal = len(args) > 4 and args[4]  # trailing default arguments are omitted
+    is_causal = len(args) > 4 and args[4]  # torch omits trailing arguments left at their default
     return _attention_flops(args[0], args[1], args[2], is_causal)
 
 

@@ -25,7 +25,7 @@ class Block(ref[UntypedStorage]):
     nbytes: int
     category: Category
     since: int  # number of the account change that set this size
-    shape: tuple[int, ...]  # shape of its first tensor
+    shape: tuple[int, ...]  # shape of the tensor that it was added for
     dtype: torch.dtype
 
 
@@ -72,7 +72,7 @@ class Account:
         self._note_peak()
 
     def move(self, block: Block, category: Category) -> None:
-        """Move a block to a category, and in the peak as well if the block existed at that time."""
+        """Move a block to another category; do so in the peak too if the block existed then."""
         self._transfer(self.live, block, category)
         if block.since <= self._peak_since:
             self._transfer(self.peak, block, category)

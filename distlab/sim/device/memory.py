@@ -178,7 +178,7 @@ class MemoryTracker:
             self._follow_sizes(tensors_in(out), op.name)
 
     def meet(self, parameter: Tensor) -> None:
-        """Register a parameter, and also its gradient, now or as soon as there is one."""
+        """Register a parameter, and its gradient now or as soon as it has one."""
         if is_lazy(parameter):
             return  # a lazy parameter has neither shape nor memory yet
         self.reclassify(parameter, "parameters")
@@ -247,7 +247,7 @@ class MemoryTracker:
     def _require(self, nbytes: int, op_name: str) -> None:
         capacity = self.capacity_bytes
         if capacity is not None and self._account.live_bytes + nbytes > capacity:
-            _recognise_optimizer_state()  # state made by an unfinished first step is still unknown
+            _recognise_optimizer_state()  # an unfinished first step's state is not classified yet
             raise OutOfMemory(_explain(self._update(), nbytes, capacity, op_name))
 
 

@@ -20,10 +20,10 @@ from distlab.sim.device.flops import Cost, Operation, op_cost, tensors_in
 
 Key = tuple[Any, ...]  # everything that the shape of a result may depend on
 
-_MOST_CALLS = 20_000  # calls kept in the cache
+_MOST_CALLS = 20_000  # maximum number of calls in the cache
 _PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 _PLAIN |= {torch.layout, torch.memory_format}
-_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # globals are faster than attributes of torch
+_SEQUENCES, _STRIDED = (list, tuple), torch.strided  # reading a global is faster than torch.strided
 
 
 class Result(NamedTuple):
@@ -69,7 +69,8 @@ def _key(
     """Return the key of this call in the cache, or None if it cannot be cached."""
     parts: list[Any] = [func, *kwargs]
     tensors: list[int] = []
-    # Floats, which change at every optimizer step, never affect shapes of in-place operations.
+    # A float never affects the shape of an in-place result, but optimizers change it at every step,
+    # so it is left out of the key.
     skipped = float if op.written else None
     if not (
         _describe(args, skipped, parts, tensors)
@@ -77,7 +78,7 @@ def _key(
         and tensors
     ):
         return None
-    if len(set(tensors)) < len(tensors):  # one tensor passed twice costs less than two
+    if len(set(tensors)) < len(tensors):  # the same tensor passed twice costs less than two tensors
         first_places: dict[int, int] = {}
         parts += [first_places.setdefault(tensor, place) for place, tensor in enumerate(tensors)]
     return tuple(parts)
@@ -86,7 +87,7 @@ def _key(
 def _describe(
     values: Sequence[Any], skipped: type | None, parts: list[Any], tensors: list[int]
 ) -> bool:
-    """Append to ``parts`` all that shapes may depend on; return False if that is impossible."""
+    """Append to ``parts`` all that shapes depend on; return False if the call cannot be cached."""
     parts.append(len(values))
     for value in values:
         kind = type(value)

@@ -54,7 +54,7 @@ class Clock:
 
     @property
     def current(self) -> Strand:
-        """The running strand: a rank's first thread, or another of its threads."""
+        """The running strand: one thread of a rank."""
         return self.scheduler.current
 
     def act(self, *, is_progress: bool = True) -> None:
@@ -110,13 +110,13 @@ class Clock:
                 self._overlap.begins(rank, at_s)
 
     def collective_ends(self, ranks: Iterable[int], at_s: float) -> None:
-        """Note that a collective's bytes have arrived; ranks that computed meanwhile lost time."""
+        """Note that a collective's bytes have arrived, and charge ranks that computed meanwhile."""
         if self._overlap:
             for rank in ranks:
                 self._overlap.ends(rank, at_s)
 
     def sleep(self, seconds: float) -> None:
-        """Advance the running rank's clock and let others act; the rank may be waiting for them."""
+        """Advance the running rank's clock and let other ranks act; it may be waiting for them."""
         self.scheduler.current.clock_s += max(seconds, POLL_S)
         self.scheduler.rest()
 

@@ -20,7 +20,7 @@ class Faults:
         slow_ranks: rank -> factor on its computation time.
         slow_links: link name pattern -> divisor of the links' bandwidth.
         kill_ranks: rank -> virtual time in seconds after which its next call kills it.
-        kill_at_steps: rank -> number, from 1, of the optimizer step that kills it.
+        kill_at_steps: rank -> optimizer step at which it dies, counted from 1.
         delays_s: (source, destination) -> seconds added to every message between them, including
             those of built-in collectives.
         jitter_s: Longest random delay before a communication call. Each seed gives a different
@@ -103,7 +103,7 @@ class Form:
         field: Name of the field, which maps parsed keys to parsed values (except ``jitter_s``).
         keys: Parsers of all words but the last.
         value: Parser of the last word.
-        example: Well-formed text, shown in errors.
+        example: Valid text, shown in errors.
     """
 
     field: str

@@ -1,6 +1,6 @@
 """Computation slowed by concurrent collectives, which use processors and memory bandwidth.
 
-    rank 0    computes ───────────────┬──── the rest   0.15 s longer, if the cost is 0.15
+    rank 0    computes ───────────────┬──── the rest   ends 0.15 s later, if the cost is 0.15
     collective       ├──── 1 s ───────┤
 
 The loss is charged when the collective ends, and the rank pays for it at its next call. If the rank
@@ -24,7 +24,7 @@ class Overlap:
         self._cost = cost
         self._computed: list[deque[tuple[float, float]]] = [deque() for _ in range(num_ranks)]
         self._under_way = [0] * num_ranks
-        self._charged_until_s = [0.0] * num_ranks  # earlier computation adds no charge
+        self._charged_until_s = [0.0] * num_ranks  # computation before this is not charged again
         self._owed_s = [0.0] * num_ranks
 
     def computed(self, rank: int, start_s: float, end_s: float, now_s: float) -> None:

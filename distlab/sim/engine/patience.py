@@ -1,9 +1,9 @@
 """Limits on busy-waiting: one rule for polls, sleeps and readings of the clock.
 
 A rank that polls never blocks, so if all ranks of a deadlocked program poll, none appears to wait.
-Hence this rule: a strand that has long done nothing but poll or sleep counts as waiting for the
-operation that it polls. If all other strands wait as well, and no event is pending, the polling can
-never succeed, and the world is deadlocked.
+Hence this rule: a strand that has done nothing but poll or sleep for a long time counts as waiting
+for the operation that it polls. If all other strands wait as well, and no event is pending, the
+polling can never succeed, and the world is deadlocked.
 
     work      poll, poll, poll, …         MAX_POLLS times, however long that takes
     work      sleep, sleep, …             more than MIN_RESTS, and longer than PATIENCE_S in total
@@ -12,16 +12,16 @@ never succeed, and the world is deadlocked.
 
 from collections.abc import Callable
 
-MAX_POLLS = 10_000  # polls in a row; a program that gives up or sleeps in between makes fewer
-MIN_RESTS = 100  # sleeps in a row that do not yet count as a loop
-PATIENCE_S = 1800.0  # seconds of sleeping; gloo waits equally long for a missing rank
+MAX_POLLS = 10_000  # limit on polls in a row; programs that give up or sleep at times make fewer
+MIN_RESTS = 100  # up to this many sleeps in a row never count as waiting
+PATIENCE_S = 1800.0  # limit on seconds slept in a row; gloo waits just as long for a missing rank
 STRETCH = 0.1  # each sleep after MAX_POLLS is longer by this fraction of the time slept so far
 POLL_S = 1e-6  # cost of is_completed(); if it were free, a polling loop would never end
 # A program that times its steps reads the clock only a few times between communication calls. One
 # that reads it more often is polling. torch itself never reads the clock during a step.
 FREE_READINGS = 100
 
-Operation = Callable[[], object]  # returns the operation, for a report
+Operation = Callable[[], object]  # returns an operation to name in reports
 
 
 class Patience:
@@ -99,7 +99,7 @@ class Patience:
             is_progress: False for a call that counts as polling.
         """
         self._num_readings = 0
-        if is_progress:  # inlines `works`, as this runs for every message
+        if is_progress:  # a copy of `works`, since this runs for every message
             self._worked_s, self._num_asked = now_s, 0
             self.asks = self.tried = None
 

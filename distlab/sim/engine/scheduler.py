@@ -27,8 +27,9 @@ from typing import Any, NoReturn, Protocol
 from distlab.sim.engine.patience import MAX_POLLS, Operation, Patience
 
 NEVER = float("inf")
-MAX_UNWOUND = 100  # calls by an unwinding rank: a `finally` makes few, a loop with `except` many
-STACK_BYTES = 512 * 1024  # the default of 8 MiB takes 8 GiB of address space for 1,024 ranks
+# Limit on calls by a rank that is unwound: a `finally` makes few, a loop with `except` many.
+MAX_UNWOUND = 100
+STACK_BYTES = 512 * 1024  # the default of 8 MiB would take 8 GiB of addresses for 1,024 ranks
 
 
 class Stopped(BaseException):
@@ -138,10 +139,12 @@ class Scheduler:
         self.now_s = 0.0  # time of the latest event or `act`
         self.source: EventSource | None = None
         self.is_stopping = False
-        self.describe_rest: Callable[[Strand], object] = repr  # operation to report for a sleeper
-        self.on_abandoned: Callable[[Strand], None] = lambda _: None  # callback for killed daemons
-        self._on_switch = on_switch  # (from, to): swaps per-rank process state
-        self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # clock, rank, strand
+        # Returns the operation to report for a strand that only sleeps.
+        self.describe_rest: Callable[[Strand], object] = repr
+        # Called for each daemon thread that is killed because its rank has ended.
+        self.on_abandoned: Callable[[Strand], None] = lambda _: None
+        self._on_switch = on_switch  # called with (from, to), to swap the ranks' process state
+        self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # (clock, rank, strand)
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = count()
         self._all_ended = threading.Lock()
@@ -186,7 +189,7 @@ class Scheduler:
 
     def _be_rank(self, rank: Rank, body: Callable[[Rank], None]) -> None:
         me: Any = threading.current_thread()
-        me._daemonic = False  # inherited by threads that it starts
+        me._daemonic = False  # so that threads started by the rank are not daemons by default
         self.be(rank, lambda: body(rank))
 
     def spawn(self, name: str, *, is_daemon: bool) -> Strand:
@@ -397,7 +400,7 @@ class Scheduler:
             rank.baton.acquire()
 
     def _hand_over(self, rank: Strand) -> None:
-        """Pass the baton on for the last time."""
+        """Pass on the baton of a strand that has ended."""
         next_rank = self._next()
         if next_rank is None:
             self._all_ended.release()
@@ -454,5 +457,5 @@ class Scheduler:
             raise RuntimeError("the scheduler is not running")
         try:
             self.stop(self._on_deadlock())
-        except Exception as error:  # otherwise no rank would hand over the baton
+        except Exception as error:  # if it escaped, the baton would never be handed over
             self.stop(error)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from distlab.sim.reporting.sites import Site
 
 NOWHERE: Site = ("", 0, "")
-Row = tuple[int, str, str, float, float, int, int, Site, int]  # faster to make than an Event
+Row = tuple[int, str, str, float, float, int, int, Site, int]  # an Event, but faster to construct
 
 
 class Event(NamedTuple):
@@ -48,10 +48,11 @@ class Trace:
         self.bytes_by_link: list[float] = []
         self.leftovers: list[str] = []  # operations that never matched, one line each
         self.unwaited: list[str] = []  # handles never waited for, one line each, sorted by rank
-        self.killed_in_step_s: dict[int, float] = {}  # rank -> virtual time
+        self.killed_in_step_s: dict[int, float] = {}  # rank -> virtual time of its death
         self.network_s = 0.0  # time at which all ranks had ended and all bytes had arrived
         self._rows: list[Row] = []
-        self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]  # counts by source
+        # For each destination, the number of messages that have arrived, by source.
+        self._arrived: list[dict[int, int]] = [{} for _ in range(num_ranks)]
         self.bytes_sent = [0.0] * num_ranks
         self.bytes_received = [0.0] * num_ranks
         self.messages = [0] * num_ranks
@@ -91,7 +92,7 @@ class Trace:
         return list(map(Event._make, self._rows))
 
     def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
-        """Count bytes and messages between two ranks, no matter which call they belong to."""
+        """Count bytes and messages from one rank to another, whatever call they belong to."""
         self.bytes_sent[src] += num_bytes
         self.bytes_received[dst] += num_bytes
         self.messages[src] += messages
@@ -136,7 +137,7 @@ class Trace:
         }
 
     def digest(self) -> str:
-        """Return a hash of all events without file names, which differ between machines."""
+        """Return a hash of all events; leave out file names, which differ between machines."""
         sha = hashlib.sha256()
         for e in self.events:
             line = (e.rank, e.kind, e.name, e.start_s, e.end_s, e.num_bytes, e.peer, e.site[1:])
@@ -145,7 +146,7 @@ class Trace:
 
 
 def departure_s(send: Event, recv: Event) -> float:
-    """Return when the bytes left: at the send if it was buffered, else at the later call."""
+    """Return when the bytes left: at a buffered send, or else at the later of the two calls."""
     is_buffered = send.end_s == send.start_s
     return send.start_s if is_buffered else max(send.start_s, recv.start_s)
 

@@ -1,1 +1,1 @@
-"""The cluster's hardware: GPUs, links and routes; knows nothing of time or ranks."""
+"""The cluster's hardware: GPUs, links and routes, independent of time and ranks."""

@@ -116,9 +116,9 @@ class Cluster(Shape):
         nodes_per_leaf: In a fat-tree, the number of nodes that share a leaf switch.
         switch_adds: True if the switch of a node sums the data of its GPUs (NVLS).
         network_adds: True if the switches between nodes also sum data (SHARP).
-        numbering: Order of the GPUs, and so of the ranks: "block", node by node, or "cyclic", a GPU
-            of each node in turn. The names are from Slurm's --distribution.
-        faults: (pattern, factor) of each call of `slowed` by which this cluster was made.
+        numbering: Order of the GPUs, and hence of the ranks. "block" goes node by node; "cyclic"
+            takes one GPU from each node, over and over. The names are from Slurm's --distribution.
+        faults: (pattern, factor) of each `slowed` call that led to this cluster.
     Raises: ValueError: a value is invalid; the message says what is valid, in one line.
     """
 
@@ -149,7 +149,7 @@ class Cluster(Shape):
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> "Cluster":
-        """Return ``nodes`` nodes of a known machine, one of PRESETS, such as "dgx-h100".
+        """Return a cluster of ``nodes`` known machines, one of PRESETS, such as "dgx-h100".
 
         Raises: ValueError: there is no such preset; the message lists the valid names.
         Source: presets.py, for every number.
@@ -203,7 +203,7 @@ class Cluster(Shape):
         return list(nodes.values())
 
     def route(self, src: int, dst: int) -> Route:
-        """Return the route from GPU ``src`` to GPU ``dst``; without links if both are the same."""
+        """Return the route from GPU ``src`` to ``dst``; it has no links if both are the same."""
         route = self._routes.get((src, dst))
         if route is None:
             route = self._routes[src, dst] = self._find_route(

@@ -54,8 +54,8 @@ class Protocol(NamedTuple):
         hop: Latency between two GPUs of a node, as a multiple of the cluster's ``latency_s``.
         net_hop: Latency between two nodes, as a multiple of the cluster's ``net_latency_s``.
         net_efficiency: Bytes of data per byte sent between nodes; see GPUS for bytes inside nodes.
-        in_trees: Factor on the efficiency inside a node in trees, where a GPU serves three
-            neighbours instead of two.
+        in_trees: Factor on the efficiency inside a node if the algorithm is a tree, in which a GPU
+            serves three neighbours instead of two.
     """
 
     launch_s: Number

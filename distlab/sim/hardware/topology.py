@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a GPU is: the number of its node, and the GPU's number inside that node."""
+    """The position of a GPU: the number of its node, and its number inside that node."""
 
     node: int
     gpu: int
 
 
 class Path(NamedTuple):
-    """Names of the links from one GPU to another, and the number of relays in between."""
+    """The path from one GPU to another: the names of its links, and its number of relays."""
 
     links: tuple[str, ...]
     relays: int = 0

@@ -1,4 +1,4 @@
-"""Where each rank's program ended: at a ``return``, or on its last line.
+"""Find out where each rank's program ended: at a ``return``, or on its last line.
 
 A frame that is kept alive remembers the line on which it ended. So a trace function captures the
 outermost frame of each rank's program when the program starts, and then removes itself, because
@@ -26,11 +26,11 @@ SCRIPT = "<module>"
 STARTERS = ("_call", "_run_program")  # our functions that call the program
 LEADERS = ("_on_cpu", "_be_main")  # our functions that a starter may call before the program
 _IS_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-MAX_CALLS = 10_000  # limit on traced calls; high, as unpickling a program may import its module
+MAX_CALLS = 10_000  # limit on traced calls: high, since unpickling the program may import modules
 
 
 class Exits:
-    """Where ranks left their process groups, and where their programs ended.
+    """The places at which ranks left their process groups and at which their programs ended.
 
     Attributes:
         known: The exits recorded so far, by rank.
@@ -92,8 +92,10 @@ class _Program:
         is_called = is_started and code.co_name not in LEADERS
         if is_called and kind == PROGRAM and not code.co_flags & _IS_SUSPENDED:
             self._frame = frame
+        # Tracing ends with the starter's call, even if that call enters our own code or a torch
+        # decorator, not the program.
         if is_called or kind == GIVEN or self._num_calls == MAX_CALLS:
-            sys.settrace(None)  # even if the called function is ours or has a torch decorator
+            sys.settrace(None)
 
     def look_for_main(self, frame: FrameType | None) -> None:
         """Find the frame of the function that the script called, given a frame inside that call."""
@@ -120,7 +122,7 @@ class _Program:
 def deaths_due(
     faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates
 ) -> Iterator[None]:
-    """Kill the ranks that ``faults`` names, at a given time or as an optimizer step begins."""
+    """Kill ranks as ``faults`` demands: at a given time, or when an optimizer step begins."""
     for number, at_s in faults.kill_ranks.items():
         scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
     begun = [0] * clock.num_ranks

@@ -1,4 +1,4 @@
-"""The process groups that ranks make: the default one, and those from ``new_group``."""
+"""The process groups of ranks: the default group, and those that ``new_group`` makes."""
 
 from datetime import timedelta
 from typing import Any
@@ -58,7 +58,7 @@ class Groups:
         self.show()
 
     def show(self) -> None:
-        """Register the rank's groups by name, for functional collectives called in this thread."""
+        """Register the rank's groups by name, as functional collectives in this thread require."""
         register: Any = c10d._register_process_group  # type: ignore[attr-defined]
         for group, name in self._tables.__dict__["pg_names"].items():
             register(name, group)

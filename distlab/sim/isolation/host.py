@@ -34,7 +34,7 @@ def _few_collections() -> Iterator[None]:
     thresholds, was_enabled, is_ours = gc.get_threshold(), gc.isenabled(), not gc.get_freeze_count()
     if is_ours:
         gc.freeze()
-    if thresholds[0]:  # 0 means disabled
+    if thresholds[0]:  # 0 means that collection is disabled
         gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
     try:
         yield
@@ -50,8 +50,7 @@ def _few_collections() -> Iterator[None]:
 def _no_preemption() -> Iterator[None]:
     """Let this thread and those it starts keep running after they wake another (Linux only).
 
-    This affects only speed. A process that does not have the default scheduling policy keeps its
-    own.
+    This affects only speed. A process whose scheduling policy is not the default one keeps it.
     """
     is_ordinary = sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
     if is_ordinary:
@@ -64,7 +63,7 @@ def _no_preemption() -> Iterator[None]:
 
 
 def _set_policy(name: str) -> None:
-    with contextlib.suppress(OSError):  # a sandbox may refuse it
+    with contextlib.suppress(OSError):  # a sandbox may forbid the call
         os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))
 
 
@@ -76,7 +75,7 @@ FAST_S = 15e-6  # a hand-over between two cores takes at least this long
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Pin this thread and those it starts to the current core, if hand-overs are fast there."""
+    """Pin this thread and those it starts to the current core if that makes hand-overs fast."""
     free = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     if len(free) < 2 or os.getloadavg()[0] > len(free) - SPARE:
         yield

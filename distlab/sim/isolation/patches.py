@@ -23,7 +23,7 @@ import torch
 import torch.autograd.profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.distributed.nn.functional  # binds group.WORLD, so must not be imported inside a rank
+import torch.distributed.nn.functional  # binds group.WORLD, so never import it inside a rank
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.isolation.exits import Exits
@@ -79,7 +79,8 @@ def installed(host: RankHost) -> Iterator[None]:
         _restore_afterwards(undo)
         undo.callback(host.rank_states.leave, os.environ._data)  # type: ignore[attr-defined]
         _replace(undo, c10d, "_world", host.rank_states.tables)
-        isolate: Any = torch._C._distributed_c10d  # keeps named groups per thread; not in stubs
+        # Give each thread its own named groups. torch's stubs lack this function.
+        isolate: Any = torch._C._distributed_c10d
         isolate._set_thread_isolation_mode(True)
         undo.callback(isolate._set_thread_isolation_mode, False)
         _register_backend(host)
@@ -104,14 +105,15 @@ def installed(host: RankHost) -> Iterator[None]:
 def _restore_afterwards(undo: contextlib.ExitStack) -> None:
     """Make ``undo`` restore the process settings that ranks may change."""
     undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group replaces it
-    undo.callback(setattr, sys, "stdout", sys.stdout)  # redirections on several ranks may overlap
+    # Redirections on several ranks may overlap, and so leave these streams changed.
+    undo.callback(setattr, sys, "stdout", sys.stdout)
     undo.callback(setattr, sys, "stderr", sys.stderr)
     undo.callback(set_warning_state, warning_state())
     undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
     undo.callback(torch.set_default_dtype, torch.get_default_dtype())
     undo.callback(_set_deterministic, torch.are_deterministic_algorithms_enabled())
     undo.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(1)  # otherwise each rank's thread gets its own pool
+    torch.set_num_threads(1)  # otherwise each rank gets its own thread pool
 
 
 def _set_deterministic(wanted: bool) -> None:
@@ -214,7 +216,7 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     for owner in (dist, c10d):
         _replace(undo, owner, "init_process_group", init_process_group)
         _replace(undo, owner, "new_group", new_simulated_group)
-        _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch's works only on gloo
+        _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch's own needs gloo
 
 
 # Patches inside torch, which take effect even if a program imported the public functions earlier
@@ -259,7 +261,7 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Record each P2P batch when torch checks it, and allow DDP parameters on the meta device."""
 
     def verify_unless_meta(group: object, tensors: list[torch.Tensor], *rest: Any) -> None:
-        if not tensors[0].is_meta:  # DDP compares shapes by tensor values, which meta lacks
+        if not tensors[0].is_meta:  # torch compares shapes as tensor data, which meta tensors lack
             verify(group, tensors, *rest)
 
     def check_batch(p2p_ops: list[dist.P2POp]) -> None:
@@ -272,7 +274,7 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
         if host.mailbox.lanes is not None:
             host.mailbox.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
 
-    # torch's batch_isend_irecv calls this first, even if a program imported it by another name.
+    # batch_isend_irecv calls this check first, even if a program imported it under another name.
     check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
     verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
 
@@ -339,7 +341,7 @@ def _draw(rank_states: RankStates, generator: str, name: str, *args: Any, **kwar
 
 
 def _patch_profiler(replace: Replace, rank_states: RankStates) -> None:
-    """Keep a rank from starting the profiler while another rank uses it.
+    """Refuse to start the profiler on a rank while another rank is using it.
 
     A process has only one profiler, and starting it in two threads crashes the process (SIGSEGV).
     """
@@ -379,7 +381,7 @@ _OWNER = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 class MetaHandle:
-    """Provides streams and events for meta tensors: the CPU's, which do nothing.
+    """Provides the CPU's streams and events, which do nothing, for meta tensors.
 
     Args:
         undo: Stack that will undo the change to FSDP; the change is made when FSDP is first used.
@@ -401,7 +403,7 @@ class MetaHandle:
         return 0
 
     def _let_train(self, groups: Any) -> None:
-        """Disable FSDP's check; this is not done earlier, as importing FSDP takes a second."""
+        """Disable FSDP's check; doing it earlier would need FSDP's import, which takes a second."""
         check = groups._validate_no_meta_params
         self._undo.callback(setattr, groups, "_validate_no_meta_params", check)
         groups._validate_no_meta_params = lambda _: None

@@ -22,7 +22,7 @@ from distlab.sim.engine.scheduler import Strand
 from distlab.sim.hardware.topology import Place
 
 Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the original
-_warnings: Any = warnings  # the type stubs lack its private names
+_warnings: Any = warnings  # untyped, because the stubs lack its private names
 _environ: Any = os.environ
 
 # Functions called at every hand-over, and therefore looked up only once.
@@ -127,7 +127,8 @@ def functions_of(module: ModuleType, owner: object) -> list[str]:
 
 
 PYTHON_FUNCTIONS = functions_of(random, random._inst)
-NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]  # seed is not a method
+# np.random.seed is not a bound method, so `functions_of` does not find it.
+NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]
 
 
 _chdir = os.chdir
@@ -163,7 +164,7 @@ class RankStates:
         self._running: MutableSequence[int] | memoryview = (
             [0] * (1 + num_ranks) if running is None else running
         )
-        self._folder = self._home = ""  # the running rank's folder; the process's original folder
+        self._folder = self._home = ""  # the running rank's folder, and the original one
         torchrun = {
             "WORLD_SIZE": num_ranks,
             "LOCAL_WORLD_SIZE": self.num_local_ranks,

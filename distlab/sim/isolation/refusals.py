@@ -1,4 +1,4 @@
-"""Records which ranks saw a ``torch.distributed`` call fail, and makes torch's errors clearer.
+"""Record which ranks saw a ``torch.distributed`` call fail, and make torch's errors clearer.
 
 A rank that catches such an error continues or returns, while the other ranks, which have not seen
 the error, wait for it. So the last error of each rank is kept for the report.
@@ -37,8 +37,8 @@ class Refusals:
     def __init__(self, clock: Clock, rank_states: RankStates, exits: Exits, places: Places) -> None:
         self._clock, self._rank_states = clock, rank_states
         self._exits, self._places = exits, places
-        self._by_rank: dict[int, tuple[str, int]] = {}  # error, number of calls before it
-        self._outside: dict[int, str] = {}  # a call on a group that the rank is not in
+        self._by_rank: dict[int, tuple[str, int]] = {}  # (error, number of calls before it)
+        self._outside: dict[int, str] = {}  # rank -> its call on a group that it is not in
 
     def outside_note(self, rank: int) -> str:
         """Return a note on a call that torch skipped with only a warning; "" if there was none."""
@@ -98,7 +98,7 @@ class Refusals:
         exits, states = self._exits, self._rank_states
 
         def update_default_group(group: Any) -> None:
-            if group is None and states.is_in_rank():  # destroy_process_group()
+            if group is None and states.is_in_rank():  # called by destroy_process_group()
                 exits.left(states.current)
             update(group)
 
@@ -115,11 +115,11 @@ class Refusals:
         find = replace(c10d, "_get_default_group", get_default_group)
 
     def _speak_of_members(self, replace: Replace) -> None:
-        """Make the error about a rank outside a group list the ranks of the group."""
+        """Make torch's error about a rank outside a group name the group's ranks."""
         number_in_group, tables = c10d.get_group_rank, self._rank_states.tables
 
         def get_group_rank(group: Any, global_rank: int) -> int:
-            if group is tables.default_pg:  # as in torch, but in fewer steps
+            if group is tables.default_pg:  # same result as torch's function, but faster
                 return int(global_rank)
             members = _members(group)
             if members and global_rank not in members:
@@ -133,7 +133,7 @@ class Refusals:
             replace(owner, "get_group_rank", get_group_rank)
 
     def _refuse_self(self, replace: Replace) -> None:
-        """Make the error about a message to oneself say how ranks are counted within a group."""
+        """Make torch's error about a message to oneself explain how a group counts its ranks."""
 
         def check_not_self_rank(group: Any, rank: int, rank_type: str) -> None:
             try:

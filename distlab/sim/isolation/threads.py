@@ -42,7 +42,7 @@ _real_start, _real_join, _real_is_alive = (
     _real_thread.is_alive,
 )
 _real_select: Any = selectors.DefaultSelector.select
-NO_THREAD = -1  # no thread's identifier; finds a site without falling back to a thread's start
+NO_THREAD = -1  # matches no thread, so that `call_site` cannot fall back to a thread's start
 MAX_PAUSE_S = 1e-3  # longest pause between two polls of files
 STRAND = "_distlab_strand"  # attribute of a rank's thread that holds its strand
 
@@ -78,7 +78,7 @@ class Threads:
         replace(threading, "Lock", self._lock)
         replace(threading, "RLock", self._rlock)
         replace(threading, "_allocate_lock", self._lock)
-        replace(threading, "_time", time.monotonic)  # virtual when a rank calls it
+        replace(threading, "_time", time.monotonic)  # returns virtual time if a rank calls it
         replace(queue, "time", time.monotonic)
         replace(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
         replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
@@ -222,7 +222,7 @@ class Threads:
             until_s: Virtual time at which to give up.
             look: Function that describes the wait for a report.
         """
-        self._scheduler.act()  # strands with earlier clocks go first
+        self._scheduler.act()  # lets strands with earlier clocks go first
         current, site = self._scheduler.current, self._places.call_site()
         operation = ThreadWait(self._clock, look, site, current)
         start_s, is_in_time = current.clock_s, True
@@ -234,7 +234,7 @@ class Threads:
         with contextlib.suppress(ValueError):
             waiting.remove(current)
         if not is_in_time:
-            self._scheduler.rest()  # the thread may retry forever
+            self._scheduler.rest()  # a thread that keeps retrying counts as sleeping
         return is_in_time or is_done()
 
     def _select(self, selector: Any, timeout: float | None = None) -> list[Any]:
@@ -285,7 +285,7 @@ class RankLock:
         self._threads = threads
         self._lock = _real_lock()
         self._waiting: deque[Strand] = deque()
-        self._holder: Strand | None = None  # None if free, or if held by a thread of no rank
+        self._holder: Strand | None = None  # None if free, or held by a thread outside all ranks
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, waiting in virtual time."""
@@ -293,7 +293,7 @@ class RankLock:
         if self._lock.acquire(False):
             self._holder = me
             return True
-        if me is None or self._holder is None:  # the caller or the holder belongs to no rank
+        if me is None or self._holder is None:  # the caller or the holder is outside all ranks
             return self._lock.acquire(blocking, timeout)
         if not blocking:
             self._threads.ask()

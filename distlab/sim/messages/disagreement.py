@@ -28,7 +28,7 @@ class RankCall(NamedTuple):
     row: Row
 
     def key(self) -> str:
-        """Return a key that is equal for calls that agree, and different for all others."""
+        """Return a key that calls have in common only if they agree."""
         return f"{self.name} {sorted(self.values.items())}"
 
 
@@ -64,7 +64,7 @@ def disagreement(calls: Sequence[RankCall]) -> Mismatch:
         advice = " ".join(filter(None, [same, by_torch]))
         return mismatch("operation mismatch", _headline(names), rows, advice)
     words = [word for word in calls[0].values if len({str(g.values.get(word)) for g in calls}) > 1]
-    if NUM_TENSORS in words:  # then shapes and dtypes differ as well
+    if NUM_TENSORS in words:  # shapes and dtypes then differ too, but add nothing
         words = [NUM_TENSORS]
     details = [(side, f"with {_details(side[0], words)}") for side in ordered]
     is_shape = {"size", "dtype", "device", NUM_TENSORS}.issuperset(words)
@@ -98,7 +98,7 @@ def _merged(calls: Iterable[RankCall]) -> list[Row]:
 
 
 def unequal_parts(calls: Sequence[Call], rows: Sequence[Row]) -> Mismatch | None:
-    """Return an error if a rank in ``all_to_all`` is sent more or less than it expects."""
+    """Return an error if any rank in ``all_to_all`` is sent more or less than it expects."""
     for i, sender in enumerate(calls):
         for k, receiver in enumerate(calls):
             sent, expected = sender.inputs[k].numel(), receiver.outputs[i].numel()

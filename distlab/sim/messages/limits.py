@@ -1,7 +1,7 @@
-"""Time limits in virtual time: how ``timeout=`` is understood, and the errors for timeouts.
+"""Time limits in virtual time: the meaning of ``timeout=``, and the errors for timeouts.
 
-The text of each error begins like that of torch's own error on gloo. Where it can, it then names
-the operation that timed out.
+The text of each error begins like that of torch's own error on gloo. If the operation that timed
+out is known, the error then names it.
 """
 
 from collections.abc import Sequence

@@ -24,10 +24,10 @@ from distlab.sim.reporting.sites import Site
 
 SIZES = "A send and its recv need the same number of elements and the same dtype."
 ORDER = "Messages from one rank to another with the same tag meet in the order of the calls."
-MAX_TAKEN = 8  # how many messages taken by any-source recvs to remember, per receiving rank
-Pair = tuple[object, int, int]  # group and two ranks, the lower one first
-Address = tuple[object, int, int, int]  # group, source, destination, tag
-Taken = tuple[object, int, int, tuple[torch.Size, torch.dtype]]  # group, source, tag, form
+MAX_TAKEN = 8  # number of messages taken by any-source recvs to remember, per receiver
+Pair = tuple[object, int, int]  # (group, lower rank, higher rank)
+Address = tuple[object, int, int, int]  # (group, source, destination, tag)
+Taken = tuple[object, int, int, tuple[torch.Size, torch.dtype]]  # (group, source, tag, form)
 
 
 class Mailbox:
@@ -52,7 +52,7 @@ class Mailbox:
         self._has_any_source = False  # True once a recv from any rank has been posted
         self._numbers = count()
         self.closed: dict[Pair, tuple[int, str]] = {}  # rank that timed out, and its message
-        # By receiving rank: messages taken by any-source recvs, and the sites of those recvs.
+        # For each receiving rank, messages taken by any-source recvs, with those recvs' sites.
         self._taken: dict[int, deque[tuple[Taken, Site]]] = {}
 
     def next_number(self) -> int:
@@ -151,7 +151,7 @@ class Mailbox:
         return "rank {} had waited long enough in its {}".format(*timed_out) if timed_out else ""
 
     def taken_at(self, recv: Message) -> Site | None:
-        """Return where an any-source recv took a message ``recv`` could have taken, or None."""
+        """Return where an any-source recv took a message that would fit ``recv``, or None."""
         wanted = (recv.key, recv.peer, recv.tag, recv.form)
         taken = self._taken.get(recv.rank, ())
         return next((site for message, site in reversed(taken) if message == wanted), None)
@@ -182,7 +182,8 @@ class Mailbox:
                 [earlier.row(), later.row()],
                 f"{SIZES} {self._swapped_tag(send, recv, later) or ORDER}",
             )
-            earlier.fail(copy.copy(error), later.posted_s)  # each rank adds its own traceback
+            # Both ranks raise this error, and each adds its own traceback, so one gets a copy.
+            earlier.fail(copy.copy(error), later.posted_s)
             raise error
         if recv.peer == ANY_SOURCE:
             taken = self._taken.setdefault(recv.rank, deque(maxlen=MAX_TAKEN))
@@ -205,7 +206,7 @@ class Mailbox:
     def deliver(self, send: Message, recv: Message, at_s: float) -> None:
         """Copy the sent data into the recv's tensor, and finish both sides."""
         payload = send.tensor
-        if send.payload is not None:  # eager or strict
+        if send.payload is not None:  # the send is eager, or the mode is strict
             if send.is_eager:
                 payload = send.payload
             else:

@@ -39,7 +39,7 @@ THREADS = (
     "If several threads of a rank use this group, the order of their calls is chance: give each "
     "thread a group of its own."
 )
-MAX_SHAPES = 6  # shapes of a coalesced call shown in a report
+MAX_SHAPES = 6  # maximum number of shapes that a report shows for a coalesced call
 Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # (call, ranks of the group) -> transfers
 
 
@@ -54,7 +54,7 @@ class Attendance(Pending):
         tensors = call.inputs if call.is_coalesced else [*call.inputs, *call.outputs][:1]
         self.forms = [Form(tensor.shape, tensor.dtype) for tensor in tensors]
         self.meeting = meeting
-        self.kept: list[Tensor] = []  # copies of the inputs as posted, in strict mode
+        self.kept: list[Tensor] = []  # in strict mode, copies of the inputs as posted
 
     def late(self, limit_s: float) -> Exception:
         """Return the error for a rank whose own limit has expired; the collective continues."""
@@ -107,7 +107,7 @@ class Meeting:
     def __init__(self, world: "Meetings", key: object, group: tuple[int, ...], number: int) -> None:
         self._world, self.clock = world, world.clock
         self.key, self.group, self.number = key, group, number
-        self.attendances: dict[int, Attendance] = {}  # keys: global ranks
+        self.attendances: dict[int, Attendance] = {}  # by global rank
         self._under_way = 0  # number of unfinished transfers in the current phase
         self._begin_s = 0.0
         self._has_begun = False
@@ -223,7 +223,8 @@ class Meeting:
             clock.scheduler.at(self._begin_s, lambda: self._end(self._begin_s))
         else:
             calls = (attendance.call for attendance in self.attendances.values())
-            largest = max(calls, key=lambda call: call.num_bytes)  # sizes differ only if sparse
+            # Only sparse tensors may differ in size.
+            largest = max(calls, key=lambda call: call.num_bytes)
             self._run_phase(iter(self._world.plan(largest, self.group)), self._begin_s)
 
     def _run_phase(self, phases: Iterator[Phase], now_s: float) -> None:
@@ -305,4 +306,4 @@ class Meetings:
 
 
 def _copied(error: Mismatch, _: int) -> Mismatch:
-    return copy.copy(error)  # each rank adds its own traceback
+    return copy.copy(error)  # a copy for each rank, which adds its own traceback

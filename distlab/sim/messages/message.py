@@ -1,4 +1,4 @@
-"""Sends and recvs, from the call until the bytes have arrived, and the turns they may wait for.
+"""Sends and recvs, from the call until the bytes arrive, and the turns in which they start.
 
 NCCL runs the point-to-point operations of a stream one after another. Each rank has one stream per
 group and peer, for operations that it posts singly, and one stream per group for batches. The
@@ -23,7 +23,7 @@ from distlab.sim.reporting.sites import CallSite, Site
 from distlab.util.text import rank_names
 
 PREPOSITIONS = {"send": "to", "recv": "from"}
-_BATCHES = -2  # stands for the peer in the key of a lane for batches
+_BATCHES = -2  # replaces the peer in the keys of lanes for batches
 
 
 class Postbox(Protocol):
@@ -192,7 +192,7 @@ class Lanes:
     def __init__(self, start: Callable[[Message], None]) -> None:
         self._start = start
         self._lanes: dict[tuple[object, int, int], Lane] = {}
-        # By rank: the number of messages that its batch still expects, and the turn of that batch.
+        # For each rank, the number of messages that its batch still lacks, and the batch's turn.
         self._batches: dict[int, tuple[int, Turn | None]] = {}
         self._due: deque[tuple[Turn, float]] = deque()
         self._is_starting = False
@@ -205,7 +205,7 @@ class Lanes:
         """Put a message in its lane; return whether it may start now."""
         turn = self._batch_turn(message)
         if turn is None:
-            if message.peer == ANY_SOURCE:  # NCCL has no such recv, so it needs no lane
+            if message.peer == ANY_SOURCE:  # NCCL has no such recv, so none needs a lane
                 return True
             turn = Turn(self._lane(message, message.peer), is_batch=False)
         turn.add(message)

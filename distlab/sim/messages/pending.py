@@ -36,9 +36,9 @@ class Pending:
         *("clock", "error", "maker", "posted_s", "rank", "site", "waiters"),
     )
     kind = "collective"  # or "send", "recv", "founding", "store", "thread"
-    is_recorded = True  # False if the trace records only waits for the operation
+    is_recorded = True  # False if the trace records waits for it, but not the operation
     peer = -1  # global rank of a message's other side
-    number = -1  # number of a message
+    number = -1  # number that both sides of a message share
 
     def __init__(
         self, clock: Clock, name: str, group: tuple[int, ...], num_bytes: int, call: CallSite
@@ -110,7 +110,7 @@ class Pending:
         me = self.clock.scheduler.current
         self.waiters = (*self.waiters, me)
         is_in_time = self.clock.block(self, until_s)
-        if not self.is_done:  # a finished operation no longer wakes strands
+        if not self.is_done:  # once it is done, it wakes no more strands
             self.waiters = tuple(other for other in self.waiters if other is not me)
         return is_in_time
 
@@ -180,7 +180,7 @@ class Buffers:
             nothing; None if no operation costs anything.
 
     Attributes:
-        unnoticed: Function that returns such a context, for use by other code; never None.
+        unnoticed: The same function; if None was given, one whose context does nothing.
         copy: Function that copies its second argument into its first.
     """
 
@@ -205,8 +205,8 @@ def same_bytes(x: Tensor, y: Tensor) -> bool:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    flat = x.detach().contiguous().view(-1)  # a 0-d tensor cannot be viewed as bytes
-    if flat.numel() == 1:  # the stride of a single element is arbitrary
+    flat = x.detach().contiguous().view(-1)  # 1-D, as a 0-d tensor cannot be viewed as bytes
+    if flat.numel() == 1:  # a single element may have any stride, but a view needs 1
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 

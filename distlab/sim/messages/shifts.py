@@ -17,7 +17,7 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import clauses, rank_names
 
-MAX_KEPT = 8  # calls kept per group, each with its own set of lines
+MAX_KEPT = 8  # calls kept per group, each made at a different set of lines
 
 
 class Split(NamedTuple):
@@ -25,14 +25,14 @@ class Split(NamedTuple):
 
     Attributes:
         number: Number of the call in its group, from 0.
-        sites: Where each rank made the call.
+        sites: Line on which each rank made the call.
     """
 
     number: int
     sites: Mapping[int, Site]
 
     def text(self) -> str:
-        """Return text that says who made the call where, and asks about extra or missing calls."""
+        """Return text that says which ranks called where, and asks about extra or missing calls."""
         by_site: dict[Site, list[int]] = {}
         for rank, site in self.sites.items():
             by_site.setdefault(site, []).append(rank)
@@ -48,7 +48,7 @@ class Splits:
 
     def __init__(self) -> None:
         self._by_group: dict[object, dict[frozenset[Site], Split]] = {}
-        # By group and rank: how often the rank used each line of such calls.
+        # For each group and rank, how often the rank made such a call at each line.
         self._uses: dict[object, dict[int, Counter[Site]]] = {}
 
     def note(self, key: object, number: int, sites: Mapping[int, Site]) -> None:

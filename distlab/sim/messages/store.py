@@ -1,4 +1,4 @@
-"""The key-value store of a simulated world, and the waits of ranks for keys."""
+"""The key-value store of a simulated world, and the ranks' waits for its keys."""
 
 import difflib
 import re
@@ -16,11 +16,11 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import CallSite, Places, Site
 from distlab.util.text import joined, verb
 
-MAX_KEYS = 4  # keys shown in a report
-FREE_ANSWERS = 1000  # equal answers in a row that cost no virtual time
+MAX_KEYS = 4  # maximum number of keys shown in a report
+FREE_ANSWERS = 1000  # number of equal answers in a row that cost no virtual time
 MAX_ANSWERS = 200_000  # further equal answers until a deadlock; they take 1 to 2 s of real time
 MAX_ASKED = 8  # keys per thread whose last answers are kept
-MAX_VALUE_BYTES = 20  # bytes of a value shown in a report
+MAX_VALUE_BYTES = 20  # maximum number of bytes of a value shown in a report
 _DIGITS = re.compile(r"\d+")
 NEAR = 0.7  # similarity above which a key may be a misspelling of another; equal keys have 1
 
@@ -73,7 +73,7 @@ class KeyWait(Pending):
         return store_error(self.keys, limit_s)
 
     def fate(self) -> str:
-        """Return a clause on the first key: that it was never set, who deleted it, or its value."""
+        """Return a clause on the first key: its value, who deleted it, or that no rank set it."""
         key = self.keys[0]
         change = self.changes.get(key)
         if change and key in self.values:
@@ -117,16 +117,16 @@ def _shown(value: bytes) -> str:
 class SimStore(Store):
     """A store that all ranks share. Only ``check`` and repeated queries cost virtual time."""
 
-    timeout: timedelta  # torch's stub lacks it
+    timeout: timedelta  # missing from torch's stub
 
     def __init__(self, clock: Clock, places: Places) -> None:
         super().__init__()
         self._clock, self._places = clock, places
-        self._no_limit = self.timeout  # torch's default
+        self._no_limit = self.timeout  # torch's default, which means no limit here
         self._values: dict[str, bytes] = {}
         self._changes: dict[str, Change] = {}
         self._waits: list[KeyWait] = []
-        # By (rank, thread) and key: the last answer, and how many equal answers preceded it.
+        # For each (rank, thread) and key, the last answer and the number of equal ones before it.
         self._asked: dict[tuple[int, int], dict[str, tuple[bytes, int]]] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -180,7 +180,7 @@ class SimStore(Store):
         """Add to a counter and return its new value; adding 0 only reads it."""
         if amount == 0 and key in self._values:
             self._ask("add", key)
-            if key in self._values:  # no other rank has deleted it meanwhile
+            if key in self._values:  # unless another rank has deleted it meanwhile
                 return int(self._values[key])
         else:
             self._clock.act()
@@ -192,7 +192,7 @@ class SimStore(Store):
         """Set a key if it has the expected value; return the value that it has afterwards."""
         old = expected if isinstance(expected, bytes) else expected.encode()
         if self._values.get(key, old) != old:
-            self._ask("compare_set", key)  # the rank may be waiting for another to set it
+            self._ask("compare_set", key)  # the rank may be waiting for another rank to set it
         else:
             self._clock.act()
         if self._values.get(key, b"") == old:

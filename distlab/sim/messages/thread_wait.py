@@ -1,4 +1,4 @@
-"""How a rank's threads wait for each other: for a lock, a queue, or the end of a thread.
+"""Waits between the threads of a rank: for a lock, a queue, or the end of a thread.
 
     main ──▶ 'saver' ──▶ room in a queue         main waits for the end of the thread 'saver'
 
@@ -15,7 +15,7 @@ from distlab.sim.reporting.sites import CallSite
 
 
 class Awaited(NamedTuple):
-    """What a thread waits for (a lock, a queue, a thread's end), and advice if it waits in vain.
+    """Description of a thread's wait (for a lock, a queue, a thread's end), and advice on it.
 
     Attributes:
         by: Thread that has to continue first, or None if it is unknown.

@@ -26,7 +26,7 @@ class Handles:
     """
 
     def __init__(self) -> None:
-        self.open: dict[Pending, None] = {}  # a plain dict is fast: every operation passes through
+        self.open: dict[Pending, None] = {}  # a plain dict, for speed: every operation is added
 
     def rows(self, ranks: Iterable[int]) -> list[Row]:
         """Return rows for the open handles of these ranks, sorted by rank; equal ones share a row.
@@ -100,7 +100,8 @@ class SimWork(dist.Work):
         """Return whether the operation is done; a failed one raises an error in its rank."""
         return self.is_completed()
 
-    synchronize = block_current_stream = wait  # type: ignore[assignment]  # a rank is its own stream
+    # A simulated rank has a single stream, so all three methods do the same.
+    synchronize = block_current_stream = wait  # type: ignore[assignment]
 
     def result(self) -> list[Tensor]:
         """Return the tensors that were written."""
@@ -123,7 +124,7 @@ class SimWork(dist.Work):
         """
         self._open.pop(self.pending, None)
         rank = self.pending.clock.current
-        if torch._C._current_graph_task_id() == -1:  # not in backward
+        if torch._C._current_graph_task_id() == -1:  # not in a backward pass
             self.pending.wait()
         else:
             posted_s = rank.clock_s

@@ -35,7 +35,7 @@ class Flow:
         since_s, remaining_bytes: Time of the last change of the rate, and bytes left at that time.
         finish_s: Time at which the flow ends if rates no longer change.
         order: Number of the flow, in order of start.
-        tag: Value for the caller's own use.
+        tag: Value for the caller to use.
     """
 
     __slots__ = (
@@ -91,7 +91,7 @@ class Crowd:
     def __init__(self, bytes_per_s: Sequence[float]) -> None:
         self._bytes_per_s = np.array([*bytes_per_s, inf])
         self._nowhere = len(bytes_per_s)
-        self._flows: list[Flow] = []  # one per column, ended ones included
+        self._flows: list[Flow] = []  # the flow of each column, even if it has ended
         self._column: dict[Flow, int] = {}  # columns of the flows that have not ended
         self._routes: Links = np.empty((0, 0), dtype=np.intp)
         self._left: Floats = np.empty(0)  # infinity for flows that have ended
@@ -190,7 +190,7 @@ class Crowd:
         self._levels[self._levels >= self._floor] = inf
         fill_links(routes, spare, self._levels)
         _even_out(self._levels)
-        self._floor = inf  # until flows are added or end, nothing changes
+        self._floor = inf  # no rate changes until a flow is added or ends
         rates = self._levels.take(routes).min(axis=0)
         changed = rates != self._rates[moving]
         return moving[changed], rates[changed]
@@ -253,7 +253,7 @@ def _per_link(routes: Links, values: Floats | float, links: int) -> Floats:
 
 
 def _even_out(levels: Floats) -> None:
-    """Where levels differ only by rounding, set them all to the lowest."""
+    """Set levels that differ only by rounding to the lowest of them."""
     full = np.flatnonzero(levels < inf)
     full = full[np.argsort(levels[full])]
     ascending = levels[full]

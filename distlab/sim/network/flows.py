@@ -38,7 +38,7 @@ class Network:
         network.pop_finished(end_s)          # [flow]
 
     Every call advances the network to its ``now_s``, which must not be earlier than in the last
-    call. Flows that end on the way end at their own times.
+    call. Flows that end before then still get their exact end times.
 
     Args: bytes_per_s: Bandwidth of each link, above 0.
     Raises: ValueError: time runs backwards, or a bandwidth is not positive and finite.
@@ -53,7 +53,7 @@ class Network:
             _check_bandwidth(link, value)
         self.bytes_by_link = [0.0] * len(bytes_per_s)  # bytes of the flows that have ended
         self._bytes_per_s = list(bytes_per_s)
-        self._flows_on: list[dict[Flow, None]] = [{} for _ in bytes_per_s]  # dict: an ordered set
+        self._flows_on: list[dict[Flow, None]] = [{} for _ in bytes_per_s]  # dicts as ordered sets
         self._ends: list[tuple[float, int, Flow]] = []  # heap, which also holds outdated entries
         self._changed: dict[int, None] = {}  # links whose flows need new rates as of _now_s
         self._changed_crowds: dict[Crowd, None] = {}  # crowds whose flows need new rates
@@ -107,16 +107,17 @@ class Network:
         return finished
 
     def _advance(self, now_s: float) -> None:
-        """Move the clock to ``now_s``, ending flows on the way, each at its own time."""
+        """Move the clock to ``now_s``; flows that are due before then end at their exact times."""
         if now_s < self._now_s:
             raise ValueError(f"time runs backwards: {now_s} s after {self._now_s} s")
         ends = self._ends
         while (end_s := self._next_end_s()) <= now_s:
             self._now_s = end_s
-            while ends and ends[0][0] == end_s:  # all flows that end now, before a single solve
+            # End all flows that are due, so that a single solve suffices.
+            while ends and ends[0][0] == end_s:
                 _, _, flow = heapq.heappop(ends)
                 if flow.finish_s == end_s and (flow.own_rate or flow.crowd):
-                    self._end(flow)  # it has not ended yet, and its entry is not outdated
+                    self._end(flow)  # the flow has not ended yet, and its entry is not outdated
         self._now_s = now_s
 
     def _next_end_s(self) -> float:

@@ -56,7 +56,7 @@ class Traffic:
 
         Args:
             latency_s: Latency of each message; None for the latency of the route.
-            bytes_on_links: Bytes of each message including protocol flags; None if it has none.
+            bytes_on_links: Bytes of each message with its protocol flags; None if it has no flags.
         """
         route, total = self.cluster.route(src, dst), repeat * num_bytes
         self._trace.carried(src, dst, total, repeat)

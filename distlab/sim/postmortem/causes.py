@@ -23,7 +23,7 @@ class Cause(NamedTuple):
         ranks: Ranks to blame.
         involved: Ranks that this cause blocks.
         words: Sentence that says which ranks wait for which.
-        advice: What to look for in the program.
+        advice: Hints at what to look for in the program.
     """
 
     kind: DeadlockKind
@@ -127,7 +127,7 @@ def _key_never_set(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _thread_wait(waits: Sequence[ThreadWait]) -> Cause:
-    """Blame ranks whose own threads block them, in the same way on each rank."""
+    """Blame the ranks; each is blocked by its own threads, in the same way."""
     ranks = [wait.rank for wait in waits]
     words, advice = thread_waits.words(ranks, waits[0]), thread_waits.advice(waits[0])
     return Cause("thread wait", ranks, ranks, words, advice)
@@ -168,7 +168,8 @@ def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> st
     if len({still.blocked[rank].title() for rank in cycle}) < len(cycle):
         return f"{waits}{rule} These are two different groups of the same ranks: check group=."
     hint = wrong_group(still, ranks, still.mates[cycle[0]])
-    is_one_line = len({still.blocked[rank].site for rank in ranks}) == 1  # a loop over groups?
+    # If all calls are on one line, it may be a loop over groups.
+    is_one_line = len({still.blocked[rank].site for rank in ranks}) == 1
     if hint and not is_one_line:
         return f"{hint} If not: {lowered(rule)}"
     if hint and not names:

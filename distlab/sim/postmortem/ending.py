@@ -36,7 +36,7 @@ def standstill_error(
     """Return the error for a world in which no rank can continue.
 
     Args:
-        mailbox: Holds all unmatched sends and recvs.
+        mailbox: Mailbox with all unmatched sends and recvs.
     """
     blocked = {rank.number: waiting(rank) for rank in ranks}
     firsts = {number: strands[0] for number, strands in blocked.items() if strands}
@@ -101,7 +101,7 @@ def rank_error(
     tracebacks.keep_frames(shown, partial(_of_program, places=places))
     headline = tracebacks.headline(error)
     text, stack = "".join(shown.format()), "".join([TRACEBACK, *shown.stack.format()])
-    if isinstance(error, OutOfMemory):  # its message is a whole report, to be printed once
+    if isinstance(error, OutOfMemory):  # its message is a whole report: print it only once
         headline, text = f"OutOfMemory: {error}", stack
     if TRACEBACK.strip() in headline:  # the message has errors of all ranks, with torch's frames
         headline, text = _without_frames(headline), stack

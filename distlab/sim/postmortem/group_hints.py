@@ -81,7 +81,7 @@ def _question(*calls: tuple[Attendance, Sequence[int]]) -> str:
     wide, ranks = max(calls, key=lambda call: len(call[0].group))
     fault = _fault(wide)
     if fault == "missing" and first.site == second.site:
-        fault = "missing, or None,"  # all ranks run this line, so it may pass group=None
+        fault = "missing, or None,"  # the line makes both calls, so it may pass group=None
     return f"is group= {fault} on {rank_names(ranks)}?"
 
 
@@ -101,5 +101,5 @@ def _fitting_group(still: Standstill, ranks: Sequence[int], wait: Attendance) ->
 
 
 def _fault(wait: Attendance) -> str:
-    """Return what is wrong with ``group=`` in a call whose group has too many ranks."""
+    """Say whether ``group=`` is missing or wrong in a call whose group has too many ranks."""
     return "missing" if len(wait.group) == wait.clock.num_ranks else "wrong"

@@ -9,7 +9,7 @@ from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.reporting.report import place
 from distlab.util.text import clauses, rank_names, verb
 
-MAX_GROUPS = 4  # most groups in a sentence
+MAX_GROUPS = 4  # maximum number of groups that a sentence names
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 

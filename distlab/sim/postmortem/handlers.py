@@ -135,9 +135,10 @@ def suspicions(
     already says so.
 
     Args:
-        exits: Where each rank ended, by rank.
+        exits: Exits of the ranks, by rank, if known.
     """
-    ends = {exits[rank].at for rank in error.ranks if rank in exits}  # few, even for many ranks
+    # Even with many ranks, these are only a few lines.
+    ends = {exits[rank].at for rank in error.ranks if rank in exits}
     if any(handler_around(site) for site in ends):
         return
     if isinstance(error, Mismatch) or (isinstance(error, Deadlock) and error.kind in KINDS):

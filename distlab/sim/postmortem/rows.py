@@ -1,4 +1,4 @@
-"""The rows of a report: what ranks wait for, how others ended, and what else was posted."""
+"""The rows of a report: ranks that wait, ranks that have ended, and other posted operations."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -140,7 +140,7 @@ def alike(rows: Iterable[Row]) -> list[Row]:
 
 
 def in_other_threads(operations: Iterable[Pending]) -> list[str]:
-    """Return a table, with a heading, of what the ranks' other threads wait for."""
+    """Return a table, with a heading, of the operations that block other threads of the ranks."""
     rows = fitting([(row_of(operation), operation) for operation in operations], MAX_IDLE)
     return ["other threads wait too:", *table(rows)] if rows else []
 

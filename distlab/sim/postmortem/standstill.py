@@ -20,7 +20,7 @@ from distlab.sim.postmortem.group_names import GroupNames
 from distlab.sim.reporting.sites import Exit, Site
 from distlab.util.text import clauses, rank_names, verb
 
-MAX_CLAUSES = 3  # most clauses in a sentence; a longer one keeps its first two and its last
+MAX_CLAUSES = 3  # maximum number of clauses in a sentence; a longer one keeps its first two
 
 Graph = Mapping[int, Sequence[int]]  # blocked rank -> ranks that it waits for
 
@@ -71,7 +71,7 @@ class History(NamedTuple):
         calls: Number of torch.distributed calls and the last of them, by rank.
         arrived: Number of messages that have arrived, by (source, destination).
         groups: All groups that were made, by key.
-        exits: Where each rank ended, by rank, if known.
+        exits: Exits of the ranks, by rank, if known.
         splits: Collective calls that the ranks of a group made at different lines.
         is_in_order: True if messages between two ranks ran one at a time (``Options.p2p_order``).
     """
@@ -143,7 +143,7 @@ class Standstill:
 
     @cached_property
     def mates(self) -> dict[int, list[int]]:
-        """For each rank, all ranks with an equal wait, including itself."""
+        """For each rank, the ranks with an equal wait, itself included."""
         return {rank: group for group in self._alike(self.blocked) for rank in group}
 
     # Words

@@ -18,7 +18,7 @@ def alike(waits: Iterable[ThreadWait]) -> list[list[ThreadWait]]:
 
 
 def words(ranks: Sequence[int], wait: ThreadWait) -> str:
-    """Describe the thread that cannot continue and the one that waits for it, or a circle."""
+    """Describe a thread that cannot continue and the one that waits for it, or a whole circle."""
     chain = wait.chain()
     links = _circle(chain) or chain[:-3:-1]
     if len(links) == 1 and not wait.waiters[0].name:

@@ -1,4 +1,4 @@
-"""Advice on deadlocks of messages, depending on the ranks and calls involved."""
+"""Advice on deadlocks caused by messages, depending on the ranks and calls involved."""
 
 from collections.abc import Collection, Sequence
 
@@ -74,7 +74,7 @@ def _all_receive(still: Standstill, ranks: Sequence[int]) -> str:
 
 
 def _counts(still: Standstill, ranks: Sequence[int]) -> str:
-    """Ask about a missing or extra message if more went one way than the other; "" if not."""
+    """Ask about a missing or extra message if more went one way than the other, else return ""."""
     if len(ranks) != 2:
         return ""
     arrived = still.history.arrived

@@ -13,8 +13,8 @@ from typing import Literal
 MismatchKind = Literal[
     "operation mismatch",
     "shape or dtype mismatch",
-    "buffer changed",  # written to before its operation was done; strict mode
-    "never met",  # posted, but never matched or waited for; strict mode
+    "buffer changed",  # a buffer was written to before its operation was done (strict mode)
+    "never met",  # an operation was posted, but never matched (strict mode)
 ]
 DeadlockKind = Literal[
     "send/recv cycle",  # ranks wait for each other's messages in a circle
@@ -39,7 +39,7 @@ class SimulationError(RuntimeError):
         self.ranks, self.advice = tuple(ranks), advice
 
     def note(self, causes: Sequence[str], remarks: Sequence[str]) -> None:
-        """Insert causes before the advice, now introduced by "Or else:", and append remarks."""
+        """Insert causes, then "Or else:", before the advice, and append remarks."""
         text = str(self)
         if causes and self.advice:
             before, _, after = text.rpartition(self.advice)
@@ -81,10 +81,10 @@ class BlockedCall:
     """The call that blocks a rank."""
 
     rank: int
-    operation: str  # "recv", "all_reduce"
+    operation: str  # such as "recv" or "all_reduce"
     waits_for: tuple[int, ...]  # global ranks
-    where: str  # "ring.py:41 in exchange"
-    text: str  # "recv from rank 2, (4,) float32"
+    where: str  # such as "ring.py:41 in exchange"
+    text: str  # such as "recv from rank 2, (4,) float32"
 
 
 class Deadlock(SimulationError):

@@ -17,7 +17,7 @@ import typing_extensions
 from distlab import process_group
 from distlab.sim.reporting.torch_calls import INDIRECT
 
-Site = tuple[str, int, str]  # file ("" in given code), line, function
+Site = tuple[str, int, str]  # (file, line, function); the file is "" in given code
 CallSite = tuple[Site, bool, str]  # (site, whether torch makes the call, its function or "")
 
 _SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
@@ -27,7 +27,7 @@ PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
 def outside() -> FrameType:
     """Return the innermost frame outside the simulator: the frame of the code that called it.
 
-    It does not matter how many of the simulator's functions lie in between.
+    The number of the simulator's functions on the stack does not matter.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_SIMULATOR) and frame.f_back is not None:
@@ -36,7 +36,7 @@ def outside() -> FrameType:
 
 
 class Exit(NamedTuple):
-    """Where a rank's program ended.
+    """The place at which a rank's program ended.
 
     Attributes:
         at: Last line of the rank's program.

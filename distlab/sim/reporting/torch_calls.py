@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch.distributed.distributed_c10d as c10d
 
-_ADVICE = (  # pattern of a function's name, advice; the first match counts
+_ADVICE = (  # (pattern of a function's name, advice); the first match counts
     (
         r"\.backward$",
         "torch makes this call for the gradients, in backward(): all ranks have to run the same "
@@ -56,7 +56,7 @@ _ADVICE = (  # pattern of a function's name, advice; the first match counts
         "the same settings.",
     ),
 )
-# Functions of torch.distributed that communicate by calling others.
+# Functions of torch.distributed that communicate through other functions of the module.
 INDIRECT = frozenset(name for name in dir(c10d) if re.search("_object|coalesc", name))
 
 

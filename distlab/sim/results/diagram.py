@@ -1,7 +1,7 @@
 """Pictures of a simulated run, each a matplotlib Figure: ``figure.savefig("ring.svg")``.
 
-space_time   what each rank did over time, with messages as arrows
-gantt        how each rank spent its time
+space_time   the activities of each rank over time, with messages as arrows
+gantt        the total time that each rank computed, waited and was idle
 """
 
 import textwrap
@@ -35,15 +35,15 @@ STATES = {  # (is sending, is receiving) -> activity
     (False, False): "waiting",
 }
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
-CROWDED = 32  # most ranks for which messages are drawn; more arrows would hide everything else
-MANY = 500  # most messages that are drawn with thick arrows
+CROWDED = 32  # with more ranks, messages are left out: the arrows would hide everything else
+MANY = 500  # with more messages, the arrows are thinner
 LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
 _ARROW: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "units": "inches"}
 
 Span = tuple[float, float]  # y range, relative to a lane's middle; y grows downward
-Bar = tuple[int, float, float]  # rank, start and end in seconds
-Interval = tuple[float, float]  # seconds
+Bar = tuple[int, float, float]  # (rank, start, end), in seconds
+Interval = tuple[float, float]  # (start, end), in seconds
 
 
 def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> Figure:
@@ -114,7 +114,7 @@ def _waits(simulated: Simulated[Any], waits: Iterable[Event]) -> dict[str, list[
 
 
 def _cuts(wait: Event, intervals: Iterable[Interval]) -> list[float]:
-    """Return the start and end of a wait, and the times in between when messages start or end."""
+    """Return the start and end of a wait, and the times within it when messages start or end."""
     inside = {time for time in chain(*intervals) if wait.start_s < time < wait.end_s}
     return sorted({wait.start_s, wait.end_s, *inside})
 
@@ -178,7 +178,7 @@ class _Lanes:
         return (-edge, edge), (edge, edge)
 
     def draw_bars(self, name: str, bars: list[Bar], span: Span, colour: str) -> None:
-        """Draw bars of one kind. White lines separate them where they are wide enough."""
+        """Draw bars of one kind. White lines separate bars that are wide enough."""
         if not bars:
             return
         top, bottom = span

@@ -1,4 +1,4 @@
-"""A simulated run for other tools: Perfetto, Holistic Trace Analysis, a spreadsheet.
+"""Export a simulated run to other tools: Perfetto, Holistic Trace Analysis, a spreadsheet.
 
     rank 0   compute            ████ wait ████
              communication 1         send ┄┄┐
@@ -166,7 +166,7 @@ def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Jso
 
 
 def _as_kernel(entry: Json) -> Json:
-    """Name a slice that communicates after an NCCL kernel, and mark a wait as a host call."""
+    """Give a communication slice the name of an NCCL kernel, and mark a wait as a host call."""
     if entry["cat"] == "wait":
         return {**entry, "cat": "cpu_op", "args": {**entry["args"], "stream": -1}}
     if entry["tid"] == COMPUTE:

@@ -1,4 +1,4 @@
-"""A simulated run in words: a table with the totals of each rank, and the assumptions."""
+"""Summary of a simulated run: a table with the totals of each rank, and the assumptions."""
 
 from collections.abc import Iterable, Sequence
 from math import isclose
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from distlab.sim.results.simulated import Simulated
 from distlab.util.text import bytes_text, counted, seconds_text
 
-LISTED = 16  # most ranks with a line each; with more, only the spread and the slowest are shown
-SLOWEST = 3  # slowest ranks shown
-BUSIEST = 3  # busiest links listed
+LISTED = 16  # with more ranks, only the spread and the slowest ranks are shown
+SLOWEST = 3  # number of slowest ranks to show
+BUSIEST = 3  # number of busiest links to list
 
 HEADINGS = ("rank", "time", "compute", "exposed", "idle", "sent", "messages", "peak memory")
 
@@ -49,7 +49,7 @@ def totals(simulated: Simulated[Any]) -> list[Totals]:
 
 
 def summary(simulated: Simulated[Any]) -> str:
-    """Describe a run in words: the times, bytes and memory of each rank, and the assumptions.
+    """Describe a run: the times, bytes and memory of each rank, and the assumptions.
 
         simulated, preset dgx-h100, not measured
         4 ranks on 1 x 8 GPUs (H100-80GB), rail-optimised: 38.4 µs

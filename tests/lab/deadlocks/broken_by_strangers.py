@@ -1,7 +1,7 @@
 """Broken programs by people who had not seen the simulator.
 
-They wrote 525 programs. The ones here either led to a change, or have a report that says something
-that no other report in the catalogue does.
+Of their 525 programs, those kept here either led to a change in the simulator, or get a report
+that says something no other report in the catalogue says.
 """
 
 import os
@@ -79,7 +79,7 @@ def swallows_its_error_and_returns() -> None:
     "can hide an error: did rank 0 come through it, and so leave out a call?",
 )
 def suppresses_its_error() -> None:
-    """contextlib.suppress swallows an error, and afterwards no stack frame shows that."""
+    """contextlib.suppress swallows an error; afterwards, no stack frame shows that it did."""
     with suppress(KeyError):
         losses = {1: 1.0}
         dist.all_reduce(value(losses[me()]))
@@ -189,7 +189,7 @@ def returns_inside_the_loop() -> None:
     "do some ranks make a call more there, or one less? If not: why did ranks 0 and 1 return",
 )
 def logs_large_losses_only() -> None:
-    """An extra call on two ranks matches the others' next step, so nothing shows until the end."""
+    """Two ranks' extra call matches the others' next step, so the error shows only at the end."""
     for step in range(3):
         dist.all_reduce(data())
         if step == 0 and me() > 1:
@@ -269,7 +269,7 @@ def counts_to_three() -> None:
     "does a rank set one key less?",
 )
 def one_clock_stops_early() -> None:
-    """Every worker waits for the clocks of all others, but rank 3 takes one step fewer."""
+    """In each step, every rank waits for all ranks' clocks, but rank 3 takes one step fewer."""
     store = _get_default_store()
     for step in range(2 if me() == 3 else 3):
         store.set(f"clock-{me()}-{step}", "1")

@@ -1,6 +1,6 @@
 """Broken programs: calls that do not match.
 
-The simulator reports them as soon as they are posted.
+The simulator reports a mismatch as soon as the calls are posted.
 """
 
 import torch

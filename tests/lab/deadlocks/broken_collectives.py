@@ -1,4 +1,4 @@
-"""Broken programs: a collective lacks a rank, or groups are used in different orders."""
+"""Broken programs: a rank is missing from a collective, or groups are used in different orders."""
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def crossed_groups() -> None:
     "These are two different groups of the same ranks",
 )
 def two_groups_of_the_same_ranks() -> None:
-    """There are two groups of all ranks; half of the ranks use them in the opposite order."""
+    """Two groups contain all ranks, and half of the ranks use them in the opposite order."""
     groups = [dist.new_group(range(4)), dist.new_group(range(4))]
     for group in groups if me() < 2 else reversed(groups):
         dist.barrier(group)

@@ -36,7 +36,7 @@ def barrier_under_an_if() -> None:
     "broken_ends.py:",
 )
 def uneven_batches() -> None:
-    """One rank has one batch fewer."""
+    """One rank has one batch fewer than the others."""
     for _ in range(3 if me() == 1 else 4):
         dist.all_reduce(data())
 
@@ -107,7 +107,7 @@ def loses_a_rank() -> None:
     "in misspelt_key: is one misspelled?",
 )
 def misspelt_key() -> None:
-    """Rank 0 sets a different key from the one the others wait for, and continues."""
+    """Rank 0 misspells the key that the others wait for, and continues."""
     store = _get_default_store()
     if me() == 0:
         store.set("raedy", "1")

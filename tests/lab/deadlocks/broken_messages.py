@@ -100,7 +100,7 @@ def no_one_can_go_first() -> None:
     "but rank 1 receives from rank 2: is one of the peers wrong?",
 )
 def batch_with_one_neighbour_for_both() -> None:
-    """All calls are batched, but every rank gives its right neighbour as both peers."""
+    """Every rank batches its send and recv, but names its right neighbour as the peer of both."""
     right = (me() + 1) % size()
     ops = [dist.P2POp(dist.isend, data(), right), dist.P2POp(dist.irecv, data(), right)]
     for work in dist.batch_isend_irecv(ops):
@@ -116,7 +116,7 @@ def batch_with_one_neighbour_for_both() -> None:
     if_buffered=CYCLE,
 )
 def number_inside_the_group() -> None:
-    """Rank 1 means a rank within the group, but passes dst= instead of group_dst=."""
+    """Rank 1 numbers its peer within the group, but passes dst= instead of group_dst=."""
     group = dist.new_group([1, 2, 3])
     if me() == 1:
         dist.send(data(), dst=2, group=group)

@@ -112,7 +112,7 @@ def meets_alone(group: dist.ProcessGroup) -> None:
 
 @deadlock(2, ENDED, (1,), "on group 'metrics' for rank 1")
 def group_with_a_description() -> None:
-    """The report calls a group by its description."""
+    """The report refers to a group by its description."""
     meets_alone(dist.new_group(group_desc="metrics"))
 
 

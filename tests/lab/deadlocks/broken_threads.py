@@ -161,7 +161,7 @@ def makes_a_barrier_for_too_many() -> None:
 
 @deadlock(1, THREAD, (0,), "waits for room in a queue of its own", "Is a get() missing")
 def fills_its_queue() -> None:
-    """A queue with room for one item gets two."""
+    """Two items are put into a queue that has room for one."""
     full = queue.Queue[int](maxsize=1)
     full.put(1)
     full.put(2)

@@ -34,16 +34,16 @@ PASSES = "passes"
 
 @dataclass(frozen=True)
 class Broken:
-    """A program that makes a mistake, and the report that it must get.
+    """A program that makes a mistake, and what its report must say.
 
     Attributes:
         error: Class of the error.
         num_ranks: Size of the world.
         kind: Kind of the error; for a RankError, the name of the exception.
-        ranks: Ranks to blame; for a Mismatch, some of them.
+        ranks: Ranks to blame: all of them for a Deadlock, otherwise at least these.
         says: Phrases that the message must contain.
         never: Phrases that the message must not contain.
-        if_buffered: Kind if sends are buffered; "" if it is the same.
+        if_buffered: Kind of the error if sends are buffered; "" if it stays the same.
         faults: Faults to simulate.
     """
 
@@ -69,7 +69,7 @@ BROKEN: list[Broken] = []
 
 
 def _entry(error: type[SimulationError]) -> Callable[..., Callable[[Program], Program]]:
-    """Return a decorator that enters programs with this error in the catalogue."""
+    """Return a decorator that adds a program to the catalogue as one that must raise this error."""
 
     def decorator(
         num_ranks: int, kind: str, ranks: tuple[int, ...], *says: str, **others: Any
@@ -107,7 +107,7 @@ CORRECT: list[Correct] = []
 def returns(
     results: Sequence[object], faults: Faults | None = None
 ) -> Callable[[Program], Program]:
-    """Return a decorator for the catalogue's correct programs, which run on one rank per result."""
+    """Return a decorator that adds a correct program, which runs on one rank per result."""
 
     def enter(program: Program) -> Program:
         CORRECT.append(Correct(program, list(results), faults or Faults()))

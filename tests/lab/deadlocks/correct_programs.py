@@ -58,7 +58,7 @@ def gather_from_any_source() -> object:
 
 @returns([0, 1, 2])
 def message_to_oneself() -> object:
-    """A rank sends to itself, with both ends posted before it waits. (Not on gloo.)"""
+    """A rank sends to itself, and posts both ends before it waits. (gloo does not support this.)"""
     x = empty()
     works = [dist.isend(value(me()), me()), dist.irecv(x, me())]
     for work in works:
@@ -92,7 +92,7 @@ def waits_twice() -> object:
 
 @returns([None, 5])
 def never_waits_for_its_isend() -> object:
-    """A rank returns while its message is in flight; it still arrives. (gloo drops it.)"""
+    """A rank returns while its message is in flight; the message still arrives. (gloo drops it.)"""
     if me() == 0:
         dist.isend(value(5), 1)
         return None
@@ -111,7 +111,7 @@ def message_for_nobody() -> object:
 
 @returns([None, 3])
 def asks_until_it_is_there() -> object:
-    """A rank polls and computes in turn. (On gloo, a recv never completes without wait.)"""
+    """A rank sleeps between its polls. (On gloo, a recv never completes without wait.)"""
     if me() == 0:
         time.sleep(1e-4)
         dist.send(value(3), 1)
@@ -245,7 +245,7 @@ def asks_until_a_counter_is_complete() -> object:
 
 @returns([b"w", b"w"])
 def asks_for_a_key_that_is_deleted_and_set_again() -> object:
-    """Rank 1 reads a key until it changes; in between, the key does not exist."""
+    """Rank 1 polls a key until it changes; for a while, the key does not exist."""
     store = _get_default_store()
     if me() == 0:
         store.set("k", "v")
@@ -263,7 +263,7 @@ def asks_for_a_key_that_is_deleted_and_set_again() -> object:
 
 @returns([None, True])
 def asks_for_two_keys_in_turn() -> object:
-    """Rank 1 polls two keys in turn until either changes; it is the second that does."""
+    """Rank 1 polls two keys in turn until one of them, the second, changes."""
     store = _get_default_store()
     if me() == 0:
         store.set("a", "0")

@@ -42,7 +42,7 @@ def a_saver_in_an_executor() -> object:
 
 @returns([[0, 1, 2, 3]] * 2)
 def a_loader_behind_a_queue() -> object:
-    """A thread loads batches in advance; its queue has room for one."""
+    """A thread loads batches ahead of time into a queue that has room for one."""
     batches: queue.Queue[int | None] = queue.Queue(1)
 
     def load() -> None:

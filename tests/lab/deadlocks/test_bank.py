@@ -28,9 +28,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* on a group that it is not in"),
 ]
 ORDERS = range(1, 5)
-FEW_ORDERS = range(2)  # orders with buffered sends; 0: the program as it is
+FEW_ORDERS = range(2)  # with buffered sends; order 0 adds no random delays
 JITTER_S = 1e-5
-NEVER, EMPTY, ALWAYS = -1, 0, 1 << 20  # largest sizes of a buffered send
+NEVER, EMPTY, ALWAYS = -1, 0, 1 << 20  # eager_bytes: buffer no sends, only empty ones, or all
 
 each_broken = pytest.mark.parametrize("broken", BROKEN, ids=lambda entry: entry.name)
 each_correct = pytest.mark.parametrize("correct", CORRECT, ids=lambda entry: entry.name)
@@ -84,7 +84,7 @@ def check_results(correct: Correct, eager_bytes: int, order: int = 0) -> None:
 def test_a_broken_program_is_reported_in_the_right_words(broken: Broken) -> None:
     check_verdict(broken, NEVER)
     message = str(run_broken(broken, NEVER))
-    text = " ".join(message.split())  # columns are padded
+    text = " ".join(message.split())  # collapses the padding of columns
     assert [phrase for phrase in broken.says if phrase not in text] == [], message
     assert [phrase for phrase in broken.never if phrase in text] == [], message
 

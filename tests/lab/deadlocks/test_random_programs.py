@@ -25,7 +25,7 @@ class Call(NamedTuple):
     other: int
 
 
-Program = list[list[Call]]  # calls by rank
+Program = list[list[Call]]  # each rank's calls
 
 
 def random_program(seed: int) -> Program:
@@ -164,7 +164,7 @@ def test_the_report_agrees_with_an_interpreter(block: int) -> None:
 
 def check(report: Deadlock, kind: str, ranks: set[int]) -> None:
     assert report.kind == kind, report
-    if kind == "missing rank":  # the knot includes the ranks that wait in the collective
+    if kind == "missing rank":  # the ranks that wait in the collective are not to blame
         assert set(report.ranks) < ranks, report
     else:
         assert set(report.ranks) == ranks, report

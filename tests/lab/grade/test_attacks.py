@@ -1,7 +1,7 @@
 """Hostile hand-ins and accidents: each gets a correct verdict in seconds and leaves nothing behind.
 
-The tables hold attacks that run at import, and attacks that run in the function. None of them does
-the task, so none may pass.
+One table holds attacks that run at import, the other those that run in the function. None of them
+solves the task, so none may pass.
 """
 
 import os
@@ -23,7 +23,7 @@ from distlab.launch import fork_server
 
 ROOT = Path(__file__).parents[3]
 PHASE = "phase1_data_parallel"
-TIMEOUT_S = 2.0  # a hang is a correct verdict too
+TIMEOUT_S = 2.0  # an attack may hang until then, which is a correct verdict too
 LEARNERS = {Outcome.FAILED, Outcome.HANG, Outcome.CRASH, Outcome.OOM, Outcome.IMPORT_ERROR}
 
 AT_IMPORT = {
@@ -75,7 +75,7 @@ def calls_it(lesson: Any) -> str:
 
 
 def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass") -> Outcome:
-    """Run an attack on two ranks, as a suite would; return its outcome, FAILED if both return."""
+    """Run an attack on two ranks, as a suite would; return its outcome: FAILED if both return."""
     (folder / PHASE).mkdir()
     text = f"{at_import}\ndef exchange(outgoing, dst, incoming, src, group=None):\n    {body}\n"
     (folder / PHASE / "collectives.py").write_text(text)
@@ -90,7 +90,7 @@ def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass")
 
 
 def survivors() -> list[psutil.Process]:
-    """Wait for the processes of worlds to end; return those that are left after a minute."""
+    """Wait up to a minute for the processes of worlds to end; return those still running."""
     servers = {home.process.pid for home in fork_server._idle}
     deadline = time.monotonic() + 60
     while True:

@@ -57,7 +57,8 @@ def my_suite(folder: Path, body: str) -> Path:
 def test_a_collection_error_is_neither_success_nor_a_zero(pytest_run: Run, tmp_path: Path) -> None:
     suite, report = tmp_path / "test_broken.py", tmp_path / "report.json"
     suite.write_text("import no_such_module\n")
-    report.write_text(reports.FORMATS["gradescope"](GradeResult("here", [], 1.0)))  # an earlier run
+    # The report of an earlier run must not be taken for one of this run.
+    report.write_text(reports.FORMATS["gradescope"](GradeResult("here", [], 1.0)))
     ended = pytest_run("--report", f"gradescope={report}", suite=suite)
     assert ended.returncode == 2, ended.stdout
     assert "no_such_module" in ended.stdout

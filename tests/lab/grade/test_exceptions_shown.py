@@ -1,4 +1,4 @@
-"""Exceptions as verdicts show them: the call on one line, the case, and the learner's lines."""
+"""How verdicts show exceptions: the call on one line, the case, and the learner's lines."""
 
 import shutil
 from collections.abc import Callable

@@ -33,19 +33,19 @@ def loan(task: str, *passed: str) -> Loan:
 
 
 def called(handed_in: Submission, task: str, body: Callable[..., Any]) -> Any:
-    """Call ``body`` with a task's lesson, as graded with a loan; return the result of ``body``."""
+    """Call ``body`` with a task's lesson, as if grading it with a loan; return the result."""
     lending = replace(handed_in, loan=loan(task))
     return Grade(lending, COURSE.task(task), "sim", TIMEOUT_S).call(body)
 
 
 # --- the whole suite -----------------------------------------------------------------------------
 
-Table = dict[str, dict[str, Any]]  # a report's tasks by id
+Table = dict[str, dict[str, Any]]  # a report's tasks, by id
 
 
 @pytest.fixture(scope="module")
 def wrong_exchange(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hand-in whose 1.4 is wrong; the rest is copied from the solutions."""
+    """A hand-in in which Task 1.4 is wrong; everything else is copied from the solutions."""
     folder = tmp_path_factory.mktemp("handed_in")
     solved = (SOLUTIONS / PHASE / "collectives.py").read_text()
     before, head, behind = solved.partition("def broadcast(")
@@ -75,7 +75,7 @@ def test_with_a_loan_it_costs_its_own_points_on_simulated_and_on_real_ranks(
     assert {id: task["lent"] for id, task in tasks.items()} == {
         "1.4": [],
         "1.7": ["1.4"],
-        "1.8": ["1.4", "1.5", "1.6"],  # 1.5 and 1.6 were not run; 1.7 passed
+        "1.8": ["1.4", "1.5", "1.6"],  # 1.5 and 1.6 were not run; 1.7 passed, so it is not lent
     }
     assert tasks["1.8"]["points"] == COURSE.task("1.8").points
 
@@ -212,7 +212,7 @@ def test_an_error_inside_a_lent_function_names_the_learner_s_line(tmp_path: Path
 
 
 def a_result(outcome: Outcome) -> GradeResult:
-    """Return results in which 1.4 failed and 1.7 was graded with the course's 1.4."""
+    """Return results in which Task 1.4 failed, and 1.7 was graded with the course's 1.4."""
     tasks = []
     for task_id, verdict in (("1.4", Outcome.FAILED), ("1.7", outcome)):
         task = COURSE.task(task_id)

@@ -1,4 +1,4 @@
-"""How the end of a test becomes a verdict, and how verdicts become a task's outcome."""
+"""Turning the end of a test into a verdict, and verdicts into a task's outcome."""
 
 from pathlib import Path
 

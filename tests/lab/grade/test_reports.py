@@ -26,7 +26,7 @@ def a_task(task_id: str, verdict: Verdict) -> TaskResult:
 
 
 def a_result(verdict: Verdict) -> GradeResult:
-    """Return results in which 1.4 has passed and 1.5 has this verdict."""
+    """Return results in which Task 1.4 has passed and Task 1.5 has this verdict."""
     tasks = [a_task("1.4", Verdict(Outcome.PASSED)), a_task("1.5", verdict)]
     return GradeResult("here", tasks, 1.5, {"python": "3.11"}, {"phase1/a.py": "ab12"}, 7)
 
@@ -37,7 +37,7 @@ HANGS = "Task 1.5: rank 1 waits. guidelines.md 1.5"
 
 def written(kind: str, verdict: Verdict) -> Any:
     text = reports.FORMATS[kind](a_result(verdict))
-    text.encode()  # raises if a file cannot hold it
+    text.encode()  # raises an error if the text cannot be written to a file
     return json.loads(text) if kind in ("json", "gradescope") else text
 
 
@@ -188,7 +188,7 @@ LOOP = "  collectives.py:101  while True:"
 
 
 def shown(verdict: Verdict) -> list[str]:
-    """Return the lines that Gradescope shows for 1.5."""
+    """Return the lines that Gradescope shows for Task 1.5 with this verdict."""
     return str(written("gradescope", verdict)["tests"][1]["output"]).splitlines()
 
 

@@ -35,11 +35,11 @@ RIGHT = f"""{HEAD}
     for work in both:
         work.wait()
 """
-LIMIT_S = 1.0  # wall-clock time; the limit on computing is 0.2 s
+LIMIT_S = 1.0  # of wall-clock time; computing is limited to 0.2 s
 
 
 def exchange_slowly(lesson: Any) -> float:
-    """Compute for longer than the limit before exchanging, as a slow machine would."""
+    """Exceed the limit on computing before the exchange, as on a slow machine."""
     _compute_s(0.25)
     rank, size = dist.get_rank(), dist.get_world_size()
     arrived = torch.zeros(1)

@@ -8,7 +8,7 @@ from programs import me, neighbours, size
 
 
 def a_bit_of_everything() -> list[object]:
-    """Use messages, collectives and receives from any rank; let ranks sleep unequally long."""
+    """Use messages, collectives and receives from any rank; sleep for times that differ by rank."""
     right, left = neighbours()
     results: list[object] = []
     for step in range(5):

@@ -72,7 +72,7 @@ def blanks(
     return [torch.full(shape, 9, dtype=dtype) for _ in range(size() if count is None else count)]
 
 
-SETTLE_S = 0.05  # gloo's thread still holds the failed call; an immediate barrier would re-raise it
+SETTLE_S = 0.05  # an immediate barrier would re-raise the error that gloo's thread still holds
 
 
 def refusal(function: Callable[[], object]) -> str:
@@ -239,7 +239,7 @@ def all_reduce_with_every_operator() -> object:
     results = {}
     for name in (*OPS, *BITWISE_OPS):
         for dtype in (*FLOATS, *INTEGERS) if name in OPS else INTEGERS:
-            # factors are 1 or 2: 4 ** 8 is too much for some dtypes
+            # products need small factors (1 or 2), because 4 ** 8 overflows some dtypes
             x = values(7, dtype=dtype).clamp(max=2) if name == "PRODUCT" else values(7, dtype=dtype)
             result = dist.all_reduce(x, getattr(dist.ReduceOp, name))
             results[f"{name} {dtype}"] = result, x
@@ -296,7 +296,7 @@ def reductions_of_complex_numbers() -> object:
     results: list[object] = []
     for dtype in kinds:
         for name in ("SUM", "AVG"):
-            x = values(2 * size(), dtype=dtype) * size() * (1 - 2j)  # the mean is a whole number
+            x = values(2 * size(), dtype=dtype) * size() * (1 - 2j)  # makes the mean a whole number
             [y], [z], mine = blanks(2, count=1, dtype=dtype), blanks(2, count=1, dtype=dtype), x + 1
             dist.reduce(mine, 0, getattr(op, name))
             dist.reduce_scatter(y, list(x.chunk(size())), getattr(op, name))
@@ -521,7 +521,7 @@ def objects_are_broadcast() -> object:
 
 
 def sums(group: dist.ProcessGroup | None) -> object:
-    """Return a group's ranks and a sum over them; on non-members, get_rank's answer or None."""
+    """Return a group's numbering and a sum over it; on non-members, get_rank's result or None."""
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         return dist.get_rank(group) if group is not None else None
     x = values(2)

@@ -26,7 +26,7 @@ def finish_times(arrivals: Sequence[Arrival], bytes_per_s: Sequence[float]) -> l
     """Return the exact time at which each flow ends."""
     bandwidths = [Fraction(value) for value in bytes_per_s]
     left = [Fraction(arrival.num_bytes) for arrival in arrivals]
-    ends = [Fraction(arrival.start_s) for arrival in arrivals]  # already right for empty flows
+    ends = [Fraction(arrival.start_s) for arrival in arrivals]  # final for flows without bytes
     now = Fraction(0)
     while any(left):
         started = [f for f, a in enumerate(arrivals) if left[f] and Fraction(a.start_s) <= now]

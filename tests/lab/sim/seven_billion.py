@@ -4,8 +4,8 @@
     DDP         the same, by DistributedDataParallel
     FSDP2       parameters, gradients and optimizer state in shards, one block gathered at a time
 
-DDP forms its final buckets only after the first step. In that step, which is the one shown here, a
-single bucket holds all gradients, so nothing overlaps, just as on a real cluster.
+DDP forms its final buckets only after the first step. In that step, which is the one measured
+here, a single bucket holds all gradients, so nothing overlaps, just as on a real cluster.
 
 The copies are in bfloat16 throughout and take 2 + 2 + 4 bytes per parameter. FSDP2 stores float32
 and computes in bfloat16; its 16 bytes per parameter are divided among all ranks.
@@ -44,7 +44,7 @@ class Step:
 
     parameters: int
     seconds: float
-    flops: int  # of one rank
+    flops: int
     held: Bytes  # memory after the step
     peak_by_category: Bytes
     peak_flops: float  # FLOP/s from the data sheet
@@ -98,11 +98,11 @@ def with_fsdp(layers: int) -> Result:
     mesh = init_device_mesh("meta", (dist.get_world_size(),))
     in_bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = on_meta(lambda: gpt(0))
-    for _ in range(layers):  # shard each block before making the next, as no rank can hold all
+    for _ in range(layers):  # shard each block before making the next; no rank can hold them all
         block = on_meta(lambda: Block(WIDTH, HEADS))
         model.blocks.append(fully_shard(block, mesh=mesh, mp_policy=in_bfloat16))
     fully_shard(model, mesh=mesh, mp_policy=in_bfloat16)
-    # torch's work on a list of n DTensors grows as n^2: 6 s for one group, 0.2 s for these.
+    # torch's time for a list of n DTensors grows as n^2: one group takes 6 s, these take 0.2 s.
     own = [model.embedding.token, model.embedding.position, model.norm]
     groups: list[Any] = [{"params": list(part.parameters())} for part in (*model.blocks, *own)]
     return learn(model, AdamW(groups, foreach=True), lambda: None)

@@ -11,7 +11,7 @@ from same import assert_same
 from distlab import launch
 from distlab.sim import simulate
 
-WORLD_SIZES = (1, 2, 5)  # alone, even and odd: eight processes in all
+WORLD_SIZES = (1, 2, 5)  # a single rank, an even and an odd number; eight processes in all
 TIMEOUT_S = 600.0
 
 
@@ -20,7 +20,7 @@ def on_gloo(program: programs.Program, world_size: int, *args: object) -> list[o
 
 
 def on_sim(program: programs.Program, world_size: int, *args: object) -> list[object]:
-    with warnings.catch_warnings():  # the programs change the warning filters
+    with warnings.catch_warnings():  # restores the warning filters, which the programs change
         return simulate(program, world_size, *args).results
 
 

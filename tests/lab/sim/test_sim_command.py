@@ -14,7 +14,7 @@ from distlab.sim.script import run_script
 
 @pytest.fixture
 def write(tmp_path: Path):
-    """Return a function that writes a script that imports torch and joins a group."""
+    """Return a function that writes scripts, which import torch and join a group."""
 
     def to_file(text: str, name: str = "program.py") -> Path:
         head = "import torch\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 SUITE = Path(__file__).parents[1] / "torch_suite.py"
 TIMEOUT_S = 1200.0
 NEEDS_GPU = "needs a GPU, and does not say so: fails on gloo, too"
-FAILS = {  # with the reasons
+FAILS = {  # each test that fails, and why
     "test_SyncBatchNorm_process_group": "torch uses torchvision without importing it: also on gloo",
     "test_all_to_all_cuda": NEEDS_GPU,
     "test_all_to_all_cuda_complex": NEEDS_GPU,
@@ -24,7 +24,7 @@ PASSED = 101
 
 @cache
 def outcomes() -> dict[str, str]:
-    """Return the outcomes by name; the tests change torch, so they run in another process."""
+    """Return each test's outcome; the tests modify torch, so they run in a separate process."""
     done = subprocess.run(
         [sys.executable, str(SUITE), "sim"],
         capture_output=True,

@@ -34,8 +34,8 @@ IMAGES = ROOT / "docs/images"
 SCRIPTS = ROOT / "examples/simulator"
 MAX_IMAGE_BYTES = 150_000
 TIMEOUT_S = 600  # only a hang takes this long, even on a busy machine
-COMMAND = r"((?:[^\n]*\\\n)*[^\n]*)\n(.*)"  # the command, then its output
-PROMPT = "(Pdb) "  # the debugger's; the reader types the rest of the line
+COMMAND = r"((?:[^\n]*\\\n)*[^\n]*)\n(.*)"  # groups: the command and its output
+PROMPT = "(Pdb) "  # the debugger's prompt; the reader types the rest of the line
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def output_of(example: Example) -> str:
     """Run an example, in this process if possible; return its output, ending in one newline."""
     words, typed = example.words(), example.typed()
     is_script = words[0] in ("distlab", "python") and not example.is_program
-    can_be_here = is_script and not typed  # pytest has its own debugger
+    can_be_here = is_script and not typed  # in this process, pytest would replace the debugger
     printed = run_here(words) if can_be_here else run_elsewhere(words, typed)
     return printed.rstrip("\n") + "\n" if printed else ""
 
@@ -135,7 +135,7 @@ def pictures_of(example: Example) -> list[Path]:
 
 
 def blurred(picture: Path) -> np.ndarray:
-    """Return the mean colours of large squares, which hardly depend on letters and edges."""
+    """Return the mean colour of each large square, which hardly depends on letters and edges."""
     pixels = matplotlib.image.imread(picture)[..., :3]
     rows, columns = (size // 30 for size in pixels.shape[:2])
     squares = pixels[: 30 * rows, : 30 * columns].reshape(rows, 30, columns, 30, 3)

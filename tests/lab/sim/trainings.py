@@ -33,7 +33,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch still uses it
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch itself uses jit
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 Program = Callable[[], object]
@@ -73,7 +73,7 @@ def layers(depth: int = 3) -> nn.Sequential:
 
 
 def batches(count: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's inputs and targets."""
+    """Yield this rank's inputs and targets for each step."""
     for step in range(count):
         seed = 1000 * (1 + me()) + 2 * step
         yield numbers(BATCH, WIDTH, seed=seed), numbers(BATCH, WIDTH, seed=seed + 1)
@@ -139,7 +139,7 @@ def ddp_with_communication_hooks() -> object:
         default_hooks.allreduce_hook,
         default_hooks.fp16_compress_hook,
     ):
-        model = layers()[::2].float()  # all linear, so integers give integer gradients
+        model = layers()[::2].float()  # linear layers only, so integers give integer gradients
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sign_()

@@ -70,7 +70,7 @@ class ShardedLinear(Function):
 
 
 def matrix(flat: Tensor) -> Tensor:
-    """Return the weight in a flat tensor, without the padding at its end."""
+    """Return the weight matrix in a flat tensor, without the padding at its end."""
     return (flat if flat.numel() == WIDTH**2 else flat[: WIDTH**2]).view(WIDTH, WIDTH)
 
 
@@ -90,7 +90,7 @@ def scattered(grad: Tensor) -> Tensor:
 
 
 def shard_size() -> int:
-    """Return the number of a layer's elements on each rank, rounded up so that all are equal."""
+    """Return how many of a layer's elements a rank holds, rounded up so that all hold the same."""
     return -(-(WIDTH**2) // dist.get_world_size())
 
 

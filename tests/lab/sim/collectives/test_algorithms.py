@@ -22,7 +22,7 @@ POWERS = (1, 2, 4, 8, 16)
 ALPHA_S, BETA_S = 7e-6, 1 / 13e9
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 PAIRS = list(itertools.product(COLLECTIVES, ALGORITHMS))
-# The others pipeline pieces of the buffer through all GPUs: see test_nccl.
+# All other algorithms pipeline pieces of the buffer through all GPUs: see test_nccl.
 STEP_BY_STEP = [
     (collective, algorithm)
     for collective, algorithm in PAIRS
@@ -31,7 +31,7 @@ STEP_BY_STEP = [
 
 
 def estimate_s(phases: Sequence[Phase], cluster: Cluster, *, shared: bool = False) -> float:
-    """Return the estimated time of the phases without other traffic."""
+    """Return the estimated time of the phases if there is no other traffic."""
     return sum(round_s(phase, cluster, shared=shared) * phase.repeat for phase in phases)
 
 
@@ -72,7 +72,7 @@ def simulated_s(phases: Sequence[Phase], cluster: Cluster) -> float:
 
 # --- Seconds -------------------------------------------------------------------------------------
 
-Form = Callable[[int], tuple[float, float]]  # p -> number of successive messages, bytes / n
+Form = Callable[[int], tuple[float, float]]  # p -> successive messages, and their bytes / n
 
 FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
     ("broadcast", "tree", lambda p: (lg(p), lg(p)), SIZES),
@@ -115,7 +115,7 @@ FORMS: list[tuple[str, str, Form, Sequence[int]]] = [
 
 
 def _bits(p: int) -> int:
-    """Count the 1 bits in 0 … p-1, as a message takes one hop for each 1 bit of its distance."""
+    """Count the 1 bits in 0 … p-1, since a message takes one hop per 1 bit of its distance."""
     return sum(bin(way).count("1") for way in range(p))
 
 
@@ -136,7 +136,7 @@ def test_seconds_are_those_of_the_closed_form(
         phases = plan(collective, algorithm, range(p), size, cluster)
         close = pytest.approx(expected_s, rel=1e-9, abs=0)
         assert estimate_s(phases, cluster) == close
-        assert estimate_s(phases, cluster, shared=True) == close  # no link is shared
+        assert estimate_s(phases, cluster, shared=True) == close  # equal, since no link is shared
         assert simulated_s(phases, cluster) == close
 
 
@@ -164,7 +164,7 @@ def test_the_simulated_time_lies_between_the_two_estimates(cluster: Cluster) -> 
 
 
 def heard_of(phases: Sequence[Phase], gpus: Sequence[int]) -> dict[int, set[int]]:
-    """Return, for each GPU, the GPUs whose data can have reached it."""
+    """Return, for each GPU, the GPUs whose data may have reached it."""
     known = {gpu: {gpu} for gpu in gpus}
     for phase in phases:
         for _ in range(phase.repeat):

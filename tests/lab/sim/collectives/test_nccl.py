@@ -84,7 +84,7 @@ def test_the_two_trees_are_trees_and_inner_nodes_of_one_are_leaves_of_the_other(
             assert depth(parents, node) <= ceil(log2(k)) if k > 1 else parents == [-1]
         assert max(children(parents)) <= 2
     busy = [a and b for a, b in zip(children(first), children(second), strict=True)]
-    assert sum(map(bool, busy)) <= (0 if k < 3 else 2)  # only the roots may be in both
+    assert sum(map(bool, busy)) <= (0 if k < 3 else 2)  # only roots may be inner nodes of both
 
 
 def depth(parents: Sequence[int], node: int) -> int:

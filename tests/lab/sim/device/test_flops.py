@@ -23,7 +23,7 @@ repeatable = settings(
 
 
 class Recorder(TorchDispatchMode):
-    """A mode that sums up the costs of the operations run under it, by operation."""
+    """A dispatch mode that adds up the FLOPs and bytes of each kind of operation."""
 
     def __init__(self) -> None:
         super().__init__()

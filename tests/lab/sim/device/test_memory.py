@@ -40,7 +40,8 @@ def test_a_tensor_counts_from_its_birth_to_its_death(device: str) -> None:
         del x
         assert tracker.live_bytes == 400
     del y
-    assert (tracker.live_bytes, tracker.peak_bytes) == (0, 800)  # even after leaving the device
+    # The tracker still notices when a tensor dies after the device has been left.
+    assert (tracker.live_bytes, tracker.peak_bytes) == (0, 800)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -238,7 +239,7 @@ def test_what_an_optimizer_has_made_so_far_is_its_state_also_in_its_first_step()
             optimizer.step()
         assert (
             held(tracker)["optimizer_state"] >= 40_000
-        )  # the first moment; the second does not fit
+        )  # holds the first moment; the second did not fit
     lines = str(caught.value).splitlines()
     assert "  optimizer_state     39.1 KiB    33%" in lines
 
@@ -247,7 +248,7 @@ def test_what_an_optimizer_has_made_so_far_is_its_state_also_in_its_first_step()
 
 
 def test_the_activations_of_a_transformer_layer() -> None:
-    """With fused attention, expect 34 s b h bytes less the two dropout masks.
+    """With fused attention, expect 34 s b h bytes, minus those of the two dropout masks.
 
     Source: Korthikanti et al. 2022.
     """
@@ -257,7 +258,7 @@ def test_the_activations_of_a_transformer_layer() -> None:
         x = block(torch.empty(batch, length, width, dtype=torch.bfloat16).requires_grad_())
         x = block(x)
         tokens = batch * length
-        statistics = 4 * tokens * heads + 4 * 4 * tokens  # softmax; two layer norms
+        statistics = 4 * tokens * heads + 4 * 4 * tokens  # of the softmax, and of two layer norms
         assert tracker.live_by_category["activations"] == (
-            2 * (32 * tokens * width + statistics) + 2 * tokens * width  # plus the last result
+            2 * (32 * tokens * width + statistics) + 2 * tokens * width  # plus the final output
         )

@@ -27,7 +27,7 @@ def noisy() -> list[object]:
 
 @contextlib.contextmanager
 def switching_every(seconds: float) -> Iterator[None]:
-    """Set the interval at which Python switches threads, for the body's duration."""
+    """Make Python switch threads at this interval while the body runs."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:

@@ -123,7 +123,7 @@ def test_a_rank_dies_as_it_begins_the_step_that_is_named(step: int) -> None:
     with pytest.raises(Deadlock, match="rank 1 was killed by a fault") as caught:
         simulate(trains, 3, 4, options=Options(faults=faults))
     assert {call.text.partition(" (")[0] for call in caught.value.calls} == {"all_reduce"}
-    assert f"call {step + 1} of" in str(caught.value)  # rank 1 made the earlier calls
+    assert f"call {step + 1} of" in str(caught.value)  # rank 1 had made all earlier calls
 
 
 def test_steps_count_from_one_and_ranks_must_exist() -> None:

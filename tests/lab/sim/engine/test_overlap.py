@@ -13,7 +13,7 @@ FLOPS_PER_MS, BYTES_PER_MS = 1e9, 1_000_000
 
 
 def compute(ms: float) -> None:
-    """Multiply a row by a matrix whose size makes that take ``ms`` milliseconds."""
+    """Spend ``ms`` milliseconds multiplying a row by a matrix."""
     n = round(ms * FLOPS_PER_MS / 2 / 1000)
     torch.empty(1, 1000, device="meta") @ torch.empty(1000, n, device="meta")
 
@@ -37,9 +37,9 @@ def seconds(cost: float, collective_ms: float, *computing_ms: float) -> float:
     [
         (0.0, 1.0, (2.0,), 2.0),
         (0.5, 1.0, (2.0,), 2.5),  # loses half of the millisecond during which both run
-        (0.5, 1.0, (0.5, 0.5, 1.0), 2.5),  # the same in any number of pieces
+        (0.5, 1.0, (0.5, 0.5, 1.0), 2.5),  # the same if it is computed in pieces
         (0.5, 1.0, (0.5,), 1.0),  # ends at 0.75 ms, before the collective
-        (0.5, 1.0, (0.9,), 1.35),  # loses half of its own 0.9 ms
+        (0.5, 1.0, (0.9,), 1.35),  # overlaps throughout, so half of its 0.9 ms is lost
         (0.5, 1.0, (), 1.0),
     ],
 )

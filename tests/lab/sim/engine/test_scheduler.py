@@ -16,7 +16,7 @@ Body = Callable[[Scheduler, Rank], object]
 
 
 class Stuck(Exception):
-    """Raised when a world in these tests deadlocks."""
+    """Raised when a test's world deadlocks."""
 
 
 def new_scheduler(num_ranks: int) -> Scheduler:
@@ -110,7 +110,7 @@ def scheduled(steps: list[list[Step]]) -> list[object]:
     """Run the steps under the scheduler, and return a log of what happened."""
     log: list[object] = []
     scheduler = new_scheduler(len(steps))
-    tokens: list[list[float]] = [[] for _ in steps]  # by rank: when each may be taken
+    tokens: list[list[float]] = [[] for _ in steps]  # for each rank, when its tokens may be taken
 
     def give(rank: int, at_s: float) -> None:
         if scheduler.ranks[rank].waits_in:
@@ -144,7 +144,7 @@ def scheduled(steps: list[list[Step]]) -> list[object]:
 
 
 def modelled(steps: list[list[Step]]) -> list[object]:
-    """Return the expected log: the earliest goes first, and ties go to timers, then lower ranks."""
+    """Return the expected log: earliest events come first; in ties, timers, then lower ranks."""
     log: list[object] = []
     clocks = [0.0] * len(steps)
     tokens: list[list[float]] = [[] for _ in steps]
@@ -159,7 +159,7 @@ def modelled(steps: list[list[Step]]) -> list[object]:
             tokens[rank].append(at_s)
 
     def live(rank: int) -> Iterator[None]:
-        """Yield wherever another rank may have to run first."""
+        """Execute a rank's steps; yield wherever another rank may have to run first."""
         for what, other, duration in steps[rank]:
             if what == "compute":
                 clocks[rank] += duration

@@ -42,7 +42,7 @@ def test_no_rank_sleeps_back_in_time() -> None:
         simulate(lambda: time.sleep(-1.0), 1)
 
 
-LATE_S = 0.012  # more than MAX_POLLS microseconds
+LATE_S = 0.012  # longer than MAX_POLLS polls, which take a microsecond each
 
 
 def polls_a_request() -> float:
@@ -90,7 +90,7 @@ def test_who_asks_again_and_again_lets_the_others_get_on(program: Callable[[], f
 
 
 def sleeps_until(limit_s: float, pauses: list[int]) -> float:
-    """Poll every millisecond until ``limit_s`` for a message that never comes; return the time."""
+    """Until ``limit_s``, poll every millisecond for a message that never comes; return the time."""
     work = dist.irecv(torch.zeros(1), 1 - me())
     while not work.is_completed() and time.perf_counter() < limit_s:
         pauses[me()] += 1
@@ -102,7 +102,7 @@ def test_half_an_hour_of_short_sleeps_in_vain_takes_few_of_them() -> None:
     pauses = [0, 0]
     with pytest.raises(Deadlock, match="waits for rank"):
         simulate(sleeps_until, 2, 1e9, pauses)
-    assert max(pauses) < 12_000  # an hour has 3,600,000 milliseconds
+    assert max(pauses) < 12_000  # at a millisecond each, a single hour would take 3,600,000
 
 
 def uses_the_store() -> list[object]:

@@ -100,7 +100,7 @@ def test_fat_tree_passes_the_up_links_only_between_leaves() -> None:
     assert names(cluster, 0, 3) == ["node0.nic0.out", "node1.nic1.in"]
     assert names(cluster, 0, 7) == ["node0.nic0.out", "leaf0.up", "leaf1.down", "node3.nic1.in"]
     assert cluster.route(0, 7).latency_s == pytest.approx(10e-6 + 2 * 1e-6)
-    assert speeds(cluster)["leaf0.up"] == 2 * 2 * 25e9 / 4  # nodes x NICs x speed / 4
+    assert speeds(cluster)["leaf0.up"] == 2 * 2 * 25e9 / 4  # 4 NICs of 25 GB/s, oversubscribed 4:1
 
 
 # ----------------------------------------------------------------------------------------- torus

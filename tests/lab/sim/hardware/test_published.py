@@ -126,7 +126,7 @@ def step(way: str) -> seven_billion.Step:
 @pytest.mark.parametrize("way", seven_billion.WAYS)
 def test_a_step_takes_6_flops_for_each_parameter_and_token_and_attention(way: str) -> None:
     one = step(way)
-    idle = seven_billion.WIDTH * seven_billion.TOKENS  # position embeddings are just added
+    idle = seven_billion.WIDTH * seven_billion.TOKENS  # position embeddings, which are only added
     expected = seven_billion.expected_flops(one.parameters - idle, FEW_LAYERS)
     assert one.flops == pytest.approx(expected, rel=0.001)  # norms and biases add little
 
@@ -145,7 +145,7 @@ def test_shards_take_16_bytes_for_each_parameter_of_all_ranks_together() -> None
     one = step("FSDP2")
     share = one.parameters // FEW_RANKS
     assert one.held["parameters"] == one.held["gradients"] == 4 * share
-    assert 0 <= one.held["optimizer_state"] - 8 * share < 1000  # plus a counter per parameter
+    assert 0 <= one.held["optimizer_state"] - 8 * share < 1000  # plus a step count per tensor
     assert one.held["activations"] == 0
 
 

@@ -54,7 +54,7 @@ def test_seeding_one_rank_does_not_disturb_another() -> None:
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
-    assert one[1] == [draws()] * 3  # as in a separate process
+    assert one[1] == [draws()] * 3  # the same draws as in a separate process
 
 
 def reads_environment() -> dict[str, str]:

@@ -147,7 +147,8 @@ def test_memory_and_time_of_a_thread_are_its_ranks() -> None:
 def test_what_a_thread_raises_ends_the_thread_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # not pytest's
+    # Restore Python's own hook, which pytest has replaced.
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
 
     def fail() -> None:
         raise ZeroDivisionError("in a thread")

@@ -1,4 +1,4 @@
-"""If calls differ, the report says which ranks passed what, whatever order they called in."""
+"""If calls differ, the report says which ranks passed what, whatever the order of the calls."""
 
 import contextlib
 import threading

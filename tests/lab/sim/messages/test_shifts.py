@@ -1,4 +1,4 @@
-"""Reports name the first call that ranks made at different lines, if they stay out of step."""
+"""If ranks stay out of step, reports name the first call that they made at different lines."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,8 @@ A, B, C = (("/train.py", line, "step") for line in (10, 20, 30))
     [
         ({0: A, 1: A, 2: B}, {2: A}, True),  # rank 2 reaches A one call later
         ({0: A, 1: A, 2: B}, {0: B, 1: B}, True),
-        ({0: A, 1: A, 2: B}, {0: A, 1: A, 2: B}, False),  # each rank has its own line
-        ({0: A, 1: A, 2: B}, {0: C, 2: C}, False),  # both are at a third line now
+        ({0: A, 1: A, 2: B}, {0: A, 1: A, 2: B}, False),  # each rank still calls from its own line
+        ({0: A, 1: A, 2: B}, {0: C, 2: C}, False),  # both now call from a third line
         ({0: A, 1: B}, {5: A}, False),  # rank 5 was not in that call
     ],
 )

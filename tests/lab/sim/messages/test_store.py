@@ -1,4 +1,4 @@
-"""Ranks that poll the store, and what reports say about its keys."""
+"""Ranks that poll the store, and how deadlock reports describe the keys they wait for."""
 
 from collections.abc import Callable
 
@@ -47,7 +47,7 @@ def waits_for_a_lock() -> None:
 def test_a_key_that_never_changes(
     program: Callable[[], None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages_store, "MAX_ANSWERS", 2000)  # otherwise, it polls for seconds
+    monkeypatch.setattr(messages_store, "MAX_ANSWERS", 2000)  # otherwise, polling takes seconds
     assert words in report(program)
 
 

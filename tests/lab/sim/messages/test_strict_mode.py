@@ -1,4 +1,4 @@
-"""If a buffer changes too early, a buffered send keeps its old values; strict mode reports it."""
+"""A buffered send keeps the values it had; strict mode reports a tensor that changes too early."""
 
 import time
 from collections.abc import Callable
@@ -78,4 +78,4 @@ def test_strict_mode_reports_a_buffer_that_was_changed_too_early(call: str) -> N
         simulate(changes_what_is_under_way, 3, call, "too early", options=strict)
     assert caught.value.ranks == (0,)
     simulate(changes_what_is_under_way, 3, call, "in time", options=strict)
-    simulate(changes_what_is_under_way, 3, call, "too early")  # unnoticed unless strict
+    simulate(changes_what_is_under_way, 3, call, "too early")  # goes unnoticed by default

@@ -21,7 +21,7 @@ def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def assert_max_min(
     routes: list[tuple[int, ...]], rates: list[float], bytes_per_s: list[float]
 ) -> None:
-    """Check that no link is overfull, and that each flow is among the fastest on some full link."""
+    """Check that no link is overloaded, and each flow is among the fastest on some full link."""
     on_link: dict[int, list[float]] = {link: [] for link in range(len(bytes_per_s))}
     for route, rate in zip(routes, rates, strict=True):
         for link in route:

@@ -1,4 +1,4 @@
-"""Pictures of a run: every event is drawn, but many ranks get no arrows and fewer names."""
+"""Pictures of a run: every event is drawn, but with many ranks, no arrows and fewer names."""
 
 from pathlib import Path
 from typing import Any
