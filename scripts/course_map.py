@@ -99,7 +99,7 @@ def draw_phase(axes: Axes, box: Box, phase: Phase, colour: str) -> None:
 
 
 def draw_line(axes: Axes, box: Box, below: float, text: str, remark: str) -> None:
-    """Write a line, and a remark under it, ``below`` units below the top edge of a box."""
+    """Write a line ``below`` units below the top edge of a box, with a remark under it."""
     x, y = box.x + 1.2, box.y + box.height - below
     axes.text(x, y, text, va="center", size=8.2, color=INK)
     axes.text(x, y - 1.45, remark, va="center", size=7.2, color=FAINT, style="italic")

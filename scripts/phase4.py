@@ -62,7 +62,7 @@ class Run:
 
 
 def main() -> None:
-    """Train in the folder and for the number of steps that the command line gives."""
+    """Train; the command line gives the checkpoint folder and the number of steps."""
     folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     folder.parent.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")

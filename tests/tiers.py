@@ -1,9 +1,9 @@
 """The two tiers of tests: ``make test`` runs the first, and ``make test-all`` runs both.
 
-The first tier holds the tests that anyone should run after a change. The second tier adds tests of
-whole programs on real processes, kill campaigns, comparisons with other libraries, with published
-figures and with the figures that the pages quote, and all but one of each task's answers in the
-bank. A file that is named on the command line always runs in full.
+The first tier holds the tests that anyone should run after a change, with one wrong answer per
+task. The second adds slow tests: whole programs on real processes, kill campaigns, comparisons with
+other libraries and with published or quoted figures, and all other answers of the bank. A file that
+is named on the command line always runs in full.
 """
 
 import re

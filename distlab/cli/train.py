@@ -1,4 +1,4 @@
-"""`distlab train`: the course's trainer on any data set, model and number of workers."""
+"""`distlab train`: run the course's trainer with any data set, model and number of workers."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -76,7 +76,7 @@ class Run:
 
     @property
     def is_simulated(self) -> bool:
-        """True if this world was simulated; with nccl, worlds of more ranks than GPUs are, too."""
+        """True if this world was simulated; with nccl, so is any world of more ranks than GPUs."""
         return self.trace is not None
 
     @property

@@ -97,7 +97,7 @@ def _open(path: str, token: bytes) -> int:
     """Open rank 0's file.
 
     Raises:
-        OSError: The file is missing, or belongs to another process, as in another container.
+        OSError: The file is missing, or not rank 0's: ranks in different containers.
     """
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(file, TOKEN_BYTES, 0) != token:

@@ -1,4 +1,4 @@
-"""Helpers for calling a lesson from bodies; they explain errors and wrong results."""
+"""Helpers with which bodies of tests call a lesson's functions; they explain errors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -123,7 +123,7 @@ def deep_batch(rows: int) -> tuple[Tensor, Tensor]:
 
 
 class ByHand:
-    """A hand-written optimizer; importing torch's on its first use would take a second.
+    """Base class of hand-written optimizers; importing torch's would take a second.
 
     A parameter without a gradient stays unchanged, and so does its state.
     """

@@ -153,7 +153,7 @@ def _order_mismatch(still: Standstill, ranks: list[int]) -> Cause:
 
 
 def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
-    """Describe a long circle by the groups that its ranks wait on; "" if unneeded or impossible."""
+    """Describe a long cycle by the groups its ranks wait on; return "" for any other cycle."""
     names = still.group_names.sentence(still.blocked[rank] for rank in cycle)
     is_long = len(cycle) > MAX_CLAUSES and all(len(still.mates[rank]) == 1 for rank in cycle)
     if not names or not is_long or len(cycle) > MAX_CIRCLE:

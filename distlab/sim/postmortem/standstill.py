@@ -146,7 +146,7 @@ class Standstill:
         """For each rank, the ranks with an equal wait, itself included."""
         return {rank: group for group in self._alike(self.blocked) for rank in group}
 
-    # Words
+    # Wording of the report
 
     def sentence(self, ranks: Sequence[int]) -> str:
         """Describe a wait that ranks have in common, as in ``rank 0 waits for rank 1 to send``."""

@@ -1,4 +1,4 @@
-"""The trainer as a program on a handful of images; it waits after the step that a test names.
+"""Run the trainer on a handful of images, and pause after the step that a test names.
 
     PACE/hold          the step after which ranks wait until the file is gone or names another step
     PACE/rank<r>       the pid of a rank that waits there, and the step

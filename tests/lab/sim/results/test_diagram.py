@@ -91,7 +91,7 @@ def test_many_ranks_have_no_arrows_and_only_some_names(num_ranks: int, second: s
 
 
 def late_receiver() -> None:
-    """Let rank 0 compute before it receives, and rank 1 send immediately; rank 2 does nothing."""
+    """Rank 0 computes before it receives, rank 1 sends immediately, and rank 2 does nothing."""
     x = torch.empty(10**6, device="meta")
     if dist.get_rank() == 0:
         compute()
