@@ -2,6 +2,9 @@
 
 import os
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +16,13 @@ from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons, find_lessons
 from distlab.production.saving import leave_code
+from distlab.production.watch import end_process
+from distlab.production.world import leave
+from distlab.util import tracebacks
 
 DEFAULT = Path("configs/digits_cpu.yaml")
+CRASHED = 1
+SAVE_S = 60.0  # longest wait of a crashed rank for the checkpoint that it is writing
 IMPLS = ("solution", "mine")
 INTERRUPTED = "interrupted before the first step or after the last: start the same command again"
 
@@ -37,21 +45,48 @@ def run_program(
         for run_dir in _named_run_dirs(given):  # the launcher must not retry after a wrong key
             leave_code(run_dir, errors.EXIT_WRONG)
         return _refused(error, errors.EXIT_WRONG)
-    code = 1
-    try:
-        train(config, find_lessons(impl, config))
-        code = 0
-    except (ConfigError, DataError, NotThereError) as error:
-        code = _refused(error, errors.EXIT_WRONG)
-    except errors.CannotSaveError as error:
-        code = _refused(error, errors.EXIT_CANNOT_SAVE)
-    except KeyboardInterrupt:
-        code = _refused(InterruptedError(INTERRUPTED), errors.EXIT_STOPPED)
-    except SystemExit as stopped:
-        code = stopped.code if isinstance(stopped.code, int) else 1
-    finally:
-        leave_code(config.run_dir, code)
+    code = _trained(lambda: train(config, find_lessons(impl, config)))
+    leave_code(config.run_dir, code)
+    if code:
+        _leave(code)
     return code
+
+
+def _leave(code: int) -> None:
+    """Leave the process group; end a launched process here if it has crashed or cannot leave."""
+    has_crashed = code == CRASHED
+    has_left = leave(has_crashed=has_crashed)
+    if "RANK" in os.environ and (has_crashed or not has_left):
+        _finish_save()
+        end_process(code)
+
+
+def _finish_save() -> None:
+    """Wait up to ``SAVE_S`` for threads that are no daemons: one may be writing a checkpoint."""
+    end_s = time.monotonic() + SAVE_S
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join(max(end_s - time.monotonic(), 0.0))
+
+
+def _trained(train: Callable[[], None]) -> int:
+    """Train, and return the exit code; an error is printed at once, before anything can hang."""
+    try:
+        train()
+    except (ConfigError, DataError, NotThereError) as error:
+        return _refused(error, errors.EXIT_WRONG)
+    except errors.CannotSaveError as error:
+        return _refused(error, errors.EXIT_CANNOT_SAVE)
+    except KeyboardInterrupt:
+        return _refused(InterruptedError(INTERRUPTED), errors.EXIT_STOPPED)
+    except SystemExit as stopped:
+        return stopped.code if isinstance(stopped.code, int) else CRASHED
+    except BaseException as error:
+        who = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}"
+        text = f"{who} raised {tracebacks.headline(error)}\n\n{traceback.format_exc()}"
+        print(text, file=sys.stderr, flush=True)
+        return CRASHED
+    return 0
 
 
 def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:

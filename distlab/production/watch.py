@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -114,10 +114,16 @@ class Watch:
             return
         print(f"rank {self.rank}: {reason}. This process ends.", file=sys.stderr, flush=True)
         leave_code(self.run_dir, EXIT_SILENT)
-        try:
-            _end_workers()
-        finally:
-            os._exit(EXIT_SILENT)  # an exception would not reach a main thread in a collective
+        end_process(EXIT_SILENT)  # an exception would not reach a main thread in a collective
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process and the loader's workers at once, whatever its threads do."""
+    try:
+        sys.stdout.flush()
+        _end_workers()
+    finally:
+        os._exit(code)
 
 
 def _end_workers() -> None:

@@ -4,9 +4,10 @@ import fcntl
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
@@ -21,6 +22,7 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 
 LOCK_S = 10.0  # longest wait for the lock of a run that is ending
+LEAVE_S = 10.0  # longest wait for the end of the process group after an error
 JOIN_S = 60.0  # lowest time limit for joining: Python has much to import
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
 
@@ -51,10 +53,30 @@ def joined(config: Config) -> Iterator[torch.device]:
     else:
         _check_number(config, 1)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    yield device  # after an error, ``leave`` leaves the group
+    dist.destroy_process_group()
+
+
+def leave(*, has_crashed: bool) -> bool:
+    """Leave the process group after an error; return whether that took less than ``LEAVE_S``.
+
+    On NCCL, destroying a group waits for the other ranks, which may wait for this one in a
+    collective. A rank that has crashed therefore aborts its groups. A rank that ends on purpose has
+    usually told the others, whose last messages an abort would cut off.
+    """
+    if not dist.is_initialized():
+        return True
+    abort = has_crashed and dist.get_world_size() > 1
+    end = dist.distributed_c10d._abort_process_group if abort else dist.destroy_process_group
+
+    def quietly() -> None:
+        with suppress(Exception):  # the first error has been told
+            end()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    thread.join(LEAVE_S)
+    return not thread.is_alive()
 
 
 def _join(backend: str, timeout: timedelta) -> None:

@@ -2,12 +2,15 @@
 
     PACE/hold          the step after which ranks wait until the file is gone or names another step
     PACE/rank<r>       the pid of a rank that waits there, and the step
+    PACE/fate          what rank 1 does after step 2: raise an exception
 
+If there is a fate, nobody can destroy the process group, as on NCCL while a rank waits for another.
 A waiting rank keeps reporting that it is alive, as it does between steps.
 """
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -27,12 +30,25 @@ def after_step(training: Training) -> None:
     """Do the trainer's work after a step, then wait as long as the test holds that step."""
     _after_step(training)
     step, folder = training.progress.step, Path(os.environ[PACE])
+    if step == 2 and dist.get_rank() == 1:
+        meet(_fate(folder))
     while _held(folder) == step:
         told = folder / f"rank{dist.get_rank()}"
         told.with_suffix(".new").write_text(f"{os.getpid()} {step}")
         told.with_suffix(".new").replace(told)
         training.telemetry.alive()
         time.sleep(0.05)
+
+
+def meet(fate: str) -> None:
+    """Do what a test has told rank 1 to do."""
+    if fate == "raise":
+        raise ValueError("a bug on one rank")
+
+
+def _fate(folder: Path) -> str:
+    file = folder / "fate"
+    return file.read_text() if file.exists() else ""
 
 
 def _held(folder: Path) -> int:
@@ -45,6 +61,8 @@ def _held(folder: Path) -> int:
 _after_step = Training.after_step
 
 if __name__ == "__main__":
+    if _fate(Path(os.environ[PACE])):
+        dist.destroy_process_group = threading.Event().wait
     with (
         mock.patch.object(Training, "after_step", after_step),
         mock.patch.object(reports, "PORT_S", 0.5),

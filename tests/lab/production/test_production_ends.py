@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,9 @@ from little_runs import little
 from picture_folders import of_folder, write_pictures
 from processes import free_port
 
-from distlab.production import reports, watch, world
+from distlab.production import program, reports, watch, world
 from distlab.production.config import Config
+from distlab.production.errors import ConfigError
 from distlab.production.program import run_program
 from solutions.phase4_production import imagenet_trainer
 from solutions.phase4_production.checkpoint import load_checkpoint
@@ -122,6 +124,64 @@ def test_ctrl_c_before_the_first_step_is_one_line(
     assert code == 75
     assert told.splitlines()[-1].startswith("error: interrupted before the first step")
     assert "start the same command again" in told
+
+
+# --- errors on one of several ranks --------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Make this process a rank of torchrun, and return what it calls to end itself."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ended = mock.Mock()
+    monkeypatch.setattr(program, "end_process", ended)
+    return ended
+
+
+def run_and_raise(run_dir: Path, error: Exception) -> None:
+    def train(config: Config, _lessons: object) -> None:
+        raise error
+
+    run_program(train, "", ["--config", "configs/digits_cpu.yaml", "--run_dir", str(run_dir)])
+
+
+def test_a_crash_is_told_and_waits_for_the_checkpoint_that_is_being_written(
+    tmp_path: Path, ended: mock.Mock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    has_ended = threading.Event()
+    ended.side_effect = lambda _code: has_ended.set()
+    outcome: list[bool] = []
+    saver = threading.Thread(target=lambda: outcome.append(has_ended.wait(0.5)))
+    saver.start()
+    run_and_raise(tmp_path, ValueError("a bug"))
+    saver.join()
+    assert outcome == [False], "the process ended while it saved"
+    ended.assert_called_once_with(1)
+    assert exit_code(tmp_path) == 1
+    told = capfd.readouterr().err
+    assert told.startswith(
+        "rank 1 of 2 raised ValueError: a bug\n\nTraceback (most recent call last)"
+    )
+
+
+def test_an_answer_keeps_its_code_where_the_group_cannot_be_left(
+    tmp_path: Path,
+    ended: mock.Mock,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(world, "LEAVE_S", 0.1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", release.wait)
+    try:
+        run_and_raise(tmp_path, ConfigError("wrong"))
+    finally:
+        release.set()
+    ended.assert_called_once_with(78)
+    assert exit_code(tmp_path) == 78
+    assert capfd.readouterr().err == "rank 1: error: wrong\n"
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])

@@ -275,3 +275,12 @@ def test_a_stopped_rank_is_noticed(
         os.kill(pids[stopped], signal.SIGCONT)  # else torchrun waits 30 s before it kills the rank
     assert run.ended() == 0, run.told()
     assert run.state() == undisturbed[1]
+
+
+def test_an_exception_on_one_rank_ends_the_run_and_is_told(runs: Callable[..., Runs]) -> None:
+    run = runs()
+    (run.pace / "fate").write_text("raise")
+    run.start()
+    assert run.ended() == 1
+    assert run.exit_code() == 1
+    assert "rank 1 of 2 raised ValueError: a bug on one rank\n\nTraceback" in run.told()
