@@ -1,4 +1,4 @@
-"""`distlab demo`, `doctor`, `handout` and `chaos`: commands that only call one function."""
+"""`distlab demo`, `doctor`, `handout`, `hang` and `chaos`: commands that only call one function."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -36,6 +36,21 @@ def handout(
     """Write the students' version of the course: no solutions, no wrong answers, no .git."""
     count = handouts.write(folder.find(), target)
     typer.echo(f"{target}: {count} files, without solutions. There: make setup, then distlab")
+
+
+def hang(
+    run_dir: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", show_default=False, help="The run_dir of a training."),
+    ],
+) -> None:
+    """Show where the ranks of a training were that hung, and which ranks waited for which."""
+    from distlab.production import hang_report
+
+    try:
+        typer.echo(hang_report.report(run_dir))
+    except (hang_report.NoEvidenceError, OSError) as error:
+        raise typer.Exit(complain(f"distlab hang: {error}", 1)) from None
 
 
 def chaos(

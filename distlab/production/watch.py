@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from distlab.production.config import Config
+from distlab.production.hang import Evidence
 from distlab.production.lessons import Lessons
 from distlab.production.saving import leave_code
 
@@ -43,6 +44,7 @@ class Watch:
         store = _store(self.timeout_s)
         self.lock, self.is_busy, self.step = threading.Lock(), False, 0
         self.heart = lesson.Heartbeat(store, self.rank)
+        self.evidence, self.beaten_s = Evidence(config.run_dir), time.monotonic()
         self.parent, self.ended = os.getppid(), threading.Event()
         self.beat(0)
         self.silent, self.polled_s = "", math.inf  # inf: a rank without a monitor awaits no answer
@@ -57,7 +59,7 @@ class Watch:
     def beat(self, step: int, busy_s: float = 0.0) -> None:
         """Report that this rank is alive."""
         with self.lock:
-            self.step = step
+            self.step, self.beaten_s = step, time.monotonic()
             self.heart.beat(step, busy_s)
         with suppress(OSError):  # a full disk
             self.file.touch()
@@ -95,6 +97,7 @@ class Watch:
         while not self.ended.wait(POLL_S):
             if self.is_busy:
                 self.beat(self.step)
+            self.evidence.update(time.monotonic() - self.beaten_s, self.timeout_s, self.step)
             if reason := self._orphaned() or self.silent or self._unanswered():
                 self._end(reason)
                 return
@@ -113,6 +116,10 @@ class Watch:
         if self.ended.is_set():
             return
         print(f"rank {self.rank}: {reason}. This process ends.", file=sys.stderr, flush=True)
+        if not self._orphaned():
+            self.evidence.conclude(reason, self.step)
+            text = f"rank {self.rank}: distlab hang {self.run_dir} shows where each rank was"
+            print(text, file=sys.stderr, flush=True)
         leave_code(self.run_dir, EXIT_SILENT)
         end_process(EXIT_SILENT)  # an exception would not reach a main thread in a collective
 

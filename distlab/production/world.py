@@ -22,6 +22,7 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 
 LOCK_S = 10.0  # longest wait for the lock of a run that is ending
+FLIGHT_RECORDER = "2000"  # newest collectives that torch keeps, for ``distlab hang``
 LEAVE_S = 10.0  # longest wait for the end of the process group after an error
 JOIN_S = 60.0  # lowest time limit for joining: Python has much to import
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
@@ -46,6 +47,7 @@ def joined(config: Config) -> Iterator[torch.device]:
     if dist.is_initialized():  # the trainer is called as a function
         yield device
         return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         _check_number(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -2,7 +2,7 @@
 
     PACE/hold          the step after which ranks wait until the file is gone or names another step
     PACE/rank<r>       the pid of a rank that waits there, and the step
-    PACE/fate          what rank 1 does after step 2: raise an exception
+    PACE/fate          what rank 1 does after step 2: raise an exception, or loop endlessly
 
 If there is a fate, nobody can destroy the process group, as on NCCL while a rank waits for another.
 A waiting rank keeps reporting that it is alive, as it does between steps.
@@ -44,6 +44,8 @@ def meet(fate: str) -> None:
     """Do what a test has told rank 1 to do."""
     if fate == "raise":
         raise ValueError("a bug on one rank")
+    while fate == "loop":
+        pass
 
 
 def _fate(folder: Path) -> str:

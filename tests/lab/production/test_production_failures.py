@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from processes import MARK, marked
 from prometheus_client.parser import text_string_to_metric_families
 
 from distlab.production.config import load_config
+from distlab.production.hang_report import report
 from distlab.production.reports import METRICS
 from solutions.phase4_production.checkpoint import load_checkpoint
 
@@ -111,6 +113,10 @@ class Runs:
 
     def exit_code(self) -> int:
         return int((self.run_dir / "exit_code").read_text())
+
+    def hangs(self) -> int:
+        """Return how many starts have been ended because of a hang."""
+        return len([*self.run_dir.glob("hang/*/reason.json")])
 
     def state(self) -> dict[str, str]:
         """Return a hash of each part of the newest checkpoint, and its step."""
@@ -266,12 +272,14 @@ def test_a_stopped_rank_is_noticed(
 ) -> None:
     run = runs(heartbeat_timeout_s=3)
     run.start(hold=2, restarts=5)
-    for stopped, step in ((1, 2), (0, 4)):
+    for number, (stopped, step) in enumerate(((1, 2), (0, 4)), 1):
         pids = run.waiting(step)
         os.kill(pids[stopped], signal.SIGSTOP)
         word = f"silent for more than 3 s: rank 1 (step {step})" if stopped else "does not answer"
         run.wait_for_word(word)
+        run.wait_for(lambda: run.hangs() >= number, "no evidence")  # noqa: B023
         run.hold(4 if step == 2 else -1)
+        assert f"rank {stopped} is stopped" in report(run.run_dir)
         os.kill(pids[stopped], signal.SIGCONT)  # else torchrun waits 30 s before it kills the rank
     assert run.ended() == 0, run.told()
     assert run.state() == undisturbed[1]
@@ -284,3 +292,23 @@ def test_an_exception_on_one_rank_ends_the_run_and_is_told(runs: Callable[..., R
     assert run.ended() == 1
     assert run.exit_code() == 1
     assert "rank 1 of 2 raised ValueError: a bug on one rank\n\nTraceback" in run.told()
+
+
+def test_a_hang_leaves_evidence_that_names_the_rank_and_its_line(
+    runs: Callable[..., Runs],
+) -> None:
+    run = runs(heartbeat_timeout_s=8)
+    (run.pace / "fate").write_text("loop")
+    run.start()
+    assert run.ended() == 1
+    assert "silent for more than 8 s" in run.told()
+    assert f"distlab hang {run.run_dir} shows where each rank was" in run.told()
+    headline, rank_0, rank_1, *_ = report(run.run_dir).splitlines()
+    assert headline.startswith("hang (missing rank): rank 0 waits in ")
+    assert re.search(
+        "for rank 1, but rank 1 is running at paced_trainer.py:[0-9]+ in meet$", headline
+    )
+    assert re.search(
+        r"rank 0  \w+ \(call \d+ of ranks 0 and 1\), .*imagenet_trainer.py:\d+ in ", rank_0
+    )
+    assert re.search(r"rank 1  running .*paced_trainer.py:\d+ in meet$", rank_1)
