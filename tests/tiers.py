@@ -23,6 +23,7 @@ SECOND_TIER = (
     "lab/production/test_production_failures.py",
     "lab/production/test_production_loading.py",
     "lab/production/test_production_resume.py",
+    "lab/production/test_production_stragglers.py",
     "lab/production/test_production_strategies.py",
     "lab/sim/collectives/test_fidelity.py",
     "lab/sim/hardware/test_published.py",

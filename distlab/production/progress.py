@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,6 +51,39 @@ class Progress:
         """Restore a state."""
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.history = [(epoch, top1, top5) for epoch, top1, top5 in state["history"]]
+
+
+class ExactSteps:
+    """Waits for the device in the steps that are timed in parts: a timer's ``synchronize``.
+
+    A GPU's kernels may still run after the calls that start them return, and waiting for them in
+    each step would slow training down, so on GPUs not all steps are exact. Whether a step is exact
+    is known from its beginning to its end, although the count of steps rises before the end.
+    """
+
+    def __init__(self, wait: Callable[[], object], every: int, step: int) -> None:
+        """Begin a step.
+
+        Args:
+            wait: Function that waits for the device.
+            every: Steps whose number is a multiple of this are exact.
+            step: Number of the step that begins.
+        """
+        self.wait, self.every = wait, every
+        self.is_exact = step % every == 0
+
+    def __call__(self) -> None:
+        """Wait if this step is exact."""
+        if self.is_exact:
+            self.wait()
+
+    @contextmanager
+    def ending(self, *, next_step: int) -> Iterator[bool]:
+        """Yield whether the step that ends is exact; both it and the next one wait in the block."""
+        was_exact, is_next_exact = self.is_exact, next_step % self.every == 0
+        self.is_exact = was_exact or is_next_exact
+        yield was_exact
+        self.is_exact = is_next_exact
 
 
 class OfAllRanks(NamedTuple):

@@ -1,7 +1,8 @@
 """Reports on a training run: heartbeats, speed, loss and accuracy."""
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 from distlab.production.evaluation import Accuracy
 from distlab.production.lessons import Lessons
-from distlab.production.progress import Interval, Progress
+from distlab.production.progress import ExactSteps, Interval, Progress
 from distlab.production.reports import LOG_EVERY, Reports, peak_flops_per_s
 from distlab.production.saving import Checkpoints
 from distlab.production.strategies.base import DTYPES
@@ -56,7 +57,9 @@ class Telemetry:
         self.config, self.progress, self.sampler, self.costs = config, progress, sampler, costs
         self.reports = Reports(config, lessons, num_steps, progress.step)
         self.watch = Watch(config, lessons)
-        self.timer = self.monitoring.StepTimer(synchronize=self._synchronize)
+        every = LOG_EVERY if self.is_gpu else 1
+        self.exact = ExactSteps(_wait_for(costs.device), every, progress.step + 1)
+        self.timer = self.monitoring.StepTimer(synchronize=self.exact)
         window = STRAGGLERS_OVER // (LOG_EVERY if self.is_gpu else 1)
         self.stragglers = self.monitoring.StragglerDetector(window=window)
         self.interval = Interval(costs.device)
@@ -74,6 +77,13 @@ class Telemetry:
         counted: AbstractContextManager[None] = self.timer.part(name)
         return counted
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block, in which this rank waits for others, as communication."""
+        self.watch.beat(self.progress.step + 1)
+        with self.part("communication"):
+            yield
+
     @property
     def is_gpu(self) -> bool:
         """True on a GPU, whose kernels may still run after the call that starts them returns."""
@@ -84,17 +94,6 @@ class Telemetry:
         """Number of epochs that have been trained."""
         sampler = self.sampler
         return float(sampler.epoch + sampler.position / sampler.num_samples)
-
-    def _is_exact(self) -> bool:
-        """Return True if this step is timed in parts.
-
-        On GPUs, only every tenth step is, because timing the parts needs synchronization.
-        """
-        return not self.is_gpu or (self.progress.step + 1) % LOG_EVERY == 0
-
-    def _synchronize(self) -> None:
-        if self.is_gpu and self._is_exact():
-            torch.cuda.synchronize(self.costs.device)
 
     def alive(self) -> None:
         """Report that this rank is alive; to be called during long work outside the steps."""
@@ -119,12 +118,13 @@ class Telemetry:
             num_images: Number of this rank's images.
             counts: False if another rank of the replica has the same images.
         """
-        times = self.timer.end_step()
-        is_exact = not self.is_gpu or self.progress.step % LOG_EVERY == 0
+        with self.exact.ending(next_step=self.progress.step + 1) as is_exact:
+            times = self.timer.end_step()
         self.interval.add_times(times, is_exact=is_exact)
         if counts:
             self.interval.add(loss_sum, num_images)
-        self.watch.beat(self.progress.step, times.data_s + times.compute_s)
+        self.watch.busy_s = times.data_s + times.compute_s
+        self.watch.beat(self.progress.step)
         for slow in self.stragglers.add(times) if is_exact else []:
             text = f"rank {slow.rank} is slow: {slow.ratio:.1f} times as long, by its {slow.part}"
             self.reports.say(text)
@@ -181,6 +181,17 @@ class Telemetry:
         flops = self.costs.flops_per_image * interval.num_images
         mfu = self.monitoring.mfu(flops, interval.all_s, self.costs.peak_flops_per_s)
         return {"images_per_s": images_per_s, "mfu": mfu}
+
+
+def _wait_for(device: torch.device) -> Callable[[], object]:
+    """Return a function that waits until a device has done this rank's own work so far.
+
+    On a GPU, that is the work on the stream that computes. Messages have streams of their own, for
+    which a wait for the whole device would wait, too: the time until a slow rank sends its message
+    would count as the work of all ranks.
+    """
+    is_gpu = device.type == "cuda"
+    return torch.cuda.current_stream(device).synchronize if is_gpu else lambda: None
 
 
 def steps_in(seconds: float, step_s: float) -> int:

@@ -20,6 +20,8 @@ from distlab.production.lessons import Lessons
 from distlab.production.saving import leave_code
 
 POLL_S = 0.5
+TOUCH_S = 1.0  # shortest time between two changes of the heartbeat file
+PLACES = 10**6  # places in a step, more than it has waits
 WATCHERS = 2  # ranks 0 and 1, because either may be the one that hangs
 EXIT_SILENT = 1  # restarting helps
 
@@ -33,6 +35,12 @@ class Watch:
     ends and restarts all ranks. A rank also ends when its launcher has died, so that the next run
     in the same folder does not meet ranks of this one. The file ``run_dir``/heartbeat.rank<r> is
     for outside observers.
+
+    A rank counts the places at which it waits for others. When all ranks are silent, those wait
+    whose places are higher, and the rank with the lowest place is the one that they wait for. In
+    this example, rank 1 is stopped in its backward pass of step 33:
+        rank 0    step 32, before the agreement    step 33, before the all-reduce    waits
+        rank 1    step 32, before the agreement                                      is silent
     """
 
     def __init__(self, config: Config, lessons: Lessons) -> None:
@@ -42,11 +50,14 @@ class Watch:
         self.file = config.run_dir / f"heartbeat.rank{self.rank}"
         lesson = lessons("fault_tolerance")
         store = _store(self.timeout_s)
-        self.lock, self.is_busy, self.step = threading.Lock(), False, 0
+        self.lock, self.is_busy, self.busy_s = threading.Lock(), False, 0.0
         self.heart = lesson.Heartbeat(store, self.rank)
         self.evidence, self.beaten_s = Evidence(config.run_dir), time.monotonic()
+        self.place, self.sent, self.touched = 0, -1, -1  # the last two: places already reported
+        self.touched_s = -math.inf
+        self.poll_s = min(POLL_S, self.timeout_s / 4)
         self.parent, self.ended = os.getppid(), threading.Event()
-        self.beat(0)
+        self._report()
         self.silent, self.polled_s = "", math.inf  # inf: a rank without a monitor awaits no answer
         if self.rank < WATCHERS and dist.get_world_size() > 1:
             connection = store.clone()  # two threads must not share one
@@ -56,13 +67,39 @@ class Watch:
             threading.Thread(target=self._poll, args=(monitor,), daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def beat(self, step: int, busy_s: float = 0.0) -> None:
-        """Report that this rank is alive."""
+    def beat(self, step: int) -> None:
+        """Note that this rank has done its own part, and now waits for the others.
+
+        All ranks call this before the same waits. The first one in a step is sent at once, and the
+        thread sends the others if they last.
+
+        Args:
+            step: Step that the rank is in, or that it has done last.
+        """
+        before, self.place = self.place, max(self.place + 1, step * PLACES)
+        if self.place // PLACES > before // PLACES:
+            self._send()
+
+    @property
+    def step(self) -> int:
+        """Step that this rank is in, or that it has done last."""
+        return self.place // PLACES
+
+    def _send(self) -> None:
         with self.lock:
-            self.step, self.beaten_s = step, time.monotonic()
-            self.heart.beat(step, busy_s)
-        with suppress(OSError):  # a full disk
-            self.file.touch()
+            self.sent, self.beaten_s = self.place, time.monotonic()
+            self.heart.beat(self.sent, self.busy_s)
+
+    def _report(self) -> None:
+        """Send this rank's place, and touch the file, if the place is new or the rank is busy."""
+        if self.is_busy or self.place != self.sent:
+            with suppress(RuntimeError):  # rank 0, which hosts the store, is gone
+                self._send()
+        is_due = time.monotonic() >= self.touched_s + TOUCH_S
+        if is_due and (self.is_busy or self.place != self.touched):
+            self.touched, self.touched_s = self.place, time.monotonic()
+            with suppress(OSError):  # a full disk
+                self.file.touch()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -72,7 +109,6 @@ class Watch:
             yield
         finally:
             self.is_busy = False
-            self.beat(self.step)
 
     def close(self) -> None:
         """Stop watching."""
@@ -80,7 +116,7 @@ class Watch:
 
     def _poll(self, monitor: Any) -> None:
         """Poll the heartbeats; this blocks forever if the rank that hosts the store is stopped."""
-        while not self.ended.wait(POLL_S) and not self.silent:
+        while not self.ended.wait(self.poll_s) and not self.silent:
             self.silent = self._silent_ranks(monitor)
             self.polled_s = time.monotonic()
 
@@ -90,13 +126,12 @@ class Watch:
             silent = [health for health in monitor.poll() if health.status == "silent"]
         except RuntimeError as error:  # the rank that hosts the store is gone
             return f"rank 0 does not answer ({str(error).splitlines()[0]:.100})"
-        names = ", ".join(f"rank {h.rank} (step {h.step})" for h in silent)
+        names = ", ".join(f"rank {h.rank} (step {max(h.step, 0) // PLACES})" for h in silent)
         return names and f"silent for more than {self.timeout_s:g} s: {names}"
 
     def _watch(self) -> None:
-        while not self.ended.wait(POLL_S):
-            if self.is_busy:
-                self.beat(self.step)
+        while not self.ended.wait(self.poll_s):
+            self._report()
             self.evidence.update(time.monotonic() - self.beaten_s, self.timeout_s, self.step)
             if reason := self._orphaned() or self.silent or self._unanswered():
                 self._end(reason)

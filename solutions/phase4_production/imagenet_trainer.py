@@ -69,6 +69,7 @@ class Training:
         make_stop = lessons("fault_tolerance").StopRequest
         self.stop = make_stop(stop_signals(), control_group())
         self.telemetry = Telemetry(config, lessons, self.progress, self.sampler, costs)
+        self.strategy.waiting = self.telemetry.waiting
         if config.profile:
             batch = next(iter(self.batches.of_epoch(self.strategy)))
             folder, unchanged = config.run_dir / "trace", self.checkpoints.unchanged
@@ -127,7 +128,7 @@ class Training:
         set_lr(strategy.optimizer, lr_at(self.config, sampler))
         strategy.zero_grad()
         loss = strategy.forward_backward(images, targets, num_samples)
-        with self.telemetry.part("communication"):
+        with self.telemetry.waiting():
             strategy.average_gradients()
         strategy.step()
         self.mean.update()

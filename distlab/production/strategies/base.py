@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class Strategy:
         module: Part of the model that this rank holds.
         optimizer: Optimizer of the parameters that this rank updates.
         replicas: Group of the ranks that share a batch.
+        waiting: Function that returns a context for blocks that wait for other ranks. All ranks
+            enter it equally often in a step.
     """
 
     module: nn.Module
@@ -46,6 +49,7 @@ class Strategy:
         self.config, self.loss_sum, self.lessons = config, loss_sum, lessons
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.distribute(model)
 
     def distribute(self, model: nn.Module) -> None:
@@ -68,6 +72,16 @@ class Strategy:
         if self.config.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.config.precision])
+
+    def waits(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same function for calls that wait for the other ranks."""
+
+        @wraps(call)
+        def waiting(*args: Any) -> Any:
+            with self.waiting():
+                return call(*args)
+
+        return waiting
 
     # a step
 
@@ -93,10 +107,13 @@ class Strategy:
             with self.accumulating(is_last=place == len(micro_batches)):
                 with self.autocast():
                     loss = self.loss_sum(self.called(x), y)
-                scaled: Any = self.scaler.scale(loss * scale)
-                scaled.backward()
+                self.backward(self.scaler.scale(loss * scale))
             total += loss.detach()
         return total
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _cut(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Cut a batch into ``accumulate`` micro-batches on every rank, so that collectives match.

@@ -3,7 +3,8 @@
 import inspect
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,24 @@ class TorchDDP(Strategy):
         self.ddp = self.called = DistributedDataParallel(model, **OWN_BUFFERS)
         self.hook = compression_hook(self)
         if self.hook:
-            self.ddp.register_comm_hook(None, self.hook)
+            self.ddp.register_comm_hook(None, self.waits(self.hook.__call__))
         self.make_optimizer()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss.
+
+        torch waits for all buckets in a callback at the end of the backward pass. The callback here
+        is called before it, because it is registered first, when all of this rank's own gradients
+        are there.
+        """
+        with ExitStack() as stack:
+
+            def begin(_: Tensor) -> None:
+                wait = partial(stack.enter_context, self.waiting())
+                lessons.given_3.at_end_of_backward(wait)
+
+            loss.register_hook(begin)  # type: ignore[no-untyped-call]
+            super().backward(loss)
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
@@ -65,7 +82,7 @@ class CourseDDP(TorchDDP):
         self.module = model
         self.hook = compression_hook(self)
         hook: Any = self.hook
-        start = hook.all_reduce if hook else self._all_reduce()
+        start = self.waits(hook.all_reduce) if hook else self._all_reduce()
         lesson = self.lessons("ddp")
         wrapped = lesson.DistributedDataParallel(model, all_reduce=start, group=self.replicas)
         self.ddp = self.called = wrapped

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from distlab.production.config import Config
 from distlab.production.models import layers_of
@@ -37,7 +37,21 @@ class TorchFSDP(Strategy):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         self.root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
         self.module = self.called = model
+        self._mark_waits()
         self.make_optimizer()
+
+    def _mark_waits(self) -> None:
+        """Count as waiting what waits for a message; torch has no hooks there.
+
+        The gather of a unit's parameters is waited for when it starts on the CPU, and in
+        ``wait_for_unshard`` on a GPU, where the next gather must start while this unit computes.
+        """
+        names = ["wait_for_unshard", "post_backward", "finalize_backward"]
+        names += ["unshard"] if self.device.type == "cpu" else []
+        units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
+        for group in [unit._get_fsdp_state()._fsdp_param_group for unit in units]:
+            for name in names if group else []:
+                setattr(group, name, self.waits(getattr(group, name)))
 
     def predict(self, images: Tensor) -> Tensor:
         """Return the logits, and reshard, so that an evaluation can swap parameters."""
@@ -113,7 +127,8 @@ class ShardedOptimizer(Strategy):
 
     def step(self) -> None:
         """Average the gradients, update this rank's shard, and gather the others'."""
-        self.sharded.step()
+        with self.waiting():  # the update is short: a shard's
+            self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts, with one optimizer per rank.

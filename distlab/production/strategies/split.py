@@ -138,7 +138,11 @@ class Split(CourseDDP):
 
     def step(self) -> None:
         """Update the parameters of this stage."""
-        self.sharded.step() if self.sharded else super().step()
+        if not self.sharded:
+            super().step()
+            return
+        with self.waiting():
+            self.sharded.step()
 
     def _loss(self, stage: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         inputs, targets = batch[:2]

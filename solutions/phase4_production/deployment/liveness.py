@@ -3,7 +3,7 @@
     python liveness.py RUN_DIR MAX_AGE_S             fails if a rank here has been silent too long
     python liveness.py RUN_DIR MAX_AGE_S --started   fails until each rank here has a heartbeat
 
-A rank touches ``RUN_DIR/heartbeat.rank<r>`` in every step, and while it evaluates. An open port
+A rank touches ``RUN_DIR/heartbeat.rank<r>`` once a second while it makes progress. An open port
 would prove nothing: a rank that hangs in a collective keeps its ports open. All nodes share
 RUN_DIR, and torchrun renumbers the ranks at each rendezvous, so the ranks here are found through
 ``/proc``.

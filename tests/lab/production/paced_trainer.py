@@ -3,9 +3,11 @@
     PACE/hold          the step after which ranks wait until the file is gone or names another step
     PACE/rank<r>       the pid of a rank that waits there, and the step
     PACE/fate          what rank 1 does after step 2: raise an exception, or loop endlessly
+    PACE/inside        the step in which rank 1 waits between its forward and backward pass
 
 If there is a fate, nobody can destroy the process group, as on NCCL while a rank waits for another.
-A waiting rank keeps reporting that it is alive, as it does between steps.
+A waiting rank keeps reporting that it is alive, as it does between steps; inside a step, it does
+not.
 """
 
 import os
@@ -17,6 +19,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from little_runs import little_data
+from torch import Tensor
 
 from distlab.production import reports, telemetry
 from distlab.production.program import run_program
@@ -29,15 +32,11 @@ PACE = "PACE"  # environment variable that names the folder
 def after_step(training: Training) -> None:
     """Do the trainer's work after a step, then wait as long as the test holds that step."""
     _after_step(training)
-    step, folder = training.progress.step, Path(os.environ[PACE])
+    step = training.progress.step
     if step == 2 and dist.get_rank() == 1:
-        meet(_fate(folder))
-    while _held(folder) == step:
-        told = folder / f"rank{dist.get_rank()}"
-        told.with_suffix(".new").write_text(f"{os.getpid()} {step}")
-        told.with_suffix(".new").replace(told)
+        meet(_fate(Path(os.environ[PACE])))
+    while _waits(step, "hold"):
         training.telemetry.alive()
-        time.sleep(0.05)
 
 
 def meet(fate: str) -> None:
@@ -53,20 +52,40 @@ def _fate(folder: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def _held(folder: Path) -> int:
+def loss_sum(training: Training, logits: Tensor, targets: Tensor) -> Tensor:
+    """Wait on rank 1 as long as the test holds the step, then return the loss."""
+    while dist.get_rank() == 1 and _waits(training.progress.step + 1, "inside"):
+        pass
+    return _loss_sum(training, logits, targets)
+
+
+def _waits(step: int, held: str) -> bool:
+    """Tell the test of this rank and wait for a moment if a file holds this step."""
+    folder = Path(os.environ[PACE])
+    if _held(folder / held) != step:
+        return False
+    told = folder / f"rank{dist.get_rank()}"
+    told.with_suffix(".new").write_text(f"{os.getpid()} {step}")
+    told.with_suffix(".new").replace(told)
+    time.sleep(0.05)
+    return True
+
+
+def _held(file: Path) -> int:
     try:
-        return int((folder / "hold").read_text())
+        return int(file.read_text())
     except (FileNotFoundError, ValueError):
         return -1
 
 
-_after_step = Training.after_step
+_after_step, _loss_sum = Training.after_step, Training.loss_sum
 
 if __name__ == "__main__":
     if _fate(Path(os.environ[PACE])):
         dist.destroy_process_group = threading.Event().wait
     with (
         mock.patch.object(Training, "after_step", after_step),
+        mock.patch.object(Training, "loss_sum", loss_sum),
         mock.patch.object(reports, "PORT_S", 0.5),
         mock.patch.object(telemetry, "AGREE_EVERY_S", 0.0),  # steps take milliseconds
         mock.patch.object(imagenet_trainer, "open_images", little_data),

@@ -34,6 +34,7 @@ ROOT = HERE.parents[2]
 PROGRAM = HERE / "paced_trainer.py"
 TIMEOUT_S = 300
 RANKS = 2
+FSDP, COURSE = {"strategy": "fsdp"}, {"strategy": "course"}
 RANDOM = {"mixup": 0.4, "ema_decay": 0.9, "augment": "crop_flip"}
 
 
@@ -70,17 +71,17 @@ class Runs:
         (self.pace / "new").write_text(f"{step}")
         (self.pace / "new").replace(self.pace / "hold")
 
-    def waiting(self, step: int) -> list[int]:
-        """Wait until all ranks wait after a step; return their pids."""
-        files = [self.pace / f"rank{rank}" for rank in range(RANKS)]
+    def waiting(self, step: int, *ranks: int) -> list[int]:
+        """Wait until ranks, by default all, wait at a step; return their pids."""
+        files = [self.pace / f"rank{rank}" for rank in ranks or range(RANKS)]
         pids: list[int] = []
 
         def wait_or_have_ended() -> bool:
             told = [file.read_text().split() for file in files if file.exists()]
             pids[:] = [int(pid) for pid, at in told if int(at) == step and is_alive(int(pid))]
-            return len(pids) == RANKS or self.agent.poll() is not None
+            return len(pids) == len(files) or self.agent.poll() is not None
 
-        self.wait_for(wait_or_have_ended, f"no ranks wait after step {step}")
+        self.wait_for(wait_or_have_ended, f"no ranks wait at step {step}")
         assert self.agent.poll() is None, self.told()
         return pids
 
@@ -312,3 +313,20 @@ def test_a_hang_leaves_evidence_that_names_the_rank_and_its_line(
         r"rank 0  \w+ \(call \d+ of ranks 0 and 1\), .*imagenet_trainer.py:\d+ in ", rank_0
     )
     assert re.search(r"rank 1  running .*paced_trainer.py:\d+ in meet$", rank_1)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("keys", [{}, FSDP, COURSE], ids=str)
+def test_only_the_rank_that_is_stopped_in_a_step_is_silent(
+    runs: Callable[..., Runs], keys: dict[str, Any]
+) -> None:
+    run = runs(heartbeat_timeout_s=10, **keys)
+    (run.pace / "inside").write_text("3")
+    run.start()
+    (stopped,) = run.waiting(3, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    run.wait_for_word("silent for more than 10 s")
+    os.kill(stopped, signal.SIGKILL)
+    assert run.ended(stopped) == 1
+    silent = [line for line in run.told().splitlines() if "silent for more" in line]
+    assert all("s: rank 1 (step" in line for line in silent), silent
