@@ -16,7 +16,7 @@ all ranks of this node, which save and stop.
     --max-restarts K        how often to restart after a crash (default: 3)
 
 Exit codes: 0 done · 75 stopped and saved, run it again · 78 the configuration or the data is wrong
-74 cannot save · 1 anything else
+69 another training holds run_dir, run it again later · 74 cannot save · 1 anything else
 """
 
 import os

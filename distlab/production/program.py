@@ -75,6 +75,8 @@ def _trained(train: Callable[[], None]) -> int:
         train()
     except (ConfigError, DataError, NotThereError) as error:
         return _refused(error, errors.EXIT_WRONG)
+    except errors.InUseError as error:
+        return _refused(error, errors.EXIT_IN_USE)
     except errors.CannotSaveError as error:
         return _refused(error, errors.EXIT_CANNOT_SAVE)
     except KeyboardInterrupt:

@@ -19,11 +19,13 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from distlab.production.config import Config
-from distlab.production.errors import ConfigError
+from distlab.production.errors import ConfigError, InUseError
 
-LOCK_S = 10.0  # longest wait for the lock of a run that is ending
 FLIGHT_RECORDER = "2000"  # newest collectives that torch keeps, for ``distlab hang``
 LEAVE_S = 10.0  # longest wait for the end of the process group after an error
+# Longest wait for the lock of a run that is ending. torchrun's three restarts make it four waits,
+# which outlast the 90 s that an NFS server keeps the lock of a node that was lost.
+LOCK_S = 30.0
 JOIN_S = 60.0  # lowest time limit for joining: Python has much to import
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
 
@@ -120,30 +122,31 @@ def alone_in(run_dir: Path) -> Iterator[None]:
     An exit code left by an earlier start is removed.
 
     Raises:
-        ConfigError: The folder can't be created, or another run uses it; raised on all ranks.
+        ConfigError: The folder can't be created; raised on all ranks.
+        InUseError: Another run holds the lock; raised on all ranks.
     """
     with ExitStack() as stack:
-        reason = [_enter(run_dir, stack) if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(reason, src=0)
-        if reason[0]:
-            raise ConfigError(reason[0])
+        error = [_enter(run_dir, stack) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(error, src=0)
+        if error[0]:
+            raise error[0]
         yield
 
 
-def _enter(run_dir: Path, stack: ExitStack) -> str:
-    """Create and lock the folder; return the reason why that failed, or ""."""
+def _enter(run_dir: Path, stack: ExitStack) -> ConfigError | InUseError | None:
+    """Create and lock the folder; return the error if that failed."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = stack.enter_context((run_dir / "lock").open("w"))
         if not _locked(file):
-            return (
+            return InUseError(
                 f"another training writes into {run_dir}: wait for its end, or choose another "
-                "run_dir"
+                "run_dir. If its node was lost, run this again when the file server has let go"
             )
         (run_dir / "exit_code").unlink(missing_ok=True)
     except OSError as error:
-        return f"run_dir: {error}"
-    return ""
+        return ConfigError(f"run_dir: {error}")
+    return None
 
 
 def _locked(file: IO[str]) -> bool:

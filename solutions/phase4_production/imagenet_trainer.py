@@ -7,7 +7,8 @@
 If you run the same command again, it continues where it stopped. --KEY VALUE changes any key of the
 configuration, and --impl mine trains with the lessons that you have written. Exit codes:
     0 done    75 stopped and saved, run it again    78 the configuration or the data is wrong
-    74 cannot save    1 anything else: running it again may help
+    69 another training holds run_dir, run it again later    74 cannot save
+    1 anything else: running it again may help
 """
 
 import sys
