@@ -145,19 +145,32 @@ MAX_AGE_S = 300
 RANK = [sys.executable, "-c", "import time; time.sleep(600)", "--run_dir"]
 
 
+def memory_of(folder: Path) -> Path:
+    """Return the folder where the probe remembers what it has seen."""
+    memory = folder.parent / f"{folder.name}-memory"
+    memory.mkdir(exist_ok=True)
+    return memory
+
+
 def probe(folder: Path, *options: str, max_age_s: float = MAX_AGE_S) -> tuple[int, str]:
     command = [sys.executable, str(DEPLOYMENT / "liveness.py"), str(folder), str(max_age_s)]
-    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=TIMEOUT_S)
+    own = {**os.environ, "TMPDIR": str(memory_of(folder))}
+    command += options
+    ended = subprocess.run(command, env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.stdout == ""
     return ended.returncode, ended.stderr.strip()
 
 
-def start_rank(start: Start, folder: Path, rank: int) -> None:
+def start_rank(start: Start, folder: Path, rank: int) -> "subprocess.Popen[bytes]":
     """Start a stand-in for a rank; wait until it can be recognized and is a clock tick old."""
     process = start([*RANK, str(folder)], RANK=str(rank))
     cmdline = Path(f"/proc/{process.pid}/cmdline")
     wait_until(lambda: b"--run_dir" in cmdline.read_bytes())
     time.sleep(0.1)
+    return process
+
+
+HOURS_AGO_S = (0.0, 3600.0, -3600.0)  # how far a file server's clock is behind ours
 
 
 def beat(folder: Path, rank: int, ago_s: float = 0.0) -> None:
@@ -167,19 +180,27 @@ def beat(folder: Path, rank: int, ago_s: float = 0.0) -> None:
     os.utime(path, (seconds, seconds))
 
 
-def test_fresh_heartbeats_are_alive_and_started(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("behind_s", HOURS_AGO_S)
+def test_ranks_that_beat_are_alive_whatever_the_file_servers_clock(
+    start: Start, tmp_path: Path, behind_s: float
+) -> None:
+    """The ranks' processes have run for longer than the 0 s that are allowed here."""
     for rank in (2, 3):
         start_rank(start, tmp_path, rank)
-        beat(tmp_path, rank)
-    assert probe(tmp_path) == (0, "")
+    for _ in range(3):
+        for rank in (2, 3):
+            beat(tmp_path, rank, behind_s)
+        assert probe(tmp_path, max_age_s=0) == (0, "")
     assert probe(tmp_path, "--started") == (0, "")
 
 
 def test_each_silent_rank_is_named(start: Start, tmp_path: Path) -> None:
-    """Allow 0 s, because a rank is only named if its process has run for longer than is allowed."""
-    for rank, ago_s in ((0, 50), (1, -3600), (2, 70)):  # rank 1's heartbeat is in the future
+    for rank in range(3):
         start_rank(start, tmp_path, rank)
-        beat(tmp_path, rank, ago_s)
+        beat(tmp_path, rank)
+    assert probe(tmp_path, max_age_s=0) == (0, "")
+    time.sleep(0.1)  # ten ticks of the clock of /proc
+    beat(tmp_path, 1)
     code, text = probe(tmp_path, max_age_s=0)
     assert code == 1
     lines = text.splitlines()
@@ -190,11 +211,22 @@ def test_each_silent_rank_is_named(start: Start, tmp_path: Path) -> None:
 def test_a_new_process_gets_time_whatever_its_predecessor_left(
     start: Start, tmp_path: Path
 ) -> None:
-    start_rank(start, tmp_path, 0)
     beat(tmp_path, 0, ago_s=10 * MAX_AGE_S)
+    for _ in range(2):  # the second process is as new as the first was
+        process = start_rank(start, tmp_path, 0)
+        assert probe(tmp_path, max_age_s=0) == (0, "")
+        code, text = probe(tmp_path, "--started")
+        assert (code, text.rpartition(" in ")[0]) == (1, "rank 0 has given no heartbeat")
+        process.kill()
+        process.wait()
+
+
+def test_a_probe_that_was_cut_off_while_it_wrote_is_forgotten(start: Start, tmp_path: Path) -> None:
+    start_rank(start, tmp_path, 0)
     assert probe(tmp_path) == (0, "")
-    code, text = probe(tmp_path, "--started")
-    assert (code, text.rpartition(" in ")[0]) == (1, "rank 0 has given no heartbeat")
+    [memory] = memory_of(tmp_path).iterdir()
+    memory.write_text(memory.read_text()[:9])
+    assert probe(tmp_path) == (0, "")
 
 
 def test_ranks_of_other_nodes_and_other_runs_are_not_its_business(
@@ -208,4 +240,5 @@ def test_ranks_of_other_nodes_and_other_runs_are_not_its_business(
     beat(ours, 0, ago_s=10 * MAX_AGE_S)  # left by a rank on another node
     start_rank(start, others, 5)
     assert probe(ours) == (0, "")
+    beat(ours, 1)
     assert probe(ours, "--started") == (0, "")

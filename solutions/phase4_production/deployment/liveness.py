@@ -8,17 +8,24 @@ would prove nothing: a rank that hangs in a collective keeps its ports open. All
 RUN_DIR, and torchrun renumbers the ranks at each rendezvous, so the ranks here are found through
 ``/proc``.
 
+The file server stamps a heartbeat with its own clock, which may differ from this machine's. The
+probe therefore compares no clocks: it remembers in the temporary folder, from one call to the next,
+what each stamp was, and when it last saw it change. Only a stamp that changes is a heartbeat.
+
 A new rank has MAX_AGE_S seconds from its start, even if its predecessor has left an old heartbeat
 behind. The probe also passes while no rank runs here: torchrun then waits for other nodes, for as
 long as its own timeouts allow.
 """
 
 import argparse
+import hashlib
+import json
 import math
 import os
 import sys
-import time
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,15 +34,18 @@ PROC = Path("/proc")
 
 
 class Rank(NamedTuple):
-    """A rank that runs in this container."""
+    """What is known of a rank that runs in this container; times are seconds since the boot."""
 
     number: int
-    running_s: float  # age of its process
-    silent_s: float  # age of its last heartbeat, which may come from an earlier process
+    started_s: float  # start of its process
+    first: int | None  # stamp of its heartbeat at the first look; None: there was none
+    latest: int | None  # stamp at the last look
+    changed_s: float  # time of the first look, or of the last one that found another stamp
+    looked_s: float  # time of the last look
 
 
-def ranks_here(run_dir: Path) -> list[Rank]:
-    """Return the ranks of a run that are on this machine, or in this container.
+def look(run_dir: Path) -> list[Rank]:
+    """Look at the ranks of a run that are on this machine, or in this container; remember them.
 
     Args:
         run_dir: folder that the trainer got as ``--run_dir``.
@@ -43,26 +53,31 @@ def ranks_here(run_dir: Path) -> list[Rank]:
     started_s: dict[int, float] = {}
     for number, seconds in _processes(str(run_dir)):  # DataLoader workers are younger
         started_s[number] = min(seconds, started_s.get(number, math.inf))
-    return [
-        Rank(number, _uptime_s() - seconds, _silent_s(run_dir / f"heartbeat.rank{number}"))
-        for number, seconds in sorted(started_s.items())
-    ]
+    known = {(rank.number, rank.started_s): rank for rank in _remembered(run_dir)}
+    ranks = []
+    for number, seconds in sorted(started_s.items()):
+        stamp, now_s = _stamp(run_dir / f"heartbeat.rank{number}"), _uptime_s()
+        before = known.get((number, seconds), Rank(number, seconds, stamp, stamp, now_s, now_s))
+        changed_s = before.changed_s if stamp == before.latest else now_s
+        ranks.append(before._replace(latest=stamp, changed_s=changed_s, looked_s=now_s))
+    _remember(run_dir, ranks)
+    return ranks
 
 
 def complaints(ranks: Sequence[Rank], max_age_s: float) -> list[str]:
     """Return one line for each rank that has been silent for too long."""
+    silent_s = {rank.number: rank.looked_s - rank.changed_s for rank in ranks}
     return [
-        f"rank {rank.number} has been silent for {min(rank.silent_s, rank.running_s):.0f} s, "
-        f"{max_age_s:.0f} s are allowed"
-        for rank in ranks
-        if min(rank.silent_s, rank.running_s) > max_age_s
+        f"rank {number} has been silent for {seconds:.0f} s, {max_age_s:.0f} s are allowed"
+        for number, seconds in silent_s.items()
+        if seconds > max_age_s
     ]
 
 
 def not_started(ranks: Sequence[Rank]) -> list[str]:
     """Return one line for each rank without a heartbeat yet, or one line if no rank runs here."""
-    waiting = [rank for rank in ranks if rank.silent_s >= rank.running_s]
-    lines = [f"rank {r.number} has given no heartbeat in {r.running_s:.0f} s" for r in waiting]
+    waiting = {r.number: r.looked_s - r.started_s for r in ranks if r.latest == r.first}
+    lines = [f"rank {number} has given no heartbeat in {s:.0f} s" for number, s in waiting.items()]
     return lines if ranks else ["no rank runs here yet"]
 
 
@@ -85,12 +100,30 @@ def _uptime_s() -> float:
     return float((PROC / "uptime").read_text().split()[0])
 
 
-def _silent_s(heartbeat: Path) -> float:
-    """Return the age of a heartbeat, infinite if there has been none."""
+def _stamp(heartbeat: Path) -> int | None:
+    """Return the time that a heartbeat was last touched, by the file server's clock."""
     try:
-        return time.time() - heartbeat.stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
+        return heartbeat.stat().st_mtime_ns
+    except OSError:  # there is none, or the file server does not answer
+        return None
+
+
+def _memory(run_dir: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"liveness-{os.getuid()}-{name}.json"
+
+
+def _remembered(run_dir: Path) -> list[Rank]:
+    """Return the ranks of the last look; none if there is none, or it was cut off."""
+    try:
+        return [Rank(*fields) for fields in json.loads(_memory(run_dir).read_text())]
+    except (OSError, ValueError):
+        return []
+
+
+def _remember(run_dir: Path, ranks: Sequence[Rank]) -> None:
+    with suppress(OSError):  # a full disk must not kill a training that is well
+        _memory(run_dir).write_text(json.dumps(ranks))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("max_age_s", type=float, help="above the longest evaluation and save")
     parser.add_argument("--started", action="store_true", help="whether each has given one yet")
     given = parser.parse_args(arguments)
-    ranks = ranks_here(given.run_dir)
+    ranks = look(given.run_dir)
     wrong = not_started(ranks) if given.started else complaints(ranks, given.max_age_s)
     print("\n".join(wrong), file=sys.stderr)
     return int(bool(wrong))
