@@ -29,6 +29,7 @@ from distlab.launch.stacks import Frame
 from distlab.util import files
 
 SHARE = 0.5  # of heartbeat_timeout_s, after which a silent rank writes its evidence
+STDERR = 2  # descriptor
 DUMP_S = 60.0  # longest time that the flight recorder may take before the process is ended
 KEPT = 100  # newest finished collectives that are kept
 RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # in torch._C._distributed_c10d; gloo: the 2nd
@@ -49,8 +50,15 @@ class Evidence:
         self.is_there = False
 
     def update(self, silent_s: float, timeout_s: float, step: int) -> None:
-        """Write the evidence if this rank has been silent for long; remove it if no longer."""
-        if silent_s > SHARE * timeout_s and len(self.processes) > 1:
+        """Write the evidence if this rank has been silent for long; remove it if no longer.
+
+        If this is not called again for long, as another thread holds Python's lock, faulthandler,
+        which needs no lock, prints all stacks on standard error.
+        """
+        if len(self.processes) == 1:
+            return
+        faulthandler.dump_traceback_later(SHARE * timeout_s, file=STDERR)
+        if silent_s > SHARE * timeout_s:
             self.write(step)
         elif self.is_there:
             self.is_there = False
@@ -58,6 +66,10 @@ class Evidence:
                 for file in self.files:
                     file.unlink(missing_ok=True)
                 self.folder.rmdir()
+
+    def close(self) -> None:
+        """Expect no further ``update``."""
+        faulthandler.cancel_dump_traceback_later()
 
     def write(self, step: int) -> None:
         """Write the evidence, once."""
@@ -78,11 +90,12 @@ class Evidence:
         Only the first rank to do so is right: later ones might find that this one has vanished.
         """
         self.write(step)
-        with self._warned(), suppress(FileExistsError):
+        path = self.folder / "reason.json"
+        with self._warned():
             states = {rank: _state(*process[1:]) for rank, process in enumerate(self.processes)}
             found = {"reason": reason, "ranks": len(states), "states": states}
-            with (self.folder / "reason.json").open("x") as file:
-                json.dump(found, file)
+            if not path.exists():
+                files.write_whole(path, json.dumps(found).encode())
 
     @contextmanager
     def _warned(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ COMPLETE = (
 ADVICE = {
     "stopped": "Look for what has stopped {}: SIGSTOP, ctrl-Z, a debugger or a paused container.",
     "vanished": "Look for what has killed {}: dmesg names the victims of the out-of-memory killer.",
-    SILENT: "{} may be stopped or cut off, or stuck outside Python: look at that machine first.",
+    SILENT: "{} may be stopped, cut off, or stuck outside Python: see its machine, and its log.",
 }
 SAME_FORM = ("all_reduce", "allreduce", "broadcast", "reduce")  # all ranks give equal forms
 Site = tuple[str, int, str]

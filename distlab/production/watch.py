@@ -136,6 +136,7 @@ class Watch:
             if reason := self._orphaned() or self.silent or self._unanswered():
                 self._end(reason)
                 return
+        self.evidence.close()
 
     def _unanswered(self) -> str:
         """Return a message if rank 0, which hosts the heartbeats, does not answer; otherwise ""."""
@@ -151,11 +152,11 @@ class Watch:
         if self.ended.is_set():
             return
         print(f"rank {self.rank}: {reason}. This process ends.", file=sys.stderr, flush=True)
+        leave_code(self.run_dir, EXIT_SILENT)
         if not self._orphaned():
             self.evidence.conclude(reason, self.step)
             text = f"rank {self.rank}: distlab hang {self.run_dir} shows where each rank was"
             print(text, file=sys.stderr, flush=True)
-        leave_code(self.run_dir, EXIT_SILENT)
         end_process(EXIT_SILENT)  # an exception would not reach a main thread in a collective
 
 

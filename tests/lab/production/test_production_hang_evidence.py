@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from processes import wait_until
 from torch._C._distributed_c10d import HashStore
 
 from distlab.production import hang
@@ -22,8 +23,15 @@ def evidence(tmp_path: Path) -> Iterator[Evidence]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     made = Evidence(tmp_path)
     made.processes *= 2
+    wait_until(settled)
     yield made
+    made.close()
     dist.destroy_process_group()
+
+
+def settled() -> bool:
+    """Return True if gloo's threads have noted the end of every call, which they do later."""
+    return all(entry["retired"] for entry in hang.recorded())
 
 
 def content(evidence: Evidence, name: str) -> Any:
@@ -32,6 +40,7 @@ def content(evidence: Evidence, name: str) -> Any:
 
 def test_a_silent_rank_writes_its_stacks_and_its_calls(evidence: Evidence) -> None:
     dist.all_reduce(torch.ones(4))
+    wait_until(settled)
     evidence.update(4.9, 10.0, step=7)
     assert not evidence.folder.exists()
     evidence.update(5.1, 10.0, step=7)
@@ -50,6 +59,20 @@ def test_a_rank_that_goes_on_takes_its_evidence_back(evidence: Evidence) -> None
     assert not evidence.folder.exists()
     evidence.update(6.0, 10.0, step=9)
     assert content(evidence, "rank0.json")["step"] == 9
+
+
+def test_a_watch_that_is_held_up_prints_the_stacks(
+    evidence: Evidence, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evidence.update(0.0, 0.02, step=7)
+    told: list[str] = []
+
+    def has_told() -> bool:
+        told.append(capfd.readouterr().err)
+        return "test_production_hang_evidence.py" in "".join(told)
+
+    wait_until(has_told, lambda: "".join(told))
+    evidence.close()
 
 
 def test_a_rank_alone_waits_for_nobody(evidence: Evidence) -> None:

@@ -83,8 +83,8 @@ def test_a_rank_in_an_endless_loop_is_missing(evidence: Folder) -> None:
             "",
             "rank 1 has left no evidence",
             "no evidence",
-            "Rank 1 may be stopped or cut off, or stuck outside Python: look at that machine "
-            "first.",
+            "Rank 1 may be stopped, cut off, or stuck outside Python: see its machine, and its "
+            "log.",
         ),
     ],
 )
