@@ -2,7 +2,10 @@
 
 import copy
 import shutil
+import socket
 import subprocess
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import deployment_files as files
@@ -11,10 +14,11 @@ import pytest
 import yaml
 from deployment_files import DEPLOYMENT, ROOT, Command, Document
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from distlab.production import errors
 from distlab.production.config import Config, make_config
-from solutions.phase4_production.deployment import entrypoint
+from solutions.phase4_production.deployment import entrypoint, fill
 
 RENDEZVOUS_PORT = 29400
 METRICS_PORT = 9400
@@ -29,8 +33,11 @@ each_job = pytest.mark.parametrize("job", files.jobs().values(), ids=files.jobs(
 
 MANIFESTS = [
     pytest.param(document, id=f"{name} {document['kind']} {document['metadata']['name']}")
-    for name in ("kubernetes.yaml", "kubernetes-elastic.yaml")
+    for name in ("kubernetes.yaml", "kubernetes-elastic.yaml", "kubernetes-data.yaml")
     for document in files.documents(name)
+] + [
+    pytest.param(document, id=f"with RDMA {document['kind']} {document['metadata']['name']}")
+    for document in files.with_rdma()
 ]
 
 
@@ -138,7 +145,7 @@ def test_exit_codes_decide_what_kubernetes_does(job: Document) -> None:
         ("FailJob", [errors.EXIT_WRONG]),
         ("Ignore", None),  # for disruptions of the Pod
         ("Ignore", [errors.EXIT_STOPPED]),
-        ("Count", [1, errors.EXIT_CANNOT_SAVE]),
+        ("Count", [1, errors.EXIT_IN_USE, errors.EXIT_CANNOT_SAVE]),
     ]
     assert {
         rule["onExitCodes"]["containerName"]
@@ -154,13 +161,112 @@ def test_exit_codes_decide_what_kubernetes_does(job: Document) -> None:
 @pytest.mark.parametrize("name", files.jobs())
 def test_pods_meet_at_index_0(name: str) -> None:
     job, service = files.of_kind(name, "Job"), files.of_kind(name, "Service")
-    own, job_name = service["metadata"]["name"], job["metadata"]["name"]
+    own = service["metadata"]["name"]
     launcher, spec = COMMANDS[name].launcher, job["spec"]
     assert spec["completionMode"] == "Indexed"
     assert spec["template"]["spec"]["subdomain"] == own
-    assert launcher.rdzv_endpoint == f"{job_name}-0.{own}:{RENDEZVOUS_PORT}"
+    assert launcher.rdzv_endpoint == f"{full_name(job, own)}:{RENDEZVOUS_PORT}"
     assert launcher.rdzv_backend == "c10d"
     assert spec["completions"] == spec["parallelism"] == int(launcher.nnodes.rpartition(":")[2])
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == (
         *("None", True),
     )
+
+
+def full_name(job: Document, service: str) -> str:
+    """Return the name of a Job's first Pod that the kubelet writes into its /etc/hosts."""
+    own = job["metadata"]
+    return f"{own['name']}-0.{service}.{own['namespace']}.svc.cluster.local"
+
+
+@pytest.mark.parametrize("name", files.jobs())
+def test_the_first_pod_hosts_the_rendezvous_before_the_dns_knows_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Pod's DNS record comes some seconds after the Pod; until then only /etc/hosts knows it."""
+    job, service = files.of_kind(name, "Job"), files.of_kind(name, "Service")
+    full = full_name(job, service["metadata"]["name"])
+    short = full.partition(".")[0]
+
+    def getaddrinfo(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if host not in (full, short):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, full, ("10.1.2.3", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "gethostname", lambda: short)
+    assert _matches_machine_hostname(COMMANDS[name].launcher.rdzv_endpoint.partition(":")[0])
+
+
+@pytest.mark.parametrize("name", files.jobs())
+def test_names_can_be_asked_for_wherever_the_cluster_answers(name: str) -> None:
+    """NodeLocal DNSCache answers at an address of the node, which no selector of Pods finds."""
+    rules = files.of_kind(name, "NetworkPolicy")["spec"]["egress"]
+    ports = [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
+    assert {"ports": ports} in rules
+
+
+# --- nodes and volumes ---------------------------------------------------------------------------
+
+LARGEST_SAVE = 16e9  # bytes of 1 B parameters: weights, two moments of AdamW, a mean
+WRITE, VERIFY = 100e6, 500e6  # bytes/s of a slow file server, and of reading and hashing
+TORCHRUN_S = 60  # for torchrun's own end, with a margin
+each_pod = pytest.mark.parametrize("name", files.pods())
+
+
+@each_pod
+def test_the_largest_save_fits_into_the_grace_period(name: str) -> None:
+    """SIGTERM may come during a save: the last one waits for it, and each verifies older ones."""
+    shutdown_s = COMMANDS[name].launcher.shutdown_timeout
+    older = Config.model_fields["keep"].default - 1
+    assert shutdown_s >= 2 * LARGEST_SAVE * (1 / WRITE + older / VERIFY)
+    assert files.pods()[name]["terminationGracePeriodSeconds"] >= shutdown_s + TORCHRUN_S
+
+
+@each_pod
+def test_nodes_that_are_kept_for_gpus_take_the_pods(name: str) -> None:
+    tolerated = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert files.pods()[name]["tolerations"] == [tolerated]
+
+
+def test_a_job_can_fill_the_volume_that_the_trainer_reads() -> None:
+    claims = {
+        each["metadata"]["name"]: each["spec"]["accessModes"]
+        for each in files.documents("kubernetes.yaml")
+        if each["kind"] == "PersistentVolumeClaim"
+    }
+    pod = files.data_job()["template"]["spec"]
+    [volume], [container] = pod["volumes"], pod["containers"]
+    [mount] = container["volumeMounts"]
+    assert claims[volume["persistentVolumeClaim"]["claimName"]] == ["ReadWriteMany"]
+    assert not volume["persistentVolumeClaim"].get("readOnly")
+    assert (mount["name"], mount.get("readOnly")) == (volume["name"], None)
+    assert container["args"][1] == mount["mountPath"]
+    assert container["command"] == ["python", f"{files.IN_IMAGE}/fill.py"]
+
+
+def archive_of(folder: Path, *names: str) -> str:
+    """Write a tar archive with these files, and return its address."""
+    for name in names:
+        (folder / "from" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "from" / name).write_text(name)
+    with tarfile.open(folder / "images.tar", "w") as archive:
+        archive.add(folder / "from", arcname=".")
+    return (folder / "images.tar").as_uri()
+
+
+def test_filling_unpacks_the_images_once(tmp_path: Path) -> None:
+    url, folder = archive_of(tmp_path, "train/cat/1.JPEG", "val/cat/2.JPEG"), tmp_path / "data"
+    assert fill.main([url, str(folder)]) == 0
+    assert (folder / "val/cat/2.JPEG").read_text() == "val/cat/2.JPEG"
+    (tmp_path / "images.tar").unlink()
+    assert fill.main([url, str(folder)]) == 0
+
+
+def test_filling_with_half_of_the_data_is_an_error_each_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = archive_of(tmp_path, "train/cat/1.JPEG")
+    for _ in range(2):
+        assert fill.main([url, str(tmp_path / "data")]) == 1
+        assert capsys.readouterr().err == f"{url} has no val: pack train/ and val/\n"

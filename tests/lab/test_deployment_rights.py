@@ -5,9 +5,10 @@ import re
 import deployment_files as files
 import pytest
 import yaml
-from deployment_files import ROOT, Document
+from deployment_files import Document
 
 USER = 10001
+PODS = {**files.pods(), "kubernetes-data.yaml": files.data_job()["template"]["spec"]}
 
 each_pod = pytest.mark.parametrize("pod", files.pods().values(), ids=files.pods())
 
@@ -46,11 +47,22 @@ def _problems(context: Document, container: Document) -> list[tuple[str, bool]]:
     ]
 
 
-@each_pod
+@pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
 def test_pods_are_restricted(pod: Document) -> None:
     assert violations(pod) == []
     labels = files.of_kind("kubernetes.yaml", "Namespace")["metadata"]["labels"]
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_rdma_adds_one_capability_and_needs_a_privileged_namespace() -> None:
+    overlay = files.with_rdma()
+    [namespace] = [each for each in overlay if each["kind"] == "Namespace"]
+    [job] = [each for each in overlay if each["kind"] == "Job"]
+    assert violations(job["spec"]["template"]["spec"]) == ["adds capabilities"]
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    level = namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert level == "privileged"  # "baseline" refuses IPC_LOCK, too
 
 
 @each_pod
@@ -96,11 +108,3 @@ def test_signals_reach_the_entrypoint_and_no_shell() -> None:
     assert yaml.safe_load(found["ENTRYPOINT"]) == ["python", f"{files.IN_IMAGE}/entrypoint.py"]
     kubeflow = files.of_kind("trainjob.yaml", "TrainJob")["spec"]["trainer"]["command"]
     assert kubeflow == yaml.safe_load(found["ENTRYPOINT"])
-
-
-def test_what_the_image_copies_is_there_and_not_ignored() -> None:
-    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
-    for name, rest in files.instructions():
-        for source in rest.split()[:-1] if name == "COPY" else []:
-            assert (ROOT / source).exists(), source
-            assert f"!{source}" in ignore
