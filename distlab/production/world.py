@@ -6,11 +6,11 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ LEAVE_S = 10.0  # longest wait for the end of the process group after an error
 # which outlast the 90 s that an NFS server keeps the lock of a node that was lost.
 LOCK_S = 30.0
 JOIN_S = 60.0  # lowest time limit for joining: Python has much to import
+WAIT_S = 1800.0  # lowest time limit of a collective: rank 0 may write a last checkpoint for minutes
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the last one is Slurm's
 
 
@@ -51,12 +52,16 @@ def joined(config: Config) -> Iterator[torch.device]:
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    options = {
+        "timeout": timedelta(seconds=max(config.heartbeat_timeout_s, WAIT_S)),
+        "device_id": device if backend == "nccl" else None,  # then NCCL connects at once
+    }
     if "RANK" in os.environ:
         _check_number(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        _join(backend, timedelta(seconds=max(config.heartbeat_timeout_s, JOIN_S)))
+        _join(backend, timedelta(seconds=max(config.heartbeat_timeout_s, JOIN_S)), options)
     else:
         _check_number(config, 1)
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
     yield device  # after an error, ``leave`` leaves the group
     dist.destroy_process_group()
 
@@ -83,7 +88,7 @@ def leave(*, has_crashed: bool) -> bool:
     return not thread.is_alive()
 
 
-def _join(backend: str, timeout: timedelta) -> None:
+def _join(backend: str, timeout: timedelta, options: Mapping[str, Any]) -> None:
     """Join the ranks that torchrun has started, through its store; fail if one is late.
 
     All starts of a torchrun agent share one store, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is
@@ -95,7 +100,7 @@ def _join(backend: str, timeout: timedelta) -> None:
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"start {start}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
 
 
 def control_group() -> dist.ProcessGroup | None:
