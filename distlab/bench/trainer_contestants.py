@@ -33,7 +33,7 @@ from distlab.production.loading import Keys, loader_of
 from distlab.production.models import build_model, layer_flops, layers_of, split_heads
 from distlab.production.optimization import optimizer_of
 from distlab.production.strategies.base import DTYPES
-from distlab.production.strategies.replicated import OWN_BUFFERS
+from distlab.production.strategies.replicated import DDP_OPTIONS
 from distlab.production.strategies.sharded import policy_of
 from distlab.production.strategies.split import MICRO_BATCHES_PER_STAGE
 from distlab.production.types import Group
@@ -192,14 +192,14 @@ def _plain(
 
 
 def data_parallel(setting: Setting) -> Train:
-    """Return a loop with DistributedDataParallel; ranks keep their own buffers, as in ours."""
-    model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
+    """Return a loop with DistributedDataParallel; each rank keeps its own buffers, as in ours."""
+    model = DistributedDataParallel(setting.model(), **DDP_OPTIONS)
     return _plain(setting, model, setting.optimizer(model.parameters()))
 
 
 def zero_redundancy(setting: Setting) -> Train:
     """Return a loop with DistributedDataParallel and ZeroRedundancyOptimizer."""
-    model = DistributedDataParallel(setting.model(), **OWN_BUFFERS)
+    model = DistributedDataParallel(setting.model(), **DDP_OPTIONS)
     kind, options = optimizer_of(setting.config)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), kind, parameters_as_bucket_view=True, **options

@@ -21,10 +21,11 @@ from distlab.production.types import Group, HasState
 POWER_SGD_RANK = 4
 
 # Each rank keeps its own buffers; an evaluation averages them. Newer versions of torch use
-# another name for this option.
+# another name for this option. Gradients are views of the buckets, so that nothing is copied back.
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
-OWN_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
+DDP_OPTIONS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False,
+    "gradient_as_bucket_view": True,
 }
 
 
@@ -37,7 +38,7 @@ class TorchDDP(Strategy):
     def distribute(self, model: nn.Module) -> None:
         """Wrap the model; if configured, a hook compresses the gradients."""
         self.module = model
-        self.ddp = self.called = DistributedDataParallel(model, **OWN_BUFFERS)
+        self.ddp = self.called = DistributedDataParallel(model, **DDP_OPTIONS)
         self.hook = compression_hook(self)
         if self.hook:
             self.ddp.register_comm_hook(None, self.waits(self.hook.__call__))
