@@ -4,12 +4,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from distlab.production.config import Config
 from distlab.production.errors import CannotSaveError, ConfigError
@@ -42,8 +43,12 @@ class Checkpoints:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore the whole state at the end of the block; called on all ranks."""
-        before = deepcopy(self.state.state_dict())
+        """Restore the whole state at the end of the block; called on all ranks.
+
+        The copy is on the CPU, because a model may fill more than half of a GPU.
+        """
+        state = self.state.state_dict()
+        before = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), state)
         yield
         self.state.load_state_dict(before)
 
