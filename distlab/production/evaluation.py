@@ -30,7 +30,7 @@ def evaluate(
     images: Images,
     config: Config,
     mean: ModelMean,
-    alive: Callable[[], object],
+    alive: Callable[[int], object],
 ) -> Accuracy:
     """Return the fraction of all images that the model gets right; the same on all ranks.
 
@@ -38,7 +38,8 @@ def evaluate(
 
     Args:
         mean: Moving average of the parameters; if there is one, it is evaluated in their place.
-        alive: Callback for each batch, on all ranks; it may raise to stop the evaluation.
+        alive: Callback for each batch, on all ranks, which gets the number of batches before it; it
+            may raise to stop the evaluation.
 
     Raises:
         RuntimeError: Not every image was counted exactly once, for example because a sampler pads.
@@ -49,10 +50,10 @@ def evaluate(
     )
     counts = torch.zeros(3, dtype=torch.int64, device=strategy.device)
     with as_one_model(strategy, mean):
-        for batch, labels in loader_of(images, keys, config, strategy.device):
+        for place, (batch, labels) in enumerate(loader_of(images, keys, config, strategy.device)):
             if strategy.computes:
                 counts += _count(strategy, batch, labels, config)
-            alive()
+            alive(place)
     if not strategy.counts:
         counts.zero_()
     dist.all_reduce(counts)
@@ -63,14 +64,17 @@ def evaluate(
 
 
 def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Return the numbers of this rank's images: right, right among the top five, and in total."""
+    """Return the numbers of this rank's images: right, right among the top five, and in total.
+
+    They stay on the device, so that the next batch need not wait for this one.
+    """
     inputs = batch if len(batch) else batch.new_zeros(1, *batch.shape[1:])
     with strategy.autocast():
         logits = strategy.predict(on_device(inputs, config, strategy.device))
-    likeliest = logits.topk(min(5, logits.shape[1])).indices[: len(labels)].cpu()
-    is_right = likeliest == labels[:, None]
-    counts = [int(is_right[:, 0].sum()), int(is_right.sum()), len(labels)]
-    return torch.tensor(counts, device=strategy.device)
+    likeliest = logits.topk(min(5, logits.shape[1])).indices[: len(labels)]
+    is_right = likeliest == labels.to(strategy.device, non_blocking=True)[:, None]
+    is_first = is_right[:, 0]
+    return torch.stack([is_first.sum(), is_right.sum(), torch.ones_like(is_first).sum()])
 
 
 @contextmanager

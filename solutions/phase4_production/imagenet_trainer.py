@@ -148,10 +148,11 @@ class Training:
         if self.sampler.position:  # at the end of an epoch, evaluate() saves
             self.save()
 
-    def go_on(self) -> None:
-        """Show that this rank is alive, and stop all ranks if any of them was asked to stop."""
+    def go_on(self, place: int) -> None:
+        """Show that this rank is alive, and stop all ranks if one was asked to, as in training."""
         self.telemetry.alive()
-        self.stop_if_asked()
+        if place % self.telemetry.steps_per_agreement == 0:
+            self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
         """Stop all ranks if any of them was asked to stop."""
