@@ -21,6 +21,7 @@ SECOND_TIER = (
     "lab/production/test_production_ends.py",
     "lab/production/test_production_evaluation.py",
     "lab/production/test_production_failures.py",
+    "lab/production/test_production_gpus.py",
     "lab/production/test_production_loading.py",
     "lab/production/test_production_resume.py",
     "lab/production/test_production_stragglers.py",

@@ -74,7 +74,7 @@ class Config(BaseModel):
     num_gpus: int | Literal["auto"] = "auto"  # processes per node, also on CPUs
     strategy: Strategy = "ddp"
     communication_pattern: Pattern = "native"
-    zero_redundancy: Literal[0, 1, 2, 3] = 0
+    zero_redundancy: Literal[0, 1, 2, 3] = 0  # 3 sums a ViT's gradients in ``precision``
     pipeline_parallelism: int = Field(1, ge=1)
     tensor_parallelism: int = Field(1, ge=1)
     sharding_strategy: Literal["auto", "manual"] = "manual"

@@ -1,5 +1,6 @@
 """torchvision's models as the production trainer builds and cuts them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ VITS: dict[str, dict[str, int]] = {  # Dosovitskiy et al. 2020, table 1; Touvron
     "vit_s16": {"num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536},
     "vit_b16": {"num_heads": 12, "hidden_dim": 768, "mlp_dim": 3072},
 }
+
+MOST_GRAPHS = 64  # all blocks run one function, and need a graph for each shape: 8 in a ResNet-50
 
 
 def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Module:
@@ -60,6 +63,30 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     stem = nn.Sequential(whole.conv1, whole.bn1, whole.relu, whole.maxpool)
     blocks = [block for i in range(1, 5) for block in getattr(whole, f"layer{i}")]
     return [stem, *blocks, nn.Sequential(whole.avgpool, nn.Flatten(1), whole.fc)]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block for training, before a strategy wraps it.
+
+    The gradients of a block can then travel while the blocks before it still compute; a model that
+    is compiled whole returns all gradients at once. Evaluations, with a last batch that is smaller,
+    are not compiled.
+    """
+    from torch._dynamo import config as dynamo
+
+    dynamo.recompile_limit = MOST_GRAPHS
+    blocks: list[Any] = layers_of(model)[1:-1]
+    for block in blocks:
+        block.forward = _compiled_for_training(block.forward)
+
+
+def _compiled_for_training(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    compiled = torch.compile(forward, dynamic=False)
+
+    def call(x: Tensor) -> Tensor:
+        return compiled(x) if torch.is_grad_enabled() else forward(x)
+
+    return call
 
 
 class _Patches(nn.Module):

@@ -52,7 +52,7 @@ def joined(config: Config) -> Iterator[torch.device]:
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    options = {
+    options: dict[str, Any] = {
         "timeout": timedelta(seconds=max(config.heartbeat_timeout_s, WAIT_S)),
         "device_id": device if backend == "nccl" else None,  # then NCCL connects at once
     }

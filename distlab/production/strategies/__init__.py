@@ -15,6 +15,7 @@ from torch import nn
 
 from distlab.production.config import Config
 from distlab.production.lessons import Lessons
+from distlab.production.models import compile_blocks
 from distlab.production.sharding import choose_stage
 from distlab.production.strategies.base import LossSum, Strategy
 from distlab.production.strategies.replicated import CourseDDP, TorchDDP
@@ -29,9 +30,12 @@ def parallelise(model: nn.Module, config: Config, loss_sum: LossSum, lessons: Le
     """Spread a model, identical on all ranks, as configured; called on all ranks.
 
     Raises:
-        ConfigError: The number of ranks or the model's layers cannot be split that way.
+        ConfigError: The number of ranks or the model's layers cannot be split that way, or such a
+            model cannot be compiled.
     """
     config = choose_stage(config, model)
+    if config.compile:
+        compile_blocks(model)
     return _kind(config)(model, config, loss_sum, lessons)
 
 

@@ -37,7 +37,7 @@ class Strategy:
     """
 
     module: nn.Module
-    called: Any  # the module that training calls, perhaps wrapped or compiled
+    called: Any  # the module that training calls, perhaps wrapped
     optimizer: torch.optim.Optimizer
     replicas: Group = None
     reorders_buckets = False  # True if the first step determines the bucket order
@@ -106,7 +106,7 @@ class Strategy:
         for place, (x, y) in enumerate(micro_batches, start=1):
             with self.accumulating(is_last=place == len(micro_batches)):
                 with self.autocast():
-                    loss = self.loss_sum(self.called(x), y)
+                    loss = self.loss_sum(self.called(x)[: len(y)], y)
                 self.backward(self.scaler.scale(loss * scale))
             total += loss.detach()
         return total
@@ -118,15 +118,23 @@ class Strategy:
     def _cut(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Cut a batch into ``accumulate`` micro-batches on every rank, so that collectives match.
 
-        If there are fewer images than micro-batches, blank images are added, which do not count.
+        A micro-batch of fewer images than ``_least_images`` repeats them, as blank images would
+        change BatchNorm's means. The repeated images have no targets, and so no losses.
         """
-        count = self.config.accumulate
-        if (missing := count - len(images)) > 0:
-            images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
-            nothing = BAD if targets.dim() == 1 else 0
-            shape = (missing, *targets.shape[1:])
-            targets = torch.cat([targets, targets.new_full(shape, nothing)])
-        return zip(images.tensor_split(count), targets.tensor_split(count), strict=True)
+        count, least = self.config.accumulate, self._least_images()
+        parts = zip(images.tensor_split(count), targets.tensor_split(count), strict=True)
+        for x, y in parts:
+            yield _repeated(x if len(x) else images[:1], least), y
+
+    def _least_images(self) -> int:
+        """Return the lowest number of images in a micro-batch.
+
+        With ``compile``, all micro-batches have as many, so that nothing is compiled again.
+        """
+        if not self.config.compile:
+            return 1
+        share = -(-self.config.batch_size // self.num_replicas)
+        return -(-share // self.config.accumulate)
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
@@ -162,23 +170,30 @@ class Strategy:
         return self.computes
 
     def warm_up(self, side: int, unchanged: Callable[[], AbstractContextManager[None]]) -> None:
-        """Compute gradients once to fix their order in the buckets; compile if configured.
+        """Compute gradients once to fix their order in the buckets, and to compile if configured.
 
         Without this, a resumed run would sum its first gradients in parameter order, which changes
-        the last bits of sums over three or more ranks.
+        the last bits of sums over three or more ranks; and the ranks would compile while others
+        watch whether they are alive.
 
         Args:
+            side: Side of the images; training images of other sides are compiled too.
             unchanged: Context that restores the training state at its end.
         """
-        if self.reorders_buckets:
-            blank = torch.zeros(2, 3, side, side, device=self.device)
-            nothing = torch.full((2,), BAD, device=self.device)
+        is_compiled = self.config.compile
+        if self.reorders_buckets or is_compiled:
+            sides = {side, *(self.config.progressive_resize.values() if is_compiled else ())}
             with unchanged():
-                self.forward_backward(blank, nothing, 1)
-                self.average_gradients()
-                self.module.zero_grad(set_to_none=True)  # frees the buckets in the old order
-        if self.config.compile:
-            self.called = torch.compile(self.called)
+                for each in sorted(sides):
+                    self._compute_blank(each)
+
+    def _compute_blank(self, side: int) -> None:
+        """Compute gradients of 0 from blank images, and drop them."""
+        blank = torch.zeros(2, 3, side, side, device=self.device)
+        nothing = torch.full((2,), BAD, device=self.device)
+        self.forward_backward(blank, nothing, 1)
+        self.average_gradients()
+        self.module.zero_grad(set_to_none=True)  # frees buckets in the order of the parameters
 
     def of_parameters(self, part: HasState) -> HasState:
         """Wrap a part whose state has a tensor per parameter of this rank, for checkpoints."""
@@ -192,6 +207,13 @@ class Strategy:
             "optimizer": self.optimizer,
             "scaler": self.scaler,
         }
+
+
+def _repeated(images: Tensor, least: int) -> Tensor:
+    """Return images, repeated from the first on if there are fewer than ``least``."""
+    if len(images) >= least:
+        return images
+    return torch.cat([images] * -(-least // len(images)))[:least]
 
 
 class Parameters:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from distlab.production.config import Config
+from distlab.production.errors import ConfigError
 from distlab.production.models import layers_of
 from distlab.production.optimization import optimizer_of
 from distlab.production.states import PerRank
@@ -83,7 +84,7 @@ def policy_of(config: Config) -> MixedPrecisionPolicy:
 
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-SPREAD = StateDictOptions(full_state_dict=True)
+SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 class _Whole:
@@ -171,6 +172,11 @@ class FullySharded(Strategy):
 
     def distribute(self, model: nn.Module) -> None:
         """Shard the parameters; each unit is gathered only while it computes."""
+        if self.config.compile:
+            raise ConfigError(
+                "zero_redundancy: 3 finds a unit's parameters among what autograd saves, where "
+                "compiled code has others: leave compile out, or use strategy: fsdp"
+            )
         lesson = self.lessons("zero")
         self.dtype = dtype_of_whole(self.config)
         model = lesson.FullyShardedDataParallel(model, compute_dtype=self.dtype)

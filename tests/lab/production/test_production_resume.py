@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -178,13 +177,6 @@ def test_buffers_are_each_ranks_own_and_averaged_for_an_evaluation(outcomes: lis
 
 
 # --- one rank, in this process -------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def fail_after(training: Training, step: int) -> None:
