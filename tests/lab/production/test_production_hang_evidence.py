@@ -58,7 +58,8 @@ def test_a_rank_that_goes_on_takes_its_evidence_back(evidence: Evidence) -> None
     evidence.update(0.5, 10.0, step=8)
     assert not evidence.folder.exists()
     evidence.update(6.0, 10.0, step=9)
-    assert content(evidence, "rank0.json")["step"] == 9
+    evidence.update(7.0, 10.0, step=10)
+    assert content(evidence, "rank0.json")["step"] == 9, "it is written once"
 
 
 def test_a_watch_that_is_held_up_prints_the_stacks(

@@ -147,6 +147,12 @@ def test_shapes_may_differ_where_ranks_contribute_different_parts(evidence: Fold
     assert "look at the network and the GPUs" in advice
 
 
+def test_calls_that_are_done_may_differ(evidence: Folder) -> None:
+    evidence.rank(0, 20, call(2, done=True), call(3))
+    evidence.rank(1, 33, call(2, done=True, form="(8,) float32"))
+    assert evidence.lines()[0].startswith("hang (missing rank): rank 0 waits in all_reduce (call 3")
+
+
 def test_victims_are_not_blamed(evidence: Folder) -> None:
     """Rank 0 waits for rank 1, which waits for rank 2, which loops."""
     evidence.rank(0, 20, call(3))
