@@ -95,10 +95,12 @@ def test_a_parameter_with_gaps_gets_a_gradient_without() -> None:
 
 def test_of_repeated_images_only_the_first_ones_count(alone: None, tmp_path: Path) -> None:
     config = {"accumulate": 3, "label_smoothing": 0.5}
-    strategy = started(little(tmp_path / "run", **config)).strategy
+    training = started(little(tmp_path / "run", **config))
+    strategy = training.strategy
     images, targets = torch.randn(2, 3, 8, 8), torch.tensor([[1.0, 0, 0, 0], [0, 0, 0.5, 0.5]])
-    expected = strategy.loss_sum(strategy.module(images), targets)
-    assert strategy.forward_backward(images, targets, 2).item() == pytest.approx(expected.item())
+    with training.telemetry:  # closes its files
+        expected = strategy.loss_sum(strategy.module(images), targets).item()
+        assert strategy.forward_backward(images, targets, 2).item() == pytest.approx(expected)
 
 
 # --- torch.compile -------------------------------------------------------------------------------
@@ -198,10 +200,9 @@ def test_an_evaluation_reads_no_number_of_a_batch(tmp_path: Path) -> None:
     counts = []
     for batch_size in (1, 8):
         training = started(little(tmp_path / f"{batch_size}", batch_size=batch_size))
-        with Reads() as reads:
+        with training.telemetry, Reads() as reads:
             evaluate(*_of_evaluation(training))
         counts.append(reads.count)
-        training.telemetry.__exit__()
     assert counts[0] == counts[1]
 
 
