@@ -22,11 +22,9 @@ pytestmark = pytest.mark.usefixtures("fast_ranks")
 COURSE = {"strategy": "course"}
 STRATEGIES: dict[str, Case] = {
     "ddp": {},
-    "ddp accumulates": {"accumulate": 2},
     "ddp compresses": {"compression": "int8"},
     "fsdp": {"strategy": "fsdp"},
     "course": COURSE,
-    "course compresses": {**COURSE, "compression": "int8"},
     "zero 1": {**COURSE, "zero_redundancy": 1},
 }
 SLOW = {  # ranks that sleep, and the part of the step in which they do -> what is reported

@@ -31,7 +31,6 @@ REPLICATED: dict[str, Case] = {
     "server": SERVER,
     "ddp accumulates": {"accumulate": 3},
     "fsdp profiles": {"strategy": "fsdp", "profile": True},
-    "ddp compiles": {"compile": True},
     "fsdp compiles": {"strategy": "fsdp", "compile": True},
     "course compiles": {**COURSE, "compile": True, "accumulate": 2},
     "fsdp accumulates": {"strategy": "fsdp", "accumulate": 2},
@@ -49,7 +48,6 @@ SPLIT: dict[str, Case] = {
     "both": {**PIPELINE, "tensor_parallelism": 2},
     "ring pipeline": {**PIPELINE, "communication_pattern": "ring"},
     "pipeline zero 1": {**PIPELINE, "zero_redundancy": 1},
-    "tensor compiles": {**TENSOR, "compile": True},
     "tensor zero 1": {**TENSOR, "zero_redundancy": 1},
     "pipeline does not decay norms": {**PIPELINE, **NO_DECAY},
 }
