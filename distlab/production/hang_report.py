@@ -225,8 +225,8 @@ class Hang:
         states = _sides({rank: self.found[rank].state for rank in ranks})
         state = next((state for state in ADVICE if state in states), "")
         if state:
-            name = rank_names(states[state])
-            return ADVICE[state].format(name).replace("rank", "Rank", state == SILENT)
+            advice = ADVICE[state].format(rank_names(states[state]))
+            return advice[:1].upper() + advice[1:]
         return f"rank{ranks[0]}.txt in {self.folder} shows how it came to that line. {ORDER}"
 
 

@@ -24,23 +24,25 @@ METRICS = (
 )
 LOG_EVERY = 10  # steps
 PORT_S = 10.0  # longest wait for a port that another process still holds
-_PEAK_TFLOPS: dict[float, tuple[str, ...]] = {  # dense bfloat16, or float16 before Ampere
-    65: ("Tesla T4",),  # data sheet of the T4
-    112: ("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB"),  # data sheet of the V100
-    125: ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB", "NVIDIA A10"),  # theirs
-    121: ("NVIDIA L4",),  # data sheet of the L4: 242 with sparsity
-    165: ("NVIDIA A30",),  # data sheet of the A30
-    362: ("NVIDIA L40S",),  # data sheet of the L40S: 733 with sparsity
-    312: (  # data sheet of the A100, for SXM4 and PCIe
+# Dense bfloat16 rates, or float16 before Ampere, as published; half of a rate with sparsity where
+# only that is given, as for an eighth of an HGX B200 or a 72nd of a GB200 NVL72.
+_PEAK_TFLOPS: dict[float, tuple[str, ...]] = {
+    65: ("Tesla T4",),
+    112: ("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB"),
+    125: ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB", "NVIDIA A10"),
+    121: ("NVIDIA L4",),
+    165: ("NVIDIA A30",),
+    362: ("NVIDIA L40S",),
+    312: (
         *("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"),
         *("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
     ),
-    756: ("NVIDIA H100 PCIe",),  # data sheet of the H100: 1,513 with sparsity
-    835: ("NVIDIA H100 NVL", "NVIDIA H200 NVL"),  # theirs: 1,671 with sparsity
-    989: ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"),  # theirs: 1,979
-    2250: ("NVIDIA B200",),  # data sheet of the HGX B200: 36,000 with sparsity for eight
-    2500: ("NVIDIA GB200",),  # data sheet of the GB200 NVL72: 360,000 with sparsity for 72
-    1307: ("AMD Instinct MI300X",),  # data sheet of the MI300X: 1,307.4
+    756: ("NVIDIA H100 PCIe",),
+    835: ("NVIDIA H100 NVL", "NVIDIA H200 NVL"),
+    989: ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"),
+    2250: ("NVIDIA B200",),
+    2500: ("NVIDIA GB200",),
+    1307: ("AMD Instinct MI300X",),
 }
 # By the name that torch reports. A GPU under another name, such as a part of one, is measured.
 PEAK_FLOPS_PER_S = {name: 1e12 * rate for rate, names in _PEAK_TFLOPS.items() for name in names}
