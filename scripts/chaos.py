@@ -200,7 +200,7 @@ class Chaos:
                 [sys.executable, "-m", "torch.distributed.run", *options]
                 + ["--monitor-interval=0.1", "-m", lessons.trainer()]
                 + [f"--{key}={value}" for key, value in keys.items()],
-                env={**os.environ, **environment(self.num_ranks)},
+                env={**environment(self.num_ranks), **os.environ},
                 stdout=log,
                 stderr=log,
             )

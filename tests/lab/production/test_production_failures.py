@@ -316,7 +316,7 @@ def test_a_hang_leaves_evidence_that_names_the_rank_and_its_line(
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("keys", [{}, FSDP, COURSE], ids=str)
+@pytest.mark.parametrize("keys", [{}, FSDP], ids=str)
 def test_only_the_rank_that_is_stopped_in_a_step_is_silent(
     runs: Callable[..., Runs], keys: dict[str, Any]
 ) -> None:

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("fast_ranks")
 COURSE = {"strategy": "course"}
 STRATEGIES: dict[str, Case] = {
     "ddp": {},
-    "ddp compresses": {"compression": "int8"},
     "fsdp": {"strategy": "fsdp"},
     "course": COURSE,
     "zero 1": {**COURSE, "zero_redundancy": 1},
