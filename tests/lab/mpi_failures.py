@@ -55,7 +55,9 @@ def waits() -> None:
 def print_files_of_shared_memory() -> None:
     maps = Path("/proc/self/maps")
     text = maps.read_text() if maps.exists() else ""
-    print("up", *set(re.findall(r"/dev/shm/mpich_shm_\w+", text)), flush=True)
+    names = {*re.findall(r"/dev/shm/mpich_shm_\w+", text)}
+    sys.stdout.write(f"{' '.join(['up', *names])}\n")  # at once, so that no rank's line is cut
+    sys.stdout.flush()
 
 
 FAILURES = [name for name in dir() if name.startswith("by_")]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from deployment_files import DEPLOYMENT, MODULE, ROOT
+from deployment_files import DEPLOYMENT
 from processes import MARK, marked, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers run Linux")
@@ -64,44 +64,14 @@ def start(mark: str, tmp_path: Path) -> Iterator[Start]:
 # --- the entrypoint ------------------------------------------------------------------------------
 
 
-LAUNCHED = [
-    *(sys.executable, str(DEPLOYMENT / "entrypoint.py")),
-    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
-]
-
-
 def entrypoint(folder: Path, what: object, program: str = TRAINER) -> list[str]:
     trainer = [sys.executable, "-c", program, str(what), "--run_dir", str(folder)]
     return [sys.executable, str(DEPLOYMENT / "entrypoint.py"), *trainer]
 
 
-def real_trainer(run_dir: Path) -> list[str]:
-    """Return a command that runs the entrypoint, torchrun, and two ranks of the trainer."""
-    sizes = "--epochs=100 --batch_size=64 --image_size=8 --num_workers=1"
-    kinds = "--model=transformer --data=synthetic --optimizer=adamw --lr=0.004 --device=cpu"
-    config = ["--config", str(ROOT / "configs/digits_cpu.yaml")]
-    options = [*config, *sizes.split(), *kinds.split(), "--run_dir", str(run_dir)]
-    return [*LAUNCHED, "-m", MODULE, *options]
-
-
 @pytest.mark.parametrize("code", [0, 1, 78])
 def test_the_code_of_the_trainer_comes_through(start: Start, tmp_path: Path, code: int) -> None:
     assert start(entrypoint(tmp_path, code)).wait(TIMEOUT_S) == code
-
-
-def test_the_real_trainer_saves_at_sigterm_with_workers_that_load(
-    start: Start, mark: str, tmp_path: Path
-) -> None:
-    """torchrun signals a rank's whole process group. The probe sees the run start and stay up."""
-    run_dir = tmp_path / "run"
-    process = start(real_trainer(run_dir), PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo")
-    wait_until(lambda: probe(run_dir, "--started") == (0, ""))
-    assert probe(run_dir) == (0, "")
-    wait_until(lambda: "step" in (run_dir / "metrics.rank0.jsonl").read_text())
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT_S) == 75
-    assert list(run_dir.glob("checkpoints/step-*"))
-    wait_until(lambda: marked(mark) == [])  # workers notice within seconds that their rank ended
 
 
 def test_a_killed_command_ends_with_128_and_its_signal(start: Start, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ ROOT = HERE.parents[2]
 PROGRAM = HERE / "paced_trainer.py"
 TIMEOUT_S = 300
 RANKS = 2
-FSDP, COURSE = {"strategy": "fsdp"}, {"strategy": "course"}
+FSDP = {"strategy": "fsdp"}
 RANDOM = {"mixup": 0.4, "ema_decay": 0.9, "augment": "crop_flip"}
 
 
