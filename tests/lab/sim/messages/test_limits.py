@@ -155,7 +155,9 @@ def test_a_groups_limit_ends_a_collective_and_closes_the_group(world: str) -> No
     (first, then), [late] = launch.run(in_a_group_with_a_limit, 2, backend=world, timeout_s=30)
     assert "Timed out waiting 1000ms for" in first[0]
     assert "Application timeout caused pair closure" in then[0]
-    assert "Connection closed by peer" in late[0]
+    # A sender on gloo may not notice the closure, and then waits for its own limit.
+    closed = "Connection closed by peer" in late[0]
+    assert closed or (world == "gloo" and "Timed out waiting 20000ms" in late[0])
 
 
 # The monitored barrier
