@@ -238,6 +238,20 @@ def start_all_gather(x: Tensor, group: Group = None) -> Started:
     return work
 
 
+def laid_out_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return a view of ``part`` with a parameter's shape and order in memory.
+
+    Optimizers update many tensors in one kernel only if gradients are laid out like parameters, for
+    example in ``channels_last``. If the parameter has gaps or overlaps, the view is row-major.
+    """
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return part.view(parameter.shape)
+        expected *= size
+    return part.as_strided(parameter.shape, parameter.stride())
+
+
 # torch 2.13 has new names for these functions, and warns about the old ones
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

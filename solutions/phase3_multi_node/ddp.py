@@ -17,6 +17,7 @@ from phase3_multi_node.given import (
     all_reduce,
     broadcast_module,
     group_device,
+    laid_out_like,
     start_all_reduce,
 )
 
@@ -337,7 +338,7 @@ class _Bucket:
         sizes = [parameter.numel() for parameter in params]
         self.flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
         parts = self.flat.split(sizes)
-        self._views = {p: _laid_out_like(p, part) for part, p in zip(parts, params, strict=True)}
+        self._views = {p: laid_out_like(p, part) for part, p in zip(parts, params, strict=True)}
 
     def hold_gradients(self) -> None:
         """Make each gradient a view of this bucket; a missing one becomes zeros."""
@@ -351,17 +352,3 @@ class _Bucket:
             parameter.grad = view.zero_()
         elif parameter.grad is not view:
             parameter.grad = view.copy_(parameter.grad)
-
-
-def _laid_out_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return a view of ``part`` with a parameter's shape and order in memory.
-
-    Optimizers update many tensors in one kernel only if gradients are laid out like parameters, for
-    example in ``channels_last``. If the parameter has gaps or overlaps, the view is row-major.
-    """
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return part.view(parameter.shape)
-        expected *= size
-    return part.as_strided(parameter.shape, parameter.stride())
