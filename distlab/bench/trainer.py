@@ -106,10 +106,10 @@ def matches(ranks: int, model: str) -> list[Match]:
         Match(FREED, ("fully_shard", partial(loops.sharded, is_freed=True))),
     ]
     if ranks > 1:
-        stages = {"pipeline": _course(pipeline_parallelism=ranks)}
+        stages = {"pipeline": _course(parallelism={"pp": ranks})}
         every.append(Match(stages, ("1F1B", loops.pipeline)))
         if not model.startswith("resnet"):
-            split = {"tensor": _course(tensor_parallelism=ranks)}
+            split = {"tensor": _course(parallelism={"tp": ranks})}
             every.append(Match(split, ("ColwiseParallel", loops.tensor_parallel)))
         every.append(Match({"server": _course(communication_pattern="parameter_server")}, None))
     return every
@@ -279,7 +279,7 @@ def _mfu_of_an_image(setting: Setting) -> float | None:
     if setting.device.type != "cuda":
         return None
     costs = measure(setting.model(), setting.config, setting.lessons)
-    return costs.flops_per_image / (costs.peak_flops_per_s * dist.get_world_size())
+    return costs.flops_per_sample / (costs.peak_flops_per_s * dist.get_world_size())
 
 
 def _mean(losses: Losses) -> float:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distlab import lessons
 from distlab.production.batches import on_device
 from distlab.production.config import Config
-from distlab.production.images import open_images
+from distlab.production.datasets import open_data
 from distlab.production.lessons import Lessons
 from distlab.production.loading import Keys, loader_of
 from distlab.production.models import build_model, layer_flops, layers_of, split_heads
@@ -138,7 +138,7 @@ def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
         fixed = fixed_batch(setting, group)
         while True:
             yield fixed
-    data = open_images(config)
+    data = open_data(config)
     sampler = lesson("training_state").ResumableSampler(
         len(data.train), config.batch_size, config.seed, group
     )
@@ -255,7 +255,7 @@ def _stage(setting: Setting, rank: int, num_stages: int) -> nn.Sequential:
     """Return this rank's stage of the model, partitioned as in the trainer."""
     layers = layers_of(setting.model())
     partition = setting.lessons("model_parallel").partition_layers
-    mine = partition(layer_flops(layers, setting.config.image_size), num_stages)[rank]
+    mine = partition(layer_flops(layers, setting.config), num_stages)[rank]
     return nn.Sequential(*layers[mine.start : mine.stop], _Contiguous())
 
 

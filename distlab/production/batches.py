@@ -8,11 +8,12 @@ from torch import Tensor
 
 from distlab.data.folders import transforms
 from distlab.production.config import Config
-from distlab.production.images import BAD, ImageData
+from distlab.production.datasets import Data
 from distlab.production.loading import Keys, loader_of
+from distlab.production.samples import BAD, blank
 from distlab.production.strategies import Strategy
 
-Targets = Tensor  # (b,) classes, or (b, classes) class probabilities
+Targets = Tensor  # (b,) classes, (b, classes) class probabilities, or (b, T) tokens
 
 
 class Batches:
@@ -22,7 +23,7 @@ class Batches:
         bad_images: Number of images that this rank could not read in this epoch.
     """
 
-    def __init__(self, data: ImageData, sampler: Any, config: Config, device: torch.device) -> None:
+    def __init__(self, data: Data, sampler: Any, config: Config, device: torch.device) -> None:
         self.config, self.device, self.data = config, device, data
         self.loader = loader_of(data.train, Keys(sampler), config, device, stays=True)
         self.sampler, self.bad_images = sampler, 0
@@ -42,28 +43,26 @@ class Batches:
         if not strategy.computes:
             yield from [(torch.zeros(0), torch.zeros(0))] * len(self.sampler)
             return
-        for images, labels in self.loader:
-            self.bad_images += int((labels == BAD).sum()) if strategy.counts else 0
-            yield self._ready(images, labels)
+        for inputs, targets in self.loader:
+            self.bad_images += int((targets == BAD).sum()) if strategy.counts else 0
+            yield self._ready(inputs, targets)
 
-    def _ready(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Targets]:
-        is_good = labels != BAD
-        if not bool(is_good.any()):  # every rank must take part, here with a blank image
-            blank = torch.zeros(1, *images.shape[1:])
-            return on_device(blank, self.config, self.device), self._labels(torch.tensor([BAD]))
-        if not bool(is_good.all()):
-            images, labels = images[is_good], labels[is_good]
-        ready = on_device(images, self.config, self.device), self._labels(labels)
-        return self.mixer(*ready) if self.mixer else ready
-
-    def _labels(self, labels: Tensor) -> Tensor:
-        return labels.to(self.device, non_blocking=True)
+    def _ready(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Targets]:
+        is_good, is_mixed = targets != BAD, self.mixer is not None
+        if not bool(is_good.any()):  # every rank must take part, here with a blank sample
+            inputs, targets = blank(self.config, 1, inputs.shape[-1])
+            is_mixed = False
+        elif not bool(is_good.all()):
+            inputs, targets = inputs[is_good], targets[is_good]
+        targets = targets.to(self.device, non_blocking=True)
+        ready = on_device(inputs, self.config, self.device), targets
+        return self.mixer(*ready) if is_mixed else ready
 
 
-def on_device(images: Tensor, config: Config, device: torch.device) -> Tensor:
-    """Move images to the device, in the model's memory layout."""
+def on_device(inputs: Tensor, config: Config, device: torch.device) -> Tensor:
+    """Move inputs to the device, in the model's memory layout."""
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    return images.to(device, non_blocking=True, memory_format=layout)
+    return inputs.to(device, non_blocking=True, memory_format=layout)
 
 
 def _mixer(config: Config, num_classes: int) -> Any:

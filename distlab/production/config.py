@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Container, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,12 +19,22 @@ from pydantic import (
 )
 
 from distlab.production.errors import ConfigError
+from distlab.production.parallelism import FLAT_SIZES, Parallelism, with_sizes
 from distlab.util.text import did_you_mean
 
-Model = Literal["resnet18", "resnet50", "vit_s16", "vit_b16", "transformer"]
-Data = Literal["digits", "cifar10", "imagefolder", "synthetic"]
+Model = Literal["cnn", "resnet18", "resnet50", "vit_s16", "vit_b16", "transformer", "gpt"]
+Data = Literal["digits", "cifar10", "imagefolder", "synthetic", "text", "tokens"]
 Strategy = Literal["ddp", "fsdp", "course"]
-Pattern = Literal["native", "ring", "tree", "hierarchical", "parameter_server"]
+Pattern = Literal[
+    "native",
+    "naive",
+    "recursive_doubling",
+    "ring",
+    "tree",
+    "hierarchical",
+    "shared_memory",
+    "parameter_server",
+]
 Compression = Literal["none", "top_k", "random_k", "threshold", "int8", "sign", "power_sgd"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -47,9 +58,17 @@ class Config(BaseModel):
     num_workers: int = Field(2, ge=0)  # image-loading processes per rank
     max_bad_images: int = Field(0, ge=0)  # limit per epoch
 
+    # gpt and its data
+    layers: int = Field(4, ge=1)
+    width: int = Field(64, ge=1)
+    heads: int = Field(4, ge=1)
+    sequence_length: int = Field(128, ge=1)  # tokens of a text
+    vocab_size: int = Field(50304, ge=2)  # of data: tokens; a text's bytes have 256 values
+    token_dtype: Literal["uint16", "uint32"] = "uint16"  # in shards without a header
+
     # length and recipe
     epochs: int = Field(10, ge=1)
-    batch_size: int = Field(128, ge=1)  # total number of images over all ranks
+    batch_size: int = Field(128, ge=1)  # total number of samples over all ranks
     accumulate: int = Field(1, ge=1)  # micro-batches per rank and step
     optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: float = Field(0.1, gt=0)  # for batches of lr_batch_size, scaled to batch_size
@@ -66,6 +85,8 @@ class Config(BaseModel):
 
     # speed
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "gloo", "nccl", "mpi", "sim"] = "auto"
+    cluster: str | None = None  # name of a preset, for sim
     precision: Precision = "fp32"
     channels_last: bool = False
     compile: bool = False
@@ -74,9 +95,9 @@ class Config(BaseModel):
     num_gpus: int | Literal["auto"] = "auto"  # processes per node, also on CPUs
     strategy: Strategy = "ddp"
     communication_pattern: Pattern = "native"
+    gradients: Literal["buckets", "per_parameter", "flat"] = "buckets"  # how the course averages
     zero_redundancy: Literal[0, 1, 2, 3] = 0  # 3 sums a ViT's gradients in ``precision``
-    pipeline_parallelism: int = Field(1, ge=1)
-    tensor_parallelism: int = Field(1, ge=1)
+    parallelism: Parallelism = Parallelism()  # replicas, stages and shards
     sharding_strategy: Literal["auto", "manual"] = "manual"
     compression: Compression = "none"
     compression_ratio: float = Field(0.01, gt=0, le=1)  # fraction sent; power_sgd uses rank 4
@@ -95,10 +116,16 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _reads_true(cls, values: Any) -> Any:
-        """Read ``zero_redundancy: true`` as stage 1, and false as stage 0."""
-        stage = values.get("zero_redundancy") if isinstance(values, Mapping) else None
-        return {**values, "zero_redundancy": int(stage)} if isinstance(stage, bool) else values
+    def _reads_other_forms(cls, values: Any) -> Any:
+        """Read ``zero_redundancy: true`` as stage 1, and flat keys as sizes of ``parallelism``."""
+        if not isinstance(values, Mapping):
+            return values
+        stage = values.get("zero_redundancy")
+        read = {**values, "zero_redundancy": int(stage)} if isinstance(stage, bool) else {**values}
+        sizes = {name: read.pop(key) for key, name in FLAT_SIZES.items() if key in read}
+        return (
+            {**read, "parallelism": with_sizes(read.get("parallelism"), sizes)} if sizes else read
+        )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -117,7 +144,8 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         """Refuse conflicting keys; the error says what to change."""
-        for is_wrong, reason in (*_of_spreading(self), *_of_gradients(self), *_of_images(self)):
+        kinds = _of_spreading, _of_gradients, _of_images, _of_language
+        for is_wrong, reason in chain.from_iterable(kind(self) for kind in kinds):
             if is_wrong:
                 raise ValueError(reason)
         return self
@@ -130,7 +158,22 @@ class Config(BaseModel):
     @property
     def splits_model(self) -> bool:
         """True if no rank holds the whole model while it computes."""
-        return self.pipeline_parallelism * self.tensor_parallelism > 1
+        return self.parallelism.pp * self.parallelism.tp > 1
+
+    @property
+    def is_language(self) -> bool:
+        """True if the samples are texts, and each token is predicted."""
+        return self.model == "gpt"
+
+    @property
+    def unit(self) -> str:
+        """Name of what is predicted, and counted per second."""
+        return "tokens" if self.is_language else "images"
+
+    @property
+    def predictions_per_sample(self) -> int:
+        """Number of predictions for a sample: 1 for an image, one for each token of a text."""
+        return self.sequence_length if self.is_language else 1
 
     @property
     def has_servers(self) -> bool:
@@ -143,13 +186,14 @@ Conflicts = list[tuple[bool, str]]  # whether keys conflict, and what to do abou
 
 def _of_spreading(c: Config) -> Conflicts:
     """Return conflicts between the keys that say how ranks share the work."""
-    keys = "communication_pattern", "zero_redundancy", "pipeline_parallelism", "tensor_parallelism"
+    keys = "communication_pattern", "gradients", "zero_redundancy"
     course_keys = [
         f"{name}: {getattr(c, name)}"
         for name in keys
         if getattr(c, name) != Config.model_fields[name].default
     ]
-    splits, pattern = c.splits_model, c.communication_pattern
+    splits, pattern, sizes = c.splits_model, c.communication_pattern, c.parallelism
+    course_keys += [f"parallelism: {sizes}"] if splits else []
     return [
         (
             c.num_gpus != "auto" and c.num_gpus < 1,
@@ -163,9 +207,18 @@ def _of_spreading(c: Config) -> Conflicts:
             "and tensor parallelism",
         ),
         (
-            c.pipeline_parallelism > 1 and (c.accumulate > 1 or c.compile),
+            sizes.pp > 1 and (c.accumulate > 1 or c.compile),
             "a pipeline cuts batches by itself and is not compiled: leave accumulate and compile "
             "out",
+        ),
+        (
+            c.gradients != "buckets" and (c.is_sharded or c.compression != "none"),
+            f"gradients: {c.gradients} averages whole gradients after the backward pass: leave it "
+            "out here",
+        ),
+        (
+            c.cluster is not None and c.backend != "sim",
+            f"cluster: {c.cluster} is simulated: add backend: sim",
         ),
         (
             c.strategy != "course" and bool(course_keys),
@@ -173,9 +226,9 @@ def _of_spreading(c: Config) -> Conflicts:
             "course's: set strategy: course, or leave these out",
         ),
         (
-            c.tensor_parallelism > 1 and not _is_vit(c),
-            f"tensor_parallelism splits attention and MLPs, and {c.model} has none: use "
-            "model: transformer, vit_s16 or vit_b16",
+            sizes.tp > 1 and not (_is_vit(c) or c.is_language),
+            f"parallelism {sizes}: tp splits attention and MLPs, and {c.model} has none: use "
+            "model: gpt, transformer, vit_s16 or vit_b16",
         ),
         (
             splits and c.zero_redundancy > 1,
@@ -230,7 +283,7 @@ def _of_images(c: Config) -> Conflicts:
     sides = [c.image_size, *c.progressive_resize.values()]
     return [
         (
-            not _is_vit(c) and min(sides) < 16,
+            c.model.startswith("resnet") and min(sides) < 16,
             f"{c.model} leaves less than one pixel of images of side {min(sides)}: use 16 or more",
         ),
         (
@@ -251,9 +304,37 @@ def _of_images(c: Config) -> Conflicts:
             f"progressive_resize {c.progressive_resize}: sides are multiples of 8",
         ),
         (
-            bool(c.progressive_resize) and _is_vit(c),
-            f"progressive_resize changes the number of patches, which {c.model} has learnt: use a "
-            "ResNet",
+            bool(c.progressive_resize) and not c.model.startswith("resnet"),
+            f"progressive_resize changes the size of what {c.model} has learnt: use a ResNet",
+        ),
+    ]
+
+
+def _of_language(c: Config) -> Conflicts:
+    """Return conflicts between the keys for language models and for images."""
+    is_text = c.data in ("text", "tokens")
+    for_images = [key for key in ("mixup", "cutmix", "channels_last") if getattr(c, key)]
+    return [
+        (
+            c.is_language and not is_text,
+            f"model: gpt learns language, and data: {c.data} is images: use data: text or tokens",
+        ),
+        (
+            is_text and not c.is_language,
+            f"data: {c.data} is language, and {c.model} is for images: use model: gpt",
+        ),
+        (c.is_language and bool(for_images), f"{', '.join(for_images)}: for images alone"),
+        (
+            c.width % c.heads != 0,
+            f"width {c.width} is not a multiple of heads {c.heads}: each head gets an equal part",
+        ),
+        (
+            c.is_language and c.heads % c.parallelism.tp != 0,
+            f"{c.heads} heads cannot be shared equally by tp={c.parallelism.tp}: use a divisor",
+        ),
+        (
+            c.data == "tokens" and c.data_dir is None,
+            "data: tokens needs data_dir, the folder that holds train.bin and val.bin",
         ),
     ]
 
@@ -278,7 +359,9 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Confi
             conflicting keys.
     """
     given = {key: _value(key, text) for key, text in (overrides or {}).items()}
-    return make_config({**_read(path), **given}, str(path), given)
+    replaced = FLAT_SIZES if "parallelism" in given else ()
+    values = {key: value for key, value in _read(path).items() if key not in replaced}
+    return make_config({**values, **given}, str(path), given)
 
 
 def make_config(values: Mapping[str, Any], where: str, options: Container[str] = ()) -> Config:
@@ -352,13 +435,19 @@ EXPECTED = {  # first word of pydantic's error type -> expectation
 
 def _problem_text(problem: Any) -> str:
     """Return a message that says what is wrong with one key, and what is expected."""
-    key = _key(problem)
+    key, name = _key(problem), _name(problem)
     if problem["type"] == "extra_forbidden":
-        advice = did_you_mean(key, Config.model_fields) or "docs/trainer.md lists all keys."
-        return f"there is no key {key!r}. {advice}"
+        advice = did_you_mean(key, (*Config.model_fields, *FLAT_SIZES))
+        return f"there is no key {name!r}. {advice or 'docs/trainer.md lists all keys.'}"
     if problem["type"] == "value_error" and not key:
         return str(problem["ctx"]["error"])
-    return f"{key}: {problem['input']!r} is wrong: {_expected(key, problem)}"
+    return f"{name}: {problem['input']!r} is wrong: {_expected(key, problem)}"
+
+
+def _name(problem: Any) -> str:
+    """Return the key with the problem, such as epochs, or parallelism.pp for one inside it."""
+    key, *inner = problem["loc"] or ("",)
+    return f"{key}.{inner[0]}" if key == "parallelism" and inner else str(key)
 
 
 def _expected(key: str, problem: Any) -> str:

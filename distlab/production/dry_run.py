@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from distlab.chosen import NotThereError
+from distlab.data import DataError
 from distlab.production.config import Config, load_config, split_arguments
+from distlab.production.datasets import open_data
 from distlab.production.errors import EXIT_WRONG, ConfigError
 from distlab.production.images import side_of
 from distlab.production.simulated_step import Step, simulated_step
@@ -36,7 +38,7 @@ was not run."""
 
 
 class Counts(NamedTuple):
-    """Numbers of images and classes in a dataset."""
+    """Numbers of samples and classes in a dataset."""
 
     train: int
     test: int
@@ -57,13 +59,13 @@ class Prediction:
 
     Attributes:
         step: Simulated step at the image size of most epochs.
-        images_per_s: Images per second of all GPUs together in such a step.
+        predictions_per_s: Images or tokens per second of all GPUs together in such a step.
         mfu: Model FLOPs utilisation of such a step.
         training_s, evaluation_s: Total seconds over all epochs.
     """
 
     step: Step
-    images_per_s: float
+    predictions_per_s: float
     mfu: float
     training_s: float
     evaluation_s: float
@@ -87,7 +89,7 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
     gpu = cluster.gpu
     if gpu is None:
         raise ConfigError(f"{cluster.name} has no GPUs to train on: choose one that has: dgx-a100")
-    counts, slower = COUNTS[config.data], replace(cluster, gpu=_slower(gpu))
+    counts, slower = _counts(config), replace(cluster, gpu=_slower(gpu))
     epochs = Counter(side_of(config, epoch) for epoch in range(config.epochs))
     try:
         steps = {side: simulated_step(config, slower, side, counts.classes) for side in epochs}
@@ -99,11 +101,19 @@ def predict(config: Config, cluster: Cluster) -> Prediction:
     num_batches = math.ceil(counts.test / config.batch_size)
     return Prediction(
         step,
-        config.batch_size / step.step_s,
+        config.batch_size * config.predictions_per_sample / step.step_s,
         _mfu(config, step, gpu, cluster.num_gpus),
         training_s,
         config.epochs * num_batches * step.evaluation_s,
     )
+
+
+def _counts(config: Config) -> Counts:
+    """Return the numbers of a dataset; only texts are opened for it."""
+    if not config.is_language:
+        return COUNTS[config.data]
+    data = open_data(config)
+    return Counts(len(data.train), len(data.test), data.num_classes)
 
 
 def _slower(gpu: GPU) -> GPU:
@@ -135,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path, cluster = Path(options.pop("config")), _cluster(options)
         config = load_config(path, options)
         print_prediction(path.name, config, cluster, predict(config, cluster))
-    except (ConfigError, NotThereError) as error:
+    except (ConfigError, DataError, NotThereError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG
     return 0
@@ -154,7 +164,8 @@ def _cluster(options: dict[str, str]) -> Cluster:
 
 def print_prediction(name: str, config: Config, cluster: Cluster, prediction: Prediction) -> None:
     """Print a prediction as one short table, and its assumptions."""
-    ways = f"{config.model}, {config.precision}, batches of {config.batch_size:,} images"
+    kind = "texts" if config.is_language else "images"
+    ways = f"{config.model}, {config.precision}, batches of {config.batch_size:,} {kind}"
     table = Table.grid(padding=(0, 2))
     for row in _rows(config, cluster.num_gpus, prediction):
         table.add_row(*row)
@@ -180,9 +191,9 @@ def _rows(config: Config, gpus: int, prediction: Prediction) -> list[tuple[str, 
         ("  computing", seconds_text(step.step_s - step.exposed_s), ""),
         ("  waiting for the network", seconds_text(step.exposed_s), waiting),
         (
-            "images/s",
-            f"{prediction.images_per_s:,.0f}",
-            f"{prediction.images_per_s / gpus:,.0f} a GPU",
+            f"{config.unit}/s",
+            f"{prediction.predictions_per_s:,.0f}",
+            f"{prediction.predictions_per_s / gpus:,.0f} a GPU",
         ),
         ("MFU", f"{prediction.mfu:.1%}", ""),
         ("memory of a GPU", bytes_text(step.peak_bytes), parts),

@@ -1,38 +1,46 @@
-"""Exact evaluation: all ranks use the same model, and each test image counts once."""
+"""Exact evaluation: all ranks use the same model, and each test sample counts once."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from distlab.production.batches import on_device
 from distlab.production.config import Config
-from distlab.production.images import Images
 from distlab.production.loading import evaluation_keys, loader_of
 from distlab.production.optimization import ModelMean
+from distlab.production.samples import BAD, blank, of_predictions
 from distlab.production.states import average_buffers
 from distlab.production.strategies import Strategy
 
 
-class Accuracy(NamedTuple):
-    """Fraction of the test images that a model gets right."""
+class Evaluation(NamedTuple):
+    """How well a model predicts the test set: the class of each image, or each next token."""
 
-    top1: float
-    top5: float  # fraction of images whose class is among the five likeliest
+    accuracy: float  # fraction of right predictions
+    top5_accuracy: float  # fraction of predictions with the right class among the five likeliest
+    loss: float = math.nan  # mean cross-entropy of the predictions
+
+    @property
+    def perplexity(self) -> float:
+        """Number of equally likely tokens among which the model is as undecided as here."""
+        return math.exp(self.loss)
 
 
 @torch.no_grad()
 def evaluate(
     strategy: Strategy,
-    images: Images,
+    samples: Any,
     config: Config,
     mean: ModelMean,
     alive: Callable[[int], object],
-) -> Accuracy:
-    """Return the fraction of all images that the model gets right; the same on all ranks.
+) -> Evaluation:
+    """Return how well the model predicts all samples; the same on all ranks.
 
     The training state does not change.
 
@@ -42,39 +50,45 @@ def evaluate(
             may raise to stop the evaluation.
 
     Raises:
-        RuntimeError: Not every image was counted exactly once, for example because a sampler pads.
+        RuntimeError: Not every sample was counted exactly once, because a sampler pads, say.
     """
     group = strategy.replicas
     keys = evaluation_keys(
-        len(images), config.batch_size, max(dist.get_rank(group), 0), strategy.num_replicas
+        len(samples), config.batch_size, max(dist.get_rank(group), 0), strategy.num_replicas
     )
-    counts = torch.zeros(3, dtype=torch.int64, device=strategy.device)
+    sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
     with as_one_model(strategy, mean):
-        for place, (batch, labels) in enumerate(loader_of(images, keys, config, strategy.device)):
+        loader = loader_of(samples, keys, config, strategy.device)
+        for place, (inputs, targets) in enumerate(loader):
             if strategy.computes:
-                counts += _count(strategy, batch, labels, config)
+                sums += _sums(strategy, inputs, targets, config)
             alive(place)
     if not strategy.counts:
-        counts.zero_()
-    dist.all_reduce(counts)
-    num_top1, num_top5, num_seen = counts.tolist()
-    if num_seen != len(images):
-        raise RuntimeError(f"{num_seen} of {len(images)} test images were evaluated")
-    return Accuracy(num_top1 / num_seen, num_top5 / num_seen)
+        sums.zero_()
+    dist.all_reduce(sums)
+    num_right, num_among_five, num_seen, num_bad, loss_sum = sums.tolist()
+    expected = len(samples) * config.predictions_per_sample
+    if num_seen != expected:
+        raise RuntimeError(f"{num_seen:.0f} of {expected} predictions were evaluated")
+    loss = loss_sum / max(num_seen - num_bad, 1)
+    return Evaluation(num_right / num_seen, num_among_five / num_seen, loss)
 
 
-def _count(strategy: Strategy, batch: Tensor, labels: Tensor, config: Config) -> Tensor:
-    """Return the numbers of this rank's images: right, right among the top five, and in total.
+def _sums(strategy: Strategy, inputs: Tensor, targets: Tensor, config: Config) -> Tensor:
+    """Return this rank's predictions: right, right among five, all, without target; and the loss.
 
     They stay on the device, so that the next batch need not wait for this one.
     """
-    inputs = batch if len(batch) else batch.new_zeros(1, *batch.shape[1:])
+    inputs = inputs if len(inputs) else blank(config, 1)[0]
     with strategy.autocast():
         logits = strategy.predict(on_device(inputs, config, strategy.device))
-    likeliest = logits.topk(min(5, logits.shape[1])).indices[: len(labels)]
-    is_right = likeliest == labels.to(strategy.device, non_blocking=True)[:, None]
-    is_first = is_right[:, 0]
-    return torch.stack([is_first.sum(), is_right.sum(), torch.ones_like(is_first).sum()])
+    targets = targets.to(strategy.device, non_blocking=True)
+    logits, targets = of_predictions(logits[: len(targets)].float(), targets)
+    is_right = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+    is_bad = targets == BAD
+    loss = cross_entropy(logits, targets, reduction="sum", ignore_index=BAD)
+    counts = [is_right[:, 0].sum(), is_right.sum(), torch.ones_like(is_bad).sum(), is_bad.sum()]
+    return torch.stack([*(count.double() for count in counts), loss.double()])
 
 
 @contextmanager

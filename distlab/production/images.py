@@ -4,7 +4,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +18,10 @@ from distlab.data.download import data_root
 from distlab.data.folders import MEAN, STD, check_folders, open_folder, transforms
 from distlab.production.config import Config
 from distlab.production.digits_files import digits_folder
+from distlab.production.samples import BAD, Key, Sample
 
 KEPT_OF_SIDE = 0.875  # fraction of a side above SMALL that an evaluation's centre crop keeps
 SMALL = 64  # largest side of images that an evaluation does not crop
-BAD = -100  # label of an unreadable image, which cross_entropy ignores
-Key = tuple[int, int]  # epoch and index, which determine how an image is augmented
-Sample = tuple[Tensor, int]  # float32 (3, S, S), normalised; label
 
 
 class Source(Protocol):
@@ -78,7 +75,7 @@ class Pixels:
 
 
 class Images(Dataset[Sample]):
-    """The training or the test images, indexed by ``Key``.
+    """The training or the test images, float32 (3, S, S) and normalised, indexed by ``Key``.
 
     An image that cannot be read becomes a black one with the label BAD.
     """
@@ -154,28 +151,16 @@ def _centre(v2: Any, side: int) -> list[Any]:
 # Opening
 
 
-@dataclass(frozen=True)
-class ImageData:
-    """The training and the test images."""
-
-    train: Images
-    test: Images
-    num_classes: int
-
-
-def open_images(config: Config) -> ImageData:
-    """Open the data that a configuration names; called on all ranks.
+def open_images(config: Config) -> tuple[Images, Images, int]:
+    """Open the training and the test images, and return them with the number of classes.
 
     Raises:
         DataError: A folder is missing, has no classes or an empty class, or the two splits have
             different classes; the message says what to do.
     """
     train, test, num_classes = _sources(config)
-    return ImageData(
-        Images(train, config, is_training=True),
-        Images(test, config, is_training=False),
-        num_classes,
-    )
+    halves = Images(train, config, is_training=True), Images(test, config, is_training=False)
+    return *halves, num_classes
 
 
 def _sources(config: Config) -> tuple[Source, Source, int]:

@@ -1,8 +1,10 @@
-"""Start the ranks of this node with torchrun, and exit with the trainer's exit code.
+"""Train a model as a configuration says, on all ranks of this node.
 
     scripts/launch_training.sh --config configs/config.yaml
     scripts/launch_training.sh --config configs/config.yaml --epochs 5 --num_gpus 4
     scripts/launch_training.sh --config … --nodes 2 --node-rank 0 --rendezvous node0:29400
+    scripts/launch_training.sh --config … --backend sim --cluster dgx-h100      # on simulated GPUs
+    mpirun -np 4 scripts/launch_training.sh --config … --backend mpi
 
 The same command continues where the last run stopped. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 reach
 all ranks of this node, which save and stop.
@@ -23,7 +25,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import cuda
 from torch.distributed import run as torchrun
@@ -32,18 +34,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab import lessons
 from distlab.chosen import NotThereError
+from distlab.launch import LaunchError, SetupError, run
+from distlab.launch.launchers import launched
 from distlab.launch.limits import num_cores
 from distlab.production.config import Config, split_arguments
 from distlab.production.errors import EXIT_STOPPED, EXIT_WRONG, ConfigError
 from distlab.production.lessons import find_lessons
-from distlab.production.program import config_of, impl_of
+from distlab.production.program import config_of, ended, impl_of
 from distlab.production.saving import say
 from distlab.production.world import stop_signals
 
 CRASHED = 1  # exit code after which a restart may help
 
 
-class Ended(NamedTuple):
+class End(NamedTuple):
     """Exit code of a training run, and whether a signal ended the run."""
 
     code: int
@@ -73,31 +77,60 @@ def launch(arguments: Sequence[str]) -> int:
     try:
         given = split_arguments(arguments)
         nodes = _nodes(given)
-        config = config_of(given)
-        find_lessons(impl_of(given), config)
+        config, impl = config_of(given), impl_of(given)
+        find_lessons(impl, config)
     except (ConfigError, NotThereError) as error:
         for line in str(error).splitlines():
             say(f"error: {line}")
         return EXIT_WRONG
+    world = launched(config.backend)
+    if world and world.launcher == "torchrun":
+        return int(lessons.imagenet_trainer.main(arguments))
+    if world or config.backend in ("sim", "mpi"):
+        return train_in_world(config, impl, world.world_size if world else processes_of(config))
     # Each option is one word, because a value may begin with dashes.
     return _train(config, nodes, [f"--{key}={value}" for key, value in given.items()])
 
 
+def train_in_world(config: Config, impl: str, num_ranks: int) -> int:
+    """Train on simulated ranks, on those of mpirun or srun, or in processes that are watched here.
+
+    A rank that fails ends the others, and nothing is started anew.
+    """
+    if config.backend == "sim":  # ranks are threads of one process
+        config = config.model_copy(update={"num_workers": 0, "tensorboard": False})
+    world: dict[str, Any] = {"backend": config.backend, "device": config.device}
+    try:
+        ends = run(
+            _on_rank, num_ranks, config, impl, **world, cluster=config.cluster, timeout_s=None
+        )
+    except LaunchError as error:
+        say(f"error: {error}")
+        return EXIT_WRONG if isinstance(error, SetupError) else CRASHED
+    for reason in dict.fromkeys(reason for _, reason in ends if reason):
+        say(f"error: {reason}")
+    return max(code for code, _ in ends)
+
+
+def _on_rank(config: Config, impl: str) -> tuple[int, str]:
+    return ended(lambda: lessons.imagenet_trainer.train(config, find_lessons(impl, config)))
+
+
 def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
-    processes = processes_of(config)
+    processes = processes_of(config, nodes.number)
     for name, value in environment(processes).items():
         os.environ.setdefault(name, value)
     command = [*_torchrun_options(nodes, processes), "-m", lessons.trainer(), *arguments]
     restarts = nodes.max_restarts if nodes.number == 1 else 0
     for left in range(restarts, -1, -1):
-        ended = _run_once(command, config.run_dir / "exit_code")
-        if ended.code != CRASHED or ended.by_signal or left == 0:
+        end = _run_once(command, config.run_dir / "exit_code")
+        if end.code != CRASHED or end.by_signal or left == 0:
             break
         say(f"the training has crashed and is started anew; attempts left after this: {left - 1}")
-    return ended.code
+    return end.code
 
 
-def _run_once(command: list[str], left: Path) -> Ended:
+def _run_once(command: list[str], left: Path) -> End:
     """Run torchrun in this process, so that signals reach it; return how the trainer ended."""
     left.unlink(missing_ok=True)
     by_signal = False
@@ -108,7 +141,7 @@ def _run_once(command: list[str], left: Path) -> Ended:
         code = CRASHED
     except SignalException:
         by_signal, code = True, EXIT_STOPPED  # applies if no rank had begun to train
-    return Ended(int(left.read_text(encoding="utf-8")) if left.exists() else code, by_signal)
+    return End(int(left.read_text(encoding="utf-8")) if left.exists() else code, by_signal)
 
 
 def _torchrun_options(nodes: Nodes, processes: int) -> list[str]:
@@ -137,13 +170,21 @@ def environment(processes: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def processes_of(config: Config) -> int:
-    """Return the number of ranks per node; "auto" is one per GPU or, without GPUs, at most two."""
+def processes_of(config: Config, num_nodes: int = 1) -> int:
+    """Return the number of ranks per node.
+
+    It follows from ``num_gpus`` or, if that is auto, from the replicas, stages and shards that
+    ``parallelism`` names. If it leaves ``dp`` open, there is a rank per GPU or, without GPUs, one
+    replica on the CPU, and at most two ranks of a whole model.
+    """
+    sizes = config.parallelism
     if config.num_gpus != "auto":
         return config.num_gpus
+    if sizes.num_ranks:
+        return -(-sizes.num_ranks // num_nodes)
     if config.device != "cpu" and cuda.is_available():
         return cuda.device_count()
-    return min(2, num_cores())
+    return max(min(2, num_cores()), sizes.pp * sizes.tp)
 
 
 # The command line

@@ -1,4 +1,4 @@
-"""Load images ahead of time, in processes forked from a process without Python threads.
+"""Load samples ahead of time, in processes forked from a process without Python threads.
 
 A rank has threads that watch the other ranks, save, and write to TensorBoard. A fork of the rank
 would lack these threads, but any lock that one of them held would stay locked in the child. In
@@ -17,11 +17,11 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from distlab.production.config import Config
-from distlab.production.images import Images, Key, Sample
+from distlab.production.samples import Key, Sample, blank
+from distlab.production.types import Batch
 from distlab.production.world import STOPS
 
 IMPORTED = "distlab.production.loading_imports"
@@ -43,31 +43,31 @@ class Keys:
 
 
 def evaluation_keys(
-    num_images: int, global_batch: int, rank: int, num_ranks: int
+    num_samples: int, global_batch: int, rank: int, num_ranks: int
 ) -> list[list[Key]]:
-    """Return this rank's part of each batch; every image belongs to exactly one rank's part.
+    """Return this rank's part of each batch; every sample belongs to exactly one rank's part.
 
     All ranks get the same number of parts, because a sharded model must be called on all of them
     together; a part may be empty.
     """
-    batches: Any = torch.arange(num_images).split(global_batch)  # type: ignore[no-untyped-call]
+    batches: Any = torch.arange(num_samples).split(global_batch)  # type: ignore[no-untyped-call]
     parts = [batch.tensor_split(num_ranks)[rank] for batch in batches]
     return [[(0, index) for index in part.tolist()] for part in parts]
 
 
 def loader_of(
-    images: Images, batches: Any, config: Config, device: torch.device, *, stays: bool = False
+    samples: Any, batches: Any, config: Config, device: torch.device, *, stays: bool = False
 ) -> DataLoader[Any]:
     """Return a loader that loads ahead in processes, which outlive the epoch if ``stays``.
 
-    The processes share the image tensors in /dev/shm. torch checks every 5 s whether one of the
+    The processes share their tensors in /dev/shm. torch checks every 5 s whether one of the
     processes has ended.
     """
     has_workers = config.num_workers > 0
     if has_workers:
         _start_server()
     return DataLoader(
-        images,
+        samples,
         batch_sampler=batches,
         num_workers=config.num_workers,
         persistent_workers=stays and has_workers,
@@ -112,13 +112,13 @@ def _end_with_rank() -> None:
 
 
 class _Collate:
-    """Stacks images; a rank's part of a short last batch may be empty."""
+    """Stacks samples; a rank's part of a short last batch may be empty."""
 
     def __init__(self, config: Config) -> None:
-        self.side = config.image_size
+        self.config = config
 
-    def __call__(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
         if not samples:
-            return torch.zeros(0, 3, self.side, self.side), labels
-        return torch.stack([image for image, _ in samples]), labels
+            return blank(self.config, 0)
+        inputs = torch.stack([sample for sample, _ in samples])
+        return inputs, torch.stack([torch.as_tensor(target) for _, target in samples])

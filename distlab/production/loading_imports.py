@@ -5,7 +5,7 @@ import signal
 import sys
 import warnings
 
-import distlab.production.images  # noqa: F401  # needed by every child
+import distlab.production.datasets  # noqa: F401  # needed by every child
 from distlab.data.folders import transforms
 
 

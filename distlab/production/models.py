@@ -1,4 +1,4 @@
-"""torchvision's models as the production trainer builds and cuts them."""
+"""torchvision's models and a GPT as the production trainer builds and cuts them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from distlab.models.gpt import Attention
-from distlab.models.vision import SMALL, VIT_HEADS, build_vit, with_small_stem
+from distlab.models.gpt import GPT, Attention, Embedding
+from distlab.models.vision import SMALL, VIT_HEADS, build_cnn, build_vit, with_small_stem
 from distlab.production.config import Config
+from distlab.production.samples import blank
 from distlab.torchvision_repair import import_torchvision
 
 VITS: dict[str, dict[str, int]] = {  # Dosovitskiy et al. 2020, table 1; Touvron et al. 2021 for S
@@ -29,6 +30,8 @@ def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Mo
     vit_s16              22 M   sides are multiples of 16
     vit_b16              86 M   the same
     transformer         0.1 M   a ViT with 4 layers and width 64, for small images
+    cnn                 0.1 M   three convolutions without norms, for small images
+    gpt                 any     texts of ``sequence_length`` tokens; ``num_classes`` are its tokens
     """
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
@@ -39,13 +42,17 @@ def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Mo
 
 
 def _build(config: Config, num_classes: int) -> nn.Module:
+    if config.model == "gpt":
+        sizes = {"width": config.width, "layers": config.layers, "heads": config.heads}
+        return GPT(num_classes, config.sequence_length, **sizes)
     side, models = config.image_size, import_torchvision().models
-    if config.model == "transformer":
-        return build_vit((3, side, side), num_classes)
+    if config.model in ("transformer", "cnn"):
+        build = build_vit if config.model == "transformer" else build_cnn
+        return build((3, side, side), num_classes)
     if config.model in VITS:
-        sizes = {"image_size": side, "patch_size": 16, "num_layers": 12}
+        patches = {"image_size": side, "patch_size": 16, "num_layers": 12}
         vit: nn.Module = models.VisionTransformer(
-            **sizes, **VITS[config.model], num_classes=num_classes
+            **patches, **VITS[config.model], num_classes=num_classes
         )
         return vit
     resnet: nn.Module = getattr(models, config.model)(num_classes=num_classes)
@@ -58,6 +65,10 @@ def _build(config: Config, num_classes: int) -> nn.Module:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Cut a model into layers; called one after the other, they give the model's result."""
     whole: Any = model
+    if isinstance(model, GPT):
+        return [model.embedding, *model.blocks, _Logits(model.norm, model.head)]
+    if isinstance(model, nn.Sequential):
+        return [*model]
     if hasattr(whole, "encoder"):
         return [_Patches(whole), *whole.encoder.layers, _Head(whole)]
     stem = nn.Sequential(whole.conv1, whole.bn1, whole.relu, whole.maxpool)
@@ -89,6 +100,10 @@ def _compiled_for_training(forward: Callable[[Tensor], Tensor]) -> Callable[[Ten
     return call
 
 
+class _Logits(nn.Sequential):
+    """The part of a GPT after its blocks: a norm, and logits of the next token."""
+
+
 class _Patches(nn.Module):
     """The part of a ViT before its blocks: patches, class token, positions."""
 
@@ -116,11 +131,22 @@ class _Head(nn.Module):
         return y
 
 
+def tied_weight(stage: nn.Module) -> Tensor | None:
+    """Return the weight of a GPT that its first and last stage share, or None in other stages."""
+    for module in stage.modules():
+        if isinstance(module, Embedding):
+            return module.token.weight
+        if isinstance(module, _Logits):
+            return next(module[-1].parameters())
+    return None
+
+
 @torch.no_grad()
-def layer_flops(layers: list[nn.Module], side: int) -> list[float]:
-    """Count each layer's forward FLOPs for an image; random generators keep their state."""
-    device = next(layers[0].parameters()).device
-    x, flops = torch.zeros(1, 3, side, side, device=device), list[float]()
+def layer_flops(layers: list[nn.Module], config: Config) -> list[float]:
+    """Count each layer's forward FLOPs for a sample; random generators keep their state."""
+    with next(layers[0].parameters()).device:
+        x, _ = blank(config, 1)
+    flops = list[float]()
     for layer in layers:
         was_training = layer.training
         counter = FlopCounterMode(display=False)
@@ -171,14 +197,19 @@ class SplitMLP(nn.Module):
         return y
 
 
-def split_heads(vit: nn.Module) -> None:
-    """Replace a ViT's attention and MLPs by modules that have the same weights and can be split."""
-    model: Any = vit
-    for block in model.encoder.layers:
+def split_heads(model: nn.Module) -> None:
+    """Replace a ViT's attention and MLPs by modules that have the same weights and can be split.
+
+    A GPT's can be split as they are.
+    """
+    encoder: Any = getattr(model, "encoder", None)
+    for block in encoder.layers if encoder else ():
         block.self_attention = SplitAttention(block.self_attention)
         block.mlp = SplitMLP(block.mlp)
 
 
 def num_heads(config: Config) -> int:
-    """Return the number of a ViT's attention heads."""
+    """Return the number of a transformer's attention heads."""
+    if config.is_language:
+        return config.heads
     return VITS[config.model]["num_heads"] if config.model in VITS else VIT_HEADS

@@ -44,7 +44,7 @@ def run_program(
     except ConfigError as error:
         for run_dir in _named_run_dirs(given):  # the launcher must not retry after a wrong key
             leave_code(run_dir, errors.EXIT_WRONG)
-        return _refused(error, errors.EXIT_WRONG)
+        return _refused(str(error), errors.EXIT_WRONG)
     code = _trained(lambda: train(config, find_lessons(impl, config)))
     leave_code(config.run_dir, code)
     if code:
@@ -72,15 +72,10 @@ def _finish_save() -> None:
 def _trained(train: Callable[[], None]) -> int:
     """Train, and return the exit code; an error is printed at once, before anything can hang."""
     try:
-        train()
-    except (ConfigError, DataError, NotThereError) as error:
-        return _refused(error, errors.EXIT_WRONG)
-    except errors.InUseError as error:
-        return _refused(error, errors.EXIT_IN_USE)
-    except errors.CannotSaveError as error:
-        return _refused(error, errors.EXIT_CANNOT_SAVE)
+        code, reason = ended(train)
+        return _refused(reason, code) if reason else code
     except KeyboardInterrupt:
-        return _refused(InterruptedError(INTERRUPTED), errors.EXIT_STOPPED)
+        return _refused(INTERRUPTED, errors.EXIT_STOPPED)
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else CRASHED
     except BaseException as error:
@@ -88,7 +83,19 @@ def _trained(train: Callable[[], None]) -> int:
         text = f"{who} raised {tracebacks.headline(error)}\n\n{traceback.format_exc()}"
         print(text, file=sys.stderr, flush=True)
         return CRASHED
-    return 0
+
+
+def ended(train: Callable[[], None]) -> tuple[int, str]:
+    """Train, and return the exit code, with the reason if a user can do something about it."""
+    try:
+        train()
+    except (ConfigError, DataError, NotThereError) as error:
+        return errors.EXIT_WRONG, str(error)
+    except errors.InUseError as error:
+        return errors.EXIT_IN_USE, str(error)
+    except errors.CannotSaveError as error:
+        return errors.EXIT_CANNOT_SAVE, str(error)
+    return 0, ""
 
 
 def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:
@@ -97,9 +104,9 @@ def _named_run_dirs(arguments: Sequence[str]) -> list[Path]:
     return [Path(value) for key, value in pairwise(words) if key == "--run_dir"]
 
 
-def _refused(error: Exception, code: int) -> int:
+def _refused(reason: str, code: int) -> int:
     prefix = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    for line in str(error).splitlines():
+    for line in reason.splitlines():
         print(f"{prefix}error: {line}", file=sys.stderr, flush=True)
     return code
 

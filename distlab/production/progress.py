@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.production.evaluation import Evaluation
+
 if TYPE_CHECKING:
     from distlab.lessons import StepTimes
 
@@ -21,36 +23,32 @@ class Progress:
     Attributes:
         step: Number of steps done.
         evaluated: Number of epochs done at the last evaluation.
-        history: Epoch, accuracy and top-five accuracy of each evaluation.
+        history: Epoch and result of each evaluation.
     """
 
     def __init__(self) -> None:
         self.step = self.evaluated = 0
-        self.history: list[tuple[int, float, float]] = []
+        self.history: list[tuple[int, Evaluation]] = []
 
     @property
-    def accuracy(self) -> float:
-        """Accuracy of the last evaluation; 0 before the first one."""
-        return self.history[-1][1] if self.history else 0.0
+    def newest(self) -> Evaluation:
+        """Result of the last evaluation; nothing is right before the first one."""
+        return self.history[-1][1] if self.history else Evaluation(0.0, 0.0)
 
-    @property
-    def top5_accuracy(self) -> float:
-        """Fraction of images whose class was among the five likeliest in the last evaluation."""
-        return self.history[-1][2] if self.history else 0.0
-
-    def note(self, epoch: int, top1: float, top5: float) -> None:
+    def note(self, epoch: int, result: Evaluation) -> None:
         """Add an evaluation."""
         self.evaluated = epoch
-        self.history.append((epoch, top1, top5))
+        self.history.append((epoch, result))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state."""
-        return {"step": self.step, "evaluated": self.evaluated, "history": [*self.history]}
+        history = [(epoch, *result) for epoch, result in self.history]
+        return {"step": self.step, "evaluated": self.evaluated, "history": history}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state."""
         self.step, self.evaluated = state["step"], state["evaluated"]
-        self.history = [(epoch, top1, top5) for epoch, top1, top5 in state["history"]]
+        self.history = [(epoch, Evaluation(*result)) for epoch, *result in state["history"]]
 
 
 class ExactSteps:
@@ -99,13 +97,13 @@ class Interval:
 
     def __init__(self, device: torch.device) -> None:
         self.loss_sum = torch.zeros((), device=device)
-        self.num_images, self.num_steps, self.all_s = 0, 0, 0.0
+        self.num_samples, self.num_steps, self.all_s = 0, 0, 0.0
         self.times: list[StepTimes] = []
 
-    def add(self, loss_sum: Tensor, num_images: int) -> None:
-        """Add a step's loss and number of images on this rank, without waiting for a GPU."""
+    def add(self, loss_sum: Tensor, num_samples: int) -> None:
+        """Add a step's loss and number of samples on this rank, without waiting for a GPU."""
         self.loss_sum += loss_sum
-        self.num_images += num_images
+        self.num_samples += num_samples
 
     def add_times(self, times: StepTimes, *, is_exact: bool) -> None:
         """Add the times of a step; its parts count only if the times are exact."""
@@ -116,7 +114,7 @@ class Interval:
 
     def of_all_ranks(self, bad_images: int) -> OfAllRanks:
         """Return sums and means over all ranks, from one all-reduce; called on all ranks."""
-        mine = [self.num_images, self.all_s / max(self.num_steps, 1), bad_images]
+        mine = [self.num_samples, self.all_s / max(self.num_steps, 1), bad_images]
         sums = torch.cat([self.loss_sum.view(1), self.loss_sum.new_tensor(mine)])
         dist.all_reduce(sums)
         loss_sum, num_samples, seconds, bad = sums.tolist()

@@ -17,8 +17,8 @@ from distlab.production.lessons import Lessons
 from distlab.production.saving import say
 
 METRICS = (
-    *("loss", "lr", "epoch", "accuracy", "top5_accuracy", "samples_total"),
-    *("images_per_s", "mfu"),
+    *("loss", "lr", "epoch", "accuracy", "top5_accuracy", "test_loss", "perplexity"),
+    *("samples_total", "images_per_s", "tokens_per_s", "mfu"),
     *("step_s", "data_s", "compute_s", "communication_s", "peak_memory_bytes"),
     *("bad_images_total", "checkpoint_s", "failed_saves_total", "straggler_ratio"),
 )

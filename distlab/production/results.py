@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from distlab.production.config import Config, to_yaml
 from distlab.production.errors import ConfigError
 from distlab.production.evaluation import as_one_model
+from distlab.production.language import as_text, continued
 from distlab.production.optimization import ModelMean
 from distlab.production.progress import Progress
 from distlab.production.saving import say
@@ -33,6 +34,7 @@ def begin(config: Config, progress: Progress) -> None:
             f"{config.epochs}: choose another run_dir"
         )
     ranks = counted(dist.get_world_size(), "rank")
+    ranks += ", simulated: times are virtual" * (config.backend == "sim")
     say(f"{config.model} on {config.data}, strategy {config.strategy}, {ranks}: {config.run_dir}")
     if progress.evaluated == config.epochs:
         say(f"{config.run_dir} is complete: raise epochs to go on, or choose another run_dir")
@@ -40,8 +42,12 @@ def begin(config: Config, progress: Progress) -> None:
         files.write_whole(config.run_dir / "config.yaml", to_yaml(config).encode())
 
 
-def conclude(config: Config, progress: Progress, strategy: Strategy, mean: ModelMean) -> None:
+def conclude(
+    config: Config, progress: Progress, strategy: Strategy, mean: ModelMean, texts: Any
+) -> None:
     """Write ``run_dir``/result.json, curve.png and model.pt, and print the accuracy.
+
+    A language model then continues the first of the test ``texts``.
 
     model.pt is the evaluated model without its optimizer, for ``torch.load(…, weights_only=True)``;
     it is not written if each rank holds only a part of the model. Called on all ranks.
@@ -51,19 +57,27 @@ def conclude(config: Config, progress: Progress, strategy: Strategy, mean: Model
             partial = config.run_dir / ".model.pt"
             torch.save(strategy.module.state_dict(), partial)
             partial.replace(config.run_dir / "model.pt")
+        if config.is_language:
+            prompt, written = (as_text(part, config) for part in continued(strategy, texts))
+            say(f"after “{prompt}” it writes: {written}")
     if dist.get_rank() == 0:
+        result = progress.newest
         results = {
-            "accuracy": progress.accuracy,
-            "top5_accuracy": progress.top5_accuracy,
+            **result._asdict(),
+            **({"perplexity": result.perplexity} if config.is_language else {}),
             "steps": progress.step,
             "epochs": config.epochs,
         }
         files.write_whole(config.run_dir / "result.json", f"{json.dumps(results)}\n".encode())
-        _draw_curve(config.run_dir)
-        say(f"{progress.accuracy:.2%} of the test images are right: {config.run_dir}/curve.png")
+        _draw_curve(config.run_dir, config.unit)
+        perplexity = f"perplexity {result.perplexity:.2f}, " if config.is_language else ""
+        say(
+            f"{perplexity}{result.accuracy:.2%} of the test {config.unit} are right: "
+            f"{config.run_dir}/curve.png"
+        )
 
 
-def _draw_curve(run_dir: Path) -> None:
+def _draw_curve(run_dir: Path, unit: str) -> None:
     """Draw ``run_dir``/curve.png from metrics.rank0.jsonl, rank 0's metrics."""
     lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
@@ -71,7 +85,7 @@ def _draw_curve(run_dir: Path) -> None:
     loss, accuracy, speed = figure.subplots(1, 3)
     _draw(loss, records, "loss", "training loss", "cross entropy")
     _draw(accuracy, records, "accuracy", "test accuracy", "%", factor=100.0, marker="o")
-    _draw(speed, records, "images_per_s", "speed of all ranks", "images/s")
+    _draw(speed, records, f"{unit}_per_s", "speed of all ranks", f"{unit}/s")
     speed.set_ylim(bottom=0)
     figure.savefig(run_dir / "curve.png", dpi=110)
 

@@ -17,6 +17,7 @@ from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons, find_lessons
 from distlab.production.models import build_model
 from distlab.production.optimization import ModelMean
+from distlab.production.samples import blank, of_predictions
 from distlab.production.strategies import parallelise
 from distlab.production.strategies.base import DTYPES
 from distlab.sim import Cluster, Event, Options, simulate
@@ -36,7 +37,7 @@ class Step(NamedTuple):
         evaluation_s: Duration of the forward pass of an evaluation batch.
         peak_bytes: Peak memory of the GPU with the largest peak.
         peak_by_category: Bytes at that peak, by category.
-        forward_flops: FLOPs of the forward pass for one image.
+        forward_flops: FLOPs of the forward pass for one sample.
     """
 
     strategy: str
@@ -122,8 +123,8 @@ def _stand_in(config: Config) -> tuple[str, Config]:
 
 
 def _refuse(config: Config) -> None:
-    keys = ("pipeline_parallelism", "tensor_parallelism", "compression")
-    named = [key for key in keys if getattr(config, key) != Config.model_fields[key].default]
+    named = ["compression"] if config.compression != "none" else []
+    named += [f"parallelism {config.parallelism}"] if config.splits_model else []
     if config.has_servers:
         named.append("communication_pattern: parameter_server")
     if named:
@@ -138,21 +139,23 @@ def _train_on_rank(config: Config, lessons: Lessons, side: int, num_classes: int
     strategy: Any = parallelise(model, config, _loss_sum, lessons)
     strategy.autocast = lambda: _Autocast(DTYPES[config.precision])  # torch's own ignores meta
     average = ModelMean(strategy.module, config.ema_decay)
-    num_images = -(-config.batch_size // dist.get_world_size())
-    images, test_images = (_images(num_images, size) for size in (side, config.image_size))
-    targets = torch.zeros(num_images, dtype=torch.int64, device=META)
-    strategy.warm_up(side, nullcontext)
+    number = -(-config.batch_size // dist.get_world_size())
+    with META:
+        (inputs, targets), (test_inputs, _) = (
+            blank(config, number, size) for size in (side, config.image_size)
+        )
+    strategy.warm_up(nullcontext)
     for _ in range(STEPS):
         begin_s = time.perf_counter()
         strategy.zero_grad()
-        strategy.forward_backward(images, targets, config.batch_size)
+        strategy.forward_backward(inputs, targets, config.batch_size)
         strategy.average_gradients()
         strategy.step()
         average.update()
     end_s = time.perf_counter()
     strategy.module.eval()
     with torch.no_grad(), strategy.autocast():
-        strategy.predict(test_images)
+        strategy.predict(test_inputs)
     return _Times(begin_s, end_s, time.perf_counter())
 
 
@@ -161,18 +164,16 @@ def _model(config: Config, num_classes: int) -> nn.Module:
         return build_model(config, num_classes, META)
 
 
-def _images(count: int, side: int) -> Tensor:
-    return torch.zeros(count, 3, side, side, device=META)
-
-
 def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.float(), targets, reduction="sum")
+    return functional.cross_entropy(*of_predictions(logits.float(), targets), reduction="sum")
 
 
 def _forward_flops(config: Config, lessons: Lessons, side: int, num_classes: int) -> float:
-    model, image = _model(config, num_classes).eval(), _images(1, side)
+    model = _model(config, num_classes).eval()
+    with META:
+        sample, _ = blank(config, 1, side)
     count = lessons("monitoring").count_flops
-    return float(count(lambda: model(image)))
+    return float(count(lambda: model(sample)))
 
 
 PRODUCTS = {

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
-from distlab.production.evaluation import Accuracy
+from distlab.production.evaluation import Evaluation
 from distlab.production.lessons import Lessons
 from distlab.production.progress import ExactSteps, Interval, Progress
 from distlab.production.reports import LOG_EVERY, Reports, peak_flops_per_s
+from distlab.production.samples import blank
 from distlab.production.saving import Checkpoints
 from distlab.production.strategies.base import DTYPES
-from distlab.production.watch import Watch
+from distlab.production.watch import watch_of
 
 STRAGGLERS_OVER = 50  # steps
 AGREE_EVERY_S = 1.0
@@ -26,16 +27,17 @@ class Costs(NamedTuple):
     """The quantities behind MFU, for this rank's device."""
 
     device: torch.device
-    flops_per_image: float  # of a forward pass and a backward pass, which counts twice
+    flops_per_sample: float  # of a forward pass and a backward pass, which counts twice
     peak_flops_per_s: float  # limit of the device
 
 
 def measure(model: nn.Module, config: Config, lessons: Lessons) -> Costs:
     """Count the FLOPs of a model, and find the peak rate of its device."""
-    device, side = next(model.parameters()).device, config.image_size
-    image = torch.zeros(1, 3, side, side, device=device)
+    device = next(model.parameters()).device
+    with device:
+        sample, _ = blank(config, 1)
     model.eval()  # gradients stay on: torch's attention is not counted without them
-    forward = lessons("monitoring").count_flops(lambda: model(image))
+    forward = lessons("monitoring").count_flops(lambda: model(sample))
     model.train()
     return Costs(device, 3.0 * forward, peak_flops_per_s(device, DTYPES[config.precision]))
 
@@ -56,7 +58,7 @@ class Telemetry:
         self.monitoring = lessons("monitoring")
         self.config, self.progress, self.sampler, self.costs = config, progress, sampler, costs
         self.reports = Reports(config, lessons, num_steps, progress.step)
-        self.watch = Watch(config, lessons)
+        self.watch = watch_of(config, lessons)
         every = LOG_EVERY if self.is_gpu else 1
         self.exact = ExactSteps(_wait_for(costs.device), every, progress.step + 1)
         self.timer = self.monitoring.StepTimer(synchronize=self.exact)
@@ -99,30 +101,38 @@ class Telemetry:
         """Report that this rank is alive; to be called during long work outside the steps."""
         self.watch.beat(self.progress.step)
 
-    def tell_accuracy(self, accuracy: Accuracy, num_images: int) -> None:
+    def tell_evaluation(self, result: Evaluation, num_samples: int) -> None:
         """Report the result of an evaluation, whose time belongs to no step."""
         self.timer.end_step()
-        epoch = self.sampler.epoch
-        results = {"accuracy": accuracy.top1, "top5_accuracy": accuracy.top5, "epoch": float(epoch)}
-        self.reports.write(results, self.progress.step)
+        epoch, config = self.sampler.epoch, self.config
+        metrics = {
+            "accuracy": result.accuracy,
+            "top5_accuracy": result.top5_accuracy,
+            "test_loss": result.loss,
+            **({"perplexity": result.perplexity} if config.is_language else {}),
+            "epoch": float(epoch),
+        }
+        self.reports.write(metrics, self.progress.step)
+        perplexity = f"perplexity {result.perplexity:.2f}, " if config.is_language else ""
+        number = num_samples * config.predictions_per_sample
         self.reports.say(
-            f"epoch {epoch} of {self.config.epochs}: {accuracy.top1:.2%} of {num_images:,} test "
-            f"images right, {accuracy.top5:.2%} among the five likeliest"
+            f"epoch {epoch} of {config.epochs}: {perplexity}{result.accuracy:.2%} of {number:,} "
+            f"test {config.unit} right, {result.top5_accuracy:.2%} among the five likeliest"
         )
 
-    def end_step(self, loss_sum: Tensor, num_images: int, *, counts: bool) -> None:
+    def end_step(self, loss_sum: Tensor, num_samples: int, *, counts: bool) -> None:
         """Record a step.
 
         Args:
-            loss_sum: Sum of the losses of this rank's images.
-            num_images: Number of this rank's images.
-            counts: False if another rank of the replica has the same images.
+            loss_sum: Sum of the losses of this rank's samples.
+            num_samples: Number of this rank's samples.
+            counts: False if another rank of the replica has the same samples.
         """
         with self.exact.ending(next_step=self.progress.step + 1) as is_exact:
             times = self.timer.end_step()
         self.interval.add_times(times, is_exact=is_exact)
         if counts:
-            self.interval.add(loss_sum, num_images)
+            self.interval.add(loss_sum, num_samples)
         self.watch.busy_s = times.data_s + times.compute_s
         self.watch.beat(self.progress.step)
         for slow in self.stragglers.add(times) if is_exact else []:
@@ -165,7 +175,7 @@ class Telemetry:
             "failed_saves_total": checkpoints.failed_saves,
         }
         self.reports.write(results, step)
-        self.reports.show(step, _line(results))
+        self.reports.show(step, _line(results, self.config.unit))
         if not math.isfinite(results["loss"]):
             lr = self.config.lr
             raise ConfigError(
@@ -177,10 +187,11 @@ class Telemetry:
     def _speed(self) -> dict[str, float]:
         """Return the speed of all ranks together."""
         interval = self.interval
-        images_per_s = self.monitoring.throughput(interval.num_images, interval.all_s)
-        flops = self.costs.flops_per_image * interval.num_images
+        number = interval.num_samples * self.config.predictions_per_sample
+        per_s = self.monitoring.throughput(number, interval.all_s)
+        flops = self.costs.flops_per_sample * interval.num_samples
         mfu = self.monitoring.mfu(flops, interval.all_s, self.costs.peak_flops_per_s)
-        return {"images_per_s": images_per_s, "mfu": mfu}
+        return {f"{self.config.unit}_per_s": per_s, "mfu": mfu}
 
 
 def _wait_for(device: torch.device) -> Callable[[], object]:
@@ -204,8 +215,8 @@ def steps_of_epoch(sampler: Any) -> int:
     return -(-int(sampler.num_samples) // int(sampler.global_batch))
 
 
-def _line(results: dict[str, float]) -> str:
+def _line(results: dict[str, float], unit: str) -> str:
     return (
         f"epoch {results['epoch']:.2f}  loss {results['loss']:.3f}  "
-        f"{results['images_per_s']:,.0f} images/s  MFU {results['mfu']:.1%}"
+        f"{results[f'{unit}_per_s']:,.0f} {unit}/s  MFU {results['mfu']:.1%}"
     )

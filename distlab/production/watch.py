@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -24,6 +24,27 @@ TOUCH_S = 1.0  # shortest time between two changes of the heartbeat file
 PLACES = 10**6  # places in a step, more than it has waits
 WATCHERS = 2  # ranks 0 and 1, because either may be the one that hangs
 EXIT_SILENT = 1  # restarting helps
+
+
+class Unwatched:
+    """Takes the place of a ``Watch`` where no launcher starts ranks anew: simulated or over MPI."""
+
+    busy_s = 0.0
+
+    def beat(self, step: int) -> None:
+        """Do nothing."""
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def watch_of(config: Config, lessons: Lessons) -> "Watch | Unwatched":
+    """Return a watch of all ranks if they are processes that a launcher may start anew."""
+    return Watch(config, lessons) if dist.get_backend() in ("gloo", "nccl") else Unwatched()
 
 
 class Watch:

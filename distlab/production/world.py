@@ -32,7 +32,12 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # the la
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a training run, except those that this process ignores."""
+    """Return the signals that stop a training run, except those that this process ignores.
+
+    A simulated rank is a thread, and gets none.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
     return [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

@@ -1,4 +1,4 @@
-"""Trains an image classifier with everything that this course has built.
+"""Trains an image classifier or a language model with everything that this course has built.
 
     python -m solutions.phase4_production.imagenet_trainer --config configs/digits_cpu.yaml
     torchrun --nproc-per-node 2 -m solutions.phase4_production.imagenet_trainer \\
@@ -12,6 +12,7 @@ configuration, and --impl mine trains with the lessons that you have written. Ex
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from distlab.data import DataError
 from distlab.production.batches import Batches
 from distlab.production.config import Config
+from distlab.production.datasets import open_data
 from distlab.production.evaluation import evaluate
-from distlab.production.images import BAD, open_images
 from distlab.production.lessons import Lessons
 from distlab.production.models import build_model
 from distlab.production.optimization import ModelMean, lr_at, set_lr
@@ -29,6 +30,7 @@ from distlab.production.profile import profile
 from distlab.production.program import run_program
 from distlab.production.progress import Progress
 from distlab.production.results import begin, conclude
+from distlab.production.samples import BAD, of_predictions
 from distlab.production.saving import Checkpoints
 from distlab.production.states import PerRank
 from distlab.production.strategies import parallelise
@@ -49,8 +51,8 @@ class Training:
         """Build everything that training needs, and continue from the newest checkpoint."""
         self.config, self.progress = config, Progress()
 
-        data = open_images(config)
-        self.test_images = data.test
+        data = open_data(config)
+        self.test_samples = data.test
 
         model = build_model(config, data.num_classes, device)
         costs = measure(model, config, lessons)
@@ -65,7 +67,7 @@ class Training:
         self.batches = Batches(data, self.sampler, config, device)
 
         self.checkpoints = Checkpoints(self.parts(), config, lessons)
-        self.strategy.warm_up(config.image_size, self.checkpoints.unchanged)
+        self.strategy.warm_up(self.checkpoints.unchanged)
         self.checkpoints.resume()
         make_stop = lessons("fault_tolerance").StopRequest
         self.stop = make_stop(stop_signals(), control_group())
@@ -86,11 +88,13 @@ class Training:
         return {**self.strategy.parts(), **(means if self.config.ema_decay else {}), **own}
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the images' losses, ignoring images with the label BAD."""
+        """Return the sum of the samples' losses; a text's loss is the mean over its tokens."""
+        logits, targets = of_predictions(logits.float(), targets)
         smoothing = self.config.label_smoothing
-        return nn.functional.cross_entropy(
-            logits.float(), targets, reduction="sum", ignore_index=BAD, label_smoothing=smoothing
+        loss = nn.functional.cross_entropy(
+            logits, targets, reduction="sum", ignore_index=BAD, label_smoothing=smoothing
         )
+        return loss / self.config.predictions_per_sample
 
     def run(self) -> None:
         """Train to the end, or until asked to stop, and save."""
@@ -116,19 +120,19 @@ class Training:
     def train_epoch(self) -> None:
         """Train on the rest of the epoch."""
         batches = self.batches.of_epoch(self.strategy)
-        for images, targets in self.telemetry.timer.batches(batches):
+        for inputs, targets in self.telemetry.timer.batches(batches):
             with self.telemetry.part("compute"):
-                loss = self.train_step(images, targets)
-            self.telemetry.end_step(loss, len(images), counts=self.strategy.counts)
+                loss = self.train_step(inputs, targets)
+            self.telemetry.end_step(loss, len(inputs), counts=self.strategy.counts)
             self.after_step()
 
-    def train_step(self, images: Tensor, targets: Tensor) -> Tensor:
+    def train_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run one step on a global batch; the arguments are this rank's share of it."""
         strategy, sampler = self.strategy, self.sampler
         num_samples = min(sampler.global_batch, sampler.num_samples - sampler.position)
         set_lr(strategy.optimizer, lr_at(self.config, sampler))
         strategy.zero_grad()
-        loss = strategy.forward_backward(images, targets, num_samples)
+        loss = strategy.forward_backward(inputs, targets, num_samples)
         with self.telemetry.waiting():
             strategy.average_gradients()
         strategy.step()
@@ -180,10 +184,10 @@ class Training:
             )
 
     def evaluate(self) -> None:
-        """Evaluate after an epoch, counting each test image exactly once."""
-        accuracy = evaluate(self.strategy, self.test_images, self.config, self.mean, self.go_on)
-        self.progress.note(self.sampler.epoch, *accuracy)
-        self.telemetry.tell_accuracy(accuracy, len(self.test_images))
+        """Evaluate after an epoch, counting each test sample exactly once."""
+        result = evaluate(self.strategy, self.test_samples, self.config, self.mean, self.go_on)
+        self.progress.note(self.sampler.epoch, result)
+        self.telemetry.tell_evaluation(result, len(self.test_samples))
         self.save()
 
 
@@ -196,8 +200,14 @@ def train(config: Config, lessons: Lessons) -> None:
     with joined(config) as device, alone_in(config.run_dir):
         training = Training(config, lessons, device)
         training.run()
-        conclude(config, training.progress, training.strategy, training.mean)
+        texts = training.test_samples
+        conclude(config, training.progress, training.strategy, training.mean, texts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line says, and return the exit code."""
+    return run_program(train, __doc__ or "", arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(train, __doc__ or ""))
+    sys.exit(main())

@@ -36,7 +36,9 @@ MAY_IMPORT = {
     "demo": {"chosen", "lessons", "plot", "training"},
     "doctor": {"data", "launch", "training"},
     "shared_memory": set(),
-    "production": {"chosen", "data", "grade", "launch", "lessons", "models", "sim"},
+    "production": {
+        *("chosen", "data", "grade", "launch", "lessons", "models", "shared_memory", "sim")
+    },
     "bench": {
         *("chosen", "grade", "launch", "lessons", "plot", "production", "shared_memory", "sim")
     },

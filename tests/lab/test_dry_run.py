@@ -35,8 +35,8 @@ def test_one_gpu_waits_for_nobody_and_figures_follow_from_its_step() -> None:
     found = predicted({"epochs": 3}, Cluster(1, 1, gpu=A100))
     step = found.step
     assert step.exposed_s == 0 < step.step_s
-    assert found.images_per_s == 64 / step.step_s
-    flops_per_s = 3 * step.forward_flops * found.images_per_s
+    assert found.predictions_per_s == 64 / step.step_s
+    flops_per_s = 3 * step.forward_flops * found.predictions_per_s
     assert found.mfu == pytest.approx(flops_per_s / A100.peak_flops["float32"])
     assert found.training_s == pytest.approx(3 * (2048 / 64) * step.step_s)
     assert found.evaluation_s == pytest.approx(3 * (512 / 64) * step.evaluation_s)
@@ -48,7 +48,7 @@ def test_a_step_on_one_gpu_takes_what_the_published_one_takes() -> None:
     """The efficiency was fitted to NVIDIA's 2,470 images/s."""
     keys = {**RESNET_50, "batch_size": 256, "precision": "bf16"}
     found = predicted(keys, Cluster(1, 1, gpu=A100))
-    assert found.images_per_s == pytest.approx(2470, rel=0.03)
+    assert found.predictions_per_s == pytest.approx(2470, rel=0.03)
     assert 0.15 < found.mfu < 0.25
     assert 4.0e9 < found.step.forward_flops / 2 < 4.2e9  # the count of multiply-adds
 

@@ -1,6 +1,8 @@
 """launch_training.sh and launch_local, started as users do, and the configurations."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,7 +172,7 @@ def test_only_a_crash_is_started_anew(
 ) -> None:
     left = iter(codes)
     monkeypatch.setattr(
-        launching, "_run_once", lambda *_: launching.Ended(abs(code := next(left)), code < 0)
+        launching, "_run_once", lambda *_: launching.End(abs(code := next(left)), code < 0)
     )
     monkeypatch.setattr(launching.os, "environ", {})
     assert launch([f"--config={CONFIGS[0]}", *options]) == last
@@ -209,3 +211,39 @@ def test_a_configuration_loads_and_says_how_to_start_it(path: Path) -> None:
     assert f"scripts/launch_training.sh --config configs/{path.name}" in text
     assert (config.data == "imagefolder") == ("NOT RUN HERE" in text)
     assert config.run_dir.is_relative_to("out")
+
+
+# --- other worlds --------------------------------------------------------------------------------
+
+SMALL_GPT = (
+    *(f"--config={ROOT / 'configs/text_cpu.yaml'}", "--epochs=1", "--batch_size=128"),
+    *("--layers=2", "--width=16", "--heads=2", "--sequence_length=256"),
+)
+
+
+def test_it_trains_on_simulated_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    where = ("--backend=sim", "--cluster=dgx-h100", "--parallelism=dp=2,pp=2")
+    assert launch([*SMALL_GPT, *where, f"--run_dir={tmp_path / 'run'}"]) == 0
+    told = "".join(capfd.readouterr())
+    assert "gpt on text, strategy course, 4 ranks, simulated: times are virtual" in told
+    assert re.search(r"^epoch 1 of 1: perplexity \d+\.\d\d, .* test tokens right", told, re.M)
+    assert re.search(r"^after “.*” it writes: .", told, re.M)
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert 2 < result["perplexity"] < 256
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--backend=sim", "--cluster=dgx"), "dgx"),
+        (("--backend=sim", "--parallelism=pp=2", "--num_gpus=3"), "needs a multiple of 2 ranks"),
+        (("--backend=mpi",), "put mpirun -np"),
+    ],
+)
+def test_worlds_that_cannot_be_are_refused(
+    options: tuple[str, ...], told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch([*SMALL_GPT, *options, f"--run_dir={tmp_path / 'run'}"]) == 78
+    printed = capfd.readouterr().err
+    assert told in printed
+    assert printed.count("error: ") == 1

@@ -118,6 +118,16 @@ def test_the_train_command_trains_under_mpirun() -> None:
     assert last.startswith("test accuracy "), "one process reports"
 
 
+@needs_mpi
+def test_the_production_trainer_trains_under_mpirun(tmp_path: Path) -> None:
+    small = ["--model=cnn", "--data=synthetic", "--image_size=8", "--epochs=1", "--device=cpu"]
+    where = ["--backend=mpi", "--strategy=course", "--num_workers=0", f"--run_dir={tmp_path}"]
+    done = mpirun(2, "-m", "distlab.production.launching", *small, *where)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("epoch 1 of 1: ") == 1, "one process reports"
+    assert (tmp_path / "result.json").exists()
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 SAID: dict[str, Sequence[str]] = {

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.production.config import Config
-from distlab.production.images import BAD
 from distlab.production.lessons import Lessons
 from distlab.production.optimization import groups_of, optimizer_of
+from distlab.production.samples import blank
 from distlab.production.states import Buffers, PerRank
+from distlab.production.strategies.mesh import Mesh
 from distlab.production.types import Group, HasState
 
-LossSum = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), targets -> sum of the losses
+LossSum = Callable[[Tensor, Tensor], Tensor]  # logits, targets -> sum of the samples' losses
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -24,7 +25,7 @@ class Strategy:
     """A way to spread a model over the ranks, and to take steps together.
 
         strategy.zero_grad()
-        loss = strategy.forward_backward(images, targets, num_samples)   # adds to the gradients
+        loss = strategy.forward_backward(inputs, targets, num_samples)   # adds to the gradients
         strategy.average_gradients()                                     # means over the replicas
         strategy.step()                                                  # changes the parameters
 
@@ -39,14 +40,15 @@ class Strategy:
     module: nn.Module
     called: Any  # the module that training calls, perhaps wrapped
     optimizer: torch.optim.Optimizer
-    replicas: Group = None
+    replicas: Group
     reorders_buckets = False  # True if the first step determines the bucket order
     has_own_parameters = False  # True if ranks hold different parameters
 
     def __init__(
-        self, model: nn.Module, config: Config, loss_sum: LossSum, lessons: Lessons
+        self, model: nn.Module, config: Config, loss_sum: LossSum, lessons: Lessons, mesh: Mesh
     ) -> None:
         self.config, self.loss_sum, self.lessons = config, loss_sum, lessons
+        self.mesh, self.replicas = mesh, mesh.replicas
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -89,20 +91,20 @@ class Strategy:
         """Drop the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
+    def forward_backward(self, inputs: Tensor, targets: Tensor, num_samples: int) -> Tensor:
         """Add the gradients of this rank's share of the global batch's mean loss.
 
         Args:
-            images: (b, 3, S, S), this rank's part; at least one image.
-            targets: (b,) classes, or (b, classes) class probabilities.
-            num_samples: Number of images on all ranks together.
+            inputs: (b, 3, S, S) images or (b, T) tokens, this rank's part; at least one sample.
+            targets: (b,) classes, (b, classes) class probabilities, or (b, T) tokens.
+            num_samples: Number of samples on all ranks together.
 
         Returns:
             The sum of this rank's losses.
         """
         total = torch.zeros((), device=self.device)
         scale = self.num_replicas / num_samples  # the gradients become means over replicas
-        micro_batches = list(self._cut(images, targets))
+        micro_batches = list(self._cut(inputs, targets))
         for place, (x, y) in enumerate(micro_batches, start=1):
             with self.accumulating(is_last=place == len(micro_batches)):
                 with self.autocast():
@@ -115,19 +117,19 @@ class Strategy:
         """Add the gradients of a loss."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _cut(self, images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _cut(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Cut a batch into ``accumulate`` micro-batches on every rank, so that collectives match.
 
-        A micro-batch of fewer images than ``_least_images`` repeats them, as blank images would
-        change BatchNorm's means. The repeated images have no targets, and so no losses.
+        A micro-batch of fewer samples than ``_least_samples`` repeats them, as blank images would
+        change BatchNorm's means. The repeated samples have no targets, and so no losses.
         """
-        count, least = self.config.accumulate, self._least_images()
-        parts = zip(images.tensor_split(count), targets.tensor_split(count), strict=True)
+        count, least = self.config.accumulate, self._least_samples()
+        parts = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
         for x, y in parts:
-            yield _repeated(x if len(x) else images[:1], least), y
+            yield _repeated(x if len(x) else inputs[:1], least), y
 
-    def _least_images(self) -> int:
-        """Return the lowest number of images in a micro-batch.
+    def _least_samples(self) -> int:
+        """Return the lowest number of samples in a micro-batch.
 
         With ``compile``, all micro-batches have as many, so that nothing is compiled again.
         """
@@ -154,14 +156,14 @@ class Strategy:
 
     # between steps
 
-    def predict(self, images: Tensor) -> Tensor:
-        """Return the logits of this rank's images; called the same number of times on all ranks."""
-        logits: Tensor = self.module(images)
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Return the logits of this rank's inputs; called the same number of times on all ranks."""
+        logits: Tensor = self.module(inputs)
         return logits
 
     @property
     def computes(self) -> bool:
-        """True if this rank gets images."""
+        """True if this rank gets samples."""
         return True
 
     @property
@@ -169,7 +171,7 @@ class Strategy:
         """True if this rank's results count; others in its replica may have the same results."""
         return self.computes
 
-    def warm_up(self, side: int, unchanged: Callable[[], AbstractContextManager[None]]) -> None:
+    def warm_up(self, unchanged: Callable[[], AbstractContextManager[None]]) -> None:
         """Compute gradients once to fix their order in the buckets, and to compile if configured.
 
         Without this, a resumed run would sum its first gradients in parameter order, which changes
@@ -177,21 +179,20 @@ class Strategy:
         watch whether they are alive.
 
         Args:
-            side: Side of the images; training images of other sides are compiled too.
             unchanged: Context that restores the training state at its end.
         """
         is_compiled = self.config.compile
         if self.reorders_buckets or is_compiled:
-            sides = {side, *(self.config.progressive_resize.values() if is_compiled else ())}
+            others = self.config.progressive_resize.values() if is_compiled else ()
             with unchanged():
-                for each in sorted(sides):
-                    self._compute_blank(each)
+                for side in sorted({self.config.image_size, *others}):
+                    self._compute_blank(side)
 
     def _compute_blank(self, side: int) -> None:
-        """Compute gradients of 0 from blank images, and drop them."""
-        blank = torch.zeros(2, 3, side, side, device=self.device)
-        nothing = torch.full((2,), BAD, device=self.device)
-        self.forward_backward(blank, nothing, 1)
+        """Compute gradients of 0 from blank samples, and drop them."""
+        with self.device:
+            inputs, targets = blank(self.config, 2, side)
+        self.forward_backward(inputs, targets, 1)
         self.average_gradients()
         self.module.zero_grad(set_to_none=True)  # frees buckets in the order of the parameters
 
@@ -209,11 +210,11 @@ class Strategy:
         }
 
 
-def _repeated(images: Tensor, least: int) -> Tensor:
-    """Return images, repeated from the first on if there are fewer than ``least``."""
-    if len(images) >= least:
-        return images
-    return torch.cat([images] * -(-least // len(images)))[:least]
+def _repeated(inputs: Tensor, least: int) -> Tensor:
+    """Return inputs, repeated from the first on if there are fewer than ``least``."""
+    if len(inputs) >= least:
+        return inputs
+    return torch.cat([inputs] * -(-least // len(inputs)))[:least]
 
 
 class Parameters:

@@ -17,8 +17,16 @@ from distlab.production.lessons import Lessons
 from distlab.production.states import PerRank
 from distlab.production.strategies.base import Strategy
 from distlab.production.types import Group, HasState
+from distlab.shared_memory import SharedMemory
 
 POWER_SGD_RANK = 4
+ALL_REDUCES = {  # communication_pattern -> lesson, and its function
+    "native": ("collectives", "native_all_reduce"),
+    "naive": ("collectives", "all_reduce_naive"),
+    "recursive_doubling": ("collectives", "all_reduce_recursive_doubling"),
+    "ring": ("ring_allreduce", "segmented_ring_all_reduce"),
+    "tree": ("tree_allreduce", "double_binary_tree_all_reduce"),
+}
 
 # Each rank keeps its own buffers; an evaluation averages them. Newer versions of torch use
 # another name for this option. Gradients are views of the buckets, so that nothing is copied back.
@@ -83,34 +91,17 @@ class CourseDDP(TorchDDP):
         self.module = model
         self.hook = compression_hook(self)
         hook: Any = self.hook
-        start = self.waits(hook.all_reduce) if hook else self._all_reduce()
+        start = self.waits(hook.all_reduce) if hook else self._start_all_reduce()
         lesson = self.lessons("ddp")
         wrapped = lesson.DistributedDataParallel(model, all_reduce=start, group=self.replicas)
         self.ddp = self.called = wrapped
         self.make_optimizer()
 
-    def _all_reduce(self) -> Any:
-        pattern, given = self.config.communication_pattern, lessons.given_3
-        if pattern == "native":
+    def _start_all_reduce(self) -> Any:
+        given = lessons.given_3
+        if self.config.communication_pattern == "native":
             return given.start_all_reduce
-        if pattern == "ring":
-            lesson = self.lessons("ring_allreduce")
-            return given.in_background(lesson.segmented_ring_all_reduce)
-        if pattern == "tree":
-            lesson = self.lessons("tree_allreduce")
-            return given.in_background(lesson.double_binary_tree_all_reduce)
-        return given.in_background(self._hierarchical())
-
-    def _hierarchical(self) -> Any:
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        inside, across = lessons.given_3.node_groups(hosts)
-        lesson = self.lessons("topology")
-
-        def all_reduce(x: Tensor, group: Group = None) -> None:
-            lesson.hierarchical_all_reduce(x, inside, across)
-
-        return all_reduce
+        return given.in_background(all_reduce_of(self))
 
     def average_gradients(self) -> None:
         """Wait for the last bucket."""
@@ -119,6 +110,43 @@ class CourseDDP(TorchDDP):
     def zero_grad(self) -> None:
         """Set the gradients to 0 in place, because they are views of the buckets."""
         self.optimizer.zero_grad(set_to_none=False)
+
+
+class AfterBackward(Strategy):
+    """Task 1.10: the gradients are averaged when the backward pass has ended."""
+
+    def distribute(self, model: nn.Module) -> None:
+        """Keep the model as it is."""
+        super().distribute(model)
+        self.all_reduce = all_reduce_of(self)
+
+    def average_gradients(self) -> None:
+        """Average all gradients, one by one or in one tensor."""
+        average = self.lessons("trainer").AVERAGE_GRADIENTS[self.config.gradients]
+        average(self.module, self.all_reduce, self.replicas)
+
+
+def all_reduce_of(strategy: Strategy) -> Any:
+    """Return the all-reduce that ``communication_pattern`` names; it ends when the sum is there."""
+    pattern = strategy.config.communication_pattern
+    if pattern == "hierarchical":
+        return _hierarchical(strategy)
+    if pattern == "shared_memory":
+        return SharedMemory(strategy.replicas).all_reduce
+    lesson, name = ALL_REDUCES[pattern]
+    return getattr(strategy.lessons(lesson), name)
+
+
+def _hierarchical(strategy: Strategy) -> Any:
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    inside, across = lessons.given_3.node_groups(hosts)
+    lesson = strategy.lessons("topology")
+
+    def all_reduce(x: Tensor, group: Group = None) -> None:
+        lesson.hierarchical_all_reduce(x, inside, across)
+
+    return all_reduce
 
 
 def compression_hook(strategy: Strategy) -> Any:

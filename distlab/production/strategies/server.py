@@ -49,11 +49,11 @@ class ParameterServer(Strategy):
         """Drop the model's gradients; the optimizer has only the flat tensor."""
         self.module.zero_grad(set_to_none=True)
 
-    def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
+    def forward_backward(self, inputs: Tensor, targets: Tensor, num_samples: int) -> Tensor:
         """Compute on the workers only."""
         if self.is_server:
             return torch.zeros((), device=self.device)
-        return super().forward_backward(images, targets, num_samples)
+        return super().forward_backward(inputs, targets, num_samples)
 
     def step(self) -> None:
         """Serve one step, or push gradients and pull parameters."""
@@ -69,7 +69,7 @@ class ParameterServer(Strategy):
 
     @property
     def computes(self) -> bool:
-        """False on the server, which gets no images."""
+        """False on the server, which gets no samples."""
         return not self.is_server
 
     def parts(self) -> Mapping[str, HasState]:

@@ -54,9 +54,9 @@ class TorchFSDP(Strategy):
             for name in names if group else []:
                 setattr(group, name, self.waits(getattr(group, name)))
 
-    def predict(self, images: Tensor) -> Tensor:
+    def predict(self, inputs: Tensor) -> Tensor:
         """Return the logits, and reshard, so that an evaluation can swap parameters."""
-        logits = super().predict(images)
+        logits = super().predict(inputs)
         self.root.reshard()
         return logits
 
@@ -183,14 +183,16 @@ class FullySharded(Strategy):
         self.module = self.called = model
         self.make_optimizer()
 
-    def forward_backward(self, images: Tensor, targets: Tensor, num_samples: int) -> Tensor:
+    def forward_backward(self, inputs: Tensor, targets: Tensor, num_samples: int) -> Tensor:
         """Compute in the dtype of the gathered parameters."""
-        return super().forward_backward(images.to(self.dtype), targets, num_samples)
+        return super().forward_backward(self._cast(inputs), targets, num_samples)
 
-    def predict(self, images: Tensor) -> Tensor:
-        """Return the logits of this rank's images."""
-        logits: Tensor = self.module(images.to(self.dtype))
-        return logits.float()
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Return the logits of this rank's inputs."""
+        return super().predict(self._cast(inputs)).float()
+
+    def _cast(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts, with one model shard and one optimizer per rank."""

@@ -1,4 +1,4 @@
-"""Training runs on a handful of images, by the trainer in a world of ranks and by a plain loop."""
+"""Training runs on a handful of samples, by the trainer in a world of ranks and a plain loop."""
 
 import hashlib
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from picture_folders import quick
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from distlab import launch
 from distlab.production.config import Config
-from distlab.production.images import MEAN, STD, ImageData, Images, Pixels
+from distlab.production.datasets import Data
+from distlab.production.images import MEAN, STD, Images, Pixels
+from distlab.production.language import Texts
 from distlab.production.lessons import find_lessons
 from distlab.production.models import build_model
 from solutions.phase4_production import imagenet_trainer
@@ -23,8 +26,17 @@ from solutions.phase4_production.imagenet_trainer import Training
 
 CPU = torch.device("cpu")
 NUM_TRAIN, NUM_TEST, NUM_CLASSES = 21, 7, 4  # training batches: 8, 8 and 5; test batch: 7
+NUM_TOKENS = 11  # different ones
 Case = dict[str, Any]
 Outcome = dict[str, Any]
+GPT: Case = {
+    "model": "gpt",
+    "data": "text",
+    "sequence_length": 6,
+    "layers": 3,
+    "width": 16,
+    "heads": 4,
+}
 
 
 def little(run_dir: Path, **changes: Any) -> Config:
@@ -42,8 +54,13 @@ def little(run_dir: Path, **changes: Any) -> Config:
     return quick(**{**known, **changes})
 
 
-def little_data(config: Config) -> ImageData:
-    """Return noise images, the same in every process."""
+def little_data(config: Config) -> Data:
+    """Return noise, the same in every process."""
+    if config.is_language:
+        random, length = np.random.default_rng(11), config.sequence_length
+        shards = [random.integers(NUM_TOKENS, size=n * length + 1) for n in (NUM_TRAIN, NUM_TEST)]
+        texts = [Texts([shard], config, NUM_TOKENS) for shard in shards]
+        return Data(*texts, NUM_TOKENS)
     generator = torch.Generator().manual_seed(11)
     halves = [
         Pixels(
@@ -53,23 +70,21 @@ def little_data(config: Config) -> ImageData:
         for number in (NUM_TRAIN, NUM_TEST)
     ]
     train, test = (Images(half, config, is_training=not k) for k, half in enumerate(halves))
-    return ImageData(train, test, NUM_CLASSES)
+    return Data(train, test, NUM_CLASSES)
 
 
 def started(config: Config) -> Training:
-    """Return a ``Training`` on the images of ``little_data``, in the current world."""
-    with mock.patch.object(imagenet_trainer, "open_images", little_data):
+    """Return a ``Training`` on the samples of ``little_data``, in the current world."""
+    with mock.patch.object(imagenet_trainer, "open_data", little_data):
         return Training(config, find_lessons("solution", config), CPU)
 
 
 def logits_of(training: Training) -> Any:
-    """Return the model's logits for the test images; all ranks must call this function."""
-    shown = training.config.image_size
-    images = torch.stack([training.test_images[0, k][0] for k in range(NUM_TEST)])
-    assert images.shape[-1] == shown
+    """Return the model's logits for the test samples; all ranks must call this function."""
+    inputs = torch.stack([training.test_samples[0, k][0] for k in range(NUM_TEST)])
     training.strategy.module.eval()
     with torch.no_grad():
-        return training.strategy.predict(images).tolist()
+        return training.strategy.predict(inputs).flatten(1).tolist()
 
 
 def losses_in(run_dir: Path) -> list[float]:
@@ -94,7 +109,7 @@ def _outcome(run_dir: Path, case: Case) -> Outcome:
     return {
         "losses": losses_in(run_dir),
         "logits": logits,
-        "accuracy": training.progress.history,
+        "accuracy": [(epoch, *result) for epoch, result in training.progress.history],
         "parts": sorted(training.parts()),
     }
 
@@ -121,9 +136,9 @@ def digest(state: Any) -> str:
     return found.hexdigest()
 
 
-def in_world(call: Any, size: int, *args: object) -> list[Any]:
+def in_world(call: Any, size: int, *args: object, backend: str = "gloo") -> list[Any]:
     """Call a function in a world of ranks, with enough time to import torchvision first."""
-    return launch.run(call, size, *args, backend="gloo", timeout_s=900)
+    return launch.run(call, size, *args, backend=backend, timeout_s=900)
 
 
 # --- by a plain loop -----------------------------------------------------------------------------
@@ -133,10 +148,10 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
     """Run the same training in plain torch: one process, whole batches."""
     config = little(run_dir, **changes)
     data = little_data(config)
-    model = build_model(config, NUM_CLASSES, CPU)
+    model = build_model(config, data.num_classes, CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=config.momentum)
     means = [p.detach().clone() for p in model.parameters()]
-    x, y = (_normalised(data.train), data.train.source.labels)
+    x, y = _all(data.train)
     losses, step = [], 0
     for epoch in range(config.epochs):
         order = torch.randperm(NUM_TRAIN, generator=torch.Generator().manual_seed(epoch))
@@ -145,7 +160,7 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
             rate = [1 / 3, 2 / 3, 1.0, 1.0, 0.75, 0.25][step]  # warm-up, then a cosine
             optimizer.param_groups[0]["lr"] = config.lr * rate
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x[part]), y[part])
+            loss = _loss(model(x[part]), y[part])
             loss.backward()
             if config.clip_norm:
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
@@ -160,16 +175,25 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
             total += loss.item() * len(part)
         losses.append(total / NUM_TRAIN)
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(means), model.parameters())
-    logits = model.eval()(_normalised(data.test)).detach()
-    labels = data.test.source.labels
-    right = {
-        "top1": float((logits.argmax(1) == labels).float().mean()),
-        "top5": 1.0,  # always, because there are only four classes
+    x, y = _all(data.test)
+    logits = model.eval()(x).detach()
+    is_right = logits.argsort(-1, descending=True)[..., :5] == y[..., None]
+    results = is_right[..., 0].float().mean(), is_right.any(-1).float().mean(), _loss(logits, y)
+    return {
+        "losses": losses,
+        "logits": logits.flatten(1).tolist(),
+        "results": [float(result) for result in results],
     }
-    return {"losses": losses, "logits": logits.tolist(), **right}
 
 
-def _normalised(images: Images) -> Tensor:
-    pixels: Any = images.source
+def _all(samples: Any) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of all samples."""
+    if isinstance(samples, Texts):
+        tokens = torch.tensor(samples.shards[0])
+        return tokens[:-1].view(-1, samples.length), tokens[1:].view(-1, samples.length)
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
-    return (pixels.pixels / 255 - mean) / std
+    return (samples.source.pixels / 255 - mean) / std, samples.source.labels
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())

@@ -88,6 +88,6 @@ if __name__ == "__main__":
         mock.patch.object(Training, "loss_sum", loss_sum),
         mock.patch.object(reports, "PORT_S", 0.5),
         mock.patch.object(telemetry, "AGREE_EVERY_S", 0.0),  # steps take milliseconds
-        mock.patch.object(imagenet_trainer, "open_images", little_data),
+        mock.patch.object(imagenet_trainer, "open_data", little_data),
     ):
         sys.exit(run_program(train, ""))

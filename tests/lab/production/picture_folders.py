@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from distlab.production.config import Config, make_config
-from distlab.production.images import open_images
+from distlab.production.datasets import open_data
 
 SIDE = 16
 CLASSES = {"ant": 3, "bee": 4}
@@ -54,5 +54,5 @@ def picture(brightness: int, seed: int) -> Image.Image:
 
 def taken(config: Config, keys: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Return the training images with these (epoch, index) keys, loaded in this process."""
-    images = open_images(config).train
+    images = open_data(config).train
     return [images[key][0] for key in keys]

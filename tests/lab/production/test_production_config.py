@@ -9,9 +9,11 @@ import yaml
 
 from distlab.production.config import Config, load_config, make_config, split_arguments
 from distlab.production.errors import ConfigError
+from distlab.production.launching import processes_of
 
 ROOT = Path(__file__).parents[3]
 COURSE = {"strategy": "course"}
+TEXT = {"model": "gpt", "data": "text"}
 
 
 def refusal(values: Mapping[str, Any]) -> str:
@@ -37,7 +39,7 @@ def written(folder: Path, text: str) -> Path:
     [
         ("epoch", "epochs"),
         ("Batch_Size", "batch_size"),
-        ("colour", ""),
+        ("hue", ""),
         ("pipeline_paralelism", "pipeline_parallelism"),
         ("zero_redundency", "zero_redundancy"),
     ],
@@ -111,7 +113,7 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_the_file() -> None:
     [
         ({"communication_pattern": "ring"}, "set strategy: course"),
         ({"strategy": "fsdp", "zero_redundancy": 2}, "zero_redundancy: 2 asks for the course's"),
-        ({"strategy": "ddp", "tensor_parallelism": 2}, "tensor_parallelism: 2"),
+        ({"strategy": "ddp", "tensor_parallelism": 2}, "parallelism: tp=2 asks for the course's"),
         ({"data": "imagefolder"}, "needs data_dir"),
         ({"strategy": "fsdp", "compression": "sign"}, "averaged whole"),
         ({**COURSE, "zero_redundancy": 1, "compression": "int8"}, "averaged whole"),
@@ -141,10 +143,77 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_the_file() -> None:
         ({"model": "vit_s16", "image_size": 40}, "multiple of 16"),
         ({"progressive_resize": {0: 20}}, "multiples of 8"),
         ({"model": "transformer", "progressive_resize": {0: 16}}, "use a ResNet"),
+        ({"model": "gpt"}, "data: digits is images"),
+        ({"data": "text"}, "resnet18 is for images"),
+        ({**TEXT, "mixup": 0.2, "channels_last": True}, "mixup, channels_last: for images alone"),
+        ({**TEXT, "width": 30}, "width 30 is not a multiple of heads 4"),
+        ({**TEXT, **COURSE, "tensor_parallelism": 3}, "4 heads cannot be shared equally by tp=3"),
+        ({"model": "gpt", "data": "tokens"}, "data: tokens needs data_dir"),
     ],
 )
 def test_keys_that_do_not_go_together(values: dict[str, Any], told: str) -> None:
     assert told in refusal(values)
+
+
+# --- sizes of the mesh ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "sizes"),
+    [
+        ("dp=2,pp=2,tp=2", (2, 2, 2)),
+        (" tp=2 , dp=auto", ("auto", 1, 2)),
+        ({"pp": 3}, ("auto", 3, 1)),
+        ({"dp": 4, "tp": 2}, (4, 1, 2)),
+    ],
+)
+def test_sizes_are_one_text_or_a_key_each(value: object, sizes: tuple[Any, ...]) -> None:
+    found = make_config({"model": "transformer", "parallelism": value, **COURSE}, "").parallelism
+    assert (found.dp, found.pp, found.tp) == sizes
+    assert make_config({"parallelism": str(found), **TEXT, **COURSE}, "").parallelism == found
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("dp=2,ep=2", "'ep=2' is no dp, pp or tp with a size: write dp=2,pp=2,tp=2"),
+        ("pp=2,pp=2", "pp is there twice"),
+        ("pp=-1", "'pp=-1' is no dp"),
+        ({"pp": 0}, "parallelism.pp: 0 is wrong: input should be greater than or equal to 1"),
+        ({"pp": True}, "parallelism.pp: True is wrong: expected a whole number"),
+        ({"dp": 0}, "parallelism.dp: 0 is wrong: input should be greater than or equal to 1"),
+        ({"ep": 2}, "there is no key 'parallelism.ep'"),
+        (3, "parallelism: 3 is wrong"),
+    ],
+)
+def test_wrong_sizes(value: object, told: str) -> None:
+    assert told in refusal({**COURSE, "parallelism": value})
+
+
+def test_the_newest_form_of_a_size_counts(tmp_path: Path) -> None:
+    text = "strategy: course\nmodel: transformer\npipeline_parallelism: 2\n"
+    path = written(tmp_path, text)
+    assert load_config(path).parallelism.pp == 2
+    assert load_config(path, {"parallelism": "tp=2"}).parallelism.pp == 1
+    path = written(tmp_path, text.replace("pipeline_parallelism: 2", "parallelism: {pp: 2}"))
+    both = load_config(path, {"tensor_parallelism": "2"}).parallelism
+    assert (both.pp, both.tp) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_nodes", "processes"),
+    [
+        ({"num_gpus": 3}, 1, 3),
+        ({"parallelism": "dp=2,pp=2,tp=2"}, 1, 8),
+        ({"parallelism": "dp=2,pp=2,tp=2"}, 2, 4),
+        ({"parallelism": "pp=3"}, 1, 3),
+    ],
+)
+def test_as_many_processes_start_as_the_sizes_need(
+    keys: dict[str, Any], num_nodes: int, processes: int
+) -> None:
+    config = make_config({**TEXT, **COURSE, "device": "cpu", **keys}, "")
+    assert processes_of(config, num_nodes) == processes
 
 
 # --- files ---------------------------------------------------------------------------------------

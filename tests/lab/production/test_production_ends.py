@@ -119,7 +119,7 @@ def test_a_finished_run_says_so_and_keeps_its_result(start: Start, tmp_path: Pat
 def test_ctrl_c_before_the_first_step_is_one_line(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(imagenet_trainer, "open_images", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(imagenet_trainer, "open_data", mock.Mock(side_effect=KeyboardInterrupt))
     code, told = start(little(tmp_path / "run"))
     assert code == 75
     assert told.splitlines()[-1].startswith("error: interrupted before the first step")

@@ -1,4 +1,4 @@
-"""Accuracy on known images: right, right within the top five, or wrong, on any number of ranks."""
+"""Known predictions are counted as right, in the top five, or wrong, on any number of ranks."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,9 +11,9 @@ from picture_folders import quick
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from distlab.production.evaluation import Accuracy, evaluate
-from distlab.production.images import BAD
+from distlab.production.evaluation import Evaluation, evaluate
 from distlab.production.optimization import ModelMean
+from distlab.production.samples import BAD
 
 pytestmark = pytest.mark.usefixtures("fast_ranks")
 
@@ -38,7 +38,7 @@ class Known:
         return logits.view(-1, 1, 1), BAD if is_bad else PLACES[index] % self.num_classes
 
 
-def accuracy(images: Any, batch_size: int) -> Accuracy:
+def accuracy(images: Any, batch_size: int) -> Evaluation:
     """Evaluate a model that returns its input as logits; all ranks must call this function."""
     strategy = Mock(
         replicas=None,
@@ -55,9 +55,9 @@ def accuracy(images: Any, batch_size: int) -> Accuracy:
 
 
 def accuracies() -> list[tuple[float, float]]:
-    small_and_large_batches = [tuple(accuracy(Known(8), size)) for size in (8, 16)]
+    small_and_large_batches = [accuracy(Known(8), size)[:2] for size in (8, 16)]
     few_classes, one_unreadable = accuracy(Known(4), 8), accuracy(Known(8, unreadable=0), 8)
-    return [*small_and_large_batches, tuple(few_classes), tuple(one_unreadable)]
+    return [*small_and_large_batches, few_classes[:2], one_unreadable[:2]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])

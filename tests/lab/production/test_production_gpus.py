@@ -207,7 +207,7 @@ def test_an_evaluation_reads_no_number_of_a_batch(tmp_path: Path) -> None:
 
 
 def _of_evaluation(training: Training) -> tuple[Any, ...]:
-    return training.strategy, training.test_images, training.config, training.mean, mock.Mock()
+    return training.strategy, training.test_samples, training.config, training.mean, mock.Mock()
 
 
 @pytest.mark.usefixtures("alone")

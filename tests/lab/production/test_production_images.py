@@ -18,13 +18,10 @@ from ranks import on_ranks
 from distlab.data import DataError
 from distlab.production import digits_files
 from distlab.production.config import make_config
+from distlab.production.datasets import open_data
 from distlab.production.digits_files import digits_folder
-from distlab.production.images import (
-    BAD,
-    Files,
-    open_images,
-    side_of,
-)
+from distlab.production.images import Files, side_of
+from distlab.production.samples import BAD
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +72,7 @@ def test_progressive_resize_is_for_training_alone(pictures: Path) -> None:
     assert [side_of(config, epoch) for epoch in range(4)] == [8, 8, 16, 16]
     late = config.model_copy(update={"progressive_resize": {2: 16}})
     assert [side_of(late, epoch) for epoch in range(4)] == [24, 24, 16, 16]
-    data = open_images(config)
+    data = open_data(config)
     assert data.train[0, 0][0].shape == (3, 8, 8)
     assert data.train[5, 0][0].shape == (3, 16, 16)
     assert data.test[5, 0][0].shape == (3, 24, 24)
@@ -87,7 +84,7 @@ def test_progressive_resize_is_for_training_alone(pictures: Path) -> None:
 def test_a_damaged_file_comes_out_black_without_a_class(
     broken: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    image, label = open_images(of_folder(broken)).train[0, 2]
+    image, label = open_data(of_folder(broken)).train[0, 2]
     assert (label, float(image.abs().max()), image.shape) == (BAD, 0, (3, 8, 8))
     told = capfd.readouterr().err
     assert told.startswith(f"warning: {broken}/train/ant/2.jpg cannot be read: ")
@@ -118,7 +115,7 @@ def test_whatever_bytes_a_file_has_training_goes_on(
         damaged[place] = byte
     path = tmp_path_factory.mktemp("damaged") / "0.jpg"
     path.write_bytes(damaged[:length])
-    images = open_images(of_folder(pictures)).train
+    images = open_data(of_folder(pictures)).train
     images.source = Files([(str(path), 1)])
     image, label = images[0, 0]
     assert image.shape == (3, 8, 8)
@@ -129,12 +126,12 @@ def test_whatever_bytes_a_file_has_training_goes_on(
 
 
 def test_classes_are_counted_and_the_halves_found(pictures: Path, tmp_path: Path) -> None:
-    data = open_images(of_folder(pictures))
+    data = open_data(of_folder(pictures))
     assert (len(data.train), len(data.test), data.num_classes) == (7, 4, 2)
     renamed = tmp_path / "renamed"
     shutil.copytree(pictures, renamed)
     (renamed / "val").rename(renamed / "test")
-    assert len(open_images(of_folder(renamed)).test) == 4
+    assert len(open_data(of_folder(renamed)).test) == 4
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ def test_a_folder_that_is_not_as_it_should_be(
     shutil.copytree(pictures, folder)
     spoil(folder)
     with pytest.raises(DataError) as caught:
-        open_images(of_folder(folder))
+        open_data(of_folder(folder))
     assert told in str(caught.value)
     assert str(folder) in str(caught.value)
 
@@ -214,5 +211,5 @@ def test_two_processes_make_the_digits_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_images_is_not_taken_for_the_digits(pictures: Path) -> None:
     with pytest.raises(DataError, match="the bundled digits were not written to it"):
-        open_images(quick(data="digits", data_dir=pictures))
+        open_data(quick(data="digits", data_dir=pictures))
     assert sorted(path.name for path in (pictures / "train").iterdir()) == sorted(CLASSES)

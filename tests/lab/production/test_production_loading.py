@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from picture_folders import CLASSES, of_folder, taken, write_pictures
 from torch.utils.data import DataLoader
 
-from distlab.production.images import open_images
+from distlab.production.datasets import open_data
 from distlab.production.loading import Keys, evaluation_keys, loader_of
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ class Order:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_image_of_an_epoch_is_the_same_in_any_process(pictures: Path, num_workers: int) -> None:
     config = of_folder(pictures, num_workers=num_workers)
-    images = open_images(config).train
+    images = open_data(config).train
     before = torch.get_rng_state()
     batches = list(loader_of(images, Keys(Order()), config, CPU))
     assert torch.equal(torch.get_rng_state(), before)
@@ -78,7 +78,7 @@ def test_an_image_of_an_epoch_is_the_same_in_any_process(pictures: Path, num_wor
 def test_a_loader_sees_where_an_epoch_begins_anew(pictures: Path) -> None:
     order = Order()
     config = of_folder(pictures, num_workers=1)
-    loader = loader_of(open_images(config).train, Keys(order), config, CPU)
+    loader = loader_of(open_data(config).train, Keys(order), config, CPU)
     first = torch.cat([x for x, _ in loader])
     order.epoch = 5
     second = torch.cat([x for x, _ in loader])
@@ -95,7 +95,7 @@ def test_a_loader_sees_where_an_epoch_begins_anew(pictures: Path) -> None:
 def loader(pictures: Path) -> Iterator[DataLoader[Any]]:
     """A loader with two persistent worker processes."""
     config = of_folder(pictures, num_workers=2)
-    made = loader_of(open_images(config).train, Keys(Order()), config, CPU, stays=True)
+    made = loader_of(open_data(config).train, Keys(Order()), config, CPU, stays=True)
     yield made
     if made._iterator is not None:
         made._iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -114,11 +114,11 @@ from pathlib import Path
 import torch
 from picture_folders import of_folder
 from distlab.production.world import STOPS
-from test_production_loading import Order, loader_of, open_images, Keys, workers_of
+from test_production_loading import Order, loader_of, open_data, Keys, workers_of
 """
 LOADER = """
     config = of_folder(Path(sys.argv[1]), num_workers=2)
-    images = open_images(config).train
+    images = open_data(config).train
     loader = loader_of(images, Keys(Order()), config, torch.device("cpu"), stays=True)
 """
 

@@ -16,7 +16,7 @@ from distlab.production.models import (
 )
 from distlab.torchvision_repair import import_torchvision
 
-MODELS = [("resnet18", 16), ("resnet18", 72), ("transformer", 16)]
+MODELS = [("resnet18", 16), ("resnet18", 72), ("transformer", 16), ("cnn", 16)]
 
 
 def built(name: str, side: int, num_classes: int = 10, seed: int = 0) -> nn.Module:
@@ -87,7 +87,7 @@ def test_layers_one_by_one_compute_what_the_model_computes(name: str, side: int)
 def test_the_flops_of_the_layers_add_up_and_nothing_changes() -> None:
     model = built("resnet18", 16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    flops = layer_flops(layers_of(model), 16)
+    flops = layer_flops(layers_of(model), quick(model="resnet18", image_size=16))
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     counter = FlopCounterMode(display=False)

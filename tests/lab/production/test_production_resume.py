@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from little_runs import Case, Outcome, digest, in_world, little, logits_of, plain, started
+from little_runs import GPT, Case, Outcome, digest, in_world, little, logits_of, plain, started
 from torch import Tensor, nn
 
 from distlab.production import telemetry
@@ -30,6 +30,7 @@ REPLICATED: dict[str, Case] = {
 SPLIT: dict[str, Case] = {
     "pipeline": {**COURSE, "pipeline_parallelism": 2},
     "tensor, written at once": {**COURSE, "tensor_parallelism": 2, "async_save": False},
+    "gpt pipeline": {**GPT, **COURSE, "parallelism": "pp=2", "mixup": 0.0},
 }
 MOVED: dict[str, Case] = {"ddp": {}, "top_k": REPLICATED["top_k"]}
 STUCK = {"zero 1": REPLICATED["zero 1"]}
@@ -66,12 +67,12 @@ def straight_and_stopped(folder: Path) -> dict[str, Outcome]:
 
 
 def _both(folder: Path, case: Case) -> Outcome:
-    straight = started(little(folder / "straight", **RANDOM, **case))
+    straight = started(little(folder / "straight", **{**RANDOM, **case}))
     straight.run()
     right = digests(straight)
     for stop in STOPS:
-        stop_after(started(little(folder / "stopped", **RANDOM, **case)), stop)
-    last = started(little(folder / "stopped", **RANDOM, **case))
+        stop_after(started(little(folder / "stopped", **{**RANDOM, **case})), stop)
+    last = started(little(folder / "stopped", **{**RANDOM, **case}))
     begun = last.progress.step
     last.run()
     return {"begun": begun, "right": right, "found": digests(last)}

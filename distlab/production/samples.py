@@ -1,0 +1,42 @@
+"""Samples of any data set: their keys, targets and shapes."""
+
+import torch
+from torch import Tensor
+
+from distlab.production.config import Config
+from distlab.production.types import Batch
+
+BAD = -100  # target without a loss, which cross_entropy ignores: of unreadable and blank samples
+Key = tuple[int, int]  # epoch and index, which determine how a sample is augmented
+Sample = tuple[Tensor, Tensor | int]  # inputs, targets
+
+
+def blank(config: Config, count: int, side: int | None = None) -> Batch:
+    """Return samples that change no gradient: black images, or texts of token 0, without targets.
+
+    Args:
+        side: Side of the images; by default ``image_size``.
+
+    Returns:
+        Inputs and targets: float32 (count, 3, S, S) and int64 (count,), or twice int64 (count, T).
+    """
+    if config.is_language:
+        shape = count, config.sequence_length
+        return torch.zeros(shape, dtype=torch.int64), torch.full(shape, BAD)
+    side = side or config.image_size
+    return torch.zeros(count, 3, side, side), torch.full((count,), BAD)
+
+
+def of_predictions(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits and the target of each prediction: of each image, or of each token.
+
+    Args:
+        outputs: Logits, (B, C) of images or (B, T, V) of texts.
+        targets: (B,) or (B, T) classes, or (B, C) class probabilities.
+
+    Returns:
+        Logits (P, C) and targets (P,) or (P, C), for P = B images or P = B T tokens.
+    """
+    if outputs.dim() == 2:
+        return outputs, targets
+    return outputs.flatten(0, 1), targets.flatten()
