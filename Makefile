@@ -15,7 +15,7 @@ WHOLE_OUTPUTS := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 help:
 	@echo "make demo    train a model on real images with 1 and with 4 workers (under a minute)"
 	@echo "make test    grade the solutions, run the tests (4 minutes on two idle cores)"
-	@echo "make test-all    all tests, also those of whole programs on real processes (19 minutes)"
+	@echo "make test-all    all tests, also those of whole programs on real processes (15 minutes)"
 	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files"
 	@echo "make templates   carry signatures, docstrings and given code from the solutions over"
 	@echo "make setup   only set up $(VENV)       make clean    remove $(VENV), out/ and caches"

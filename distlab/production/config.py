@@ -96,7 +96,7 @@ class Config(BaseModel):
     strategy: Strategy = "ddp"
     communication_pattern: Pattern = "native"
     gradients: Literal["buckets", "per_parameter", "flat"] = "buckets"  # how the course averages
-    zero_redundancy: Literal[0, 1, 2, 3] = 0  # 3 sums a ViT's gradients in ``precision``
+    zero_redundancy: Literal[0, 1, 2, 3] = 0  # 3 sums gradients in ``precision``, but a ResNet's
     parallelism: Parallelism = Parallelism()  # replicas, stages and shards
     sharding_strategy: Literal["auto", "manual"] = "manual"
     compression: Compression = "none"
@@ -217,6 +217,15 @@ def _of_spreading(c: Config) -> Conflicts:
             "out here",
         ),
         (
+            c.backend == "nccl" and c.device == "cpu",
+            "backend: nccl needs GPUs, and device is cpu: leave one of them out",
+        ),
+        (
+            pattern == "shared_memory" and c.backend not in ("auto", "gloo"),
+            f"communication_pattern: shared_memory is for gloo, and backend is {c.backend}: leave "
+            "one of them out",
+        ),
+        (
             c.cluster is not None and c.backend != "sim",
             f"cluster: {c.cluster} is simulated: add backend: sim",
         ),
@@ -325,7 +334,7 @@ def _of_language(c: Config) -> Conflicts:
         ),
         (c.is_language and bool(for_images), f"{', '.join(for_images)}: for images alone"),
         (
-            c.width % c.heads != 0,
+            c.is_language and c.width % c.heads != 0,
             f"width {c.width} is not a multiple of heads {c.heads}: each head gets an equal part",
         ),
         (
@@ -359,9 +368,15 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Confi
             conflicting keys.
     """
     given = {key: _value(key, text) for key, text in (overrides or {}).items()}
+    read = _read(path)
+    for values, where in ((read, str(path)), (given, "the command line")):
+        twice = [key for key in FLAT_SIZES if key in values and "parallelism" in values]
+        if twice:
+            raise ConfigError(f"{where}: {twice[0]} and parallelism: write only parallelism")
     replaced = FLAT_SIZES if "parallelism" in given else ()
-    values = {key: value for key, value in _read(path).items() if key not in replaced}
-    return make_config({**values, **given}, str(path), given)
+    values = {key: value for key, value in read.items() if key not in replaced}
+    named = {"parallelism" if key in FLAT_SIZES else key for key in given}
+    return make_config({**values, **given}, str(path), named)
 
 
 def make_config(values: Mapping[str, Any], where: str, options: Container[str] = ()) -> Config:
@@ -437,8 +452,10 @@ def _problem_text(problem: Any) -> str:
     """Return a message that says what is wrong with one key, and what is expected."""
     key, name = _key(problem), _name(problem)
     if problem["type"] == "extra_forbidden":
+        if name != key:
+            return f"there is no key {name!r}: use {', '.join(Parallelism.model_fields)}"
         advice = did_you_mean(key, (*Config.model_fields, *FLAT_SIZES))
-        return f"there is no key {name!r}. {advice or 'docs/trainer.md lists all keys.'}"
+        return f"there is no key {key!r}. {advice or 'docs/trainer.md lists all keys.'}"
     if problem["type"] == "value_error" and not key:
         return str(problem["ctx"]["error"])
     return f"{name}: {problem['input']!r} is wrong: {_expected(key, problem)}"

@@ -18,6 +18,8 @@ from distlab.production.samples import BAD, blank, of_predictions
 from distlab.production.states import average_buffers
 from distlab.production.strategies import Strategy
 
+LARGEST_LOSS = 700.0  # the exponential of more is no number any more
+
 
 class Evaluation(NamedTuple):
     """How well a model predicts the test set: the class of each image, or each next token."""
@@ -29,7 +31,7 @@ class Evaluation(NamedTuple):
     @property
     def perplexity(self) -> float:
         """Number of equally likely tokens among which the model is as undecided as here."""
-        return math.exp(self.loss)
+        return math.exp(self.loss) if self.loss < LARGEST_LOSS else math.inf
 
 
 @torch.no_grad()
@@ -59,8 +61,9 @@ def evaluate(
     sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
     with as_one_model(strategy, mean):
         loader = loader_of(samples, keys, config, strategy.device)
-        for place, (inputs, targets) in enumerate(loader):
-            if strategy.computes:
+        for place, batch in enumerate(loader):
+            parts = (part.tensor_split(config.accumulate) for part in batch)  # as in training
+            for inputs, targets in zip(*parts, strict=True) if strategy.computes else ():
                 sums += _sums(strategy, inputs, targets, config)
             alive(place)
     if not strategy.counts:

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import cuda
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -83,17 +84,18 @@ def launch(arguments: Sequence[str]) -> int:
         for line in str(error).splitlines():
             say(f"error: {line}")
         return EXIT_WRONG
-    world = launched(config.backend)
+    # Each option is one word, because a value may begin with dashes.
+    words = [f"--{key}={value}" for key, value in given.items()]
+    world = launched(config.backend) if nodes.number == 1 else None
     if world and world.launcher == "torchrun":
-        return int(lessons.imagenet_trainer.main(arguments))
+        return int(lessons.imagenet_trainer.main(words))
     if world or config.backend in ("sim", "mpi"):
         return train_in_world(config, impl, world.world_size if world else processes_of(config))
-    # Each option is one word, because a value may begin with dashes.
-    return _train(config, nodes, [f"--{key}={value}" for key, value in given.items()])
+    return _train(config, nodes, words)
 
 
 def train_in_world(config: Config, impl: str, num_ranks: int) -> int:
-    """Train on simulated ranks, on those of mpirun or srun, or in processes that are watched here.
+    """Train on simulated ranks, or join those of mpirun or srun; return the exit code.
 
     A rank that fails ends the others, and nothing is started anew.
     """
@@ -101,19 +103,27 @@ def train_in_world(config: Config, impl: str, num_ranks: int) -> int:
         config = config.model_copy(update={"num_workers": 0, "tensorboard": False})
     world: dict[str, Any] = {"backend": config.backend, "device": config.device}
     try:
-        ends = run(
+        codes = run(
             _on_rank, num_ranks, config, impl, **world, cluster=config.cluster, timeout_s=None
         )
     except LaunchError as error:
         say(f"error: {error}")
         return EXIT_WRONG if isinstance(error, SetupError) else CRASHED
-    for reason in dict.fromkeys(reason for _, reason in ends if reason):
-        say(f"error: {reason}")
-    return max(code for code, _ in ends)
+    return max(codes)
 
 
-def _on_rank(config: Config, impl: str) -> tuple[int, str]:
-    return ended(lambda: lessons.imagenet_trainer.train(config, find_lessons(impl, config)))
+def _on_rank(config: Config, impl: str) -> int:
+    """Train, and return the exit code.
+
+    A process leaves at once with a code that is not 0, because others may wait for this rank. A
+    simulated rank can return it: then the simulator ends those that wait.
+    """
+    code, reason = ended(lambda: lessons.imagenet_trainer.train(config, find_lessons(impl, config)))
+    for line in reason.splitlines():
+        print(f"rank {dist.get_rank()}: error: {line}", file=sys.stderr, flush=True)
+    if code and config.backend != "sim":
+        sys.exit(code)
+    return code
 
 
 def _train(config: Config, nodes: Nodes, arguments: list[str]) -> int:
@@ -173,16 +183,16 @@ def environment(processes: int) -> dict[str, str]:
 def processes_of(config: Config, num_nodes: int = 1) -> int:
     """Return the number of ranks per node.
 
-    It follows from ``num_gpus`` or, if that is auto, from the replicas, stages and shards that
-    ``parallelism`` names. If it leaves ``dp`` open, there is a rank per GPU or, without GPUs, one
-    replica on the CPU, and at most two ranks of a whole model.
+    It is ``num_gpus`` or, if that is auto, as many as ``parallelism`` needs. If that leaves ``dp``
+    open, it is the number of GPUs. Without GPUs, it is the number of ranks of one replica, or two
+    if a replica is one rank and there are two cores.
     """
     sizes = config.parallelism
     if config.num_gpus != "auto":
         return config.num_gpus
     if sizes.num_ranks:
         return -(-sizes.num_ranks // num_nodes)
-    if config.device != "cpu" and cuda.is_available():
+    if config.device != "cpu" and config.backend != "sim" and cuda.is_available():
         return cuda.device_count()
     return max(min(2, num_cores()), sizes.pp * sizes.tp)
 

@@ -29,9 +29,9 @@ class Parallelism(BaseModel):
         return _parsed(value) if isinstance(value, str) else value
 
     def __str__(self) -> str:
-        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
-        written = (f"{name}={size}" for name, size in sizes.items() if size not in (1, "auto"))
-        return ",".join(written) or "dp=auto"
+        usual = Parallelism.model_fields
+        sizes = [f"{name}={size}" for name, size in self if size != usual[name].default]
+        return ",".join(sizes) or "dp=auto"
 
     @property
     def num_ranks(self) -> int | None:

@@ -69,7 +69,7 @@ def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> 
 def _highest(config: Config) -> int:
     """Return the highest ZeRO stage that the rest of the configuration allows."""
     is_whole = config.compression != "none" or config.precision == "fp16" or config.clip_norm > 0
-    is_whole = is_whole or not config.decay_norms
+    is_whole = is_whole or not config.decay_norms or config.gradients != "buckets"
     if config.strategy != "course" or is_whole or config.splits_model:
         return 0
     return {"native": 3, "ring": 1}.get(config.communication_pattern, 0)

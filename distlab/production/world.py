@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from distlab.launch.launchers import has_own_gpus
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError, InUseError
 
@@ -51,12 +52,18 @@ def joined(config: Config) -> Iterator[torch.device]:
         DistError: A rank did not join within ``heartbeat_timeout_s``, or within 60 s if that is
             longer.
     """
-    device = _device(config)
     if dist.is_initialized():  # the trainer is called as a function
-        yield device
+        yield _device(config) if dist.get_backend() in ("gloo", "nccl") else torch.device("cpu")
         return
+    if config.backend in ("sim", "mpi"):
+        raise ConfigError(
+            f"backend: {config.backend}: start scripts/launch_training.sh, which simulates ranks "
+            "or joins those of mpirun"
+        )
+    device = _device(config)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    fitting = "nccl" if device.type == "cuda" else "gloo"
+    backend = fitting if config.backend == "auto" else config.backend
     options: dict[str, Any] = {
         "timeout": timedelta(seconds=max(config.heartbeat_timeout_s, WAIT_S)),
         "device_id": device if backend == "nccl" else None,  # then NCCL connects at once
@@ -190,6 +197,7 @@ def _device(config: Config) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    number = 0 if has_own_gpus() else number
     if number >= count:
         raise ConfigError(
             f"process {number} of this node needs a GPU of its own, and there are {count}: start "

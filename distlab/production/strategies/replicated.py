@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab import lessons
+from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons
 from distlab.production.states import PerRank
 from distlab.production.strategies.base import Strategy
@@ -132,9 +133,16 @@ def all_reduce_of(strategy: Strategy) -> Any:
     if pattern == "hierarchical":
         return _hierarchical(strategy)
     if pattern == "shared_memory":
-        return SharedMemory(strategy.replicas).all_reduce
+        return _in_shared_memory(strategy.replicas)
     lesson, name = ALL_REDUCES[pattern]
     return getattr(strategy.lessons(lesson), name)
+
+
+def _in_shared_memory(group: Group) -> Any:
+    try:
+        return SharedMemory(group).all_reduce
+    except ValueError as error:
+        raise ConfigError(f"communication_pattern: shared_memory: {error}") from None
 
 
 def _hierarchical(strategy: Strategy) -> Any:

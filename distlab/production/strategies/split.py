@@ -42,6 +42,7 @@ class Split(CourseDDP):
             self._split_layers(model)
         stage = self._stage(model) if self.is_pipeline else model
         self._share(stage)
+        self.tied = tied_weight(stage) if self.mesh.ends else None
         if self.is_pipeline:
             runner = self.lessons("model_parallel").StageRunner
             self.runner = runner(stage, self.mesh.stages)
@@ -107,14 +108,7 @@ class Split(CourseDDP):
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad *= weight
-        self._sum_tied_gradient()
         return torch.tensor(mean * len(inputs), device=self.device)
-
-    def _sum_tied_gradient(self) -> None:
-        """Sum the gradients of the embedding and the head, which are one parameter in the model."""
-        tied = tied_weight(self.module) if self.mesh.ends else None
-        if tied is not None and tied.grad is not None:
-            dist.all_reduce(tied.grad, group=self.mesh.ends)
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
@@ -130,8 +124,20 @@ class Split(CourseDDP):
         """Wait for the last bucket; a sharded optimizer averages in its step."""
         if not self.sharded:
             super().average_gradients()
+            self._sum_tied_gradient()
         elif self.is_pipeline:  # its backward passes create new gradients
+            self._sum_tied_gradient()
             gradients_into(self.sharded)
+
+    def _sum_tied_gradient(self) -> None:
+        """Sum the gradients of the embedding and the head, which are one parameter in the model.
+
+        The last call on them must give both ends the same bits, or the two copies would drift
+        apart. The replicas' averages do not: they are in different buckets. So the ends sum what
+        the replicas have averaged or, where the optimizer averages, exchange the weight itself.
+        """
+        if self.tied is not None and self.tied.grad is not None:
+            dist.all_reduce(self.tied.grad, group=self.mesh.ends)
 
     def step(self) -> None:
         """Update the parameters of this stage."""
@@ -140,6 +146,8 @@ class Split(CourseDDP):
             return
         with self.waiting():
             self.sharded.step()
+            if self.tied is not None:
+                dist.broadcast(self.tied.detach(), group=self.mesh.ends, group_src=0)
 
     def _loss(self, stage: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         inputs, targets = batch[:2]

@@ -147,6 +147,13 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_the_file() -> None:
         ({"data": "text"}, "resnet18 is for images"),
         ({**TEXT, "mixup": 0.2, "channels_last": True}, "mixup, channels_last: for images alone"),
         ({**TEXT, "width": 30}, "width 30 is not a multiple of heads 4"),
+        ({"backend": "nccl", "device": "cpu"}, "backend: nccl needs GPUs"),
+        (
+            {**COURSE, "communication_pattern": "shared_memory", "backend": "sim"},
+            "shared_memory is for gloo",
+        ),
+        ({"cluster": "dgx-h100"}, "add backend: sim"),
+        ({**COURSE, "gradients": "flat", "zero_redundancy": 1}, "averages whole gradients"),
         ({**TEXT, **COURSE, "tensor_parallelism": 3}, "4 heads cannot be shared equally by tp=3"),
         ({"model": "gpt", "data": "tokens"}, "data: tokens needs data_dir"),
     ],
@@ -162,6 +169,7 @@ def test_keys_that_do_not_go_together(values: dict[str, Any], told: str) -> None
     ("value", "sizes"),
     [
         ("dp=2,pp=2,tp=2", (2, 2, 2)),
+        ("dp=1,pp=2", (1, 2, 1)),
         (" tp=2 , dp=auto", ("auto", 1, 2)),
         ({"pp": 3}, ("auto", 3, 1)),
         ({"dp": 4, "tp": 2}, (4, 1, 2)),
@@ -182,7 +190,7 @@ def test_sizes_are_one_text_or_a_key_each(value: object, sizes: tuple[Any, ...])
         ({"pp": 0}, "parallelism.pp: 0 is wrong: input should be greater than or equal to 1"),
         ({"pp": True}, "parallelism.pp: True is wrong: expected a whole number"),
         ({"dp": 0}, "parallelism.dp: 0 is wrong: input should be greater than or equal to 1"),
-        ({"ep": 2}, "there is no key 'parallelism.ep'"),
+        ({"ep": 2}, "there is no key 'parallelism.ep': use dp, pp, tp"),
         (3, "parallelism: 3 is wrong"),
     ],
 )
@@ -198,6 +206,11 @@ def test_the_newest_form_of_a_size_counts(tmp_path: Path) -> None:
     path = written(tmp_path, text.replace("pipeline_parallelism: 2", "parallelism: {pp: 2}"))
     both = load_config(path, {"tensor_parallelism": "2"}).parallelism
     assert (both.pp, both.tp) == (2, 2)
+    with pytest.raises(ConfigError, match=r"line: parallelism\.tp: 0 is wrong"):
+        load_config(path, {"tensor_parallelism": "0"})
+    twice = written(tmp_path, f"{text}parallelism: {{tp: 2}}\n")
+    with pytest.raises(ConfigError, match="pipeline_parallelism and parallelism: write only"):
+        load_config(twice)
 
 
 @pytest.mark.parametrize(

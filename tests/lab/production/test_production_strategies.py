@@ -3,10 +3,11 @@
 They do so on simulated ranks, and a sample of them in processes, too.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from little_runs import GPT, Case, Outcome, in_world, on_each_rank, plain
+from little_runs import GPT, Case, Outcome, in_world, little, on_each_rank, plain, started
 
 pytestmark = pytest.mark.usefixtures("fast_ranks")
 
@@ -127,6 +128,22 @@ def test_a_strategy_trains_as_a_plain_loop(
         assert [x for row in found["logits"] for x in row] == rows(right["logits"])
         assert [epoch for epoch, *_ in found["accuracy"]] == [1, 2]
         assert found["accuracy"][-1][1:] == pytest.approx(right["results"], rel=1e-4)
+
+
+def tied_weight(run_dir: Path, case: Case) -> list[float]:
+    training = started(little(run_dir, **case))
+    training.run()
+    tied: list[float] = training.strategy.tied.flatten().tolist()
+    return tied
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_embedding_and_head_keep_the_same_bits(tmp_path: Path, stage: int) -> None:
+    """With three replicas and a ring, sums depend on the place of a gradient in its bucket."""
+    ring: Case = {**COURSE, "communication_pattern": "ring", "parallelism": "pp=2"}
+    case = {**GPT, **ring, "zero_redundancy": stage}
+    first, *others = in_world(tied_weight, 6, tmp_path / "run", case, backend="sim")
+    assert others == [first] * 5
 
 
 def test_without_decay_of_norms_the_losses_are_others(expected: dict[str, Outcome]) -> None:
