@@ -195,5 +195,5 @@ def test_torchrun_loses_a_node_and_gets_another(nodes: Agents) -> None:
     codes = [nodes.agents[i].wait(TIMEOUT_S) for i in (0, 1, 3)]
     assert codes == [0, 0, 0], nodes.told()
     assert nodes.agents[2].wait(TIMEOUT_S) == -signal.SIGKILL
-    assert check_ledger(folder) == [3, 2, 3]
+    assert check_ledger(folder)[-3:] == [3, 2, 3]  # a slow node may come after two have begun
     assert accuracy_of(nodes.told()) > 90
