@@ -144,7 +144,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         """Refuse conflicting keys; the error says what to change."""
-        kinds = _of_spreading, _of_gradients, _of_images, _of_language
+        kinds = _of_worlds, _of_spreading, _of_gradients, _of_images, _of_language
         for is_wrong, reason in chain.from_iterable(kind(self) for kind in kinds):
             if is_wrong:
                 raise ValueError(reason)
@@ -184,6 +184,29 @@ class Config(BaseModel):
 Conflicts = list[tuple[bool, str]]  # whether keys conflict, and what to do about it
 
 
+def _of_worlds(c: Config) -> Conflicts:
+    """Return conflicts between the keys that say on which ranks the training runs."""
+    return [
+        (
+            c.num_gpus != "auto" and c.num_gpus < 1,
+            f"num_gpus: {c.num_gpus} starts nothing: use auto, or 1 or more",
+        ),
+        (
+            c.backend == "nccl" and c.device == "cpu",
+            "backend: nccl needs GPUs, and device is cpu: leave one of them out",
+        ),
+        (
+            c.communication_pattern == "shared_memory" and c.backend not in ("auto", "gloo"),
+            f"communication_pattern: shared_memory is for gloo, and backend is {c.backend}: leave "
+            "one of them out",
+        ),
+        (
+            c.cluster is not None and c.backend != "sim",
+            f"cluster: {c.cluster} is simulated: add backend: sim",
+        ),
+    ]
+
+
 def _of_spreading(c: Config) -> Conflicts:
     """Return conflicts between the keys that say how ranks share the work."""
     keys = "communication_pattern", "gradients", "zero_redundancy"
@@ -195,10 +218,6 @@ def _of_spreading(c: Config) -> Conflicts:
     splits, pattern, sizes = c.splits_model, c.communication_pattern, c.parallelism
     course_keys += [f"parallelism: {sizes}"] if splits else []
     return [
-        (
-            c.num_gpus != "auto" and c.num_gpus < 1,
-            f"num_gpus: {c.num_gpus} starts nothing: use auto, or 1 or more",
-        ),
         (
             (pattern not in ("native", "ring") and (bool(c.zero_redundancy) or splits))
             or (pattern == "ring" and c.zero_redundancy > 1),
@@ -215,19 +234,6 @@ def _of_spreading(c: Config) -> Conflicts:
             c.gradients != "buckets" and (c.is_sharded or c.compression != "none"),
             f"gradients: {c.gradients} averages whole gradients after the backward pass: leave it "
             "out here",
-        ),
-        (
-            c.backend == "nccl" and c.device == "cpu",
-            "backend: nccl needs GPUs, and device is cpu: leave one of them out",
-        ),
-        (
-            pattern == "shared_memory" and c.backend not in ("auto", "gloo"),
-            f"communication_pattern: shared_memory is for gloo, and backend is {c.backend}: leave "
-            "one of them out",
-        ),
-        (
-            c.cluster is not None and c.backend != "sim",
-            f"cluster: {c.cluster} is simulated: add backend: sim",
         ),
         (
             c.strategy != "course" and bool(course_keys),
@@ -332,7 +338,10 @@ def _of_language(c: Config) -> Conflicts:
             is_text and not c.is_language,
             f"data: {c.data} is language, and {c.model} is for images: use model: gpt",
         ),
-        (c.is_language and bool(for_images), f"{', '.join(for_images)}: for images alone"),
+        (
+            c.is_language and bool(for_images),
+            f"{', '.join(for_images)}: for images alone; leave it out with model: gpt",
+        ),
         (
             c.is_language and c.width % c.heads != 0,
             f"width {c.width} is not a multiple of heads {c.heads}: each head gets an equal part",

@@ -18,7 +18,7 @@ from distlab.production.samples import BAD, blank, of_predictions
 from distlab.production.states import average_buffers
 from distlab.production.strategies import Strategy
 
-LARGEST_LOSS = 700.0  # the exponential of more is no number any more
+LARGEST_LOSS = 700.0  # the exponential of 710 is too large for a float
 
 
 class Evaluation(NamedTuple):

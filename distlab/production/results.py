@@ -63,9 +63,9 @@ def conclude(
             say(f"after “{prompt}” it writes: {written}")
     if dist.get_rank() == 0:
         result = progress.newest
-        found = {"steps": progress.step, "epochs": config.epochs, **result._asdict()}
-        found |= {"perplexity": result.perplexity} if config.is_language else {}
-        results = {name: value for name, value in found.items() if math.isfinite(value)}
+        values = {"steps": progress.step, "epochs": config.epochs, **result._asdict()}
+        values |= {"perplexity": result.perplexity} if config.is_language else {}
+        results = {name: value for name, value in values.items() if math.isfinite(value)}
         files.write_whole(config.run_dir / "result.json", f"{json.dumps(results)}\n".encode())
         _draw_curve(config.run_dir, config.unit)
         perplexity = f"perplexity {result.perplexity:.2f}, " if config.is_language else ""

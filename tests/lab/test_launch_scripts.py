@@ -233,15 +233,20 @@ def test_it_trains_on_simulated_gpus(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "told", "lines"),
     [
-        (("--backend=sim", "--cluster=dgx"), "dgx"),
-        (("--backend=sim", "--parallelism=pp=2", "--num_gpus=3"), "needs a multiple of 2 ranks"),
-        (("--backend=mpi",), "put mpirun -np"),
+        (("--backend=sim", "--cluster=dgx"), "unknown preset 'dgx'; valid: laptop", 1),
+        (("--backend=sim", "--parallelism=pp=2", "--num_gpus=3"), "a multiple of 2 ranks", 3),
+        (("--backend=mpi",), "put mpirun -np", 1),
     ],
 )
 def test_worlds_that_cannot_be_are_refused(
-    options: tuple[str, ...], told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    options: tuple[str, ...],
+    told: str,
+    lines: int,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert launch([*SMALL_GPT, *options, f"--run_dir={tmp_path / 'run'}"]) == 78
-    assert told in "".join(capfd.readouterr())
+    printed = "".join(capfd.readouterr())
+    assert printed.count(told) == printed.count("error: ") == lines
