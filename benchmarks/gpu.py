@@ -215,25 +215,23 @@ def programs(is_dry: bool, tell: Tell) -> None:
     gpu, nccl = ("cpu", "gloo") if is_dry else ("cuda", "nccl")
     out = tempfile.mkdtemp()
     python, config = sys.executable, "configs/imagenet_resnet50.yaml --warmup_epochs 0"
-    distlab, two = f"{python} -m distlab", "--num-workers 2 --epochs 1"
+    distlab, two = f"{python} -m distlab", f"--num_gpus 2 --epochs 1 --run_dir {out}"
+    train, text = f"{distlab} train --num_gpus 1 --config", "configs/text_cpu.yaml --epochs 1"
     torchrun = f"{python} -m torch.distributed.run --nproc-per-node"
-    trainer = f"{python} -m solutions.phase4_production.imagenet_trainer --config"
     commands = [
         f"{distlab} doctor",
-        f"{distlab} train --num-workers 1 --epochs 1 --device {gpu}",
-        f"{distlab} train {two}",
-        f"{distlab} train {two} --backend gloo --device {gpu}",
-        f"{distlab} train {two} --backend {nccl}",
-        f"{distlab} train --model gpt --num-workers 1 --epochs 1 --device {gpu}",
-        f"{distlab} train --parallelism tp=2 --epochs 1 --backend gloo --device {gpu}",
-        f"{distlab} train --parallelism pp=2 --epochs 1 --backend gloo --device {gpu}",
+        f"{train} configs/digits_cnn.yaml --epochs 1 --device {gpu} --run_dir {out}/cnn",
+        f"{distlab} train {two}/two",
+        f"{distlab} train {two}/gloo --backend gloo --device {gpu}",
+        f"{distlab} train {two}/nccl --backend {nccl} --device {gpu}",
+        f"{train} {text} --device {gpu} --run_dir {out}/text",
         f"{distlab} sim --ranks 4 scripts/phase3.py ring_all_reduce",
-        f"{trainer} configs/digits_cpu.yaml --device {gpu} --epochs 1 --run_dir {out}/digits",
+        f"{train} configs/digits_cpu.yaml --device {gpu} --epochs 1 --run_dir {out}/digits",
         f"{torchrun} 1 -m solutions.phase2_advanced.tensor_parallel",
         f"{torchrun} 2 -m solutions.phase2_advanced.tensor_parallel",
         f"{torchrun} 1 scripts/phase1.py broadcast",
-        f"{trainer} {config} --data synthetic --epochs 1 --batch_size 256 --run_dir {out}/224",
-        f"{trainer} {config} --data synthetic --epochs 1 --batch_size 256 --run_dir {out}/compiled"
+        f"{train} {config} --data synthetic --epochs 1 --batch_size 256 --run_dir {out}/224",
+        f"{train} {config} --data synthetic --epochs 1 --batch_size 256 --run_dir {out}/compiled"
         " --compile true",
     ]
     for command in commands[: 2 if is_dry else None]:

@@ -1,9 +1,7 @@
 """The lessons that ``--impl`` asks for: the solutions, or the learner's own."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from types import ModuleType
-from typing import Any
 
 from distlab import lessons
 from distlab.course import FILE as COURSE_FILE
@@ -14,7 +12,6 @@ from distlab.learner import folder, source
 from distlab.lessons import COURSE, SOLUTIONS
 from distlab.util.text import joined
 
-TRAINER_TASK = "1.13"
 SOLVED = Submission(COURSE / SOLUTIONS, is_solution=True)
 CHOICES = ("solution", "mine")
 MAX_NAMED = 6  # messages about more tasks than this give only their ids
@@ -22,15 +19,6 @@ MAX_NAMED = 6  # messages about more tasks than this give only their ids
 
 class NotThereError(Exception):
     """The code to run is unwritten or not in this copy of the course; shown without a traceback."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The class and the functions from Phase 1 that a training run uses."""
-
-    trainer: Any  # the class ``Trainer``
-    all_reduces: Mapping[str, Any]
-    averages: Mapping[str, Any]
 
 
 def find(impl: str, tasks: Collection[str]) -> Submission:
@@ -44,42 +32,28 @@ def find(impl: str, tasks: Collection[str]) -> Submission:
         NotThereError: This copy has no solutions, or one of the tasks is still a TODO.
         LearnerError: ``impl`` is "mine" outside the course's folder.
     """
-    return _of(impl, lambda task: task.id in tasks)
-
-
-def find_trainer(impl: str, all_reduce: str, also: Collection[str] = ()) -> Submission:
-    """Return the lessons for training with Phase 1's trainer; raise the same errors as ``find``.
-
-    Args:
-        impl: "solution" or "mine".
-        all_reduce: Name of the all-reduce that will sum the gradients.
-        also: Names of further functions that the training run calls.
-    """
-    called = {f"all_reduce_{all_reduce}", *also}
-    return _of(impl, lambda task: task.id == TRAINER_TASK or not called.isdisjoint(task.functions))
-
-
-def _of(impl: str, is_called: Callable[[Task], bool]) -> Submission:
     if impl == "solution":
         check_solutions()
         return SOLVED
-    here = folder.find()
-    needed = _with_their_basis(here, filter(is_called, here.course.tasks))
-    missing = [task for task in needed if source.is_to_write(here, task)]
-    if missing:
+    if missing := unwritten(tasks):
         raise NotThereError(
             f"this needs what you have not written yet: {_listed(missing)}. Go on with: "
             f"distlab check {missing[0].id}"
         )
-    return Submission(here.root)
+    return Submission(folder.find().root)
 
 
-def _with_their_basis(here: folder.CourseFolder, tasks: Iterable[Task]) -> list[Task]:
-    """Return these tasks and all tasks that they build on, in the course's order."""
-    chosen: set[Task] = set()
-    for task in tasks:
-        chosen.update((task, *here.course.builds_on(task)))
-    return [task for task in here.course.tasks if task in chosen]
+def unwritten(tasks: Collection[str]) -> list[Task]:
+    """Return these tasks, and all that they build on, as far as the learner has not written them.
+
+    Raises:
+        LearnerError: This is not inside the course's folder.
+    """
+    here, needed = folder.find(), set[Task]()
+    for task in here.course.tasks:
+        if task.id in tasks:
+            needed.update((task, *here.course.builds_on(task)))
+    return [t for t in here.course.tasks if t in needed and source.is_to_write(here, t)]
 
 
 def _listed(tasks: Sequence[Task]) -> str:
@@ -105,12 +79,6 @@ def check_solutions(instead: str = "--impl mine takes what you have written") ->
         )
     if submission.reference(COURSE) is None:
         raise NotThereError(f"this copy of the course has no {SOLUTIONS}/: {instead}")
-
-
-def load(submitted: Submission) -> Parts:
-    """Import the parts of a training run inside a rank; raise the same errors as ``lesson``."""
-    trainer, collectives = lesson(submitted, "trainer"), lesson(submitted, "collectives")
-    return Parts(trainer.Trainer, collectives.ALL_REDUCES, trainer.AVERAGE_GRADIENTS)
 
 
 def lesson(submitted: Submission, name: str) -> ModuleType:

@@ -1,57 +1,58 @@
 """The demo: the same training run on 1 and on 4 workers, side by side."""
 
-from __future__ import annotations
-
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from distlab import chosen, plot, training
-from distlab.training import ConfigError
+from distlab import chosen
+from distlab.launch.launchers import check_is_alone
+from distlab.lessons import COURSE
+from distlab.production.errors import ConfigError
 from distlab.util.text import counted
 
-if TYPE_CHECKING:
-    from distlab.lessons import EpochResult
-
 WORKERS = (1, 4)
-EPOCHS = 10
+OPTIONS = (f"--config={COURSE / 'configs/digits_cnn.yaml'}", "--precision=fp64", "--backend=gloo")
 NEXT = """\
 What to open next
   solutions/phase1_data_parallel/collectives.py   the all-reduce that has just summed the gradients
-  solutions/phase1_data_parallel/trainer.py       train_step: why the two curves coincide
+  solutions/phase4_production/imagenet_trainer.py the trainer, on one page
+  configs/digits_cnn.yaml                         what it has just trained
   .venv/bin/distlab train --help                  other models, data sets, numbers of workers
   .venv/bin/distlab doctor                        what else this machine can run"""
+Records = list[dict[str, float]]  # a run's metrics, as it has written them
 
 
-def run_demo(folder: Path) -> None:
-    """Train with 1 and with 4 workers, and print and draw the two histories side by side.
+def run_demo(folder: Path, *options: str) -> None:
+    """Train with 1 and with 4 workers, and print and draw the two runs side by side.
 
     Args:
         folder: Folder for ``demo.png``; created if it is missing.
+        options: Further options of ``distlab train``.
 
     Raises:
-        ConfigError: The folder is not writable, or mpirun or torchrun has started this process as
-            one of several. The error is raised before training starts.
+        ConfigError: The folder is not writable, or a training run failed.
+        SetupError: mpirun or torchrun has started this process as one of several.
     """
-    training.check_is_alone()
+    check_is_alone()
     chosen.check_solutions("train what you have written with distlab train --impl mine")
     _check_writable(folder)
-    console = Console()
-    start = time.perf_counter()
-    histories = {workers: _train(console, workers) for workers in WORKERS}
-    console.print(_table(histories))
-    for sentence in _findings(histories):
+    console, start = Console(), time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as runs:
+        trained = {workers: _train(console, workers, Path(runs), options) for workers in WORKERS}
+    console.print(_table(trained))
+    for sentence in _findings(trained):
         print(sentence)
     picture = folder / "demo.png"
-    plot.training_curves(histories, picture)
+    _draw(trained, picture)
     print(f"{picture} shows the curves. {time.perf_counter() - start:.0f} s in all.\n\n{NEXT}")
 
 
@@ -63,43 +64,41 @@ def _check_writable(folder: Path) -> None:
         raise ConfigError(f"--out {folder} cannot be written to: {error.strerror}") from None
 
 
-def _train(console: Console, workers: int) -> list[EpochResult]:
+def _train(console: Console, workers: int, runs: Path, options: tuple[str, ...]) -> Records:
     console.rule(counted(workers, "worker"))
-    config = training.make_config(
-        dataset="digits",
-        model="cnn",
-        num_workers=workers,
-        epochs=EPOCHS,
-        all_reduce="recursive_doubling",
-        backend="gloo",
-        device="cpu",
-    )
-    return training.train(replace(config, dtype="float64"))  # keeps rounding errors small
+    run_dir = runs / str(workers)
+    own = f"--num_gpus={workers}", f"--run_dir={run_dir}"
+    command = [sys.executable, "-m", "distlab", "train", *OPTIONS, *own, *options]
+    if subprocess.run(command, check=False).returncode:
+        raise ConfigError(f"{' '.join(command[2:])} has failed: its last lines say why")
+    lines = (run_dir / "metrics.rank0.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def _table(histories: dict[int, list[EpochResult]]) -> Table:
+def _of(records: Records, name: str) -> list[float]:
+    return [record[name] for record in records if name in record]
+
+
+def _table(trained: dict[int, Records]) -> Table:
     table = Table(title="1 worker | 4 workers")
-    for heading in ("epoch", "loss", "accuracy", "images/s"):
+    for heading in ("epoch", "test loss", "accuracy"):
         table.add_column(heading, justify="right")
-    for alone, shared in zip(*(histories[workers] for workers in WORKERS), strict=True):
-        table.add_row(
-            str(alone.epoch),
-            f"{alone.train_loss:.6f} | {shared.train_loss:.6f}",
-            f"{alone.test_accuracy:.1%} | {shared.test_accuracy:.1%}",
-            f"{alone.images_per_s:,.0f} | {shared.images_per_s:,.0f}",
-        )
+    names = "test_loss", "accuracy"
+    columns = [_of(trained[workers], name) for name in names for workers in WORKERS]
+    for epoch, (alone, shared, right, also) in enumerate(zip(*columns, strict=True), start=1):
+        table.add_row(str(epoch), f"{alone:.6f} | {shared:.6f}", f"{right:.1%} | {also:.1%}")
     return table
 
 
-def _findings(histories: dict[int, list[EpochResult]]) -> list[str]:
-    left, right = (histories[workers] for workers in WORKERS)
-    steps = sum(len(result.step_losses) for result in left)
-    speed = _images_per_s(right) / _images_per_s(left)
+def _findings(trained: dict[int, Records]) -> list[str]:
+    alone, shared = (trained[workers] for workers in WORKERS)
+    speed = _images_per_s(shared) / _images_per_s(alone)
+    losses = zip(_of(alone, "loss"), _of(shared, "loss"), strict=True)
     findings = [
-        f"Same training: in float64, over {steps} steps, the two losses were never further apart "
-        f"than {largest_difference(left, right):.1e}.",
-        f"Same result: test accuracy {left[-1].test_accuracy:.1%} and "
-        f"{right[-1].test_accuracy:.1%}.",
+        f"Same training: in float64, over {alone[-1]['step']} steps, the two losses were never "
+        f"further apart than {max(abs(a - b) for a, b in losses):.1e}.",
+        "Same result: test accuracy "
+        f"{_of(alone, 'accuracy')[-1]:.1%} and {_of(shared, 'accuracy')[-1]:.1%}.",
         f"Speed: 4 workers trained {speed:.1f} times as many images per second as 1, "
         f"on {os.cpu_count()} cores.",
     ]
@@ -110,14 +109,27 @@ def _findings(histories: dict[int, list[EpochResult]]) -> list[str]:
     return findings
 
 
-def _images_per_s(history: Sequence[EpochResult]) -> float:
-    return statistics.median(result.images_per_s for result in history)
+def _images_per_s(records: Records) -> float:
+    return statistics.median(_of(records, "images_per_s"))
 
 
-def largest_difference(first: Sequence[EpochResult], second: Sequence[EpochResult]) -> float:
-    """Return the largest difference between the two runs' losses at any training step."""
-    pairs = (
-        zip(left.step_losses, right.step_losses, strict=True)
-        for left, right in zip(first, second, strict=True)
-    )
-    return max(abs(a - b) for steps in pairs for a, b in steps)
+def _draw(trained: dict[int, Records], path: Path) -> None:
+    """Draw the losses, accuracies and speeds of all runs."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    loss, accuracy, speed = figure.subplots(1, 3)
+    for (workers, records), style, width in zip(
+        trained.items(), ("-", "--"), (3, 1.5), strict=True
+    ):
+        label = counted(workers, "worker")
+        for axes, name, factor in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
+            epochs = [record["epoch"] for record in records if name in record]
+            values = [factor * value for value in _of(records, name)]
+            axes.plot(epochs, values, style, linewidth=width, label=label)
+        speed.bar(label, _images_per_s(records), width=0.5)
+    loss.set(title="training loss", xlabel="epoch", ylabel="cross entropy", yscale="log")
+    loss.legend()
+    accuracy.set(title="test accuracy", xlabel="epoch", ylabel="%")
+    speed.set(title="speed", ylabel="images/s")
+    for axes in (loss, accuracy, speed):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -23,8 +23,8 @@ from rich.table import Table
 from distlab import data, launch
 from distlab.data.download import data_root
 from distlab.launch.external_launchers import MPI_FIX
+from distlab.launch.launchers import check_is_alone
 from distlab.torchvision_repair import import_torchvision
-from distlab.training import check_is_alone
 from distlab.util.text import bytes_text
 
 OK, ABSENT, BROKEN = "ok", "no", "broken"
@@ -45,7 +45,7 @@ def print_report() -> bool:
     """Print all findings; return True if nothing is broken.
 
     Raises:
-        ConfigError: mpirun or torchrun has started this process as one of several. Worlds would
+        SetupError: mpirun or torchrun has started this process as one of several. Worlds would
             then behave differently, and the advice would be wrong.
     """
     check_is_alone()

@@ -20,7 +20,6 @@ SOLUTIONS = "solutions"
 if TYPE_CHECKING:
     from phase1_data_parallel import given as given_1
     from phase1_data_parallel.given import AllReduceTimes as AllReduceTimes
-    from phase1_data_parallel.given import EpochResult as EpochResult
     from phase2_advanced import given as given_2
     from phase3_multi_node import given as given_3
     from phase4_production import given as given_4
@@ -41,8 +40,12 @@ else:
 
 
 def trainer() -> str:
-    """Return the name of the production trainer's module, for ``python -m``."""
-    return f"{SOLUTIONS}.{folder(4)}.imagenet_trainer"
+    """Return the name of the production trainer's module, for ``python -m``.
+
+    A copy of the course without solutions has it among the given files of Phase 4.
+    """
+    has_solutions = (COURSE / SOLUTIONS).is_dir()
+    return ".".join([*([SOLUTIONS] if has_solutions else []), folder(4), "imagenet_trainer"])
 
 
 def folder(phase: int) -> str:

@@ -1,11 +1,8 @@
 """Plots of measurements (matplotlib; no screen needed)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,41 +10,9 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from distlab.util.text import counted
-
-if TYPE_CHECKING:
-    from distlab.lessons import EpochResult
-
-STYLES = ("-", "--", ":", "-.")  # keep all curves visible where they coincide
 POINT_SIZES = (8, 5, 3)  # keep all points visible where they coincide
 PASSES = {"F": ("forward", "#3b6fb6"), "B": ("backward", "#e6842a")}
 BUBBLE, ALARM, FORMULA = "#e4e4e4", "#c1121f", "#666666"
-
-
-def training_curves(histories: Mapping[int, Sequence[EpochResult]], path: Path) -> None:
-    """Draw loss per step, test accuracy per epoch and images/s for each number of workers.
-
-    Args:
-        histories: Number of workers -> history.
-        path: PNG to write, in an existing folder.
-    """
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    loss, accuracy, speed = figure.subplots(1, 3)
-    for number, (workers, history) in enumerate(histories.items()):
-        label = counted(workers, "worker")
-        look = {"linestyle": STYLES[number % len(STYLES)], "linewidth": 3 - 1.5 * number}
-        steps = [step for result in history for step in result.step_losses]
-        epochs = [result.epoch for result in history]
-        loss.plot(steps, label=label, **look)
-        accuracy.plot(epochs, [100 * result.test_accuracy for result in history], **look)
-        speed.bar(label, history[-1].images_per_s, width=0.5)
-    loss.set(title="training loss", xlabel="step", ylabel="cross entropy", yscale="log")
-    loss.legend()
-    accuracy.set(title="test accuracy", xlabel="epoch", ylabel="%")
-    speed.set(title="speed, last epoch", ylabel="images/s")
-    for axes in (loss, accuracy, speed):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
 
 
 class Curve(NamedTuple):

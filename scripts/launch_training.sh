@@ -12,4 +12,4 @@ python=${PYTHON:-$root/.venv/bin/python}
     exit 78
 }
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m distlab.production.launching "$@" # so that signals reach torchrun
+exec "$python" -m distlab train "$@" # so that signals reach torchrun

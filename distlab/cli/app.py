@@ -28,6 +28,8 @@ app = typer.Typer(
         "token_normalize_func": lambda name: name.replace("-", "_"),  # accept --num_workers, too
     },
 )
+# Passes options on, with dashes and all.
+RAW = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 app.command("status")(learn.show_status)
 app.command("check")(learn.check)
 app.command("grade")(learn.grade)
@@ -38,7 +40,7 @@ app.command("diff")(learn.diff)
 app.command("reset")(learn.reset)
 app.command("challenge")(challenge.challenge)
 app.command("demo")(tools.demo)
-app.command("train")(train.train)
+app.command("train", context_settings=RAW, add_help_option=False)(train.train)
 app.command("chaos")(tools.chaos)
 app.command("hang")(tools.hang)
 app.command("sim", context_settings={"allow_interspersed_args": False})(sim.sim)

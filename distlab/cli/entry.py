@@ -75,7 +75,7 @@ def _is_about_options(error: BaseException) -> bool:
     if isinstance(error, CourseError | LearnerError):
         return not isinstance(error, WriteError)
     from distlab.launch import SetupError  # distlab raised the error, so torch is already loaded
-    from distlab.training import ConfigError
+    from distlab.production.errors import ConfigError
 
     return isinstance(error, ConfigError | SetupError)
 

@@ -29,7 +29,7 @@ def load_image_folder(root: Path, *, image_size: int = 224) -> Splits:
     return Splits("imagefolder", train, test, len(train.classes), image_shape, MEAN, STD)
 
 
-OPTION = "--data-root (or DISTLAB_DATA)"
+OPTION = "--data_dir (or DISTLAB_DATA)"
 
 
 def check_folders(root: Path, option: str = OPTION) -> tuple[Path, Path]:

@@ -9,6 +9,8 @@ import os
 import re
 from dataclasses import dataclass
 
+from distlab.launch.errors import SetupError
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPIRUN = (("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 _LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -48,6 +50,16 @@ def launcher_of_several() -> str | None:
     """Return the launcher if it started other processes besides this one, else None."""
     started_by = launched()
     return started_by.launcher if started_by and started_by.world_size > 1 else None
+
+
+def check_is_alone() -> None:
+    """Refuse to start workers if mpirun, torchrun or srun has already started several processes.
+
+    Raises:
+        SetupError: This process is one of several.
+    """
+    if launcher := launcher_of_several():
+        raise SetupError(f"this starts its own workers: run it alone, without {launcher}")
 
 
 def speaks_for_its_machine() -> bool:

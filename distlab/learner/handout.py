@@ -22,7 +22,10 @@ LEFT_OUT = (
 GENERATED = ("data", "out")
 NOT_IN_GIT = ("__pycache__", "build", "dist")
 HIDDEN = (".gitignore", ".devcontainer")  # hidden files and folders that are handed out
-README = Path(__file__).with_name("students_readme.md")  # its links are relative to the root
+MOVED = {  # files left out that are handed out in another place
+    "distlab/learner/students_readme.md": "README.md",  # its links are relative to the root
+    "solutions/phase4_production/imagenet_trainer.py": "phase4_production/imagenet_trainer.py",
+}
 
 
 def write(folder: CourseFolder, target: Path) -> int:
@@ -39,12 +42,14 @@ def write(folder: CourseFolder, target: Path) -> int:
     if target.is_dir() and any(target.iterdir()):
         raise LearnerError(f"{target} is not empty: name a new folder")
     _check_unwritten(folder)
-    files = list(_files(folder.root, folder.root))
+    root = folder.root
+    files = {str(file.relative_to(root)): file for file in _files(root, root)}
+    files |= {place: root / file for file, place in MOVED.items() if (root / file).exists()}
     try:
-        for file in files:
-            copy = target / file.relative_to(folder.root)
+        for place, file in files.items():
+            copy = target / place
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(README if file == folder.root / "README.md" else file, copy)
+            shutil.copy(file, copy)
     except OSError as error:
         place = error.filename or target
         raise WriteError(f"{place} cannot be written: {error.strerror or error}") from None

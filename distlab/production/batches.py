@@ -10,7 +10,7 @@ from distlab.data.folders import transforms
 from distlab.production.config import Config
 from distlab.production.datasets import Data
 from distlab.production.loading import Keys, loader_of
-from distlab.production.samples import BAD, blank
+from distlab.production.samples import BAD, blank, dtype_of
 from distlab.production.strategies import Strategy
 
 Targets = Tensor  # (b,) classes, (b, classes) class probabilities, or (b, T) tokens
@@ -60,9 +60,10 @@ class Batches:
 
 
 def on_device(inputs: Tensor, config: Config, device: torch.device) -> Tensor:
-    """Move inputs to the device, in the model's memory layout."""
+    """Move inputs to the device, in the model's memory layout and dtype."""
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    return inputs.to(device, non_blocking=True, memory_format=layout)
+    dtype = dtype_of(config) if inputs.is_floating_point() else inputs.dtype
+    return inputs.to(device, dtype, non_blocking=True, memory_format=layout)
 
 
 def _mixer(config: Config, num_classes: int) -> Any:

@@ -1,11 +1,12 @@
 """The configuration of a training run: flat keys, from a YAML file and the command line."""
 
 import re
+import textwrap
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -23,9 +24,10 @@ from distlab.production.parallelism import FLAT_SIZES, Parallelism, with_sizes
 from distlab.util.text import did_you_mean
 
 Model = Literal["cnn", "resnet18", "resnet50", "vit_s16", "vit_b16", "transformer", "gpt"]
-Data = Literal["digits", "cifar10", "imagefolder", "synthetic", "text", "tokens"]
+Data = Literal["digits", "mnist", "cifar10", "imagefolder", "synthetic", "text", "tokens"]
 Strategy = Literal["ddp", "fsdp", "course"]
 Pattern = Literal[
+    "auto",
     "native",
     "naive",
     "recursive_doubling",
@@ -36,7 +38,7 @@ Pattern = Literal[
     "parameter_server",
 ]
 Compression = Literal["none", "top_k", "random_k", "threshold", "int8", "sign", "power_sgd"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 class Config(BaseModel):
@@ -94,7 +96,7 @@ class Config(BaseModel):
     # ranks, and how they share the work
     num_gpus: int | Literal["auto"] = "auto"  # processes per node, also on CPUs
     strategy: Strategy = "ddp"
-    communication_pattern: Pattern = "native"
+    communication_pattern: Pattern = "auto"  # shared memory on the CPU of one machine, else native
     gradients: Literal["buckets", "per_parameter", "flat"] = "buckets"  # how the course averages
     zero_redundancy: Literal[0, 1, 2, 3] = 0  # 3 sums gradients in ``precision``, but a ResNet's
     parallelism: Parallelism = Parallelism()  # replicas, stages and shards
@@ -161,6 +163,11 @@ class Config(BaseModel):
         return self.parallelism.pp * self.parallelism.tp > 1
 
     @property
+    def is_half(self) -> bool:
+        """True if the forward and the backward pass compute in 16 bits."""
+        return self.precision in ("bf16", "fp16")
+
+    @property
     def is_language(self) -> bool:
         """True if the samples are texts, and each token is predicted."""
         return self.model == "gpt"
@@ -219,7 +226,7 @@ def _of_spreading(c: Config) -> Conflicts:
     course_keys += [f"parallelism: {sizes}"] if splits else []
     return [
         (
-            (pattern not in ("native", "ring") and (bool(c.zero_redundancy) or splits))
+            (pattern not in ("auto", "native", "ring") and (bool(c.zero_redundancy) or splits))
             or (pattern == "ring" and c.zero_redundancy > 1),
             f"communication_pattern: {pattern} is for gradients that are averaged whole by all "
             "ranks: leave it out here; ring also goes with zero_redundancy: 1 and with pipeline "
@@ -231,9 +238,10 @@ def _of_spreading(c: Config) -> Conflicts:
             "out",
         ),
         (
-            c.gradients != "buckets" and (c.is_sharded or c.compression != "none"),
-            f"gradients: {c.gradients} averages whole gradients after the backward pass: leave it "
-            "out here",
+            c.gradients != "buckets"
+            and (bool(c.zero_redundancy) or c.has_servers or c.compression != "none"),
+            f"gradients: {c.gradients} averages gradients after the backward pass: leave it out "
+            "with zero_redundancy, parameter_server or compression",
         ),
         (
             c.strategy != "course" and bool(course_keys),
@@ -282,7 +290,7 @@ def _of_gradients(c: Config) -> Conflicts:
             "ddp, or course without zero_redundancy, pipeline or tensor parallelism",
         ),
         (
-            c.compression != "none" and c.communication_pattern != "native",
+            c.compression != "none" and c.communication_pattern not in ("auto", "native"),
             "a compressor sends what it sends by itself: leave communication_pattern out",
         ),
         (
@@ -464,7 +472,7 @@ def _problem_text(problem: Any) -> str:
         if name != key:
             return f"there is no key {name!r}: use {', '.join(Parallelism.model_fields)}"
         advice = did_you_mean(key, (*Config.model_fields, *FLAT_SIZES))
-        return f"there is no key {key!r}. {advice or 'docs/trainer.md lists all keys.'}"
+        return f"there is no key {key!r}. {advice or 'distlab train --help lists all keys.'}"
     if problem["type"] == "value_error" and not key:
         return str(problem["ctx"]["error"])
     return f"{name}: {problem['input']!r} is wrong: {_expected(key, problem)}"
@@ -486,6 +494,17 @@ def _expected(key: str, problem: Any) -> str:
     reason = problem["msg"].removeprefix("Value error, ").partition(" for <class")[0]
     reason = EXPECTED.get(problem["type"].partition("_")[0], reason)
     return f"{reason[:1].lower()}{reason[1:]}. The default is {field.default}"
+
+
+def described_keys() -> str:
+    """Return a line for each key, with its default and, if there are few, the values to choose."""
+    lines = list[str]()
+    for name, field in Config.model_fields.items():
+        is_choice = get_origin(field.annotation) is Literal
+        choices = ", ".join(map(str, get_args(field.annotation))) if is_choice else ""
+        start = f"    --{name} {'none' if field.default is None else field.default}".ljust(40)
+        lines += textwrap.wrap(f"{start}{choices}".rstrip(), 100, subsequent_indent=" " * 40)
+    return "\n".join(lines)
 
 
 def to_yaml(config: Config) -> str:

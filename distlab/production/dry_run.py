@@ -1,33 +1,28 @@
 """Predict how a recipe trains on a cluster that you do not have, by simulating a step.
 
-    python -m distlab.production.dry_run --config configs/imagenet_resnet50.yaml \\
-        --cluster dgx-a100 --nodes 4
+    distlab train --config configs/imagenet_resnet50.yaml --dry-run --cluster dgx-a100 --nodes 4
 
---cluster names a preset of the simulator; all GPUs of the --nodes take part. --KEY VALUE overrides
-any key of the configuration. No data is needed; imagefolder means ImageNet.
+--cluster names a preset of the simulator; all GPUs of the --nodes take part. No data is needed;
+imagefolder means ImageNet.
 """
 
 import math
-import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from distlab.chosen import NotThereError
-from distlab.data import DataError
-from distlab.production.config import Config, load_config, split_arguments
+from distlab.production.config import Config
 from distlab.production.datasets import open_data
-from distlab.production.errors import EXIT_WRONG, ConfigError
+from distlab.production.errors import ConfigError
 from distlab.production.images import side_of
 from distlab.production.simulated_step import Step, simulated_step
 from distlab.sim import GPU, Cluster, SimulationError
 from distlab.util.text import bytes_text, counted, seconds_text
 
+CLUSTER = "dgx-a100"  # by default
 EFFICIENCY = 0.61  # fitted fraction of the roofline, see ASSUMED
 ASSUMED = """\
 Assumed: GPUs reach {:.0%} of the roofline of their data sheets, which is fitted to one figure,
@@ -47,6 +42,7 @@ class Counts(NamedTuple):
 
 COUNTS = {
     "imagefolder": Counts(1_281_167, 50_000, 1000),  # ImageNet
+    "mnist": Counts(60_000, 10_000, 10),
     "cifar10": Counts(50_000, 10_000, 10),
     "digits": Counts(1_437, 360, 10),
     "synthetic": Counts(2_048, 512, 10),
@@ -124,46 +120,25 @@ def _slower(gpu: GPU) -> GPU:
 
 
 def _mfu(config: Config, step: Step, gpu: GPU, num_gpus: int) -> float:
-    peak = gpu.peak_flops["float32" if config.precision == "fp32" else "float16"]
+    peak = gpu.peak_flops["float16" if config.is_half else "float32"]
     flops = 3 * step.forward_flops * config.batch_size  # the backward pass counts twice
     return flops / (step.step_s * peak * num_gpus)
 
 
-# As a program
+# Printing
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the prediction for the recipe that the command line names; return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & {*given}:
-        print(__doc__)
-        return 0
+def print_prediction(config: Config, num_nodes: int) -> None:
+    """Print the prediction for a cluster's preset as one short table, and its assumptions.
+
+    Raises:
+        ConfigError: As for ``predict``; or there is no such cluster.
+    """
     try:
-        options = split_arguments(given)
-        if "config" not in options:
-            raise ConfigError("--config FILE is missing, such as configs/imagenet_resnet50.yaml")
-        path, cluster = Path(options.pop("config")), _cluster(options)
-        config = load_config(path, options)
-        print_prediction(path.name, config, cluster, predict(config, cluster))
-    except (ConfigError, DataError, NotThereError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG
-    return 0
-
-
-def _cluster(options: dict[str, str]) -> Cluster:
-    """Remove the options that describe the cluster from ``options``, and return that cluster."""
-    name, nodes = options.pop("cluster", "dgx-a100"), options.pop("nodes", "1")
-    if not nodes.isdecimal() or not int(nodes):
-        raise ConfigError(f"--nodes {nodes}: expected how many there are, 1 or more")
-    try:
-        return Cluster.preset(name, int(nodes))
+        cluster = Cluster.preset(config.cluster or CLUSTER, num_nodes)
     except ValueError as error:
-        raise ConfigError(f"--cluster: {error}") from None
-
-
-def print_prediction(name: str, config: Config, cluster: Cluster, prediction: Prediction) -> None:
-    """Print a prediction as one short table, and its assumptions."""
+        raise ConfigError(f"cluster: {error}") from None
+    prediction = predict(config, cluster)
     kind = "texts" if config.is_language else "images"
     ways = f"{config.model}, {config.precision}, batches of {config.batch_size:,} {kind}"
     table = Table.grid(padding=(0, 2))
@@ -171,7 +146,7 @@ def print_prediction(name: str, config: Config, cluster: Cluster, prediction: Pr
         table.add_row(*row)
     console = Console(highlight=False)
     where = f"{counted(cluster.num_gpus, 'GPU')} of {cluster.name}"
-    console.print(f"{name} on {where}: {ways}\n", soft_wrap=True)
+    console.print(f"{where}: {ways}\n", soft_wrap=True)
     console.print(table)
     print(f"\n{ASSUMED.format(EFFICIENCY)}")
 
@@ -204,7 +179,3 @@ def _rows(config: Config, gpus: int, prediction: Prediction) -> list[tuple[str, 
             f"{config.epochs} epochs and their evaluations",
         ),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

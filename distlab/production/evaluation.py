@@ -85,8 +85,10 @@ def _sums(strategy: Strategy, inputs: Tensor, targets: Tensor, config: Config) -
     inputs = inputs if len(inputs) else blank(config, 1)[0]
     with strategy.autocast():
         logits = strategy.predict(on_device(inputs, config, strategy.device))
+    if logits is None:
+        return torch.zeros(5, dtype=torch.float64, device=strategy.device)
     targets = targets.to(strategy.device, non_blocking=True)
-    logits, targets = of_predictions(logits[: len(targets)].float(), targets)
+    logits, targets = of_predictions(logits[: len(targets)], targets)
     is_right = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
     is_bad = targets == BAD
     loss = cross_entropy(logits, targets, reduction="sum", ignore_index=BAD)

@@ -177,5 +177,6 @@ def _sources(config: Config) -> tuple[Source, Source, int]:
     is_made_up = config.data == "synthetic"
     options: dict[str, Any] = {"image_shape": (3, side, side)} if is_made_up else {}
     splits: Any = data.load(config.data, root=config.data_dir, **options)
-    pixels = [Pixels(half.pixels, half.labels) for half in (splits.train, splits.test)]
+    halves = splits.train, splits.test
+    pixels = [Pixels(half.pixels.expand(-1, 3, -1, -1), half.labels) for half in halves]
     return pixels[0], pixels[1], splits.num_classes

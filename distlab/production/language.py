@@ -163,10 +163,13 @@ def continued(strategy: Strategy, texts: Texts) -> tuple[list[int], list[int]]:
     for _ in range(WRITTEN):
         inputs = tokens[-texts.length :].to(strategy.device)
         with strategy.autocast():
-            logits = strategy.predict(inputs[None])[0, -1].float().cpu()
-        drawn = torch.multinomial((logits / TEMPERATURE).softmax(0), 1, generator=random)
+            logits = strategy.predict(inputs[None])
+        drawn = torch.zeros(1, dtype=torch.int64)
+        if logits is not None:
+            chances = (logits[0, -1].float().cpu() / TEMPERATURE).softmax(0)
+            drawn = torch.multinomial(chances, 1, generator=random)
         drawn = drawn.to(strategy.device)
-        dist.broadcast(drawn, src=0)  # last bits of the logits may differ
+        dist.broadcast(drawn, src=dist.get_world_size() - 1)  # it has logits, also of a pipeline
         tokens = torch.cat([tokens, drawn.cpu()])
     return prompt.tolist(), tokens[len(prompt) :].tolist()
 

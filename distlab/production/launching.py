@@ -1,17 +1,19 @@
 """Train a model as a configuration says, on all ranks of this node.
 
-    scripts/launch_training.sh --config configs/config.yaml
-    scripts/launch_training.sh --config configs/config.yaml --epochs 5 --num_gpus 4
-    scripts/launch_training.sh --config … --nodes 2 --node-rank 0 --rendezvous node0:29400
-    scripts/launch_training.sh --config … --backend sim --cluster dgx-h100      # on simulated GPUs
-    mpirun -np 4 scripts/launch_training.sh --config … --backend mpi
+    distlab train --config configs/config.yaml
+    distlab train --config configs/config.yaml --epochs 5 --num_gpus 4
+    distlab train --config … --nodes 2 --node-rank 0 --rendezvous node0:29400
+    distlab train --config … --backend sim --cluster dgx-h100            # on simulated GPUs
+    distlab train --config … --dry-run --cluster dgx-h100 --nodes 4      # only predicts
+    mpirun -np 4 python -m distlab train --config … --backend mpi
 
 The same command continues where the last run stopped. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 reach
 all ranks of this node, which save and stop.
 
-    --config FILE           the configuration; configs/digits_cpu.yaml by default
-    --KEY VALUE             any key of the configuration; docs/trainer.md lists them
+    --config FILE           the configuration; configs/digits_cnn.yaml by default
+    --KEY VALUE             any key of the configuration, as listed below
     --impl mine             train with the lessons that you have written
+    --dry-run               predict speed, memory and duration, by simulating a step
     --nodes N               how many machines; start the command on each of them (default: 1)
     --node-rank R           which machine this is, 0 to N-1; 0 hosts the rendezvous
     --rendezvous HOST:PORT  an address of node 0 that all nodes can reach, and a free port there
@@ -35,16 +37,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab import lessons
 from distlab.chosen import NotThereError
+from distlab.data import DataError
 from distlab.launch import LaunchError, SetupError, run
 from distlab.launch.launchers import launched
 from distlab.launch.limits import num_cores
-from distlab.production.config import Config, split_arguments
+from distlab.production.config import Config, described_keys, split_arguments
+from distlab.production.dry_run import print_prediction
 from distlab.production.errors import EXIT_STOPPED, EXIT_WRONG, ConfigError
-from distlab.production.lessons import find_lessons
+from distlab.production.lessons import find_lessons, unwritten_services, without
 from distlab.production.program import config_of, ended, impl_of
 from distlab.production.saving import say
 from distlab.production.world import stop_signals
 
+DRY_RUN = "--dry-run"
 CRASHED = 1  # exit code after which a restart may help
 
 
@@ -73,17 +78,27 @@ def launch(arguments: Sequence[str]) -> int:
     before anything is started.
     """
     if {"-h", "--help"} & {*arguments}:
-        print(__doc__)
+        print(f"{__doc__}\nKeys of the configuration, with their defaults:\n{described_keys()}")
         return 0
     try:
-        given = split_arguments(arguments)
-        nodes = _nodes(given)
-        config, impl = config_of(given), impl_of(given)
-        find_lessons(impl, config)
-    except (ConfigError, NotThereError) as error:
+        return _launch([word for word in arguments if word != DRY_RUN], DRY_RUN in arguments)
+    except (ConfigError, DataError, NotThereError) as error:
         for line in str(error).splitlines():
             say(f"error: {line}")
         return EXIT_WRONG
+
+
+def _launch(arguments: Sequence[str], is_dry_run: bool) -> int:
+    given = split_arguments(arguments)
+    if is_dry_run:
+        number = _whole(given, "nodes", "1")
+        print_prediction(config_of({**given, "backend": "sim"}), number)
+        return 0
+    nodes = _nodes(given)
+    config, impl = config_of(given), impl_of(given)
+    find_lessons(impl, config)
+    if (missing := without(unwritten_services(impl))) and os.environ.get("RANK", "0") == "0":
+        say(missing)
     # Each option is one word, because a value may begin with dashes.
     words = [f"--{key}={value}" for key, value in given.items()]
     world = launched(config.backend) if nodes.number == 1 else None
@@ -221,7 +236,3 @@ def _whole(given: dict[str, str], key: str, default: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"--{key.replace('_', '-')} {text}: expected a whole number")
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))

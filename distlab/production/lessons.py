@@ -1,17 +1,34 @@
 """The lessons that a training run uses: the solutions, or the learner's own."""
 
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from distlab import chosen
 from distlab.production.config import Config
+from distlab.production.stand_ins import STAND_INS
+from distlab.util.text import joined
 
-Lessons = Callable[[str], ModuleType]  # imports a lesson by its name
+Lessons = Callable[[str], Any]  # imports a lesson by its name
 
-# Ids of the tasks whose functions each part of a training run calls.
-ALWAYS = ("4.1", "4.2", "4.4", "4.5", "4.7", "4.14", "4.15", "4.16", "4.17")
+
+class Service(NamedTuple):
+    """A lesson that serves every run, and that has a stand-in until its tasks are written."""
+
+    tasks: Sequence[str]  # ids
+    what: str  # that a run lacks with the stand-in
+
+
+SERVICES = {
+    "checkpoint": Service(("4.1", "4.4"), "checkpoints"),
+    "training_state": Service(("4.2",), "continuing where a run stopped"),
+    "fault_tolerance": Service(("4.5", "4.7"), "heartbeats and orderly stops"),
+    "monitoring": Service(("4.14", "4.15", "4.16"), "the parts of a step, MFU and stragglers"),
+    "exporters": Service(("4.17",), "TensorBoard and Prometheus"),
+}
+
+# Ids of the tasks whose functions each choice in a configuration calls.
 PATTERNS: dict[str, tuple[str, ...]] = {
+    "auto": (),
     "native": (),
     "naive": ("1.6",),
     "recursive_doubling": ("1.7",),
@@ -35,7 +52,10 @@ COMPRESSORS: dict[str, tuple[str, ...]] = {
 
 
 def find_lessons(impl: str, config: Config) -> Lessons:
-    """Check that all lessons of a run are written, and return a function that imports them.
+    """Check that the lessons of a run are written, and return a function that imports them.
+
+    A learner's run needs the lessons that its configuration chooses, such as the ring. A service
+    that is not written yet has a stand-in.
 
     Args:
         impl: "solution" or "mine".
@@ -44,17 +64,32 @@ def find_lessons(impl: str, config: Config) -> Lessons:
         NotThereError: A task is not written yet; the message names it.
         LearnerError: ``impl`` is "mine" outside the course's folder.
     """
-    return partial(chosen.lesson, chosen.find(impl, tasks_of(config)))
+    submitted, missing = chosen.find(impl, tasks_of(config)), unwritten_services(impl)
+    return lambda name: STAND_INS[name] if name in missing else chosen.lesson(submitted, name)
+
+
+def unwritten_services(impl: str) -> list[str]:
+    """Return the names of the services that have a stand-in."""
+    if impl == "solution":
+        return []
+    return [name for name, service in SERVICES.items() if chosen.unwritten(service.tasks)]
+
+
+def without(services: Sequence[str]) -> str:
+    """Return a line that says what a run lacks without some services; "" if there are none."""
+    parts = [f"{SERVICES[s].what} ({', '.join(SERVICES[s].tasks)})" for s in services]
+    return f"trains without {joined(parts)}, which you have not written yet" if parts else ""
 
 
 def tasks_of(config: Config) -> tuple[str, ...]:
-    """Return the ids of the tasks whose functions a training run calls."""
+    """Return the ids of the tasks that a configuration chooses."""
     pipeline = ("2.1", "2.8", "2.9", "2.11", "2.12") if config.parallelism.pp > 1 else ()
     shards = ("2.17",) if config.parallelism.tp > 1 else ()
     pattern: tuple[str, ...] = ()
     if config.strategy == "course":
         pattern = PATTERNS[config.communication_pattern]
-        pattern += () if config.has_servers else GRADIENTS[config.gradients]
+        is_averaged = not (config.has_servers or config.zero_redundancy)
+        pattern += GRADIENTS[config.gradients] if is_averaged else ()
     stage, compressor = STAGES[config.zero_redundancy], COMPRESSORS[config.compression]
     profiler = ("4.18",) if config.profile else ()
-    return (*ALWAYS, *pipeline, *shards, *pattern, *stage, *compressor, *profiler)
+    return *pipeline, *shards, *pattern, *stage, *compressor, *profiler

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distlab.models.gpt import GPT, Attention, Embedding
 from distlab.models.vision import SMALL, VIT_HEADS, build_cnn, build_vit, with_small_stem
 from distlab.production.config import Config
-from distlab.production.samples import blank
+from distlab.production.samples import blank, dtype_of
 from distlab.torchvision_repair import import_torchvision
 
 VITS: dict[str, dict[str, int]] = {  # Dosovitskiy et al. 2020, table 1; Touvron et al. 2021 for S
@@ -37,7 +37,7 @@ def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Mo
         torch.manual_seed(config.seed)
         model: Any = _build(config, num_classes)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    built: nn.Module = model.to(device, memory_format=layout)
+    built: nn.Module = model.to(device, dtype_of(config), memory_format=layout)
     return built
 
 

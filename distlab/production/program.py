@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from distlab.chosen import NotThereError
+from distlab import lessons
+from distlab.chosen import CHOICES, NotThereError
 from distlab.data import DataError
+from distlab.grade.outcomes import LessonError
 from distlab.production import errors
 from distlab.production.config import Config, load_config, split_arguments
 from distlab.production.errors import ConfigError
@@ -20,10 +22,9 @@ from distlab.production.watch import end_process
 from distlab.production.world import leave
 from distlab.util import tracebacks
 
-DEFAULT = Path("configs/digits_cpu.yaml")
+DEFAULT = lessons.COURSE / "configs/digits_cnn.yaml"
 CRASHED = 1
 SAVE_S = 60.0  # longest wait of a crashed rank for the checkpoint that it is writing
-IMPLS = ("solution", "mine")
 INTERRUPTED = "interrupted before the first step or after the last: start the same command again"
 
 
@@ -89,7 +90,7 @@ def ended(train: Callable[[], None]) -> tuple[int, str]:
     """Train, and return the exit code, with the reason if a user can do something about it."""
     try:
         train()
-    except (ConfigError, DataError, NotThereError) as error:
+    except (ConfigError, DataError, LessonError, NotThereError) as error:
         return errors.EXIT_WRONG, str(error)
     except errors.InUseError as error:
         return errors.EXIT_IN_USE, str(error)
@@ -133,7 +134,7 @@ def impl_of(given: Mapping[str, str]) -> str:
     Raises:
         ConfigError: The choice is neither solution nor mine.
     """
-    impl = given.get("impl", IMPLS[0])
-    if impl not in IMPLS:
-        raise ConfigError(f"--impl {impl}: use {' or '.join(IMPLS)}")
+    impl = given.get("impl", CHOICES[0])
+    if impl not in CHOICES:
+        raise ConfigError(f"--impl {impl}: use {' or '.join(CHOICES)}")
     return impl

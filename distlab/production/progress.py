@@ -96,7 +96,7 @@ class Interval:
     """The steps since the last log line."""
 
     def __init__(self, device: torch.device) -> None:
-        self.loss_sum = torch.zeros((), device=device)
+        self.loss_sum = torch.zeros((), device=device, dtype=torch.float64)
         self.num_samples, self.num_steps, self.all_s = 0, 0, 0.0
         self.times: list[StepTimes] = []
 

@@ -167,7 +167,7 @@ def peak_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        if name in PEAK_FLOPS_PER_S and dtype is not torch.float32:
+        if name in PEAK_FLOPS_PER_S and dtype.itemsize == 2:
             return PEAK_FLOPS_PER_S[name]
     return max(_measured(device, dtype) for _ in range(3))
 

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from distlab.process_group.base import BaseGroup
 from distlab.production.config import Config, to_yaml
 from distlab.production.errors import ConfigError
 from distlab.production.evaluation import as_one_model
@@ -19,8 +20,9 @@ from distlab.production.optimization import ModelMean
 from distlab.production.progress import Progress
 from distlab.production.saving import say
 from distlab.production.strategies import Strategy
+from distlab.production.strategies.mesh import Mesh
 from distlab.util import files
-from distlab.util.text import counted
+from distlab.util.text import bytes_text, counted
 
 
 def begin(config: Config, progress: Progress) -> None:
@@ -61,6 +63,8 @@ def conclude(
         if config.is_language:
             prompt, written = (as_text(part, config) for part in continued(strategy, texts))
             say(f"after “{prompt}” it writes: {written}")
+    for line in _traffic(strategy.mesh):
+        say(line)
     if dist.get_rank() == 0:
         result = progress.newest
         values = {"steps": progress.step, "epochs": config.epochs, **result._asdict()}
@@ -73,6 +77,21 @@ def conclude(
             f"{perplexity}{result.accuracy:.2%} of the test {config.unit} are right: "
             f"{config.run_dir}/curve.png"
         )
+
+
+def _traffic(mesh: Mesh) -> list[str]:
+    """Return a line for each group, with this rank's calls and bytes; gloo and NCCL count none."""
+    groups = {"all ranks": dist.group.WORLD, "replicas": mesh.replicas, "stages": mesh.stages}
+    groups |= {"shards": mesh.shards, "first and last stage": mesh.ends}
+    lines = []
+    for name, group in groups.items():
+        if isinstance(group, BaseGroup) and group.counts.calls:
+            calls = (
+                f"{number:,} {call}, {bytes_text(group.counts.num_bytes[call])}"
+                for call, number in group.counts.calls.items()
+            )
+            lines.append(f"calls of rank 0 among {name}: {'; '.join(calls)}")
+    return lines
 
 
 def _draw_curve(run_dir: Path, unit: str) -> None:

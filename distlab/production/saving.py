@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from distlab.launch.launchers import speaks_for_its_machine
 from distlab.production.config import Config
 from distlab.production.errors import CannotSaveError, ConfigError
 from distlab.production.lessons import Lessons
@@ -163,8 +164,8 @@ class Checkpoints:
 
 
 def say(text: str) -> None:
-    """Print a line for the user, on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    """Print a line for the user, on rank 0, or on one process per machine before ranks join."""
+    if dist.get_rank() == 0 if dist.is_initialized() else speaks_for_its_machine():
         print(text, file=sys.stderr, flush=True)
 
 

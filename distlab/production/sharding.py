@@ -72,7 +72,7 @@ def _highest(config: Config) -> int:
     is_whole = is_whole or not config.decay_norms or config.gradients != "buckets"
     if config.strategy != "course" or is_whole or config.splits_model:
         return 0
-    return {"native": 3, "ring": 1}.get(config.communication_pattern, 0)
+    return {"auto": 3, "native": 3, "ring": 1}.get(config.communication_pattern, 0)
 
 
 def _least_memory(device: torch.device) -> float:

@@ -165,7 +165,7 @@ def _model(config: Config, num_classes: int) -> nn.Module:
 
 
 def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(*of_predictions(logits.float(), targets), reduction="sum")
+    return functional.cross_entropy(*of_predictions(logits, targets), reduction="sum")
 
 
 def _forward_flops(config: Config, lessons: Lessons, side: int, num_classes: int) -> float:

@@ -44,7 +44,9 @@ class Unwatched:
 
 def watch_of(config: Config, lessons: Lessons) -> "Watch | Unwatched":
     """Return a watch of all ranks if they are processes that a launcher may start anew."""
-    return Watch(config, lessons) if dist.get_backend() in ("gloo", "nccl") else Unwatched()
+    is_watched = dist.get_backend() in ("gloo", "nccl")
+    has_hearts = hasattr(lessons("fault_tolerance"), "Heartbeat")  # no stand-in has
+    return Watch(config, lessons) if is_watched and has_hearts else Unwatched()
 
 
 class Watch:

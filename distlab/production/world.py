@@ -57,8 +57,8 @@ def joined(config: Config) -> Iterator[torch.device]:
         return
     if config.backend in ("sim", "mpi"):
         raise ConfigError(
-            f"backend: {config.backend}: start scripts/launch_training.sh, which simulates ranks "
-            "or joins those of mpirun"
+            f"backend: {config.backend}: start distlab train, which simulates ranks or joins those "
+            "of mpirun"
         )
     device = _device(config)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER)
@@ -187,8 +187,8 @@ def _check_number(config: Config, started: int) -> None:
     if config.num_gpus not in ("auto", started):
         raise ConfigError(
             f"num_gpus is {config.num_gpus}, and this node has started {started}: start "
-            f"scripts/launch_training.sh --config …, or torchrun --nproc-per-node "
-            f"{config.num_gpus}, or give --num_gpus {started}"
+            f"distlab train, or torchrun --nproc-per-node {config.num_gpus}, or give "
+            f"--num_gpus {started}"
         )
 
 

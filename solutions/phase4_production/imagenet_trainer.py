@@ -1,7 +1,7 @@
 """Trains an image classifier or a language model with everything that this course has built.
 
-    python -m solutions.phase4_production.imagenet_trainer --config configs/digits_cpu.yaml
-    torchrun --nproc-per-node 2 -m solutions.phase4_production.imagenet_trainer \\
+    distlab train --config configs/digits_cpu.yaml
+    torchrun --nproc-per-node 8 -m distlab train \\
         --config configs/imagenet_resnet50.yaml --data_dir /data/imagenet
 
 If you run the same command again, it continues where it stopped. --KEY VALUE changes any key of the
@@ -89,7 +89,7 @@ class Training:
 
     def loss_sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the samples' losses; a text's loss is the mean over its tokens."""
-        logits, targets = of_predictions(logits.float(), targets)
+        logits, targets = of_predictions(logits, targets)
         smoothing = self.config.label_smoothing
         loss = nn.functional.cross_entropy(
             logits, targets, reduction="sum", ignore_index=BAD, label_smoothing=smoothing

@@ -17,22 +17,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from distlab import launch, training
+from distlab import launch
 from distlab.process_group.base import BaseGroup
 
 GLOO_ONLY = {"monitored_barrier"}  # torch rejects these calls on any other backend
 TRAINED_ON = 4
-
-
-def course_training(world_size: int, gradients: str, backend: str = "gloo") -> training.TrainConfig:
-    return training.make_config(
-        dataset="digits",
-        model="cnn",
-        epochs=1,
-        num_workers=world_size,
-        gradients=gradients,
-        backend=backend,
-    )
 
 
 def all_of_it() -> dict[str, object]:
@@ -51,12 +40,6 @@ def all_of_it() -> dict[str, object]:
         "refusals": what_is_refused(),
         "disagreements": what_ranks_disagree_on(),
         "store listens on": where_the_store_listens(),
-        "losses": {
-            gradients: training.train_on_rank(
-                course_training(dist.get_world_size(), gradients, "mpi")
-            )[0].step_losses
-            for gradients in ("per_parameter", "flat")
-        },
     }
 
 

@@ -4,16 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from distlab import chosen, data, doctor, models, training
+from distlab import doctor
 from distlab.bench import all_reduce
-from distlab.cli import main, train
-from distlab.launch import choices
+from distlab.cli import main
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
-from solutions.phase1_data_parallel.trainer import AVERAGE_GRADIENTS
 
 
 def distlab(*arguments: str) -> int:
@@ -26,31 +23,21 @@ def distlab(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            ["train", "--model", "cn"],
-            "distlab train: Invalid value for '--model': 'cn' is not one of 'cnn', 'resnet18', "
-            "'vit', 'gpt'.",
-        ),
-        (["train", "--dataset", "x"], "'digits', 'mnist', 'cifar10', 'synthetic'"),
-        (["train", "--all-reduce", "x"], "'native', 'naive', 'recursive_doubling'"),
-        (
-            ["train", "--modell", "cnn"],
-            "Valid options: --dataset, --model, --num-workers, --parallelism",
-        ),
+        (["sim", "--algorithm", "x"], "'auto', 'ring', 'tree', 'recursive_doubling'"),
         (
             ["trian"],
             "Valid commands: bench, challenge, chaos, ",
         ),
         (["--versoin"], "Valid options: --version"),
         (["doctor", "--x"], "distlab doctor: No such option: --x.\n"),
-        (["train", "--max-steps", "5"], "distlab train: No such option: --max-steps."),
-        (["train", "--max_steps=5"], "distlab train: No such option: --max_steps."),
+        (["chaos", "--max-kills", "5"], "distlab chaos: No such option: --max-kills."),
+        (["chaos", "--max_kills=5"], "distlab chaos: No such option: --max_kills."),
         (
-            ["train", "--num_worker=5"],
-            "distlab train: No such option: --num_worker. Did you mean '--num-workers'? Valid ",
+            ["chaos", "--corruption=5"],
+            "distlab chaos: No such option: --corruption. Did you mean '--corruptions'? Valid ",
         ),
-        (["train", "--num-workers", "0"], "'--num-workers'"),
-        (["train", "--epochs", "many"], "'--epochs'"),
+        (["chaos", "--kills", "-1"], "'--kills'"),
+        (["chaos", "--kills", "many"], "'--kills'"),
     ],
 )
 def test_bad_options_get_one_line_that_names_the_valid_ones(
@@ -63,80 +50,27 @@ def test_bad_options_get_one_line_that_names_the_valid_ones(
     assert line in printed.err
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (
-            "--num-workers 3 --batch-size 64",
-            "--batch-size 64 cannot be shared equally by 3 workers: use 63 or 66",
-        ),
-        (
-            "--num-workers 2 --batch-size 5000",
-            "--batch-size 5000 is more than the 1437 training images of digits: use at most 1436",
-        ),
-        (
-            "--num-workers 2 --batch-size 1438 --backend sim",
-            "--batch-size 1438 is more than the 1437 training images of digits: use at most 1436",
-        ),
-        ("--lr inf", "--lr inf is not a learning rate: it must be above 0 and finite, say 0.05"),
-        (
-            "--lr nan --model gpt",
-            "--lr nan is not a learning rate: it must be above 0 and finite, say 0.003",
-        ),
-        ("--lr 0", "--lr 0.0 is not a learning rate: it must be above 0 and finite, say 0.05"),
-        ("--lr -1", "--lr -1.0 is not a learning rate: it must be above 0 and finite, say 0.05"),
-        ("--cluster dgx-h100", "cluster='dgx-h100' is for backend sim, not for backend auto"),
-    ],
-)
-def test_options_that_cannot_work_get_one_line_with_ones_that_do(
-    options: str, line: str, capfd: pytest.CaptureFixture[str]
+def test_train_takes_the_keys_of_a_configuration(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert distlab("train", *options.split()) == 2
-    assert capfd.readouterr() == ("", f"distlab train: {line}\n")
-
-
-def test_errors_of_a_rank_made_for_people_come_without_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    arguments = ["--dataset", "imagefolder", "--data-root", str(tmp_path), "--num-workers", "2"]
-    assert distlab("train", *arguments) == 1
-    message = capsys.readouterr().err
-    assert "DataError" in message
-    assert str(tmp_path) in message
-    assert "Traceback" not in message
-
-
-def test_the_commands_offer_what_the_libraries_have() -> None:
-    assert set(get_args(train.Dataset)) == set(data.DATASETS)
-    assert set(get_args(train.Model)) == set(models.MODELS) == set(training.RECIPES)
-    assert set(get_args(train.AllReduce)) == set(ALL_REDUCES)
-    assert set(get_args(train.Gradients)) == set(AVERAGE_GRADIENTS)
-    assert set(get_args(train.Backend)) == set(choices.BACKENDS)
-    assert get_args(train.Impl) == chosen.CHOICES
-    assert set(get_args(train.Device)) == set(choices.DEVICES)
+    assert distlab("train", "--help") == 0
+    told = capfd.readouterr().out
+    assert "    --model resnet18                    cnn, resnet18, resnet50, vit_s16" in told
+    assert all(len(line) <= 100 for line in told.splitlines())
+    assert distlab("train", "--epoch", "3") == 78
+    assert capfd.readouterr().err == (
+        "error: the command line: there is no key 'epoch'. Did you mean 'epochs'?\n"
+    )
+    missing = ["--data", "imagefolder", "--data-dir", str(tmp_path), "--backend", "sim"]
+    assert distlab("train", *missing, f"--run_dir={tmp_path / 'run'}") == 78
+    told = "".join(capfd.readouterr())
+    assert "Traceback" not in told
+    assert str(tmp_path) in told
 
 
 def test_the_command_line_does_not_import_torch() -> None:
     code = "import sys, distlab.cli.sim; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("cluster", "name"),
-    [
-        ([], "simulated cluster: one switch with a GPU per worker"),
-        (["--cluster", "dgx-h100"], "simulated cluster dgx-h100"),
-    ],
-)
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_first_line_says_that_simulated_times_are_virtual(
-    cluster: list[str], name: str, workers: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--backend", "sim", *cluster, "--num-workers", workers, "--epochs", "1"]
-    assert distlab("train", *options) == 0
-    first, *_, last = capfd.readouterr().out.splitlines()
-    assert f", {name}, times are virtual, not measured, batch 64" in first
-    assert " after 1 epoch (best" in last
 
 
 def test_bench_all_reduce_prints_times_by_size_and_strategy_and_the_fit(

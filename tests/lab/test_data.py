@@ -194,7 +194,7 @@ def test_offline_the_error_says_what_to_put_where(
         files,
         f"into {tmp_path / folder}",
         "Connection refused",
-        "--data-root",
+        "--data_dir",
         "--dataset digits",
     ):
         assert part in message
@@ -233,7 +233,7 @@ def test_an_image_folder_is_resized_and_normalised(half: str, tmp_path: Path) ->
 
 def test_a_missing_folder_is_named_with_the_layout(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=f"{tmp_path}/train does not exist.*train/<class>.*--data-root"
+        DataError, match=f"{tmp_path}/train does not exist.*train/<class>.*--data_dir"
     ):
         load("imagefolder", root=tmp_path)
     write_images(tmp_path, "train", "ab")

@@ -208,7 +208,7 @@ def test_launch_local_takes_digits_where_cifar_is_not_to_be_had(
 def test_a_configuration_loads_and_says_how_to_start_it(path: Path) -> None:
     config = load_config(path)
     text = path.read_text(encoding="utf-8")
-    assert f"scripts/launch_training.sh --config configs/{path.name}" in text
+    assert f"distlab train --config configs/{path.name}" in text
     assert (config.data == "imagefolder") == ("NOT RUN HERE" in text)
     assert config.run_dir.is_relative_to("out")
 

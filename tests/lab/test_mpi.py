@@ -20,11 +20,11 @@ import trainings
 from mpirun import mpirun, needs_mpi
 from same import assert_same
 
-from distlab import launch, training
+from distlab import launch
 from distlab.doctor import find_mpirun
+from distlab.launch.launchers import Launched, launched
 
 WORLD_SIZE = mpi_ranks.TRAINED_ON
-LOSS_TOLERANCE = 1e-5  # MPI adds four numbers in a different order; float32, 22 steps
 HERE = Path(__file__).parent
 
 
@@ -72,16 +72,6 @@ def test_training_gives_what_it_gives_on_gloo(name: str, folder: Path) -> None:
     assert_same(ours, gloos, tolerance=1e-12)  # MPI adds four numbers in a different order
 
 
-@needs_mpi
-@pytest.mark.parametrize("gradients", ["per_parameter", "flat"])
-def test_the_course_s_trainer_loses_what_it_loses_on_gloo(gradients: str, folder: Path) -> None:
-    config = mpi_ranks.course_training(WORLD_SIZE, gradients)
-    [gloos, *_] = on_gloo(training.train_on_rank, config)
-    for losses in part("losses", folder):
-        expected = pytest.approx(gloos[0].step_losses, rel=LOSS_TOLERANCE, abs=0.0)
-        assert losses[gradients] == expected
-
-
 # --- only on MPI ---------------------------------------------------------------------------------
 
 
@@ -108,23 +98,14 @@ def test_what_cannot_be_moved_is_refused_at_the_call(folder: Path) -> None:
 
 
 @needs_mpi
-def test_the_train_command_trains_under_mpirun() -> None:
-    options = ["--backend", "mpi", "--epochs", "1", "--gradients", "flat"]
-    done = mpirun(2, "-m", "distlab", "train", *options)
-    assert done.returncode == 0, done.stderr
-    _, epoch, counts, last = done.stdout.splitlines()
-    assert epoch.startswith("rank 0/2  epoch 1  loss 1.80")
-    assert counts == "rank 0/2  collectives per epoch: 45 all_reduce calls, 5.54 MiB"
-    assert last.startswith("test accuracy "), "one process reports"
-
-
-@needs_mpi
-def test_the_production_trainer_trains_under_mpirun(tmp_path: Path) -> None:
-    small = ["--model=cnn", "--data=synthetic", "--image_size=8", "--epochs=1", "--device=cpu"]
-    where = ["--backend=mpi", "--strategy=course", "--num_workers=0", f"--run_dir={tmp_path}"]
-    done = mpirun(2, "-m", "distlab.production.launching", *small, *where)
+def test_the_trainer_trains_under_mpirun(tmp_path: Path) -> None:
+    small = ["--data=synthetic", "--epochs=1", "--communication_pattern=native"]
+    done = mpirun(2, "-m", "distlab", "train", *small, "--backend=mpi", f"--run_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("epoch 1 of 1: ") == 1, "one process reports"
+    # 32 steps, with an all-reduce for each of the CNN's 8 parameters.
+    [calls] = re.findall(r"calls of rank 0 among all ranks: .*?(\d+) all_reduce, ", done.stderr)
+    assert 32 * 8 < int(calls) < 32 * 10
     assert (tmp_path / "result.json").exists()
 
 
@@ -191,19 +172,10 @@ def test_ctrl_c_ends_the_job_with_a_line_and_its_exit_code() -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            ["train", "--num-workers", "5"],
-            "distlab train: mpirun started 2 workers and --num-workers asks for 5",
-        ),
-    ],
-)
-def test_what_all_ranks_refuse_one_rank_reports(options: list[str], said: str) -> None:
-    done = mpirun(2, "-m", "distlab", *options)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(said)
+def test_what_all_ranks_refuse_one_rank_reports() -> None:
+    done = mpirun(2, "-m", "distlab", "train", "--backend=mpi", "--epochs=many")
+    assert done.returncode == 78, done.stderr
+    assert done.stderr.startswith("error: the command line: epochs: 'many' is wrong")
     assert done.stderr.count("\n") == 1
 
 
@@ -274,14 +246,10 @@ def test_the_number_of_workers_comes_from_mpirun(
 ) -> None:
     monkeypatch.setenv(rank, "0")
     monkeypatch.setenv(size, "3")
-    settings: dict[str, Any] = {"dataset": "digits", "model": "cnn", "epochs": 1}
-    config = training.make_config(**settings)
-    assert (config.num_workers, config.batch_size) == (3, 66)
-    with pytest.raises(training.ConfigError, match="mpirun started 3 workers"):
-        training.make_config(**settings, num_workers=4)
+    assert launched() == launched("mpi") == Launched("mpirun", 0, 3)
     monkeypatch.setenv(size, "1")  # a batch system may set this for any process
-    assert training.make_config(**settings).num_workers == training.DEFAULT_WORKERS
-    assert training.make_config(**settings, backend="mpi").num_workers == 1
+    assert launched() is None
+    assert launched("mpi") == Launched("mpirun", 0, 1)
 
 
 def test_backend_mpi_without_a_library_says_how_to_install_it(

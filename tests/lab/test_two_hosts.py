@@ -55,7 +55,7 @@ def run(hosts: str, script: str) -> str:
     commands = "\n".join(["set -e", cable, slowing, starts, end])
     for old, new in {
         "torchrun": f"{OWN_NAME} {Path(sys.executable).with_name('torchrun')}",
-        "-m distlab train --backend gloo --epochs 1": script,
+        "-m distlab train --epochs 1": script,
         "netns exec node": f"netns exec {hosts}",
         "-n node": f"-n {hosts}",
         "netns add node": f"netns add {hosts}",

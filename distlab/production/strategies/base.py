@@ -18,7 +18,12 @@ from distlab.production.strategies.mesh import Mesh
 from distlab.production.types import Group, HasState
 
 LossSum = Callable[[Tensor, Tensor], Tensor]  # logits, targets -> sum of the samples' losses
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 class Strategy:
@@ -71,9 +76,8 @@ class Strategy:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context that computes in 16 bits if configured."""
-        if self.config.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, DTYPES[self.config.precision])
+        dtype, is_half = DTYPES[self.config.precision], self.config.is_half
+        return torch.autocast(self.device.type, dtype) if is_half else nullcontext()
 
     def waits(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the same function for calls that wait for the other ranks."""
@@ -102,7 +106,7 @@ class Strategy:
         Returns:
             The sum of this rank's losses.
         """
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
         scale = self.num_replicas / num_samples  # the gradients become means over replicas
         micro_batches = list(self._cut(inputs, targets))
         for place, (x, y) in enumerate(micro_batches, start=1):
@@ -156,8 +160,11 @@ class Strategy:
 
     # between steps
 
-    def predict(self, inputs: Tensor) -> Tensor:
-        """Return the logits of this rank's inputs; called the same number of times on all ranks."""
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        """Return the logits of this rank's inputs; called the same number of times on all ranks.
+
+        Only the last stage of a pipeline has them; the other ranks get None.
+        """
         logits: Tensor = self.module(inputs)
         return logits
 

@@ -3,7 +3,7 @@
 import inspect
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from distlab.shared_memory import SharedMemory
 
 POWER_SGD_RANK = 4
 ALL_REDUCES = {  # communication_pattern -> lesson, and its function
-    "native": ("collectives", "native_all_reduce"),
     "naive": ("collectives", "all_reduce_naive"),
     "recursive_doubling": ("collectives", "all_reduce_recursive_doubling"),
     "ring": ("ring_allreduce", "segmented_ring_all_reduce"),
@@ -99,10 +98,8 @@ class CourseDDP(TorchDDP):
         self.make_optimizer()
 
     def _start_all_reduce(self) -> Any:
-        given = lessons.given_3
-        if self.config.communication_pattern == "native":
-            return given.start_all_reduce
-        return given.in_background(all_reduce_of(self))
+        given, all_reduce = lessons.given_3, all_reduce_of(self)
+        return given.in_background(all_reduce) if all_reduce else given.start_all_reduce
 
     def average_gradients(self) -> None:
         """Wait for the last bucket."""
@@ -122,18 +119,34 @@ class AfterBackward(Strategy):
         self.all_reduce = all_reduce_of(self)
 
     def average_gradients(self) -> None:
-        """Average all gradients, one by one or in one tensor."""
-        average = self.lessons("trainer").AVERAGE_GRADIENTS[self.config.gradients]
-        average(self.module, self.all_reduce, self.replicas)
+        average_after_backward(self, self.all_reduce)
+
+
+def average_after_backward(strategy: Strategy, all_reduce: Any) -> None:
+    """Average all gradients, one by one or in one tensor."""
+    average = strategy.lessons("trainer").AVERAGE_GRADIENTS[strategy.config.gradients]
+    all_reduce = all_reduce or strategy.lessons("collectives").native_all_reduce
+    average(strategy.module, all_reduce, strategy.replicas)
 
 
 def all_reduce_of(strategy: Strategy) -> Any:
-    """Return the all-reduce that ``communication_pattern`` names; it ends when the sum is there."""
+    """Return the all-reduce that ``communication_pattern`` names; it ends when the sum is there.
+
+    None stands for torch's own, which needs no thread to run in the background.
+    """
     pattern = strategy.config.communication_pattern
+    if pattern == "native":
+        return None
     if pattern == "hierarchical":
         return _hierarchical(strategy)
     if pattern == "shared_memory":
         return _in_shared_memory(strategy.replicas)
+    if pattern == "auto":
+        is_whole = strategy.num_replicas == dist.get_world_size() > 1
+        with suppress(ConfigError):  # several hosts, or another backend
+            on_cpus = strategy.device.type == "cpu" and is_whole
+            return _in_shared_memory(strategy.replicas) if on_cpus else None
+        return None
     lesson, name = ALL_REDUCES[pattern]
     return getattr(strategy.lessons(lesson), name)
 
@@ -141,7 +154,7 @@ def all_reduce_of(strategy: Strategy) -> Any:
 def _in_shared_memory(group: Group) -> Any:
     try:
         return SharedMemory(group).all_reduce
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ConfigError(f"communication_pattern: shared_memory: {error}") from None
 
 

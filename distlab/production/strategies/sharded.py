@@ -54,7 +54,7 @@ class TorchFSDP(Strategy):
             for name in names if group else []:
                 setattr(group, name, self.waits(getattr(group, name)))
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Tensor) -> Tensor | None:
         """Return the logits, and reshard, so that an evaluation can swap parameters."""
         logits = super().predict(inputs)
         self.root.reshard()
@@ -74,13 +74,15 @@ def dtype_of_whole(config: Config) -> torch.dtype:
 
     BatchNorm computes in 32 bits, so a ResNet's parameters stay float32 and autocast does the rest.
     """
-    return torch.float32 if config.model.startswith("resnet") else DTYPES[config.precision]
+    stays = config.model.startswith("resnet") and config.is_half
+    return torch.float32 if stays else DTYPES[config.precision]
 
 
 def policy_of(config: Config) -> MixedPrecisionPolicy:
     """Return the dtypes for fully_shard, with which gradients are reduced in 32 bits."""
     dtype = dtype_of_whole(config)
-    return MixedPrecisionPolicy(None if dtype is torch.float32 else dtype, torch.float32)
+    is_half = dtype.itemsize == 2
+    return MixedPrecisionPolicy(dtype, torch.float32) if is_half else MixedPrecisionPolicy()
 
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -187,9 +189,9 @@ class FullySharded(Strategy):
         """Compute in the dtype of the gathered parameters."""
         return super().forward_backward(self._cast(inputs), targets, num_samples)
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Tensor) -> Tensor | None:
         """Return the logits of this rank's inputs."""
-        return super().predict(self._cast(inputs)).float()
+        return super().predict(self._cast(inputs))
 
     def _cast(self, inputs: Tensor) -> Tensor:
         return inputs.to(self.dtype) if inputs.is_floating_point() else inputs

@@ -20,7 +20,11 @@ from distlab.production.models import (
 )
 from distlab.production.states import OwnBuffers, PerRank
 from distlab.production.strategies.base import Parameters
-from distlab.production.strategies.replicated import CourseDDP
+from distlab.production.strategies.replicated import (
+    CourseDDP,
+    all_reduce_of,
+    average_after_backward,
+)
 from distlab.production.strategies.sharded import gradients_into, sharded_optimizer
 from distlab.production.types import Batch, HasState
 
@@ -49,13 +53,22 @@ class Split(CourseDDP):
 
     def _share(self, stage: nn.Module) -> None:
         """Let a stage's replicas average gradients and, if configured, share optimizer state."""
-        if not self.config.zero_redundancy:
+        if self.is_in_buckets:
             super().distribute(stage)
             return
         self.module = self.called = stage
         self.hook = None
-        self.sharded = sharded_optimizer(self)
-        self.optimizer = self.sharded.optimizer
+        if self.config.zero_redundancy:
+            self.sharded = sharded_optimizer(self)
+            self.optimizer = self.sharded.optimizer
+        else:
+            self.make_optimizer()
+            self.all_reduce = all_reduce_of(self)
+
+    @property
+    def is_in_buckets(self) -> bool:
+        """True if gradients travel during the backward pass."""
+        return self.config.gradients == "buckets" and not self.config.zero_redundancy
 
     def _split_layers(self, model: nn.Module) -> None:
         """Keep this rank's shard of each block; all other layers stay whole on every rank."""
@@ -108,12 +121,12 @@ class Split(CourseDDP):
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad *= weight
-        return torch.tensor(mean * len(inputs), device=self.device)
+        return torch.tensor(mean * len(inputs), device=self.device, dtype=torch.float64)
 
     @contextmanager
     def accumulating(self, *, is_last: bool) -> Iterator[None]:
-        """Keep gradients on this rank; a sharded optimizer always does so until the step."""
-        with nullcontext() if self.sharded else super().accumulating(is_last=is_last):
+        """Keep gradients on this rank; without buckets, they stay there in any case."""
+        with super().accumulating(is_last=is_last) if self.is_in_buckets else nullcontext():
             yield
 
     def zero_grad(self) -> None:
@@ -121,9 +134,12 @@ class Split(CourseDDP):
         self.sharded.zero_grad() if self.sharded else super().zero_grad()
 
     def average_gradients(self) -> None:
-        """Wait for the last bucket; a sharded optimizer averages in its step."""
+        """Average over the replicas; a sharded optimizer does that in its step."""
         if not self.sharded:
-            super().average_gradients()
+            if self.is_in_buckets:
+                super().average_gradients()
+            else:
+                average_after_backward(self, self.all_reduce)
             self._sum_tied_gradient()
         elif self.is_pipeline:  # its backward passes create new gradients
             self._sum_tied_gradient()
@@ -154,26 +170,19 @@ class Split(CourseDDP):
         return self.loss_sum(stage(inputs), targets), len(targets)
 
     @torch.no_grad()
-    def predict(self, inputs: Tensor) -> Tensor:
-        """Return the logits of a replica's inputs on all its ranks."""
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        """Return the logits of a replica's inputs on the ranks of its last stage, or else None."""
         if not self.is_pipeline:
             return super().predict(inputs)
-        stages = self.mesh.stages
-        is_first = dist.get_rank(stages) == 0
+        is_first = dist.get_rank(self.mesh.stages) == 0
         logits: Tensor | None = self.runner.forward(*((inputs,) if is_first else ()))
-        shape: list[Any] = [list(logits.shape) if logits is not None else None]
-        last = self.config.parallelism.pp - 1
-        dist.broadcast_object_list(shape, group=stages, group_src=last)
-        if logits is None:
-            logits = torch.empty(shape[0], device=self.device)
-        logits = logits.float().contiguous()
-        dist.broadcast(logits, group=stages, group_src=last)
         return logits
 
     @property
     def counts(self) -> bool:
-        """True on one rank of each replica."""
-        return dist.get_rank(self.mesh.stages) == dist.get_rank(self.mesh.shards) == 0
+        """True on one rank of the last stage of each replica."""
+        is_last = dist.get_rank(self.mesh.stages) == self.config.parallelism.pp - 1
+        return is_last and dist.get_rank(self.mesh.shards) == 0
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts of a checkpoint, all of which differ between ranks."""
