@@ -9,6 +9,7 @@ from torch import Tensor
 from distlab.data.folders import transforms
 from distlab.production.config import Config
 from distlab.production.datasets import Data
+from distlab.production.images import normalised
 from distlab.production.loading import Keys, loader_of
 from distlab.production.samples import BAD, blank, dtype_of
 from distlab.production.strategies import Strategy
@@ -60,10 +61,14 @@ class Batches:
 
 
 def on_device(inputs: Tensor, config: Config, device: torch.device) -> Tensor:
-    """Move inputs to the device, in the model's memory layout and dtype."""
+    """Move inputs to the device, and make images numbers in the model's layout and dtype."""
+    moved = inputs.to(device, non_blocking=True)
+    if config.is_language:
+        return moved
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    dtype = dtype_of(config) if inputs.is_floating_point() else inputs.dtype
-    return inputs.to(device, dtype, non_blocking=True, memory_format=layout)
+    is_bytes = moved.dtype == torch.uint8  # blank images are numbers
+    numbers = normalised(moved, dtype_of(config)) if is_bytes else moved
+    return numbers.to(memory_format=layout)
 
 
 def _mixer(config: Config, num_classes: int) -> Any:

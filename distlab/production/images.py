@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,9 +76,10 @@ class Pixels:
 
 
 class Images(Dataset[Sample]):
-    """The training or the test images, float32 (3, S, S) and normalised, indexed by ``Key``.
+    """The training or the test images, uint8 (3, S, S), indexed by ``Key``.
 
-    An image that cannot be read becomes a black one with the label BAD.
+    They are normalised where the model is, so that a quarter of the bytes travels there. An image
+    that cannot be read becomes a black one with the label BAD.
     """
 
     def __init__(self, source: Source, config: Config, *, is_training: bool) -> None:
@@ -93,7 +95,7 @@ class Images(Dataset[Sample]):
             image = self.source.read(index)
         except Exception as error:  # PIL raises many kinds of errors
             report_bad(self.source.name(index), error)
-            return torch.zeros(3, side, side), BAD
+            return torch.zeros(3, side, side, dtype=torch.uint8), BAD
         transform = _transform(self.config, side, self.is_training)
         return _seeded(transform, image, (self.config.seed, *key)), int(self.source.labels[index])
 
@@ -130,9 +132,22 @@ def _transform(config: Config, side: int, is_training: bool) -> Any:
     if key not in _transforms:
         v2 = transforms()
         shape = _augment(v2, config, side) if is_training else _centre(v2, side)
-        numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-        _transforms[key] = v2.Compose([*shape, *numbers, v2.ToPureTensor()])
+        _transforms[key] = v2.Compose([*shape, v2.ToImage(), v2.ToPureTensor()])
     return _transforms[key]
+
+
+def normalised(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return images of bytes as numbers with ImageNet's means and deviations taken out."""
+    mean, std = _of_channels(images.device, dtype)
+    return images.to(dtype).sub_(mean).div_(std)
+
+
+@cache
+def _of_channels(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the means and the deviations of bytes, (3, 1, 1), which are copied there only once."""
+    of_bytes = 255 * torch.tensor([MEAN, STD], dtype=torch.float64).view(2, 3, 1, 1)
+    mean, std = of_bytes.to(device, dtype)
+    return mean, std
 
 
 def _augment(v2: Any, config: Config, side: int) -> list[Any]:
