@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from distlab import data
-from distlab.data import rank_zero_first
+from distlab.data import DataError, rank_zero_first
 from distlab.data.download import data_root
 from distlab.data.folders import MEAN, STD, check_folders, open_folder, transforms
+from distlab.production.archives import open_archives
 from distlab.production.config import Config
 from distlab.production.digits_files import digits_folder
 from distlab.production.samples import BAD, Key, Sample
@@ -35,6 +36,9 @@ class Source(Protocol):
 
     def name(self, index: int) -> str:
         """Return an image's name for messages."""
+
+
+Sources = tuple[Source, Source, int]  # training and test images, and the number of classes
 
 
 class Files:
@@ -178,16 +182,14 @@ def open_images(config: Config) -> tuple[Images, Images, int]:
     return *halves, num_classes
 
 
-def _sources(config: Config) -> tuple[Source, Source, int]:
-    if config.data in ("digits", "imagefolder"):
-        if config.data == "digits":
-            with rank_zero_first():
-                folder = digits_folder(config.data_dir or data_root() / "digits-jpeg")
-        else:
-            folder = Path(config.data_dir or "")
-        halves = check_folders(folder, "data_dir")
-        files = [Files(open_folder(half).samples) for half in halves]
-        return files[0], files[1], len({*files[0].labels.tolist()})
+def _sources(config: Config) -> Sources:
+    if config.data == "digits":
+        with rank_zero_first():
+            return _in_folders(digits_folder(config.data_dir or data_root() / "digits-jpeg"))
+    if config.data == "imagefolder":
+        folder = Path(config.data_dir or "")
+        is_zipped = any(folder.glob("train*.zip"))
+        return _in_archives(folder) if is_zipped else _in_folders(folder)
     side = config.image_size
     is_made_up = config.data == "synthetic"
     options: dict[str, Any] = {"image_shape": (3, side, side)} if is_made_up else {}
@@ -195,3 +197,16 @@ def _sources(config: Config) -> tuple[Source, Source, int]:
     halves = splits.train, splits.test
     pixels = [Pixels(half.pixels.expand(-1, 3, -1, -1), half.labels) for half in halves]
     return pixels[0], pixels[1], splits.num_classes
+
+
+def _in_folders(folder: Path) -> Sources:
+    train, test = (Files(open_folder(half).samples) for half in check_folders(folder, "data_dir"))
+    return train, test, len({*train.labels.tolist()})
+
+
+def _in_archives(folder: Path) -> Sources:
+    (train, classes), (test, others) = (open_archives(folder, half) for half in ("train", "val"))
+    if classes != others:
+        only = min({*classes} ^ {*others})
+        raise DataError(f"{folder}: only one of train*.zip and val*.zip has the class {only}")
+    return train, test, len(classes)

@@ -1,7 +1,9 @@
 """Training images: the same on any rank, with a warning for each one that cannot be read."""
 
 import io
+import re
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from ranks import on_ranks
 
 from distlab.data import DataError
 from distlab.production import digits_files
+from distlab.production.batches import on_device
 from distlab.production.config import make_config
 from distlab.production.datasets import open_data
 from distlab.production.digits_files import digits_folder
@@ -50,14 +53,20 @@ def test_epoch_index_and_seed_decide_how_an_image_is_augmented(pictures: Path) -
     assert not torch.equal(first, other_seed)
 
 
-def test_without_augmentation_an_image_is_the_normalised_file(pictures: Path) -> None:
+def test_without_augmentation_an_image_is_the_file_which_the_device_normalises(
+    pictures: Path,
+) -> None:
     config = make_config({**of_folder(pictures).model_dump(), "augment": "none"}, "")
     config = config.model_copy(update={"image_size": SIDE})
     (found,) = taken(config, [(3, 0)])
-    pixels = np.asarray(picture_in(pictures / "train" / "ant" / "0.jpg"), dtype=np.float32) / 255
+    pixels = np.asarray(picture_in(pictures / "train" / "ant" / "0.jpg"))
+    assert torch.equal(found, torch.from_numpy(pixels.copy()).permute(2, 0, 1))
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    expected = torch.from_numpy(((pixels - mean) / std).astype(np.float32)).permute(2, 0, 1)
-    assert torch.allclose(found, expected, atol=1e-5)
+    expected = torch.from_numpy((pixels / 255 - mean) / std).permute(2, 0, 1)
+    for precision, tolerance in (("fp32", 1e-5), ("fp64", 1e-12)):
+        exact = config.model_copy(update={"precision": precision})
+        (ready,) = on_device(found[None], exact, torch.device("cpu"))
+        assert torch.allclose(ready.double(), expected, atol=tolerance)
 
 
 def picture_in(path: Path) -> Any:
@@ -213,3 +222,67 @@ def test_a_folder_with_other_images_is_not_taken_for_the_digits(pictures: Path) 
     with pytest.raises(DataError, match="the bundled digits were not written to it"):
         open_data(quick(data="digits", data_dir=pictures))
     assert sorted(path.name for path in (pictures / "train").iterdir()) == sorted(CLASSES)
+
+
+# --- archives ------------------------------------------------------------------------------------
+
+
+def zipped(folder: Path, target: Path, compression: int = zipfile.ZIP_STORED) -> Path:
+    """Write the images of a folder to archives, those of training to two."""
+    target.mkdir()
+    for half, number in (("train", 2), ("val", 1)):
+        files = sorted(path for path in (folder / half).rglob("*") if path.is_file())
+        for k in range(number):
+            with zipfile.ZipFile(target / f"{half}-{k}.zip", "w", compression) as archive:
+                archive.mkdir(files[0].parent.name)
+                for path in files[k::number]:
+                    archive.write(path, f"x/{path.relative_to(folder / half)}")
+    return target
+
+
+def test_archives_hold_the_images_of_folders(pictures: Path, tmp_path: Path) -> None:
+    folders, archives = of_folder(pictures), of_folder(zipped(pictures, tmp_path / "zips"))
+    for half in ("train", "test"):
+        first, second = (getattr(open_data(config), half) for config in (folders, archives))
+        assert stored_in(first) == stored_in(second)
+
+
+def stored_in(images: Any) -> list[tuple[int, bytes]]:
+    """Return the label and the pixels of every stored image, in one order."""
+    read = (np.asarray(images.source.read(k)).tobytes() for k in range(len(images)))
+    return sorted(zip(images.source.labels.tolist(), read, strict=True))
+
+
+def test_a_damaged_member_is_named_and_comes_out_black(
+    broken: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    images = open_data(of_folder(zipped(broken, tmp_path / "zips"))).train
+    labels = [images[0, index][1] for index in range(len(images))]
+    assert labels.count(BAD) == 1
+    assert re.search(r"train-0\.zip: x/ant/2\.jpg cannot be read: ", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda zips: (zips / "val-0.zip").unlink(), "has no val*.zip"),
+        (lambda zips: (zips / "train-1.zip").write_bytes(b"PK"), "train-1.zip cannot be read"),
+        (lambda zips: zipfile.ZipFile(zips / "train-1.zip", "w").close(), "has no images"),
+        (lambda zips: _add(zips / "val-0.zip", "cat/0.jpg"), "has the class cat"),
+        (lambda zips: _add(zips / "val-0.zip", "ant/9.jpg", zipfile.ZIP_DEFLATED), "zip -0"),
+    ],
+    ids=["no-val", "damaged", "empty", "cat", "compressed"],
+)
+def test_archives_that_are_not_as_they_should_be(
+    pictures: Path, tmp_path: Path, spoil: Any, told: str
+) -> None:
+    folder = zipped(pictures, tmp_path / "zips")
+    spoil(folder)
+    with pytest.raises(DataError) as caught:
+        open_data(of_folder(folder))
+    assert told in str(caught.value)
+
+
+def _add(archive: Path, name: str, compression: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(archive, "a") as opened:
+        opened.writestr(name, b"x" * 100, compression)
