@@ -19,7 +19,7 @@ class Service(NamedTuple):
 
 
 SERVICES = {
-    "checkpoint": Service(("4.1", "4.4"), "checkpoints"),
+    "checkpoint": Service(("4.1", "4.3", "4.4"), "checkpoints"),
     "training_state": Service(("4.2",), "continuing where a run stopped"),
     "fault_tolerance": Service(("4.5", "4.7"), "heartbeats and orderly stops"),
     "monitoring": Service(("4.14", "4.15", "4.16"), "the parts of a step, MFU and stragglers"),

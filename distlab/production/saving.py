@@ -1,8 +1,8 @@
-"""Checkpoints of a run: all ranks provide their state, and rank 0 writes it in the background."""
+"""Checkpoints of a run: all ranks provide their state, which is written in the background."""
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from distlab.launch.launchers import speaks_for_its_machine
+from distlab.production.checkpoint_files import InShards, Whole
 from distlab.production.config import Config
 from distlab.production.errors import CannotSaveError, ConfigError
 from distlab.production.lessons import Lessons
+from distlab.production.states import Own, PerRank
 from distlab.production.types import HasState
 from distlab.util import files
 
@@ -29,17 +31,21 @@ class Checkpoints:
     """
 
     def __init__(self, parts: Mapping[str, HasState], config: Config, lessons: Lessons) -> None:
-        self.folder, self.is_writer = config.run_dir / "checkpoints", dist.get_rank() == 0
-        self.config, self.lesson = config, lessons("checkpoint")
-        self.state = lessons("training_state").TrainingState(parts)
-        self.saver = self.lesson.AsyncCheckpointer(self._write)
+        self.config, self.folder = config, config.run_dir / "checkpoints"
+        is_sharded = any(isinstance(part, Own) for part in parts.values())
+        self.files = (InShards if is_sharded else Whole)(parts, config, lessons)
+        own = {name: p.part if isinstance(p, PerRank) else p for name, p in parts.items()}
+        self.own_state = lessons("training_state").TrainingState(own)
+        has_threads = not is_sharded or dist.get_backend() in ("gloo", "nccl")
+        saver = lessons("checkpoint").AsyncCheckpointer if has_threads else _Now
+        self.saver = saver(self._write)
         self.failed_saves, self.last_s = 0, 0.0
-        # On rank 0, durable_step <= given_step: a step is given to the saver first, and becomes
-        # durable when its write succeeds. After a failed write the two differ.
+        # On ranks that write, durable_step <= given_step: a step is given to the saver first, and
+        # becomes durable when its write succeeds. After a failed write the two differ.
         self.given_step = self.durable_step = -1
 
-    def _write(self, state: dict[str, Any], step: int) -> None:
-        self.lesson.save_checkpoint(state, self.folder, step, keep=self.config.keep)
+    def _write(self, snapshot: dict[str, Any], step: int) -> None:
+        self.files.write(snapshot, step)
         self.durable_step = step
 
     @contextmanager
@@ -48,10 +54,10 @@ class Checkpoints:
 
         The copy is on the CPU, because a model may fill more than half of a GPU.
         """
-        state = self.state.state_dict()
+        state = self.own_state.state_dict()
         before = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), state)
         yield
-        self.state.load_state_dict(before)
+        self.own_state.load_state_dict(before)
 
     # loading
 
@@ -66,50 +72,52 @@ class Checkpoints:
                 run with different shards, model or data; or another rank sees checkpoints that
                 rank 0 does not.
         """
-        answer = [self._loaded() if self.is_writer else None]
-        dist.broadcast_object_list(answer, src=0)
-        self._check_folders()
-        if isinstance(answer[0], str):
-            raise ConfigError(answer[0])
-        if answer[0] is None:
+        if not self._check_folders():
             return
-        step, state = answer[0]
         try:
-            self.state.load_state_dict(state)
+            found = self.files.find()
+        except RuntimeError as error:
+            raise ConfigError(f"{error}. Move the folder away to begin anew") from error
+        except ValueError as error:
+            raise self._of_another_run(error) from error
+        if found is None:
+            return
+        for path, reason in found.skipped.items():
+            say(f"skipped {Path(path).name}: {reason}")
+        try:
+            self.files.state.load_state_dict(found.state)
         except torch.OutOfMemoryError:
             raise
         except (ValueError, KeyError, RuntimeError) as error:
-            raise ConfigError(
-                f"the checkpoints in {self.folder} are of another run ({error}): choose another "
-                "run_dir, or set the keys back"
-            ) from error
-        self.given_step = self.durable_step = step
-        say(f"goes on after step {step:,}")
+            raise self._of_another_run(error) from error
+        self.given_step = self.durable_step = found.step
+        say(f"goes on after step {found.step:,}")
 
-    def _loaded(self) -> tuple[int, Any] | str | None:
-        """Return the step and state, the reason why loading failed, or None without checkpoints."""
-        try:
-            if self.config.resume == "never":
-                has_any = any(self.folder.glob("step-*"))
-                return f"{self.folder} has checkpoints, and resume is never" if has_any else None
-            loaded = self.lesson.load_checkpoint(self.folder)
-        except (RuntimeError, OSError) as error:
-            return f"{error}. Move the folder away to begin anew"
-        for path, reason in (loaded.skipped if loaded else {}).items():
-            say(f"skipped {path.name}: {reason}")
-        return None if loaded is None else (loaded.step, loaded.state)
+    def _of_another_run(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"the checkpoints in {self.folder} are of another run ({error}): choose another "
+            "run_dir, or set the keys back"
+        )
 
-    def _check_folders(self) -> None:
-        """Refuse a folder that only one node has, because rank 0 may restart on another node."""
+    def _check_folders(self) -> bool:
+        """Return whether rank 0 sees checkpoints.
+
+        Raises:
+            ConfigError: There are any, and ``resume`` is never; or only another node sees the
+                newest, while rank 0 may restart on another node.
+        """
         newest = max((path.name for path in self.folder.glob("step-*")), default="")
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, newest)
+        if seen[0] and self.config.resume == "never":
+            raise ConfigError(f"{self.folder} has checkpoints, and resume is never")
         if max(seen) > seen[0]:
             rank = seen.index(max(seen))
             raise ConfigError(
                 f"rank {rank} sees {seen[rank]} in {self.folder}, and rank 0 sees "
                 f"{seen[0] or 'no checkpoint'}: put run_dir where all nodes see the same files"
             )
+        return bool(seen[0])
 
     # saving
 
@@ -117,16 +125,16 @@ class Checkpoints:
         """Save the state after a step; called on all ranks.
 
         If the write fails, training continues, and earlier checkpoints stay; with the next save,
-        rank 0 counts and reports the failure.
+        the failure is counted, and rank 0 reports it.
         """
-        state = self.state.state_dict()
-        if self.is_writer and step != self.given_step:
-            self._start(state, step)
+        snapshot = self.files.snapshot()
+        if self.files.is_writer and step != self.given_step:
+            self._start(snapshot, step)
 
-    def _start(self, state: dict[str, Any], step: int) -> None:
+    def _start(self, snapshot: dict[str, Any], step: int) -> None:
         self._settle()
         self.given_step = step
-        self.saver.save(state, step)
+        self.saver.save(snapshot, step)
         self.last_s = self.saver.snapshot_s
         if not self.config.async_save:
             self._settle()
@@ -148,19 +156,39 @@ class Checkpoints:
         Raises:
             CannotSaveError: The write failed; raised on all ranks, with the reason.
         """
-        state = self.state.state_dict()
-        reason = [self._finished(state, step) if self.is_writer else ""]
+        snapshot = self.files.snapshot()
+        reason = [self._finished(snapshot, step) if self.files.is_writer else ""]
         dist.broadcast_object_list(reason, src=0)
         if reason[0]:
             raise CannotSaveError(reason[0])
 
-    def _finished(self, state: dict[str, Any], step: int) -> str:
-        """Write the state unless it is durable; return why that failed, or ""."""
+    def _finished(self, snapshot: dict[str, Any], step: int) -> str:
+        """Write a snapshot unless it is durable; return why that failed, or ""."""
         self._settle()
         if self.durable_step == step:
             return ""
-        self.saver.save(state, step)
+        self.saver.save(snapshot, step)
         return self._settle()
+
+
+class _Now:
+    """Writes at once: ranks that are threads, or MPI's, have no second thread for messages."""
+
+    snapshot_s = write_s = 0.0
+
+    def __init__(self, write: Callable[[dict[str, Any], int], None]) -> None:
+        self.write, self.failure = write, ""
+
+    def save(self, snapshot: dict[str, Any], step: int) -> None:
+        try:
+            self.write(snapshot, step)
+        except OSError as error:
+            self.failure = f"step {step} is not saved: {error}"
+
+    def wait(self) -> None:
+        failure, self.failure = self.failure, ""
+        if failure:
+            raise RuntimeError(failure)
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""States that differ from rank to rank, in checkpoints that one rank writes."""
+"""States that differ from rank to rank: small ones, which rank 0 gets, and large ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_map_with_path,
+)
 
 from distlab.production.types import Group, HasState
 
@@ -17,7 +22,7 @@ def on_cpu(state: Any) -> Any:
 
 
 class PerRank:
-    """A part whose state differs from rank to rank, such as a shard or a stage.
+    """A part with a small state that differs from rank to rank.
 
     Cost: one all-gather, during which each rank holds the states of all ranks.
     """
@@ -45,6 +50,66 @@ class PerRank:
                 f"it has the shards of {len(state)} ranks, and here are {dist.get_world_size()}: "
                 f"start {len(state)} ranks"
             )
+
+
+class Own(PerRank):
+    """A part whose tensors only this rank has, such as a shard or a stage; each rank saves its own.
+
+    Its state, which all ranks get, says how the tensors of each rank are laid out.
+
+    Attributes:
+        tensors: Tensors by their places in the part's state, such as ``[0]['momentum_buffer']``:
+            those of the last ``state_dict``, or those that ``expect`` has made.
+    """
+
+    def __init__(self, part: HasState, *, is_optional: bool = False) -> None:
+        super().__init__(part, is_optional=is_optional)
+        self.tensors: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the layouts by rank."""
+        layout, self.tensors = cut(self.part.state_dict())
+        layouts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(layouts, layout)
+        return {str(rank): layout for rank, layout in enumerate(layouts)}
+
+    def expect(self, state: Mapping[str, Any]) -> None:
+        """Make tensors for this rank's numbers; none if a different number of ranks saved them."""
+        fits = len(state) == dist.get_world_size()
+        self.tensors = empty_tensors(state[str(dist.get_rank())]) if fits else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore this rank's state with the numbers in ``tensors``; errors as of ``PerRank``."""
+        filled = {rank: with_tensors(layout, self.tensors) for rank, layout in state.items()}
+        super().load_state_dict(filled)
+
+
+def cut(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return a state's layout, in which tensors hold no numbers, and the tensors by place."""
+    tensors: dict[str, Tensor] = {}
+
+    def without_numbers(path: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.is_meta:
+            return value
+        tensors[keystr(path)] = value.detach()
+        return torch.empty_like(value, device="meta")
+
+    return tree_map_with_path(without_numbers, state), tensors
+
+
+def empty_tensors(layout: Any) -> dict[str, Tensor]:
+    """Return tensors on the CPU, by place, for the numbers that a layout lacks."""
+    leaves, _ = tree_flatten_with_path(layout)
+    return {
+        keystr(path): torch.empty(value.shape, dtype=value.dtype)
+        for path, value in leaves
+        if isinstance(value, Tensor)
+    }
+
+
+def with_tensors(layout: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return a layout with tensors in their places; places without one stay as they are."""
+    return tree_map_with_path(lambda path, value: tensors.get(keystr(path), value), layout)
 
 
 class OwnBuffers:

@@ -166,7 +166,8 @@ class Training:
     def save(self) -> None:
         """Save if the step is a multiple of ``save_every``."""
         if self.progress.step % self.config.save_every == 0:
-            self.checkpoints.save(self.progress.step)
+            with self.telemetry.watch.busy():  # a slow disk may still write the last one
+                self.checkpoints.save(self.progress.step)
 
     def finish(self) -> None:
         """Save, and wait until the checkpoint is durable."""

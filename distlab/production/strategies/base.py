@@ -13,7 +13,7 @@ from distlab.production.config import Config
 from distlab.production.lessons import Lessons
 from distlab.production.optimization import groups_of, optimizer_of
 from distlab.production.samples import blank
-from distlab.production.states import Buffers, PerRank
+from distlab.production.states import Buffers, Own
 from distlab.production.strategies.mesh import Mesh
 from distlab.production.types import Group, HasState
 
@@ -205,7 +205,7 @@ class Strategy:
 
     def of_parameters(self, part: HasState) -> HasState:
         """Wrap a part whose state has a tensor per parameter of this rank, for checkpoints."""
-        return PerRank(part) if self.has_own_parameters else part
+        return Own(part) if self.has_own_parameters else part
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts of a checkpoint by name."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distlab import lessons
 from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons
-from distlab.production.states import PerRank
+from distlab.production.states import Own
 from distlab.production.strategies.base import Strategy
 from distlab.production.types import Group, HasState
 from distlab.shared_memory import SharedMemory
@@ -79,7 +79,7 @@ class TorchDDP(Strategy):
 
     def parts(self) -> Mapping[str, HasState]:
         """Add the residuals of the compression, which differ between ranks."""
-        residuals = {"compression": PerRank(self.hook, is_optional=True)} if self.hook else {}
+        residuals = {"compression": Own(self.hook, is_optional=True)} if self.hook else {}
         return {**super().parts(), **residuals}
 
 

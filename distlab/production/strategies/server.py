@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from distlab.production.errors import ConfigError
 from distlab.production.optimization import optimizer_of
-from distlab.production.states import PerRank
+from distlab.production.states import Own
 from distlab.production.strategies.base import Strategy
 from distlab.production.types import HasState
 
@@ -74,4 +74,4 @@ class ParameterServer(Strategy):
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts, with one optimizer per rank, because only the server's has a state."""
-        return {**super().parts(), "optimizer": PerRank(self.optimizer)}
+        return {**super().parts(), "optimizer": Own(self.optimizer)}

@@ -20,7 +20,7 @@ from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 from distlab.production.models import layers_of
 from distlab.production.optimization import optimizer_of
-from distlab.production.states import PerRank
+from distlab.production.states import Own
 from distlab.production.strategies.base import DTYPES, Parameters, Strategy
 from distlab.production.types import HasState
 
@@ -138,7 +138,7 @@ class ShardedOptimizer(Strategy):
 
         Master copies are views of the parameters, so they need no entry.
         """
-        return {**super().parts(), "optimizer": PerRank(self.optimizer)}
+        return {**super().parts(), "optimizer": Own(self.optimizer)}
 
 
 def sharded_optimizer(strategy: Strategy) -> Any:
@@ -198,5 +198,5 @@ class FullySharded(Strategy):
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts, with one model shard and one optimizer per rank."""
-        model = PerRank(Parameters(self.module))
-        return {**super().parts(), "model": model, "optimizer": PerRank(self.optimizer)}
+        model = Own(Parameters(self.module))
+        return {**super().parts(), "model": model, "optimizer": Own(self.optimizer)}

@@ -18,7 +18,7 @@ from distlab.production.models import (
     split_heads,
     tied_weight,
 )
-from distlab.production.states import OwnBuffers, PerRank
+from distlab.production.states import Own, OwnBuffers
 from distlab.production.strategies.base import Parameters
 from distlab.production.strategies.replicated import (
     CourseDDP,
@@ -187,7 +187,7 @@ class Split(CourseDDP):
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts of a checkpoint, all of which differ between ranks."""
         return {
-            "model": PerRank(Parameters(self.module)),
-            "buffers": PerRank(OwnBuffers(self.module)),
-            "optimizer": PerRank(self.optimizer),
+            "model": Own(Parameters(self.module)),
+            "buffers": Own(OwnBuffers(self.module)),
+            "optimizer": Own(self.optimizer),
         }

@@ -1,0 +1,130 @@
+"""How a checkpoint is stored: whole, by rank 0, or in shards, by all ranks."""
+
+import io
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab import lessons
+from distlab.production.config import Config
+from distlab.production.lessons import Lessons
+from distlab.production.states import Own, cut, empty_tensors, with_tensors
+from distlab.production.types import HasState
+
+LAYOUT, LAYOUT_BYTES = "layout", "bytes of the layout"  # names of shards
+
+
+class Found(NamedTuple):
+    """The newest undamaged checkpoint, whose state is loaded, and what was skipped before it."""
+
+    step: int
+    state: Any  # of a TrainingState
+    skipped: Mapping[Any, str]  # path of a damaged checkpoint -> what is wrong with it
+
+
+class Whole:
+    """One file with the state that all ranks share, which rank 0 writes: task 4.1."""
+
+    def __init__(self, parts: Mapping[str, HasState], config: Config, lessons: Lessons) -> None:
+        self.folder, self.keep = config.run_dir / "checkpoints", config.keep
+        self.lesson = lessons("checkpoint")
+        self.state = lessons("training_state").TrainingState(parts)
+        self.is_writer = dist.get_rank() == 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what to write; called on all ranks between two steps."""
+        state: dict[str, Any] = self.state.state_dict()
+        return state
+
+    def write(self, snapshot: Any, step: int) -> None:
+        """Make a snapshot durable; called on the ranks that write, perhaps in another thread."""
+        self.lesson.save_checkpoint(snapshot, self.folder, step, keep=self.keep)
+
+    def find(self) -> Found | None:
+        """Return the newest undamaged checkpoint, as rank 0 sees it; called on all ranks.
+
+        Raises:
+            RuntimeError: There are checkpoints, but all are damaged; raised on all ranks.
+        """
+        answer = [self._read() if self.is_writer else None]
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], str):
+            raise RuntimeError(answer[0])
+        return answer[0]
+
+    def _read(self) -> Found | str | None:
+        try:
+            loaded = self.lesson.load_checkpoint(self.folder)
+        except (RuntimeError, OSError) as error:
+            return str(error)
+        skipped = {str(path): reason for path, reason in loaded.skipped.items()} if loaded else {}
+        return Found(loaded.step, loaded.state, skipped) if loaded else None
+
+
+class InShards(Whole):
+    """A file for each rank, with tensors that it alone has; rank 0's holds the rest: task 4.3."""
+
+    def __init__(self, parts: Mapping[str, HasState], config: Config, lessons: Lessons) -> None:
+        super().__init__(parts, config, lessons)
+        self.own = {name: part for name, part in parts.items() if isinstance(part, Own)}
+        self.is_writer = True
+        # The thread that writes needs a group that nobody else uses at the same time.
+        self.group = dist.new_group(backend="gloo" if dist.get_backend() == "nccl" else None)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return this rank's tensors by name, and on rank 0, also the rest of the state."""
+        layout, common = cut(self.state.state_dict())
+        if dist.get_rank():
+            return self._own_tensors()
+        file = io.BytesIO()
+        torch.save(layout, file)
+        content = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        return {**self._own_tensors(), **common, LAYOUT: content, LAYOUT_BYTES: size}
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"rank {dist.get_rank()}: {name}{place}": tensor
+            for name, part in self.own.items()
+            for place, tensor in part.tensors.items()
+        }
+
+    def write(self, snapshot: Any, step: int) -> None:
+        """Make a snapshot durable, together with all other ranks."""
+        shards = {name: _whole(tensor) for name, tensor in snapshot.items()}
+        self.lesson.save_sharded(shards, self.folder, step, self.group, keep=self.keep)
+
+    def find(self) -> Found | None:
+        """Return the newest undamaged checkpoint, with this rank's tensors in its parts.
+
+        Raises:
+            RuntimeError: There are checkpoints, but all are damaged; raised on all ranks.
+            ValueError: The checkpoint lacks something of this run; raised on all ranks.
+        """
+        size = torch.zeros(1, dtype=torch.int64)
+        found = self._load({LAYOUT_BYTES: size})
+        if found is None:
+            return None
+        content = torch.empty(int(size), dtype=torch.uint8)
+        self._load({LAYOUT: content})
+        layout = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+        for name, part in self.own.items():
+            part.expect(layout["parts"].get(name, {}))
+        common = {k: v for k, v in empty_tensors(layout).items() if not self._is_own(k)}
+        self._load({**common, **self._own_tensors()})
+        return Found(found.step, with_tensors(layout, common), found.skipped)
+
+    def _is_own(self, place: str) -> bool:
+        return place.startswith(tuple(f"['parts']['{name}']" for name in self.own))
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> Any:
+        wanted = {name: _whole(tensor) for name, tensor in tensors.items()}
+        return self.lesson.load_sharded(wanted, self.folder, self.group)
+
+
+def _whole(tensor: Tensor) -> Any:
+    """Return a tensor as a shard that is all of it."""
+    return lessons.given_4.Shard(tensor.flatten(), 0, tensor.numel())
