@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from distlab.cli.train import Impl
 from distlab.cli.whole_help import Group
 
 if TYPE_CHECKING:
     from distlab.bench.contest import Contest
 
+Impl = Literal["solution", "mine"]
 Whose = Annotated[
     Impl, typer.Option("--impl", help="Whose functions; mine: what you have written.")
 ]

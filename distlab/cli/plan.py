@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distlab.cli.train import Impl
+from distlab.cli.bench import Impl
 
 if TYPE_CHECKING:
     from distlab.planning import Shape

@@ -44,10 +44,10 @@ def write(folder: CourseFolder, target: Path) -> int:
     _check_unwritten(folder)
     root = folder.root
     files = {str(file.relative_to(root)): file for file in _files(root, root)}
-    files |= {place: root / file for file, place in MOVED.items() if (root / file).exists()}
+    files |= {new: root / old for old, new in MOVED.items() if (root / old).exists()}
     try:
-        for place, file in files.items():
-            copy = target / place
+        for new, file in files.items():
+            copy = target / new
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
     except OSError as error:

@@ -171,6 +171,7 @@ class SplitAttention(Attention):
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         with attention.in_proj_weight.device:
             super().__init__(attention.embed_dim, attention.num_heads)
+        self.to(attention.in_proj_weight.dtype)
         weights = *attention.in_proj_weight.chunk(3), attention.out_proj.weight
         biases = *attention.in_proj_bias.chunk(3), attention.out_proj.bias
         layers = self.query, self.key, self.value, self.out

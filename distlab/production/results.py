@@ -87,10 +87,10 @@ def _traffic(mesh: Mesh) -> list[str]:
     for name, group in groups.items():
         if isinstance(group, BaseGroup) and group.counts.calls:
             calls = (
-                f"{number:,} {call}, {bytes_text(group.counts.num_bytes[call])}"
+                f"{number:,} {call} ({bytes_text(group.counts.num_bytes[call])})"
                 for call, number in group.counts.calls.items()
             )
-            lines.append(f"calls of rank 0 among {name}: {'; '.join(calls)}")
+            lines.append(f"collectives of rank 0 among {name}: {', '.join(calls)}")
     return lines
 
 

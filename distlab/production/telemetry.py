@@ -21,6 +21,7 @@ from distlab.production.watch import watch_of
 
 STRAGGLERS_OVER = 50  # steps
 AGREE_EVERY_S = 1.0
+LEAST_MFU = 0.0005  # lowest that is shown
 
 
 class Costs(NamedTuple):
@@ -216,7 +217,6 @@ def steps_of_epoch(sampler: Any) -> int:
 
 
 def _line(results: dict[str, float], unit: str) -> str:
-    return (
-        f"epoch {results['epoch']:.2f}  loss {results['loss']:.3f}  "
-        f"{results[f'{unit}_per_s']:,.0f} {unit}/s  MFU {results['mfu']:.1%}"
-    )
+    speed = f"{results[f'{unit}_per_s']:,.0f} {unit}/s"
+    mfu = f"  MFU {results['mfu']:.1%}" if results["mfu"] >= LEAST_MFU else ""
+    return f"epoch {results['epoch']:.2f}  loss {results['loss']:.3f}  {speed}{mfu}"

@@ -14,6 +14,8 @@ import typer
 from distlab.cli import main
 from distlab.cli.app import app
 from distlab.course import anchor, load
+from distlab.production.config import Config
+from distlab.production.parallelism import FLAT_SIZES
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -94,13 +96,21 @@ def _is_known(command: str) -> bool:
     return True
 
 
+OF_THE_TRAINER = {
+    *("--config", "--impl", "--dry-run", "--help"),
+    *("--nodes", "--node-rank", "--rendezvous", "--max-restarts"),
+    *(f"--{key}" for key in (*Config.model_fields, *FLAT_SIZES)),
+}
+
+
 def _is_in_cli(words: list[str]) -> bool:
+    known = OF_THE_TRAINER if words[:1] == ["train"] else {"-h", "--help"}
     command = typer.main.get_command(app)
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         if words[0] not in command.commands:
             return False
         command, words = command.commands[words[0]], words[1:]
-    known = {option for param in command.params for option in param.opts} | {"-h", "--help"}
+    known = known | {option for param in command.params for option in param.opts}
     before_script = [word for word in words if not word.endswith(".py")]
     if len(before_script) < len(words):  # words after the script belong to it
         words = words[: [word.endswith(".py") for word in words].index(True)]

@@ -87,7 +87,7 @@ def test_a_table_is_printed_with_what_is_assumed(capsys: pytest.CaptureFixture[s
     [
         ("--config {} --cluster dgx-a10", "Did you mean 'dgx-a100'?"),
         ("--config {} --cluster laptop", "laptop has no GPUs to train on"),
-        ("--config {} --nodes 0", "--nodes 0: "),
+        ("--config {} --nodes 0", "nodes must be 1 or more"),
         ("--config {} --strategi ddp", "there is no key 'strategi'"),
         ("--config {} --compression int8", "compression: a dry run predicts"),
         ("--config {} --batch_size 4000000", "it cannot train so"),

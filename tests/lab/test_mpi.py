@@ -104,7 +104,9 @@ def test_the_trainer_trains_under_mpirun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("epoch 1 of 1: ") == 1, "one process reports"
     # 32 steps, with an all-reduce for each of the CNN's 8 parameters.
-    [calls] = re.findall(r"calls of rank 0 among all ranks: .*?(\d+) all_reduce, ", done.stderr)
+    [calls] = re.findall(
+        r"collectives of rank 0 among all ranks: .*?(\d+) all_reduce ", done.stderr
+    )
     assert 32 * 8 < int(calls) < 32 * 10
     assert (tmp_path / "result.json").exists()
 

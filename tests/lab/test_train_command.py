@@ -38,4 +38,4 @@ def test_simulated_ranks_learn_exactly_what_one_process_learns(
     assert simulated == pytest.approx(alone, rel=1e-12, abs=0)
     told = "".join(capfd.readouterr())
     assert "simulated: times are virtual" in told
-    assert re.search(r"calls of rank 0 among all ranks: .*all_reduce, \S+ [KM]iB", told)
+    assert re.search(r"collectives of rank 0 among all ranks: .*all_reduce \(\d+ B\)", told)

@@ -15,6 +15,7 @@ from picture_folders import quick
 from torch import Tensor, nn
 
 from distlab import launch
+from distlab.production.batches import on_device
 from distlab.production.config import Config
 from distlab.production.datasets import Data
 from distlab.production.images import MEAN, STD, Images, Pixels
@@ -80,11 +81,12 @@ def started(config: Config) -> Training:
 
 
 def logits_of(training: Training) -> Any:
-    """Return the model's logits for the test samples; all ranks must call this function."""
+    """Return the logits of the test samples, if this rank has them; called on all ranks."""
     inputs = torch.stack([training.test_samples[0, k][0] for k in range(NUM_TEST)])
     training.strategy.module.eval()
     with torch.no_grad():
-        return training.strategy.predict(inputs).flatten(1).tolist()
+        logits = training.strategy.predict(on_device(inputs, training.config, CPU))
+    return None if logits is None else logits.flatten(1).tolist()
 
 
 def losses_in(run_dir: Path) -> list[float]:
@@ -94,8 +96,9 @@ def losses_in(run_dir: Path) -> list[float]:
 
 
 def on_each_rank(run_dir: Path, cases: Sequence[Case]) -> list[Outcome]:
-    """Run the training of each case in this world, one after another."""
-    return [_outcome(run_dir / f"{place}", case) for place, case in enumerate(cases)]
+    """Run the training of each case in this world, one after another, in float64."""
+    exact = [{**case, "precision": "fp64"} for case in cases]
+    return [_outcome(run_dir / f"{place}", case) for place, case in enumerate(exact)]
 
 
 def _outcome(run_dir: Path, case: Case) -> Outcome:
@@ -145,8 +148,8 @@ def in_world(call: Any, size: int, *args: object, backend: str = "gloo") -> list
 
 
 def plain(run_dir: Path, **changes: Any) -> Outcome:
-    """Run the same training in plain torch: one process, whole batches."""
-    config = little(run_dir, **changes)
+    """Run the same training in plain torch: one process, whole batches, float64."""
+    config = little(run_dir, precision="fp64", **changes)
     data = little_data(config)
     model = build_model(config, data.num_classes, CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=config.momentum)
@@ -178,7 +181,7 @@ def plain(run_dir: Path, **changes: Any) -> Outcome:
     x, y = _all(data.test)
     logits = model.eval()(x).detach()
     is_right = logits.argsort(-1, descending=True)[..., :5] == y[..., None]
-    results = is_right[..., 0].float().mean(), is_right.any(-1).float().mean(), _loss(logits, y)
+    results = is_right[..., 0].double().mean(), is_right.any(-1).double().mean(), _loss(logits, y)
     return {
         "losses": losses,
         "logits": logits.flatten(1).tolist(),
@@ -191,8 +194,8 @@ def _all(samples: Any) -> tuple[Tensor, Tensor]:
     if isinstance(samples, Texts):
         tokens = torch.tensor(samples.shards[0])
         return tokens[:-1].view(-1, samples.length), tokens[1:].view(-1, samples.length)
-    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
-    return (samples.source.pixels / 255 - mean) / std, samples.source.labels
+    mean, std = torch.tensor([MEAN, STD], dtype=torch.float64).view(2, 3, 1, 1)
+    return (samples.source.pixels.double() / 255 - mean) / std, samples.source.labels
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
