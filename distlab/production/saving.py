@@ -78,7 +78,7 @@ class Checkpoints:
             found = self.files.find()
         except RuntimeError as error:
             raise ConfigError(f"{error}. Move the folder away to begin anew") from error
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise self._of_another_run(error) from error
         if found is None:
             return

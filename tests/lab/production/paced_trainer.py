@@ -4,6 +4,7 @@
     PACE/rank<r>       the pid of a rank that waits there, and the step
     PACE/fate          what rank 1 does after step 2: raise an exception, or loop endlessly
     PACE/inside        the step in which rank 1 waits between its forward and backward pass
+    PACE/disk          the seconds that writing a checkpoint takes
 
 If there is a fate, nobody can destroy the process group, as on NCCL while a rank waits for another.
 A waiting rank keeps reporting that it is alive, as it does between steps; inside a step, it does
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from little_runs import little_data
 from torch import Tensor
 
 from distlab.production import reports, telemetry
+from distlab.production.checkpoint_files import Whole
 from distlab.production.program import run_program
 from solutions.phase4_production import imagenet_trainer
 from solutions.phase4_production.imagenet_trainer import Training, train
@@ -59,6 +62,13 @@ def loss_sum(training: Training, logits: Tensor, targets: Tensor) -> Tensor:
     return _loss_sum(training, logits, targets)
 
 
+def write(files: Whole, snapshot: Any, step: int) -> None:
+    """Write a checkpoint as slowly as the test has said."""
+    file = Path(os.environ[PACE]) / "disk"
+    time.sleep(float(file.read_text()) if file.exists() else 0.0)
+    _write(files, snapshot, step)
+
+
 def _waits(step: int, held: str) -> bool:
     """Tell the test of this rank and wait for a moment if a file holds this step."""
     folder = Path(os.environ[PACE])
@@ -78,7 +88,7 @@ def _held(file: Path) -> int:
         return -1
 
 
-_after_step, _loss_sum = Training.after_step, Training.loss_sum
+_after_step, _loss_sum, _write = Training.after_step, Training.loss_sum, Whole.write
 
 if __name__ == "__main__":
     if _fate(Path(os.environ[PACE])):
@@ -86,6 +96,7 @@ if __name__ == "__main__":
     with (
         mock.patch.object(Training, "after_step", after_step),
         mock.patch.object(Training, "loss_sum", loss_sum),
+        mock.patch.object(Whole, "write", write),
         mock.patch.object(reports, "PORT_S", 0.5),
         mock.patch.object(telemetry, "AGREE_EVERY_S", 0.0),  # steps take milliseconds
         mock.patch.object(imagenet_trainer, "open_data", little_data),

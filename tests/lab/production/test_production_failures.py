@@ -289,6 +289,16 @@ def test_a_stopped_rank_is_noticed(
     assert run.state() == undisturbed[1]
 
 
+def test_a_save_that_takes_longer_than_the_heartbeats_limit_ends_nothing(
+    runs: Callable[..., Runs],
+) -> None:
+    run = runs(heartbeat_timeout_s=2)
+    (run.pace / "disk").write_text("5")
+    run.start()
+    assert run.ended() == 0, run.told()
+    assert run.hangs() == 0
+
+
 def test_an_exception_on_one_rank_ends_the_run_and_is_told(runs: Callable[..., Runs]) -> None:
     run = runs()
     (run.pace / "fate").write_text("raise")

@@ -58,7 +58,7 @@ def stop_after(training: Training, step: int) -> None:
 
 def digests(training: Training) -> dict[str, str]:
     """Return a hash of each part of the state; all ranks must call this function."""
-    state = training.checkpoints.state.state_dict()
+    state = training.checkpoints.own_state.state_dict()
     return {name: digest(part) for name, part in {**state["parts"], **state}.items()}
 
 
@@ -124,14 +124,11 @@ KEPT: dict[str, Case] = {
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("case", KEPT.values(), ids=KEPT)
 def test_the_state_of_a_strategy_survives_saving_and_loading(case: Case, tmp_path: Path) -> None:
-    first = started(little(tmp_path / "first", **case))
+    first = started(little(tmp_path / "run", **case))
     first.run()
-    state = deepcopy(first.checkpoints.state.state_dict())
-    second = started(little(tmp_path / "second", **case))
-    assert digests(second) != digests(first)
-    second.checkpoints.state.load_state_dict(state)
+    second = started(little(tmp_path / "run", **case))
     assert digests(second) == digests(first)
-    assert ("compression" in state["parts"]) == ("compression" in case)
+    assert ("compression" in digests(second)) == ("compression" in case)
     second.run()  # no step is left; the run closes its files
 
 
@@ -251,7 +248,7 @@ def test_damaged_checkpoints_alone_are_no_new_beginning(alone: None, tmp_path: P
         ({"model": "resnet18", "image_size": 16}, "are of another run"),
         ({"image_size": 16}, "are of another run"),
         ({"ema_decay": 0.9}, "only in the state or only here: ['mean', 'mean_of_buffers']"),
-        ({"compression": "sign"}, "only in the state or only here: ['compression']"),
+        ({"compression": "sign"}, "are of another run"),
         ({"resume": "never"}, "has checkpoints, and resume is never"),
         ({"optimizer": "adamw"}, "are of another run"),
     ],
