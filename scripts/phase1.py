@@ -14,7 +14,7 @@ from torch import nn
 
 from solutions.phase1_data_parallel import collectives, data_loader, trainer
 
-MODEL_ELEMENTS = 65_994  # parameters of the CNN that `make demo` trains; 264 kB as float32
+MODEL_ELEMENTS = 65_994  # parameters of the CNN that Phase 1 trains; 264 kB as float32
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def short_segments() -> None:
 
 # tree_allreduce
 
-SMALL_ELEMENTS = 65_994  # parameters of the CNN that `make demo` trains; 264 kB as float32
+SMALL_ELEMENTS = 65_994  # parameters of the CNN that Phase 1 trains; 264 kB as float32
 LARGE_ELEMENTS = 25_557_032  # parameters of a ResNet-50; 102 MB as float32
 
 

@@ -85,7 +85,7 @@ def _report(folder: CourseFolder, error: LaunchError) -> str:
 
 # The programs that every rank runs with the learner's lesson
 
-NUMBERS = 65_994  # float32 elements in the gradient of the CNN that `make demo` trains
+NUMBERS = 65_994  # float32 elements in the gradient of the CNN that Phase 1 trains
 
 
 def _mine() -> Tensor:
