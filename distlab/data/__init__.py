@@ -2,7 +2,6 @@
 
 splits = load("digits")
 image, label = splits.train[0]          # float32 (1, 8, 8), 0 .. 9
-sequences = tokens(splits)              # the same images for a GPT
 """
 
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 from distlab.data.built_in import load_digits, make_synthetic
 from distlab.data.download import data_root, load_cifar10, load_mnist, rank_zero_first
 from distlab.data.folders import load_image_folder
-from distlab.data.sequences import TokenSplits, tokens
 from distlab.data.splits import DataError, ImageShape, ImageTensors, SizedDataset, Splits
 from distlab.util.text import unknown_name
 
@@ -23,10 +21,8 @@ __all__ = [
     "ImageTensors",
     "SizedDataset",
     "Splits",
-    "TokenSplits",
     "load",
     "rank_zero_first",
-    "tokens",
 ]
 
 _BUILT_IN: dict[str, Callable[..., Splits]] = {"digits": load_digits, "synthetic": make_synthetic}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from distlab.data.splits import ImageShape
-from distlab.models.gpt import GPT, build_gpt
+from distlab.models.gpt import GPT
 from distlab.models.vision import build_cnn, build_resnet18, build_vit
 from distlab.util.text import unknown_name
 
@@ -15,7 +15,6 @@ _BUILDERS: dict[str, Callable[[ImageShape, int], nn.Module]] = {
     "cnn": build_cnn,
     "resnet18": build_resnet18,
     "vit": build_vit,
-    "gpt": build_gpt,
 }
 MODELS = tuple(_BUILDERS)
 
@@ -27,13 +26,12 @@ def build(name: str, *, image_shape: ImageShape, num_classes: int) -> nn.Module:
         cnn         float32 (B, C, H, W)    (B, num_classes)        65,994
         resnet18    float32 (B, C, H, W)    (B, num_classes)    11,172,810
         vit         float32 (B, C, S, S)    (B, num_classes)       136,138
-        gpt         int64   (B, T)          (B, T, num_classes)    205,184
 
-    cnn, vit and gpt compute samples independently; resnet18 has BatchNorm.
+    cnn and vit compute samples independently; resnet18 has BatchNorm.
 
     Args:
         image_shape: (C, H, W), as `Splits.image_shape`.
-        num_classes: Number of classes, as `Splits.num_classes`; for gpt, `TokenSplits.num_classes`.
+        num_classes: Number of classes, as `Splits.num_classes`.
     Raises: ValueError: The model rejects the shape, or there is no such model; the message then
         names the closest one.
     """

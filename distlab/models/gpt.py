@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distlab.data.splits import ImageShape
-
 
 class GPT(nn.Module):
     """Predict the next token at every position, from the tokens up to that position.
@@ -137,14 +135,3 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, E) -> (B, T, E)
         y: Tensor = self.down(F.gelu(self.up(x)))
         return y
-
-
-def build_gpt(image_shape: ImageShape, num_classes: int) -> GPT:
-    """Return a GPT for the tokens that `distlab.data.tokens` makes from images of this shape.
-
-    Args:
-        image_shape: (C, H, W) of the images; the context is C * H * W - 1 tokens.
-        num_classes: Size of the vocabulary, `tokens(...).num_classes`; not the images' classes.
-    Cost: 205,184 parameters for digits with 17 levels.
-    """
-    return GPT(vocab_size=num_classes, context=math.prod(image_shape) - 1)

@@ -27,7 +27,6 @@ from distlab.data import (
     download,
     load,
     rank_zero_first,
-    tokens,
 )
 from distlab.torchvision_repair import import_torchvision
 
@@ -86,19 +85,6 @@ def test_synthetic_is_decided_by_its_seed() -> None:
     assert (len(first.train), len(first.test), first.num_classes) == (9, 4, 3)
     assert first.train[0][0].shape == first.image_shape == (2, 6, 5)
     assert digest(first.train) == digest(again.train) != digest(other.train)
-
-
-# -- tokens ----------------------------------------------------------------------------------------
-
-
-def test_tokens_of_digits_are_their_pixels_and_targets_are_one_ahead() -> None:
-    splits = load("digits")
-    sequences = tokens(splits)
-    assert (sequences.num_classes, sequences.sequence_length) == (17, 63)
-    inputs, targets = everything(sequences.test)
-    pixels = splits.test.pixels.flatten(1).long()
-    assert torch.equal(inputs, pixels[:, :-1])
-    assert torch.equal(targets, pixels[:, 1:])
 
 
 # -- MNIST and CIFAR-10 ----------------------------------------------------------------------------
