@@ -29,6 +29,7 @@ from random import Random
 from typing import Any
 
 import psutil
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
@@ -239,10 +240,18 @@ def _end(agent: "subprocess.Popen[bytes]", observer: Observer) -> None:
 
 
 def _last_state(run_dir: Path) -> dict[str, Any]:
-    loaded = lessons.solution("checkpoint").load_checkpoint(run_dir / "checkpoints")
-    if loaded is None:
+    """Return the values of the newest checkpoint, or if ranks have their own, the files' bytes."""
+    newest = max((run_dir / "checkpoints").glob("step-*"), default=None)
+    if newest is None:
         raise TrainingFailedError(f"{run_dir} has no checkpoint")
-    return {"step": loaded.step, **loaded.state}
+    if (newest / "state.pt").exists():
+        loaded = lessons.solution("checkpoint").load_checkpoint(run_dir / "checkpoints")
+        return {"step": loaded.step, **loaded.state}
+    step = int(newest.name.removeprefix("step-"))
+    contents = {file.name: bytearray(file.read_bytes()) for file in newest.iterdir()}
+    return {"step": step} | {
+        name: torch.frombuffer(content, dtype=torch.uint8) for name, content in contents.items()
+    }
 
 
 if __name__ == "__main__":

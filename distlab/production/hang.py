@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.launch.stacks import Frame
+from distlab.production.saving import last_line
 from distlab.util import files
 
 SHARE = 0.5  # of heartbeat_timeout_s, after which a silent rank writes its evidence
@@ -82,6 +83,7 @@ class Evidence:
             members = {str(pg.group_name): dist.get_process_group_ranks(pg) for pg in _groups()}
             calls = of_interest(entries, members)
             found = {"ranks": len(self.processes), "step": step, "calls": calls}
+            found["said"] = last_line[0]
             files.write_whole(self.files[1], json.dumps(found).encode())
 
     def conclude(self, reason: str, step: int) -> None:

@@ -62,11 +62,13 @@ class Found(NamedTuple):
 
     Attributes:
         state: "stopped", "vanished", "no evidence", or "" for a rank that has told where it is.
+        said: Last line of its log, or "".
     """
 
     place: Place
     calls: list[Call]
     state: str
+    said: str = ""
 
     @property
     def waits_in(self) -> Call | None:
@@ -135,7 +137,8 @@ class Hang:
         stacks = self.folder / f"rank{rank}.txt"
         text = stacks.read_text(encoding="utf-8", errors="replace") if stacks.exists() else ""
         seen, calls = read_place(text), content.get("calls", [])
-        return Found(seen, calls, state or ("" if seen.frame or calls else SILENT))
+        state = state or ("" if seen.frame or calls else SILENT)
+        return Found(seen, calls, state, content.get("said", ""))
 
     def text(self) -> str:
         """Return the report: a headline, a row for each rank, and what to do next."""
@@ -148,7 +151,9 @@ class Hang:
         )
         rows = table(alike(found.row(rank) for rank, found in self.found.items()))
         why = [f"The run was ended because of this: {self.reason}"] if self.reason else []
-        return "\n".join([f"hang {headline}", *rows, advice, *why, *self.damaged])
+        lines = _sides({rank: found.said for rank, found in self.found.items() if found.said})
+        said = [f"Last line of {rank_names(ranks)}: {line}" for line, ranks in lines.items()]
+        return "\n".join([f"hang {headline}", *rows, advice, *said, *why, *self.damaged])
 
     # Causes
 
@@ -260,6 +265,7 @@ def _checked(content: Any) -> dict[str, Any]:
     """Return the content of a file with its calls as ``Call`` objects."""
     known: dict[str, Any] = dict(content)
     known["ranks"] = int(known["ranks"])
+    known["said"] = str(known.get("said", ""))
     known["calls"] = [_call(call) for call in known.get("calls", [])]
     known["states"] = {str(k): str(state) for k, state in dict(known.get("states", {})).items()}
     return known

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons
-from distlab.production.saving import say
+from distlab.production.saving import last_line, say
+from distlab.production.types import Group
 
 METRICS = (
     *("loss", "lr", "epoch", "accuracy", "top5_accuracy", "test_loss", "perplexity"),
@@ -114,17 +115,19 @@ class Reports:
 
     def show(self, step: int, text: str) -> None:
         """On rank 0, show the progress of the run."""
+        line = f"step {step:,} of {self.num_steps:,}  {text}"
+        last_line.append(line)
         if self.bar:
             self.bar.show(step, text)
-        elif self.rank == 0:
-            say(f"step {step:,} of {self.num_steps:,}  {text}")
-
-    def say(self, text: str) -> None:
-        """On rank 0, print a line that the progress bar does not overwrite."""
-        if self.bar:
-            self.bar.print(text)
         else:
-            say(text)
+            say(line)
+
+    def say(self, text: str, on_first_of: Group = None) -> None:
+        """On the first rank of a group, print a line that no progress bar overwrites."""
+        if self.bar and dist.get_rank(on_first_of) == 0:
+            self.bar.print(text)
+        elif dist.get_rank(on_first_of) == 0:
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Flush and close all outputs."""

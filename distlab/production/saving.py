@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -189,6 +190,9 @@ class _Now:
         failure, self.failure = self.failure, ""
         if failure:
             raise RuntimeError(failure)
+
+
+last_line = deque([""], maxlen=1)  # of this rank's log, for the evidence of a hang
 
 
 def say(text: str) -> None:

@@ -1,11 +1,14 @@
 """Reports on a training run: heartbeats, speed, loss and accuracy."""
 
 import math
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import current_thread
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.production.config import Config
@@ -16,10 +19,12 @@ from distlab.production.progress import ExactSteps, Interval, Progress
 from distlab.production.reports import LOG_EVERY, Reports, peak_flops_per_s
 from distlab.production.samples import blank
 from distlab.production.saving import Checkpoints
+from distlab.production.strategies import Strategy
 from distlab.production.strategies.base import DTYPES
 from distlab.production.watch import watch_of
 
 STRAGGLERS_OVER = 50  # steps
+OURS = (threading._MainThread, threading._DummyThread)  # the latter: autograd's, for a GPU
 AGREE_EVERY_S = 1.0
 LEAST_MFU = 0.0005  # lowest that is shown
 
@@ -53,6 +58,7 @@ class Telemetry:
         progress: Progress,
         sampler: Any,
         costs: Costs,
+        strategy: Strategy,
     ) -> None:
         num_steps = progress.step + len(sampler)  # the rest of this epoch
         num_steps += (config.epochs - sampler.epoch - 1) * steps_of_epoch(sampler)
@@ -64,14 +70,24 @@ class Telemetry:
         self.exact = ExactSteps(_wait_for(costs.device), every, progress.step + 1)
         self.timer = self.monitoring.StepTimer(synchronize=self.exact)
         window = STRAGGLERS_OVER // (LOG_EVERY if self.is_gpu else 1)
-        self.stragglers = self.monitoring.StragglerDetector(window=window)
+        # Only ranks with the same work are compared: workers, or the replicas of a stage.
+        is_uneven = config.has_servers or config.parallelism.pp > 1
+        self.peers = strategy.replicas if is_uneven else None
+        self.has_peers = strategy.computes
+        self.stragglers = self.monitoring.StragglerDetector(self.peers, window=window)
+        self.is_waiting = self.has_waited = self.is_computing = False
+        self.no_longer = ExitStack()
+        strategy.waiting = self.waiting
         self.interval = Interval(costs.device)
         self.steps_per_agreement = 1
 
     def __enter__(self) -> "Telemetry":
+        if dist.get_backend() in ("gloo", "nccl"):  # simulated ranks share one process
+            self.no_longer.enter_context(self._counted_waits())
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.no_longer.close()
         self.watch.close()
         self.reports.close()
 
@@ -81,11 +97,52 @@ class Telemetry:
         return counted
 
     @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count the block as computing, except for what waits for other ranks in it."""
+        self.is_computing, self.has_waited = True, False
+        with self.part("compute"):
+            yield
+        self.is_computing = False
+
+    @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the block, in which this rank waits for others, as communication."""
+        """Count the block, in which this rank waits for others, as communication.
+
+        All ranks enter such blocks equally often in a step.
+        """
         self.watch.beat(self.progress.step + 1)
+        with self._waits():
+            yield
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        before, self.is_waiting, self.has_waited = self.is_waiting, True, True
         with self.part("communication"):
             yield
+        self.is_waiting = before
+
+    @contextmanager
+    def _counted_waits(self) -> Iterator[None]:
+        """Within the block, also count waits for messages that no strategy has marked.
+
+        Pipelines, ZeRO and tensor parallelism wait inside their passes, and not all ranks do so
+        equally often. So only a step's first wait, before which a rank has done its own part alone,
+        is reported to the watch.
+        """
+        wait = dist.Work.wait
+
+        def counted(work: Any, *args: Any, **options: Any) -> Any:
+            is_ours = isinstance(current_thread(), OURS)
+            if self.is_waiting or not (self.is_computing and is_ours):
+                return wait(work, *args, **options)
+            with self._waits() if self.has_waited else self.waiting():
+                return wait(work, *args, **options)
+
+        dist.Work.wait = counted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            dist.Work.wait = wait  # type: ignore[method-assign]
 
     @property
     def is_gpu(self) -> bool:
@@ -136,9 +193,10 @@ class Telemetry:
             self.interval.add(loss_sum, num_samples)
         self.watch.busy_s = times.data_s + times.compute_s
         self.watch.beat(self.progress.step)
-        for slow in self.stragglers.add(times) if is_exact else []:
-            text = f"rank {slow.rank} is slow: {slow.ratio:.1f} times as long, by its {slow.part}"
-            self.reports.say(text)
+        for slow in self.stragglers.add(times) if is_exact and self.has_peers else []:
+            rank = dist.get_global_rank(self.peers or dist.group.WORLD, slow.rank)
+            text = f"rank {rank} is slow: {slow.ratio:.1f} times as long, by its {slow.part}"
+            self.reports.say(text, on_first_of=self.peers)
             self.reports.write({"straggler_ratio": slow.ratio}, self.progress.step)
 
     def is_due(self) -> bool:

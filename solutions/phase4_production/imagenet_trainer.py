@@ -71,8 +71,9 @@ class Training:
         self.checkpoints.resume()
         make_stop = lessons("fault_tolerance").StopRequest
         self.stop = make_stop(stop_signals(), control_group())
-        self.telemetry = Telemetry(config, lessons, self.progress, self.sampler, costs)
-        self.strategy.waiting = self.telemetry.waiting
+        self.telemetry = Telemetry(
+            config, lessons, self.progress, self.sampler, costs, self.strategy
+        )
         if config.profile:
             batch = next(iter(self.batches.of_epoch(self.strategy)))
             folder, unchanged = config.run_dir / "trace", self.checkpoints.unchanged
@@ -121,7 +122,7 @@ class Training:
         """Train on the rest of the epoch."""
         batches = self.batches.of_epoch(self.strategy)
         for inputs, targets in self.telemetry.timer.batches(batches):
-            with self.telemetry.part("compute"):
+            with self.telemetry.computing():
                 loss = self.train_step(inputs, targets)
             self.telemetry.end_step(loss, len(inputs), counts=self.strategy.counts)
             self.after_step()

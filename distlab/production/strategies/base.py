@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
@@ -38,8 +37,8 @@ class Strategy:
         module: Part of the model that this rank holds.
         optimizer: Optimizer of the parameters that this rank updates.
         replicas: Group of the ranks that share a batch.
-        waiting: Function that returns a context for blocks that wait for other ranks. All ranks
-            enter it equally often in a step.
+        waiting: Function that returns a context for blocks that wait for other ranks other than by
+            ``Work.wait``. All ranks enter it equally often in a step.
     """
 
     module: nn.Module
@@ -78,16 +77,6 @@ class Strategy:
         """Return a context that computes in 16 bits if configured."""
         dtype, is_half = DTYPES[self.config.precision], self.config.is_half
         return torch.autocast(self.device.type, dtype) if is_half else nullcontext()
-
-    def waits(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same function for calls that wait for the other ranks."""
-
-        @wraps(call)
-        def waiting(*args: Any) -> Any:
-            with self.waiting():
-                return call(*args)
-
-        return waiting
 
     # a step
 

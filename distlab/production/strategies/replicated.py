@@ -49,7 +49,7 @@ class TorchDDP(Strategy):
         self.ddp = self.called = DistributedDataParallel(model, **DDP_OPTIONS)
         self.hook = compression_hook(self)
         if self.hook:
-            self.ddp.register_comm_hook(None, self.waits(self.hook.__call__))
+            self.ddp.register_comm_hook(None, self.hook.__call__)
         self.make_optimizer()
 
     def backward(self, loss: Tensor) -> None:
@@ -91,7 +91,7 @@ class CourseDDP(TorchDDP):
         self.module = model
         self.hook = compression_hook(self)
         hook: Any = self.hook
-        start = self.waits(hook.all_reduce) if hook else self._start_all_reduce()
+        start = hook.all_reduce if hook else self._start_all_reduce()
         lesson = self.lessons("ddp")
         wrapped = lesson.DistributedDataParallel(model, all_reduce=start, group=self.replicas)
         self.ddp = self.called = wrapped

@@ -1,6 +1,7 @@
 """Sharded states, with a part of each batch on each rank: ZeRO, and torch's FSDP."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -42,17 +43,21 @@ class TorchFSDP(Strategy):
         self.make_optimizer()
 
     def _mark_waits(self) -> None:
-        """Count as waiting what waits for a message; torch has no hooks there.
-
-        The gather of a unit's parameters is waited for when it starts on the CPU, and in
-        ``wait_for_unshard`` on a GPU, where the next gather must start while this unit computes.
-        """
-        names = ["wait_for_unshard", "post_backward", "finalize_backward"]
-        names += ["unshard"] if self.device.type == "cpu" else []
+        """Count as waiting what makes a GPU's streams wait for messages; torch has no hooks there."""
         units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
-        for group in [unit._get_fsdp_state()._fsdp_param_group for unit in units]:
-            for name in names if group else []:
-                setattr(group, name, self.waits(getattr(group, name)))
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+        for group in groups if self.device.type == "cuda" else []:
+            for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
+                if group:
+                    setattr(group, name, self._waiting_in(getattr(group, name)))
+
+    def _waiting_in(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def waiting(*args: Any) -> Any:
+            with self.waiting():
+                return call(*args)
+
+        return waiting
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         """Return the logits, and reshard, so that an evaluation can swap parameters."""
@@ -130,8 +135,7 @@ class ShardedOptimizer(Strategy):
 
     def step(self) -> None:
         """Average the gradients, update this rank's shard, and gather the others'."""
-        with self.waiting():  # the update is short: a shard's
-            self.sharded.step()
+        self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts, with one optimizer per rank.

@@ -22,6 +22,7 @@ class Folder:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.folder = run_dir, run_dir / "hang" / "2026-11-27T18.40.12"
         self.folder.mkdir(parents=True)
+        self.said = ""
 
     def rank(self, rank: int, line: int, *calls: dict[str, Any], waits_in: str = "") -> None:
         """Write the evidence of a rank that is at a line of ``step``."""
@@ -29,7 +30,7 @@ class Folder:
         stack = f'{inner}  File "{PROGRAM}", line {line} in step\n'
         dump = f"main 0x7f01\nThread 0x00007f01 (most recent call first):\n{stack}"
         (self.folder / f"rank{rank}.txt").write_text(dump)
-        self.write(f"rank{rank}.json", ranks=2, step=7, calls=[*calls])
+        self.write(f"rank{rank}.json", ranks=2, step=7, calls=[*calls], said=self.said)
 
     def write(self, name: str, **content: Any) -> None:
         (self.folder / name).write_text(json.dumps(content))
@@ -257,3 +258,14 @@ def test_open_calls_and_the_newest_of_each_group_are_kept() -> None:
     )
     assert [c["number"] for c in found if c["group"] == "1"] == [1]
     assert [c["number"] for c in found if c["group"] == "0"] == [2, *range(2 * KEPT, 3 * KEPT)]
+
+
+def test_the_last_lines_of_the_logs_are_shown(evidence: Folder) -> None:
+    evidence.said = "step 10 of 60  loss 1.4"
+    evidence.rank(0, 21, call(3))
+    evidence.said = "step 20 of 60  loss 1.2"
+    evidence.rank(1, 33)
+    assert evidence.lines()[-2:] == [
+        "Last line of rank 0: step 10 of 60  loss 1.4",
+        "Last line of rank 1: step 20 of 60  loss 1.2",
+    ]

@@ -25,11 +25,18 @@ STRATEGIES: dict[str, Case] = {
     "fsdp": {"strategy": "fsdp"},
     "course": COURSE,
     "zero 1": {**COURSE, "zero_redundancy": 1},
+    "zero 2": {**COURSE, "zero_redundancy": 2},
+    "zero 3": {**COURSE, "zero_redundancy": 3},
+    "tensor": {**COURSE, "parallelism": "tp=2"},
+}
+UNEVEN: dict[str, Case] = {  # rank 0 has another kind of work than ranks 1 and 3
+    "pipeline": {**COURSE, "parallelism": "pp=2"},
+    "server": {**COURSE, "communication_pattern": "parameter_server"},
 }
 SLOW = {  # ranks that sleep, and the part of the step in which they do -> what is reported
     ((1,), "compute"): [(1, "compute")],
     ((1,), "data"): [(1, "data")],
-    ((0, 1), "compute"): [],
+    ((0, 1, 2, 3), "compute"): [],
 }
 STEPS = 3  # in an epoch, and judged together
 TIMES_AS_LONG = 10  # the sleep, in the longest undisturbed steps of any rank: noise is shorter
@@ -78,7 +85,9 @@ def _epoch(training: Training) -> tuple[list[tuple[int, str]], float]:
         training.train_epoch()
     longest_s = torch.tensor(max(steps_s))
     dist.all_reduce(longest_s, dist.ReduceOp.MAX)
-    return [(slow.rank, slow.part) for slow in named], float(longest_s)
+    group = detector.group or dist.group.WORLD
+    ranks = [(dist.get_global_rank(group, slow.rank), slow.part) for slow in named]
+    return ranks, float(longest_s)
 
 
 def _let_sleep(training: Training, sleep: Sleep) -> None:
@@ -102,11 +111,23 @@ def _let_sleep(training: Training, sleep: Sleep) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Who is named on each rank, with each strategy."""
-    folder = tmp_path_factory.mktemp("stragglers")
-    by_rank = in_world(named, 2, folder, [*STRATEGIES.values()])
-    return dict(zip(STRATEGIES, zip(*by_rank, strict=True), strict=True))
+    found = dict[str, Any]()
+    for size, cases in ((2, STRATEGIES), (4, UNEVEN)):
+        folder = tmp_path_factory.mktemp("stragglers")
+        by_rank = in_world(named, size, folder, [*cases.values()])
+        found |= dict(zip(cases, zip(*by_rank, strict=True), strict=True))
+    return found
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_slow_rank_is_named_and_no_other(outcomes: dict[str, Any], name: str) -> None:
     assert [*outcomes[name]] == [[*SLOW.values()]] * 2
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_rank_is_compared_with_those_that_have_the_same_work(
+    outcomes: dict[str, Any], name: str
+) -> None:
+    of_rank_0, of_rank_1, *_, of_rank_3 = outcomes[name]
+    assert of_rank_0 == [[]] * 3
+    assert of_rank_1 == of_rank_3 == [*SLOW.values()]
