@@ -60,7 +60,6 @@ SECOND_TIER = (
     "lab/test_mnist_mpi.py",
     "lab/test_mpi.py",
     "lab/test_own_phases.py",
-    "lab/test_parallelism.py",
     "lab/test_plan.py",
     "lab/test_quoted_phase2.py",
     "lab/test_quoted_phase3.py",

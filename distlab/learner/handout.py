@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from distlab import lessons
 from distlab.course import Challenge
 from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
@@ -22,10 +23,7 @@ LEFT_OUT = (
 GENERATED = ("data", "out")
 NOT_IN_GIT = ("__pycache__", "build", "dist")
 HIDDEN = (".gitignore", ".devcontainer")  # hidden files and folders that are handed out
-MOVED = {  # files left out that are handed out in another place
-    "distlab/learner/students_readme.md": "README.md",  # its links are relative to the root
-    "solutions/phase4_production/imagenet_trainer.py": "phase4_production/imagenet_trainer.py",
-}
+README = "distlab/learner/students_readme.md"  # its links are relative to the root
 
 
 def write(folder: CourseFolder, target: Path) -> int:
@@ -44,7 +42,7 @@ def write(folder: CourseFolder, target: Path) -> int:
     _check_unwritten(folder)
     root = folder.root
     files = {str(file.relative_to(root)): file for file in _files(root, root)}
-    files |= {new: root / old for old, new in MOVED.items() if (root / old).exists()}
+    files |= {new: root / old for old, new in _moved().items() if (root / old).exists()}
     try:
         for new, file in files.items():
             copy = target / new
@@ -54,6 +52,12 @@ def write(folder: CourseFolder, target: Path) -> int:
         place = error.filename or target
         raise WriteError(f"{place} cannot be written: {error.strerror or error}") from None
     return len(files)
+
+
+def _moved() -> dict[str, str]:
+    """Return the old and the new place of each file that is handed out in another place."""
+    trainer = f"{lessons.folder(4)}/imagenet_trainer.py"  # needed to train, and no answer
+    return {README: "README.md", f"{lessons.SOLUTIONS}/{trainer}": trainer}
 
 
 def _files(root: Path, parent: Path) -> Iterator[Path]:

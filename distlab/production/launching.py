@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from distlab import lessons
-from distlab.chosen import NotThereError
+from distlab.chosen import NotThereError, find
 from distlab.data import DataError
 from distlab.launch import LaunchError, SetupError, run
 from distlab.launch.launchers import launched
@@ -94,8 +94,9 @@ def _launch(arguments: Sequence[str], is_dry_run: bool) -> int:
         number = _whole(given, "nodes", "1")
         print_prediction(config_of({**given, "backend": "sim"}), number)
         return 0
-    nodes = _nodes(given)
-    config, impl = config_of(given), impl_of(given)
+    nodes, impl = _nodes(given), impl_of(given)
+    find(impl, ())  # says so if the course is not here at all, and with it its configurations
+    config = config_of(given)
     find_lessons(impl, config)
     if (missing := without(unwritten_services(impl))) and os.environ.get("RANK", "0") == "0":
         say(missing)

@@ -110,7 +110,9 @@ class _Timer:
 class _Stragglers:
     """Finds nobody slow."""
 
-    def __init__(self, window: int) -> None: ...
+    group = None
+
+    def __init__(self, group: Group, window: int) -> None: ...
 
     def add(self, times: object) -> list[Any]:
         return []

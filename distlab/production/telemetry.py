@@ -24,7 +24,7 @@ from distlab.production.strategies.base import DTYPES
 from distlab.production.watch import watch_of
 
 STRAGGLERS_OVER = 50  # steps
-OURS = (threading._MainThread, threading._DummyThread)  # the latter: autograd's, for a GPU
+OURS = (type(threading.main_thread()), threading._DummyThread)  # the latter: autograd's
 AGREE_EVERY_S = 1.0
 LEAST_MFU = 0.0005  # lowest that is shown
 
@@ -71,8 +71,8 @@ class Telemetry:
         self.timer = self.monitoring.StepTimer(synchronize=self.exact)
         window = STRAGGLERS_OVER // (LOG_EVERY if self.is_gpu else 1)
         # Only ranks with the same work are compared: workers, or the replicas of a stage.
-        is_uneven = config.has_servers or config.parallelism.pp > 1
-        self.peers = strategy.replicas if is_uneven else None
+        self.is_uneven = config.has_servers or config.parallelism.pp > 1
+        self.peers = strategy.replicas if self.is_uneven else None
         self.has_peers = strategy.computes
         self.stragglers = self.monitoring.StragglerDetector(self.peers, window=window)
         self.is_waiting = self.has_waited = self.is_computing = False
@@ -125,9 +125,8 @@ class Telemetry:
     def _counted_waits(self) -> Iterator[None]:
         """Within the block, also count waits for messages that no strategy has marked.
 
-        Pipelines, ZeRO and tensor parallelism wait inside their passes, and not all ranks do so
-        equally often. So only a step's first wait, before which a rank has done its own part alone,
-        is reported to the watch.
+        The stages of a pipeline do not wait equally often, nor do servers and workers. Of them, the
+        watch counts only a step's first wait.
         """
         wait = dist.Work.wait
 
@@ -135,7 +134,7 @@ class Telemetry:
             is_ours = isinstance(current_thread(), OURS)
             if self.is_waiting or not (self.is_computing and is_ours):
                 return wait(work, *args, **options)
-            with self._waits() if self.has_waited else self.waiting():
+            with self._waits() if self.is_uneven and self.has_waited else self.waiting():
                 return wait(work, *args, **options)
 
         dist.Work.wait = counted  # type: ignore[method-assign, assignment]
@@ -194,7 +193,7 @@ class Telemetry:
         self.watch.busy_s = times.data_s + times.compute_s
         self.watch.beat(self.progress.step)
         for slow in self.stragglers.add(times) if is_exact and self.has_peers else []:
-            rank = dist.get_global_rank(self.peers or dist.group.WORLD, slow.rank)
+            rank = dist.get_process_group_ranks(self.peers)[slow.rank]
             text = f"rank {rank} is slow: {slow.ratio:.1f} times as long, by its {slow.part}"
             self.reports.say(text, on_first_of=self.peers)
             self.reports.write({"straggler_ratio": slow.ratio}, self.progress.step)

@@ -22,22 +22,19 @@ MAY_IMPORT = {
     "explore": {"launch", "lessons", "sim"},
     "data": set(),
     "models": {"data"},
-    "plot": {"lessons"},
+    "plot": set(),
     "course": set(),
     "lessons": {"course"},
     "grade": {"course", "launch", "lessons", "sim"},
     "learner": {"course", "grade", "launch", "lessons", "sim"},
     "races": {"course", "grade", "launch", "sim"},
     "chosen": {"course", "grade", "learner", "lessons"},
-    "parallel": {"lessons", "models"},
-    "training": {
-        *("chosen", "data", "grade", "launch", "lessons", "models", "parallel", "process_group")
-    },
-    "demo": {"chosen", "lessons", "plot", "training"},
-    "doctor": {"data", "launch", "training"},
+    "demo": {"chosen", "launch", "lessons", "production"},
+    "doctor": {"data", "launch"},
     "shared_memory": set(),
     "production": {
-        *("chosen", "data", "grade", "launch", "lessons", "models", "shared_memory", "sim")
+        *("chosen", "data", "grade", "launch", "lessons", "models", "process_group"),
+        *("shared_memory", "sim"),
     },
     "bench": {
         *("chosen", "grade", "launch", "lessons", "plot", "production", "shared_memory", "sim")
@@ -58,7 +55,6 @@ MAY_IMPORT = {
             "production",
             "races",
             "sim",
-            "training",
         )
     },
     "__main__": {"cli"},

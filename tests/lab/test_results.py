@@ -42,9 +42,9 @@ def test_what_a_command_names_is_there(command: str) -> None:
 
 @pytest.mark.parametrize("page", [README, RESULTS], ids=["README", "results"])
 def test_commands_of_the_trainer_are_there(page: str) -> None:
-    lines = re.findall(r"^scripts/.*$", page, flags=re.MULTILINE)
-    assert lines
-    assert [missing(line.partition("#")[0]) for line in lines] == [[]] * len(lines)
+    configs = re.findall(r"^distlab train --config (\S+)", page, flags=re.MULTILINE)
+    assert configs
+    assert [name for name in configs if not (ROOT / name).exists()] == []
 
 
 SIMULATED = re.findall(

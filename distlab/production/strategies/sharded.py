@@ -43,7 +43,7 @@ class TorchFSDP(Strategy):
         self.make_optimizer()
 
     def _mark_waits(self) -> None:
-        """Count as waiting what makes a GPU's streams wait for messages; torch has no hooks there."""
+        """Count what makes a GPU's streams wait for messages; torch has no hooks there."""
         units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
         for group in groups if self.device.type == "cuda" else []:
@@ -114,9 +114,14 @@ class _WholeOptimizer:
         self.module, self.optimizer = strategy.module, strategy.optimizer
 
     def state_dict(self) -> dict[str, Any]:
+        if not self.optimizer.state:  # torch would take a step to make it, and keep its momentum
+            return {}
         return get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            self.optimizer.state.clear()
+            return
         set_optimizer_state_dict(self.module, self.optimizer, dict(state), options=SPREAD)
 
 

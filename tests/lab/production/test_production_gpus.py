@@ -174,10 +174,10 @@ def test_what_is_kept_meanwhile_is_on_the_cpu() -> None:
     checkpoints: Any = Checkpoints.__new__(Checkpoints)
     with PretendDevice() as device:
         value = torch.ones(3, device=device)
-        checkpoints.state = mock.Mock(state_dict=lambda: {"parts": [{"value": value}]})
+        checkpoints.own_state = mock.Mock(state_dict=lambda: {"parts": [{"value": value}]})
         with checkpoints.unchanged():
             value.zero_()
-        [(state,)] = [call.args for call in checkpoints.state.load_state_dict.call_args_list]
+        [(state,)] = [call.args for call in checkpoints.own_state.load_state_dict.call_args_list]
         kept = state["parts"][0]["value"]
         assert device_of(kept) == torch.device("cpu")
         assert kept.tolist() == [1.0] * 3

@@ -83,7 +83,7 @@ def _epoch(training: Training) -> tuple[list[tuple[int, str]], float]:
 
     with mock.patch.object(detector, "add", added):
         training.train_epoch()
-    longest_s = torch.tensor(max(steps_s))
+    longest_s = torch.tensor(max([0.0, *steps_s]))
     dist.all_reduce(longest_s, dist.ReduceOp.MAX)
     group = detector.group or dist.group.WORLD
     ranks = [(dist.get_global_rank(group, slow.rank), slow.part) for slow in named]

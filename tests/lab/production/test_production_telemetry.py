@@ -88,17 +88,18 @@ def timed(run_dir: Path, num_steps: int) -> tuple[list[tuple[int, StepTimes]], l
     config, costs = little(run_dir), Costs(torch.device("cuda"), 1.0, 1.0)
     lessons = find_lessons("solution", config)
     sampler = lessons("training_state").ResumableSampler(21, 8, 0, None)
+    strategy: Any = SimpleNamespace(replicas=None, computes=True)
     with (
         mock.patch.object(torch.cuda, "current_stream", return_value=gpu),
         mock.patch.object(torch.cuda, "synchronize", gpu.synchronize),
         mock.patch.object(telemetry, "Interval", side_effect=lambda _: Interval(CPU)),
-        Telemetry(config, lessons, progress, sampler, costs) as told,
+        Telemetry(config, lessons, progress, sampler, costs, strategy) as told,
     ):
         told.timer.clock = lambda: gpu.now_s
         told.stragglers = SimpleNamespace(add=lambda t: found.append((progress.step, t)) or [])
         for step in range(1, num_steps + 1):
             before = gpu.num_waits
-            with told.part("compute"):
+            with told.computing():
                 gpu.start(SECOND)
                 with told.waiting():
                     pass
