@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from distlab.production.batches import on_device
 from distlab.production.config import Config, make_config
 from distlab.production.datasets import open_data
-from distlab.production.loading import loader_of
+from distlab.production.loading import evaluation_keys, loader_of
 
-BATCH, CPU = 64, torch.device("cpu")
+BATCH = 64
 
 
 def write_images(folder: Path, number: int) -> None:
@@ -40,14 +39,14 @@ def write_images(folder: Path, number: int) -> None:
 
 
 def batches(config: Config, number: int) -> Iterator[torch.Tensor]:
-    """Yield the batches of an epoch, as the model gets them."""
-    keys = [[(0, k) for k in part] for part in torch.arange(number).split(BATCH)]
-    for images, _ in loader_of(open_data(config).train, keys, config, CPU):
-        yield on_device(images, config, CPU)
+    """Yield the batches of an epoch, as they travel to the device."""
+    keys = evaluation_keys(number, BATCH, rank=0, num_ranks=1)
+    for images, _ in loader_of(open_data(config).train, keys, config, torch.device("cpu")):
+        yield images
 
 
 def main() -> None:
-    """Print the median speed of loading alone, and of loading and normalising."""
+    """Print the median speed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=5)

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 from distlab import data
+from distlab.lessons import COURSE
 from distlab.production.launching import launch
 
 RUNS = Path("out/local")
+CONFIG = COURSE / "configs/digits_cpu.yaml"  # for all other keys
 RECIPE = {"model": "resnet18", "optimizer": "sgd", "weight_decay": 5e-4, "label_smoothing": 0}
 DIGITS_SIDE = 16  # twice a digit's side, and the smallest side that ResNets accept
 
@@ -23,6 +25,7 @@ def main() -> int:
     """Train as the command line says, and return the trainer's exit code."""
     options = _parser().parse_args()
     keys = {
+        "config": CONFIG,
         **RECIPE,
         "epochs": options.epochs,
         "batch_size": options.batch_size,

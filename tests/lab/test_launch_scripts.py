@@ -19,8 +19,9 @@ from torch.distributed.run import get_args_parser
 
 from distlab.data import DataError
 from distlab.production import launching
-from distlab.production.config import load_config, make_config, split_arguments
+from distlab.production.config import load_config, split_arguments
 from distlab.production.launching import Nodes, _torchrun_options, launch
+from distlab.production.program import config_of
 from distlab.production.world import stop_signals
 from scripts import launch_local
 
@@ -195,9 +196,10 @@ def test_launch_local_takes_digits_where_cifar_is_not_to_be_had(
     monkeypatch.setattr(launch_local, "launch", trained)
     assert launch_local.main() == 0
     assert "CIFAR-10 cannot be had (cause: URLError" in capsys.readouterr().err
-    config = make_config(split_arguments(trained.call_args.args[0]), "the command")
+    config = config_of(split_arguments(trained.call_args.args[0]))
     assert (config.data, config.model, config.num_gpus) == ("digits", "resnet18", 3)
     assert config.lr_batch_size == config.batch_size == 512
+    assert (config.strategy, config.schedule) == ("ddp", "cosine")
     assert config.run_dir == Path("out/local/1")
 
 
