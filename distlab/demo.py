@@ -95,8 +95,8 @@ def _findings(trained: dict[int, Records]) -> list[str]:
     speed = _images_per_s(shared) / _images_per_s(alone)
     losses = zip(_of(alone, "loss"), _of(shared, "loss"), strict=True)
     findings = [
-        f"Same training: in float64, over {alone[-1]['step']} steps, the two losses were never "
-        f"further apart than {max(abs(a - b) for a, b in losses):.1e}.",
+        f"Same training: in float64, over {alone[-1]['step']} steps, the two losses, means of ten "
+        f"steps, were never further apart than {max(abs(a - b) for a, b in losses):.1e}.",
         "Same result: test accuracy "
         f"{_of(alone, 'accuracy')[-1]:.1%} and {_of(shared, 'accuracy')[-1]:.1%}.",
         f"Speed: 4 workers trained {speed:.1f} times as many images per second as 1, "

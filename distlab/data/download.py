@@ -81,7 +81,7 @@ def _advice(dataset: str, root: Path, files: str, error: Exception) -> str:
         f"  do one of these:\n"
         f"  - put {files} (from a machine with internet)\n"
         f"  - give the folder that has them by --data_dir (or DISTLAB_DATA)\n"
-        f"  - use --dataset digits, which needs no download\n"
+        f"  - use --data digits, which needs no download\n"
         f"  If the files are there, they are damaged: delete them and try again."
     )
 

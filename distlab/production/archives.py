@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from distlab.data import DataError
+from distlab.torchvision_repair import import_torchvision
 
 HEADER_BYTES, LENGTHS_AT = 30, 26  # of a member's own header, and in it, of two fields after it
 
@@ -78,10 +79,17 @@ def open_archives(folder: Path, half: str) -> tuple[Members, list[str]]:
     return Members(archives, places, torch.tensor([numbers[name] for name in names])), classes
 
 
+def _is_image(name: str) -> bool:
+    """Return True for an image in a folder of its class, by the suffixes that torchvision knows."""
+    path = PurePosixPath(name)
+    known = import_torchvision().datasets.folder.IMG_EXTENSIONS
+    return bool(path.parent.name) and path.suffix.lower() in known
+
+
 def _entries(archive: Path) -> list[zipfile.ZipInfo]:
     try:
         with zipfile.ZipFile(archive) as opened:
-            entries = [info for info in opened.infolist() if not info.is_dir()]
+            entries = [info for info in opened.infolist() if _is_image(info.filename)]
     except (OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{archive} cannot be read: {error}") from None
     if not entries:

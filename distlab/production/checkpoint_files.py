@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from distlab import lessons
 from distlab.production.config import Config
+from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons
 from distlab.production.states import Own, cut, empty_tensors, with_tensors
 from distlab.production.types import HasState
@@ -47,19 +49,22 @@ class Whole:
         """Return the newest undamaged checkpoint, as rank 0 sees it; called on all ranks.
 
         Raises:
-            RuntimeError: There are checkpoints, but all are damaged; raised on all ranks.
+            ConfigError: All checkpoints are damaged, or of another run; raised on all ranks.
         """
-        answer = [self._read() if self.is_writer else None]
+        answer: list[Any] = [self._read() if self.is_writer else None]
         dist.broadcast_object_list(answer, src=0)
-        if isinstance(answer[0], str):
-            raise RuntimeError(answer[0])
-        return answer[0]
+        if isinstance(answer[0], ConfigError):
+            raise answer[0]
+        found: Found | None = answer[0]
+        return found
 
-    def _read(self) -> Found | str | None:
+    def _read(self) -> Found | ConfigError | None:
         try:
             loaded = self.lesson.load_checkpoint(self.folder)
-        except (RuntimeError, OSError) as error:
-            return str(error)
+        except RuntimeError as error:
+            return damaged(error)
+        except OSError as error:
+            return of_another_run(self.folder, error)
         skipped = {str(path): reason for path, reason in loaded.skipped.items()} if loaded else {}
         return Found(loaded.step, loaded.state, skipped) if loaded else None
 
@@ -101,8 +106,7 @@ class InShards(Whole):
         """Return the newest undamaged checkpoint, with this rank's tensors in its parts.
 
         Raises:
-            RuntimeError: There are checkpoints, but all are damaged; raised on all ranks.
-            ValueError: The checkpoint lacks something of this run; raised on all ranks.
+            ConfigError: All checkpoints are damaged, or of another run; raised on all ranks.
         """
         size = torch.zeros(1, dtype=torch.int64)
         found = self._load({LAYOUT_BYTES: size})
@@ -114,7 +118,8 @@ class InShards(Whole):
         for name, part in self.own.items():
             part.expect(layout["parts"].get(name, {}))
         common = {k: v for k, v in empty_tensors(layout).items() if not self._is_own(k)}
-        self._load({**common, **self._own_tensors()})
+        if self._load({**common, **self._own_tensors()}).step != found.step:
+            raise RuntimeError(f"the checkpoints in {self.folder} changed while they were loaded")
         return Found(found.step, with_tensors(layout, common), found.skipped)
 
     def _is_own(self, place: str) -> bool:
@@ -122,7 +127,27 @@ class InShards(Whole):
 
     def _load(self, tensors: Mapping[str, Tensor]) -> Any:
         wanted = {name: _whole(tensor) for name, tensor in tensors.items()}
-        return self.lesson.load_sharded(wanted, self.folder, self.group)
+        try:
+            return self.lesson.load_sharded(wanted, self.folder, self.group)
+        except (ValueError, OSError) as error:
+            raise of_another_run(self.folder, error) from error
+        except RuntimeError as error:  # also of a lost rank, after which a restart helps
+            if any(path.name in str(error) for path in self.folder.glob("step-*")):
+                raise damaged(error) from error
+            raise
+
+
+def damaged(error: Exception) -> ConfigError:
+    """Return the error for a folder in which all checkpoints are damaged."""
+    return ConfigError(f"{error}. Move the folder away to begin anew")
+
+
+def of_another_run(folder: Path, error: Exception) -> ConfigError:
+    """Return the error for a folder whose checkpoints do not fit this run."""
+    return ConfigError(
+        f"the checkpoints in {folder} are of another run ({error}): choose another run_dir, or set "
+        "the keys back"
+    )
 
 
 def _whole(tensor: Tensor) -> Any:

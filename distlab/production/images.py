@@ -188,7 +188,7 @@ def _sources(config: Config) -> Sources:
             return _in_folders(digits_folder(config.data_dir or data_root() / "digits-jpeg"))
     if config.data == "imagefolder":
         folder = Path(config.data_dir or "")
-        is_zipped = any(folder.glob("train*.zip"))
+        is_zipped = not (folder / "train").is_dir() and any(folder.glob("train*.zip"))
         return _in_archives(folder) if is_zipped else _in_folders(folder)
     side = config.image_size
     is_made_up = config.data == "synthetic"

@@ -92,6 +92,8 @@ def _launch(arguments: Sequence[str], is_dry_run: bool) -> int:
     given = split_arguments(arguments)
     if is_dry_run:
         number = _whole(given, "nodes", "1")
+        for key in ("node_rank", "rendezvous", "max_restarts"):
+            given.pop(key, None)
         print_prediction(config_of({**given, "backend": "sim"}), number)
         return 0
     nodes, impl = _nodes(given), impl_of(given)

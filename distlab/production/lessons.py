@@ -72,7 +72,9 @@ def unwritten_services(impl: str) -> list[str]:
     """Return the names of the services that have a stand-in."""
     if impl == "solution":
         return []
-    return [name for name, service in SERVICES.items() if chosen.unwritten(service.tasks)]
+    missing = [name for name, service in SERVICES.items() if chosen.unwritten(service.tasks)]
+    needs_other = "training_state" in missing and "checkpoint" not in missing
+    return [*missing, *(["checkpoint"] if needs_other else [])]
 
 
 def without(services: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ def begin(config: Config, progress: Progress) -> None:
     ranks += ", simulated: times are virtual" * (config.backend == "sim")
     say(f"{config.model} on {config.data}, strategy {config.strategy}, {ranks}: {config.run_dir}")
     if progress.evaluated == config.epochs:
-        say(f"{config.run_dir} is complete: raise epochs to go on, or choose another run_dir")
+        say(f"{config.run_dir} is complete, so nothing is trained: raise epochs or change run_dir")
     if dist.get_rank() == 0:
         files.write_whole(config.run_dir / "config.yaml", to_yaml(config).encode())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from distlab.launch.launchers import speaks_for_its_machine
-from distlab.production.checkpoint_files import InShards, Whole
+from distlab.production.checkpoint_files import InShards, Whole, of_another_run
 from distlab.production.config import Config
 from distlab.production.errors import CannotSaveError, ConfigError
 from distlab.production.lessons import Lessons
@@ -75,12 +75,7 @@ class Checkpoints:
         """
         if not self._check_folders():
             return
-        try:
-            found = self.files.find()
-        except RuntimeError as error:
-            raise ConfigError(f"{error}. Move the folder away to begin anew") from error
-        except (ValueError, OSError) as error:
-            raise self._of_another_run(error) from error
+        found = self.files.find()
         if found is None:
             return
         for path, reason in found.skipped.items():
@@ -90,15 +85,9 @@ class Checkpoints:
         except torch.OutOfMemoryError:
             raise
         except (ValueError, KeyError, RuntimeError) as error:
-            raise self._of_another_run(error) from error
+            raise of_another_run(self.folder, error) from error
         self.given_step = self.durable_step = found.step
         say(f"goes on after step {found.step:,}")
-
-    def _of_another_run(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"the checkpoints in {self.folder} are of another run ({error}): choose another "
-            "run_dir, or set the keys back"
-        )
 
     def _check_folders(self) -> bool:
         """Return whether rank 0 sees checkpoints.

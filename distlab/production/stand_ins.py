@@ -122,7 +122,7 @@ class _Lines:
     """Writes metrics as lines of JSON."""
 
     def __init__(self, path: Path, resume_after: int) -> None:
-        self.file = path.open("w", encoding="utf-8")
+        self.file = path.open("a" if resume_after else "w", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         print(json.dumps({"step": step, **metrics}), file=self.file, flush=True)
@@ -142,14 +142,19 @@ class _Nowhere:
 
 
 def _throughput(num_samples: int, seconds: float) -> float:
-    """Return the samples per second of all ranks, as if they had as many as this one."""
-    return dist.get_world_size() * num_samples / max(seconds, 1e-9)
+    """Return the samples per second of all ranks together."""
+    total = torch.tensor(float(num_samples), device=lessons.given_4.group_device())
+    dist.all_reduce(total)
+    return float(total) / max(seconds, 1e-9)
 
 
 STAND_INS: dict[str, Any] = {
     "training_state": SimpleNamespace(ResumableSampler=_Sampler, TrainingState=_State),
     "checkpoint": SimpleNamespace(
-        AsyncCheckpointer=_Checkpointer, load_checkpoint=lambda folder: None
+        AsyncCheckpointer=_Checkpointer,
+        load_checkpoint=lambda folder: None,
+        load_sharded=lambda wanted, folder, group: None,
+        save_sharded=lambda shards, folder, step, group, keep: None,
     ),
     "fault_tolerance": SimpleNamespace(StopRequest=_Stop),
     "monitoring": SimpleNamespace(

@@ -82,6 +82,7 @@ class Own(PerRank):
         """Restore this rank's state with the numbers in ``tensors``; errors as of ``PerRank``."""
         filled = {rank: with_tensors(layout, self.tensors) for rank, layout in state.items()}
         super().load_state_dict(filled)
+        self.tensors = {}
 
 
 def cut(state: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -181,7 +181,7 @@ def test_offline_the_error_says_what_to_put_where(
         f"into {tmp_path / folder}",
         "Connection refused",
         "--data_dir",
-        "--dataset digits",
+        "--data digits",
     ):
         assert part in message
     assert raised.value.__suppress_context__, "torchvision's traceback would follow"

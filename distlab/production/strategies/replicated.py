@@ -18,6 +18,7 @@ from distlab.production.lessons import Lessons
 from distlab.production.states import Own
 from distlab.production.strategies.base import Strategy
 from distlab.production.types import Group, HasState
+from distlab.production.world import WAIT_S
 from distlab.shared_memory import SharedMemory
 
 POWER_SGD_RANK = 4
@@ -140,20 +141,21 @@ def all_reduce_of(strategy: Strategy) -> Any:
     if pattern == "hierarchical":
         return _hierarchical(strategy)
     if pattern == "shared_memory":
-        return _in_shared_memory(strategy.replicas)
+        return _in_shared_memory(strategy)
     if pattern == "auto":
         is_whole = strategy.num_replicas == dist.get_world_size() > 1
         with suppress(ConfigError):  # several hosts, or another backend
             on_cpus = strategy.device.type == "cpu" and is_whole
-            return _in_shared_memory(strategy.replicas) if on_cpus else None
+            return _in_shared_memory(strategy) if on_cpus else None
         return None
     lesson, name = ALL_REDUCES[pattern]
     return getattr(strategy.lessons(lesson), name)
 
 
-def _in_shared_memory(group: Group) -> Any:
+def _in_shared_memory(strategy: Strategy) -> Any:
+    timeout_s = max(strategy.config.heartbeat_timeout_s, WAIT_S)
     try:
-        return SharedMemory(group).all_reduce
+        return SharedMemory(strategy.replicas, timeout_s=timeout_s).all_reduce
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"communication_pattern: shared_memory: {error}") from None
 

@@ -140,7 +140,8 @@ class ShardedOptimizer(Strategy):
 
     def step(self) -> None:
         """Average the gradients, update this rank's shard, and gather the others'."""
-        self.sharded.step()
+        with self.waiting():  # the update is short: a shard's
+            self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts, with one optimizer per rank.

@@ -160,9 +160,10 @@ class Split(CourseDDP):
         if not self.sharded:
             super().step()
             return
-        self.sharded.step()
-        if self.tied is not None:
-            dist.broadcast(self.tied.detach(), group=self.mesh.ends, group_src=0)
+        with self.waiting():
+            self.sharded.step()
+            if self.tied is not None:
+                dist.broadcast(self.tied.detach(), group=self.mesh.ends, group_src=0)
 
     def _loss(self, stage: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         inputs, targets = batch[:2]

@@ -109,7 +109,7 @@ def test_a_finished_run_says_so_and_keeps_its_result(start: Start, tmp_path: Pat
     before = (run / "result.json").read_text()
     code, told = start(little(run, **large))
     assert (code, (run / "result.json").read_text()) == (0, before)
-    assert f"{run} is complete: raise epochs to go on, or choose another run_dir" in told
+    assert f"{run} is complete, so nothing is trained: raise epochs" in told
     code, told = start(little(run, epochs=1, **large))
     assert (code, (run / "result.json").read_text()) == (78, before)
     assert f"{run} has been trained for 2 epochs, and epochs is 1" in told

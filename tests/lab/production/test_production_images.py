@@ -235,6 +235,8 @@ def zipped(folder: Path, target: Path, compression: int = zipfile.ZIP_STORED) ->
         for k in range(number):
             with zipfile.ZipFile(target / f"{half}-{k}.zip", "w", compression) as archive:
                 archive.mkdir(files[0].parent.name)
+                archive.writestr("x/.DS_Store", b"no image")
+                archive.writestr("list.jpg", b"in no class")
                 for path in files[k::number]:
                     archive.write(path, f"x/{path.relative_to(folder / half)}")
     return target

@@ -5,9 +5,12 @@ They do so on simulated ranks, and a sample of them in processes, too.
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from little_runs import GPT, Case, Outcome, in_world, little, on_each_rank, plain, started
+
+from distlab.production import lessons
 
 pytestmark = pytest.mark.usefixtures("fast_ranks")
 
@@ -59,6 +62,8 @@ SPLIT: dict[str, Case] = {
     "pipeline zero 1": {**PIPELINE, "zero_redundancy": 1},
     "tensor zero 1": {**TENSOR, "zero_redundancy": 1},
     "pipeline does not decay norms": {**PIPELINE, **NO_DECAY},
+    "flat pipeline": {**PIPELINE, "gradients": "flat"},
+    "gpt flat both": {**GPT, **BOTH, "gradients": "flat"},
     "gpt pipeline": {**GPT, **PIPELINE},
     "gpt tensor": {**GPT, **TENSOR},
     "gpt both": {**GPT, **BOTH},
@@ -70,6 +75,7 @@ PROCESSES_3: dict[str, Case] = {
     "fsdp profiles": {"strategy": "fsdp", "profile": True},
     "course compiles": {**COURSE, "compile": True, "accumulate": 2},
     "shared memory": {**COURSE, "communication_pattern": "shared_memory"},
+    "native": {**COURSE, "communication_pattern": "native"},
 }
 PROCESSES_4 = {name: SPLIT[name] for name in ("both", "gpt both", "gpt pipeline zero 1")}
 WORLDS = {
@@ -152,3 +158,18 @@ def test_embedding_and_head_keep_the_same_bits(tmp_path: Path, stage: int) -> No
 def test_without_decay_of_norms_the_losses_are_others(expected: dict[str, Outcome]) -> None:
     """Show that the tests above can detect whether norms decay."""
     assert expected["decay_norms"]["losses"] != pytest.approx(expected[""]["losses"], rel=1e-3)
+
+
+def without_services(run_dir: Path) -> list[int]:
+    """Train with stand-ins for all lessons that serve a run; return the trained epochs."""
+    cases: list[Case] = [{}, {**COURSE, "zero_redundancy": 1}, PIPELINE, SERVER]
+    with mock.patch.object(lessons, "unwritten_services", return_value=[*lessons.SERVICES]):
+        trainings = [started(little(run_dir / str(k), **case)) for k, case in enumerate(cases)]
+    for training in trainings:
+        training.run()
+    return [training.progress.evaluated for training in trainings]
+
+
+@pytest.mark.parametrize("backend", ["sim", "gloo"])
+def test_every_strategy_trains_with_stand_ins(tmp_path: Path, backend: str) -> None:
+    assert in_world(without_services, 2, tmp_path, backend=backend) == [[2] * 4] * 2
