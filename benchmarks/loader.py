@@ -1,6 +1,6 @@
 """Images per second that one core decodes, augments and puts into batches, as ImageNet's are.
 
-    python benchmarks/loader.py [--images 300] [--rounds 5]
+    python benchmarks/loader.py [--images 200] [--rounds 3]
 
 Writes JPEG files of 500 x 375 pixels, about 100 kB each, and loads them as training does: a random
 part of each, 224 x 224, perhaps mirrored, in batches of 64, in one process with one thread.
@@ -48,8 +48,8 @@ def batches(config: Config, number: int) -> Iterator[torch.Tensor]:
 def main() -> None:
     """Print the median speed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -129,5 +129,6 @@ def test_a_rank_is_compared_with_those_that_have_the_same_work(
     outcomes: dict[str, Any], name: str
 ) -> None:
     of_rank_0, of_rank_1, *_, of_rank_3 = outcomes[name]
-    assert of_rank_0 == [[]] * 3
+    # Steps of a stage without a sleeping rank are so short that noise may name one of its ranks.
+    assert {rank for named in of_rank_0 for rank, _ in named} <= {0, 2}
     assert of_rank_1 == of_rank_3 == [*SLOW.values()]
