@@ -80,7 +80,7 @@ def unwritten_services(impl: str) -> list[str]:
 def without(services: Sequence[str]) -> str:
     """Return a line that says what a run lacks without some services; "" if there are none."""
     parts = [f"{SERVICES[s].what} ({', '.join(SERVICES[s].tasks)})" for s in services]
-    return f"trains without {joined(parts)}, which you have not written yet" if parts else ""
+    return f"trains without {joined(parts)} until these tasks are written" if parts else ""
 
 
 def tasks_of(config: Config) -> tuple[str, ...]:
