@@ -101,7 +101,7 @@ class Strategy:
         for place, (x, y) in enumerate(micro_batches, start=1):
             with self.accumulating(is_last=place == len(micro_batches)):
                 with self.autocast():
-                    loss = self.loss_sum(self.called(x)[: len(y)], y)
+                    loss = self.loss_sum(_first(self.called(x), len(y)), y)
                 self.backward(self.scaler.scale(loss * scale))
             total += loss.detach()
         return total
@@ -204,6 +204,11 @@ class Strategy:
             "optimizer": self.optimizer,
             "scaler": self.scaler,
         }
+
+
+def _first(logits: Tensor, count: int) -> Tensor:
+    """Return the first logits; a slice's gradient is one more tensor of the size of all logits."""
+    return logits if len(logits) == count else logits[:count]
 
 
 def _repeated(inputs: Tensor, least: int) -> Tensor:
