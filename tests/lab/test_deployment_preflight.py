@@ -60,7 +60,7 @@ def test_a_node_with_one_gpu_has_no_links_inside() -> None:
 def test_nodes_that_are_slow_together_are_named() -> None:
     meeting = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-id=check"
     options = ["--nnodes=3", "--local-addr=127.0.0.1", *meeting.split()]
-    nodes = [started(options, HOPELESS, f"node{number}") for number in (4, 5, 6)]
+    nodes = [started(options, HOPELESS, f"node{number}", ranks=1) for number in (4, 5, 6)]
     codes, outs, _ = zip(*ended(nodes), strict=True)
     assert "".join(outs).split() == ["node4", "node5", "node6"]
     assert {*codes} == {1}

@@ -293,7 +293,7 @@ def test_a_save_that_takes_longer_than_the_heartbeats_limit_ends_nothing(
     runs: Callable[..., Runs],
 ) -> None:
     run = runs(heartbeat_timeout_s=2)
-    (run.pace / "disk").write_text("5")
+    (run.pace / "disk").write_text("3")
     run.start()
     assert run.ended() == 0, run.told()
     assert run.hangs() == 0
