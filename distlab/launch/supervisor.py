@@ -244,11 +244,15 @@ class Supervisor:
             self._check_waiting(now, running, idle_s)
 
     def _check_waiting(self, now: float, running: list[RankProcess], idle_s: float) -> None:
-        """End a world that waits for too long, except while a rank has child processes."""
+        """End a world that waits for too long, except while a rank has child processes.
+
+        On a busy machine, neither the ranks nor this process may get a processor: so few looks that
+        all of them found a rank ready prove no wait.
+        """
         waited_s = now - self._idle_since
         if waited_s > idle_s / 2 and any(rank.has_children() for rank in running):
             self._start_to_wait(now)
-        elif waited_s > idle_s:
+        elif waited_s > idle_s and not any(rank.looks_ready for rank in running):
             self.exceeded = Exceeded("idle", idle_s)
 
     def _start_to_wait(self, now: float) -> None:

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from distlab import launch
-from distlab.launch import Limits, fork_server_main
+from distlab.launch import Limits, fork_server_main, supervisor
+from distlab.launch.rank import RankProcess
 
 MiB = 2**20
 # Limits for a rank that ends by itself, one that computes forever, and one that waits forever.
@@ -413,6 +414,19 @@ def test_who_computes_is_not_idle_and_who_sleeps_does_not_compute(backend: str) 
     limits = IDLE
     assert launch.run(computes_for_1_s, 2, backend=backend, limits=limits) == [True, True]
     assert launch.run(sleeps_for_1_s, 2, backend=backend, limits=Limits(60, cpu_s=0.5))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads wait for")
+@pytest.mark.parametrize("backend", ["gloo", "sim"])
+def test_who_gets_no_processor_and_is_seldom_looked_at_is_not_idle(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, the process that looks at the ranks may get no processor either."""
+    monkeypatch.setattr(supervisor, "TICK_S", 0.4)
+    monkeypatch.setattr(RankProcess, "cpu_s", lambda rank: 0.0)
+    assert launch.run(computes_for_1_s, 2, backend=backend, limits=IDLE) == [True, True]
+    with pytest.raises(launch.RankHung, match="in which no rank computed"):
+        launch.run(waits_for_60_s, 2, backend=backend, limits=IDLE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads wait for")
