@@ -44,6 +44,7 @@ GPT_SIZES = {"vocab_size": 50304, "context": 1024, "width": 768, "layers": 12, "
 TINY_GPT = {"vocab_size": 64, "context": 16, "width": 32, "layers": 2, "heads": 2}
 WAYS = {
     "ours, ddp": {"strategy": "ddp"},
+    "ours, fsdp": {"strategy": "fsdp"},
     "ours, course": {"strategy": "course", "communication_pattern": "native"},
     "ours, ZeRO 3": {"strategy": "course", "zero_redundancy": 3},
 }
@@ -136,7 +137,27 @@ def graph_us(call: Callable[[], object], count: int = 1000) -> float:
 def images(is_dry: bool, tell: Tell) -> None:
     """Train ResNet-50 at 224 pixels in bfloat16 with the trainer, torch's DDP and bare loops."""
     sizes = Sizes("resnet50", 224, 256, "bf16", "cuda", 8)
-    sizes = Sizes("resnet18", 32, 4, steps=1) if is_dry else sizes
+    tell("images", by_the_trainer(Sizes("resnet18", 32, 4, steps=1) if is_dry else sizes))
+
+
+def texts(is_dry: bool, tell: Tell) -> None:
+    """Train the smallest GPT-2 in bfloat16, with the same contestants as images."""
+    tokens = 500 if is_dry else 1_000_000
+    with tempfile.TemporaryDirectory() as folder:
+        for half in ("train", "val"):
+            torch.arange(tokens).remainder(61).to(torch.uint16).numpy().tofile(
+                f"{folder}/{half}.bin"
+            )
+        keys = ["data=tokens", f"data_dir={folder}"]
+        gpt_2 = ["layers=12", "width=768", "heads=12", "sequence_length=1024", *keys]
+        sizes = Sizes("gpt", 0, 16, "bf16", "cuda", 20, gpt_2)
+        tiny = ["layers=1", "width=16", "sequence_length=8", "vocab_size=64", *keys]
+        tell("texts", by_the_trainer(Sizes("gpt", 0, 4, steps=1, keys=tiny) if is_dry else sizes))
+
+
+def by_the_trainer(sizes: Sizes) -> Any:
+    """Let the trainer, torch's strategies and bare loops take turns."""
+    is_dry = sizes.device == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         configs = {
             name: sizes.config(Path(folder, str(place)), keys)
@@ -144,8 +165,8 @@ def images(is_dry: bool, tell: Tell) -> None:
         }
         found = {name: find_lessons("solution", config) for name, config in configs.items()}
         rounds = (sizes.steps, 1 if is_dry else 5)
-        run = partial(launch.run, training.train_images, 1, configs, found, *rounds)
-        tell("images", run(backend="gloo" if is_dry else "nccl", timeout_s=None)[0])
+        run = partial(launch.run, training.by_the_trainer, 1, configs, found, *rounds)
+        return run(backend="gloo" if is_dry else "nccl", timeout_s=None)[0]
 
 
 def tokens(is_dry: bool, tell: Tell) -> None:
@@ -282,12 +303,13 @@ Part = Callable[[bool, Tell], None]
 PARTS: dict[str, tuple[Part, float]] = {  # each with its time limit in seconds
     "costs": (costs, 40),
     "images": (images, 110),
+    "texts": (texts, 90),
     "tokens": (tokens, 80),
     "lessons": (lessons, 230),
     "programs": (programs, 230),
     "suites": (suites, 230),
 }
-AT_ONCE = (("costs",), ("images",), ("tokens",), ("lessons", "programs", "suites"))
+AT_ONCE = (("costs",), ("images",), ("texts",), ("tokens",), ("lessons", "programs", "suites"))
 
 
 def run_part(name: str, path: Path, is_dry: bool) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from gpu_cases import Batch, alone, our_ddp, step_of, torchs_ddp, zero_1_or_2, zero_3
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from distlab import launch
 from distlab.bench import harness
@@ -49,13 +48,13 @@ def _peak_gib(train: Train) -> float | None:
     return (torch.cuda.max_memory_allocated() - held) / 2**30
 
 
-# Images
+# The trainer
 
 
-def train_images(
+def by_the_trainer(
     configs: Mapping[str, Any], found: Mapping[str, Any], steps: int, repeats: int
 ) -> Any:
-    """Compare the trainer with DistributedDataParallel and with bare loops."""
+    """Compare the trainer with torch's strategies and with bare loops, in images or tokens."""
     device = torch.device(launch.context().device)
     with ExitStack() as stack:
         contestants: dict[str, Train] = {}
@@ -63,18 +62,23 @@ def train_images(
             setting = loops.Setting(config, found[name], device)
             contestants[name] = stack.enter_context(loops.trainer(setting))
         contestants["torch's DDP, reads each loss"] = loops.data_parallel(setting)
-        contestants["bare loop"] = bare = partial(_repeat, _bare_images(setting))
+        if setting.config.is_language:  # it cannot cut weights that are channels_last
+            freed = partial(loops.sharded, is_freed=True)
+            contestants["torch's fully_shard, reads each loss"] = freed(setting)
+        contestants["bare loop"] = bare = partial(_repeat, _bare(setting))
         contestants["bare loop, cudnn.benchmark"] = partial(_with_cudnn_benchmark, bare)
-        return rates(contestants, setting.config.batch_size, steps, repeats)
+        config = setting.config
+        size = config.batch_size * config.predictions_per_sample
+        return rates(contestants, size, steps, repeats)
 
 
-def _bare_images(setting: loops.Setting) -> Step:
-    model, (images, labels) = setting.model(), loops.fixed_batch(setting, None)
+def _bare(setting: loops.Setting) -> Step:
+    model, (inputs, targets) = setting.model(), loops.fixed_batch(setting, None)
     optimizer = setting.optimizer(model.parameters())
 
     def step() -> None:
         with setting.autocast():
-            loss = cross_entropy(model(images), labels)
+            loss = loops.mean_loss(model(inputs), targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

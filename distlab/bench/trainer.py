@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from distlab import chosen, launch, lessons
 from distlab.bench import harness, trainer_contestants
@@ -27,8 +28,6 @@ from distlab.util.text import counted
 HOUR_S = 3600.0
 LARGEST_DIFFERENCE = 0.02  # allowed relative difference between mean losses of the first steps
 COMMON = {
-    "data": "synthetic",
-    "augment": "none",
     "num_workers": 0,
     "epochs": 10**6,
     "optimizer": "adamw",
@@ -41,14 +40,17 @@ COMMON = {
 NOTES = """\
 Ours: the trainer with its loader, telemetry, heartbeats and agreement to stop, {steps} steps at a
 time. Torch's: a plain loop, with the same model, batches, loader and optimizer, and none of these.
-All in one line of the table train in turns; images/s are of all ranks, medians of {repeats} rounds.
+All in one line of the table train in turns; {unit}/s are of all ranks, medians of {repeats} rounds.
 Ratio: ours over torch's, of the medians; in parentheses, between which half of the rounds have it.
-torch has no parameter server."""
-HEADINGS = ("ours", "images/s", "torch's", "images/s", "ratio", "MFU", "torch's")
+torch has no parameter server, and its pipelines do not tie a gpt's first and last weight."""
+HEADINGS = ("ours", "{unit}/s", "torch's", "{unit}/s", "ratio", "MFU", "torch's")
 
 
 class Sizes(NamedTuple):
-    """Settings of the model and the synthetic data; the transformer is a small ViT."""
+    """Settings of the model and its data: noise for images, and the guidelines for a gpt.
+
+    The transformer is a small ViT.
+    """
 
     model: str = "transformer"
     image_size: int = 16
@@ -56,19 +58,34 @@ class Sizes(NamedTuple):
     precision: str = "fp32"
     device: str = "cpu"
     steps: int = 16
+    keys: Sequence[str] = ()  # further ones of the configuration: layers=12
+
+    @property
+    def is_language(self) -> bool:
+        """True if the model learns language."""
+        return self.model == "gpt"
 
     def config(self, run_dir: Path, strategy: Mapping[str, Any]) -> Config:
         """Return the trainer's configuration."""
-        sizes = {name: value for name, value in self._asdict().items() if name != "steps"}
-        given = {"channels_last": self.device == "cuda", "run_dir": run_dir}
-        return make_config({**COMMON, **sizes, **given, **strategy}, "distlab bench trainer")
+        sizes = {name: getattr(self, name) for name in ("model", "batch_size", "precision")}
+        images = {"data": "synthetic", "augment": "none", "image_size": self.image_size}
+        can_be_last = strategy.get("strategy") != "fsdp"  # which cannot cut such weights
+        images["channels_last"] = self.device == "cuda" and can_be_last
+        kind = {"data": "text"} if self.is_language else images
+        more = {key: yaml.safe_load(value) for key, _, value in map(_parts, self.keys)}
+        given = {**COMMON, **kind, **sizes, "device": self.device, "run_dir": run_dir, **more}
+        return make_config({**given, **strategy}, "distlab bench trainer")
 
     def title(self, ranks: int) -> str:
         """Return the line above the table."""
-        return (
-            f"{self.model}, {self.image_size} x {self.image_size}, batches of {self.batch_size}, "
-            f"{self.precision}, {counted(ranks, f'{self.device} rank')}"
-        )
+        size = f"{self.image_size} x {self.image_size}"
+        parts = [self.model, *(() if self.is_language else (size,)), *self.keys]
+        parts += [f"batches of {self.batch_size}", self.precision]
+        return ", ".join([*parts, counted(ranks, f"{self.device} rank")])
+
+
+def _parts(key: str) -> tuple[str, str, str]:
+    return key.partition("=")
 
 
 class Match(NamedTuple):
@@ -107,7 +124,7 @@ def matches(ranks: int, model: str) -> list[Match]:
     ]
     if ranks > 1:
         stages = {"pipeline": _course(parallelism={"pp": ranks})}
-        every.append(Match(stages, ("1F1B", loops.pipeline)))
+        every.append(Match(stages, None if model == "gpt" else ("1F1B", loops.pipeline)))
         if not model.startswith("resnet"):
             split = {"tensor": _course(parallelism={"tp": ranks})}
             every.append(Match(split, ("ColwiseParallel", loops.tensor_parallel)))
@@ -142,7 +159,7 @@ def print_table(
     folder: Path | None = None,
     only: Sequence[str] = (),
 ) -> None:
-    """Let the trainer and torch's loops take turns; print and save their images/s.
+    """Let the trainer and torch's loops take turns; print and save their images/s or tokens/s.
 
     Args:
         ranks: Number of ranks; on device "cuda", each has its own GPU, and NCCL is used.
@@ -166,13 +183,14 @@ def print_table(
         print(f"{place} of {len(wanted)}: {', '.join(match.ours)}{rival}", file=sys.stderr)
         measured |= _measure(match, ranks, repeats, impl, sizes)
     has_mfu = any(row["ours"]["mfu"] is not None for row in measured.values())
-    width = len(HEADINGS) if has_mfu else 5
+    unit = "tokens" if sizes.is_language else "images"
+    headings = [heading.format(unit=unit) for heading in HEADINGS[: None if has_mfu else 5]]
     harness.print_table(
         sizes.title(ranks),
-        HEADINGS[:width],
-        [_cells(name, row)[:width] for name, row in measured.items()],
+        headings,
+        [_cells(name, row)[: len(headings)] for name, row in measured.items()],
         WHOSE[impl],
-        NOTES.format(steps=sizes.steps, repeats=repeats),
+        NOTES.format(steps=sizes.steps, repeats=repeats, unit=unit),
         texts=(0, 2),
         box=None,
         pad_edge=False,
@@ -200,7 +218,7 @@ def _measure(
     return {name: compared(speeds[name], rival, speeds.get(rival)) for name in configs}
 
 
-Speed = dict[str, Any]  # images_per_s of all ranks by round; mfu, or None without a known peak
+Speed = dict[str, Any]  # per_s, images or tokens by round; mfu, or None without a known peak
 
 
 def compared(ours: Speed, rival: str | None, theirs: Speed | None) -> dict[str, Any]:
@@ -208,10 +226,10 @@ def compared(ours: Speed, rival: str | None, theirs: Speed | None) -> dict[str, 
     row = {"ours": ours, "rival": rival, "theirs": theirs, "ratio": None, "ratios": None}
     if theirs is None:
         return row
-    rounds = zip(ours["images_per_s"], theirs["images_per_s"], strict=True)
+    rounds = zip(ours["per_s"], theirs["per_s"], strict=True)
     return {
         **row,
-        "ratio": median(ours["images_per_s"]) / median(theirs["images_per_s"]),
+        "ratio": median(ours["per_s"]) / median(theirs["per_s"]),
         "ratios": harness.quartiles([mine / rivals for mine, rivals in rounds]),
     }
 
@@ -220,7 +238,7 @@ def _cells(name: str, row: Mapping[str, Any]) -> list[str]:
     ratios = row["ratios"]
     ratio = f"{row['ratio']:.3f} ({ratios['q1']:.2f}–{ratios['q3']:.2f})" if ratios else ""
     speeds = [row["ours"], row["theirs"]]
-    ours, theirs = (f"{median(speed['images_per_s']):,.0f}" if speed else "" for speed in speeds)
+    ours, theirs = (f"{median(speed['per_s']):,.0f}" if speed else "" for speed in speeds)
     mfus = (f"{speed['mfu']:.1%}" if speed and speed["mfu"] is not None else "" for speed in speeds)
     return [name, ours, row["rival"] or "", theirs, ratio, *mfus]
 
@@ -255,10 +273,11 @@ def measure_on_rank(
         report = partial(_report, terminal, repeats)
         seconds = harness.in_turns(rounds, repeats, harness.together, report)
         slowest = harness.of_all_ranks(seconds.to(lessons.given_4.group_device())).cpu()
-        mfu_of_1 = _mfu_of_an_image(setting)
-    rates = (steps * setting.config.batch_size / slowest).tolist()
+        mfu_of_1 = _mfu_of_a_prediction(setting)
+    config = setting.config
+    rates = (steps * config.batch_size * config.predictions_per_sample / slowest).tolist()
     return {
-        name: {"images_per_s": rate, "mfu": mfu_of_1 and mfu_of_1 * median(rate)}
+        name: {"per_s": rate, "mfu": mfu_of_1 and mfu_of_1 * median(rate)}
         for name, rate in zip(contestants, rates, strict=True)
     }
 
@@ -274,17 +293,18 @@ def _report(terminal: TextIO, repeats: int, number: int, seconds: float) -> None
         print(f"round {number} of {repeats}: {seconds:.0f} s", file=terminal, flush=True)
 
 
-def _mfu_of_an_image(setting: Setting) -> float | None:
-    """Return the fraction of all ranks' peak FLOP/s that one image per second needs."""
+def _mfu_of_a_prediction(setting: Setting) -> float | None:
+    """Return the fraction of all ranks' peak FLOP/s that one image or token per second needs."""
     if setting.device.type != "cuda":
         return None
     costs = measure(setting.model(), setting.config, setting.lessons)
-    return costs.flops_per_sample / (costs.peak_flops_per_s * dist.get_world_size())
+    flops = costs.flops_per_sample / setting.config.predictions_per_sample
+    return flops / (costs.peak_flops_per_s * dist.get_world_size())
 
 
 def _mean(losses: Losses) -> float:
-    """Return the mean loss over the images of all ranks."""
-    sums = torch.tensor([float(losses.total), losses.num_images], dtype=torch.float64)
+    """Return the mean loss over the samples of all ranks."""
+    sums = torch.tensor([float(losses.total), losses.num_samples], dtype=torch.float64)
     sums = sums.to(lessons.given_4.group_device())
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])

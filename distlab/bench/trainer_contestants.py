@@ -42,20 +42,19 @@ with warnings.catch_warnings():  # importing the module triggers deprecation war
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-CLASSES = 10  # number of classes of the synthetic data
-Batch = tuple[Tensor, Tensor]  # images (b, 3, S, S) and classes (b,), on the device
+Batch = tuple[Tensor, Tensor]  # inputs and targets of b samples, on the device
 Step = Callable[[Tensor, Tensor], "Losses"]
 
 
 class Losses(NamedTuple):
-    """Sum of the losses of some images on this rank, and the number of images."""
+    """Sum of the losses of some samples on this rank, and the number of samples."""
 
     total: Tensor | float = 0.0
-    num_images: int = 0
+    num_samples: int = 0
 
-    def and_of(self, total: Tensor | float, num_images: int) -> Losses:
-        """Return these losses plus those of more images."""
-        return Losses(self.total + total, self.num_images + num_images)
+    def and_of(self, total: Tensor | float, num_samples: int) -> Losses:
+        """Return these losses plus those of more samples."""
+        return Losses(self.total + total, self.num_samples + num_samples)
 
 
 class Setting(NamedTuple):
@@ -67,7 +66,7 @@ class Setting(NamedTuple):
 
     def model(self) -> nn.Module:
         """Build the model, identical on all ranks and for all contestants."""
-        return build_model(self.config, CLASSES, self.device)
+        return build_model(self.config, open_data(self.config).num_classes, self.device)
 
     def optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Build the optimizer that the configuration names."""
@@ -144,18 +143,23 @@ def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
     )
     loader = loader_of(data.train, Keys(sampler), config, device)
     while True:
-        for images, labels in loader:
-            yield on_device(images, config, device), labels
+        for inputs, targets in loader:
+            yield on_device(inputs, config, device), targets
         sampler.epoch += 1
 
 
 def fixed_batch(setting: Setting, group: Group) -> Batch:
     """Return a random batch that is already on the device, so that a GPU never waits for it."""
     config, _, device = setting
-    random = torch.Generator(device).manual_seed(dist.get_rank(group))
-    shape = (config.batch_size // dist.get_world_size(group), 3, *2 * [config.image_size])
-    images = torch.randn(shape, device=device, generator=random)
-    labels = torch.randint(CLASSES, shape[:1], device=device, generator=random)
+    number = config.batch_size // dist.get_world_size(group)
+    highest = open_data(config).num_classes
+    options: Any = {"device": device}
+    options["generator"] = torch.Generator(device).manual_seed(dist.get_rank(group))
+    if config.is_language:
+        tokens = torch.randint(highest, (number, config.sequence_length + 1), **options)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    images = torch.randn(number, 3, config.image_size, config.image_size, **options)
+    labels = torch.randint(highest, (number,), **options)
     return on_device(images, config, device), labels
 
 
@@ -168,8 +172,8 @@ def _loop(setting: Setting, step: Step, group: Group = None) -> Train:
 
     def run(num_steps: int) -> Losses:
         losses = Losses()
-        for images, labels in islice(batches, num_steps):
-            losses = losses.and_of(*step(images, labels))
+        for inputs, targets in islice(batches, num_steps):
+            losses = losses.and_of(*step(inputs, targets))
         return losses
 
     return run
@@ -180,15 +184,20 @@ def _plain(
 ) -> Train:
     """Return the loop of torchvision's reference scripts, without accuracy meters."""
 
-    def step(images: Tensor, labels: Tensor) -> Losses:
+    def step(inputs: Tensor, targets: Tensor) -> Losses:
         with setting.autocast():
-            loss = cross_entropy(model(images), labels)
+            loss = mean_loss(model(inputs), targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        return Losses(loss.item() * len(labels), len(labels))
+        return Losses(loss.item() * len(targets), len(targets))
 
     return _loop(setting, step, group)
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean over all images, with logits (B, C), or over all tokens, with (B, T, V)."""
+    return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def data_parallel(setting: Setting) -> Train:
@@ -268,14 +277,16 @@ class _Contiguous(nn.Module):
 
 def tensor_parallel(setting: Setting) -> Train:
     """Return a tensor-parallel loop that sums the gradient of each attention's input only once."""
-    vit: Any = setting.model()
-    split_heads(vit)
-    attention, same = "self_attention", (Replicate(), None, None)
-    columns = (*(f"{attention}.{name}" for name in ("query", "key", "value")), "mlp.up")
+    model: Any = setting.model()
+    split_heads(model)
+    is_gpt = setting.config.is_language
+    attention, mlp = ("attention", "feed_forward") if is_gpt else ("self_attention", "mlp")
+    same = (Replicate(),) if is_gpt else (Replicate(), None, None)  # a ViT passes x three times
+    columns = (*(f"{attention}.{name}" for name in ("query", "key", "value")), f"{mlp}.up")
     plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
-    plan |= {name: RowwiseParallel() for name in (f"{attention}.out", "mlp.down")}
+    plan |= {name: RowwiseParallel() for name in (f"{attention}.out", f"{mlp}.down")}
     plan[attention] = PrepareModuleInput(input_layouts=same, desired_input_layouts=same)
     mesh = _mesh(setting)
-    for block in vit.encoder.layers:
+    for block in model.blocks if is_gpt else model.encoder.layers:
         parallelize_module(block, mesh, plan)
-    return _plain(setting, vit, setting.optimizer(vit.parameters()), _alone())
+    return _plain(setting, model, setting.optimizer(model.parameters()), _alone())

@@ -124,14 +124,18 @@ def memory(
 @app.command("trainer")
 def trainer(
     context: typer.Context,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further keys of the trainer's configuration, such as layers=12."),
+    ] = None,
     ranks: int = typer.Option(2, min=1),
     repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; the median counts.")] = 11,
     impl: Whose = "solution",
     save: Folder = None,
     model: Annotated[
-        str, typer.Option(help="transformer, resnet18, resnet50, vit_s16 or vit_b16.")
+        str, typer.Option(help="transformer, resnet18, resnet50, vit_s16, vit_b16 or gpt.")
     ] = "transformer",
-    image_size: int = typer.Option(16, min=8),
+    image_size: Annotated[int, typer.Option(min=8, help="Not of a gpt.")] = 16,
     batch_size: int = typer.Option(64, min=1, help="Of all ranks together."),
     steps: int = typer.Option(16, min=1, help="Of each in a round."),
     precision: str = typer.Option("fp32", help="fp32 or bf16."),
@@ -147,7 +151,7 @@ def trainer(
     from distlab.bench import trainer as measurement
     from distlab.production.errors import ConfigError
 
-    sizes = measurement.Sizes(model, image_size, batch_size, precision, device, steps)
+    sizes = measurement.Sizes(model, image_size, batch_size, precision, device, steps, keys or ())
     try:
         measurement.print_table(ranks, repeats, impl, sizes, save, only or ())
     except ConfigError as error:

@@ -13,7 +13,7 @@ from distlab import lessons
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons
-from distlab.production.states import Own, cut, empty_tensors, with_tensors
+from distlab.production.states import Elements, Own, cut, tensors_of, with_tensors
 from distlab.production.types import HasState
 
 LAYOUT, LAYOUT_BYTES = "layout", "bytes of the layout"  # names of shards
@@ -79,27 +79,25 @@ class InShards(Whole):
         # The thread that writes needs a group that nobody else uses at the same time.
         self.group = dist.new_group(backend="gloo" if dist.get_backend() == "nccl" else None)
 
-    def snapshot(self) -> dict[str, Tensor]:
+    def snapshot(self) -> dict[str, Elements]:
         """Return this rank's tensors by name, and on rank 0, also the rest of the state."""
         layout, common = cut(self.state.state_dict())
+        own = {
+            part.name(path, of=name): shard
+            for name, part in self.own.items()
+            for path, shard in part.to_save().items()
+        }
         if dist.get_rank():
-            return self._own_tensors()
+            return own
         file = io.BytesIO()
         torch.save(layout, file)
         content = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        size = torch.tensor([len(content)])
-        return {**self._own_tensors(), **common, LAYOUT: content, LAYOUT_BYTES: size}
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"rank {dist.get_rank()}: {name}{place}": tensor
-            for name, part in self.own.items()
-            for place, tensor in part.tensors.items()
-        }
+        rest = {**common, LAYOUT: content, LAYOUT_BYTES: torch.tensor([len(content)])}
+        return {**own, **{name: _all_of(tensor) for name, tensor in rest.items()}}
 
     def write(self, snapshot: Any, step: int) -> None:
         """Make a snapshot durable, together with all other ranks."""
-        shards = {name: _whole(tensor) for name, tensor in snapshot.items()}
+        shards = {name: lessons.given_4.Shard(*part) for name, part in snapshot.items()}
         self.lesson.save_sharded(shards, self.folder, step, self.group, keep=self.keep)
 
     def find(self) -> Found | None:
@@ -109,32 +107,48 @@ class InShards(Whole):
             ConfigError: All checkpoints are damaged, or of another run; raised on all ranks.
         """
         size = torch.zeros(1, dtype=torch.int64)
-        found = self._load({LAYOUT_BYTES: size})
+        found = self._load({LAYOUT_BYTES: _all_of(size)})
         if found is None:
             return None
         content = torch.empty(int(size), dtype=torch.uint8)
-        self._load({LAYOUT: content})
+        self._load({LAYOUT: _all_of(content)})
         layout = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
-        for name, part in self.own.items():
-            part.expect(layout["parts"].get(name, {}))
-        common = {k: v for k, v in empty_tensors(layout).items() if not self._is_own(k)}
-        if self._load({**common, **self._own_tensors()}).step != found.step:
+        common = {
+            path: torch.empty(tensor.shape, dtype=tensor.dtype)
+            for path, tensor in tensors_of(layout).items()
+            if not path.startswith(tuple(f"['parts']['{name}']" for name in self.own))
+        }
+        wanted = {path: _all_of(tensor) for path, tensor in common.items()}
+        if self._load({**wanted, **self._own_elements(layout)}).step != found.step:
             raise RuntimeError(f"the checkpoints in {self.folder} changed while they were loaded")
         return Found(found.step, with_tensors(layout, common), found.skipped)
 
-    def _is_own(self, place: str) -> bool:
-        return place.startswith(tuple(f"['parts']['{name}']" for name in self.own))
-
-    def _load(self, tensors: Mapping[str, Tensor]) -> Any:
-        wanted = {name: _whole(tensor) for name, tensor in tensors.items()}
+    def _own_elements(self, layout: Any) -> dict[str, Elements]:
+        """Return the elements of its parts that this rank needs, by name."""
         try:
-            return self.lesson.load_sharded(wanted, self.folder, self.group)
+            return {
+                part.name(path, of=name): shard
+                for name, part in self.own.items()
+                for path, shard in part.to_load(layout["parts"][name]).items()
+            }
+        except (KeyError, ValueError) as error:
+            raise of_another_run(self.folder, error) from error
+
+    def _load(self, wanted: Mapping[str, Elements]) -> Any:
+        shards = {name: lessons.given_4.Shard(*part) for name, part in wanted.items()}
+        try:
+            return self.lesson.load_sharded(shards, self.folder, self.group)
         except (ValueError, OSError) as error:
             raise of_another_run(self.folder, error) from error
         except RuntimeError as error:  # also of a lost rank, after which a restart helps
             if any(path.name in str(error) for path in self.folder.glob("step-*")):
                 raise damaged(error) from error
             raise
+
+
+def _all_of(tensor: Tensor) -> Elements:
+    """Return all elements of a tensor."""
+    return tensor.flatten(), 0, tensor.numel()
 
 
 def damaged(error: Exception) -> ConfigError:
@@ -148,8 +162,3 @@ def of_another_run(folder: Path, error: Exception) -> ConfigError:
         f"the checkpoints in {folder} are of another run ({error}): choose another run_dir, or set "
         "the keys back"
     )
-
-
-def _whole(tensor: Tensor) -> Any:
-    """Return a tensor as a shard that is all of it."""
-    return lessons.given_4.Shard(tensor.flatten(), 0, tensor.numel())

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from distlab.production.config import Config
+from distlab.production.states import local
 
 
 def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -128,15 +128,10 @@ class TensorMean:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the means and the number of updates."""
-        return {"means": [_local(m) for m in self.means], "num_updates": self.num_updates}
+        return {"means": [local(m) for m in self.means], "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the means and the number of updates."""
         self.num_updates = state["num_updates"]
         for mean, loaded in zip(self.means, state["means"], strict=True):
-            _local(mean).copy_(loaded)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that fully_shard has sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local(mean).copy_(loaded)

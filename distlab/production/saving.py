@@ -35,7 +35,7 @@ class Checkpoints:
         self.config, self.folder = config, config.run_dir / "checkpoints"
         is_sharded = any(isinstance(part, Own) for part in parts.values())
         self.files = (InShards if is_sharded else Whole)(parts, config, lessons)
-        own = {name: p.part if isinstance(p, PerRank) else p for name, p in parts.items()}
+        own = {name: p.part if isinstance(p, PerRank | Own) else p for name, p in parts.items()}
         self.own_state = lessons("training_state").TrainingState(own)
         has_threads = not is_sharded or dist.get_backend() in ("gloo", "nccl")
         saver = lessons("checkpoint").AsyncCheckpointer if has_threads else _Now

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import (
     keystr,
     tree_flatten_with_path,
@@ -14,6 +15,8 @@ from torch.utils._pytree import (
 )
 
 from distlab.production.types import Group, HasState
+
+Elements = tuple[Tensor, int, int]  # values (n,), their start in the flat whole, numel of the whole
 
 
 def on_cpu(state: Any) -> Any:
@@ -27,9 +30,8 @@ class PerRank:
     Cost: one all-gather, during which each rank holds the states of all ranks.
     """
 
-    def __init__(self, part: HasState, *, is_optional: bool = False) -> None:
-        """Wrap a part; if ``is_optional``, a state from another number of ranks is ignored."""
-        self.part, self.is_optional = part, is_optional
+    def __init__(self, part: HasState) -> None:
+        self.part = part
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states by rank."""
@@ -38,55 +40,122 @@ class PerRank:
         return {str(rank): state for rank, state in enumerate(states)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this rank's state.
-
-        Raises:
-            ValueError: The state was saved by a different number of ranks, and is not optional.
-        """
+        """Restore this rank's state; one from another number of ranks is ignored."""
         if len(state) == dist.get_world_size():
             self.part.load_state_dict(state[str(dist.get_rank())])
-        elif not self.is_optional:
-            raise ValueError(
-                f"it has the shards of {len(state)} ranks, and here are {dist.get_world_size()}: "
-                f"start {len(state)} ranks"
-            )
 
 
-class Own(PerRank):
-    """A part whose tensors only this rank has, such as a shard or a stage; each rank saves its own.
+class Own:
+    """A part whose tensors not all ranks have, such as a stage or shards; each rank saves its own.
 
-    Its state, which all ranks get, says how the tensors of each rank are laid out.
+    Ranks at one place of the model are replicas. Either the first of them saves the tensors, or
+    each holds and saves a shard of them. Any number of replicas can load what others have saved:
+        saved by 2     a b c d e │ f g h i ·       a flat tensor of 9 elements, and · fills it up
+        loaded by 3    a b c │ d e f │ g h i
 
-    Attributes:
-        tensors: Tensors by their places in the part's state, such as ``[0]['momentum_buffer']``:
-            those of the last ``state_dict``, or those that ``expect`` has made.
+    The part's state, which all ranks get, says how the tensors of each place are laid out.
     """
 
-    def __init__(self, part: HasState, *, is_optional: bool = False) -> None:
-        super().__init__(part, is_optional=is_optional)
-        self.tensors: dict[str, Tensor] = {}
+    def __init__(
+        self,
+        part: HasState,
+        place: str = "",
+        *,
+        replicas: Group = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        is_alone: bool = False,
+    ) -> None:
+        """Wrap a part.
+
+        Args:
+            part: The part; its state holds no DTensors.
+            place: Name of this rank's place.
+            replicas: Ranks at this place.
+            parameters: Parameter by the beginning of the paths of its tensors in the state, such as
+                ``['state'][0]``, if each replica holds a shard: of flat tensors that are filled up
+                to equal shards, or as fully_shard cuts them. None if replicas hold all elements.
+            is_alone: True if no other rank is at this place; a state without it is ignored then.
+        """
+        self.part, self.place, self.replicas = part, place, replicas
+        self.parameters, self.is_alone = parameters or {}, is_alone
+        self._tensors: dict[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the layouts by rank."""
-        layout, self.tensors = cut(self.part.state_dict())
+        """Return the number of replicas, and the layouts by place."""
+        layout, self._tensors = cut(self.part.state_dict())
         layouts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(layouts, layout)
-        return {str(rank): layout for rank, layout in enumerate(layouts)}
+        dist.all_gather_object(layouts, (self.place, layout))
+        return {"replicas": self.num_replicas, "layouts": dict(layouts)}
 
-    def expect(self, state: Mapping[str, Any]) -> None:
-        """Make tensors for this rank's numbers; none if a different number of ranks saved them."""
-        fits = len(state) == dist.get_world_size()
-        self.tensors = empty_tensors(state[str(dist.get_rank())]) if fits else {}
+    def name(self, path: str, *, of: str) -> str:
+        """Return the name of a tensor in a checkpoint, for the part ``of`` this name."""
+        return f"{self.place} {of}{path}".strip()
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks at this place; 1 for a rank that is in no group of replicas."""
+        return max(dist.get_world_size(self.replicas), 1)
+
+    def to_save(self) -> dict[str, Elements]:
+        """Return what this rank saves of the last state, by path."""
+        is_first = self.is_alone or dist.get_rank(self.replicas) <= 0
+        if not self.parameters and not is_first:
+            return {}
+        return {
+            path: self._shard(path, tensor, tensor.numel() * self.num_replicas)
+            for path, tensor in self._tensors.items()
+        }
+
+    def to_load(self, state: Mapping[str, Any]) -> dict[str, Elements]:
+        """Return shards to be filled before ``load_state_dict``, by path.
+
+        Raises:
+            ValueError: The state has no such place.
+        """
+        layout = state["layouts"].get(self.place)
+        if layout is None and not self.is_alone:
+            places = ", ".join(sorted(state["layouts"]))
+            raise ValueError(f"it has {places or 'the whole model'}, but not {self.place}")
+        shards = dict[str, Elements]()
+        for path, saved in tensors_of(layout).items():
+            parameter = self._parameter(path) if saved.dim() else None
+            shape = saved.shape if parameter is None else local(parameter).shape
+            self._tensors[path] = torch.zeros(shape, dtype=saved.dtype)
+            numel = saved.numel() * state["replicas"]
+            shards[path] = self._shard(path, self._tensors[path], numel)
+        return shards
+
+    def _parameter(self, path: str) -> Tensor | None:
+        starts = (start for start in self.parameters if path.startswith(start))
+        return self.parameters.get(next(starts, ""))
+
+    def _shard(self, path: str, tensor: Tensor, flat_numel: int) -> Elements:
+        """Return a tensor's elements as part of the whole one; a flat one has ``flat_numel``."""
+        values, rank = tensor.flatten(), dist.get_rank(self.replicas)
+        parameter = self._parameter(path) if tensor.dim() else None
+        if parameter is None:
+            return values, 0, len(values)
+        if isinstance(parameter, DTensor):
+            rows, row = parameter.shape[0], parameter.numel() // parameter.shape[0]
+            start = min(rank * -(-rows // self.num_replicas), rows) * row
+            return values, start, parameter.numel()
+        start = rank * len(values)
+        return values[: max(flat_numel - start, 0)], start, flat_numel
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this rank's state with the numbers in ``tensors``; errors as of ``PerRank``."""
-        filled = {rank: with_tensors(layout, self.tensors) for rank, layout in state.items()}
-        super().load_state_dict(filled)
-        self.tensors = {}
+        """Restore this rank's state with the numbers in the shards of ``to_load``."""
+        if self.place in state["layouts"]:
+            self.part.load_state_dict(with_tensors(state["layouts"][self.place], self._tensors))
+        self._tensors = {}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that fully_shard has sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def cut(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return a state's layout, in which tensors hold no numbers, and the tensors by place."""
+    """Return a state's layout, in which tensors hold no numbers, and the tensors by path."""
     tensors: dict[str, Tensor] = {}
 
     def without_numbers(path: Any, value: Any) -> Any:
@@ -98,18 +167,14 @@ def cut(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return tree_map_with_path(without_numbers, state), tensors
 
 
-def empty_tensors(layout: Any) -> dict[str, Tensor]:
-    """Return tensors on the CPU, by place, for the numbers that a layout lacks."""
-    leaves, _ = tree_flatten_with_path(layout)
-    return {
-        keystr(path): torch.empty(value.shape, dtype=value.dtype)
-        for path, value in leaves
-        if isinstance(value, Tensor)
-    }
+def tensors_of(state: Any) -> dict[str, Tensor]:
+    """Return the tensors of a state or a layout by path."""
+    leaves, _ = tree_flatten_with_path(state)
+    return {keystr(path): value for path, value in leaves if isinstance(value, Tensor)}
 
 
 def with_tensors(layout: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a layout with tensors in their places; places without one stay as they are."""
+    """Return a layout with tensors at their paths; other paths stay as they are."""
     return tree_map_with_path(lambda path, value: tensors.get(keystr(path), value), layout)
 
 
@@ -133,12 +198,15 @@ class OwnBuffers:
 class Buffers(PerRank):
     """The buffers of all ranks; each rank computes its own."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ranks_of_a_replica: int = 1) -> None:
         super().__init__(OwnBuffers(module))
+        self.ranks_of_a_replica = ranks_of_a_replica
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this rank's buffers, or rank 0's if a different number of ranks saved them."""
-        rank = dist.get_rank() if len(state) == dist.get_world_size() else 0
+        """Restore this rank's buffers; on another number of ranks, those of the first replica."""
+        rank = dist.get_rank()
+        if len(state) != dist.get_world_size():
+            rank %= self.ranks_of_a_replica
         self.part.load_state_dict(state[str(rank)])
 
 

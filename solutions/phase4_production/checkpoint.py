@@ -581,6 +581,8 @@ class AsyncCheckpointer:
         self.wait()
         begun_s = time.perf_counter()
         snapshot = {name: _copied(part) for name, part in state.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # one wait for all copies
         self.snapshot_s = time.perf_counter() - begun_s
         self._thread = threading.Thread(target=self._write, args=(snapshot, step))  # not a daemon
         self._thread.start()
@@ -621,9 +623,14 @@ class AsyncCheckpointer:
 
 
 def _copied(part: Any) -> Any:
-    """Copy a part of a state, with all tensors on the CPU."""
+    """Copy a part of a state, with all tensors on the CPU; copies from a GPU may not be done yet.
+
+    A GPU copies into pinned memory by itself, and about 30 times as fast as into new memory. torch
+    keeps pinned memory for the next copy.
+    """
     if isinstance(part, Tensor):
-        return part.detach().to("cpu", copy=True)
+        copy = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+        return copy.copy_(part.detach(), non_blocking=True)
     if isinstance(part, Mapping):
         return {key: _copied(value) for key, value in part.items()}
     if isinstance(part, list | tuple):

@@ -82,8 +82,8 @@ class Training:
     def parts(self) -> dict[str, Any]:
         """Return everything that the rest of the run depends on, to be saved in checkpoints."""
         means = {
-            "mean": self.strategy.of_parameters(self.mean.parameters),
-            "mean_of_buffers": PerRank(self.mean.buffers, is_optional=True),
+            "mean": self.strategy.of_mean(self.mean.parameters),
+            "mean_of_buffers": PerRank(self.mean.buffers),
         }
         own = {"sampler": self.sampler, "progress": self.progress}
         return {**self.strategy.parts(), **(means if self.config.ema_decay else {}), **own}

@@ -274,10 +274,28 @@ def test_the_trainer_learns_what_its_rivals_learn_and_a_line_for_each_is_saved(
     assert "transformer, 16 x 16, batches of 8, fp32, 2 cpu ranks" in printed
     record = json.loads((tmp_path / "trainer.json").read_text())
     run = {"ranks": 2, "repeats": 1, "impl": "solution"}
-    assert record["arguments"] == {**run, **Sizes(steps=2, batch_size=8)._asdict()}
+    assert record["arguments"] == {**run, **Sizes(steps=2, batch_size=8, keys=[])._asdict()}
     measured = record["measured"]
     assert measured["ddp"]["theirs"] == measured["ring"]["theirs"]  # both ran against the same loop
     assert measured["server"]["theirs"] is measured["server"]["ratio"] is None
     for name, row in measured.items():
         assert f"\n{name} " in printed
         assert row["ratio"] is None or f"{row['ratio']:.3f} (" in printed
+
+
+def test_the_trainer_is_compared_on_texts_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Tensor parallelism too, whose rival must split the layers of a gpt."""
+    tiny = ("layers=1", "width=16", "sequence_length=8", "--model", "gpt")
+    only = ("--only", "ddp", "--only", "tensor", "--only", "pipeline")
+    assert bench("trainer", *tiny, *only, *SMALL, "--save", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert "gpt, layers=1, width=16, sequence_length=8" in printed
+    assert "tokens/s" in printed
+    measured = json.loads((tmp_path / "trainer.json").read_text())["measured"]
+    assert {name: row["rival"] for name, row in measured.items()} == {
+        "ddp": "DistributedDataParallel",
+        "tensor": "ColwiseParallel",
+        "pipeline": None,
+    }

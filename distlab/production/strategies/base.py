@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from distlab.production.config import Config
 from distlab.production.lessons import Lessons
-from distlab.production.optimization import groups_of, optimizer_of
+from distlab.production.optimization import TensorMean, groups_of, optimizer_of
 from distlab.production.samples import blank
-from distlab.production.states import Buffers, Own
+from distlab.production.states import Buffers, local
 from distlab.production.strategies.mesh import Mesh
 from distlab.production.types import Group, HasState
 
@@ -46,7 +46,6 @@ class Strategy:
     optimizer: torch.optim.Optimizer
     replicas: Group
     reorders_buckets = False  # True if the first step determines the bucket order
-    has_own_parameters = False  # True if ranks hold different parameters
 
     def __init__(
         self, model: nn.Module, config: Config, loss_sum: LossSum, lessons: Lessons, mesh: Mesh
@@ -192,9 +191,9 @@ class Strategy:
         self.average_gradients()
         self.module.zero_grad(set_to_none=True)  # frees buckets in the order of the parameters
 
-    def of_parameters(self, part: HasState) -> HasState:
-        """Wrap a part whose state has a tensor per parameter of this rank, for checkpoints."""
-        return Own(part) if self.has_own_parameters else part
+    def of_mean(self, mean: TensorMean) -> HasState:
+        """Return the means of this rank's parameters as a part of a checkpoint."""
+        return mean
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts of a checkpoint by name."""
@@ -219,17 +218,18 @@ def _repeated(inputs: Tensor, least: int) -> Tensor:
 
 
 class Parameters:
-    """The parameters of a module, the same on all ranks."""
+    """The parameters of a module, or this rank's shards of them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters by name; a parameter that two layers share is listed once."""
-        return {name: value.detach() for name, value in self.module.named_parameters()}
+        named = self.module.named_parameters()
+        return {name: local(value.detach()) for name, value in named}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy values into the parameters."""
         for name, value in self.module.named_parameters():
-            value.copy_(state[name])
+            local(value).copy_(state[name])

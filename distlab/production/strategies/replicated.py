@@ -80,8 +80,10 @@ class TorchDDP(Strategy):
 
     def parts(self) -> Mapping[str, HasState]:
         """Add the residuals of the compression, which differ between ranks."""
-        residuals = {"compression": Own(self.hook, is_optional=True)} if self.hook else {}
-        return {**super().parts(), **residuals}
+        if not self.hook:
+            return super().parts()
+        place = f"rank {dist.get_rank()} of {dist.get_world_size()}:"
+        return {**super().parts(), "compression": Own(self.hook, place, is_alone=True)}
 
 
 class CourseDDP(TorchDDP):

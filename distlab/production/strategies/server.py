@@ -73,5 +73,6 @@ class ParameterServer(Strategy):
         return not self.is_server
 
     def parts(self) -> Mapping[str, HasState]:
-        """Return the parts, with one optimizer per rank, because only the server's has a state."""
-        return {**super().parts(), "optimizer": Own(self.optimizer)}
+        """Return the parts, with two kinds of optimizers, because only the server's has a state."""
+        place = "server:" if self.is_server else "worker:"
+        return {**super().parts(), "optimizer": Own(self.optimizer, place, replicas=self.replicas)}

@@ -7,29 +7,79 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 from distlab.production.models import layers_of
-from distlab.production.optimization import optimizer_of
-from distlab.production.states import Own
+from distlab.production.optimization import TensorMean, optimizer_of
+from distlab.production.states import Own, local
 from distlab.production.strategies.base import DTYPES, Parameters, Strategy
 from distlab.production.types import HasState
 
 
-class TorchFSDP(Strategy):
-    """torch's fully_shard: parameters, gradients and optimizer state in shards."""
+class _LocalOptimizer:
+    """An optimizer whose state has, in the place of DTensors, this rank's shards of them."""
 
-    has_own_parameters = True
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = tree_map_only(DTensor, local, self.optimizer.state_dict())
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        parameters = parameters_of(self.optimizer)
+        whole = {
+            i: {name: _like(parameters[i], value) for name, value in of_one.items()}
+            for i, of_one in state["state"].items()
+        }
+        self.optimizer.load_state_dict({**state, "state": whole})
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """Return a shard as a DTensor that is laid out like a parameter, and all else as it is."""
+    is_shard = isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.dim()
+    if not is_shard:
+        return value
+    layout: Any = {"shape": parameter.shape, "stride": parameter.stride()}
+    whole: Any = parameter
+    moved = value.to(parameter.device)
+    return DTensor.from_local(moved, whole.device_mesh, whole.placements, **layout)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return an optimizer's parameters in the order in which its state counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def by_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return an optimizer's parameters by the beginnings of their paths in its state."""
+    return {f"['state'][{i}]": p for i, p in enumerate(parameters_of(optimizer))}
+
+
+class InShards(Strategy):
+    """A strategy with which each rank holds a shard of each parameter."""
+
+    def parts(self) -> Mapping[str, HasState]:
+        """Return the parts, with this rank's shards of the model and the optimizer's state."""
+        named = {f"['{name}']": p for name, p in self.module.named_parameters()}
+        return {
+            **super().parts(),
+            "model": Own(Parameters(self.module), parameters=named),
+            "optimizer": Own(_LocalOptimizer(self.optimizer), parameters=by_state(self.optimizer)),
+        }
+
+    def of_mean(self, mean: TensorMean) -> HasState:
+        """Return the means of this rank's shards."""
+        return Own(mean, parameters={f"['means'][{i}]": t for i, t in enumerate(mean.tensors)})
+
+
+class TorchFSDP(InShards):
+    """torch's fully_shard: parameters, gradients and optimizer state in shards."""
 
     def distribute(self, model: nn.Module) -> None:
         """Shard each block, then the rest."""
@@ -65,14 +115,6 @@ class TorchFSDP(Strategy):
         self.root.reshard()
         return logits
 
-    def parts(self) -> Mapping[str, HasState]:
-        """Gather the whole model and optimizer, so that any number of ranks can resume."""
-        whole: dict[str, HasState] = {
-            "model": _Whole(self.module),
-            "optimizer": _WholeOptimizer(self),
-        }
-        return {**super().parts(), **whole}
-
 
 def dtype_of_whole(config: Config) -> torch.dtype:
     """Return the dtype in which parameters are gathered and used.
@@ -88,41 +130,6 @@ def policy_of(config: Config) -> MixedPrecisionPolicy:
     dtype = dtype_of_whole(config)
     is_half = dtype.itemsize == 2
     return MixedPrecisionPolicy(dtype, torch.float32) if is_half else MixedPrecisionPolicy()
-
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-class _Whole:
-    """A sharded model as one state, gathered only on rank 0, which writes it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.module, options=WHOLE)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        set_model_state_dict(self.module, dict(state), options=SPREAD)
-
-
-class _WholeOptimizer:
-    """The optimizer of a sharded model as one state."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self.module, self.optimizer = strategy.module, strategy.optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.optimizer.state:  # torch would take a step to make it, and keep its momentum
-            return {}
-        return get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not state:
-            self.optimizer.state.clear()
-            return
-        set_optimizer_state_dict(self.module, self.optimizer, dict(state), options=SPREAD)
 
 
 class ShardedOptimizer(Strategy):
@@ -144,11 +151,12 @@ class ShardedOptimizer(Strategy):
             self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:
-        """Return the parts, with one optimizer per rank.
+        """Return the parts, with this rank's shards of the optimizer's state.
 
         Master copies are views of the parameters, so they need no entry.
         """
-        return {**super().parts(), "optimizer": Own(self.optimizer)}
+        optimizer = Own(self.optimizer, parameters=by_state(self.optimizer))
+        return {**super().parts(), "optimizer": optimizer}
 
 
 def sharded_optimizer(strategy: Strategy) -> Any:
@@ -177,10 +185,8 @@ def gradients_into(sharded: Any) -> None:
                 view.copy_(parameter.grad)
 
 
-class FullySharded(Strategy):
+class FullySharded(InShards):
     """ZeRO stage 3: task 3.20."""
-
-    has_own_parameters = True
 
     def distribute(self, model: nn.Module) -> None:
         """Shard the parameters; each unit is gathered only while it computes."""
@@ -205,8 +211,3 @@ class FullySharded(Strategy):
 
     def _cast(self, inputs: Tensor) -> Tensor:
         return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
-
-    def parts(self) -> Mapping[str, HasState]:
-        """Return the parts, with one model shard and one optimizer per rank."""
-        model = Own(Parameters(self.module))
-        return {**super().parts(), "model": model, "optimizer": Own(self.optimizer)}

@@ -18,14 +18,15 @@ from distlab.production.models import (
     split_heads,
     tied_weight,
 )
-from distlab.production.states import Own, OwnBuffers
+from distlab.production.optimization import TensorMean
+from distlab.production.states import Buffers, Own
 from distlab.production.strategies.base import Parameters
 from distlab.production.strategies.replicated import (
     CourseDDP,
     all_reduce_of,
     average_after_backward,
 )
-from distlab.production.strategies.sharded import gradients_into, sharded_optimizer
+from distlab.production.strategies.sharded import by_state, gradients_into, sharded_optimizer
 from distlab.production.types import Batch, HasState
 
 MICRO_BATCHES_PER_STAGE = 4  # the bubble, (p-1)/(m+p-1), is then less than 1/5 of the time
@@ -37,7 +38,6 @@ class Split(CourseDDP):
     With zero_redundancy: 1, the replicas of a stage share its optimizer state.
     """
 
-    has_own_parameters = True
     sharded: Any = None  # the optimizer, if replicas share its state
 
     def distribute(self, model: nn.Module) -> None:
@@ -185,9 +185,21 @@ class Split(CourseDDP):
         return is_last and dist.get_rank(self.mesh.shards) == 0
 
     def parts(self) -> Mapping[str, HasState]:
-        """Return the parts of a checkpoint, all of which differ between ranks."""
+        """Return the parts of a checkpoint, which differ between the places of the model."""
+        sizes = self.config.parallelism
+        shared = by_state(self.optimizer) if self.sharded else None
         return {
-            "model": Own(Parameters(self.module)),
-            "buffers": Own(OwnBuffers(self.module)),
-            "optimizer": Own(self.optimizer),
+            "model": self._own(Parameters(self.module)),
+            "buffers": Buffers(self.module, sizes.pp * sizes.tp),
+            "optimizer": self._own(self.optimizer, shared),
         }
+
+    def of_mean(self, mean: TensorMean) -> HasState:
+        """Return the means of this place's parameters."""
+        return self._own(mean)
+
+    def _own(self, part: HasState, parameters: Mapping[str, Tensor] | None = None) -> Own:
+        sizes, mesh = self.config.parallelism, self.mesh
+        stage, shard = dist.get_rank(mesh.stages), dist.get_rank(mesh.shards)
+        place = f"stage {stage} of {sizes.pp}, shard {shard} of {sizes.tp}:"
+        return Own(part, place, replicas=mesh.replicas, parameters=parameters)

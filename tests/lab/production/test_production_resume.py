@@ -13,6 +13,7 @@ import torch.distributed as dist
 from little_runs import GPT, Case, Outcome, digest, in_world, little, logits_of, plain, started
 from torch import Tensor, nn
 
+from distlab import launch
 from distlab.production import telemetry
 from distlab.production.errors import ConfigError
 from distlab.production.states import Buffers, average_buffers
@@ -33,7 +34,6 @@ SPLIT: dict[str, Case] = {
     "gpt pipeline": {**GPT, **COURSE, "parallelism": "pp=2", "mixup": 0.0},
 }
 MOVED: dict[str, Case] = {"ddp": {}, "top_k": REPLICATED["top_k"]}
-STUCK = {"zero 1": REPLICATED["zero 1"]}
 CASES = {**SPLIT, **REPLICATED}
 
 
@@ -85,7 +85,7 @@ def stopped_for_others(folder: Path, cases: dict[str, Case]) -> None:
 
 def world(folder: Path) -> Outcome:
     """Run everything that needs a world of two ranks."""
-    stopped_for_others(folder, {**MOVED, **STUCK})
+    stopped_for_others(folder, MOVED)
     return {"both": straight_and_stopped(folder / "both"), "buffers": buffers_of_a_rank()}
 
 
@@ -143,12 +143,43 @@ def test_another_number_of_ranks_continues(folder: Path, tmp_path: Path, name: s
         assert torch.allclose(torch.tensor(logits_of(training)), expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.usefixtures("outcomes", "alone")
-@pytest.mark.parametrize("name", STUCK)
-def test_shards_need_as_many_ranks_as_before(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="the shards of 2 ranks, and here are 1: start 2") as told:
-        started(little(folder / name.replace(" ", "-"), **STUCK[name]))
-    assert "run_dir" in str(told.value)
+# Shards and stages: each run is stopped on four simulated ranks, and goes on with fewer replicas.
+MEAN: Case = {"precision": "fp64", "ema_decay": 0.9}
+OTHER_SIZE: dict[str, tuple[int, Case]] = {
+    **{f"zero {n}": (3, {**MEAN, **COURSE, "zero_redundancy": n}) for n in (1, 2, 3)},
+    "fsdp": (3, {**MEAN, "strategy": "fsdp"}),
+    "server": (3, {**MEAN, **COURSE, "communication_pattern": "parameter_server"}),
+    "pipeline": (2, {**MEAN, **COURSE, "parallelism": "pp=2"}),
+    "pipeline, zero 1": (2, {**MEAN, **COURSE, "parallelism": "pp=2", "zero_redundancy": 1}),
+}
+FEWER_STAGES: Case = {**OTHER_SIZE["pipeline"][1], "parallelism": "pp=3"}
+
+
+def continued(run_dir: Path, case: Case) -> Any:
+    """Finish a run, and return the mean model's logits on the rank that has them."""
+    training = started(little(run_dir, **case))
+    assert training.progress.step == 4
+    training.run()
+    with training.mean.in_place():
+        return logits_of(training)
+
+
+@pytest.mark.parametrize("name", OTHER_SIZE)
+def test_shards_and_stages_go_on_with_fewer_replicas(tmp_path: Path, name: str) -> None:
+    size, case = OTHER_SIZE[name]
+    in_world(stopped_for_others, 4, tmp_path, {"run": case}, backend="sim")
+    logits = in_world(continued, size, tmp_path / "run", case, backend="sim")
+    expected = plain(tmp_path, ema_decay=0.9)["logits"]
+    for found in filter(None, logits):
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-9, atol=1e-9)
+    assert any(logits)
+
+
+def test_other_stages_cannot_go_on(tmp_path: Path) -> None:
+    in_world(stopped_for_others, 2, tmp_path, {"run": OTHER_SIZE["pipeline"][1]}, backend="sim")
+    with pytest.raises(launch.LaunchError, match="stage 0 of 2, shard 0 of 1") as told:
+        in_world(continued, 3, tmp_path / "run", FEWER_STAGES, backend="sim")
+    assert "set the keys back" in str(told.value)
 
 
 # --- states --------------------------------------------------------------------------------------
