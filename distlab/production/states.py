@@ -110,7 +110,7 @@ class Own:
         """Return shards to be filled before ``load_state_dict``, by path.
 
         Raises:
-            ValueError: The state has no such place.
+            ValueError: The state has no such place, or a flat tensor of another size.
         """
         layout = state["layouts"].get(self.place)
         if layout is None and not self.is_alone:
@@ -123,6 +123,11 @@ class Own:
             self._tensors[path] = torch.zeros(shape, dtype=saved.dtype)
             numel = saved.numel() * state["replicas"]
             shards[path] = self._shard(path, self._tensors[path], numel)
+            # A flat tensor is filled up by less than one element for each rank.
+            more = self._tensors[path].numel() * self.num_replicas - numel
+            is_flat = parameter is not None and not isinstance(parameter, DTensor)
+            if is_flat and not -state["replicas"] < more < self.num_replicas:
+                raise ValueError(f"{path} has {numel:,} elements, and here {numel + more:,}")
         return shards
 
     def _parameter(self, path: str) -> Tensor | None:

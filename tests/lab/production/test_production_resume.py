@@ -175,6 +175,14 @@ def test_shards_and_stages_go_on_with_fewer_replicas(tmp_path: Path, name: str) 
     assert any(logits)
 
 
+@pytest.mark.usefixtures("alone")
+def test_shards_of_another_model_are_refused(tmp_path: Path) -> None:
+    shards: Case = {**GPT, **COURSE, "zero_redundancy": 3}
+    stop_after(started(little(tmp_path / "run", **shards)), 2)
+    with pytest.raises(ConfigError, match=r"elements, and here .*set the keys back"):
+        started(little(tmp_path / "run", **{**shards, "width": 8}))
+
+
 def test_other_stages_cannot_go_on(tmp_path: Path) -> None:
     in_world(stopped_for_others, 2, tmp_path, {"run": OTHER_SIZE["pipeline"][1]}, backend="sim")
     with pytest.raises(launch.LaunchError, match="stage 0 of 2, shard 0 of 1") as told:
