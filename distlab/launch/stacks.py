@@ -20,9 +20,10 @@ _MAIN = re.compile(r"^main (?P<ident>0x[0-9a-f]+)$", re.MULTILINE)
 _ASKS = re.compile(r"get_|is_")  # functions such as get_rank never wait
 _WAITS = re.compile(r"\.wait\(|\.synchronize\(|\.join\(")
 
+_OURS = str(Path(distlab.__file__).parent)
 _LIBRARY_FOLDERS = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    str(Path(distlab.__file__).parent),
+    _OURS,
 )
 
 
@@ -129,7 +130,9 @@ def _operation(callees: Sequence[Frame], caller: Frame) -> str:
     for frame in reversed(callees):  # outermost first, to find the function that the user called
         if frame.file.endswith("distributed_c10d.py"):
             return "" if _ASKS.match(frame.function) else frame.function
-    return "wait()" if not callees and _WAITS.search(caller.source) else ""
+    # The trainer counts the waits of a program, so a function of ours may be inside ``wait``.
+    is_innermost = all(frame.file.startswith(_OURS) for frame in callees)
+    return "wait()" if is_innermost and _WAITS.search(caller.source) else ""
 
 
 def roll_call(places: Mapping[int, Place], world_size: int) -> str:

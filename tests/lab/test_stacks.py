@@ -1,11 +1,13 @@
 """Reading faulthandler's dumps, and the table of ranks made from them."""
 
+import threading
 from pathlib import Path
 
 import torch.distributed.distributed_c10d as c10d
 
 from distlab.launch import stacks, worker
 from distlab.launch.stacks import Frame, Place, read_place, roll_call
+from distlab.production import telemetry
 
 LESSON = "/home/learner/course/collectives.py"
 
@@ -40,6 +42,11 @@ def test_a_line_that_waits_for_a_request_is_waiting(tmp_path: Path) -> None:
     lesson.write_text("request = dist.irecv(x, src=0)\nrequest.wait()\n")
     assert read_place(dump((str(lesson), 2, "ring"))).operation == "wait()"
     assert read_place(dump((str(lesson), 1, "ring"))).operation == ""
+    counted = (telemetry.__file__, 140, "counted")  # the trainer's own function inside ``wait``
+    assert read_place(dump(counted, (str(lesson), 2, "ring"))).operation == "wait()"
+    assert (
+        read_place(dump((threading.__file__, 9, "wait"), (str(lesson), 2, "ring"))).operation == ""
+    )
 
 
 def test_other_threads_do_not_count() -> None:
