@@ -72,7 +72,8 @@ class Sizes(NamedTuple):
         can_be_last = strategy.get("strategy") != "fsdp"  # which cannot cut such weights
         images["channels_last"] = self.device == "cuda" and can_be_last
         kind = {"data": "text"} if self.is_language else images
-        more = {key: yaml.safe_load(value) for key, _, value in map(_parts, self.keys)}
+        parts = (key.partition("=") for key in self.keys)
+        more = {key: yaml.safe_load(value) for key, _, value in parts}
         given = {**COMMON, **kind, **sizes, "device": self.device, "run_dir": run_dir, **more}
         return make_config({**given, **strategy}, "distlab bench trainer")
 
@@ -82,10 +83,6 @@ class Sizes(NamedTuple):
         parts = [self.model, *(() if self.is_language else (size,)), *self.keys]
         parts += [f"batches of {self.batch_size}", self.precision]
         return ", ".join([*parts, counted(ranks, f"{self.device} rank")])
-
-
-def _parts(key: str) -> tuple[str, str, str]:
-    return key.partition("=")
 
 
 class Match(NamedTuple):

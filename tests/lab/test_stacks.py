@@ -44,9 +44,8 @@ def test_a_line_that_waits_for_a_request_is_waiting(tmp_path: Path) -> None:
     assert read_place(dump((str(lesson), 1, "ring"))).operation == ""
     counted = (telemetry.__file__, 140, "counted")  # the trainer's own function inside ``wait``
     assert read_place(dump(counted, (str(lesson), 2, "ring"))).operation == "wait()"
-    assert (
-        read_place(dump((threading.__file__, 9, "wait"), (str(lesson), 2, "ring"))).operation == ""
-    )
+    an_event = (threading.__file__, 9, "wait")
+    assert read_place(dump(an_event, (str(lesson), 2, "ring"))).operation == ""
 
 
 def test_other_threads_do_not_count() -> None:
