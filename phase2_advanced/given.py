@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Batch = tuple[Tensor, ...]  # inputs (B, …), targets (B, …), and any other tensors with B rows
 Group = dist.ProcessGroup | None  # None: all ranks
-LossSum = Callable[[nn.Module, Batch], tuple[Tensor, int]]  # -> sum of losses, number of targets
+LossSum = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor]]  # -> loss, number of targets
 
 
 class AllReduce(Protocol):
@@ -29,7 +29,7 @@ def all_reduce(x: Tensor, group: Group = None) -> None:
     dist.all_reduce(x, group=group)
 
 
-def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
     """Return the summed cross-entropy of a batch, and the number of its targets.
 
     Args:
@@ -37,12 +37,14 @@ def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         batch: inputs, and targets (…) int64; a target of -100 does not count.
 
     Returns:
-        A scalar in the logits' dtype, ready for ``backward``, and the number of targets.
+        A scalar in the logits' dtype, ready for ``backward``, and the number of targets: an int,
+        or, on a GPU, an int64 tensor there, because the host would have to wait for a number.
     """
     inputs, targets = batch[:2]
     logits: Tensor = model(inputs)
     total = cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
-    return total, int(torch.count_nonzero(targets != -100))
+    count = torch.count_nonzero(targets != -100)
+    return total, count if count.is_cuda else int(count)
 
 
 # Mixed precision

@@ -65,15 +65,12 @@ def join() -> None:
     """
     if "RANK" not in os.environ:
         os.environ.update(_from_mpirun())
-    dist.init_process_group(_backend())
-
-
-def _backend() -> str:
-    """Return the name of the backend; with NCCL, also select this rank's GPU."""
     if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        return "gloo"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return "nccl"
+        dist.init_process_group("gloo")
+        return
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", device_id=gpu)  # NCCL connects the ranks here, not in a step
 
 
 def _from_mpirun() -> dict[str, str]:

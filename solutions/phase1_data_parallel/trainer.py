@@ -170,12 +170,13 @@ def train_step(
 
     totals = torch.stack([loss_sum.detach().double(), count_targets(targets)])
     all_reduce(totals, group)
+    (loss_sum * (dist.get_world_size(group) / totals[1])).backward()
+    average(model, all_reduce, group)
+
+    # Reading a number waits for a GPU, so it comes after all of the backward pass is queued.
     total_loss, num_targets = totals.tolist()
     if not num_targets:
         raise ValueError("train_step: the batches of all ranks are empty")
-
-    (loss_sum * (dist.get_world_size(group) / num_targets)).backward()
-    average(model, all_reduce, group)
     optimizer.step()
     return float(total_loss / num_targets)
 

@@ -79,7 +79,8 @@ def accumulate_step(
         the next forward pass.
     """
     optimizer.zero_grad()
-    total_loss, num_targets = _accumulate_gradients(model, batch, size, loss_sum)
+    totals = _accumulate_gradients(model, batch, size, loss_sum)
+    total_loss, num_targets = totals.tolist()  # the step's only wait for a GPU
     if not num_targets:
         raise ValueError("accumulate_step: the batch has no target")
 
@@ -87,20 +88,22 @@ def accumulate_step(
         if parameter.grad is not None:
             parameter.grad /= num_targets
     optimizer.step()
-    return total_loss / num_targets
+    return float(total_loss / num_targets)
 
 
-def _accumulate_gradients(
-    model: nn.Module, batch: Batch, size: int, loss_sum: LossSum
-) -> tuple[float, int]:
-    """Add the gradients of the summed loss to ``.grad``; return the loss and the target count."""
-    total_loss, num_targets = 0.0, 0
+def _accumulate_gradients(model: nn.Module, batch: Batch, size: int, loss_sum: LossSum) -> Tensor:
+    """Add the gradients of the summed loss to ``.grad``.
+
+    Returns:
+        The sum of the losses and the number of targets, in float64 on the device of the batch.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=batch[0].device)
     for micro_batch in split_micro_batches(batch, size):
         loss, count = loss_sum(model, micro_batch)
         loss.backward()  # frees the activations before the next forward pass
-        total_loss += loss.item()
-        num_targets += count
-    return total_loss, num_targets
+        totals[0] += loss.detach()
+        totals[1] += count
+    return totals
 
 
 def accumulate_step_over_ranks(
@@ -151,10 +154,10 @@ def accumulate_step_over_ranks(
         if the bucket is larger.
     """
     optimizer.zero_grad()
-    loss, count = _accumulate_gradients(model, batch, size, loss_sum)
+    totals = _accumulate_gradients(model, batch, size, loss_sum)
     gradients = _gradients(model)
-    numbers = gradients[0].new_tensor([loss, count])
-    bucket = torch.cat([*(gradient.flatten() for gradient in gradients), numbers])
+    totals = totals.to(gradients[0])
+    bucket = torch.cat([*(gradient.flatten() for gradient in gradients), totals])
     all_reduce(bucket, group)
 
     total_loss, num_targets = bucket[-2:].tolist()
@@ -162,8 +165,7 @@ def accumulate_step_over_ranks(
         raise ValueError("accumulate_step_over_ranks: the batches of all ranks have no target")
     mean = bucket[:-2].div_(num_targets)
     norm = mean.norm()  # the same on all ranks, so either all clip or none do
-    if norm > max_norm:
-        mean *= max_norm / norm
+    mean *= torch.where(norm > max_norm, max_norm / norm, 1.0)  # unlike ``if``, without a wait
     _copy_back(mean, gradients)
     optimizer.step()
     return float(total_loss / num_targets)

@@ -213,14 +213,16 @@ def mixed_precision_step(
     with torch.autocast(device.type, dtype):
         loss, num_targets = loss_sum(model, batch)
 
-    totals = torch.tensor([loss.item(), num_targets], dtype=torch.float64, device=device)
+    totals = torch.empty(2, dtype=torch.float64, device=device)
+    totals[0], totals[1] = loss.detach(), num_targets
     all_reduce(totals, group)
+    (scaler.scale(loss) / totals[1]).backward()
+    _sum_gradients(parameters, reduce_dtype, all_reduce, group)
+
+    # Reading a number waits for a GPU, so it comes after all of the backward pass is queued.
     total_loss, total_targets = totals.tolist()
     if not total_targets:
         raise ValueError("mixed_precision_step: no rank has any target")
-
-    (scaler.scale(loss) / total_targets).backward()
-    _sum_gradients(parameters, reduce_dtype, all_reduce, group)
     scaler.unscale(optimizer)
     norm = clip_grad_norm_(parameters, max_norm)
     is_skipped = not scaler.step(optimizer)

@@ -130,15 +130,19 @@ class CompressionHook:
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, part in zip(gradients, mean.split(sizes), strict=True):
             gradient.copy_(part.view(gradient.shape))
-        if mean.isfinite().all():  # otherwise, all ranks skip this step
-            self._keep(pieces, wanted - sent)
+        self._keep(pieces, wanted - sent, mean.isfinite().all())
 
-    def _keep(self, pieces: Sequence[Piece], left: Tensor) -> None:
-        """Keep the unsent rest of each piece."""
+    def _keep(self, pieces: Sequence[Piece], left: Tensor, is_kept: Tensor) -> None:
+        """Keep the unsent rest of each piece, unless all ranks skip this step.
+
+        An ``if`` would make the host wait for a GPU in the middle of the backward pass.
+        """
         left = torch.where(left.isfinite(), left, 0.0)  # a NaN would stay forever
         parts = left.split([piece.shape.numel() for piece in pieces])
         for piece, part in zip(pieces, parts, strict=True):
-            self.residuals[piece.name] = part.view(piece.shape)
+            new = part.view(piece.shape)
+            old = self.residuals.get(piece.name, torch.zeros_like(new))
+            self.residuals[piece.name] = torch.where(is_kept, new, old)
 
     def _with_residual(self, name: str, gradient: Tensor) -> Tensor:
         """Return a gradient plus its residual, in float32 or wider."""

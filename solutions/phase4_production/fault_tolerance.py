@@ -202,11 +202,12 @@ class StopRequest:
 
         Cost: one all-reduce of at most 8 bytes.
         """
-        received = torch.tensor(int(self.received), device=group_device(self.group))
+        received = torch.full((), int(self.received), device=group_device(self.group))
         dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
-        if received:
+        is_agreed = bool(received)  # the only wait for a GPU
+        if is_agreed:
             self.received = True  # never reset: a signal may have arrived meanwhile
-        return bool(received)
+        return is_agreed
 
     def leave(self, save: Callable[[], object]) -> NoReturn:
         """Save, wait until every rank has saved, and exit; all ranks of the group call this.

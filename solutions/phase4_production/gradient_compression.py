@@ -127,7 +127,8 @@ def random_k(
     Source: Stich et al. 2018 (NeurIPS).
     """
     k = _number_of(fraction, gradient)
-    places = torch.randperm(len(gradient), generator=generator)[:k].to(gradient.device)
+    drawn = torch.randperm(len(gradient), generator=generator)[:k]
+    places = drawn.to(gradient.device, non_blocking=True)
     values = gradient[places]
     sent = torch.zeros_like(gradient).index_copy_(0, places, values)
     dist.all_reduce(values, group=group)
@@ -160,7 +161,7 @@ def threshold(gradient: Tensor, least: float, group: Group = None) -> Reduced:
     Source: Strom 2015 (Interspeech).
     """
     places = (~(gradient.abs() < least)).nonzero().flatten()
-    most = torch.tensor(len(places), device=group_device(group))
+    most = torch.full((), len(places), device=group_device(group))
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return _exchange(gradient, places, int(most), group)
 

@@ -89,15 +89,16 @@ class PowerSGD:
             for piece, part, low in zip(pieces, parts, is_low, strict=True)
             if low
         }
-        own_ps = [matrix @ self._q_of(name, matrix) for name, matrix in matrices.items()]
+        old_qs = [self._q_of(name, matrix) for name, matrix in matrices.items()]
+        own_ps = [matrix @ q for matrix, q in zip(matrices.values(), old_qs, strict=True)]
         means = self._mean([*own_ps, *rest])
         ps, rest_means = means[: len(own_ps)], means[len(own_ps) :]
         for p in ps:
             orthogonalize(p)
         own_qs = [matrix.T @ p for matrix, p in zip(matrices.values(), ps, strict=True)]
         qs = self._mean(own_qs)
-        named_qs = zip(matrices, qs, strict=True)
-        self.qs.update((name, q) for name, q in named_qs if q.isfinite().all())
+        for name, q, old in zip(matrices, qs, old_qs, strict=True):
+            self.qs[name] = torch.where(q.isfinite().all(), q, old)  # no ``if``: it would wait
         return Reduced(
             _in_order(is_low, _products(ps, qs), rest_means),
             _in_order(is_low, _products(ps, own_qs), rest),

@@ -224,7 +224,7 @@ def _check_steps(by_rank: list[Any], sizes: list[int], length: int = 0) -> None:
         what = f"the losses of {STEPS} steps"
         expect(f"{here}: {what}", result["losses"], alone["losses"], cause, tolerance=1e-6)
         check(
-            is_close(alone["state"], result["state"]),
+            is_close(alone["state"], result["state"], 1e-6),  # the factor may be a float32
             f"{here}: after {STEPS} steps the weights differ from those of one process. {cause}",
         )
         expect(
