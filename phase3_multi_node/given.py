@@ -651,24 +651,33 @@ def units_of(model: nn.Module) -> dict[nn.Module, list[Place]]:
     """Cut a model into units to gather one at a time; return the places of their parameters.
 
     Every element of an ``nn.Sequential`` or ``nn.ModuleList`` is a unit, whether that list is the
-    model itself or one of its children. Parameters that are in no unit, or in several, belong to
-    the model itself, which is then the first unit.
+    model itself or one of its children. Parameters that are in no unit, in several, or in one and
+    also outside it, belong to the model itself, which is then the first unit.
     """
     children = [model] if isinstance(model, _LISTS) else [*model.children()]
     units = [unit for child in children if isinstance(child, _LISTS) for unit in child]
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-    for owner in (model, *units):
-        for place in _places(owner):
-            owners.setdefault(place.param, set()).add(owner)
+    everywhere = _homes(model)
+    owners: dict[nn.Parameter, set[nn.Module]] = {param: set() for param in everywhere}
+    for unit in units:
+        for param, homes in _homes(unit).items():
+            owners[param].add(unit if homes == everywhere[param] else model)
     by_unit: dict[nn.Module, list[Place]] = {}
     for place in _places(model):
-        in_units = owners[place.param] - {model}
-        unit = in_units.pop() if len(in_units) == 1 else model
-        by_unit.setdefault(unit, []).append(place)
+        in_units = owners[place.param]
+        owner = next(iter(in_units)) if len(in_units) == 1 else model
+        by_unit.setdefault(owner, []).append(place)
     return {each: by_unit[each] for each in dict.fromkeys((model, *units)) if each in by_unit}
 
 
 _LISTS = (nn.Sequential, nn.ModuleList)
+
+
+def _homes(module: nn.Module) -> dict[nn.Parameter, set[tuple[nn.Module, str]]]:
+    """Return the modules that hold each parameter, and under which name."""
+    homes: dict[nn.Parameter, set[tuple[nn.Module, str]]] = {}
+    for place in _places(module):
+        homes.setdefault(place.param, set()).add((place.module, place.name))
+    return homes
 
 
 def _places(module: nn.Module) -> list[Place]:

@@ -351,4 +351,5 @@ class _Bucket:
         if parameter.grad is None:
             parameter.grad = view.zero_()
         elif parameter.grad is not view:
-            parameter.grad = view.copy_(parameter.grad)
+            # The sum over the ranks has no graph, not even after backward(create_graph=True).
+            parameter.grad = view.copy_(parameter.grad.detach())

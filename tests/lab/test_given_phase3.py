@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phase3_multi_node.given import LinkCost, Topology, check_has_values, node_groups
+from phase3_multi_node.given import LinkCost, Topology, check_has_values, node_groups, units_of
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused() -> None:
@@ -26,3 +26,20 @@ def test_a_module_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match=r"0\.running_mean is on the device meta"):
         check_has_values(module)
     check_has_values(module.to_empty(device="cpu"))
+
+
+def test_a_parameter_used_inside_and_outside_a_unit_belongs_to_the_model() -> None:
+    layers = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 3))
+    model = torch.nn.ModuleDict({"layers": layers, "head": torch.nn.Linear(3, 5)})
+    model["head"].weight = layers[0].weight
+    units = {unit: [place.path for place in places] for unit, places in units_of(model).items()}
+    assert units == {
+        model: ["layers.0.weight", "head.weight", "head.bias"],
+        layers[1]: ["layers.1.weight", "layers.1.bias"],
+    }
+
+
+def test_a_layer_that_a_list_holds_twice_is_one_unit() -> None:
+    layer = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(layer, torch.nn.ReLU(), layer)
+    assert [*units_of(model)] == [layer]
