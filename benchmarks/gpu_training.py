@@ -54,7 +54,7 @@ def _peak_gib(train: Train) -> float | None:
 def by_the_trainer(
     configs: Mapping[str, Any], found: Mapping[str, Any], steps: int, repeats: int
 ) -> Any:
-    """Compare the trainer with torch's strategies and with bare loops, in images or tokens."""
+    """Compare the trainer's images or tokens per second with those of torch and of bare loops."""
     device = torch.device(launch.context().device)
     with ExitStack() as stack:
         contestants: dict[str, Train] = {}

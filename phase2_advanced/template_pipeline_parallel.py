@@ -83,11 +83,11 @@ def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1 (PipeDream-Flush).
     """
     # TODO 2.11: return the list of actions of every stage, within the limits of memory and time.
-    #   Tools: Action, range, min, zip. print(grid(…)) draws what you return, and tells where it
-    #   comes to a stop.
+    #   Tools: Action, range, min, zip. print(grid(…)) draws the schedule, and shows where a stage
+    #   gets stuck.
     #   Example: 4 stages and 8 micro-batches: at most 4, 3, 2 and 1 of them are in flight in stages
     #   0 to 3, and the drawing is 22 columns wide, as GPipe's is.
-    #   About 10 lines; what 2.13 can use too is worth a helper.
+    #   About 10 lines; put the part that 2.13 can use too in a helper.
     raise NotImplementedError(
         "Task 2.11: one_f_one_b_schedule, see guidelines.md#211-one-forward-one-backward"
     )

@@ -144,7 +144,7 @@ class Codec(Protocol):
         """
 
     def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
-        """Return the n numbers that the codes stand for, in float32; ``payload`` may be longer."""
+        """Return the n numbers that the codes represent, in float32; ignore padding at the end."""
 
 
 Part = Literal["data", "compute", "communication"]  # part of a step

@@ -272,9 +272,9 @@ class AsyncCheckpointer:
         Even without this call, Python waits for the last write before it exits, but an error in
         that write then goes unreported.
         """
-        # TODO 4.4: wait for the thread; if its write has failed, raise that, once.
+        # TODO 4.4: wait for the thread; if its write failed, raise that error, but only once.
         #   Tools: thread.join, raise … from ….
-        #   Example: the disk is full in step 300: "step 300 is not saved: [Errno 28] No space …".
+        #   Example: the disk is full at step 300: "step 300 is not saved: [Errno 28] No space …".
         #   About 7 lines.
         raise NotImplementedError(
             "Task 4.4: AsyncCheckpointer.wait, see guidelines.md#44-save-while-training-goes-on"

@@ -73,7 +73,7 @@ def reduce_with_feedback(
     """
     # TODO 4.9: add the residual, reduce, and keep what was not sent.
     #   Tools: torch.Tensor.copy_.
-    #   Example: gradient 4, 3 with the residual 0, 3, of which 0, 6 is sent: the residual is 4, 0.
+    #   Example: gradient 4, 3 plus residual 0, 3 is 4, 6. If 0, 6 is sent, the residual is 4, 0.
     #   About 4 lines.
     raise NotImplementedError(
         "Task 4.9: reduce_with_feedback, see guidelines.md#49-send-the-largest-keep-the-rest"

@@ -59,9 +59,9 @@ class PowerSGD:
 
     def __init__(self, rank: int, group: Group = None, seed: int = 0) -> None:
         """Store the settings; nothing is sent."""
-        # TODO 4.12: keep the arguments, and a place for the Q of each parameter.
+        # TODO 4.12: store the arguments, and an empty container for each parameter's Q.
         #   Tools: none.
-        #   Example: before the first step there are 0 of them.
+        #   Example: before the first step, it holds no Q.
         #   About 2 lines.
         raise NotImplementedError(
             "Task 4.12: PowerSGD.__init__, see guidelines.md#412-send-two-thin-factors"

@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     precision: str = "fp32"
     device: str = "cpu"
     steps: int = 16
-    keys: Sequence[str] = ()  # further ones of the configuration: layers=12
+    keys: Sequence[str] = ()  # more keys of the configuration, such as layers=12
 
     @property
     def is_language(self) -> bool:

@@ -80,7 +80,7 @@ def open_archives(folder: Path, half: str) -> tuple[Members, list[str]]:
 
 
 def _is_image(name: str) -> bool:
-    """Return True for an image in a folder of its class, by the suffixes that torchvision knows."""
+    """Return whether a file is in a folder and has a suffix of torchvision's image files."""
     path = PurePosixPath(name)
     known = import_torchvision().datasets.folder.IMG_EXTENSIONS
     return bool(path.parent.name) and path.suffix.lower() in known

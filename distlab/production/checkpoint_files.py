@@ -140,7 +140,8 @@ class InShards(Whole):
             return self.lesson.load_sharded(shards, self.folder, self.group)
         except (ValueError, OSError) as error:
             raise of_another_run(self.folder, error) from error
-        except RuntimeError as error:  # also of a lost rank, after which a restart helps
+        except RuntimeError as error:
+            # A lost rank raises it too, but then a restart helps.
             if any(path.name in str(error) for path in self.folder.glob("step-*")):
                 raise damaged(error) from error
             raise

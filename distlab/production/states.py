@@ -40,7 +40,7 @@ class PerRank:
         return {str(rank): state for rank, state in enumerate(states)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this rank's state; one from another number of ranks is ignored."""
+        """Restore this rank's state; ignore a state that a different number of ranks saved."""
         if len(state) == dist.get_world_size():
             self.part.load_state_dict(state[str(dist.get_rank())])
 

@@ -204,7 +204,7 @@ class SharedMemory:
         self._meeting.meet()
 
     def _blocks_of_my_chunk(self, views: Sequence[Chunks]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield this rank's chunk of all tensors, block by block, its own tensor's block first."""
+        """Yield the matching blocks of all ranks' tensors in this rank's chunk, its own first."""
         return _in_cache(*(views[rank][self._rank] for rank in (self._rank, *self._others)))
 
     # Collectives through the staging area

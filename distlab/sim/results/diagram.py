@@ -124,7 +124,7 @@ def _covers(intervals: Iterable[Interval], time: float) -> bool:
 
 
 def _ends(simulated: Simulated[Any]) -> list[Bar]:
-    """Return a bar for each rank, from its own end to the end of the last rank."""
+    """Return a bar for each rank, from its own end until the last rank to finish ends."""
     last = [0.0] * len(simulated.results)
     for event in simulated.trace.events:
         last[event.rank] = max(last[event.rank], event.end_s)
