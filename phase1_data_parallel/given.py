@@ -143,8 +143,10 @@ def empty_part(
 
 def batches_on(loader: DataLoader[Sample], device: torch.device | str) -> Iterator[Batch]:
     """Yield a loader's batches, moved to a device; the host does not wait for a GPU's copies."""
-    for inputs, targets in loader:
-        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    is_to_gpu = torch.device(device).type == "cuda"
+    for batch in loader:
+        inputs, targets = (x.to(device, non_blocking=is_to_gpu) for x in batch)
+        yield inputs, targets
 
 
 # Measuring (task 1.8)

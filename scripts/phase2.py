@@ -43,8 +43,10 @@ def memory_of_micro_batches() -> None:
 
 def accumulate_over_ranks() -> None:
     """Take one step of a two-layer model; ranks have 4, 3, 4 and 2 micro-batches of 512 rows."""
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
     rows = (2048, 1536, 2048, 1024)[dist.get_rank()]
     batch = torch.randn(rows, 512), torch.randint(10, (rows,))
     gradient_accumulation.accumulate_step_over_ranks(model, optimizer, batch, 512)
@@ -64,8 +66,10 @@ def step_in_float32() -> None:
 
 
 def _step_of_two_layers(loss_sum: LossSum) -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + dist.get_rank())
     batch = torch.randn(256, 1024), torch.randint(10, (256,))
     mixed_precision_step(model, optimizer, LossScaler(), batch, loss_sum=loss_sum)
 

@@ -83,6 +83,10 @@ def sim(
     strict: Annotated[
         bool, typer.Option("--strict", help="Report tensors changed while being sent.")
     ] = False,
+    sanitize: Annotated[
+        bool,
+        typer.Option("--sanitize", help="Look for mistakes that end without an error."),
+    ] = False,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,6 +110,15 @@ def sim(
     seed: Annotated[
         int, typer.Option(help="Seeds random and numpy on the ranks, and the jitter.")
     ] = 0,
+    assumed: Annotated[
+        bool, typer.Option("--assumed", help="List the assumed numbers and their sources.")
+    ] = False,
+    p2p_order: Annotated[
+        Literal["free", "pair"],
+        typer.Option(
+            help="'pair': messages of two ranks, unless batched, go one at a time, as on NCCL."
+        ),
+    ] = "free",
     no_devices: Annotated[
         bool, typer.Option("--no-devices", help="Computation takes no time; don't count memory.")
     ] = False,
@@ -125,13 +138,15 @@ def sim(
 
     from distlab.sim import Options
     from distlab.sim.results.summary import summary
-    from distlab.sim.script import run_script, title_of
+    from distlab.sim.script import only_defines, run_script, title_of
 
     with _usage_errors(context):
         options = Options(
             algorithm=algorithm,
             eager_bytes=eager_bytes,
+            p2p_order=p2p_order,
             is_strict=strict,
+            is_sanitized=sanitize,
             seed=seed,
             has_devices=False if no_devices else True if capacity_bytes else None,
             capacity_bytes=capacity_bytes,
@@ -140,11 +155,21 @@ def sim(
         )
     with _exits_reported_once():
         simulated = run_script(script, own_arguments, num_ranks, world, options)
-    typer.echo(f"\n{summary(simulated)}\n")
-    if not no_devices and not any([*simulated.trace.compute_s, *simulated.trace.messages]):
-        typer.echo(f"No rank computed or sent anything: does {script} call its main function?\n")
+    typer.echo(f"\n{summary(simulated, has_sources=assumed)}\n")
+    if only_defines(script):
+        typer.echo(f"No rank did anything: {script} defines functions, but calls none.\n")
     heading = title or title_of(script)
     _write(simulated, heading, outputs)
+    if sanitize:
+        _report(simulated.findings)
+
+
+def _report(findings: Sequence[str]) -> None:
+    """Print what the sanitizer found; exit with 1 if it found anything."""
+    if not findings:
+        return typer.echo("--sanitize: nothing found")
+    typer.echo("\n".join(["found by --sanitize:", *(f"  {line}" for line in findings)]))
+    raise typer.Exit(1)
 
 
 @contextmanager

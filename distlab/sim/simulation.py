@@ -15,7 +15,7 @@ from distlab.sim.engine.overlap import Overlap
 from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped
 from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
-from distlab.sim.isolation import host, patches
+from distlab.sim.isolation import host, modules, patches
 from distlab.sim.isolation.exits import Exits, deaths_due
 from distlab.sim.isolation.groups import Groups
 from distlab.sim.isolation.rank_states import RankStates
@@ -39,6 +39,7 @@ from distlab.sim.postmortem.standstill import History
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
+from distlab.sim.sanitizer.sanitizer import Sanitizer
 
 T = TypeVar("T")
 
@@ -72,7 +73,8 @@ class Simulation:
         self.mailbox = Mailbox(
             traffic, buffers, eager_bytes=options.eager_bytes, p2p_order=options.p2p_order
         )
-        self.meetings = Meetings(self.clock, traffic, buffers, self._plan)
+        self.sanitizer = self._make_sanitizer()
+        self.meetings = Meetings(self.clock, traffic, buffers, self._plan, self.sanitizer)
         shared = Shared(
             self.clock, self.places, self.mailbox, self.meetings, self.handles, self.failures
         )
@@ -96,6 +98,12 @@ class Simulation:
             for rank in range(self.num_ranks)
         ]
 
+    def _make_sanitizer(self) -> Sanitizer | None:
+        if not self.options.is_sanitized:
+            return None
+        unnoticed = self._unnoticed if self.devices else contextlib.nullcontext
+        return Sanitizer(self.rank_states, self.places, unnoticed)
+
     def _unnoticed(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager in which operations do not count as the running rank's work."""
         return self.devices[self.rank_states.current].unnoticed()
@@ -106,19 +114,27 @@ class Simulation:
 
     # The run
 
-    def run(self, fn: Callable[..., T], args: tuple[object, ...], *, joined: bool) -> Simulated[T]:
-        """Run ``fn(*args)`` on every rank, inside an initialised world if ``joined``."""
+    def run(
+        self, fn: Callable[..., T], args: tuple[object, ...], *, joined: bool, own_modules: bool
+    ) -> Simulated[T]:
+        """Run ``fn(*args)`` on every rank; ``simulate`` describes the arguments."""
         results: list[Any] = [None] * self.num_ranks
 
         def body(rank: Rank) -> None:
             self.rank_states.move_in(rank)
-            with torch.autograd.set_multithreading_enabled(False), self._on_device(rank):
+            watched = self.sanitizer.operations() if self.sanitizer else contextlib.nullcontext()
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                self._on_device(rank),
+                watched,
+            ):
                 if joined:
                     self.groups.join()
                 results[rank.number] = self._call(rank, fn, args)
                 self.clock.note_compute(rank, rank.clock_s)
 
-        with self._process_prepared():
+        separate = modules.separate(self.rank_states) if own_modules else contextlib.nullcontext()
+        with self._process_prepared(), separate:
             self.rank_states.begin()
             self.scheduler.run(body, self._standstill_error)
         if self.failures.first:  # the ranks caught this error and continued
@@ -127,12 +143,14 @@ class Simulation:
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
         self.trace.network_s = max(end_s, self.scheduler.now_s)
         flops = [device.flops for device in self.devices] or [0] * self.num_ranks
-        return Simulated(results, self.trace, end_s, self.cluster, self.options, flops)
+        findings = self.sanitizer.findings.lines() if self.sanitizer else []
+        return Simulated(results, self.trace, end_s, self.cluster, self.options, flops, findings)
 
     @contextlib.contextmanager
     def _process_prepared(self) -> Iterator[None]:
         dying = deaths_due(self.options.faults, self.scheduler, self.clock, self.rank_states)
-        with patches.installed(self), host.prepared(), dying:
+        watching = self.sanitizer.watching() if self.sanitizer else contextlib.nullcontext()
+        with patches.installed(self), host.prepared(), dying, watching:
             yield
 
     def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
@@ -208,6 +226,8 @@ class Simulation:
         self.trace.leftovers = rows.never_met(alone)
         alive = (rank.number for rank in self.scheduler.ranks if not rank.is_killed)
         self.trace.unwaited = rows.unwaited(self.handles, alive)
+        if self.sanitizer:
+            self.sanitizer.note_unwaited(self.trace.unwaited)
 
     def _standstill_error(self) -> SimulationError:
         if self.failures.first:
@@ -257,6 +277,7 @@ def simulate(
     cluster: Cluster | str | None = None,
     options: Options | None = None,
     joined: bool = True,
+    own_modules: bool = False,
     running: MutableSequence[int] | memoryview | None = None,
 ) -> Simulated[T]:
     """Run ``fn(*args)`` on ``num_ranks`` simulated ranks, in this process.
@@ -267,6 +288,7 @@ def simulate(
         cluster: Cluster, or the name of a preset, which gets as many nodes as the ranks need. None
             stands for one node with a switch and a GPU per rank.
         joined: False to start without a process group, as under torchrun.
+        own_modules: True to give each rank its own copies of the program's modules that it imports.
         running: Memory shared with a supervisor process, or None. It holds the number of the
             running rank, followed by the thread identifier of every rank.
 
@@ -281,4 +303,5 @@ def simulate(
     options.faults.check_ranks(num_ranks)
     for pattern, factor in options.faults.slow_links.items():
         chosen = chosen.slowed(pattern, factor)
-    return Simulation(num_ranks, chosen, options, running).run(fn, args, joined=joined)
+    simulation = Simulation(num_ranks, chosen, options, running)
+    return simulation.run(fn, args, joined=joined, own_modules=own_modules)

@@ -83,7 +83,9 @@ FLOORS_OF_SIM = (
     {"network", "results"},
     {"messages"},
     {"isolation", "postmortem"},
+    {"sanitizer"},
     {"simulation"},
+    {"starting"},
     {"script"},
     {""},  # distlab.sim itself
 )

@@ -66,9 +66,12 @@ def test_a_process_group_ends_when_it_is_destroyed(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=LESSONS.parents[1])
 
 
+GPU = torch.device("cuda", 1)
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "num_ranks", "chosen"),
-    [(0, 1, ["gloo"]), (1, 2, ["gloo"]), (2, 2, [1, "nccl"]), (8, 2, [1, "nccl"])],
+    [(0, 1, ["gloo"]), (1, 2, ["gloo"]), (2, 2, [GPU, "nccl", GPU]), (8, 2, [GPU, "nccl", GPU])],
 )
 def test_ranks_use_gpus_if_there_is_one_for_each(
     num_gpus: int, num_ranks: int, chosen: list[object], monkeypatch: pytest.MonkeyPatch
@@ -76,7 +79,9 @@ def test_ranks_use_gpus_if_there_is_one_for_each(
     taken: list[object] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(dist, "init_process_group", taken.append)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **options: taken.extend([name, *options.values()])
+    )
     for name, number in {"RANK": 5, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": num_ranks}.items():
         monkeypatch.setenv(name, str(number))
     programs.join()

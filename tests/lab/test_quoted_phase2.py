@@ -30,7 +30,7 @@ def simulated(subject: str, cluster: str, ranks: int) -> Simulated[None]:
 @pytest.mark.parametrize(
     ("id", "subject", "quoted"),
     [
-        ("2.3", "accumulate_over_ranks", "274 µs"),
+        ("2.3", "accumulate_over_ranks", "277 µs"),
         ("2.5", "step_in_float16", "255 µs"),
         ("2.5", "step_in_float32", "318 µs"),
         ("2.9", "model_parallel", "2.00 ms"),

@@ -24,6 +24,7 @@ import torch.autograd.profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # binds group.WORLD, so never import it inside a rank
+import torch.multiprocessing
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.isolation.exits import Exits
@@ -96,6 +97,8 @@ def installed(host: RankHost) -> Iterator[None]:
         _patch_profiler(replace, host.rank_states)
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)
+        _patch_gpus(of_ranks, host.rank_states)
+        _patch_spawning(of_ranks, host.rank_states)
         _patch_generators(of_ranks, host.rank_states)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
         undo.callback(delattr, torch, "meta")
@@ -191,12 +194,20 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Make every group a simulated one, whichever backend the program asks for."""
 
     def init_process_group(
-        backend: object = None, init_method: object = None, timeout: Any = None, *_: Any, **__: Any
+        backend: object = None,
+        init_method: object = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        *_: Any,
+        **__: Any,
     ) -> None:
+        _check_place(host.rank_states, rank, world_size)
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
         host.exits.joined(host.rank_states.current)
         host.groups.join(timeout)
+        _share_loss_handlers(undo)
 
     new_group = c10d.new_group
 
@@ -219,6 +230,23 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch's own needs gloo
 
 
+def _check_place(rank_states: RankStates, rank: int, world_size: int) -> None:
+    """Raise unless the caller is a rank, and gives its own number and that of all ranks, or -1."""
+    if not rank_states.is_in_rank():
+        raise RuntimeError(
+            f"a process that rank {rank_states.current} has started cannot join the simulated "
+            "ranks. A script that starts its own ranks does so under its own "
+            'if __name__ == "__main__", and reads no RANK or LOCAL_RANK from the environment'
+        )
+    mine, everyone = rank_states.current, rank_states.num_ranks
+    if rank not in (-1, mine) or world_size not in (-1, everyone):
+        raise ValueError(
+            f"rank {mine} of {everyone} calls init_process_group(rank={rank}, "
+            f"world_size={world_size}). The simulator numbers ranks in the order in which they "
+            "start. On real processes, ranks that agree on no numbers wait for each other"
+        )
+
+
 # Patches inside torch, which take effect even if a program imported the public functions earlier
 
 
@@ -236,6 +264,7 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         if not ranks:
             host.exits.joined(host.rank_states.current)
             host.groups.join(settings.get("timeout"))
+            _share_loss_handlers(undo)
             return dist.group.WORLD, host.groups.store
         # torch does not pass the description to a custom backend, so the options carry it.
         settings.update(backend_options=settings.get("group_desc"), device_id=None)
@@ -243,6 +272,44 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
 
     _replace(undo, c10d, "rendezvous", rendezvous)
     _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
+
+
+_LOSS = "torch.distributed.tensor.parallel.loss"
+
+
+class _LossHandlers:
+    """Keeps DTensor's handlers for ``loss_parallel`` until the last rank has left that context.
+
+    The table of handlers belongs to the process.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self._enable, self._disable = loss._enable_custom_loss_ops, loss._disable_custom_loss_ops
+        self._num_users = 0
+
+    def enter(self) -> None:
+        self._num_users += 1
+        self._enable()
+
+    def leave(self) -> None:
+        self._num_users -= 1
+        if not self._num_users:
+            self._disable()
+
+    def close(self) -> None:
+        if self._num_users:  # an exception has skipped a rank's exit
+            self._disable()
+
+
+def _share_loss_handlers(undo: contextlib.ExitStack) -> None:
+    """Patch ``loss_parallel`` when a rank joins a group, if the program has imported it by then."""
+    loss: Any = sys.modules.get(_LOSS)  # importing it here would take a second
+    owner = getattr(getattr(loss, "_enable_custom_loss_ops", None), "__self__", None)
+    if loss is not None and not isinstance(owner, _LossHandlers):
+        handlers = _LossHandlers(loss)
+        undo.callback(handlers.close)
+        _replace(undo, loss, "_enable_custom_loss_ops", handlers.enter)
+        _replace(undo, loss, "_disable_custom_loss_ops", handlers.leave)
 
 
 def _patch_default_group(undo: contextlib.ExitStack, host: RankHost) -> None:
@@ -326,6 +393,35 @@ def _patch_host(of_ranks: OfRanks, rank_states: RankStates) -> None:
     of_ranks(os, "uname", uname_of_rank)
 
 
+def _patch_gpus(of_ranks: OfRanks, rank_states: RankStates) -> None:
+    """Refuse to use a real GPU, in place of an error from inside torch."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            f"rank {rank_states.current} has no GPU to select: simulated ranks compute on the CPU, "
+            "and the simulator takes that for the GPU's work. Select one only where "
+            "torch.cuda.is_available()"
+        )
+
+    of_ranks(torch.cuda, "_lazy_init", refuse)  # for tensors and models with device="cuda"
+    of_ranks(torch.cuda, "set_device", refuse)
+
+
+def _patch_spawning(of_ranks: OfRanks, rank_states: RankStates) -> None:
+    """Refuse to start further ranks."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            f"rank {rank_states.current} cannot start processes by torch.multiprocessing.spawn: "
+            "distlab sim has started the ranks already, because the script reads RANK or "
+            "LOCAL_RANK, or does not call spawn itself"
+        )
+
+    spawning = sys.modules["torch.multiprocessing.spawn"]  # the package's name is its function
+    for owner in (spawning, torch.multiprocessing):
+        of_ranks(owner, "start_processes", refuse)
+
+
 def _patch_generators(of_ranks: OfRanks, rank_states: RankStates) -> None:
     """Make functions such as ``np.random.rand`` draw from the running rank's generators."""
     for module, generator, names in (
@@ -403,7 +499,7 @@ class MetaHandle:
         return 0
 
     def _let_train(self, groups: Any) -> None:
-        """Disable FSDP's check; doing it earlier would need FSDP's import, which takes a second."""
+        """Disable FSDP's check: not earlier, because importing FSDP takes a second."""
         check = groups._validate_no_meta_params
         self._undo.callback(setattr, groups, "_validate_no_meta_params", check)
         groups._validate_no_meta_params = lambda _: None

@@ -75,8 +75,8 @@ class RankState:
 
     There is only one torch generator, so its state is copied at every hand-over. Each rank has its
     own objects for everything else: the generators of ``random`` and numpy, the environment, its
-    host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if redirected, and
-    the default dtype.
+    host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if redirected, the
+    default dtype, and the program's modules (see ``modules``).
     """
 
     def __init__(self, rank: int, place: Place, seed: int, common: Mapping[bytes, bytes]) -> None:
@@ -91,6 +91,8 @@ class RankState:
         self.streams = sys.stdout, sys.stderr
         self.dtype = torch.get_default_dtype()
         self.folder = ""  # current folder; "" for the process's original one
+        self.own_modules: set[str] = set()  # names of modules of which the rank has its own copy
+        self._modules: dict[str, ModuleType] = {}  # these copies, while another rank runs
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -109,6 +111,13 @@ class RankState:
         self.warnings = _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
         self.streams = sys.stdout, sys.stderr
         self.dtype = _get_dtype()
+        if self.own_modules:
+            self._modules = self.take_modules()
+
+    def take_modules(self) -> dict[str, ModuleType]:
+        """Remove the rank's own modules from ``sys.modules``, and return them."""
+        present = self.own_modules & sys.modules.keys()
+        return {name: sys.modules.pop(name) for name in present}
 
     def bring_out(self, world: RankWorld) -> None:
         """Load this rank's state into the process."""
@@ -118,6 +127,8 @@ class RankState:
         sys.stdout, sys.stderr = self.streams
         if _get_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
+        if self._modules:
+            sys.modules.update(self._modules)
 
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:

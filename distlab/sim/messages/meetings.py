@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
+from typing import Protocol
 
 from torch import Tensor
 
@@ -41,6 +42,19 @@ THREADS = (
 )
 MAX_SHAPES = 6  # maximum number of shapes that a report shows for a coalesced call
 Plan = Callable[[Call, tuple[int, ...]], list[Phase]]  # (call, ranks of the group) -> transfers
+
+
+class Watcher(Protocol):
+    """An observer of collective calls, such as the sanitizer."""
+
+    def posted(self, attendance: "Attendance") -> None:
+        """Look at a call of the running rank."""
+
+    def met(self, key: object, members: "Sequence[Attendance]") -> None:
+        """Look at a call of all ranks of a group, before its tensors change."""
+
+    def sent(self) -> None:
+        """Note that a rank sends another one a message."""
 
 
 class Attendance(Pending):
@@ -127,6 +141,8 @@ class Meeting:
         kind = Founding if call is FOUNDING else Attendance
         attendance = kind(self, call, site)
         self.attendances[attendance.rank] = attendance
+        if self._world.watcher is not None:
+            self._world.watcher.posted(attendance)
         if self._world.buffers.is_strict:
             attendance.kept = [self._world.buffers.copied(tensor) for tensor in call.inputs]
         self.is_disputed = self.is_disputed or not self._agrees(attendance)
@@ -254,6 +270,8 @@ class Meeting:
             for member in members:
                 for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
                     member.check_unchanged(tensor, kept)
+            if self._world.watcher is not None:
+                self._world.watcher.met(self.key, members)
             if members[0].call is not FOUNDING:
                 MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a cycle would keep tensors alive
@@ -269,6 +287,7 @@ class Meetings:
 
     Args:
         plan: Function that returns the transfers of a call.
+        watcher: Observer of all calls, or None.
 
     Attributes:
         closed: For each closed group, the rank whose collective has timed out.
@@ -279,6 +298,7 @@ class Meetings:
     traffic: Traffic
     buffers: Buffers
     plan: Plan
+    watcher: Watcher | None = None
     closed: dict[object, int] = field(default_factory=dict, init=False)
     splits: Splits = field(default_factory=Splits, init=False)
     _open: dict[tuple[object, int], Meeting] = field(default_factory=dict, init=False)

@@ -25,6 +25,7 @@ class Options:
             between the same two ranks one at a time unless they are batched, as on NCCL.
         is_strict: True to report buffers changed before their operations are done, and operations
             that never matched.
+        is_sanitized: True to look for mistakes that end without an error; see ``sanitizer``.
         seed: Seed of each rank's torch, ``random`` and numpy generators.
         has_devices: True to account for computation and memory; None to do so if the cluster
             describes its GPU.
@@ -42,6 +43,7 @@ class Options:
     eager_bytes: int = -1
     p2p_order: str = "free"
     is_strict: bool = False
+    is_sanitized: bool = False
     seed: int = 0
     has_devices: bool | None = None
     capacity_bytes: int | None = None
@@ -71,7 +73,8 @@ class Simulated(Generic[T]):
 
     results: list[T]
     trace: Trace
-    seconds: float  # virtual time at the end of the last rank
+    seconds: float  # virtual time at which the last rank to finish ends
     cluster: Cluster
     options: Options
     flops: list[int]  # by rank; 0 without a GPU
+    findings: list[str] = field(default_factory=list)  # of the sanitizer

@@ -48,7 +48,7 @@ def totals(simulated: Simulated[Any]) -> list[Totals]:
     return rows
 
 
-def summary(simulated: Simulated[Any]) -> str:
+def summary(simulated: Simulated[Any], *, has_sources: bool = False) -> str:
     """Describe a run: the times, bytes and memory of each rank, and the assumptions.
 
         simulated, preset dgx-h100, not measured
@@ -58,6 +58,10 @@ def summary(simulated: Simulated[Any]) -> str:
            0  38.4 µs  4.07 µs  34.3 µs   0 s  6.00 MiB         6     5.00 MiB
 
     For more than 16 ranks, the table shows minimum, median and maximum, and the slowest ranks.
+
+    Args:
+        simulated: The run.
+        has_sources: True to give the value and the source of each assumption.
     """
     ranks = totals(simulated)
     rows: list[tuple[str, ...]] = [HEADINGS]
@@ -70,7 +74,9 @@ def summary(simulated: Simulated[Any]) -> str:
         rows.append(_row("max", Totals(*map(max, columns))))
         rows += [_row(str(rank), ranks[rank]) for rank in _slowest(ranks)]
     parts = [[label(simulated), _size(simulated)], _table(rows), _details(simulated)]
-    parts += _listed("set:", settings(simulated)) + _listed("assumed:", assumed(simulated))
+    lines = assumed(simulated)
+    parts += _listed("set:", settings(simulated))
+    parts += _listed("assumed:", lines) if has_sources else [_in_one_line(lines)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -179,6 +185,11 @@ def link_use(simulated: Simulated[Any]) -> Iterable[tuple[float, str]]:
     for link, num_bytes in zip(simulated.cluster.links, simulated.trace.bytes_by_link, strict=True):
         capacity = link.bytes_per_s * simulated.trace.network_s
         yield (num_bytes / capacity if capacity else 0.0), link.name
+
+
+def _in_one_line(lines: Sequence[str]) -> list[str]:
+    names = [line.partition(" = ")[0] for line in lines]
+    return [f"assumed: {', '.join(names)} (distlab sim --assumed says why)"] if names else []
 
 
 def _listed(heading: str, lines: Sequence[str]) -> list[list[str]]:

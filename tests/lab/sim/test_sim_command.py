@@ -1,6 +1,8 @@
 """``distlab sim`` runs a script on every rank, as torchrun does, and then prints a summary."""
 
+import importlib.util
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -70,6 +72,283 @@ def test_globals_and_classes_belong_to_one_rank(write) -> None:
         assert Mine.rank == dist.get_rank()
         """)
     )
+
+
+def test_modules_of_the_program_belong_to_one_rank(write, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "state.py").write_text("rank = None\n")
+    # Ranks wait for each other while they import this one.
+    (tmp_path / "joined.py").write_text(
+        "import torch.distributed as dist\ndist.barrier()\nRANK = dist.get_rank()\n"
+    )
+    before = {*sys.modules}
+    run(
+        write("""
+        import pickle
+        import joined
+        from package import state
+        state.rank = dist.get_rank()
+        class Mine:
+            pass
+        dist.barrier()
+        import package.state
+        assert package.state is state
+        assert package.state.rank == joined.RANK == dist.get_rank()
+        assert pickle.loads(pickle.dumps(Mine)) is Mine
+        """),
+        ranks=3,
+    )
+    assert not {"package", "package.state", "joined"} & ({*sys.modules} - before)
+
+
+def test_a_module_that_was_imported_before_is_not_the_ranks_one(write, tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text("times = 0\n")
+    spec = importlib.util.spec_from_file_location("counted", tmp_path / "counted.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["counted"] = ours = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ours)
+    try:
+        run(write("import counted\ncounted.times += 1\ndist.barrier()\nassert counted.times == 1"))
+        assert sys.modules["counted"] is ours
+        assert ours.times == 0
+    finally:
+        del sys.modules["counted"]
+
+
+# Scripts that start their own ranks
+
+STARTERS = {
+    "spawn": "mp.spawn(main, args=(3,), nprocs=3)",
+    "spawn and join": "mp.spawn(main, args=(3,), nprocs=3, join=False).join()",
+    "Process": """
+    parts = [mp.Process(target=main, args=(rank, 3)) for rank in range(3)]
+    for part in parts:
+        part.start()
+    for part in parts:
+        part.join()
+    assert [part.exitcode for part in parts] == [0, 0, 0]
+    """,
+    "Process of a context": """
+    context = mp.get_context("spawn")
+    parts = [context.Process(target=main, args=(rank, 3)) for rank in range(3)]
+    [part.start() for part in parts]
+    while any(part.is_alive() for part in parts):
+        pass
+    """,
+    "class of processes": """
+    for rank in range(3):
+        Worker(rank).start()
+    """,
+}
+
+
+@pytest.mark.parametrize("start", STARTERS.values(), ids=STARTERS)
+def test_processes_that_a_script_starts_become_the_ranks(tmp_path, start: str, capsys) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(f"""
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+count = 0
+class Sum:
+    pass
+def main(rank, size):
+    global count
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "29500"
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    x = torch.ones(1) * rank
+    dist.all_reduce(x)
+    count += 1
+    sums = [None] * size
+    dist.all_gather_object(sums, Sum())
+    assert all(type(each) is Sum for each in sums)
+    print(rank, x.item(), count)
+class Worker(mp.Process):
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+    def run(self):
+        main(self.rank, 3)
+if __name__ == "__main__":
+    print("once")
+{textwrap.indent(textwrap.dedent(start), "    ")}
+""")
+    assert distlab("sim", "--ranks", 8, script) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[0] == "once"
+    assert sorted(lines[1:4]) == ["0 3.0 1", "1 3.0 1", "2 3.0 1"]
+    assert "3 ranks" in printed
+    assert "main function" not in printed
+
+
+def test_forked_ranks_have_the_variables_of_the_first_process(tmp_path, capsys) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text("""
+import multiprocessing as mp
+import torch.distributed as dist
+settings = None
+print("loaded")
+def main(rank, results):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.barrier()
+    results.put((rank, settings, later))
+if __name__ == "__main__":
+    settings, later = "set", "also"
+    results = mp.Queue()
+    parts = [mp.Process(target=main, args=(rank, results)) for rank in range(2)]
+    [part.start() for part in parts]
+    print(sorted(results.get() for _ in parts))
+    [part.join() for part in parts]
+""")
+    run(script)
+    assert capsys.readouterr().out == "loaded\n[(0, 'set', 'also'), (1, 'set', 'also')]\n"
+
+
+def test_each_rank_has_its_own_copies_of_arguments_and_variables(tmp_path, capsys) -> None:
+    script = tmp_path / "copies.py"
+    script.write_text("""
+import multiprocessing as mp
+import torch
+import torch.distributed as dist
+counts = None
+def main(rank, model, x):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model(torch.full((1, 2), rank + 1.0)).sum().backward()
+    x += 1
+    counts["calls"] += 1
+    dist.barrier()
+    print(rank, model.weight.grad.tolist(), x.item(), counts)
+class Main:
+    def __call__(self, *args):
+        main(*args)
+if __name__ == "__main__":
+    counts, model, x = {"calls": 0}, torch.nn.Linear(2, 1), torch.zeros(1)
+    parts = [mp.Process(target=Main(), args=(rank, model, x)) for rank in range(2)]
+    for part in parts:
+        part.start()
+        assert part.is_alive()
+    [part.join() for part in parts]
+""")
+    run(script)
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "0 [[1.0, 1.0]] 1.0 {'calls': 1}",
+        "1 [[2.0, 2.0]] 1.0 {'calls': 1}",
+    ]
+
+
+def test_a_script_for_launchers_runs_as_under_one_even_if_it_can_start_ranks(
+    tmp_path, capsys
+) -> None:
+    script = tmp_path / "both.py"
+    script.write_text("""
+import os
+import torch.distributed as dist
+import torch.multiprocessing as mp
+def main(rank, size):
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    print(dist.get_rank(), dist.get_world_size())
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    else:
+        mp.spawn(main, args=(2,), nprocs=2)
+""")
+    run(script, ranks=3)
+    assert sorted(capsys.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
+
+
+SPAWN = """
+import sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
+def main(rank, size):
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    if rank == 1 and "fails" in sys.argv:
+        raise ValueError("why")
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "report"),
+    [
+        (
+            "mp.spawn(main, args=(2,), nprocs=2)",
+            [],
+            "put the lines that start them under if __name",
+        ),
+        ("if __name__ == '__main__':\n    mp.spawn(main, nprocs=0)", [], "started no ranks"),
+        (
+            "if __name__ == '__main__':\n    main(0, 2)\n    mp.spawn(main, args=(2,))",
+            [],
+            "the script's first process joins a group itself",
+        ),
+        (
+            "if __name__ == '__main__':\n    mp.spawn(main, args=(4,), nprocs=4)",
+            [],
+            "4 ranks need as many GPUs, but",
+        ),
+        (
+            "if __name__ == '__main__':\n"
+            "    try:\n        mp.spawn(main, args=(2,), nprocs=2)\n"
+            "    except Exception:\n        pass",
+            ["fails"],
+            "rank 1 of 2 raised ValueError: why",
+        ),
+        (
+            "if __name__ == '__main__':\n    mp.spawn(main, args=(3,), nprocs=2)",
+            [],
+            "rank 0 of 2 calls init_process_group(rank=0, world_size=3)",
+        ),
+    ],
+)
+def test_ranks_that_cannot_start_are_refused_in_one_line(
+    tmp_path: Path, lines: str, arguments: list[str], report: str
+) -> None:
+    script = tmp_path / "spawns.py"
+    script.write_text(f"{SPAWN}{lines}\n")
+    with pytest.raises(SimulationError, match=re.escape(report)):
+        run(script, *arguments)
+
+
+def test_a_process_that_a_rank_starts_cannot_join_the_ranks(write, capfd) -> None:
+    run(
+        write("""
+        import multiprocessing as mp
+        def main():
+            dist.init_process_group("gloo", rank=0, world_size=1)
+        if dist.get_rank() == 0:
+            process = mp.get_context("fork").Process(target=main)
+            process.start()
+            process.join()
+            assert process.exitcode == 1
+        import os; os.environ["RANK"]
+        """)
+    )
+    assert (
+        "a process that rank 0 has started cannot join the simulated ranks"
+        in capfd.readouterr().err
+    )
+
+
+def test_a_rank_cannot_start_ranks(write) -> None:
+    script = write("""
+        import os
+        import torch.multiprocessing as mp
+        os.environ["RANK"]
+        mp.spawn(print, nprocs=2)
+        """)
+    with pytest.raises(RankError, match=r"rank 0 cannot start processes by torch\.multiproc"):
+        run(script, ranks=1)
+
+
+@pytest.mark.parametrize("call", ["torch.cuda.set_device(0)", "torch.ones(1, device='cuda')"])
+def test_a_rank_that_selects_a_gpu_is_told_that_it_has_none(write, call: str) -> None:
+    with pytest.raises(RankError, match=r"rank 0 has no GPU to select: .* compute on the CPU"):
+        run(write(call), ranks=1)
 
 
 @pytest.mark.parametrize("text", ["", "raise ValueError", "import sys; sys.path.append('x')"])

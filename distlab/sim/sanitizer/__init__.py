@@ -1,0 +1,11 @@
+"""``distlab sim --sanitize``: find what ends without an error, and is wrong.
+
+The watchers see what all ranks do, and compare it:
+
+    calls      tensors given to collectives: aliases, another order, another parameter's gradient
+    cuts       tensors that left autograd in a collective, and came back into the loss
+    replicas   parameters and gradients of ranks that train the same model, before each step
+    draws      random numbers and samplers
+
+A watcher reports to ``Findings``. Nothing here changes a number of the program, or virtual time.
+"""

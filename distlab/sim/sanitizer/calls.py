@@ -1,0 +1,168 @@
+"""Mistakes in collective calls: one tensor given several times, and calls in another order."""
+
+import linecache
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import distlab
+from distlab.process_group.call import Call
+from distlab.sim.messages.meetings import Attendance
+from distlab.sim.reporting.report import WHO, place
+from distlab.sim.reporting.sites import Site
+from distlab.sim.sanitizer.findings import Findings
+from distlab.sim.sanitizer.parameters import Parameters, digest, storage_of
+from distlab.util.text import rank_names
+
+_OF_DISTLAB = f"{Path(distlab.__file__).parent}{os.sep}"
+_OF_AUTOGRAD = f"{Path(torch.autograd.__file__).parent}{os.sep}"
+WITHOUT_ROOT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SMALL = 4  # elements; a shorter tensor may be equal on all ranks by chance
+
+
+class Calls:
+    """Watches collective calls."""
+
+    def __init__(self, findings: Findings, parameters: Parameters) -> None:
+        self._findings, self._parameters = findings, parameters
+        # For each group and rank, the lines and the gradients of its calls, in order.
+        self._lines: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
+        self._texts: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
+        self._gradients: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
+        self._of_ddp: set[Attendance] = set()  # calls of DistributedDataParallel that are open
+        self.groups_of_ddp: set[object] = set()
+
+    def posted(self, attendance: Attendance) -> None:
+        """Look at a call of the running rank."""
+        if self.is_of_ddp(attendance):
+            self._of_ddp.add(attendance)
+        self._look_for_aliases(attendance, attendance.call)
+
+    def is_of_ddp(self, attendance: Attendance) -> bool:
+        """Return whether DistributedDataParallel averages gradients in this backward pass."""
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        is_its_group = attendance.meeting.key in self.groups_of_ddp
+        is_candidate = attendance.name == "all_reduce" and is_its_group and is_in_backward
+        return is_candidate and _is_called_by_autograd()
+
+    def _look_for_aliases(self, attendance: Attendance, call: Call) -> None:
+        count = _most_aliases(call.outputs)
+        if count > 1:
+            self._findings.add(
+                ("alias", attendance.site),
+                f"the {len(call.outputs)} tensors that {call.name} fills on {WHO} share memory, "
+                f"{count} of them the same place, so each overwrites the one before; "
+                f"{place(attendance.site)}",
+                attendance.rank,
+            )
+
+    def met(self, key: object, members: Sequence[Attendance]) -> list[int]:
+        """Look at a call of all ranks of a group, before its tensors change.
+
+        Returns:
+            The ranks that give a parameter's gradient.
+        """
+        if members[0].call.name not in WITHOUT_ROOT or not all(m.call.inputs for m in members):
+            return []
+        for member in members:
+            done = _Done(f"calls from {place(member.site)}", member.site)
+            self._lines[key].setdefault(member.rank, []).append(done)
+            done = _Done(f"calls {_source(member.site)}", member.site)
+            self._texts[key].setdefault(member.rank, []).append(done)
+        names = [self._parameters.of_gradient(m.rank, m.call.inputs[0]) for m in members]
+        for member, name in zip(members, names, strict=True):
+            if name:
+                done = _Done(f"averages the gradient of {name}", member.site)
+                self._gradients[key].setdefault(member.rank, []).append(done)
+        is_of_ddp = not self._of_ddp.isdisjoint(members)
+        self._of_ddp.difference_update(members)
+        if len(members) > 1 and (all(names) or is_of_ddp):
+            self._look_for_same_data(members)
+        return [member.rank for member, name in zip(members, names, strict=True) if name]
+
+    def _look_for_same_data(self, members: Sequence[Attendance]) -> None:
+        """Report gradients that are equal on all ranks before they are summed."""
+        first = members[0]
+        digests = [digest(member.call.inputs[0]) for member in members]
+        one = digests[0]
+        is_long = first.call.inputs[0].numel() >= SMALL
+        is_number = one is not None and isfinite(one.norm)
+        if (
+            one
+            and is_number
+            and is_long
+            and not one.is_constant
+            and all(d and d.key == one.key for d in digests)
+        ):
+            self._findings.add(
+                ("same data", first.site),
+                f"{rank_names(m.rank for m in members)} computed the same gradients (norm "
+                f"{one.norm:.4g}) before averaging them: do all of them train on the same data? "
+                f"{place(first.site)}",
+            )
+
+    def ended(self) -> None:
+        """Compare the order of all calls; called at the end of the world."""
+        for by_rank in (
+            *self._gradients.values(),
+            *self._lines.values(),
+            *self._texts.values(),
+        ):
+            self._compare_order(by_rank)
+
+    def _compare_order(self, by_rank: dict[int, list["_Done"]]) -> None:
+        """Report ranks that did the same things in another order."""
+        first, *others = sorted(by_rank)
+        ours = [done.what for done in by_rank[first]]
+        for rank in others:
+            theirs = [done.what for done in by_rank[rank]]
+            if ours == theirs or Counter(ours) != Counter(theirs):
+                continue
+            pairs = enumerate(zip(ours, theirs, strict=True))
+            number = next(number for number, (one, other) in pairs if one != other)
+            site = by_rank[rank][number].site
+            self._findings.add(
+                ("order", site),
+                "ranks make the same calls in another order, so different tensors meet: as call "
+                f"{number + 1}, rank {first} {ours[number]}, and rank {rank} {theirs[number]}; "
+                f"{place(site)}",
+            )
+            return
+
+
+def _is_called_by_autograd() -> bool:
+    """Return whether autograd's C++ code makes the call, not Python code in a backward pass."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_OF_DISTLAB):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_OF_AUTOGRAD)
+
+
+class _Done(NamedTuple):
+    """A rank's part in a call: what it did, and where."""
+
+    what: str
+    site: Site
+
+
+def _source(site: Site) -> str:
+    """Return the text of a line, such as ``dist.all_reduce(a)``."""
+    return linecache.getline(site[0], site[1]).strip()
+
+
+def _most_aliases(tensors: Sequence[Tensor]) -> int:
+    """Return how many of the tensors begin at the same place in memory, at most."""
+    places = Counter(
+        (id(storage), tensor.storage_offset())
+        for tensor in tensors
+        if tensor.numel() and (storage := storage_of(tensor)) is not None
+    )
+    return max(places.values(), default=0)

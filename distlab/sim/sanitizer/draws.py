@@ -1,0 +1,83 @@
+"""Random numbers that should differ between replicas, and samplers that repeat an epoch."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from distlab.sim.isolation.rank_states import RankStates, Replace
+from distlab.sim.reporting.report import WHO, place
+from distlab.sim.reporting.sites import Places, Site
+from distlab.sim.sanitizer.findings import Findings
+from distlab.sim.sanitizer.parameters import Digest, digest
+from distlab.util.text import rank_names
+
+Unnoticed = Callable[[], AbstractContextManager[object]]
+MASKS = ("aten.bernoulli_.float", "aten.native_dropout.default", "aten.bernoulli.p")
+SHORT = 32  # elements; shorter masks may be equal by chance
+
+
+class Draws:
+    """Watches dropout masks and samplers."""
+
+    def __init__(
+        self, findings: Findings, rank_states: RankStates, places: Places, unnoticed: Unnoticed
+    ) -> None:
+        self._findings, self._rank_states, self._places = findings, rank_states, places
+        self._unnoticed = unnoticed
+        self._masks: defaultdict[int, list[tuple[Digest, Site]]] = defaultdict(list)
+        self._epochs: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
+
+    def install(self, replace: Replace) -> None:
+        """Watch every ``DistributedSampler``."""
+        start = DistributedSampler.__iter__
+        replace(DistributedSampler, "__iter__", lambda sampler: self._started(start, sampler))
+
+    def _started(
+        self, start: Callable[[Any], Iterator[Any]], sampler: DistributedSampler[Any]
+    ) -> Iterator[Any]:
+        rank = self._rank_states.current
+        is_training = sampler.shuffle and torch.is_grad_enabled()
+        if is_training and self._epochs.get(sampler) == sampler.epoch:
+            site = self._places.call_site()[0]
+            self._findings.add(
+                ("epoch", site),
+                f"{WHO} went through a DistributedSampler again, still in epoch {sampler.epoch}, "
+                f"and so in the same order: call set_epoch before each epoch; {place(site)}",
+                rank,
+            )
+        self._epochs[sampler] = sampler.epoch
+        return start(sampler)
+
+    def operation(self, name: str, args: Sequence[object], out: object) -> None:
+        """Note a mask that the running rank draws."""
+        if name not in MASKS:
+            return
+        mask = out[-1] if isinstance(out, tuple) else out
+        with self._unnoticed():
+            drawn = digest(mask) if isinstance(mask, Tensor) and mask.numel() >= SHORT else None
+        if drawn and not drawn.is_constant:
+            self._masks[self._rank_states.current].append((drawn, self._places.call_site()[0]))
+
+    def compare(self, replicas: Sequence[int], step: int) -> None:
+        """Report masks that replicas drew alike since the last step.
+
+        Args:
+            replicas: Ranks that train the same model on different data.
+            step: Number of the step that begins now, from 1.
+        """
+        drawn = [self._masks.pop(rank, []) for rank in replicas]
+        for masks in zip(*drawn, strict=False):
+            if len({mask.key for mask, _ in masks}) == 1 < len(masks):
+                site = masks[0][1]
+                self._findings.add(
+                    ("mask", site),
+                    f"step {step}: {rank_names(replicas)} drop the same elements, because their "
+                    "random states are equal: after the weights are made, seed each replica "
+                    f"differently; {place(site)}",
+                )

@@ -1,0 +1,93 @@
+"""The parameters that each rank has registered, by which ranks' tensors can be compared."""
+
+from collections import defaultdict
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+MAX_DEPTH = 100  # of modules in one another, which may contain themselves
+Storage = torch.UntypedStorage
+Held = Tensor | nn.Module
+
+
+class Parameters:
+    """The parameters of all ranks, in the order in which each rank registered them."""
+
+    def __init__(self) -> None:
+        self._by_rank: defaultdict[int, list[ref[Tensor]]] = defaultdict(list)
+        # The module that holds a parameter or a module, and under which name.
+        self._holders: MutableMapping[Held, tuple[ref[nn.Module], str]] = WeakIdKeyDictionary()
+
+    def register(self, rank: int, holder: nn.Module, name: str, parameter: Tensor) -> None:
+        """Note that a rank has registered a parameter in a module."""
+        self._by_rank[rank].append(ref(parameter))
+        self.hold(holder, name, parameter)
+
+    def hold(self, holder: nn.Module, name: str, held: Held) -> None:
+        """Note that a module holds a parameter or another module."""
+        self._holders[held] = ref(holder), name
+
+    def name(self, parameter: Tensor) -> str:
+        """Return a parameter's name in its outermost module, or its shape if it is in none."""
+        names: list[str] = []
+        held: Held | None = parameter
+        while held is not None and held in self._holders and len(names) < MAX_DEPTH:
+            holder, name = self._holders[held]
+            names.append(name)
+            held = holder()
+        if not names:
+            return f"a parameter {tuple(parameter.shape)}"
+        return ".".join(reversed(names)).removeprefix("module.")
+
+    def of_gradient(self, rank: int, tensor: Tensor) -> str:
+        """Return the name of the parameter whose whole gradient a tensor is; "" if of none."""
+        storage = storage_of(tensor)
+        for number, reference in enumerate(self._by_rank[rank]):
+            parameter = reference()
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None or gradient.numel() != tensor.numel():
+                continue
+            is_same = storage is not None and storage_of(gradient) is storage
+            if is_same and gradient.storage_offset() == tensor.storage_offset():
+                return f"{self.name(parameter)} (parameter {number + 1})"
+        return ""
+
+
+class Digest(NamedTuple):
+    """A tensor's values, for comparison.
+
+    Attributes:
+        key: Hash of the bytes.
+        is_constant: True if all elements are equal, as those of a new bias are.
+        norm: Euclidean norm, for reports.
+    """
+
+    key: int
+    is_constant: bool
+    norm: float
+
+
+def digest(tensor: Tensor | None) -> Digest | None:
+    """Return a tensor's digest; None if it has no values of its own, as on ``meta``."""
+    local: Any = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+    if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
+        return None
+    values = local.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    if not values.numel() or values.is_meta:
+        return None
+    is_constant = bool((values == values[0]).all())
+    return Digest(
+        hash(values.view(torch.uint8).numpy().tobytes()),
+        is_constant,
+        float(values.abs().double().norm()),
+    )
+
+
+def storage_of(tensor: Tensor) -> Storage | None:
+    """Return a tensor's storage, or None if it has no single one."""
+    is_plain = tensor.layout is torch.strided and not hasattr(tensor, "_local_tensor")
+    return tensor.untyped_storage() if is_plain else None

@@ -1,0 +1,351 @@
+"""Ranks that train the same model: are their parameters and gradients equal before each step?
+
+Nothing declares which ranks are replicas, except for torch's DistributedDataParallel, so it is
+inferred. Ranks are replicas in a step if all their parameters are equal, and not all are constant,
+as new biases are. Then:
+
+    gradients of one step             verdict
+    all equal                         right
+    some equal, others not            a finding: the others were not averaged
+    none equal, in DDP                a finding: nothing was averaged
+    none equal, in no step            a finding, unless the ranks send each other messages, or
+                                      their parameters are equal in the end
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from distlab.sim.reporting.report import place
+from distlab.sim.reporting.sites import Site
+from distlab.sim.sanitizer.findings import Findings
+from distlab.sim.sanitizer.parameters import Digest, Parameters, digest
+from distlab.util.text import joined, rank_names
+
+MAX_NAMES = 4
+_NO_SYNC = (
+    " DistributedDataParallel has averaged nothing since the last step: its backward passes ran "
+    "inside no_sync(), its forward was not called (but that of the module inside), its hook sent "
+    "nothing, or a parameter that got no gradient kept a bucket waiting."
+)
+_AFTER_THE_STEP = " They are averaged only after it."
+_SOME_SYNCS = (
+    " DistributedDataParallel averaged only some of the backward passes since the last step: the "
+    "last one, and its forward pass, must run outside no_sync()."
+)
+
+
+class Values(NamedTuple):
+    """A parameter before a step."""
+
+    name: str
+    is_in_ddp: bool
+    shape: torch.Size
+    value: Digest | None
+    gradient: Digest | None
+
+
+class Norm(NamedTuple):
+    """A call of ``clip_grad_norm_``."""
+
+    total: float
+    limit: float
+    site: Site
+
+
+@dataclass
+class Step:
+    """One step of one optimizer on the ranks that have come to it."""
+
+    site: Site
+    number: int  # from 1
+    values: dict[int, list[Values]] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, list[Norm]] = field(default_factory=dict)
+    num_syncs: dict[int, int] = field(default_factory=dict)
+    total_syncs: dict[int, int] = field(default_factory=dict)
+    is_ddp: bool = False
+
+
+class Replicas:
+    """Watches optimizer steps.
+
+    Attributes:
+        confirmed: Sets of ranks that have averaged gradients, each with the optimizer's number.
+    """
+
+    def __init__(self, findings: Findings, parameters: Parameters, num_ranks: int) -> None:
+        self._findings, self._parameters, self._num_ranks = findings, parameters, num_ranks
+        # For each rank's optimizer, its number and that of its steps.
+        self._optimizers: defaultdict[int, MutableMapping[Optimizer, list[int]]] = defaultdict(
+            WeakIdKeyDictionary
+        )
+        self._steps: dict[tuple[int, int], Step] = {}
+        self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
+        self._syncs: defaultdict[int, set[int]] = defaultdict(set)  # backward passes, by rank
+        self._total_syncs: Counter[int] = Counter()
+        self._num_optimizers: Counter[int] = Counter()
+        self._spoke_since_step: set[int] = set()
+        self._in_ddp: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+        self._unsynced: dict[tuple[int, ...], Step] = {}  # first steps, by the replicas
+        self._equal: dict[int, list[tuple[int, ...]]] = {}  # by optimizer: alike in its last step
+        self.confirmed: set[tuple[int, tuple[int, ...]]] = set()
+        self._reported: set[tuple[int, ...]] = set()  # those whose gradients differed
+        self._were_alike: set[int] = set()  # ranks that have been replicas in any step
+        self._average_by_hand: set[int] = set()
+        self.sends_messages = False
+
+    # Events
+
+    def wrapped(self, module: nn.Module) -> None:
+        """Note the parameters of a module that DistributedDataParallel averages."""
+        for parameter in module.parameters():
+            self._in_ddp[parameter] = True
+
+    def synced(self, rank: int) -> None:
+        """Note that DistributedDataParallel has averaged gradients in a backward pass."""
+        self._syncs[rank].add(torch._C._current_graph_task_id())
+
+    def averaged(self, rank: int) -> None:
+        """Note that a rank has summed a parameter's gradient by a call of its own."""
+        self._average_by_hand.add(rank)
+
+    def spoke(self, rank: int) -> None:
+        """Note that a rank has made a collective call."""
+        self._spoke_since_step.add(rank)
+
+    def clipped(self, rank: int, norm: Norm) -> None:
+        """Note a call of ``clip_grad_norm_``."""
+        self._norms[rank].append(norm)
+
+    def steps(self, rank: int, optimizer: Optimizer, site: Site) -> Step | None:
+        """Note a step that a rank begins; return it if all ranks have come to it."""
+        known = self._optimizers[rank]
+        if optimizer not in known:
+            known[optimizer] = [self._num_optimizers[rank], 0]
+            self._num_optimizers[rank] += 1
+        state = known[optimizer]
+        number, count = state
+        state[1] += 1
+        step = self._steps.setdefault((number, count), Step(site, count + 1))
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        step.values[rank] = [self._values(p) for p in params]
+        step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
+        step.norms[rank] = self._norms.pop(rank, [])
+        self._spoke_since_step.discard(rank)
+        step.num_syncs[rank] = len(self._syncs.pop(rank, ()))
+        self._total_syncs[rank] += step.num_syncs[rank]
+        step.total_syncs[rank] = self._total_syncs[rank]
+        step.is_ddp = step.is_ddp or any(p in self._in_ddp for p in params)
+        if len(step.values) < self._num_ranks:
+            return None
+        del self._steps[number, count]
+        self._judge(step, number)
+        return step
+
+    def _values(self, parameter: Tensor) -> Values:
+        name = self._parameters.name(parameter)
+        gradient = digest(parameter.grad)
+        is_in_ddp = parameter in self._in_ddp
+        return Values(name, is_in_ddp, parameter.shape, digest(parameter), gradient)
+
+    def ended(self) -> None:
+        """Judge steps to which only some ranks have come; called at the end of the world."""
+        for (number, _), step in self._steps.items():
+            self._judge(step, number)
+        self._steps.clear()
+        self._judge_norms(Step(("", 0, ""), 0, norms=self._norms), [])
+        if not self.sends_messages:
+            for ranks, step in self._unsynced.items():
+                self._report_unsynced(ranks, step)
+
+    # Verdicts
+
+    def _judge(self, step: Step, optimizer: int) -> None:
+        if step.is_ddp and len({*step.total_syncs.values()}) > 1:
+            return self._report_skipped(step)
+        alike = _alike(step)
+        self._judge_norms(step, alike)
+        self._judge_syncs(step)
+        for before in self._equal.pop(optimizer, ()):
+            is_equal = any({*before} <= {*ranks} for ranks in alike)
+            is_complete = {*before} <= step.values.keys()
+            is_known = (optimizer, before) in self.confirmed and before not in self._reported
+            if is_known and is_complete and not is_equal:
+                self._report_drift(step, before)
+        self._equal[optimizer] = alike
+        for ranks in alike:
+            self._unsynced.pop(ranks, None)  # equal again: they average parameters, now and then
+            self._judge_gradients(ranks, step, optimizer)
+        if step.number == 1:
+            self._judge_start(step)
+        return None
+
+    def _report_skipped(self, step: Step) -> None:
+        fewest, most = (f(step.total_syncs, key=step.total_syncs.__getitem__) for f in (min, max))
+        self._findings.add(
+            ("skipped", step.site),
+            f"step {step.number}: rank {most} had averaged gradients {step.total_syncs[most]} "
+            f"times before it, and rank {fewest} {step.total_syncs[fewest]} times: rank {most} has "
+            f"left out a step that rank {fewest} took; {place(step.site)}",
+        )
+
+    def _judge_gradients(self, ranks: tuple[int, ...], step: Step, optimizer: int) -> None:
+        columns = [*zip(*(step.values[rank] for rank in ranks), strict=True)]
+        present = [column for column in columns if any(v.gradient for v in column)]
+        wrong = [column for column in present if not _is_equal(v.gradient for v in column)]
+        right = [column for column in present if _is_averaged([v.gradient for v in column])]
+        if right:
+            self.confirmed.add((optimizer, ranks))
+        if wrong and (right or step.is_ddp):
+            self._report_gradients(ranks, step, wrong, len(present))
+        elif wrong and step.number == 1:
+            self._unsynced[ranks] = step
+
+    def _report_gradients(
+        self,
+        ranks: tuple[int, ...],
+        step: Step,
+        wrong: Sequence[Sequence[Values]],
+        num_present: int,
+    ) -> None:
+        if any({*ranks} <= {*others} for others in self._reported):
+            return
+        self._reported.add(ranks)
+        norms = [v.gradient.norm if v.gradient else 0.0 for v in wrong[0][:2]]
+        advice = self._advice(step, wrong) if step.is_ddp else ""
+        self._findings.add(
+            ("gradients", (step.site, ranks)),
+            f"step {step.number}: {len(wrong)} of {num_present} gradients differ between "
+            f"{rank_names(ranks)}, whose parameters are equal: {_names(wrong)} (norm "
+            f"{norms[0]:.4g} on rank {ranks[0]}, {norms[1]:.4g} on rank {ranks[1]}). They were not "
+            f"averaged; {place(step.site)}.{advice}",
+        )
+
+    def _advice(self, step: Step, wrong: Sequence[Sequence[Values]]) -> str:
+        """Return why DistributedDataParallel has not averaged gradients."""
+        if not any(column[0].is_in_ddp for column in wrong):
+            return " DistributedDataParallel does not contain these parameters."
+        return _SOME_SYNCS if any(step.num_syncs.values()) else _NO_SYNC
+
+    def _judge_start(self, step: Step) -> None:
+        """Report ranks whose gradients are equal in the first step, but not their parameters."""
+        by_gradients: defaultdict[object, list[int]] = defaultdict(list)
+        for rank, values in step.values.items():
+            gradients = tuple((v.shape, v.gradient.key if v.gradient else 0) for v in values)
+            if any(v.gradient and not v.gradient.is_constant for v in values):
+                by_gradients[gradients].append(rank)
+        for ranks in by_gradients.values():
+            columns = zip(*(step.values[rank] for rank in ranks), strict=True)
+            wrong = [
+                column
+                for column in columns
+                if _is_averaged([v.gradient for v in column])
+                and not _is_equal(v.value for v in column)
+            ]
+            if wrong:
+                self._findings.add(
+                    ("start", step.site),
+                    f"step 1: {rank_names(ranks)} average their gradients, but began with "
+                    f"different parameters: {_names(wrong)}. Broadcast them before training, or "
+                    f"build the model from one seed; {place(step.site)}",
+                )
+
+    def _report_drift(self, step: Step, before: tuple[int, ...]) -> None:
+        """Report replicas that were equal before the last step, and are not any more."""
+        columns = zip(*(step.values[rank] for rank in before), strict=True)
+        wrong = [column for column in columns if not _is_equal(v.value for v in column)]
+        rates = {step.rates[rank] for rank in before}
+        advice = " Something besides the averaged gradients changed them."
+        if len(rates) > 1:
+            advice = f" Their learning rates are {joined([f'{r:g}' for r in sorted(rates)])}."
+        self._findings.add(
+            ("drift", step.site),
+            f"step {step.number}: {rank_names(before)} were equal before step {step.number - 1}, "
+            f"and differ now: {_names(wrong)}; {place(step.site)}.{advice}",
+        )
+
+    def _judge_norms(self, step: Step, alike: Iterable[tuple[int, ...]]) -> None:
+        """Report ranks whose gradients were scaled by different factors.
+
+        Replicas that average no gradients in this step may clip their own, as local SGD does, and
+        so may a rank that clips each sample's gradient.
+        """
+        self._were_alike.update(rank for ranks in alike for rank in ranks)
+        self._report_norms(step, [rank for rank in step.norms if rank not in self._were_alike])
+        for ranks in alike:
+            columns = zip(*(step.values[rank] for rank in ranks), strict=True)
+            if any(_is_averaged([v.gradient for v in column]) for column in columns):
+                self._report_norms(step, ranks)
+
+    def _report_norms(self, step: Step, ranks: Sequence[int]) -> None:
+        norms = [step.norms[rank][0] for rank in ranks if len(step.norms[rank]) == 1]
+        if len(norms) < max(2, len(ranks)):
+            return
+        totals = [norm.total for norm in norms]
+        is_scaled = any(norm.total > norm.limit for norm in norms)
+        if is_scaled and max(totals) > min(totals) * (1 + 1e-5):
+            factors = [n.limit / n.total if n.total > n.limit else 1.0 for n in norms[:2]]
+            self._findings.add(
+                ("norm", norms[0].site),
+                f"clip_grad_norm_ scaled the gradients by {factors[0]:.3g} on rank {ranks[0]} and "
+                f"by {factors[1]:.3g} on rank {ranks[1]}: each took the norm of its own gradients, "
+                "instead of the norm over all shards, or before they were averaged; "
+                f"{place(norms[0].site)}",
+            )
+
+    def _judge_syncs(self, step: Step) -> None:
+        most = max(step.num_syncs.values())
+        if step.is_ddp and most > 1:
+            self._findings.add(
+                ("no_sync", step.site),
+                f"step {step.number}: DistributedDataParallel averaged gradients in {most} "
+                "backward passes for one step, which is right and slow: run all but the last one, "
+                f"each with its forward pass, inside no_sync(); {place(step.site)}",
+            )
+
+    def _report_unsynced(self, ranks: tuple[int, ...], step: Step) -> None:
+        is_by_hand = bool(self._average_by_hand & {*ranks})
+        may_average_parameters = self._spoke_since_step & {*ranks} and not is_by_hand
+        if may_average_parameters or self._findings.has("order"):
+            return
+        columns = [*zip(*(step.values[rank] for rank in ranks), strict=True)]
+        wrong = [column for column in columns if not _is_equal(v.gradient for v in column)]
+        self._findings.add(
+            ("unsynced", step.site),
+            f"{rank_names(ranks)} began with equal parameters, and step with gradients that were "
+            f"never averaged, and differ: {_names(wrong)}; {place(step.site)}."
+            f"{_AFTER_THE_STEP if is_by_hand else ''}",
+        )
+
+
+def _alike(step: Step) -> list[tuple[int, ...]]:
+    """Return the sets of two or more ranks whose parameters are equal before a step."""
+    by_values: defaultdict[object, list[int]] = defaultdict(list)
+    for rank, values in step.values.items():
+        if any(v.value and not v.value.is_constant for v in values):
+            key = tuple((v.shape, v.value.key if v.value else 0) for v in values)
+            by_values[key].append(rank)
+    return [tuple(sorted(ranks)) for ranks in by_values.values() if len(ranks) > 1]
+
+
+def _is_averaged(gradients: Sequence[Digest | None]) -> bool:
+    """Return whether gradients are equal, and not by chance, as constant ones may be."""
+    first = gradients[0]
+    return first is not None and not first.is_constant and _is_equal(gradients)
+
+
+def _is_equal(digests: Iterable[Digest | None]) -> bool:
+    return len({d.key if d else None for d in digests}) == 1
+
+
+def _names(columns: Sequence[Sequence[Values]]) -> str:
+    names = [column[0].name for column in columns[:MAX_NAMES]]
+    more = len(columns) - len(names)
+    return joined([*names, f"{more} more"] if more else names)

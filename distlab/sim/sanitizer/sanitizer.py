@@ -1,0 +1,153 @@
+"""The sanitizer of a world: it installs the watchers, and passes on what the ranks do."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from distlab.sim.isolation.rank_states import RankStates, Replace
+from distlab.sim.messages.meetings import Attendance
+from distlab.sim.reporting.sites import Places
+from distlab.sim.sanitizer.calls import Calls
+from distlab.sim.sanitizer.cuts import Cuts, Operations
+from distlab.sim.sanitizer.draws import Draws, Unnoticed
+from distlab.sim.sanitizer.findings import Findings
+from distlab.sim.sanitizer.parameters import Parameters
+from distlab.sim.sanitizer.replicas import Norm, Replicas
+
+
+class Sanitizer:
+    """Watches a world from its begin to its end.
+
+    Args:
+        rank_states: The states of the ranks.
+        places: Finds the program's lines.
+        unnoticed: Function that returns a context manager in which operations of the running rank
+            take no time and no memory.
+
+    Attributes:
+        findings: The mistakes found so far.
+    """
+
+    def __init__(self, rank_states: RankStates, places: Places, unnoticed: Unnoticed) -> None:
+        self.findings = Findings()
+        self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
+        self._parameters = Parameters()
+        self._calls = Calls(self.findings, self._parameters)
+        self._cuts = Cuts(self.findings)
+        self._draws = Draws(self.findings, rank_states, places, unnoticed)
+        self._replicas = Replicas(self.findings, self._parameters, rank_states.num_ranks)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the ranks that run inside the block."""
+        with contextlib.ExitStack() as undo:
+
+            def replace(owner: Any, name: str, value: object) -> Any:
+                original = getattr(owner, name)
+                undo.callback(setattr, owner, name, original)
+                setattr(owner, name, value)
+                return original
+
+            for hook in (
+                register_module_parameter_registration_hook(self._registered),
+                register_module_module_registration_hook(self._held),
+                register_optimizer_step_pre_hook(self._steps),
+            ):
+                undo.callback(hook.remove)
+            self._draws.install(replace)
+            self._watch_clipping(replace)
+            self._watch_wrapping(replace)
+            yield
+            self._calls.ended()
+            self._replicas.ended()
+
+    def operations(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context manager that watches the operations of the calling thread."""
+        return Operations(self._cuts, self._draws)
+
+    # What the world tells
+
+    def posted(self, attendance: Attendance) -> None:
+        """Look at a collective call of the running rank."""
+        with self._unnoticed():
+            self._calls.posted(attendance)
+            self._cuts.posted(attendance)
+        if attendance.call.inputs:
+            self._replicas.spoke(attendance.rank)
+        if self._calls.is_of_ddp(attendance):
+            self._replicas.synced(attendance.rank)
+
+    def met(self, key: object, members: Sequence[Attendance]) -> None:
+        """Look at a collective call of all ranks of a group, before its tensors change."""
+        for rank in self._calls.met(key, members):
+            self._replicas.averaged(rank)
+
+    def sent(self) -> None:
+        """Note that a rank has sent another one a message."""
+        self._replicas.sends_messages = True
+
+    def note_unwaited(self, rows: Sequence[str]) -> None:
+        """Report operations whose handles were never waited for."""
+        if rows:
+            more = f", and {len(rows) - 1} more" if len(rows) > 1 else ""
+            self.findings.add(
+                ("unwaited", ""),
+                "never waited for, so its tensor was never safe to use, and its message may be "
+                f"lost: {' '.join(rows[0].split())}{more}",
+            )
+
+    # What torch tells
+
+    def _registered(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        if parameter is not None and self._rank_states.is_in_rank():
+            self._parameters.register(self._rank_states.current, module, name, parameter)
+
+    def _held(self, module: nn.Module, name: str, held: nn.Module | None) -> None:
+        if held is not None:
+            self._parameters.hold(module, name, held)
+
+    def _steps(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._rank_states.is_in_rank():
+            return
+        site = self._places.call_site()[0]
+        with self._unnoticed():
+            step = self._replicas.steps(self._rank_states.current, optimizer, site)
+            if step is not None:
+                for ranks in {ranks for _, ranks in self._replicas.confirmed}:
+                    self._draws.compare(ranks, step.number)
+
+    def _watch_clipping(self, replace: Replace) -> None:
+        clip = clip_grad.clip_grad_norm_
+
+        def clip_and_note(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+            total: Tensor = clip(parameters, max_norm, *args, **kwargs)
+            if self._rank_states.is_in_rank() and not total.is_meta:
+                site = self._places.call_site()[0]
+                with self._unnoticed():
+                    whole = getattr(total, "full_tensor", total.detach)()
+                    norm = Norm(float(whole), float(max_norm), site)
+                self._replicas.clipped(self._rank_states.current, norm)
+            return total
+
+        for owner in (clip_grad, nn.utils):
+            replace(owner, "clip_grad_norm_", clip_and_note)
+
+    def _watch_wrapping(self, replace: Replace) -> None:
+        wrap = DistributedDataParallel.__init__
+
+        def wrap_and_note(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            wrap(ddp, module, *args, **kwargs)
+            self._replicas.wrapped(module)
+            self._calls.groups_of_ddp.add(ddp.process_group._key)
+
+        replace(DistributedDataParallel, "__init__", wrap_and_note)

@@ -1,0 +1,108 @@
+"""Run a script that starts its own ranks, as many teaching programs do: those are simulated."""
+
+import ast
+import os
+from functools import partial
+from types import ModuleType
+
+from distlab.sim.hardware.cluster import Cluster, choose_cluster
+from distlab.sim.isolation.children import Child, Children, be_child, noted
+from distlab.sim.isolation.mains import Program
+from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.results.simulated import Options, Simulated
+from distlab.sim.simulation import simulate
+
+_STARTS = {"spawn", "start_processes", "Process"}
+_PLACES = {"RANK", "LOCAL_RANK"}  # variables that only a launcher sets
+
+
+def starts_its_own_ranks(tree: ast.Module) -> bool:
+    """Return whether a script runs without a launcher, and starts processes that join a group.
+
+    A script that reads RANK or LOCAL_RANK from the environment and does not set it itself is run
+    by a launcher, even if it can start processes, too.
+    """
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    if not names & _STARTS or "init_process_group" not in names:
+        return False
+    places = [node for node in ast.walk(tree) if _is_place(node)]
+    return not places or bool(_assigned(tree))
+
+
+def _is_place(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value in _PLACES
+
+
+def _assigned(tree: ast.Module) -> list[ast.AST]:
+    """Return where a script sets RANK or LOCAL_RANK: as ``x[…] = …``, in a dict or by keyword."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and _is_place(node.slice)
+        )
+        or (isinstance(node, ast.Dict) and any(map(_is_place, filter(None, node.keys))))
+        or (isinstance(node, ast.keyword) and node.arg in _PLACES)
+    ]
+
+
+def has_main_guard(tree: ast.Module) -> bool:
+    """Return whether a script asks for its ``__name__``, as processes that it starts need."""
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(tree))
+
+
+def run_parent(program: Program, cluster: Cluster, options: Options) -> Simulated[None]:
+    """Run a script once; the processes that it starts together become the ranks of a world.
+
+    Raises:
+        SimulationError: a world failed, the script started no ranks, or the cluster has fewer GPUs.
+    """
+    worlds = _Worlds(program, cluster, options)
+    with noted(Children(worlds.simulate)):
+        program.run()
+    return worlds.last()
+
+
+class _Worlds:
+    """The worlds of a script's ranks, one for each time that it starts some."""
+
+    def __init__(self, program: Program, cluster: Cluster, options: Options) -> None:
+        self._program, self._cluster, self._options = program, cluster, options
+        self._simulated: list[Simulated[None]] = []
+        self._failure: SimulationError | None = None
+
+    def simulate(self, children: list[Child]) -> None:
+        """Run children as the ranks of a world."""
+        try:
+            simulated = simulate(
+                partial(_be_child, children, self._program, self._program.mains.module),
+                len(children),
+                cluster=choose_cluster(self._cluster, len(children)),
+                options=self._options,
+                joined=False,
+                own_modules=True,
+            )
+        except SimulationError as error:
+            self._failure = error
+            raise
+        except ValueError as error:
+            raise SimulationError(f"{self._program.script} starts its own ranks: {error}") from None
+        self._simulated.append(simulated)
+
+    def last(self) -> Simulated[None]:
+        """Return the last world, unless one has failed, even if the script has caught its error."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._simulated:
+            raise SimulationError(
+                f"{self._program.script} started no ranks. On a machine without GPUs, which is "
+                "what it sees here, torch.cuda.device_count() is 0"
+            )
+        return self._simulated[-1]
+
+
+def _be_child(children: list[Child], program: Program, parent: ModuleType) -> None:
+    be_child(children[int(os.environ["RANK"])], program, parent)

@@ -1,0 +1,446 @@
+"""``--sanitize`` names mistakes that end without an error, and nothing in right programs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from distlab.sim import Options, simulate
+
+
+def findings(program: Callable[[], object], num_ranks: int = 2) -> list[str]:
+    return simulate(program, num_ranks, options=Options(is_sanitized=True)).findings
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def data() -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=lr)
+
+
+def average(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+# Wrong programs
+
+
+def forgets_the_second_layer() -> None:
+    net = model()
+    net(data()).square().sum().backward()
+    average(net[0])
+    sgd(net).step()
+
+
+def averages_nothing() -> None:
+    net = model()
+    optimizer = sgd(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        optimizer.step()
+
+
+def leaves_a_layer_out() -> None:
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
+    net.forward = lambda x: net["a"](x)  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(net)
+    ddp(data()).square().sum().backward()
+    sgd(ddp).step()
+
+
+def steps_inside_no_sync() -> None:
+    ddp = DistributedDataParallel(model())
+    with ddp.no_sync():
+        ddp(data()).square().sum().backward()
+    sgd(ddp).step()
+
+
+def averages_each_micro_batch() -> None:
+    ddp = DistributedDataParallel(model())
+    for part in data().split(2):
+        ddp(part).square().sum().backward()
+    sgd(ddp).step()
+
+
+def starts_with_other_weights() -> None:
+    net = model(seed=dist.get_rank())
+    optimizer = sgd(net)
+    bias = net[2].bias
+    net(data()).square().sum().backward()
+    average(net)
+    assert bias.grad is not None
+    optimizer.step()
+
+
+def has_a_rate_of_its_own() -> None:
+    net = model()
+    optimizer = sgd(net, lr=0.1 * (1 + dist.get_rank()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        average(net)
+        optimizer.step()
+
+
+def trains_on_the_same_data() -> None:
+    ddp = DistributedDataParallel(model())
+    ddp(torch.ones(6, 4)).square().sum().backward()
+    sgd(ddp).step()
+
+
+def sums_gradients_in_another_order() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net(data()).square().sum().backward()
+    for parameter in [net[0].weight, net[1].weight][:: 1 - 2 * dist.get_rank()]:
+        dist.all_reduce(parameter.grad)
+
+
+def calls_from_lines_in_another_order() -> None:
+    a, b = torch.ones(1), torch.full((1,), 100.0)
+    if dist.get_rank() == 0:
+        sum_a(a)
+        sum_b(b)
+    else:
+        sum_b(b)
+        sum_a(a)
+
+
+def sum_a(x: Tensor) -> None:
+    dist.all_reduce(x)
+
+
+def sum_b(x: Tensor) -> None:
+    dist.all_reduce(x)
+
+
+def gathers_into_one_tensor() -> None:
+    places = [torch.zeros(1)] * dist.get_world_size()
+    dist.all_gather(places, torch.tensor([float(dist.get_rank())]))
+
+
+def gathers_without_gradient() -> None:
+    net = model()
+    features = net(data())
+    parts = [torch.zeros_like(features) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, features)
+    (features @ torch.cat(parts).T).sum().backward()
+
+
+def meets_another_tensor() -> None:
+    a, b = torch.ones(1), torch.full((1,), 100.0)
+    if dist.get_rank() == 0:
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    else:
+        dist.all_reduce(b)
+        dist.all_reduce(a)
+
+
+def drops_a_message() -> None:
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(4), 1)
+    else:
+        dist.recv(torch.empty(4), 0)
+
+
+def clips_each_shard() -> None:
+    shard = nn.Parameter(torch.zeros(4))
+    shard.grad = torch.arange(1.0, 9.0)[dist.get_rank() * 4 :][:4].clone()
+    nn.utils.clip_grad_norm_([shard], 1.0)
+    torch.optim.SGD([shard], lr=0.1).step()
+
+
+def averages_after_the_step() -> None:
+    net = model()
+    optimizer = sgd(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        optimizer.step()
+        average(net)
+
+
+def skips_a_step() -> None:
+    ddp = DistributedDataParallel(model())
+    optimizer = sgd(ddp)
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(data()).square().sum().backward()
+        if (dist.get_rank(), step) != (1, 2):
+            optimizer.step()
+
+
+def clips_before_averaging() -> None:
+    net = model()
+    net(data()).square().sum().backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    average(net)
+    sgd(net).step()
+
+
+def repeats_an_epoch() -> None:
+    examples = TensorDataset(torch.arange(8.0))
+    sampler: DistributedSampler[object] = DistributedSampler(examples)
+    for _ in range(2):
+        for _batch in DataLoader(examples, sampler=sampler):
+            pass
+
+
+def drops_the_same_elements() -> None:
+    net = model()
+    net.append(nn.Dropout(0.5))
+    ddp = DistributedDataParallel(net)
+    torch.manual_seed(1)
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    ddp(inputs).sum().backward()
+    sgd(ddp).step()
+
+
+WRONG: dict[Callable[[], None], str] = {
+    forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
+    "whose parameters are equal: 2.weight",
+    averages_nothing: "equal parameters, and step with gradients that were never averaged",
+    leaves_a_layer_out: "DistributedDataParallel has averaged nothing since the last step",
+    steps_inside_no_sync: "DistributedDataParallel has averaged nothing since the last step",
+    averages_each_micro_batch: "averaged gradients in 3 backward passes for one step",
+    starts_with_other_weights: "their gradients, but began with different parameters: 0.weight",
+    has_a_rate_of_its_own: "Their learning rates are 0.1 and 0.2.",
+    trains_on_the_same_data: "ranks 0 and 1 computed the same gradients",
+    sums_gradients_in_another_order: "as call 1, rank 0 averages the gradient of 0.weight (p",
+    calls_from_lines_in_another_order: "as call 1, rank 0 calls from test_sanitizer.py",
+    gathers_into_one_tensor: "the 2 tensors that all_gather fills on ranks 0 and 1 share memory",
+    gathers_without_gradient: "all_gather was given a tensor that requires a gradient",
+    meets_another_tensor: "as call 1, rank 0 calls dist.all_reduce(a), and rank 1 calls dist.",
+    drops_a_message: "and its message may be lost: rank 0 isend to rank 1",
+    clips_each_shard: "scaled the gradients by 0.183 on rank 0 and by 0.0758 on rank 1",
+    averages_after_the_step: "They are averaged only after it.",
+    skips_a_step: "step 3: rank 1 had averaged gradients 4 times before it, and rank 0 3 times",
+    clips_before_averaging: "each took the norm of its own gradients, instead of",
+    repeats_an_epoch: "ranks 0 and 1 went through a DistributedSampler again, still in epoch 0",
+    drops_the_same_elements: "step 1: ranks 0 and 1 drop the same elements",
+}
+
+
+@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+def test_a_mistake_is_named_with_its_line(program: Callable[[], None]) -> None:
+    lines = findings(program)
+    assert any(WRONG[program] in line for line in lines), lines
+    assert all(Path(__file__).name in line for line in lines)
+
+
+# Right programs
+
+
+def trains_with_ddp() -> None:
+    net = model()
+    net.append(nn.Dropout(0.5))
+    ddp = DistributedDataParallel(net)
+    torch.manual_seed(dist.get_rank())
+    optimizer = sgd(ddp)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(data()).square().sum().backward()
+        ddp(data() + 1).square().sum().backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+        optimizer.step()
+
+
+def trains_with_all_reduces() -> None:
+    net = model(seed=dist.get_rank())
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, src=0)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = net(data()).square().mean()
+        loss.backward()
+        average(net)
+        optimizer.step()
+        dist.all_reduce(loss)
+
+
+def averages_parameters_at_times() -> None:
+    net = model()
+    optimizer = sgd(net)
+    for step in range(4):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        if step % 2:
+            for parameter in net.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= dist.get_world_size()
+
+
+def averages_changes_in_an_outer_optimizer() -> None:
+    net, outer = model(), model()
+    inner_steps, outer_steps = sgd(net), torch.optim.SGD(outer.parameters(), 0.7, momentum=0.9)
+    for step in range(4):
+        inner_steps.zero_grad()
+        net(data()).square().sum().backward()
+        inner_steps.step()
+        if step % 2:
+            for ours, theirs in zip(net.parameters(), outer.parameters(), strict=True):
+                theirs.grad = theirs.detach() - ours.detach()
+            average(outer)
+            outer_steps.step()
+            net.load_state_dict(outer.state_dict())
+
+
+def clips_each_sample() -> None:
+    net = model()
+    optimizer = sgd(net)
+    sums = [torch.zeros_like(parameter) for parameter in net.parameters()]
+    for sample in data():
+        optimizer.zero_grad()
+        net(sample).square().sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        for total, parameter in zip(sums, net.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+    for total, parameter in zip(sums, net.parameters(), strict=True):
+        dist.all_reduce(total)
+        parameter.grad = total
+    optimizer.step()
+
+
+def splits_a_layer() -> None:
+    """Column and row parallel, with a replicated norm."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    first, second = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+    torch.manual_seed(5)
+    norm = nn.LayerNorm(4)
+    optimizer = torch.optim.SGD(
+        [*first.parameters(), *second.parameters(), *norm.parameters()], 0.1
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+        y = second(first(x).relu())
+        dist.all_reduce(y)
+        norm(y).square().sum().backward()
+        optimizer.step()
+
+
+def passes_stages_on() -> None:
+    torch.manual_seed(0)
+    stage, rank = nn.Linear(4, 4), dist.get_rank()
+    optimizer = sgd(stage)
+    if rank == 0:
+        y = stage(data())
+        dist.send(y.detach(), 1)
+        gradient = torch.empty_like(y)
+        dist.recv(gradient, 1)
+        y.backward(gradient)
+    else:
+        x = torch.empty(6, 4)
+        dist.recv(x, 0)
+        x.requires_grad_()
+        stage(x).square().sum().backward()
+        assert x.grad is not None
+        dist.send(x.grad, 0)
+    optimizer.step()
+
+
+def shards_an_optimizer() -> None:
+    net = model()
+    shards = [parameter for i, parameter in enumerate(net.parameters()) if i % 2 == dist.get_rank()]
+    net(data()).square().sum().backward()
+    average(net)
+    torch.optim.Adam(shards).step()
+    for number, parameter in enumerate(net.parameters()):
+        dist.broadcast(parameter.data, src=number % 2)
+
+
+def gathers_with_gradient() -> None:
+    features = model()(data())
+    parts = differentiable.all_gather(features)
+    (features @ torch.cat(parts).T).sum().backward()
+
+
+def gathers_with_gradient_in_ddp() -> None:
+    ddp = DistributedDataParallel(model())
+    everything = torch.cat(differentiable.all_gather(ddp(data())))
+    (everything @ everything.T).square().sum().backward()
+    sgd(ddp).step()
+
+
+def puts_its_own_part_in_place() -> None:
+    features = model()(data())
+    parts = [torch.zeros_like(features) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, features)
+    parts[dist.get_rank()] = features
+    everything = torch.cat(parts)
+    (everything @ everything.T).sum().backward()
+
+
+def takes_turns_as_root() -> None:
+    for root in range(dist.get_world_size()):
+        if dist.get_rank() == root:
+            dist.broadcast(torch.ones(2), src=root)
+        else:
+            dist.broadcast(torch.zeros(2), src=root)
+
+
+def goes_through_epochs() -> None:
+    examples = TensorDataset(torch.arange(8.0))
+    sampler: DistributedSampler[object] = DistributedSampler(examples)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for _batch in DataLoader(examples, sampler=sampler):
+            pass
+    for _ in range(2):
+        for _batch in DataLoader(examples, sampler=DistributedSampler(examples, shuffle=False)):
+            pass
+
+
+RIGHT = [
+    trains_with_ddp,
+    trains_with_all_reduces,
+    averages_parameters_at_times,
+    averages_changes_in_an_outer_optimizer,
+    clips_each_sample,
+    splits_a_layer,
+    passes_stages_on,
+    shards_an_optimizer,
+    gathers_with_gradient,
+    gathers_with_gradient_in_ddp,
+    puts_its_own_part_in_place,
+    takes_turns_as_root,
+    goes_through_epochs,
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+@pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
+def test_a_right_program_gets_no_finding(program: Callable[[], None]) -> None:
+    assert findings(program) == []
+
+
+def test_a_sanitized_run_takes_the_same_virtual_time_and_memory() -> None:
+    plain = simulate(trains_with_ddp, 2, cluster="dgx-h100")
+    watched = simulate(trains_with_ddp, 2, cluster="dgx-h100", options=Options(is_sanitized=True))
+    assert watched.seconds == plain.seconds
+    assert watched.trace.peak_bytes == plain.trace.peak_bytes
