@@ -48,7 +48,9 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
         folder: folder for the checkpoints of one run. Created if missing; its parent must exist.
         step: training step, from 0 to 99,999,999.
         keep: number of undamaged checkpoints to keep, at least 1: this one and the newest others.
-            Anything older than all of these is removed, but not before this one is durable.
+            Anything older than all of these is removed, but not before this one is durable. To
+            count an older one, its manifest and the sizes of its files are enough: reading them all
+            in each save would take as long as the save itself.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. Its manifest, ``manifest.json``, is
@@ -64,8 +66,8 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     A crash may leave behind names that begin with ``.step-``, and nothing else; the next save
     removes them all. Every file and folder that is opened is closed again, even if the save fails.
 
-    Cost: memory for one more copy of the state; the state is written once, and the checkpoints in
-        ``folder`` are read once.
+    Cost: memory for one more copy of the state, which is written once and not read back. The other
+        checkpoints in ``folder`` are read at most once, and need not be read.
     Source: Pillai et al. 2014 (OSDI), for what file systems do to programs that sync too little.
     """
     # TODO 4.1: write the checkpoint under another name, and give it its own when it is durable.
@@ -146,9 +148,9 @@ def save_sharded(
             ``rank 3``, and its reason. In that case, what was written for ``step`` is removed, and
             all other checkpoints are unchanged.
 
-    Cost: each rank writes its own shards; no elements are sent. To check the checkpoints in
-        ``folder``, each rank reads about 1/N of them once. Memory for at most one more copy of the
-        rank's shards.
+    Cost: each rank writes its own shards; no elements are sent, and none are read back. If the
+        checkpoints in ``folder`` are read, then by each rank about 1/N of them, once. Memory for at
+        most one more copy of the rank's shards.
     Source: Rajbhandari et al. 2020 (SC), for sharded states; Pillai et al. 2014 (OSDI), for
         crashes.
     """

@@ -69,8 +69,7 @@ class Sizes(NamedTuple):
         """Return the trainer's configuration."""
         sizes = {name: getattr(self, name) for name in ("model", "batch_size", "precision")}
         images = {"data": "synthetic", "augment": "none", "image_size": self.image_size}
-        can_be_last = strategy.get("strategy") != "fsdp"  # which cannot cut such weights
-        images["channels_last"] = self.device == "cuda" and can_be_last
+        images["channels_last"] = self.device == "cuda"
         kind = {"data": "text"} if self.is_language else images
         parts = (key.partition("=") for key in self.keys)
         more = {key: yaml.safe_load(value) for key, _, value in parts}

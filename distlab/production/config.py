@@ -90,7 +90,7 @@ class Config(BaseModel):
     backend: Literal["auto", "gloo", "nccl", "mpi", "sim"] = "auto"
     cluster: str | None = None  # name of a preset, for sim
     precision: Precision = "fp32"
-    channels_last: bool = False
+    channels_last: bool = False  # of activations; of weights too, where no strategy cuts them
     compile: bool = False
 
     # ranks, and how they share the work
@@ -274,10 +274,6 @@ def _of_gradients(c: Config) -> Conflicts:
             not c.decay_norms and (bool(c.zero_redundancy) or c.has_servers),
             "decay_norms: false needs parameters in their shapes, which ZeRO and a parameter "
             "server lay out flat: leave it out, or use strategy ddp or fsdp",
-        ),
-        (
-            c.channels_last and (c.strategy == "fsdp" or c.has_servers),
-            "channels_last lays parameters out in a way that fsdp and parameter servers cannot cut",
         ),
         (
             c.compression != "none" and c.precision == "fp16",

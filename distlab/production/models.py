@@ -36,7 +36,8 @@ def build_model(config: Config, num_classes: int, device: torch.device) -> nn.Mo
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         model: Any = _build(config, num_classes)
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    is_last = config.channels_last and config.strategy != "fsdp" and not config.has_servers
+    layout = torch.channels_last if is_last else torch.contiguous_format  # others cut the weights
     built: nn.Module = model.to(device, dtype_of(config), memory_format=layout)
     return built
 

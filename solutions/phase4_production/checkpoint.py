@@ -45,7 +45,9 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
         folder: folder for the checkpoints of one run. Created if missing; its parent must exist.
         step: training step, from 0 to 99,999,999.
         keep: number of undamaged checkpoints to keep, at least 1: this one and the newest others.
-            Anything older than all of these is removed, but not before this one is durable.
+            Anything older than all of these is removed, but not before this one is durable. To
+            count an older one, its manifest and the sizes of its files are enough: reading them all
+            in each save would take as long as the save itself.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. Its manifest, ``manifest.json``, is
@@ -61,8 +63,8 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     A crash may leave behind names that begin with ``.step-``, and nothing else; the next save
     removes them all. Every file and folder that is opened is closed again, even if the save fails.
 
-    Cost: memory for one more copy of the state; the state is written once, and the checkpoints in
-        ``folder`` are read once.
+    Cost: memory for one more copy of the state, which is written once and not read back. The other
+        checkpoints in ``folder`` are read at most once, and need not be read.
     Source: Pillai et al. 2014 (OSDI), for what file systems do to programs that sync too little.
     """
     _make_folder(folder)
@@ -71,8 +73,8 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     _make_room(final)
     try:
         partial.mkdir()
-        _write_durably(partial / "state.pt", _serialized(state))
-        _write_durably(partial / MANIFEST, _manifest_of(partial, step))
+        files = {"state.pt": _write_durably(partial / "state.pt", _serialized(state))}
+        _write_durably(partial / MANIFEST, _manifest(step, files))
         _sync_folder(partial)
         partial.rename(final)
         _sync_folder(folder)
@@ -87,15 +89,21 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
 def _remove_old(folder: Path, newest: Path, keep: int) -> None:
     """Remove all checkpoints older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
     others = [found for found in _newest_first(folder) if found != newest]
-    undamaged = [found for found in others if _find_damage(found) is None]
-    _remove_before(min([newest, *undamaged[: keep - 1]]), others)
-
-
-def _remove_before(oldest_kept: Path, checkpoints: Sequence[Path]) -> None:
-    """Remove the checkpoints that are older than the oldest one to keep."""
-    for checkpoint in checkpoints:
+    complete = [found for found in others if _is_complete(found)]
+    oldest_kept = min([newest, *complete[: keep - 1]])
+    for checkpoint in others:
         if checkpoint < oldest_kept:
             _remove_checkpoint(checkpoint)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has the files in its manifest, with the sizes written there."""
+    try:
+        promised = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
+        sizes = {name: promised[name]["bytes"] for name in promised}
+        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _make_folder(folder: Path) -> None:
@@ -122,12 +130,16 @@ def _serialized(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _write_durably(path: Path, content: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
+_Description = dict[str, int | str]  # size and SHA-256 of a file, for the manifest
+
+
+def _write_durably(path: Path, content: bytes) -> _Description:
+    """Write a file, wait until it is on the disk, and return its description."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def _sync_folder(folder: Path) -> None:
@@ -157,32 +169,29 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _manifest_of(checkpoint: Path, step: int) -> bytes:
-    """Return the manifest of a checkpoint's files: always the same bytes for the same files."""
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(checkpoint.iterdir())
-        if path.name != MANIFEST
-    }
-    return json.dumps({"step": step, "files": files}, indent=1).encode()
+def _manifest(step: int, files: Mapping[str, _Description]) -> bytes:
+    """Return a manifest: always the same bytes for the same files."""
+    return json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1).encode()
 
 
-def _sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
+def _description(path: Path) -> _Description:
+    """Read a file, and return its description."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):
             digest.update(block)
-    return digest.hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _find_damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint, and in which file; None if it is undamaged."""
     try:
         written = (checkpoint / MANIFEST).read_bytes()
-        found = _manifest_of(checkpoint, _step_of(checkpoint))
+        paths = [path for path in checkpoint.iterdir() if path.name != MANIFEST]
+        files = {path.name: _description(path) for path in paths}
     except OSError as error:
         return f"{error}"
+    found = _manifest(_step_of(checkpoint), files)
     return None if written == found else _difference(written, found)
 
 
@@ -269,9 +278,9 @@ def save_sharded(
             ``rank 3``, and its reason. In that case, what was written for ``step`` is removed, and
             all other checkpoints are unchanged.
 
-    Cost: each rank writes its own shards; no elements are sent. To check the checkpoints in
-        ``folder``, each rank reads about 1/N of them once. Memory for at most one more copy of the
-        rank's shards.
+    Cost: each rank writes its own shards; no elements are sent, and none are read back. If the
+        checkpoints in ``folder`` are read, then by each rank about 1/N of them, once. Memory for at
+        most one more copy of the rank's shards.
     Source: Rajbhandari et al. 2020 (SC), for sharded states; Pillai et al. 2014 (OSDI), for
         crashes.
     """
@@ -287,7 +296,7 @@ def save_sharded(
     except OSError:
         _on_rank_0(lambda: _discard(partial, final), group)
         raise
-    _remove_old_together(folder, final, keep, group)
+    _on_rank_0(lambda: _remove_old(folder, final, keep), group)
     return final
 
 
@@ -339,14 +348,6 @@ def _make_room_together(final: Path, group: Group) -> None:
         _on_rank_0(lambda: _remove_checkpoint(final), group)
 
 
-def _remove_old_together(folder: Path, newest: Path, keep: int, group: Group) -> None:
-    """Remove all checkpoints older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
-    others = [found for found in _listed_by_rank_0(folder, group) if found != newest]
-    undamaged = [found for found in others if _agreed_damage(found, group) is None]
-    oldest_kept = min([newest, *undamaged[: keep - 1]])
-    _on_rank_0(lambda: _remove_before(oldest_kept, others), group)
-
-
 class _Slice(NamedTuple):
     """Location of elements ``start`` to ``stop`` of a tensor."""
 
@@ -360,19 +361,18 @@ class _Slice(NamedTuple):
 
 
 _SLICES = "slices.json"
-_Description = dict[str, int | str]  # size and SHA-256 of a file
 _Written = tuple[_Description, list[_Slice]]
 
 
 def _write_shards(path: Path, shards: Mapping[str, Shard]) -> _Written:
     """Write this rank's file, which holds the elements of all its shards, one after another."""
-    _write_durably(path, b"".join(_bytes_of(shard.values) for shard in shards.values()))
+    content = b"".join(_bytes_of(shard.values) for shard in shards.values())
     slices, offset = [], 0
     for name, (values, start, numel) in shards.items():
         stop = start + len(values)
         slices.append(_Slice(name, str(values.dtype), numel, start, stop, path.name, offset))
         offset += values.nbytes
-    return _description(path), slices
+    return _write_durably(path, content), slices
 
 
 def _bytes_of(values: Tensor) -> Any:
@@ -380,26 +380,15 @@ def _bytes_of(values: Tensor) -> Any:
     return values.detach().cpu().contiguous().view(torch.uint8).numpy()
 
 
-def _description(path: Path) -> _Description:
-    """Return the manifest's description of a file."""
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
 def _commit(partial: Path, final: Path, step: int, written: Sequence[_Written]) -> None:
     """Describe the ranks' files, now durable, and give the checkpoint its final name."""
     slices = [each for _, slices in written for each in slices]
-    _write_durably(partial / _SLICES, json.dumps(slices).encode())
     files = {_file_of(rank): description for rank, (description, _) in enumerate(written)}
-    files[_SLICES] = _description(partial / _SLICES)
+    files[_SLICES] = _write_durably(partial / _SLICES, json.dumps(slices).encode())
     _write_durably(partial / MANIFEST, _manifest(step, files))
     _sync_folder(partial)
     partial.rename(final)
     _sync_folder(final.parent)
-
-
-def _manifest(step: int, files: Mapping[str, _Description]) -> bytes:
-    """Return a manifest like that of ``save_checkpoint``: the same bytes for the same files."""
-    return json.dumps({"step": step, "files": dict(sorted(files.items()))}, indent=1).encode()
 
 
 def _discard(partial: Path, final: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_save_takes_memory_for_one_further_copy(grade: Grade) -> None:
 
 
 WHO_READS = {
-    "save": "it is checked while another is saved, once in all",
+    "save": "another is saved, for which each file may be read once in all",
     "load nothing": "nobody wants anything, so it is checked and no more",
     "load": "rank 2 wants 5 elements of the first file, after the check",
 }

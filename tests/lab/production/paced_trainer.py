@@ -5,6 +5,7 @@
     PACE/fate          what rank 1 does after step 2: raise an exception, or loop endlessly
     PACE/inside        the step in which rank 1 waits between its forward and backward pass
     PACE/disk          the seconds that writing a checkpoint takes
+    PACE/loading       0: ranks wait while they load a checkpoint, and name step 0
 
 If there is a fate, nobody can destroy the process group, as on NCCL while a rank waits for another.
 A waiting rank keeps reporting that it is alive, as it does between steps; inside a step, it does
@@ -24,7 +25,7 @@ from little_runs import little_data
 from torch import Tensor
 
 from distlab.production import reports, telemetry
-from distlab.production.checkpoint_files import Whole
+from distlab.production.checkpoint_files import InShards, Whole
 from distlab.production.program import run_program
 from solutions.phase4_production import imagenet_trainer
 from solutions.phase4_production.imagenet_trainer import Training, train
@@ -69,6 +70,20 @@ def write(files: Whole, snapshot: Any, step: int) -> None:
     _write(files, snapshot, step)
 
 
+def read(files: Whole) -> Any:
+    """Load a whole checkpoint on rank 0, after a wait if the test says so."""
+    while _waits(0, "loading"):
+        pass
+    return _read(files)
+
+
+def load(files: InShards, wanted: Any) -> Any:
+    """Load shards on this rank, after a wait if the test says so."""
+    while _waits(0, "loading"):
+        pass
+    return _load(files, wanted)
+
+
 def _waits(step: int, held: str) -> bool:
     """Tell the test of this rank and wait for a moment if a file holds this step."""
     folder = Path(os.environ[PACE])
@@ -89,6 +104,7 @@ def _held(file: Path) -> int:
 
 
 _after_step, _loss_sum, _write = Training.after_step, Training.loss_sum, Whole.write
+_read, _load = Whole._read, InShards._load
 
 if __name__ == "__main__":
     if _fate(Path(os.environ[PACE])):
@@ -97,6 +113,8 @@ if __name__ == "__main__":
         mock.patch.object(Training, "after_step", after_step),
         mock.patch.object(Training, "loss_sum", loss_sum),
         mock.patch.object(Whole, "write", write),
+        mock.patch.object(Whole, "_read", read),
+        mock.patch.object(InShards, "_load", load),
         mock.patch.object(reports, "PORT_S", 0.5),
         mock.patch.object(telemetry, "AGREE_EVERY_S", 0.0),  # steps take milliseconds
         mock.patch.object(imagenet_trainer, "open_data", little_data),

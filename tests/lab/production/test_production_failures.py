@@ -271,6 +271,23 @@ def test_ranks_and_launchers_may_be_killed(
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("keys", [{}, FSDP], ids=str)
+def test_a_rank_may_be_killed_while_it_loads(runs: Callable[..., Runs], keys: Any) -> None:
+    run = runs(async_save=False, **keys)
+    run.start(hold=2, restarts=2)
+    first = run.waiting(2)
+    (run.pace / "loading").write_text("0")
+    os.kill(first[1], signal.SIGKILL)
+    run.hold(-1)
+    loading = run.waiting(0, 0)  # another start, in which rank 0 loads
+    os.kill(loading[0], signal.SIGKILL)
+    run.wait_for(lambda: not any(map(is_alive, loading)), "the rank goes on")
+    (run.pace / "loading").unlink()
+    assert run.ended() == 0, run.told()
+    assert run.told().count("goes on after step 2") == 1
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_stopped_rank_is_noticed(
     runs: Callable[..., Runs], undisturbed: tuple[Runs, dict[str, str], Any]
 ) -> None:

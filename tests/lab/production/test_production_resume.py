@@ -322,8 +322,21 @@ def test_more_epochs_continue_where_fewer_ended(alone: None, tmp_path: Path) -> 
     assert digests(longer) == digests(straight)
 
 
+def kept_in(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_a_save_compares_sizes_and_reads_no_older_checkpoint(alone: None, tmp_path: Path) -> None:
+    config = little(tmp_path / "run", save_every=1, keep=2, async_save=False)
+    fail_after(started(config), 3)
+    again = started(config)
+    older = config.run_dir / "checkpoints" / "step-00000003" / "state.pt"
+    older.write_bytes(bytes(older.stat().st_size))  # only its hash tells
+    fail_after(again, 4)
+    assert kept_in(config.run_dir) == ["step-00000003", "step-00000004"]
+
+
 def test_only_so_many_checkpoints_are_kept(alone: None, tmp_path: Path) -> None:
     config = little(tmp_path / "run", save_every=1, keep=2)
     started(config).run()
-    kept = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step-*"))
-    assert kept == ["step-00000005", "step-00000006"]
+    assert kept_in(config.run_dir) == ["step-00000005", "step-00000006"]

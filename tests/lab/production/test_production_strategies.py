@@ -27,6 +27,9 @@ SERVER = {**COURSE, "communication_pattern": "parameter_server"}
 REPLICATED: dict[str, Case] = {
     "ddp": {},
     "fsdp": {"strategy": "fsdp"},
+    "fsdp in channels_last": {"strategy": "fsdp", "channels_last": True},
+    "server in channels_last": {**SERVER, "channels_last": True},
+    "zero 2 in channels_last": {**COURSE, "zero_redundancy": 2, "channels_last": True},
     "course": COURSE,
     "ring": {**COURSE, "communication_pattern": "ring"},
     "tree": {**COURSE, "communication_pattern": "tree"},
