@@ -130,7 +130,7 @@ def _operation(callees: Sequence[Frame], caller: Frame) -> str:
     for frame in reversed(callees):  # outermost first, to find the function that the user called
         if frame.file.endswith("distributed_c10d.py"):
             return "" if _ASKS.match(frame.function) else frame.function
-    # The trainer counts the waits of a program, so a function of ours may be inside ``wait``.
+    # The trainer replaces ``wait`` with a function that measures it and then calls the real one.
     is_innermost = all(frame.file.startswith(_OURS) for frame in callees)
     return "wait()" if is_innermost and _WAITS.search(caller.source) else ""
 

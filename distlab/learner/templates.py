@@ -17,7 +17,7 @@ from distlab.learner import source
 from distlab.learner.folder import CourseFolder, LearnerError, WriteError
 from distlab.util import files
 
-MAX_VERSIONS = 100  # maximum number of a file's versions in git to search
+MAX_VERSIONS = 100  # largest number of versions of a file that are searched in git
 
 
 def keep(folder: CourseFolder) -> None:

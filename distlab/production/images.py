@@ -157,7 +157,7 @@ def _of_channels(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tens
 def _augment(v2: Any, config: Config, side: int) -> list[Any]:
     if config.augment == "none":
         return _centre(v2, side)
-    smallest = 0.08 if side > SMALL else 0.6  # share of the area; an object fills a small image
+    smallest = 0.08 if side > SMALL else 0.6  # of the area; in small images, objects fill most
     crop = v2.RandomResizedCrop(side, scale=(smallest, 1.0), antialias=True)
     return [crop, *([v2.RandomHorizontalFlip()] if config.augment == "crop_flip" else [])]
 

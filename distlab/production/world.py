@@ -79,7 +79,7 @@ def joined(config: Config) -> Iterator[torch.device]:
 
 
 def leave(*, has_crashed: bool) -> bool:
-    """Leave the process group after an error; return whether that took less than ``LEAVE_S``.
+    """Leave the process group after an error; return False if that takes more than ``LEAVE_S``.
 
     On NCCL, destroying a group waits for the other ranks, which may wait for this one in a
     collective. A rank that has crashed therefore aborts its groups. A rank that ends on purpose has

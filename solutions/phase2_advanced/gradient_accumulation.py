@@ -95,9 +95,9 @@ def _accumulate_gradients(model: nn.Module, batch: Batch, size: int, loss_sum: L
     """Add the gradients of the summed loss to ``.grad``.
 
     Returns:
-        The sum of the losses and the number of targets, in float64 on the device of the batch.
+        The sum of the losses and the number of targets, in float64 on the model's device.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=batch[0].device)
+    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
     for micro_batch in split_micro_batches(batch, size):
         loss, count = loss_sum(model, micro_batch)
         loss.backward()  # frees the activations before the next forward pass

@@ -147,7 +147,7 @@ class ShardedOptimizer(Strategy):
 
     def step(self) -> None:
         """Average the gradients, update this rank's shard, and gather the others'."""
-        with self.waiting():  # the update is short: a shard's
+        with self.waiting():  # almost all of it is waiting; updating a shard takes little time
             self.sharded.step()
 
     def parts(self) -> Mapping[str, HasState]:

@@ -27,7 +27,8 @@ from typing import Any, NoReturn, Protocol
 from distlab.sim.engine.patience import MAX_POLLS, Operation, Patience
 
 NEVER = float("inf")
-# Limit on calls by a rank that is unwound: a `finally` makes few, a loop with `except` many.
+# Limit on the calls of a rank that is being ended. A `finally` makes a few; a loop that catches
+# every exception would go on forever.
 MAX_UNWOUND = 100
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would take 8 GiB of addresses for 1,024 ranks
 

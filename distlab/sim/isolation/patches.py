@@ -242,8 +242,8 @@ def _check_place(rank_states: RankStates, rank: int, world_size: int) -> None:
     if rank not in (-1, mine) or world_size not in (-1, everyone):
         raise ValueError(
             f"rank {mine} of {everyone} calls init_process_group(rank={rank}, "
-            f"world_size={world_size}). The simulator numbers ranks in the order in which they "
-            "start. On real processes, ranks that agree on no numbers wait for each other"
+            f"world_size={world_size}): expected rank={mine} and world_size={everyone}, as in RANK "
+            "and WORLD_SIZE. Leave both out, and init_process_group reads them itself"
         )
 
 

@@ -9,7 +9,8 @@ as new biases are. Then:
     some equal, others not            a finding: the others were not averaged
     none equal, in DDP                a finding: nothing was averaged
     none equal, in no step            a finding, unless the ranks send each other messages, or
-                                      their parameters are equal in the end
+                                      their parameters are equal again before a later step, or a
+                                      collective follows the last one
 """
 
 from collections import Counter, defaultdict
