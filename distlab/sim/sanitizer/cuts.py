@@ -79,8 +79,8 @@ class Cuts:
             ("cut", cut.site),
             f"{cut.name} was given a tensor that requires a gradient on {WHO}, and its results, "
             "which have none, are used in the loss: no gradient flows back to the ranks that sent "
-            "them. Call it in the forward of an autograd.Function whose backward sends the outputs' "
-            f"gradients back, and sums them over the ranks; {place(cut.site)}",
+            "them. Call it in the forward of an autograd.Function whose backward sums the results' "
+            f"gradients over the ranks and sends them back; {place(cut.site)}",
             cut.rank,
         )
         self._forget(cut)
