@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
 README = ROOT / "README.md"
 FIRST_HOUR = ROOT / "docs/first_hour.md"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("phase*/guidelines.md")])
+FOLDERS = ("*.md", "docs/*.md", "phase*/guidelines.md", "examples/*/*.md")
+PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
