@@ -118,37 +118,33 @@ class CompressionHook:
 
     def _average(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Replace the gradients with their means, and keep what was not sent."""
-        names = [self.names[parameter] for parameter in params]
-        wanted = torch.cat(
-            [
-                self._with_residual(name, g).flatten()
-                for name, g in zip(names, gradients, strict=True)
-            ]
-        )
-        pieces = [Piece(name, g.shape) for name, g in zip(names, gradients, strict=True)]
+        named = zip(params, gradients, strict=True)
+        pieces = [Piece(self.names[parameter], g.shape) for parameter, g in named]
+        wanted = self._with_residuals(pieces, gradients)
         mean, sent = self.reduce(wanted, pieces)
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, part in zip(gradients, mean.split(sizes), strict=True):
-            gradient.copy_(part.view(gradient.shape))
-        self._keep(pieces, wanted - sent, mean.isfinite().all())
+        for gradient, part in zip(gradients, _parts(mean, pieces), strict=True):
+            gradient.copy_(part)
+        is_finite = (0 * mean).sum() == 0  # 0 · ∞ is NaN; ``isfinite`` is far slower on CPUs
+        self._keep(pieces, wanted - sent, is_finite)
+
+    def _with_residuals(self, pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> Tensor:
+        """Return the gradients plus their residuals, flat and in float32 or wider."""
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        for piece, part in zip(pieces, _parts(wide, pieces), strict=True):
+            if piece.name in self.residuals:
+                part += self.residuals[piece.name].to(part)
+        return wide
 
     def _keep(self, pieces: Sequence[Piece], left: Tensor, is_kept: Tensor) -> None:
         """Keep the unsent rest of each piece, unless all ranks skip this step.
 
         An ``if`` would make the host wait for a GPU in the middle of the backward pass.
         """
-        left = torch.where(left.isfinite(), left, 0.0)  # a NaN would stay forever
-        parts = left.split([piece.shape.numel() for piece in pieces])
-        for piece, part in zip(pieces, parts, strict=True):
-            new = part.view(piece.shape)
-            old = self.residuals.get(piece.name, torch.zeros_like(new))
+        left.nan_to_num_(0.0, 0.0, 0.0)  # a NaN would stay forever
+        for piece, new in zip(pieces, _parts(left, pieces), strict=True):
+            old = self.residuals.get(piece.name, new.new_zeros(())).to(new)
             self.residuals[piece.name] = torch.where(is_kept, new, old)
-
-    def _with_residual(self, name: str, gradient: Tensor) -> Tensor:
-        """Return a gradient plus its residual, in float32 or wider."""
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        residual = self.residuals.get(name)
-        return wide if residual is None else wide + residual.to(wide)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what this rank needs to continue bit for bit in a later run.
@@ -165,6 +161,12 @@ class CompressionHook:
         self.residuals = {name: kept.clone() for name, kept in state["residuals"].items()}
         if hasattr(self.reduce, "load_state_dict"):
             self.reduce.load_state_dict(state["reduce"])
+
+
+def _parts(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return the pieces of a flat tensor, in their shapes."""
+    parts = flat.split([piece.shape.numel() for piece in pieces])
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
 
 
 def _done(tensor: Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -90,12 +90,12 @@ class PowerSGD:
             if low
         }
         old_qs = [self._q_of(name, matrix) for name, matrix in matrices.items()]
-        own_ps = [matrix @ q for matrix, q in zip(matrices.values(), old_qs, strict=True)]
+        own_ps = [_times(matrix, q) for matrix, q in zip(matrices.values(), old_qs, strict=True)]
         means = self._mean([*own_ps, *rest])
         ps, rest_means = means[: len(own_ps)], means[len(own_ps) :]
         for p in ps:
             orthogonalize(p)
-        own_qs = [matrix.T @ p for matrix, p in zip(matrices.values(), ps, strict=True)]
+        own_qs = [_times(matrix.T, p) for matrix, p in zip(matrices.values(), ps, strict=True)]
         qs = self._mean(own_qs)
         for name, q, old in zip(matrices, qs, old_qs, strict=True):
             self.qs[name] = torch.where(q.isfinite().all(), q, old)  # no ``if``: it would wait
@@ -136,6 +136,11 @@ class PowerSGD:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, which is not changed."""
         self.qs = {name: q.clone() for name, q in state["qs"].items()}
+
+
+def _times(matrix: Tensor, thin: Tensor) -> Tensor:
+    """Return matrix @ thin, in the order in which CPUs compute it several times faster."""
+    return (thin.T @ matrix.T).T
 
 
 def _products(ps: Sequence[Tensor], qs: Sequence[Tensor]) -> list[Tensor]:

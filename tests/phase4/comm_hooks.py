@@ -28,6 +28,7 @@ BUCKETS = (
     (("first.weight", "second.bias"), ("conv.weight", "second.weight"), ("scale", "first.bias")),
 )
 BUCKET_BYTES = 240
+NOT_FINITE = math.nan, math.inf, -math.inf
 GRAIN, FRACTION = 8.0, 1 / 128  # units of sent values, and of gradients
 TORCHS, COURSES = "torch's DistributedDataParallel", "that of task 3.12"
 
@@ -42,7 +43,7 @@ class Plan(NamedTuple):
     seed: int = 0  # seed of the gradients
     unused: tuple[str, ...] = ()  # parameters without gradients on rank 1 in odd steps
     restart: int = -1  # step before which new objects load the state; -1 for none
-    spoiled: int = -1  # step in which each gradient of rank 0 holds a NaN; -1 for never
+    spoiled: int = -1  # step in which each gradient of rank 0 holds a NaN or ±∞; -1 for never
 
 
 def gradients_of(plan: Plan, rank: int, step: int) -> dict[str, Tensor]:
@@ -54,7 +55,7 @@ def gradients_of(plan: Plan, rank: int, step: int) -> dict[str, Tensor]:
         numbers = torch.randint(-255, 256, shape, generator=generator) * FRACTION
         gradients[name] = numbers * (not is_unused(plan, name, rank, step))
         if (rank, step) == (0, plan.spoiled):
-            gradients[name].view(-1)[0] = math.nan
+            gradients[name].view(-1)[0] = NOT_FINITE[place % 3]
     return gradients
 
 
@@ -70,13 +71,13 @@ def sent_of(reduce: str, part: Tensor, call: int) -> Tensor:
     """Return what a compressor of the kind ``reduce`` sends of ``part``.
 
     It sends ``part`` rounded to multiples of ``GRAIN``, unless it is "exact". A "blind" compressor
-    sends 0 for a NaN, like one that happens to omit this entry. An "alternating" compressor sends
-    zeros in every second call.
+    sends 0 for what is not finite, like one that happens to omit this entry. An "alternating"
+    compressor sends zeros in every second call.
     """
     if reduce == "exact":
         return part.clone()
     if reduce == "blind":
-        part = part.nan_to_num(0.0)
+        part = part.nan_to_num(0.0, 0.0, 0.0)
     return (part / GRAIN).round() * GRAIN * (reduce != "alternating" or call % 2 == 0)
 
 

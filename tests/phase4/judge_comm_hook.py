@@ -111,9 +111,9 @@ def _start_of(tensor: Tensor, other: Tensor | None = None) -> str:
 def _why_not_got(part: Tensor, expected: Any, name: str, step: int, plan: Plan) -> str:
     if plan.spoiled >= 0 and step > plan.spoiled:
         return (
-            f"In step {plan.spoiled}, a gradient held a NaN. If the mean isn't finite, the step is "
-            "skipped, so its residuals stay what they were; and a NaN that was left behind becomes "
-            "0, or no later step would be finite."
+            f"In step {plan.spoiled}, a gradient held a NaN or ±∞. If the mean isn't finite, the "
+            "step is skipped, so its residuals stay what they were; and a NaN that was left behind "
+            "becomes 0, as do ∞ and -∞, or no later step would be finite."
         )
     if torch.equal(part, expected["own"][name]) and step:
         return "The residual is missing: is it kept, and in the state?"
