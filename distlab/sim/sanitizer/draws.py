@@ -1,6 +1,6 @@
-"""Random numbers that should differ between replicas, and samplers that repeat an epoch."""
+"""Random numbers that should differ between replicas, and samplers in a wrong order."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,6 +32,8 @@ class Draws:
         self._unnoticed = unnoticed
         self._masks: defaultdict[int, list[tuple[Digest, Site]]] = defaultdict(list)
         self._epochs: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
+        self._starts: Counter[tuple[int, Site]] = Counter()
+        self._seeds: dict[tuple[Any, ...], tuple[int, int]] = {}  # of the first rank at each start
 
     def install(self, replace: Replace) -> None:
         """Watch every ``DistributedSampler``."""
@@ -41,18 +43,36 @@ class Draws:
     def _started(
         self, start: Callable[[Any], Iterator[Any]], sampler: DistributedSampler[Any]
     ) -> Iterator[Any]:
-        rank = self._rank_states.current
-        is_training = sampler.shuffle and torch.is_grad_enabled()
-        if is_training and self._epochs.get(sampler) == sampler.epoch:
+        if sampler.shuffle and torch.is_grad_enabled():
             site = self._places.call_site()[0]
+            self._compare_epochs(sampler, site)
+            self._compare_seeds(sampler, site)
+        self._epochs[sampler] = sampler.epoch
+        return start(sampler)
+
+    def _compare_epochs(self, sampler: DistributedSampler[Any], site: Site) -> None:
+        """Report a sampler that repeats an order on one rank."""
+        if self._epochs.get(sampler) == sampler.epoch:
             self._findings.add(
                 ("epoch", site),
                 f"{WHO} went through a DistributedSampler again, still in epoch {sampler.epoch}, "
                 f"and so in the same order: call set_epoch before each epoch; {place(site)}",
-                rank,
+                self._rank_states.current,
             )
-        self._epochs[sampler] = sampler.epoch
-        return start(sampler)
+
+    def _compare_seeds(self, sampler: DistributedSampler[Any], site: Site) -> None:
+        """Report ranks that take their shares from different orders; only the sum counts."""
+        rank, seed = self._rank_states.current, sampler.seed + sampler.epoch
+        self._starts[rank, site] += 1
+        sizes = sampler.num_replicas, sampler.total_size
+        first, other = self._seeds.setdefault((site, self._starts[rank, site], sizes), (rank, seed))
+        if seed != other:
+            self._findings.add(
+                ("seed", site),
+                f"{rank_names((first, rank))} go through a DistributedSampler with seed + epoch = "
+                f"{other} and {seed}, and so in different orders: their shares overlap, and leave "
+                f"samples out. Give all ranks one seed and one epoch; {place(site)}",
+            )
 
     def operation(self, name: str, args: Sequence[object], out: object) -> None:
         """Note a mask that the running rank draws."""

@@ -205,6 +205,13 @@ def repeats_an_epoch() -> None:
             pass
 
 
+def shuffles_by_rank() -> None:
+    examples = TensorDataset(torch.arange(8.0))
+    sampler: DistributedSampler[object] = DistributedSampler(examples, seed=7 * dist.get_rank())
+    for _batch in DataLoader(examples, sampler=sampler):
+        pass
+
+
 def drops_the_same_elements() -> None:
     net = model()
     net.append(nn.Dropout(0.5))
@@ -236,6 +243,7 @@ WRONG: dict[Callable[[], None], str] = {
     skips_a_step: "step 3: rank 1 had averaged gradients 4 times before it, and rank 0 3 times",
     clips_before_averaging: "each took the norm of its own gradients, instead of",
     repeats_an_epoch: "ranks 0 and 1 went through a DistributedSampler again, still in epoch 0",
+    shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seed + epoch = 0 and 7",
     drops_the_same_elements: "step 1: ranks 0 and 1 drop the same elements",
 }
 
