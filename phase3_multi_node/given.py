@@ -557,6 +557,34 @@ def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(kinds.values())
 
 
+def clip_shards(shards: Iterable[Tensor], max_norm: float, group: Group = None) -> Tensor:
+    """Scale sharded gradients so that their norm, over all shards, is at most ``max_norm``.
+
+    This is ``torch.nn.utils.clip_grad_norm_`` for gradients of which each rank has a shard:
+        stages 1 and 2    the result of ``reduce_gradients``, before the optimizer uses it
+        stage 3           the ``grad`` of each parameter, before the step of the optimizer
+
+    Args:
+        shards: this rank's shards, at least one, which are scaled in place.
+        max_norm: maximum norm of all gradients together.
+        group: the ranks that share the gradients; all by default.
+
+    Returns:
+        The norm () before scaling, in float32 or wider; the same on all ranks.
+
+    Cost: one all-reduce of one number.
+    """
+    shards = [*shards]
+    wide = torch.promote_types(shards[0].dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(shard, dtype=wide) for shard in shards]
+    square = torch.stack(norms).square().sum()
+    all_reduce(square.view(1), group)
+    norm = square.sqrt()
+    for shard in shards:
+        shard.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
 class Bucket:
     """Gradients that are reduced together.
 

@@ -266,9 +266,9 @@ def _of_gradients(c: Config) -> Conflicts:
     plain = not c.is_sharded and c.strategy != "fsdp"
     return [
         (
-            bool(c.clip_norm) and c.is_sharded,
-            "clip_norm needs the norm of all gradients, of which each rank has a part here: use "
-            "strategy ddp, fsdp, or course without sharding",
+            bool(c.clip_norm) and (c.splits_model or c.has_servers),
+            "clip_norm needs the norm of all gradients, which pipelines, tensor parallelism and a "
+            "parameter server hold in parts: leave it out, or use replicas, ZeRO or fsdp",
         ),
         (
             not c.decay_norms and (bool(c.zero_redundancy) or c.has_servers),

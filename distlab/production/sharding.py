@@ -21,8 +21,8 @@ def choose_stage(config: Config, model: nn.Module) -> Config:
     With ``sharding_strategy: auto``, the choice is the lowest stage, from ``zero_redundancy`` up,
     at which a rank's states take at most half of its memory, or the highest stage if none fits.
     Rank 0 prints the choice with its figures. Without ``auto``, or if other keys leave no choice,
-    the configuration stays as it is: a pipeline or clip_norm rules out every stage, and the ring
-    every stage above 1.
+    the configuration stays as it is: a pipeline rules out every stage, and the ring every stage
+    above 1.
 
     All of the memory of the device or machine counts, not only what is free, because a resumed run
     must choose the same stage.
@@ -68,7 +68,7 @@ def state_bytes(num_parameters: int, stage: int, ranks: int, config: Config) -> 
 
 def _highest(config: Config) -> int:
     """Return the highest ZeRO stage that the rest of the configuration allows."""
-    is_whole = config.compression != "none" or config.precision == "fp16" or config.clip_norm > 0
+    is_whole = config.compression != "none" or config.precision == "fp16"
     is_whole = is_whole or not config.decay_norms or config.gradients != "buckets"
     if config.strategy != "course" or is_whole or config.splits_model:
         return 0

@@ -2,8 +2,17 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import on_ranks
 
-from phase3_multi_node.given import LinkCost, Topology, check_has_values, node_groups, units_of
+from phase3_multi_node.given import (
+    LinkCost,
+    Topology,
+    check_has_values,
+    clip_shards,
+    node_groups,
+    units_of,
+)
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused() -> None:
@@ -43,3 +52,19 @@ def test_a_layer_that_a_list_holds_twice_is_one_unit() -> None:
     layer = torch.nn.Linear(2, 2)
     model = torch.nn.Sequential(layer, torch.nn.ReLU(), layer)
     assert [*units_of(model)] == [layer]
+
+
+def clipped(max_norm: float) -> tuple[list[float], float]:
+    """Clip this rank's shards of two gradients; return what is left of them, and the norm."""
+    rank = dist.get_rank()
+    shards = [torch.tensor([3.0, 0.0]) * (rank == 0), torch.tensor([4.0]) * (rank == 1)]
+    norm = clip_shards(shards, max_norm)
+    return torch.cat(shards).tolist(), float(norm)
+
+
+@pytest.mark.parametrize(("max_norm", "scale"), [(1.0, 0.2), (10.0, 1.0)])
+def test_shards_are_clipped_by_the_norm_of_all(max_norm: float, scale: float) -> None:
+    (first, norm), (second, other_norm) = on_ranks(clipped, 2, max_norm)
+    assert norm == other_norm == 5.0
+    assert first == pytest.approx([3 * scale, 0.0, 0.0], rel=1e-6)
+    assert second == pytest.approx([0.0, 0.0, 4 * scale], rel=1e-6)

@@ -56,7 +56,7 @@ def test_what_is_given_stays() -> None:
         (1.0, {"pipeline_parallelism": 2}),
         (1.0, {"tensor_parallelism": 2, "zero_redundancy": 1}),
         (1.0, {"compression": "int8"}),
-        (1.0, {"clip_norm": 1}),
+        (1.0, {"decay_norms": False}),
         (1.0, {"communication_pattern": "ring"}),
         (1.0, {"communication_pattern": "tree"}),
         (1.0, {"communication_pattern": "parameter_server"}),

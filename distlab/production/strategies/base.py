@@ -142,9 +142,13 @@ class Strategy:
         """Update the parameters; some strategies average the gradients here."""
         if self.config.clip_norm:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip_norm)
+            self.clip_gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def clip_gradients(self) -> None:
+        """Scale the gradients so that the norm of all together is at most ``clip_norm``."""
+        nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip_norm)
 
     # between steps
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from distlab import lessons
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError
 from distlab.production.models import layers_of
@@ -167,14 +168,27 @@ def sharded_optimizer(strategy: Strategy) -> Any:
     config, lesson = strategy.config, strategy.lessons("zero")
     cls = {1: lesson.ShardedOptimizer, 2: lesson.ShardedGradientOptimizer}[config.zero_redundancy]
     kind, options = optimizer_of(config)
-    sharded = cls(strategy.module.parameters(), kind, group=strategy.replicas, **options)
+    sharded: Any = cls(strategy.module.parameters(), kind, group=strategy.replicas, **options)
     if (config.zero_redundancy, config.communication_pattern) == (1, "ring"):
         ring = strategy.lessons("ring_allreduce").ring_reduce_scatter
         sharded.reduce_gradients = lambda: [
             ring(gradient, strategy.replicas).div_(strategy.num_replicas)
             for gradient in sharded.gradients
         ]
+    if config.clip_norm:
+        sharded.reduce_gradients = _clipped(sharded.reduce_gradients, strategy)
     return sharded
+
+
+def _clipped(reduce: Callable[[], list[Tensor]], strategy: Strategy) -> Callable[[], list[Tensor]]:
+    """Return a ``reduce_gradients`` that also clips by the norm of all gradients."""
+
+    def clipped() -> list[Tensor]:
+        shards = reduce()
+        lessons.given_3.clip_shards(shards, strategy.config.clip_norm, strategy.replicas)
+        return shards
+
+    return clipped
 
 
 def gradients_into(sharded: Any) -> None:
@@ -200,6 +214,11 @@ class FullySharded(InShards):
         model = lesson.FullyShardedDataParallel(model, compute_dtype=self.dtype)
         self.module = self.called = model
         self.make_optimizer()
+
+    def clip_gradients(self) -> None:
+        """Scale this rank's shards by the norm of all gradients."""
+        shards = [p.grad for p in self.module.parameters() if p.grad is not None]
+        lessons.given_3.clip_shards(shards, self.config.clip_norm, self.replicas)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, num_samples: int) -> Tensor:
         """Compute in the dtype of the gathered parameters."""

@@ -15,6 +15,7 @@ from distlab.production import lessons
 pytestmark = pytest.mark.usefixtures("fast_ranks")
 
 COURSE = {"strategy": "course"}
+RING = {**COURSE, "communication_pattern": "ring"}
 NO_DECAY = {"weight_decay": 0.5, "decay_norms": False}
 ALONE: dict[str, Case] = {
     "ddp": {},
@@ -31,7 +32,7 @@ REPLICATED: dict[str, Case] = {
     "server in channels_last": {**SERVER, "channels_last": True},
     "zero 2 in channels_last": {**COURSE, "zero_redundancy": 2, "channels_last": True},
     "course": COURSE,
-    "ring": {**COURSE, "communication_pattern": "ring"},
+    "ring": RING,
     "tree": {**COURSE, "communication_pattern": "tree"},
     "one by one": {**COURSE, "gradients": "per_parameter", "communication_pattern": "naive"},
     "flat": {**COURSE, "gradients": "flat", "communication_pattern": "recursive_doubling"},
@@ -46,6 +47,10 @@ REPLICATED: dict[str, Case] = {
     "server accumulates": {**SERVER, "accumulate": 2},
     "fsdp clips": {"strategy": "fsdp", "clip_norm": 0.5},
     "course clips": {**COURSE, "clip_norm": 0.5},
+    "zero 1 clips": {**COURSE, "zero_redundancy": 1, "clip_norm": 0.5},
+    "ring zero 1 clips": {**RING, "zero_redundancy": 1, "clip_norm": 0.5},
+    "zero 2 clips": {**COURSE, "zero_redundancy": 2, "accumulate": 2, "clip_norm": 0.5},
+    "zero 3 clips": {**COURSE, "zero_redundancy": 3, "clip_norm": 0.5},
     "fsdp does not decay norms": {"strategy": "fsdp", **NO_DECAY},
     "gpt ddp": GPT,
     "gpt fsdp": {**GPT, "strategy": "fsdp"},
@@ -152,7 +157,7 @@ def tied_weight(run_dir: Path, case: Case) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_embedding_and_head_keep_the_same_bits(tmp_path: Path, stage: int) -> None:
     """With three replicas and a ring, sums depend on the place of a gradient in its bucket."""
-    ring: Case = {**COURSE, "communication_pattern": "ring", "parallelism": "pp=2"}
+    ring: Case = {**RING, "parallelism": "pp=2"}
     case = {**GPT, **ring, "zero_redundancy": stage}
     first, *others = in_world(tied_weight, 6, tmp_path / "run", case, backend="sim")
     assert others == [first] * 5
