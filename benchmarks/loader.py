@@ -1,9 +1,10 @@
 """Images per second that one core decodes, augments and puts into batches, as ImageNet's are.
 
-    python benchmarks/loader.py [--images 200] [--rounds 3]
+    python benchmarks/loader.py [--images 200] [--rounds 3] [--decode torchvision]
 
 Writes JPEG files of 500 x 375 pixels, about 100 kB each, and loads them as training does: a random
-part of each, 224 x 224, perhaps mirrored, in batches of 64, in one process with one thread.
+part of each, 224 x 224, perhaps mirrored, in batches of 64, in one process with one thread. With
+--decode torchvision, it only reads the files, which a rank would decode on its device.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +40,8 @@ def write_images(folder: Path, number: int) -> None:
             Image.fromarray(noisy).save(folder / half / "a" / f"{index}.jpg", quality=90)
 
 
-def batches(config: Config, number: int) -> Iterator[torch.Tensor]:
-    """Yield the batches of an epoch, as they travel to the device."""
+def batches(config: Config, number: int) -> Iterator[Any]:
+    """Yield the batches of an epoch, as they travel to the rank."""
     keys = evaluation_keys(number, BATCH, rank=0, num_ranks=1)
     for images, _ in loader_of(open_data(config).train, keys, config, torch.device("cpu")):
         yield images
@@ -50,12 +52,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--decode", choices=["pillow", "torchvision"], default="pillow")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder), options.images)
         keys = {"data": "imagefolder", "data_dir": folder, "image_size": 224, "num_workers": 0}
-        config, rates = make_config(keys, "here"), []
+        config, rates = make_config({**keys, "decode": options.decode}, "here"), []
         for _ in range(options.rounds):
             begun_s = time.perf_counter()
             for _ in batches(config, options.images):

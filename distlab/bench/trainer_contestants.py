@@ -28,6 +28,7 @@ from distlab import lessons
 from distlab.production.batches import on_device
 from distlab.production.config import Config
 from distlab.production.datasets import open_data
+from distlab.production.jpegs import decoded
 from distlab.production.lessons import Lessons
 from distlab.production.loading import Keys, loader_of
 from distlab.production.models import build_model, layer_flops, layers_of, split_heads
@@ -143,7 +144,7 @@ def batches_of(setting: Setting, group: Group) -> Iterator[Batch]:
     )
     loader = loader_of(data.train, Keys(sampler), config, device)
     while True:
-        for inputs, targets in loader:
+        for inputs, targets in decoded(loader, device):
             yield on_device(inputs, config, device), targets
         sampler.epoch += 1
 

@@ -37,7 +37,11 @@ class Members:
     def read(self, index: int) -> Any:
         """Decode an image; PIL raises OSError if it is damaged."""
         image = importlib.import_module("PIL.Image")
-        return image.open(io.BytesIO(self._member(index)[1])).convert("RGB")
+        return image.open(io.BytesIO(self.content(index))).convert("RGB")
+
+    def content(self, index: int) -> bytes:
+        """Read an image's file."""
+        return self._member(index)[1]
 
     def name(self, index: int) -> str:
         """Return the names of the archive and of the member."""

@@ -10,6 +10,7 @@ from distlab.data.folders import transforms
 from distlab.production.config import Config
 from distlab.production.datasets import Data
 from distlab.production.images import normalised
+from distlab.production.jpegs import check_decoder, decoded
 from distlab.production.loading import Keys, loader_of
 from distlab.production.samples import BAD, blank, dtype_of
 from distlab.production.strategies import Strategy
@@ -25,6 +26,8 @@ class Batches:
     """
 
     def __init__(self, data: Data, sampler: Any, config: Config, device: torch.device) -> None:
+        if config.decode == "torchvision":
+            check_decoder(device)
         self.config, self.device, self.data = config, device, data
         self.loader = loader_of(data.train, Keys(sampler), config, device, stays=True)
         self.sampler, self.bad_images = sampler, 0
@@ -44,7 +47,7 @@ class Batches:
         if not strategy.computes:
             yield from [(torch.zeros(0), torch.zeros(0))] * len(self.sampler)
             return
-        for inputs, targets in self.loader:
+        for inputs, targets in decoded(self.loader, self.device):
             self.bad_images += int((targets == BAD).sum()) if strategy.counts else 0
             yield self._ready(inputs, targets)
 

@@ -57,6 +57,7 @@ class Config(BaseModel):
     augment: Literal["none", "crop", "crop_flip"] = "crop_flip"
     mixup: float = Field(0.0, ge=0)  # alpha of the Beta distribution; 0: off
     cutmix: float = Field(0.0, ge=0)
+    decode: Literal["pillow", "torchvision"] = "pillow"  # torchvision: on the rank's device
     num_workers: int = Field(2, ge=0)  # image-loading processes per rank
     max_bad_images: int = Field(0, ge=0)  # limit per epoch
 
@@ -301,6 +302,10 @@ def _of_images(c: Config) -> Conflicts:
     """Return conflicts between the keys for data, model and recipe."""
     sides = [c.image_size, *c.progressive_resize.values()]
     return [
+        (
+            c.decode == "torchvision" and c.data not in ("digits", "imagefolder"),
+            f"decode: torchvision is for JPEG files, and data: {c.data} has none: leave decode out",
+        ),
         (
             c.model.startswith("resnet") and min(sides) < 16,
             f"{c.model} leaves less than one pixel of images of side {min(sides)}: use 16 or more",

@@ -5,6 +5,7 @@ from typing import Any
 
 from distlab.production.config import Config
 from distlab.production.images import open_images
+from distlab.production.jpegs import CodedImages
 from distlab.production.language import open_texts
 
 
@@ -23,4 +24,9 @@ def open_data(config: Config) -> Data:
     Raises:
         DataError: Files are missing or damaged; the message says what to do.
     """
-    return Data(*(open_texts(config) if config.is_language else open_images(config)))
+    if config.is_language:
+        return Data(*open_texts(config))
+    train, test, num_classes = open_images(config)
+    if config.decode == "torchvision":
+        return Data(CodedImages(train), CodedImages(test), num_classes)
+    return Data(train, test, num_classes)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from distlab.production.batches import on_device
 from distlab.production.config import Config
+from distlab.production.jpegs import decoded
 from distlab.production.loading import evaluation_keys, loader_of
 from distlab.production.optimization import ModelMean
 from distlab.production.samples import BAD, blank, of_predictions
@@ -61,7 +62,7 @@ def evaluate(
     sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
     with as_one_model(strategy, mean):
         loader = loader_of(samples, keys, config, strategy.device)
-        for place, batch in enumerate(loader):
+        for place, batch in enumerate(decoded(loader, strategy.device)):
             parts = (part.tensor_split(config.accumulate) for part in batch)  # as in training
             for inputs, targets in zip(*parts, strict=True) if strategy.computes else ():
                 sums += _sums(strategy, inputs, targets, config)

@@ -3,10 +3,10 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from distlab.production.samples import BAD, Key, Sample
 
 KEPT_OF_SIDE = 0.875  # fraction of a side above SMALL that an evaluation's centre crop keeps
 SMALL = 64  # largest side of images that an evaluation does not crop
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -58,6 +59,10 @@ class Files:
         image = importlib.import_module("PIL.Image")
         with image.open(self.name(index)) as opened:
             return opened.convert("RGB")
+
+    def content(self, index: int) -> bytes:
+        """Read a file."""
+        return Path(self.name(index)).read_bytes()
 
     def name(self, index: int) -> str:
         """Return the path."""
@@ -94,14 +99,18 @@ class Images(Dataset[Sample]):
 
     def __getitem__(self, key: Key) -> Sample:
         epoch, index = key
-        side = side_of(self.config, epoch) if self.is_training else self.config.image_size
+        side = self.side(epoch)
         try:
             image = self.source.read(index)
         except Exception as error:  # PIL raises many kinds of errors
             report_bad(self.source.name(index), error)
             return torch.zeros(3, side, side, dtype=torch.uint8), BAD
-        transform = _transform(self.config, side, self.is_training)
-        return _seeded(transform, image, (self.config.seed, *key)), int(self.source.labels[index])
+        transform = transform_of(self.config, side, self.is_training)
+        return seeded(transform, image, (self.config.seed, *key)), int(self.source.labels[index])
+
+    def side(self, epoch: int) -> int:
+        """Return the side of the images in an epoch."""
+        return side_of(self.config, epoch) if self.is_training else self.config.image_size
 
 
 def report_bad(name: str, reason: object) -> None:
@@ -115,7 +124,7 @@ def side_of(config: Config, epoch: int) -> int:
     return config.progressive_resize[max(begun)] if begun else config.image_size
 
 
-def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
+def seeded(transform: Callable[[Any], T], image: Any, seed: tuple[int, ...]) -> T:
     """Augment an image with random numbers from a seed; torch's generator keeps its state.
 
     This makes the result the same in any process, on any rank, and after a resume.
@@ -123,7 +132,7 @@ def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
     (mixed,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(int(mixed) % 2**63)
-    augmented: Tensor = transform(image)
+    augmented = transform(image)
     torch.set_rng_state(before)
     return augmented
 
@@ -131,7 +140,8 @@ def _seeded(transform: Any, image: Any, seed: tuple[int, ...]) -> Tensor:
 _transforms: dict[tuple[Any, ...], Any] = {}  # cache: building one takes longer than applying it
 
 
-def _transform(config: Config, side: int, is_training: bool) -> Any:
+def transform_of(config: Config, side: int, is_training: bool) -> Any:
+    """Return what makes an image of this side from a stored one."""
     key = (config.data, config.augment, side, is_training)
     if key not in _transforms:
         v2 = transforms()

@@ -17,10 +17,12 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from distlab.production.config import Config
-from distlab.production.samples import Key, Sample, blank
+from distlab.production.jpegs import Coded
+from distlab.production.samples import Key, blank
 from distlab.production.types import Batch
 from distlab.production.world import STOPS
 
@@ -117,8 +119,12 @@ class _Collate:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def __call__(self, samples: Sequence[Sample]) -> Batch:
+    def __call__(self, samples: Sequence[Any]) -> Batch | tuple[Coded, Tensor]:
         if not samples:
             return blank(self.config, 0)
-        inputs = torch.stack([sample for sample, _ in samples])
-        return inputs, torch.stack([torch.as_tensor(target) for _, target in samples])
+        targets = torch.stack([torch.as_tensor(target) for _, target in samples])
+        if self.config.decode == "torchvision":
+            return Coded(
+                *map(torch.cat, zip(*[coded for coded, _ in samples], strict=True))
+            ), targets
+        return torch.stack([sample for sample, _ in samples]), targets

@@ -132,6 +132,8 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_the_file() -> None:
         ({**COURSE, "pipeline_parallelism": 2, "accumulate": 2}, "leave accumulate"),
         ({**COURSE, "zero_redundancy": 2, "communication_pattern": "ring"}, "averaged whole"),
         ({"compression": "sign", "precision": "fp16"}, "use precision: bf16"),
+        ({"decode": "torchvision", "data": "cifar10"}, "data: cifar10 has none"),
+        ({**TEXT, "decode": "torchvision"}, "leave decode out"),
         ({"image_size": 8}, "use 16 or more"),
         ({"image_size": 64, "progressive_resize": {0: 8}}, "use 16 or more"),
         ({"warmup_epochs": 5, "epochs": 4}, "warmup_epochs 5 is more than epochs 4"),
