@@ -65,7 +65,7 @@ class Telemetry:
         self.monitoring = lessons("monitoring")
         self.config, self.progress, self.sampler, self.costs = config, progress, sampler, costs
         self.reports = Reports(config, lessons, num_steps, progress.step)
-        self.watch = watch_of(config, lessons)
+        self.watch = watch_of(config, lessons, progress.step)
         every = LOG_EVERY if self.is_gpu else 1
         self.exact = ExactSteps(_wait_for(costs.device), every, progress.step + 1)
         self.timer = self.monitoring.StepTimer(synchronize=self.exact)

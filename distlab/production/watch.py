@@ -42,11 +42,15 @@ class Unwatched:
         """Do nothing."""
 
 
-def watch_of(config: Config, lessons: Lessons) -> "Watch | Unwatched":
-    """Return a watch of all ranks if they are processes that a launcher may start anew."""
+def watch_of(config: Config, lessons: Lessons, step: int) -> "Watch | Unwatched":
+    """Return a watch of all ranks if they are processes that a launcher may start anew.
+
+    Args:
+        step: Number of steps that have been trained already.
+    """
     is_watched = dist.get_backend() in ("gloo", "nccl")
     has_hearts = hasattr(lessons("fault_tolerance"), "Heartbeat")  # no stand-in has
-    return Watch(config, lessons) if is_watched and has_hearts else Unwatched()
+    return Watch(config, lessons, step) if is_watched and has_hearts else Unwatched()
 
 
 class Watch:
@@ -66,7 +70,7 @@ class Watch:
         rank 1    step 32, before the agreement                                      is silent
     """
 
-    def __init__(self, config: Config, lessons: Lessons) -> None:
+    def __init__(self, config: Config, lessons: Lessons, step: int) -> None:
         """Join a store that all ranks share, and start to watch; called on all ranks."""
         self.rank, self.timeout_s = dist.get_rank(), config.heartbeat_timeout_s
         self.run_dir = config.run_dir
@@ -76,7 +80,7 @@ class Watch:
         self.lock, self.is_busy, self.busy_s = threading.Lock(), False, 0.0
         self.heart = lesson.Heartbeat(store, self.rank)
         self.evidence, self.beaten_s = Evidence(config.run_dir), time.monotonic()
-        self.place, self.sent, self.touched = 0, -1, -1  # the last two: places already reported
+        self.place, self.sent, self.touched = step * PLACES, -1, -1  # the latter two: reported
         self.touched_s = -math.inf
         self.poll_s = min(POLL_S, self.timeout_s / 4)
         self.parent, self.ended = os.getppid(), threading.Event()

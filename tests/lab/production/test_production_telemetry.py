@@ -131,7 +131,7 @@ def touches(run_dir: Path) -> list[float]:
         mock.patch.object(watch, "time", SimpleNamespace(monotonic=lambda: clock.s)),
         mock.patch.object(Path, "touch", side_effect=lambda: found.append(clock.s)),
     ):
-        watching = Watch(config, lessons)
+        watching = Watch(config, lessons, 0)
         for step in range(1, 31):
             clock.s = step / 10
             before = len(found)
