@@ -557,6 +557,45 @@ def same_kind(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(kinds.values())
 
 
+class SavesShard:
+    """Saves and loads this rank's shard of a sharded optimizer's state.
+
+    Attributes: those of ``ShardedOptimizer``, of which these are used here.
+    """
+
+    group: Group
+    masters: list[Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of ``optimizer`` in torch's format, the masters, and whose shard it is.
+
+        Its tensors are the ones that training changes, as with torch's optimizers. Each rank saves
+        its own.
+        """
+        rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        shard = {"masters": [*self.masters], "rank": rank, "num_ranks": num_ranks}
+        return {**self.optimizer.state_dict(), **shard}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what this rank has saved; load the module's own state as well.
+
+        Raises:
+            ValueError: the state is of another rank, or of another number of ranks.
+        """
+        mine = dist.get_rank(self.group), dist.get_world_size(self.group)
+        found = state["rank"], state["num_ranks"]
+        if found != mine:
+            raise ValueError(
+                f"rank {mine[0]}: {type(self).__name__}.load_state_dict expected the shard of rank "
+                f"{mine[0]} of {mine[1]}, got that of rank {found[0]} of {found[1]}: load on each "
+                "rank what it has saved, with as many ranks"
+            )
+        self.optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        for master, saved in zip(self.masters, state["masters"], strict=True):
+            master.copy_(saved)
+
+
 def clip_shards(shards: Iterable[Tensor], max_norm: float, group: Group = None) -> Tensor:
     """Scale sharded gradients so that their norm, over all shards, is at most ``max_norm``.
 

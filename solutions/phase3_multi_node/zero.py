@@ -15,6 +15,7 @@ from phase3_multi_node.given import (
     Flat,
     Group,
     Place,
+    SavesShard,
     Started,
     all_gather,
     at_end_of_backward,
@@ -32,7 +33,7 @@ from solutions.phase3_multi_node.ddp import assign_buckets
 BUCKET_BYTES = 25 * 2**20
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(SavesShard):
     """Keeps 1/N of the optimizer state on each rank: ZeRO stage 1.
 
     Parameters of the same dtype lie in one flat tensor, and their gradients in another. Rank r

@@ -3,16 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import on_ranks, refusal
+from torch import nn
 
 from phase3_multi_node.given import (
     LinkCost,
+    SavesShard,
     Topology,
     check_has_values,
     clip_shards,
     node_groups,
     units_of,
 )
+from solutions.phase3_multi_node import zero
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused() -> None:
@@ -68,3 +71,38 @@ def test_shards_are_clipped_by_the_norm_of_all(max_norm: float, scale: float) ->
     assert norm == other_norm == 5.0
     assert first == pytest.approx([3 * scale, 0.0, 0.0], rel=1e-6)
     assert second == pytest.approx([0.0, 0.0, 4 * scale], rel=1e-6)
+
+
+def trained(stage: type[zero.ShardedOptimizer], restart: bool) -> list[float]:
+    """Train three steps in bfloat16, if need be with new objects from a state before the last."""
+    torch.manual_seed(0)
+    model, state = nn.Linear(3, 3).bfloat16(), None
+    for step in range(3):
+        if step == 0 or (restart and step == 2):
+            kept = {name: value.clone() for name, value in model.state_dict().items()}
+            model = nn.Linear(3, 3).bfloat16()
+            model.load_state_dict(kept)
+            optimizer = stage(model.parameters(), torch.optim.Adam, lr=1e-3)
+            if state:
+                optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        model(torch.full((1, 3), dist.get_rank() + step + 1.0).bfloat16()).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+    return torch.cat([master.flatten() for master in optimizer.masters]).tolist()
+
+
+@pytest.mark.parametrize("stage", [zero.ShardedOptimizer, zero.ShardedGradientOptimizer])
+def test_a_sharded_optimizer_goes_on_from_its_state(stage: type[zero.ShardedOptimizer]) -> None:
+    assert on_ranks(trained, 2, stage, True) == on_ranks(trained, 2, stage, False)
+
+
+def refused(change: dict[str, int]) -> str:
+    optimizer: SavesShard = zero.ShardedOptimizer(nn.Linear(3, 3).parameters(), torch.optim.SGD)
+    return refusal(lambda: optimizer.load_state_dict({**optimizer.state_dict(), **change}))
+
+
+def test_a_shard_of_others_is_refused() -> None:
+    told = on_ranks(refused, 2, {"num_ranks": 4})
+    assert "expected the shard of rank 1 of 2, got that of rank 1 of 4" in told[1]
+    assert "got that of rank 1 of 2" in on_ranks(refused, 2, {"rank": 1})[0]
