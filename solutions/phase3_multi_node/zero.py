@@ -79,6 +79,8 @@ class ShardedOptimizer(SavesShard):
             params: parameters with the same shapes and dtypes on all ranks; their values may
                 differ. The tensor objects stay the same, but get new memory. Parameters that need
                 no gradient are left alone, and a tied parameter may be listed twice.
+                Dicts of groups are not taken: make one optimizer for each group with options of its
+                own, such as its ``weight_decay``.
             optimizer_cls: class of an optimizer that updates each element independently, as SGD and
                 Adam do; an optimizer that looks at whole tensors, as LAMB does, would see only
                 shards.
