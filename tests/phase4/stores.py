@@ -138,8 +138,12 @@ class Store:
         return self
 
     def _damage(self, plan: Plan) -> None:
-        for step in plan.damaged:
-            shorten(self.folder / name_of(step))
+        for place, step in enumerate(plan.damaged):
+            checkpoint = self.folder / name_of(step)
+            if place % 2:  # the second one has no manifest
+                (checkpoint / MANIFEST).unlink()
+            else:
+                shorten(checkpoint)
         for name in plan.leftovers:
             shutil.copytree(self.folder / name_of(plan.there[-1]), self.folder / name)
             shorten(self.folder / name)
