@@ -581,7 +581,7 @@ class SavesShard:
         """Continue from what this rank has saved; load the module's own state as well.
 
         Raises:
-            ValueError: the state is of another rank, or of another number of ranks.
+            ValueError: the state is of another rank, another number of ranks, or other parameters.
         """
         mine = dist.get_rank(self.group), dist.get_world_size(self.group)
         found = state["rank"], state["num_ranks"]
@@ -590,6 +590,13 @@ class SavesShard:
                 f"rank {mine[0]}: {type(self).__name__}.load_state_dict expected the shard of rank "
                 f"{mine[0]} of {mine[1]}, got that of rank {found[0]} of {found[1]}: load on each "
                 "rank what it has saved, with as many ranks"
+            )
+        sizes, expected = ([len(m) for m in part] for part in (state["masters"], self.masters))
+        if sizes != expected:
+            raise ValueError(
+                f"rank {mine[0]}: {type(self).__name__}.load_state_dict expected shards of "
+                f"{expected} elements, got {sizes}: load what the same model has saved, with the "
+                "same bucket_bytes"
             )
         self.optimizer.load_state_dict({name: state[name] for name in ("state", "param_groups")})
         for master, saved in zip(self.masters, state["masters"], strict=True):
@@ -609,13 +616,12 @@ def clip_shards(shards: Iterable[Tensor], max_norm: float, group: Group = None) 
         group: the ranks that share the gradients; all by default.
 
     Returns:
-        The norm () before scaling, in float32 or wider; the same on all ranks.
+        The norm () before scaling, in float64; the same on all ranks.
 
     Cost: one all-reduce of one number.
     """
     shards = [*shards]
-    wide = torch.promote_types(shards[0].dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(shard, dtype=wide) for shard in shards]
+    norms = [torch.linalg.vector_norm(shard, dtype=torch.float64) for shard in shards]
     square = torch.stack(norms).square().sum()
     all_reduce(square.view(1), group)
     norm = square.sqrt()

@@ -49,8 +49,10 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
         step: training step, from 0 to 99,999,999.
         keep: number of undamaged checkpoints to keep, at least 1: this one and the newest others.
             Anything older than all of these is removed, but not before this one is durable. To
-            count an older one, its manifest and the sizes of its files are enough: reading them all
-            in each save would take as long as the save itself.
+            count one of an earlier step, its manifest and the names and sizes of its files are
+            enough: reading them all in each save would take as long as the save itself. One of a
+            later step is counted only if it is undamaged, because damage may be why the run has
+            gone back.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. Its manifest, ``manifest.json``, is

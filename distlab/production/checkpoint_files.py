@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab import lessons
-from distlab.production.config import Config
+from distlab.production.config import Config, changed_keys
 from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons
 from distlab.production.states import Elements, Own, cut, tensors_of, with_tensors
@@ -31,7 +30,7 @@ class Whole:
     """One file with the state that all ranks share, which rank 0 writes: task 4.1."""
 
     def __init__(self, parts: Mapping[str, HasState], config: Config, lessons: Lessons) -> None:
-        self.folder, self.keep = config.run_dir / "checkpoints", config.keep
+        self.config, self.folder = config, config.run_dir / "checkpoints"
         self.lesson = lessons("checkpoint")
         self.state = lessons("training_state").TrainingState(parts)
         self.is_writer = dist.get_rank() == 0
@@ -43,7 +42,7 @@ class Whole:
 
     def write(self, snapshot: Any, step: int) -> None:
         """Make a snapshot durable; called on the ranks that write, perhaps in another thread."""
-        self.lesson.save_checkpoint(snapshot, self.folder, step, keep=self.keep)
+        self.lesson.save_checkpoint(snapshot, self.folder, step, keep=self.config.keep)
 
     def find(self) -> Found | None:
         """Return the newest undamaged checkpoint, as rank 0 sees it; called on all ranks.
@@ -64,7 +63,7 @@ class Whole:
         except RuntimeError as error:
             return damaged(error)
         except OSError as error:
-            return of_another_run(self.folder, error)
+            return of_another_run(self.config, error)
         skipped = {str(path): reason for path, reason in loaded.skipped.items()} if loaded else {}
         return Found(loaded.step, loaded.state, skipped) if loaded else None
 
@@ -98,7 +97,7 @@ class InShards(Whole):
     def write(self, snapshot: Any, step: int) -> None:
         """Make a snapshot durable, together with all other ranks."""
         shards = {name: lessons.given_4.Shard(*part) for name, part in snapshot.items()}
-        self.lesson.save_sharded(shards, self.folder, step, self.group, keep=self.keep)
+        self.lesson.save_sharded(shards, self.folder, step, self.group, keep=self.config.keep)
 
     def find(self) -> Found | None:
         """Return the newest undamaged checkpoint, with this rank's tensors in its parts.
@@ -132,14 +131,14 @@ class InShards(Whole):
                 for path, shard in part.to_load(layout["parts"][name]).items()
             }
         except (KeyError, ValueError) as error:
-            raise of_another_run(self.folder, error) from error
+            raise of_another_run(self.config, error) from error
 
     def _load(self, wanted: Mapping[str, Elements]) -> Any:
         shards = {name: lessons.given_4.Shard(*part) for name, part in wanted.items()}
         try:
             return self.lesson.load_sharded(shards, self.folder, self.group)
         except (ValueError, OSError) as error:
-            raise of_another_run(self.folder, error) from error
+            raise of_another_run(self.config, error) from error
         except RuntimeError as error:
             # A lost rank raises it too, but then a restart helps.
             if any(path.name in str(error) for path in self.folder.glob("step-*")):
@@ -157,9 +156,10 @@ def damaged(error: Exception) -> ConfigError:
     return ConfigError(f"{error}. Move the folder away to begin anew")
 
 
-def of_another_run(folder: Path, error: Exception) -> ConfigError:
-    """Return the error for a folder whose checkpoints do not fit this run."""
+def of_another_run(config: Config, error: Exception) -> ConfigError:
+    """Return the error for a run whose earlier checkpoints do not fit."""
+    changed = ", ".join(changed_keys(config, config.run_dir / "config.yaml"))
     return ConfigError(
-        f"the checkpoints in {folder} are of another run ({error}): choose another run_dir, or set "
-        "the keys back"
+        f"the checkpoints in {config.run_dir / 'checkpoints'} are of another run "
+        f"({changed or error}): choose another run_dir, or set the keys back"
     )

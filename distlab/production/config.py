@@ -39,6 +39,11 @@ Pattern = Literal[
 ]
 Compression = Literal["none", "top_k", "random_k", "threshold", "int8", "sign", "power_sgd"]
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+SHAPING = (  # keys on which the states in a checkpoint depend
+    *("model", "data", "image_size", "layers", "width", "heads", "sequence_length", "vocab_size"),
+    *("optimizer", "momentum", "ema_decay", "precision", "strategy", "communication_pattern"),
+    *("zero_redundancy", "parallelism", "compression"),
+)
 
 
 class Config(BaseModel):
@@ -416,7 +421,34 @@ def make_config(values: Mapping[str, Any], where: str, options: Container[str] =
             f"{'the command line' if _key(problem) in options else where}: {_problem_text(problem)}"
             for problem in reversed(first.values())
         ]
+        if set_back := _set_back(values, options):
+            lines.append(
+                f"{where} sets keys that do not go with the command line: add "
+                f"{' '.join(set_back)}, or choose another --config"
+            )
         raise ConfigError("\n".join(lines)) from None
+
+
+def _set_back(values: Mapping[str, Any], options: Container[str]) -> list[str]:
+    """Return options that set a file's keys back to their defaults, until none is in conflict.
+
+    The list is empty if the command line conflicts with itself, or if there are no ``options``.
+    """
+    changed = dict[str, Any]()
+    while True:
+        try:
+            Config(**{**values, **changed})
+        except ValidationError as error:
+            text = " ".join(problem["msg"] for problem in error.errors())
+            more = {
+                key: Config.model_fields[key].default
+                for key, value in values.items()
+                if f"{key}: {value}" in text and key not in options and key not in changed
+            }
+            if more and options:
+                changed |= more
+                continue
+        return [f"--{key} {default}" for key, default in changed.items()]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -506,6 +538,19 @@ def described_keys() -> str:
         start = f"    --{name} {'none' if field.default is None else field.default}".ljust(40)
         lines += textwrap.wrap(f"{start}{choices}".rstrip(), 100, subsequent_indent=" " * 40)
     return "\n".join(lines)
+
+
+def changed_keys(config: Config, earlier: Path) -> list[str]:
+    """Return the keys of ``SHAPING`` whose values differ from those in an earlier run's YAML file.
+
+    Each is a text such as ``model was cnn``.
+    """
+    try:
+        before = yaml.safe_load(earlier.read_text(encoding="utf-8"))
+        now = config.model_dump(mode="json")
+        return [f"{key} was {before[key]}" for key in SHAPING if before[key] != now[key]]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return []
 
 
 def to_yaml(config: Config) -> str:

@@ -92,11 +92,13 @@ class Found(NamedTuple):
 
 
 def report(run_dir: Path) -> str:
-    """Describe the newest hang of a training run.
+    """Describe the newest hang of a training run, or the one in a folder RUN_DIR/hang/TIME.
 
     Raises:
         NoEvidenceError: No rank has left any evidence.
     """
+    if any(run_dir.glob("rank*.json")):  # a folder of one hang
+        return Hang(run_dir).text()
     folders = sorted(path for path in run_dir.glob("hang/*") if any(path.glob("rank*")))
     if not folders:
         is_run = (run_dir / "config.yaml").exists()

@@ -108,7 +108,7 @@ def check_decoder(device: torch.device) -> None:
     importlib.import_module("PIL.Image").new("RGB", (16, 16)).save(file, "JPEG")
     try:
         _decode([_bytes(file.getvalue())], device)
-    except (AttributeError, RuntimeError) as error:
+    except (AttributeError, ImportError, RuntimeError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise ConfigError(
             f"decode: torchvision cannot decode JPEG files on {device} ({reason}): install builds "
@@ -126,19 +126,19 @@ def decoded(loader: Any, device: torch.device) -> Iterator[Batch]:
 
 
 def _on_own_stream(images: Images, coded: Coded, targets: Tensor, device: torch.device) -> Tensor:
-    """Make a batch; on a GPU, on a stream that is idle before.
+    """Make a batch; on a GPU, on a stream that is idle before and after.
 
     nvJPEG writes into its memory at once, although earlier work of the current stream may still
     read what was there (pytorch/vision#9606). A training's stream is busy; this one is for images.
+    The wait at the end keeps the pinned files until they are read.
     """
     if device.type != "cuda":
         return _made(images, coded, targets, device)
-    stream, current = _stream(device), torch.cuda.current_stream(device)
-    stream.synchronize()
+    stream = _stream(device)
     with torch.cuda.stream(stream):
         batch = _made(images, coded, targets, device)
-    current.wait_stream(stream)
-    batch.record_stream(current)
+    stream.synchronize()
+    batch.record_stream(torch.cuda.current_stream(device))
     return batch
 
 
@@ -168,6 +168,8 @@ def _tried(files: Sequence[Tensor], device: torch.device) -> list[Tensor | None]
     """Return the decoded files, and None for each that the device cannot decode."""
     try:
         return [*_decode(files, device)] if files else []
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except RuntimeError:  # for one file, all are lost
         return [None] if len(files) == 1 else [_tried([file], device)[0] for file in files]
 

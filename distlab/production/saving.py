@@ -85,7 +85,7 @@ class Checkpoints:
         except torch.OutOfMemoryError:
             raise
         except (ValueError, KeyError, RuntimeError) as error:
-            raise of_another_run(self.folder, error) from error
+            raise of_another_run(self.config, error) from error
         self.given_step = self.durable_step = found.step
         say(f"goes on after step {found.step:,}")
 

@@ -182,7 +182,10 @@ class Watch:
         leave_code(self.run_dir, EXIT_SILENT)
         if not self._orphaned():
             self.evidence.conclude(reason, self.step)
-            text = f"rank {self.rank}: distlab hang {self.run_dir} shows where each rank was"
+            text = (
+                f"rank {self.rank}: distlab hang {self.run_dir} shows where each rank was; if they "
+                f"were only slow, raise heartbeat_timeout_s, {self.timeout_s:g} now"
+            )
             print(text, file=sys.stderr, flush=True)
         end_process(EXIT_SILENT)  # an exception would not reach a main thread in a collective
 

@@ -46,8 +46,10 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
         step: training step, from 0 to 99,999,999.
         keep: number of undamaged checkpoints to keep, at least 1: this one and the newest others.
             Anything older than all of these is removed, but not before this one is durable. To
-            count an older one, its manifest and the sizes of its files are enough: reading them all
-            in each save would take as long as the save itself.
+            count one of an earlier step, its manifest and the names and sizes of its files are
+            enough: reading them all in each save would take as long as the save itself. One of a
+            later step is counted only if it is undamaged, because damage may be why the run has
+            gone back.
 
     Returns:
         The new checkpoint, ``folder/step-<eight digits>``. Its manifest, ``manifest.json``, is
@@ -89,20 +91,23 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
 def _remove_old(folder: Path, newest: Path, keep: int) -> None:
     """Remove all checkpoints older than ``newest`` and the ``keep`` - 1 newest undamaged others."""
     others = [found for found in _newest_first(folder) if found != newest]
-    complete = [found for found in others if _is_complete(found)]
-    oldest_kept = min([newest, *complete[: keep - 1]])
+    later = [found for found in others if found > newest and _find_damage(found) is None]
+    earlier = [found for found in others if found < newest and _is_complete(found)]
+    oldest_kept = min([newest, *[*later, *earlier][: keep - 1]])
     for checkpoint in others:
         if checkpoint < oldest_kept:
             _remove_checkpoint(checkpoint)
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has the files in its manifest, with the sizes written there."""
+    """Return whether a checkpoint's files are those of its manifest, as far as sizes tell."""
     try:
-        promised = json.loads((checkpoint / MANIFEST).read_bytes())["files"]
-        sizes = {name: promised[name]["bytes"] for name in promised}
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, TypeError, KeyError):
+        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        promised = {name: file["bytes"] for name, file in manifest["files"].items()}
+        paths = [path for path in checkpoint.iterdir() if path.name != MANIFEST]
+        sizes = {path.name: path.stat().st_size for path in paths}
+        return bool(promised == sizes and manifest["step"] == _step_of(checkpoint))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
 
 

@@ -50,6 +50,10 @@ CHECKPOINTS = StoreContract(
             [(3, 9, 10), (10, 99_999_999)],
         ),
         "one stays": ((4,), Plan(0, there=(1, 2), keep=1), [(4,)]),
+        "damage has sent the run back": (
+            *((2,), Plan(0, there=(1, 3, 4, 5), damaged=(3, 4, 5), keep=2)),
+            [(1, 2, 3, 4, 5)],
+        ),
         "a damaged one is replaced": ((3,), Plan(0, there=(1, 2, 3), damaged=(3,)), [(1, 2, 3)]),
         "a crash has left folders": (
             *((4,), Plan(0, (1, 2, 3), leftovers=(".step-00000004.partial", ".step-1.removed"))),

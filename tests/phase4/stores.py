@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -65,6 +66,21 @@ def shorten(checkpoint: Path) -> None:
     """Damage a checkpoint by cutting the last byte off its largest file."""
     largest = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size - 1)
+
+
+def _lose_manifest(checkpoint: Path) -> None:
+    """Damage a checkpoint by removing its manifest."""
+    (checkpoint / MANIFEST).unlink()
+
+
+def _flip_bits(checkpoint: Path) -> None:
+    """Damage the last byte of a checkpoint's largest file."""
+    largest = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(content[:-1] + bytes([content[-1] ^ 255]))
+
+
+HARMS = shorten, _lose_manifest, _flip_bits  # of the first, second and third damaged checkpoint
 
 
 def error_text(error: Exception) -> str:
@@ -138,12 +154,8 @@ class Store:
         return self
 
     def _damage(self, plan: Plan) -> None:
-        for place, step in enumerate(plan.damaged):
-            checkpoint = self.folder / name_of(step)
-            if place % 2:  # the second one has no manifest
-                (checkpoint / MANIFEST).unlink()
-            else:
-                shorten(checkpoint)
+        for harm, step in zip(cycle(HARMS), plan.damaged, strict=False):
+            harm(self.folder / name_of(step))
         for name in plan.leftovers:
             shutil.copytree(self.folder / name_of(plan.there[-1]), self.folder / name)
             shorten(self.folder / name)

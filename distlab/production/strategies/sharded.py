@@ -148,8 +148,14 @@ class ShardedOptimizer(Strategy):
 
     def step(self) -> None:
         """Average the gradients, update this rank's shard, and gather the others'."""
+        self.has_clipped = False
         with self.waiting():  # almost all of it is waiting; updating a shard takes little time
             self.sharded.step()
+        if self.config.clip_norm and not self.has_clipped:
+            raise ConfigError(
+                "clip_norm clips what reduce_gradients returns, and step of task 3.18 or 3.19 has "
+                "not called it: call self.reduce_gradients() in step, or leave clip_norm out"
+            )
 
     def parts(self) -> Mapping[str, HasState]:
         """Return the parts, with this rank's shards of the optimizer's state.
@@ -180,12 +186,13 @@ def sharded_optimizer(strategy: Strategy) -> Any:
     return sharded
 
 
-def _clipped(reduce: Callable[[], list[Tensor]], strategy: Strategy) -> Callable[[], list[Tensor]]:
+def _clipped(reduce: Callable[[], list[Tensor]], strategy: Any) -> Callable[[], list[Tensor]]:
     """Return a ``reduce_gradients`` that also clips by the norm of all gradients."""
 
     def clipped() -> list[Tensor]:
         shards = reduce()
         lessons.given_3.clip_shards(shards, strategy.config.clip_norm, strategy.replicas)
+        strategy.has_clipped = True
         return shards
 
     return clipped

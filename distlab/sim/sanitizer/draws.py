@@ -1,6 +1,6 @@
 """Random numbers that should differ between replicas, and samplers in a wrong order."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,8 +32,8 @@ class Draws:
         self._unnoticed = unnoticed
         self._masks: defaultdict[int, list[tuple[Digest, Site]]] = defaultdict(list)
         self._epochs: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
-        self._starts: Counter[tuple[int, Site]] = Counter()
-        self._seeds: dict[tuple[Any, ...], tuple[int, int]] = {}  # of the first rank at each start
+        # For each line and number of samples, the first rank that began there, and its seed.
+        self._seeds: dict[tuple[Site, int], tuple[int, int]] = {}
 
     def install(self, replace: Replace) -> None:
         """Watch every ``DistributedSampler``."""
@@ -61,17 +61,16 @@ class Draws:
             )
 
     def _compare_seeds(self, sampler: DistributedSampler[Any], site: Site) -> None:
-        """Report ranks that take their shares from different orders; only the sum counts."""
-        rank, seed = self._rank_states.current, sampler.seed + sampler.epoch
-        self._starts[rank, site] += 1
-        sizes = sampler.num_replicas, sampler.total_size
-        first, other = self._seeds.setdefault((site, self._starts[rank, site], sizes), (rank, seed))
-        if seed != other:
+        """Report ranks that take their shares of the same samples from different orders."""
+        rank = self._rank_states.current
+        place_of = site, sampler.total_size
+        first, seed = self._seeds.setdefault(place_of, (rank, sampler.seed))
+        if sampler.num_replicas == self._rank_states.num_ranks and sampler.seed != seed:
             self._findings.add(
                 ("seed", site),
-                f"{rank_names((first, rank))} go through a DistributedSampler with seed + epoch = "
-                f"{other} and {seed}, and so in different orders: their shares overlap, and leave "
-                f"samples out. Give all ranks one seed and one epoch; {place(site)}",
+                f"{rank_names((first, rank))} go through a DistributedSampler with seeds {seed} "
+                f"and {sampler.seed}, and so in different orders: their shares overlap, and leave "
+                f"samples out. Give all ranks one seed; {place(site)}",
             )
 
     def operation(self, name: str, args: Sequence[object], out: object) -> None:

@@ -285,6 +285,25 @@ def test_a_configuration_of_the_course_loads(path: Path) -> None:
             assert str(getattr(config, key)) == value
 
 
+def test_keys_of_a_file_that_an_option_rules_out_come_with_what_to_add(tmp_path: Path) -> None:
+    file = tmp_path / "here.yaml"
+    file.write_text("strategy: course\ngradients: flat\ncommunication_pattern: tree\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {"zero_redundancy": "2"})
+    added = "add --communication_pattern auto --gradients buckets, or choose another --config"
+    assert str(caught.value).endswith(added)
+    with pytest.raises(ConfigError, match=r"set zero_redundancy: 1$"):  # the options' own conflict
+        load_config(
+            file,
+            {
+                "zero_redundancy": "2",
+                "parallelism": "pp=2",
+                "gradients": "buckets",
+                "communication_pattern": "auto",
+            },
+        )
+
+
 # --- the command line ----------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import pytest
 from little_runs import GPT, Case, Outcome, in_world, little, on_each_rank, plain, started
 
 from distlab.production import lessons
+from distlab.production.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("fast_ranks")
 
@@ -145,6 +146,15 @@ def test_a_strategy_trains_as_a_plain_loop(
     assert predicted
     for logits in predicted:
         assert [x for row in logits for x in row] == rows(right["logits"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_whose_gradients_cannot_be_clipped_is_refused(tmp_path: Path) -> None:
+    case = {**COURSE, "zero_redundancy": 1, "clip_norm": 0.5}
+    training = started(little(tmp_path / "run", **case))
+    training.strategy.sharded.step = lambda: None  # a learner's, which reduces in its own way
+    with pytest.raises(ConfigError, match=r"call self.reduce_gradients\(\) in step"):
+        training.run()
 
 
 def tied_weight(run_dir: Path, case: Case) -> list[float]:

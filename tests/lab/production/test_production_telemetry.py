@@ -120,6 +120,20 @@ def test_a_tenth_of_the_steps_waits_for_the_gpu_from_beginning_to_end(tmp_path: 
 # --- heartbeats ----------------------------------------------------------------------------------
 
 
+def step_when_resumed(run_dir: Path) -> int:
+    run_dir.mkdir()
+    config = little(run_dir)
+    watching = Watch(config, find_lessons("solution", config), 7)
+    watching.close()
+    return watching.step
+
+
+def test_a_resumed_rank_that_has_not_moved_yet_is_in_the_step_that_it_loaded(
+    tmp_path: Path,
+) -> None:
+    assert on_ranks(step_when_resumed, 1, tmp_path / "run", backend="gloo") == [7]
+
+
 def touches(run_dir: Path) -> list[float]:
     """Return the seconds at which a rank that is in ten steps per second touches its file."""
     clock, found = SimpleNamespace(s=0.0), []

@@ -243,7 +243,7 @@ WRONG: dict[Callable[[], None], str] = {
     skips_a_step: "step 3: rank 1 had averaged gradients 4 times before it, and rank 0 3 times",
     clips_before_averaging: "each took the norm of its own gradients, instead of",
     repeats_an_epoch: "ranks 0 and 1 went through a DistributedSampler again, still in epoch 0",
-    shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seed + epoch = 0 and 7",
+    shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seeds 0 and 7",
     drops_the_same_elements: "step 1: ranks 0 and 1 drop the same elements",
 }
 
@@ -424,7 +424,16 @@ def goes_through_epochs() -> None:
             pass
 
 
+def shuffles_everything_by_rank() -> None:
+    examples = TensorDataset(torch.arange(8.0))
+    all_of_them = {"num_replicas": 1, "rank": 0, "seed": dist.get_rank()}
+    sampler: DistributedSampler[object] = DistributedSampler(examples, **all_of_them)
+    for _batch in DataLoader(examples, sampler=sampler):
+        pass
+
+
 RIGHT = [
+    shuffles_everything_by_rank,
     trains_with_ddp,
     trains_with_all_reduces,
     averages_parameters_at_times,
