@@ -37,6 +37,8 @@ class Calls:
         self._lines: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
         self._texts: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
         self._gradients: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
+        # For each group, the first call in which gradients of different parameters met.
+        self._crossings: dict[object, _Crossing] = {}
         self._of_ddp: set[Attendance] = set()  # calls of DistributedDataParallel that are open
         self.groups_of_ddp: set[object] = set()
 
@@ -82,11 +84,27 @@ class Calls:
             if name:
                 done = _Done(f"averages the gradient of {name}", member.site)
                 self._gradients[key].setdefault(member.rank, []).append(done)
+        if all(names) and len({*names}) > 1 and key not in self._crossings:
+            self._note_crossing(key, members, names)
         is_of_ddp = not self._of_ddp.isdisjoint(members)
         self._of_ddp.difference_update(members)
         if len(members) > 1 and (all(names) or is_of_ddp):
             self._look_for_same_data(members)
         return [member.rank for member, name in zip(members, names, strict=True) if name]
+
+    def _note_crossing(
+        self, key: object, members: Sequence[Attendance], names: Sequence[str]
+    ) -> None:
+        """Note gradients of different parameters that meet, if every rank has all of these.
+
+        The tied weights of two stages meet rightly: neither stage has the other's.
+        """
+        if all(self._parameters.has_all(member.rank, names) for member in members):
+            ranks, number = (
+                [member.rank for member in members],
+                len(self._lines[key][members[0].rank]),
+            )
+            self._crossings[key] = _Crossing(number, ranks, names, members[0].site)
 
     def _look_for_same_data(self, members: Sequence[Attendance]) -> None:
         """Report gradients that are equal on all ranks before they are summed."""
@@ -117,6 +135,9 @@ class Calls:
             *self._texts.values(),
         ):
             self._compare_order(by_rank)
+        if not self._findings.has("order"):
+            for crossing in self._crossings.values():
+                self._findings.add(("crossing", crossing.site), crossing.text())
 
     def _compare_order(self, by_rank: dict[int, list["_Done"]]) -> None:
         """Report ranks that did the same things in another order."""
@@ -144,6 +165,25 @@ def _is_called_by_autograd() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_OF_DISTLAB):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OF_AUTOGRAD)
+
+
+class _Crossing(NamedTuple):
+    """A call in which ranks gave the gradients of different parameters."""
+
+    number: int  # of the call in its group, from 1
+    ranks: Sequence[int]
+    names: Sequence[str]  # of the parameters
+    site: Site
+
+    def text(self) -> str:
+        """Return a line for the user."""
+        (first, one), *others = zip(self.ranks, self.names, strict=True)
+        rank, other = next(pair for pair in others if pair[1] != one)
+        return (
+            f"gradients of different parameters meet: in call {self.number}, rank {first} averages "
+            f"that of {one}, and rank {rank} that of {other}. A rank that has no gradient for a "
+            f"parameter must give zeros, not leave the call out; {place(self.site)}"
+        )
 
 
 class _Done(NamedTuple):

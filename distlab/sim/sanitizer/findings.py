@@ -6,7 +6,7 @@ from distlab.sim.reporting.report import WHO
 from distlab.util.text import rank_names
 
 MAX_SHOWN = 20
-CAUSES = ("alias", "order", "cut")  # kinds of mistakes that lead to others
+CAUSES = ("alias", "order", "crossing", "cut")  # kinds of mistakes that lead to others
 Mistake = tuple[str, Hashable]
 
 
@@ -30,9 +30,9 @@ class Findings:
         if rank is not None:
             self._ranks.setdefault(mistake, set()).add(rank)
 
-    def has(self, kind: str) -> bool:
-        """Return whether there is a mistake of that kind."""
-        return any(mistake[0] == kind for mistake in self._lines)
+    def has(self, *kinds: str) -> bool:
+        """Return whether there is a mistake of one of these kinds."""
+        return any(mistake[0] in kinds for mistake in self._lines)
 
     def lines(self) -> list[str]:
         """Return the first lines, causes before their consequences, and how many more there are."""

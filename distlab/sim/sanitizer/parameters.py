@@ -1,7 +1,7 @@
 """The parameters that each rank has registered, by which ranks' tensors can be compared."""
 
 from collections import defaultdict
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -53,8 +53,17 @@ class Parameters:
                 continue
             is_same = storage is not None and storage_of(gradient) is storage
             if is_same and gradient.storage_offset() == tensor.storage_offset():
-                return f"{self.name(parameter)} (parameter {number + 1})"
+                return self._title(number, parameter)
         return ""
+
+    def has_all(self, rank: int, titles: Collection[str]) -> bool:
+        """Return whether a rank has registered parameters with all these titles."""
+        known = [reference() for reference in self._by_rank[rank]]
+        return {*titles} <= {self._title(k, p) for k, p in enumerate(known) if p is not None}
+
+    def _title(self, number: int, parameter: Tensor) -> str:
+        """Return a parameter's name, and its number among those that a rank has registered."""
+        return f"{self.name(parameter)} (parameter {number + 1})"
 
 
 class Digest(NamedTuple):

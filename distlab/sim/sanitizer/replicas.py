@@ -314,7 +314,7 @@ class Replicas:
     def _report_unsynced(self, ranks: tuple[int, ...], step: Step) -> None:
         is_by_hand = bool(self._average_by_hand & {*ranks})
         may_average_parameters = self._spoke_since_step & {*ranks} and not is_by_hand
-        if may_average_parameters or self._findings.has("order"):
+        if may_average_parameters or self._findings.has("order", "crossing"):
             return
         columns = [*zip(*(step.values[rank] for rank in ranks), strict=True)]
         wrong = [column for column in columns if not _is_equal(v.gradient for v in column)]

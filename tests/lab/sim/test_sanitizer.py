@@ -114,6 +114,19 @@ def sums_gradients_in_another_order() -> None:
         dist.all_reduce(parameter.grad)
 
 
+def averages_only_what_has_a_gradient() -> None:
+    torch.manual_seed(0)
+    heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = sgd(heads)
+    for _ in range(2):
+        optimizer.zero_grad()
+        heads[dist.get_rank()](data()).square().sum().backward()
+        for parameter in heads.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
 def calls_from_lines_in_another_order() -> None:
     a, b = torch.ones(1), torch.full((1,), 100.0)
     if dist.get_rank() == 0:
@@ -233,6 +246,8 @@ WRONG: dict[Callable[[], None], str] = {
     has_a_rate_of_its_own: "Their learning rates are 0.1 and 0.2.",
     trains_on_the_same_data: "ranks 0 and 1 computed the same gradients",
     sums_gradients_in_another_order: "as call 1, rank 0 averages the gradient of 0.weight (p",
+    averages_only_what_has_a_gradient: "in call 1, rank 0 averages that of 0.weight (parameter 1), "
+    "and rank 1 that of 1.weight (parameter 3)",
     calls_from_lines_in_another_order: "as call 1, rank 0 calls from test_sanitizer.py",
     gathers_into_one_tensor: "the 2 tensors that all_gather fills on ranks 0 and 1 share memory",
     gathers_without_gradient: "all_gather was given a tensor that requires a gradient",
