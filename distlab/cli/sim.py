@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,7 +14,8 @@ import typer
 from distlab.cli.streams import watched_stderr
 
 if TYPE_CHECKING:
-    from distlab.sim import Cluster, Faults, Simulated
+    from distlab.sim import Cluster, Faults, Options, Simulated
+    from distlab.sim.sanitizer.against import Against
 
 Algorithm = Literal[
     "auto",
@@ -87,6 +89,13 @@ def sim(
         bool,
         typer.Option("--sanitize", help="Look for mistakes that end without an error."),
     ] = False,
+    against: Annotated[
+        Literal["one"] | None,
+        typer.Option(
+            show_default=False,
+            help="'one': run SCRIPT on one rank first, and name the first tensor that differs.",
+        ),
+    ] = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -153,6 +162,11 @@ def sim(
             overlap_cost=overlap_cost,
             faults=faults,
         )
+    observer = None
+    with _exits_reported_once(), _usage_errors(context):
+        if against:
+            observer = _beside_one(script, own_arguments, num_ranks, options)
+            options = replace(options, observer=observer)
     with _exits_reported_once():
         simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated, has_sources=assumed)}\n")
@@ -160,16 +174,37 @@ def sim(
         typer.echo(f"No rank did anything: {script} defines functions, but calls none.\n")
     heading = title or title_of(script)
     _write(simulated, heading, outputs)
+    if observer:
+        typer.echo("\n".join(["--against one:", *(f"  {line}" for line in observer.lines())]))
     if sanitize:
-        _report(simulated.findings)
+        typer.echo("\n".join(_report(simulated.findings)))
+    if (sanitize and simulated.findings) or (observer and observer.differs):
+        raise typer.Exit(1)
 
 
-def _report(findings: Sequence[str]) -> None:
-    """Print what the sanitizer found; exit with 1 if it found anything."""
+def _report(findings: Sequence[str]) -> list[str]:
+    """Return lines about what the sanitizer found."""
     if not findings:
-        return typer.echo("--sanitize: nothing found")
-    typer.echo("\n".join(["found by --sanitize:", *(f"  {line}" for line in findings)]))
-    raise typer.Exit(1)
+        return ["--sanitize: nothing found"]
+    return ["found by --sanitize:", *(f"  {line}" for line in findings)]
+
+
+def _beside_one(
+    script: Path, arguments: Sequence[str], num_ranks: int, options: "Options"
+) -> "Against":
+    """Run a script on one rank, and return what compares other ranks with it."""
+    from distlab.sim import choose_cluster
+    from distlab.sim.sanitizer.against import Against, Reference
+    from distlab.sim.script import chooses_its_ranks, run_script
+
+    if chooses_its_ranks(script):
+        raise ValueError(f"--against one: {script} starts its own ranks, and so never runs on one")
+    reference = Reference()
+    typer.echo("on one rank:")
+    alone = replace(options, observer=reference, faults=type(options.faults)())
+    run_script(script, arguments, 1, choose_cluster(None, 1), alone)
+    typer.echo(f"\non {num_ranks} ranks:")
+    return Against(reference, num_ranks)
 
 
 @contextmanager

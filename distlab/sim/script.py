@@ -56,6 +56,11 @@ def run_script(
         )
 
 
+def chooses_its_ranks(script: Path) -> bool:
+    """Return whether a script starts its own ranks, and so decides how many there are."""
+    return starts_its_own_ranks(_compiled(script)[0])
+
+
 def title_of(script: Path) -> str:
     """Return the first line of the script's docstring, or the script's name if it has none."""
     docstring = ast.get_docstring(ast.parse(script.read_bytes()))

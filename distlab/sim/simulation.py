@@ -99,10 +99,10 @@ class Simulation:
         ]
 
     def _make_sanitizer(self) -> Sanitizer | None:
-        if not self.options.is_sanitized:
+        if not self.options.is_sanitized and self.options.observer is None:
             return None
         unnoticed = self._unnoticed if self.devices else contextlib.nullcontext
-        return Sanitizer(self.rank_states, self.places, unnoticed)
+        return Sanitizer(self.rank_states, self.places, unnoticed, self.options.observer)
 
     def _unnoticed(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager in which operations do not count as the running rank's work."""

@@ -1,16 +1,35 @@
 """Options of a simulation, and its result."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
 
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.engine.faults import Faults
 from distlab.sim.engine.trace import Trace
 from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.reporting.sites import Site
 
 T = TypeVar("T")
+Named = Mapping[str, Tensor]
 P2P_ORDERS = ("free", "pair")
+
+
+class StepOf(NamedTuple):
+    """A step of one of a rank's optimizers, both counted from 0."""
+
+    step: int
+    optimizer: int
+
+
+class Observer(Protocol):
+    """Sees each optimizer step of each rank before it is taken."""
+
+    def stepped(self, rank: int, at: StepOf, params: Named, site: Site) -> None:
+        """Look at the parameters of a step by their names."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +45,7 @@ class Options:
         is_strict: True to report buffers changed before their operations are done, and operations
             that never matched.
         is_sanitized: True to look for mistakes that end without an error; see ``sanitizer``.
+        observer: Object that sees each optimizer step; see ``sanitizer.against``.
         seed: Seed of each rank's torch, ``random`` and numpy generators.
         has_devices: True to account for computation and memory; None to do so if the cluster
             describes its GPU.
@@ -44,6 +64,7 @@ class Options:
     p2p_order: str = "free"
     is_strict: bool = False
     is_sanitized: bool = False
+    observer: Observer | None = None
     seed: int = 0
     has_devices: bool | None = None
     capacity_bytes: int | None = None

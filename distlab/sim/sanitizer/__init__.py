@@ -6,6 +6,7 @@ The watchers see what all ranks do, and compare it:
     cuts       tensors that left autograd in a collective, and came back into the loss
     replicas   parameters and gradients of ranks that train the same model, before each step
     draws      random numbers and samplers
+    against    parameters and gradients beside those of a run on one rank (--against one)
 
 A watcher reports to ``Findings``. Nothing here changes a number of the program, or virtual time.
 """

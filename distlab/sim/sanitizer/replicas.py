@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
+from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Digest, Parameters, digest
 from distlab.util.text import joined, rank_names
@@ -83,8 +84,8 @@ class Replicas:
 
     def __init__(self, findings: Findings, parameters: Parameters, num_ranks: int) -> None:
         self._findings, self._parameters, self._num_ranks = findings, parameters, num_ranks
-        # For each rank's optimizer, its number and that of its steps.
-        self._optimizers: defaultdict[int, MutableMapping[Optimizer, list[int]]] = defaultdict(
+        # For each rank's optimizer, its next step.
+        self._optimizers: defaultdict[int, MutableMapping[Optimizer, StepOf]] = defaultdict(
             WeakIdKeyDictionary
         )
         self._steps: dict[tuple[int, int], Step] = {}
@@ -125,15 +126,19 @@ class Replicas:
         """Note a call of ``clip_grad_norm_``."""
         self._norms[rank].append(norm)
 
-    def steps(self, rank: int, optimizer: Optimizer, site: Site) -> Step | None:
-        """Note a step that a rank begins; return it if all ranks have come to it."""
+    def at(self, rank: int, optimizer: Optimizer) -> StepOf:
+        """Count a step that a rank begins."""
         known = self._optimizers[rank]
         if optimizer not in known:
-            known[optimizer] = [self._num_optimizers[rank], 0]
+            known[optimizer] = StepOf(0, self._num_optimizers[rank])
             self._num_optimizers[rank] += 1
-        state = known[optimizer]
-        number, count = state
-        state[1] += 1
+        at = known[optimizer]
+        known[optimizer] = StepOf(at.step + 1, at.optimizer)
+        return at
+
+    def steps(self, rank: int, at: StepOf, optimizer: Optimizer, site: Site) -> Step | None:
+        """Note a step that a rank begins; return it if all ranks have come to it."""
+        count, number = at
         step = self._steps.setdefault((number, count), Step(site, count + 1))
         params = [p for group in optimizer.param_groups for p in group["params"]]
         step.values[rank] = [self._values(p) for p in params]

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distlab.sim.isolation.rank_states import RankStates, Replace
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.sites import Places
+from distlab.sim.results.simulated import Observer
 from distlab.sim.sanitizer.calls import Calls
 from distlab.sim.sanitizer.cuts import Cuts, Operations
 from distlab.sim.sanitizer.draws import Draws, Unnoticed
@@ -33,13 +34,20 @@ class Sanitizer:
         places: Finds the program's lines.
         unnoticed: Function that returns a context manager in which operations of the running rank
             take no time and no memory.
+        observer: Object that also sees each optimizer step, or None.
 
     Attributes:
         findings: The mistakes found so far.
     """
 
-    def __init__(self, rank_states: RankStates, places: Places, unnoticed: Unnoticed) -> None:
-        self.findings = Findings()
+    def __init__(
+        self,
+        rank_states: RankStates,
+        places: Places,
+        unnoticed: Unnoticed,
+        observer: Observer | None = None,
+    ) -> None:
+        self.findings, self._observer = Findings(), observer
         self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
         self._parameters = Parameters()
         self._calls = Calls(self.findings, self._parameters)
@@ -120,11 +128,24 @@ class Sanitizer:
         if not self._rank_states.is_in_rank():
             return
         site = self._places.call_site()[0]
+        rank = self._rank_states.current
         with self._unnoticed():
-            step = self._replicas.steps(self._rank_states.current, optimizer, site)
+            at = self._replicas.at(rank, optimizer)
+            if self._observer is not None:
+                self._observer.stepped(rank, at, self._named(optimizer), site)
+            step = self._replicas.steps(rank, at, optimizer, site)
             if step is not None:
                 for ranks in {ranks for _, ranks in self._replicas.confirmed}:
                     self._draws.compare(ranks, step.number)
+
+    def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return an optimizer's parameters by their names, which differ."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [self._parameters.name(p) for p in params]
+        return {
+            name if names.count(name) == 1 else f"{name} (parameter {number})": p
+            for number, (name, p) in enumerate(zip(names, params, strict=True), start=1)
+        }
 
     def _watch_clipping(self, replace: Replace) -> None:
         clip = clip_grad.clip_grad_norm_

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distlab.sim import Options, simulate
+from distlab.sim.sanitizer.against import Against, Reference
 
 
 def findings(program: Callable[[], object], num_ranks: int = 2) -> list[str]:
@@ -476,3 +478,84 @@ def test_a_sanitized_run_takes_the_same_virtual_time_and_memory() -> None:
     watched = simulate(trains_with_ddp, 2, cluster="dgx-h100", options=Options(is_sanitized=True))
     assert watched.seconds == plain.seconds
     assert watched.trace.peak_bytes == plain.trace.peak_bytes
+
+
+# Against one rank
+
+
+def trains_on_parts(scale: Callable[[Tensor, int], object], seed_step: int = 0) -> None:
+    net = model(seed_step * dist.get_rank())
+    optimizer = sgd(net)
+    for batch in torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1)):
+        optimizer.zero_grad()
+        part = batch.tensor_split(dist.get_world_size())[dist.get_rank()]
+        net(part).square().mean().backward()
+        for parameter in net[0].parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                scale(parameter.grad, dist.get_world_size())
+        average(net[2])
+        optimizer.step()
+
+
+def against_one(*arguments: object, num_ranks: int = 3) -> list[str]:
+    """Return what ``--against one`` prints."""
+    reference = Reference()
+    simulate(trains_on_parts, 1, *arguments, options=Options(observer=reference))
+    against = Against(reference, num_ranks)
+    simulate(trains_on_parts, num_ranks, *arguments, options=Options(observer=against))
+    (found,) = against.lines()
+    return [found, str(against.differs)]
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        (
+            lambda g, n: g,
+            "is 3 times that on one rank, as if summed over the ranks and not divided",
+        ),
+        (
+            lambda g, n: g.div_(n * n),
+            "is 0.3333 times that on one rank, as if divided by the number of",
+        ),
+        (
+            lambda g, n: g.div_(2 * n - (n == 1)),
+            "is 0.5 times that on one rank; test_sanitizer.py:",
+        ),
+        (lambda g, n: g.mul_(n == 1), "differs from that on one rank (norm 0, there "),
+    ],
+)
+def test_the_first_gradient_that_differs_from_one_rank_is_named(scale: Any, expected: str) -> None:
+    found, differs = against_one(scale)
+    assert found.startswith(f"step 1: the gradient of 0.weight on rank 0 of 3 {expected}")
+    assert differs == "True"
+
+
+def test_what_equals_one_rank_is_said() -> None:
+    assert against_one(lambda g, n: g.div_(n)) == [
+        "2 steps compared: all equal those of one rank",
+        "False",
+    ]
+
+
+def trains_a_slice() -> None:
+    slice_ = nn.Linear(4, 6 // dist.get_world_size())
+    slice_(data()).sum().backward()
+    sgd(slice_).step()
+
+
+def test_slices_are_not_compared_with_one_rank() -> None:
+    reference = Reference()
+    simulate(trains_a_slice, 1, options=Options(observer=reference))
+    against = Against(reference, 2)
+    simulate(trains_a_slice, 2, options=Options(observer=against))
+    assert against.lines() == [
+        "nothing was compared, in 1 step",
+        "not compared: ranks 0 and 1, with other parameters than one rank",
+    ]
+
+
+def test_other_weights_at_the_start_are_the_first_difference() -> None:
+    found, _ = against_one(lambda g, n: g.div_(n), 1)
+    assert found.startswith("step 1: 0.weight on rank 1 of 3 differs from that on one rank")
