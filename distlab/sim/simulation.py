@@ -148,7 +148,9 @@ class Simulation:
 
     @contextlib.contextmanager
     def _process_prepared(self) -> Iterator[None]:
-        dying = deaths_due(self.options.faults, self.scheduler, self.clock, self.rank_states)
+        dying = deaths_due(
+            self.options.faults, self.scheduler, self.clock, self.rank_states, self.exits
+        )
         watching = self.sanitizer.watching() if self.sanitizer else contextlib.nullcontext()
         with patches.installed(self), host.prepared(), dying, watching:
             yield
@@ -159,7 +161,10 @@ class Simulation:
                 return fn(*args)
         except SimulationError as error:
             raise self.failures.first or self._explained(error) from None
-        except (Stopped, Killed):
+        except Stopped:
+            raise
+        except Killed as killed:
+            self.exits.died(rank.number, killed, self.scheduler.now_s)
             raise
         except BaseException as error:  # torch's CheckpointException is only a BaseException
             number = rank.number
@@ -250,6 +255,7 @@ class Simulation:
             self.exits.known,
             self.meetings.splits,
             is_in_order=self.mailbox.lanes is not None,
+            deaths=self.exits.deaths,
         )
 
     def _noted(self, error: SimulationError) -> SimulationError:

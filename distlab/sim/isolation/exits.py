@@ -8,6 +8,7 @@ tracing every call would slow the program down.
 import contextlib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,16 @@ from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.faults import Faults
 from distlab.sim.engine.scheduler import Scheduler
 from distlab.sim.isolation.rank_states import RankStates
-from distlab.sim.reporting.sites import GIVEN, PROGRAM, SIMULATOR, Exit, Places, Site, outside
+from distlab.sim.reporting.sites import (
+    GIVEN,
+    PROGRAM,
+    SIMULATOR,
+    Death,
+    Exit,
+    Places,
+    Site,
+    outside,
+)
 
 OURS = str(Path(__file__).parents[2])  # folder of the code that calls the program
 SCRIPT = "<module>"
@@ -34,10 +44,14 @@ class Exits:
 
     Attributes:
         known: The exits recorded so far, by rank.
+        deaths: The ranks that a fault has killed.
+        num_steps: Number of optimizer steps that each rank has begun.
     """
 
     def __init__(self, places: Places) -> None:
         self.known: dict[int, Exit] = {}
+        self.deaths: dict[int, Death] = {}
+        self.num_steps: Counter[int] = Counter()
         self._places = places
         self._programs: dict[int, _Program] = {}
 
@@ -57,6 +71,11 @@ class Exits:
             if program.last is not None:
                 known = self.known.get(rank)
                 self.known[rank] = Exit(program.last, known.left_group_at if known else None)
+
+    def died(self, rank: int, killed: BaseException, time_s: float) -> None:
+        """Record where a fault has killed a rank, whose program ``killed`` has left."""
+        at = self._places.raised_at(killed)
+        self.deaths[rank] = Death(at, time_s, self.num_steps[rank])
 
     def joined(self, rank: int) -> None:
         """Record that a rank joins the world, and look for the ``main()`` that made it join."""
@@ -120,19 +139,18 @@ class _Program:
 
 @contextlib.contextmanager
 def deaths_due(
-    faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates
+    faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates, exits: Exits
 ) -> Iterator[None]:
     """Kill ranks as ``faults`` demands: at a given time, or when an optimizer step begins."""
     for number, at_s in faults.kill_ranks.items():
         scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
-    begun = [0] * clock.num_ranks
 
     def begin_step(*_: object) -> None:
         if not rank_states.is_in_rank():
             return
         rank = clock.current.rank
-        begun[rank.number] += 1
-        if begun[rank.number] == faults.kill_at_steps.get(rank.number):
+        exits.num_steps[rank.number] += 1
+        if exits.num_steps[rank.number] == faults.kill_at_steps.get(rank.number):
             clock.trace.killed_in_step_s[rank.number] = rank.clock_s
             scheduler.kill(rank)
             scheduler.act()

@@ -10,7 +10,8 @@ from distlab.sim.postmortem.handlers import handler_around
 from distlab.sim.postmortem.standstill import Standstill
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row, mismatch, place, shorten, table
-from distlab.sim.reporting.sites import Exit, Site
+from distlab.sim.reporting.sites import Death, Exit, Site
+from distlab.util.text import counted, seconds_text
 
 MAX_IDLE = 6
 Calls = Sequence[tuple[Row, Pending]]
@@ -88,12 +89,20 @@ def ends(still: Standstill) -> list[Row]:
         (_last(*calls[rank], exits.get(rank), caught), calls[rank][1])
         for rank in sorted(returned & set(calls))
     ]
-    killed = tuple(sorted(still.killed))
+    killed = [_killed(rank, still.history.deaths.get(rank)) for rank in sorted(still.killed)]
     return [
         *alike(quiet),
         *fitting(communicated, MAX_IDLE),
-        *([Row(killed, "killed by a fault", "")] if killed else []),
+        *alike(killed),
     ]
+
+
+def _killed(rank: int, death: Death | None) -> Row:
+    if death is None:
+        return Row((rank,), "killed by a fault", "")
+    steps = f", {counted(death.num_steps, 'optimizer step')} begun" if death.num_steps else ""
+    text = f"killed by a fault at {seconds_text(death.time_s)}{steps}"
+    return Row((rank,), text, place(death.at))
 
 
 def _quiet(

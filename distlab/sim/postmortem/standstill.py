@@ -17,7 +17,7 @@ from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.shifts import Splits
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.postmortem.group_names import GroupNames
-from distlab.sim.reporting.sites import Exit, Site
+from distlab.sim.reporting.sites import Death, Exit, Site
 from distlab.util.text import clauses, rank_names, verb
 
 MAX_CLAUSES = 3  # maximum number of clauses in a sentence; a longer one keeps its first two
@@ -74,6 +74,7 @@ class History(NamedTuple):
         exits: Exits of the ranks, by rank, if known.
         splits: Collective calls that the ranks of a group made at different lines.
         is_in_order: True if messages between two ranks ran one at a time (``Options.p2p_order``).
+        deaths: Ranks that a fault has killed, if known.
     """
 
     calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
@@ -82,6 +83,7 @@ class History(NamedTuple):
     exits: Mapping[int, Exit] = MappingProxyType({})
     splits: Splits = Splits()
     is_in_order: bool = False
+    deaths: Mapping[int, Death] = MappingProxyType({})
 
 
 NO_HISTORY = History()

@@ -47,6 +47,20 @@ class Exit(NamedTuple):
     left_group_at: Site | None = None
 
 
+class Death(NamedTuple):
+    """Where and when a fault killed a rank.
+
+    Attributes:
+        at: Line of the rank's program.
+        time_s: Virtual time.
+        num_steps: Number of optimizer steps that the rank had begun.
+    """
+
+    at: Site
+    time_s: float
+    num_steps: int
+
+
 def _folder(file: str | None) -> str:
     return f"{Path(file or '').parent}{os.sep}"
 

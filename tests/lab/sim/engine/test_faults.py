@@ -1,6 +1,7 @@
 """Each fault costs exactly the time that it states, and changes nothing else."""
 
 import math
+import re
 import time
 from typing import Any
 
@@ -124,6 +125,9 @@ def test_a_rank_dies_as_it_begins_the_step_that_is_named(step: int) -> None:
         simulate(trains, 3, 4, options=Options(faults=faults))
     assert {call.text.partition(" (")[0] for call in caught.value.calls} == {"all_reduce"}
     assert f"call {step + 1} of" in str(caught.value)  # rank 1 had made all earlier calls
+    steps = "1 optimizer step" if step == 1 else f"{step} optimizer steps"
+    where = rf"rank 1 +killed by a fault at .*s, {steps} begun +test_faults.py:\d+ in trains"
+    assert re.search(where, str(caught.value))
 
 
 def test_steps_count_from_one_and_ranks_must_exist() -> None:
