@@ -1,6 +1,7 @@
 """How a checkpoint is stored: whole, by rank 0, or in shards, by all ranks."""
 
 import io
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ class Whole:
             loaded = self.lesson.load_checkpoint(self.folder)
         except RuntimeError as error:
             return damaged(error)
-        except OSError as error:
+        except FileNotFoundError as error:  # other errors of a disk may pass by a restart
             return of_another_run(self.config, error)
         skipped = {str(path): reason for path, reason in loaded.skipped.items()} if loaded else {}
         return Found(loaded.step, loaded.state, skipped) if loaded else None
@@ -137,8 +138,12 @@ class InShards(Whole):
         shards = {name: lessons.given_4.Shard(*part) for name, part in wanted.items()}
         try:
             return self.lesson.load_sharded(shards, self.folder, self.group)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise of_another_run(self.config, error) from error
+        except OSError as error:
+            if FileNotFoundError.__name__ in str(error):
+                raise of_another_run(self.config, error) from error
+            raise
         except RuntimeError as error:
             # A lost rank raises it too, but then a restart helps.
             if any(path.name in str(error) for path in self.folder.glob("step-*")):
@@ -159,7 +164,9 @@ def damaged(error: Exception) -> ConfigError:
 def of_another_run(config: Config, error: Exception) -> ConfigError:
     """Return the error for a run whose earlier checkpoints do not fit."""
     changed = ", ".join(changed_keys(config, config.run_dir / "config.yaml"))
+    reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
     return ConfigError(
-        f"the checkpoints in {config.run_dir / 'checkpoints'} are of another run "
-        f"({changed or error}): choose another run_dir, or set the keys back"
+        f"the checkpoints in {config.run_dir / 'checkpoints'} are of another run"
+        f"{f' ({changed})' if changed else ''}: choose another run_dir, or set the keys back. "
+        f"{reason}"
     )

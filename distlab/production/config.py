@@ -548,7 +548,11 @@ def changed_keys(config: Config, earlier: Path) -> list[str]:
     try:
         before = yaml.safe_load(earlier.read_text(encoding="utf-8"))
         now = config.model_dump(mode="json")
-        return [f"{key} was {before[key]}" for key in SHAPING if before[key] != now[key]]
+        changed = [key for key in SHAPING if before[key] != now[key]]
+        patterns = {values["communication_pattern"] for values in (before, now)}
+        if "parameter_server" not in patterns:  # all other patterns leave the same state
+            changed = [key for key in changed if key != "communication_pattern"]
+        return [f"{key} was {before[key]}" for key in changed]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return []
 

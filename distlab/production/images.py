@@ -167,7 +167,7 @@ def _of_channels(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tens
 def _augment(v2: Any, config: Config, side: int) -> list[Any]:
     if config.augment == "none":
         return _centre(v2, side)
-    smallest = 0.08 if side > SMALL else 0.6  # of the area; in small images, objects fill most
+    smallest = 0.08 if side > SMALL else 0.6  # fraction of the area; a small image has no margin
     crop = v2.RandomResizedCrop(side, scale=(smallest, 1.0), antialias=True)
     return [crop, *([v2.RandomHorizontalFlip()] if config.augment == "crop_flip" else [])]
 

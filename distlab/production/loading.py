@@ -124,7 +124,6 @@ class _Collate:
             return blank(self.config, 0)
         targets = torch.stack([torch.as_tensor(target) for _, target in samples])
         if self.config.decode == "torchvision":
-            return Coded(
-                *map(torch.cat, zip(*[coded for coded, _ in samples], strict=True))
-            ), targets
+            fields = zip(*[coded for coded, _ in samples], strict=True)
+            return Coded(*map(torch.cat, fields)), targets
         return torch.stack([sample for sample, _ in samples]), targets

@@ -1,5 +1,6 @@
 """A run that is stopped and resumed ends in the same state as an undisturbed one, bit for bit."""
 
+import errno
 import json
 from collections import Counter
 from copy import deepcopy
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 
 from distlab import launch
 from distlab.production import telemetry
+from distlab.production.config import changed_keys
 from distlab.production.errors import ConfigError
 from distlab.production.states import Buffers, average_buffers
+from solutions.phase4_production import checkpoint
 from solutions.phase4_production.imagenet_trainer import Training
 
 COURSE = {"strategy": "course"}
@@ -289,7 +292,8 @@ def test_damaged_checkpoints_alone_are_no_new_beginning(alone: None, tmp_path: P
         ({"ema_decay": 0.9}, "ema_decay was 0.0"),
         ({"compression": "sign"}, "are of another run (compression was none)"),
         ({"resume": "never"}, "has checkpoints, and resume is never"),
-        ({"optimizer": "adamw"}, "are of another run"),
+        ({"optimizer": "adamw"}, "are of another run (optimizer was sgd)"),
+        ({**COURSE, "zero_redundancy": 3}, "FileNotFoundError"),
     ],
 )
 def test_checkpoints_of_another_run_are_refused(
@@ -300,6 +304,31 @@ def test_checkpoints_of_another_run_are_refused(
         started(little(tmp_path / "run", **other))
     assert told in str(caught.value)
     assert str(tmp_path / "run" / "checkpoints") in str(caught.value)
+
+
+def test_a_pattern_of_communication_does_not_make_another_run(alone: None, tmp_path: Path) -> None:
+    stop_after(started(little(tmp_path / "run", **COURSE)), 2)
+    other = little(tmp_path / "run", **COURSE, communication_pattern="ring", width=128)
+    assert changed_keys(other, other.run_dir / "config.yaml") == ["width was 64"]
+    again = started(other)
+    assert again.progress.step == 2
+    again.run()
+
+
+@pytest.mark.parametrize("case", [{}, {**COURSE, "zero_redundancy": 3}])
+def test_a_disk_that_cannot_be_read_is_not_blamed_on_the_run(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    config = little(tmp_path / "run", **case)
+    stop_after(started(config), 2)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint, "load_checkpoint", fail)
+    monkeypatch.setattr(checkpoint, "load_sharded", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        started(config)
 
 
 def test_a_run_that_is_done_has_nothing_to_do(alone: None, tmp_path: Path) -> None:
