@@ -103,7 +103,9 @@ def run_schedule(
     """Run all micro-batches forward and backward through a pipeline, in the order of a schedule.
 
     The p ranks of the group hold a model that is cut into v·p blocks: chunk c of rank s is block
-    c·p+s. Each block takes one tensor, the output of the block before it, and returns one tensor.
+    c·p+s. Each block takes one tensor, the output of the block before it, and returns one tensor,
+    whose shape and dtype depend only on the shape and dtype of the first block's input.
+
     Afterwards, each parameter has the gradient that one process would compute for the mean loss
     over all targets of all micro-batches. Gradients from before the call are discarded: a frozen
     parameter ends up without a gradient, and a parameter on which the loss does not depend ends up
@@ -135,13 +137,13 @@ def run_schedule(
             start (because its own ``F`` comes later, or because stages wait for each other), the
             message names the action, such as ``B1``, or any one of them if there are several.
 
-    Cost: one ``send_tensors`` call for each output and each gradient that a block on another rank
-        needs, and one broadcast or all-reduce of two numbers. A gradient needs no header: it has
-        the shape and the dtype of its output. An output that requires no gradient gets none: an
-        empty list may be sent in its place, or nothing. There is no deadlock even if sends are
-        synchronous, or if messages between two ranks are sent one at a time, as with NCCL. A step
-        takes as long as in ``timeline`` if all blocks take equally long, a backward pass takes
-        twice as long as a forward pass, and messages take no time.
+    Cost: at most one ``send_tensors`` call for each output and each gradient that a block on
+        another rank needs, and one broadcast or all-reduce of two numbers. A gradient needs no
+        header: it has the shape and the dtype of its output. An output that requires no gradient
+        gets none: an empty list may be sent in its place, or nothing. There is no deadlock even if
+        sends are synchronous, or if messages between two ranks are sent one at a time, as with
+        NCCL. A step takes as long as in ``timeline`` if all blocks take equally long, a backward
+        pass takes twice as long as a forward pass, and messages take no time.
     """
     # TODO 2.12: do this rank's actions and its part of all messages; return the mean loss.
     #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.9;

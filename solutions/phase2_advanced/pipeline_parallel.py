@@ -4,6 +4,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,9 @@ def run_schedule(
     """Run all micro-batches forward and backward through a pipeline, in the order of a schedule.
 
     The p ranks of the group hold a model that is cut into v·p blocks: chunk c of rank s is block
-    c·p+s. Each block takes one tensor, the output of the block before it, and returns one tensor.
+    c·p+s. Each block takes one tensor, the output of the block before it, and returns one tensor,
+    whose shape and dtype depend only on the shape and dtype of the first block's input.
+
     Afterwards, each parameter has the gradient that one process would compute for the mean loss
     over all targets of all micro-batches. Gradients from before the call are discarded: a frozen
     parameter ends up without a gradient, and a parameter on which the loss does not depend ends up
@@ -128,13 +131,13 @@ def run_schedule(
             start (because its own ``F`` comes later, or because stages wait for each other), the
             message names the action, such as ``B1``, or any one of them if there are several.
 
-    Cost: one ``send_tensors`` call for each output and each gradient that a block on another rank
-        needs, and one broadcast or all-reduce of two numbers. A gradient needs no header: it has
-        the shape and the dtype of its output. An output that requires no gradient gets none: an
-        empty list may be sent in its place, or nothing. There is no deadlock even if sends are
-        synchronous, or if messages between two ranks are sent one at a time, as with NCCL. A step
-        takes as long as in ``timeline`` if all blocks take equally long, a backward pass takes
-        twice as long as a forward pass, and messages take no time.
+    Cost: at most one ``send_tensors`` call for each output and each gradient that a block on
+        another rank needs, and one broadcast or all-reduce of two numbers. A gradient needs no
+        header: it has the shape and the dtype of its output. An output that requires no gradient
+        gets none: an empty list may be sent in its place, or nothing. There is no deadlock even if
+        sends are synchronous, or if messages between two ranks are sent one at a time, as with
+        NCCL. A step takes as long as in ``timeline`` if all blocks take equally long, a backward
+        pass takes twice as long as a forward pass, and messages take no time.
     """
     num_stages = dist.get_world_size(group)
     _check(schedule, num_stages, len(chunks), len(micro_batches))
@@ -182,10 +185,9 @@ class _Stage:
         self.micro_batches, self.loss_sum, self.group = micro_batches, loss_sum, group
         self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
         self.totals = torch.zeros(2, dtype=torch.float64, device=group_device(group))
-        self.arrived: dict[Action, list[Tensor]] = {}  # keys: the actions that need them
+        self.messages = _Messages(_kinds(micro_batches) if self.rank == 0 else [], group)
         self.in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs and outputs
         self.results: dict[Action, list[Tensor]] = {}  # keys: the actions that computed them
-        self.sends: dict[int, list[dist.Work]] = {}  # keys: the ranks that they go to
 
     def compute(self, action: Action) -> None:
         """Compute one action, and store its result for ``pass_on``."""
@@ -194,7 +196,7 @@ class _Stage:
 
     def _forward(self, action: Action) -> list[Tensor]:
         batch, chunk = self.micro_batches[action.micro_batch], self.chunks[action.chunk]
-        (x,) = self.arrived.pop(action) if action in self.arrived else batch[:1]
+        (x,) = self.messages.take(action) or batch[:1]
         if self._next(self.rank, action):
             y = chunk(x)
         else:
@@ -206,7 +208,7 @@ class _Stage:
 
     def _backward(self, action: Action) -> list[Tensor]:
         x, y = self.in_flight.pop((action.micro_batch, action.chunk))
-        gradient = self.arrived.pop(action, [])  # none arrives for a loss
+        gradient = self.messages.take(action)  # none arrives for a loss
         if y.requires_grad:
             y.backward(*gradient)
         if not x.requires_grad:
@@ -228,45 +230,116 @@ class _Stage:
             return
         dst, next_action = needed
         if src == dst == self.rank:
-            self.arrived[next_action] = [x.detach().requires_grad_(x.requires_grad) for x in result]
+            leaves = [x.detach().requires_grad_(x.requires_grad) for x in result]
+            self.messages.arrived[next_action] = leaves
         elif src == self.rank:
-            self._wait(dst)
-            self.sends[dst] = self._send(action, result, dst)
+            self.messages.send(result, action, dst)
+        elif dst == self.rank and action.kind == "F":
+            self.messages.receive_output(next_action, src)
         elif dst == self.rank:
-            self.arrived[next_action] = self._receive(next_action, src)
-
-    def _send(self, action: Action, result: list[Tensor], dst: int) -> list[dist.Work]:
-        if action.kind == "F":
-            return send_tensors(result, dst, self.group)
-        messages = (gradient.contiguous() for gradient in result)
-        return [dist.isend(x, group=self.group, group_dst=dst) for x in messages]  # type: ignore[misc]
-
-    def _receive(self, action: Action, src: int) -> list[Tensor]:
-        """Receive an output, or a gradient, which needs no header."""
-        if action.kind == "F":
-            return recv_tensors(src, self.group)
-        _, y = self.in_flight[action.micro_batch, action.chunk]
-        if not y.requires_grad:
-            return []
-        gradient = torch.empty_like(y, memory_format=torch.contiguous_format)
-        dist.recv(gradient, group=self.group, group_src=src)
-        return [gradient]
-
-    def _wait(self, dst: int) -> None:
-        """Wait until the last messages to ``dst`` have arrived, and let their memory be freed."""
-        for work in self.sends.pop(dst, []):
-            work.wait()
+            _, y = self.in_flight[next_action.micro_batch, next_action.chunk]
+            self.messages.receive_gradient(next_action, src, y)
 
     def finish(self) -> float:
         """Divide the summed gradients by the number of targets, and return the mean loss."""
-        for dst in list(self.sends):
-            self._wait(dst)
+        self.messages.wait()
         dist.broadcast(self.totals, group=self.group, group_src=self.num_stages - 1)
         loss, num_targets = self.totals.tolist()
         for parameter in self.chunks.parameters():
             if parameter.grad is not None:
                 parameter.grad /= num_targets
         return float(loss / num_targets)
+
+
+class _Format(NamedTuple):
+    """What a receiver must know of a tensor beforehand."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def _format_of(x: Tensor) -> _Format:
+    return _Format(x.shape, x.dtype, x.requires_grad)
+
+
+def _kinds(micro_batches: Sequence[Batch]) -> list[int]:
+    """Number the kinds of micro-batches; those whose inputs have one format are of one kind."""
+    formats = [_format_of(inputs) for inputs, *_ in micro_batches]
+    return [formats.index(one) for one in formats]
+
+
+class _Messages:
+    """Sends results to the neighbours, and receives theirs while this rank computes.
+
+    Micro-batches of one kind have outputs of one format, so only the first output of each kind has
+    a header, for which the receiver must wait. With it come the kinds of all micro-batches.
+    """
+
+    def __init__(self, kinds: list[int], group: Group) -> None:
+        self.kinds, self.group = kinds, group  # no kinds are known until a message tells them
+        self.sent: dict[tuple[int, int], _Format] = {}  # keys: kind and chunk
+        self.expected: dict[tuple[int, int], _Format] = {}  # keys: kind and chunk
+        self.arrived: dict[Action, list[Tensor]] = {}  # keys: the actions that need them
+        self.under_way: dict[Action, dist.Work] = {}  # each fills a tensor in ``arrived``
+        self.sends: dict[int, list[dist.Work]] = {}  # keys: the ranks that they go to
+
+    def take(self, action: Action) -> list[Tensor]:
+        """Return what an action needs from another block, as soon as it has arrived."""
+        if action in self.under_way:
+            self.under_way.pop(action).wait()
+        return self.arrived.pop(action, [])
+
+    def send(self, result: list[Tensor], action: Action, dst: int) -> None:
+        """Send an action's result, after the last messages to ``dst`` have arrived."""
+        self._wait(dst)
+        if action.kind == "F" and self._is_new(action, *result):
+            kinds = torch.tensor(self.kinds, device=group_device(self.group))
+            self.sends[dst] = send_tensors([*result, kinds], dst, self.group)
+            return
+        messages = (x.detach().contiguous() for x in result)
+        self.sends[dst] = [dist.isend(x, group=self.group, group_dst=dst) for x in messages]  # type: ignore[misc]
+
+    def _is_new(self, action: Action, y: Tensor) -> bool:
+        """Return whether an output is the first of its kind, whose format the others must have."""
+        key = self.kinds[action.micro_batch], action.chunk
+        is_new, form = key not in self.sent, _format_of(y)
+        if self.sent.setdefault(key, form) != form:
+            raise ValueError(
+                f"rank {dist.get_rank()}, {action}: the output is {form}, but for earlier inputs "
+                f"of the same shape and dtype it was {self.sent[key]}"
+            )
+        return is_new
+
+    def receive_output(self, action: Action, src: int) -> None:
+        """Receive the output that ``action`` needs; return without it if its format is known."""
+        key = (self.kinds[action.micro_batch], action.chunk) if self.kinds else None
+        if key in self.expected:
+            self._start(action, src, self.expected[key])
+            return
+        x, kinds = recv_tensors(src, self.group)
+        self.kinds, self.arrived[action] = kinds.tolist(), [x]
+        self.expected[self.kinds[action.micro_batch], action.chunk] = _format_of(x)
+
+    def receive_gradient(self, action: Action, src: int, y: Tensor) -> None:
+        """Start to receive the gradient of ``y``, if there is one."""
+        if y.requires_grad:
+            self._start(action, src, _format_of(y.detach()))
+
+    def _start(self, action: Action, src: int, form: _Format) -> None:
+        x = torch.empty(form.shape, dtype=form.dtype, device=group_device(self.group))
+        self.under_way[action] = dist.irecv(x, group=self.group, group_src=src)  # type: ignore[assignment]
+        self.arrived[action] = [x.requires_grad_(form.requires_grad)]
+
+    def _wait(self, dst: int) -> None:
+        """Wait until the last messages to ``dst`` have arrived, and let their memory be freed."""
+        for work in self.sends.pop(dst, []):
+            work.wait()
+
+    def wait(self) -> None:
+        """Wait until all messages have arrived."""
+        for dst in list(self.sends):
+            self._wait(dst)
 
 
 def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:

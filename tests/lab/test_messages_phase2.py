@@ -20,7 +20,7 @@ OTHER_BLOCK = """\
 SHARED_GRAPH = """\
 -        if src == dst == self.rank:
 +        if src == dst == self.rank and result:
-+            self.arrived[next_action] = result
++            self.messages.arrived[next_action] = result
 +        elif src == dst == self.rank:
 """
 OWN_ORDER = "\n@@\n".join(
