@@ -18,6 +18,7 @@ from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.isolation import host, modules, patches
 from distlab.sim.isolation.exits import Exits, deaths_due
 from distlab.sim.isolation.groups import Groups
+from distlab.sim.isolation.profiler import SharedProfiler
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.threads import Threads
@@ -65,6 +66,7 @@ class Simulation:
         self.places = Places(options.given)
         self.handles, self.exits = Handles(), Exits(self.places)
         self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
+        self.profiler = SharedProfiler(self.rank_states, self.places)
         self.failures = Failures(self._explained, self.scheduler.end_world)
         traffic = Traffic(cluster, self.scheduler, self.trace, options.faults)
         buffers = Buffers(

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.autograd.profiler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # binds group.WORLD, so never import it inside a rank
@@ -29,11 +28,11 @@ import torch.multiprocessing
 from distlab.sim.engine.clock import Clock
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import BACKEND, Groups
+from distlab.sim.isolation.profiler import SharedProfiler
 from distlab.sim.isolation.rank_states import (
     NUMPY_FUNCTIONS,
     PYTHON_FUNCTIONS,
     RankStates,
-    Replace,
     set_warning_state,
     warning_state,
 )
@@ -54,6 +53,7 @@ class RankHost(Protocol):
     rank_states: RankStates
     groups: Groups
     refusals: Refusals
+    profiler: SharedProfiler
     handles: Handles
     threads: Threads
     exits: Exits
@@ -94,7 +94,7 @@ def installed(host: RankHost) -> Iterator[None]:
         of_ranks = functools.partial(_replace_on_ranks, undo, host.rank_states)
         _patch_clocks(of_ranks, host)
         host.threads.install(replace)
-        _patch_profiler(replace, host.rank_states)
+        host.profiler.install(replace)
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)
         _patch_gpus(of_ranks, host.rank_states)
@@ -434,39 +434,6 @@ def _patch_generators(of_ranks: OfRanks, rank_states: RankStates) -> None:
 
 def _draw(rank_states: RankStates, generator: str, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(getattr(rank_states.state(), generator), name)(*args, **kwargs)
-
-
-def _patch_profiler(replace: Replace, rank_states: RankStates) -> None:
-    """Refuse to start the profiler on a rank while another rank is using it.
-
-    A process has only one profiler, and starting it in two threads crashes the process (SIGSEGV).
-    """
-    profiler: Any = torch.autograd.profiler
-    owner: list[int] = []  # rank that uses the profiler; empty if none does
-
-    def take(begin: Callable[..., Any]) -> Callable[..., Any]:
-        def begin_alone(*args: Any, **kwargs: Any) -> Any:
-            me = rank_states.current
-            if owner and owner[0] != me:
-                raise RuntimeError(
-                    f"rank {me} cannot start a profiler while rank {owner[0]} has one: simulated "
-                    "ranks share a process, and so its profiler. Profile on one rank, or look at "
-                    "the trace of the simulation (distlab sim --trace)"
-                )
-            owner[:] = [me]
-            return begin(*args, **kwargs)
-
-        return begin_alone
-
-    end = profiler._disable_profiler
-
-    def give_back(*args: Any, **kwargs: Any) -> Any:
-        owner.clear()
-        return end(*args, **kwargs)
-
-    replace(profiler, "_prepare_profiler", take(profiler._prepare_profiler))
-    replace(profiler, "_enable_profiler", take(profiler._enable_profiler))
-    replace(profiler, "_disable_profiler", give_back)
 
 
 # ``torch.meta`` is to the meta device what ``torch.cuda`` is to GPUs: FSDP2 needs it to shard over

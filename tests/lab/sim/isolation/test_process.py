@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.profiler import profile
 
 from distlab.sim import Mismatch, Options, simulate
+from distlab.sim.isolation.profiler import NoProfile
 
 
 def me() -> int:
@@ -89,24 +91,54 @@ def test_signals_are_refused_in_one_line() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_one_rank_may_profile_and_a_second_profiler_is_refused() -> None:
-    def program() -> list[str]:
-        names = []
-        try:
-            with profile() as profiled:
+def profiles(folder: str) -> tuple[list[int], str, dict[str, Any]]:
+    """Profile in two cycles; return the products of each, a table and the last trace."""
+    trace, counts = Path(folder) / f"{me()}.json", []
+
+    def ready(profiled: profile) -> None:
+        counts.append([event.name for event in profiled.events() or ()].count("aten::mm"))
+        profiled.export_chrome_trace(str(trace))
+
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=2)
+    with profile(schedule=schedule, on_trace_ready=ready, record_shapes=True) as profiled:
+        for _ in range(7):
+            with torch.autograd.profiler.record_function("work"):
                 torch.ones(8, 8) @ torch.ones(8, 8)
                 dist.barrier()
-            names = [event.name for event in profiled.events() or ()]
-        except RuntimeError as error:
-            dist.barrier()
-            names = [str(error)]
-        return names
+            profiled.step()
+    return counts, profiled.key_averages().table(), json.loads(trace.read_text())
 
-    first, [second] = simulate(program, 2, options=Options(has_devices=False)).results
-    assert "aten::mm" in first
-    assert second.startswith("rank 1 cannot start a profiler while rank 0 has one")
-    assert "\n" not in second
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_where_all_ranks_profile_the_first_one_does(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="rank 0 profiles, .* --trace FILE.json") as warned:
+        results = simulate(profiles, 3, str(tmp_path), options=Options(has_devices=False)).results
+    assert [counts for counts, *_ in results] == [[1, 1], [0, 0], [0, 0]]
+    assert ["aten::mm" in table for _, table, _ in results] == [True, False, False]
+    assert [bool(trace["traceEvents"]) for *_, trace in results] == [True, False, False]
+    assert results[0][2]["distributedInfo"]["rank"] == 0
+    [only] = [warning for warning in warned if "rank 0 profiles" in str(warning.message)]
+    assert only.filename == __file__
+
+
+def profiles_in_turn() -> bool:
+    for rank in range(dist.get_world_size()):
+        if rank == me():
+            with profile() as profiled:
+                torch.ones(8, 8) @ torch.ones(8, 8)
+        dist.barrier()
+    return "aten::mm" in [event.name for event in profiled.events() or ()]
+
+
+def test_ranks_that_take_turns_all_profile() -> None:
+    assert simulate(profiles_in_turn, 2).results == [True, True]
+
+
+def test_an_empty_trace_replaces_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text("of rank 0")
+    NoProfile().save(str(file))
+    assert file.read_text() == "of rank 0"
 
 
 def saves_in_the_background(folder: str) -> list[float]:
