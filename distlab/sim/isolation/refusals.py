@@ -68,6 +68,7 @@ class Refusals:
         self._speak_of_members(replace)
         self._refuse_self(replace)
         self._speak_of_the_end(replace)
+        _speak_of_parameters(replace)
         replace(c10d, "_warn_not_in_group", self._warn_and_note)
 
     def _note_refusals(self, replace: Replace) -> None:
@@ -145,6 +146,22 @@ class Refusals:
                 raise ValueError(f"{error} {_counts(members)}") from None
 
         check = replace(c10d, "_check_not_self_rank", check_not_self_rank)
+
+
+def _speak_of_parameters(replace: Replace) -> None:
+    """Make errors of DistributedDataParallel name parameters, as with TORCH_DISTRIBUTED_DEBUG."""
+
+    torch_dist: Any = dist  # its stubs lack the levels
+
+    def make_reducer(*args: Any, **kwargs: Any) -> Any:
+        level = torch_dist.get_debug_level()
+        torch_dist.set_debug_level(max(level, torch_dist.DebugLevel.INFO, key=int))
+        try:
+            return make(*args, **kwargs)  # which keeps the level
+        finally:
+            torch_dist.set_debug_level(level)
+
+    make = replace(dist, "Reducer", make_reducer)
 
 
 def _speak_of_objects(

@@ -87,6 +87,7 @@ def _is_passed_on(error: Exception) -> bool:
 
 
 TRACEBACK = "Traceback (most recent call last):\n"
+LONG = 300  # characters; the traceback does not repeat a longer message
 
 
 def rank_error(
@@ -101,6 +102,9 @@ def rank_error(
     tracebacks.keep_frames(shown, partial(_of_program, places=places))
     headline = tracebacks.headline(error)
     text, stack = "".join(shown.format()), "".join([TRACEBACK, *shown.stack.format()])
+    message = "".join(shown.format_exception_only())
+    if len(message) > LONG:  # the headline has it
+        text = text.removesuffix(message)
     if isinstance(error, OutOfMemory):  # its message is a whole report: print it only once
         headline, text = f"OutOfMemory: {error}", stack
     if TRACEBACK.strip() in headline:  # the message has errors of all ranks, with torch's frames

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distlab.sim import RankError, simulate
 
@@ -92,3 +94,22 @@ def test_a_refused_call_raises_what_gloo_raises() -> None:
         return errors
 
     assert simulate(program, 2).results == [["RuntimeError"] * 6, ["RuntimeError"]]
+
+
+def leaves_a_layer_out() -> None:
+    layers = nn.ModuleDict({"used": nn.Linear(2, 2), "left_out": nn.Linear(2, 2)})
+    layers.forward = lambda x: layers["used"](x)  # type: ignore[method-assign]
+    model = DistributedDataParallel(layers)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_parameters_without_a_gradient_are_named_and_once() -> None:
+    level = dist.get_debug_level()
+    with pytest.raises(RankError) as caught:
+        simulate(leaves_a_layer_out, 2)
+    message = str(caught.value)
+    assert message.count("left_out.weight") == message.count("left_out.bias") == 1
+    assert message.count("not used in producing loss") == 1
+    assert "test_refusals.py" in message.partition("Traceback")[2]
+    assert dist.get_debug_level() == level
