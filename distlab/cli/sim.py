@@ -125,7 +125,8 @@ def sim(
     p2p_order: Annotated[
         Literal["free", "pair"],
         typer.Option(
-            help="'pair': messages of two ranks, unless batched, go one at a time, as on NCCL."
+            help="'pair': messages of two ranks, unless batched, go one at a time, and their tags "
+            "do not count, as on NCCL."
         ),
     ] = "free",
     no_devices: Annotated[

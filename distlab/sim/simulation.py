@@ -235,6 +235,7 @@ class Simulation:
         self.trace.unwaited = rows.unwaited(self.handles, alive)
         if self.sanitizer:
             self.sanitizer.note_unwaited(self.trace.unwaited)
+            self.sanitizer.note_crossed(self.mailbox.crossed.values())
 
     def _standstill_error(self) -> SimulationError:
         if self.failures.first:

@@ -24,6 +24,7 @@ from distlab.sim.reporting.sites import Site
 
 SIZES = "A send and its recv need the same number of elements and the same dtype."
 ORDER = "Messages from one rank to another with the same tag meet in the order of the calls."
+NO_TAGS = "NCCL ignores tags: messages from one rank to another meet in the order of the calls."
 MAX_TAKEN = 8  # number of messages taken by any-source recvs to remember, per receiver
 Pair = tuple[object, int, int]  # (group, lower rank, higher rank)
 Address = tuple[object, int, int, int]  # (group, source, destination, tag)
@@ -35,11 +36,12 @@ class Mailbox:
 
     Args:
         eager_bytes: Size of the largest send that is buffered.
-        p2p_order: "pair" or "free", as in ``Options``.
+        p2p_order: "pair" or "free", as in ``Options``. With "pair", tags do not count.
 
     Attributes:
         lanes: Streams in which messages wait their turn; None if they start when they are posted.
         closed: For each closed connection, the rank and the message that timed out on it.
+        crossed: For each send and recv that met with different tags, their sites and a text.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Mailbox:
         self._has_any_source = False  # True once a recv from any rank has been posted
         self._numbers = count()
         self.closed: dict[Pair, tuple[int, str]] = {}  # rank that timed out, and its message
+        self.crossed: dict[tuple[Site, Site], str] = {}
         # For each receiving rank, messages taken by any-source recvs, with those recvs' sites.
         self._taken: dict[int, deque[tuple[Taken, Site]]] = {}
 
@@ -82,11 +85,12 @@ class Mailbox:
     # well, and both sides are done when the bytes arrive.
 
     def _start_send(self, send: Message) -> None:
-        address = (send.key, send.rank, send.peer, send.tag)
+        tag = self._tag(send)
+        address = (send.key, send.rank, send.peer, tag)
         recvs = self._recvs.get(address)
         recv = recvs.popleft() if recvs else None
         if recv is None and self._has_any_source:
-            recv = _first(self._recvs.get((send.key, ANY_SOURCE, send.peer, send.tag)))
+            recv = _first(self._recvs.get((send.key, ANY_SOURCE, send.peer, tag)))
         if recv is None:
             self._sends[address].append(send)
         else:
@@ -105,10 +109,11 @@ class Mailbox:
             self._start_recv(message)
 
     def _start_recv(self, recv: Message) -> None:
-        address = (recv.key, recv.peer, recv.rank, recv.tag)
+        tag = self._tag(recv)
+        address = (recv.key, recv.peer, recv.rank, tag)
         if recv.peer == ANY_SOURCE:
             self._has_any_source = True
-            send = _first(self._earliest_to(recv.key, recv.rank, recv.tag))
+            send = _first(self._earliest_to(recv.key, recv.rank, tag))
         else:
             sends = self._sends.get(address)
             send = sends.popleft() if sends else None
@@ -120,6 +125,10 @@ class Mailbox:
             self._travel(send, recv.posted_s)
         elif send.arrived_s is not None:
             self.deliver(send, recv, recv.posted_s)
+
+    def _tag(self, message: Message) -> int:
+        """Return the tag by which a message is matched."""
+        return message.tag if self.lanes is None else 0
 
     def close(self, late: Message) -> None:
         """Close the connection that ``late`` uses, as gloo does when a wait times out.
@@ -173,14 +182,17 @@ class Mailbox:
         return min(queues, key=lambda queue: (queue[0].posted_s, queue[0].rank), default=None)
 
     def _pair(self, send: Message, recv: Message, later: Message) -> None:
+        if send.tag != recv.tag:
+            self._note_crossed(send, recv)
         if send.form != recv.form and not _fit(send.tensor, recv.tensor):
             earlier = recv if later is send else send
+            order = ORDER if send.tag == recv.tag else NO_TAGS
             error = mismatch(
                 "shape or dtype mismatch",
                 f"rank {send.rank} sends {describe(send.tensor)}, and rank {recv.rank} receives "
                 f"{describe(recv.tensor)}",
                 [earlier.row(), later.row()],
-                f"{SIZES} {self._swapped_tag(send, recv, later) or ORDER}",
+                f"{SIZES} {self._swapped_tag(send, recv, later) or order}",
             )
             # Both ranks raise this error, and each adds its own traceback, so one gets a copy.
             earlier.fail(copy.copy(error), later.posted_s)
@@ -190,11 +202,19 @@ class Mailbox:
             taken.append(((recv.key, send.rank, recv.tag, recv.form), recv.site))
         send.meet(recv)
 
+    def _note_crossed(self, send: Message, recv: Message) -> None:
+        """Note a send and a recv with different tags, which meet only on NCCL."""
+        self.crossed.setdefault(
+            (send.site, recv.site),
+            f"rank {recv.rank} receives with tag {recv.tag} ({recv.where()}) what rank {send.rank} "
+            f"sent with tag {send.tag} ({send.where()}). {NO_TAGS}",
+        )
+
     def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:
         """Return a hint about swapped tags if a message with another tag would fit; else ""."""
         queues = self._sends if later is recv else self._recvs
         for (key, src, dst, tag), queue in queues.items():
-            is_near = (key, src, dst) == (send.key, send.rank, recv.rank) and tag != send.tag
+            is_near = (key, src, dst) == (send.key, send.rank, recv.rank) and tag != self._tag(send)
             if is_near and queue and _fit(queue[0].tensor, later.tensor):
                 whose = f"rank {queue[0].rank}'s {queue[0].name} with tag {tag}"
                 return f"But {whose} has {describe(queue[0].tensor)}: are the tags swapped?"

@@ -47,7 +47,7 @@ def _difference(send: Message, recv: Message) -> str:
             f"on the group of {rank_names(send.group)}, {but} on the group of "
             f"{rank_names(recv.group)}: give both the same group."
         )
-    if send.tag != recv.tag:
+    if send.tag != recv.tag and send.key == recv.key:
         return (
             f"with tag {send.tag}, {but} with tag {recv.tag}: give both the same tag, or, if both "
             "tags are used, use them in the same order on both ranks."
@@ -221,8 +221,11 @@ def _kept_apart(queued: Sequence[Message], posted: Sequence[Message]) -> Iterato
 
 
 def _meeting_point(message: Message, name: str) -> tuple[object, ...]:
-    """Return a key for matching a message; the key of its match differs only in ``name``."""
-    return message.key, *_ends(message), message.tag, name
+    """Return a key for matching a message; the key of its match differs only in ``name``.
+
+    Where messages queue, as on NCCL, tags do not count.
+    """
+    return message.key, *_ends(message), name
 
 
 def _clause(message: Message, blocked: Mapping[int, Pending]) -> str:

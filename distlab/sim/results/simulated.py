@@ -41,7 +41,8 @@ class Options:
         eager_bytes: Largest size of a buffered send; with -1, every send waits for its recv, as on
             NCCL.
         p2p_order: "free" starts point-to-point operations when they are posted. "pair" runs those
-            between the same two ranks one at a time unless they are batched, as on NCCL.
+            between the same two ranks one at a time unless they are batched, and ignores their
+            tags, as on NCCL.
         is_strict: True to report buffers changed before their operations are done, and operations
             that never matched.
         is_sanitized: True to look for mistakes that end without an error; see ``sanitizer``.

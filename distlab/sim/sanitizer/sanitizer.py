@@ -1,7 +1,7 @@
 """The sanitizer of a world: it installs the watchers, and passes on what the ranks do."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,6 +113,11 @@ class Sanitizer:
                 "never waited for, so its tensor was never safe to use, and its message may be "
                 f"lost: {' '.join(rows[0].split())}{more}",
             )
+
+    def note_crossed(self, texts: Iterable[str]) -> None:
+        """Report messages that were received with another tag than they were sent with."""
+        for text in texts:
+            self.findings.add(("tag", text), text)
 
     # What torch tells
 

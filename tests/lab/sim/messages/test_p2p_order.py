@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from programs import me, neighbours
 
-from distlab.sim import Deadlock, Options, simulate
+from distlab.sim import Deadlock, Mismatch, Options, simulate
 
 PAIR = Options(p2p_order="pair")
 PLAIN_RULE = "on NCCL, operations of a pair that are not batched run one after the other"
@@ -190,3 +190,44 @@ def many_small_messages() -> float:
 def test_a_long_queue_is_no_deep_recursion() -> None:
     options = Options(p2p_order="pair", eager_bytes=4)
     assert simulate(many_small_messages, 2, options=options).results == [1999.0, 0.0]
+
+
+def received_in_another_order(*sizes: int) -> list[float]:
+    """Send a message with each tag, and receive the last tag first."""
+    if me() == 0:
+        works = [dist.isend(torch.full((n,), float(t)), 1, tag=t) for t, n in enumerate(sizes)]
+    else:
+        buffers = [torch.zeros(n) for n in sizes]
+        works = [dist.irecv(buffers[t], 0, tag=t) for t in reversed(range(len(sizes)))]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    return [float(x[0]) for x in buffers] if me() else []
+
+
+def test_tags_do_not_count_as_on_nccl() -> None:
+    assert simulate(received_in_another_order, 2, 4, 4).results[1] == [0.0, 1.0]
+    options = Options(p2p_order="pair", is_sanitized=True)
+    simulated = simulate(received_in_another_order, 2, 4, 4, options=options)
+    assert simulated.results[1] == [1.0, 0.0]
+    [line] = simulated.findings
+    assert "rank 1 receives with tag 1 (test_p2p_order.py:" in line
+    assert "what rank 0 sent with tag 0 (test_p2p_order.py:" in line
+    assert "NCCL ignores tags" in line
+
+
+def test_a_mismatch_says_that_tags_do_not_count() -> None:
+    with pytest.raises(Mismatch, match="NCCL ignores tags: messages from one rank to another meet"):
+        simulate(received_in_another_order, 2, 4, 2, options=PAIR)
+
+
+def behind_another_send() -> None:
+    if me() == 0:
+        dist.isend(torch.ones(4), 1, tag=1).wait()  # type: ignore[union-attr]
+    else:
+        works = [dist.isend(torch.ones(4), 0), dist.irecv(torch.zeros(4), 0, tag=2)]
+        works[1].wait()  # type: ignore[union-attr]
+
+
+def test_a_report_counts_no_tags() -> None:
+    text = str(report(behind_another_send, 2))
+    assert "Rank 1's recv from rank 0 waits behind its isend to rank 0" in text
