@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+Key = tuple[int, int]  # an item of a sampler: seed of a sample's augmentation, index of the sample
 Sample = tuple[Tensor, Tensor | int]  # an item of a data set: image, label
 Batch = tuple[Tensor, Tensor]  # an item of a loader: images (B, …), labels (B, …)
 Shapes = list[tuple[torch.Size, torch.dtype]]  # shapes and dtypes of images and labels
@@ -27,8 +28,8 @@ AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in 
 # Loading (tasks 1.1 to 1.3)
 
 
-class ShardSampler(Sampler[int]):
-    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` chooses the order.
+class ShardSampler(Sampler[Key]):
+    """Feeds a ShardLoader the indices of one rank's shard; ``set_epoch`` chooses the order.
 
     Shards are cut to equal length, not padded. Padding would repeat samples, which would then count
     twice in the gradient, and it could complete a last global batch that a single process leaves
@@ -56,27 +57,32 @@ class ShardSampler(Sampler[int]):
         self.shard_indices = shard_indices
         self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
         self.seed, self.shuffle, self.epoch = seed, shuffle, 0
+        self.first_seed = 0  # of the shard's first sample; the loader sets it
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of ``epoch``, starting with the next iteration."""
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Key]:
         of_epoch = {"epoch": self.epoch, "seed": self.seed, "shuffle": self.shuffle}
         shape = (self.num_samples, self.rank, self.world_size)
-        return iter(self.shard_indices(*shape, **of_epoch, drop_last=True))
+        return enumerate(self.shard_indices(*shape, **of_epoch, drop_last=True), self.first_seed)
 
     def __len__(self) -> int:
         return self.num_samples // self.world_size
 
 
 class ShardLoader(DataLoader[Sample]):
-    """A DataLoader over one rank's shard, with ``set_epoch``."""
+    """A DataLoader over one rank's shard, with ``set_epoch``.
+
+    Every batch is loaded with a seed of its own, so it does not matter which process loads it, nor
+    what that process has loaded before. (torch seeds a process only when it starts.)
+    """
 
     sampler: ShardSampler
     generator: torch.Generator
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, dataset: Dataset[Sample], *args: Any, **options: Any) -> None:
         """Accept the same arguments as ``DataLoader``.
 
         Raises:
@@ -84,7 +90,7 @@ class ShardLoader(DataLoader[Sample]):
         """
         if options.get("generator") is None:
             raise TypeError("ShardLoader needs a generator of its own: generator=torch.Generator()")
-        super().__init__(*args, **options)
+        super().__init__(_Seeded(dataset), *args, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order and augmentation of ``epoch``, which must be the same on every rank."""
@@ -93,27 +99,38 @@ class ShardLoader(DataLoader[Sample]):
         self.generator.manual_seed(int(stream.generate_state(1)[0]))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch declares its own type
-        batches = super().__iter__()
-        if self.num_workers:
-            yield from batches  # torch has seeded every worker process from ``generator``
-            return
-        for _ in range(len(self)):
-            with _seeded_from(self.generator):
-                batch = next(batches)
-            yield batch
+        seed = torch.randint(2**62, (), generator=self.generator)  # before torch draws its own
+        self.sampler.first_seed = int(seed)
+        return super().__iter__()
+
+
+class _Seeded(Dataset[Sample]):
+    """A data set that seeds the generators for each batch, with the seed of its first sample."""
+
+    def __init__(self, dataset: Dataset[Sample]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitems__(self, keys: list[Key]) -> list[Sample]:
+        seeds, indices = zip(*keys, strict=True)
+        with _seeded(seeds[0]):
+            if fetch := getattr(self.dataset, "__getitems__", None):
+                return list(fetch([*indices]))
+            return [self.dataset[index] for index in indices]
 
 
 @contextmanager
-def _seeded_from(generator: torch.Generator) -> Iterator[None]:
+def _seeded(seed: int) -> Iterator[None]:
     """Seed the generators that augmentation uses, and restore them afterwards for training.
 
     The GPUs' generators are left alone; ``torch.manual_seed`` would seed them too, and dropout
     masks would repeat.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed = int(torch.randint(2**32, (), generator=generator))
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     try:
         yield

@@ -80,6 +80,8 @@ def build_loader(
     seed: int = 0,
     shuffle: bool = True,
     num_loader_workers: int = 0,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
     group: Group = None,
 ) -> ShardLoader:
     """Build a DataLoader that yields this rank's share, 1/N, of every global batch.
@@ -96,10 +98,15 @@ def build_loader(
         global_batch_size: number of samples in one step, over all ranks; a multiple of N.
         seed: seed of the run; fixes the order and the augmentation. The random numbers that
             augmentation draws from torch, numpy or ``random`` differ by rank and epoch, but are the
-            same each time the run is repeated. They do not affect the numbers that training draws:
-            building the loader and loading samples leave the global generators as they are.
+            same each time the run is repeated or resumed, whichever processes load the samples.
+            They do not affect the numbers that training draws: building the loader and loading
+            samples leave the global generators as they are.
         shuffle: True for a new order in every epoch; False for the order of the data set.
         num_loader_workers: number of processes that load data; with 0, this process loads it.
+        persistent_workers: True to keep these processes from one epoch to the next; False to start
+            new ones in each epoch. Ignored if there are none.
+        pin_memory: True for batches in page-locked memory, from which a GPU copies while the host
+            goes on. Ignored, without a warning, if ``torch.cuda.is_available()`` is False.
         group: the ranks that share the data; all by default.
 
     Returns:
@@ -115,7 +122,8 @@ def build_loader(
     # TODO 1.2: return a ShardLoader that yields this rank's share of every global batch.
     #   ShardSampler and ShardLoader are given. You decide how large a share is, what becomes of an
     #   incomplete batch and which global batches to reject, and make the loader ready for epoch 0.
-    #   Tools: dist.get_rank, dist.get_world_size, ShardSampler, ShardLoader, torch.Generator.
+    #   Tools: dist.get_rank, dist.get_world_size, ShardSampler, ShardLoader, torch.Generator,
+    #   torch.cuda.is_available.
     #   Example: 1,437 samples, global batch 64, 4 ranks: 22 batches of 16 on every rank.
     #   About 20 lines, half of them for the errors.
     raise NotImplementedError(

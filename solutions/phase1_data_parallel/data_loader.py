@@ -79,6 +79,8 @@ def build_loader(
     seed: int = 0,
     shuffle: bool = True,
     num_loader_workers: int = 0,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
     group: Group = None,
 ) -> ShardLoader:
     """Build a DataLoader that yields this rank's share, 1/N, of every global batch.
@@ -95,10 +97,15 @@ def build_loader(
         global_batch_size: number of samples in one step, over all ranks; a multiple of N.
         seed: seed of the run; fixes the order and the augmentation. The random numbers that
             augmentation draws from torch, numpy or ``random`` differ by rank and epoch, but are the
-            same each time the run is repeated. They do not affect the numbers that training draws:
-            building the loader and loading samples leave the global generators as they are.
+            same each time the run is repeated or resumed, whichever processes load the samples.
+            They do not affect the numbers that training draws: building the loader and loading
+            samples leave the global generators as they are.
         shuffle: True for a new order in every epoch; False for the order of the data set.
         num_loader_workers: number of processes that load data; with 0, this process loads it.
+        persistent_workers: True to keep these processes from one epoch to the next; False to start
+            new ones in each epoch. Ignored if there are none.
+        pin_memory: True for batches in page-locked memory, from which a GPU copies while the host
+            goes on. Ignored, without a warning, if ``torch.cuda.is_available()`` is False.
         group: the ranks that share the data; all by default.
 
     Returns:
@@ -121,6 +128,8 @@ def build_loader(
         ),
         drop_last=True,
         num_workers=num_loader_workers,
+        persistent_workers=persistent_workers and num_loader_workers > 0,
+        pin_memory=pin_memory and torch.cuda.is_available(),
         generator=torch.Generator(),  # for augmentation
     )
     loader.set_epoch(0)

@@ -1,8 +1,9 @@
 """Shards of all sizes, and loader errors; the suite judges what Tasks 1.1 to 1.3 load and send."""
 
 import random
+import warnings
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,35 @@ def test_a_sample_that_cannot_be_read_leaves_the_generators_as_they_were() -> No
     [((text, after_it), (_, undisturbed))] = on_ranks(draws_with_and_without_loading, 1)
     assert text == "sample 0 cannot be read"
     assert after_it == undisturbed
+
+
+class Noisy(Dataset[Sample]):
+    """A data set that fetches whole batches, whose images are random numbers."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitems__(self, indices: list[int]) -> list[Sample]:
+        return [(torch.rand(()) + np.random.rand() + random.random(), k) for k in indices]
+
+
+def images_after(epochs: list[int], settings: dict[str, Any]) -> list[list[float]]:
+    """Return the batches of the last epoch; of each epoch before it, load only the first batch."""
+    warnings.simplefilter("error")  # such as torch's, if there is no GPU to pin memory for
+    loader, batches = build_loader(Noisy(), 2, pin_memory=True, **settings), []
+    for epoch in epochs:
+        loader.set_epoch(epoch)
+        count = len(loader) if epoch == epochs[-1] else 1
+        batches = [images.tolist() for images, _ in islice(loader, count)]
+    return batches
+
+
+def test_an_epoch_does_not_depend_on_who_loads_it_and_what_they_loaded_before() -> None:
+    stay = {"num_loader_workers": 2, "persistent_workers": True}
+    [expected] = on_ranks(images_after, 1, [3], {})
+    assert len({tuple(batch) for batch in expected}) == 6
+    for epochs, settings in (([3], stay), ([0, 1, 3], stay), ([0, 1, 3], {})):
+        assert on_ranks(images_after, 1, epochs, settings) == [expected]
 
 
 def errors_of_build_loader(sizes: list[tuple[int, int]]) -> list[str]:

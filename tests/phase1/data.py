@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from distlab.grade import WrongResult
 from judging.calls import int_list, refused, returned
 from judging.tensors import given_group
 
@@ -152,17 +154,41 @@ def _load(lesson: Any, case: Case, group: Any) -> dict[str, Any]:
     num_samples, batch, epochs, options = case
     _train()
     data, before = Numbered(num_samples), Generators()
-    given = given_group(group)
-    loader = returned("build_loader", lesson.build_loader(data, batch, **options, **given))
+    loader = _loader(lesson, data, batch, **options, **given_group(group))
     return {
         "building": sorted(before.moved()),
-        "type": type(loader).__name__ if not isinstance(loader, lesson.ShardLoader) else "",
         "len": len(loader),
         "epochs": [_epoch(loader, epoch, data) for epoch in epochs],
         "shards": [
             _shard_of_rank(lesson, num_samples, epoch, options, group) for epoch in last_set(epochs)
         ],
     }
+
+
+def _loader(lesson: Any, data: Numbered, batch: int, **options: Any) -> Any:
+    loader = returned("build_loader", lesson.build_loader(data, batch, **options))
+    if not isinstance(loader, lesson.ShardLoader):
+        kind = type(loader).__name__
+        raise WrongResult(f"build_loader should return a ShardLoader; it returned a {kind}.")
+    return loader
+
+
+def offers(lesson: Any, option: str) -> bool:
+    """Return whether build_loader has an option; answers to an earlier contract may lack it."""
+    return option in inspect.signature(lesson.build_loader).parameters
+
+
+def pinned(lesson: Any) -> list[list[bool]]:
+    """Return, for a host with a GPU and one without, if a loader pins: by default, and if told."""
+    found = []
+    for has_gpu in (True, False):
+        with (
+            patch.object(torch.cuda, "is_available", return_value=has_gpu),
+            patch.object(torch.accelerator, "is_available", return_value=has_gpu),
+        ):
+            loaders = [_loader(lesson, Numbered(4), 4, **o) for o in ({}, {"pin_memory": True})]
+        found.append([bool(loader.pin_memory) for loader in loaders])
+    return found
 
 
 def last_set(epochs: Sequence[int]) -> list[int]:
@@ -197,7 +223,7 @@ def _epoch(loader: Any, epoch: int, data: Numbered) -> dict[str, Any]:
     return {
         "steps": steps,
         "noise": dict(zip(SOURCES, noise, strict=True)),
-        "others": len({int(process) for process in processes} - {os.getpid()}),
+        "others": sorted({int(process) for process in processes} - {os.getpid()}),
         "is_own": os.getpid() in map(int, processes),
         "fetched": fetched,
         "set_epoch": sorted(set_epoch),

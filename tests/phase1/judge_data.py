@@ -249,10 +249,6 @@ def _check_steps(by_rank: Loaded, case: b.Case) -> None:
     n, (samples, batch, *_) = len(by_rank), case
     for rank, loaded in enumerate(by_rank):
         here = f"rank {rank} of {n}, a global batch of {batch} from {samples} samples"
-        check(
-            not loaded["type"],
-            f"{here}: build_loader should return a ShardLoader; it returned a {loaded['type']}.",
-        )
         for number, epoch in enumerate(loaded["epochs"]):
             expect(
                 f"{here}: in iteration {number}, the samples loaded in each step",
@@ -296,7 +292,7 @@ def _check_processes(loaded: Mapping[str, Any], workers: int, here: str) -> None
     for epoch in loaded["epochs"]:
         expect(
             f"{here}: the number of other processes that load samples, and whether the rank does,",
-            [epoch["others"], epoch["is_own"]],
+            [len(epoch["others"]), epoch["is_own"]],
             [workers, not workers],
         )
 
@@ -320,6 +316,52 @@ def test_loader_processes_are_as_many_as_asked_for(grade: Grade) -> None:
     by_rank = grade.run(b.load, 2, cases).results
     _check_all(by_rank, cases)
     _check_augmentation([results[1] for results in by_rank], epochs, "with 2 loader processes")
+
+
+@task("1.2", real=True)
+def test_loader_processes_stay_if_asked_to(grade: Grade) -> None:
+    if not grade.run(b.offers, 1, "persistent_workers").results[0]:
+        return
+    seed, epochs = {"seed": grade.random.randrange(10**6)}, [0, 1, 0]
+    new, stay = {**seed, "num_loader_workers": 1}, {**seed, "persistent_workers": True}
+    cases: list[b.Case] = [(24, 12, epochs, new), (24, 12, epochs, new | stay)]
+    cases += [(24, 12, [1], {**stay, "num_loader_workers": 2}), (24, 12, [1], stay)]
+    by_rank = grade.run(b.load, 2, cases).results
+    _check_all(by_rank, cases)
+    for rank, results in enumerate(by_rank):
+        _check_who_stays(f"rank {rank} of 2", *results[:2])
+        drawn = [epoch["noise"] for of in results for epoch in of["epochs"]]
+        check(
+            drawn[1] == drawn[4] == drawn[6] == drawn[7],
+            f"rank {rank} of 2: epoch 1 is augmented differently after epoch 0 with new processes, "
+            "after epoch 0 with persistent_workers, in a loader that begins with it, or without "
+            "loader processes. Leave the seeding to ShardLoader.",
+        )
+
+
+def _check_who_stays(here: str, new: Mapping[str, Any], stay: Mapping[str, Any]) -> None:
+    for persistent_workers, loaded, number in ((False, new, 3), (True, stay, 1)):
+        expect(
+            f"{here}, {persistent_workers=}: the number of processes that load 3 epochs",
+            len({process for epoch in loaded["epochs"] for process in epoch["others"]}),
+            number,
+            "With persistent_workers, the process of num_loader_workers=1 stays; by default, each "
+            "epoch has a new one.",
+        )
+
+
+@task("1.2")
+def test_batches_are_pinned_if_asked_to_where_there_is_a_gpu(grade: Grade) -> None:
+    if not grade.run(b.offers, 1, "pin_memory").results[0]:
+        return
+    for has_gpu, found in zip((True, False), grade.run(b.pinned, 1).results[0], strict=True):
+        expect(
+            f"a host {'with' if has_gpu else 'without'} a GPU, where torch.cuda.is_available() is "
+            f"{has_gpu}: loader.pin_memory by default, and with pin_memory=True,",
+            found,
+            [False, has_gpu],
+            "Pin only where there is a GPU; without one, torch prints a warning in every epoch.",
+        )
 
 
 @task("1.2")
