@@ -1,6 +1,6 @@
-"""Run the course on one GPU: machine costs, trainer, the lessons' training steps, test suites.
+"""Run the course on the GPUs of a host: machine costs, trainer, lessons, test suites, links.
 
-    python benchmarks/gpu.py out/gpu              everything, in at most eight minutes
+    python benchmarks/gpu.py out/gpu              everything, in at most eight minutes on one GPU
     python benchmarks/gpu.py out/gpu costs        only the named parts
     python benchmarks/gpu.py out/gpu --dry        tiny sizes on the CPU, to test the script itself
 
@@ -9,7 +9,8 @@ If the course is not installed, set PYTHONPATH=. to import it from this folder.
 Each part runs in its own process, with its own time limit, and saves its results after every step,
 so that a failure loses no earlier results. All results end up in ``gpu.json``. Because NCCL allows
 only one rank per GPU, several ranks share the GPU in the simulator and over gloo, which cannot send
-GPU tensors except in collectives.
+GPU tensors except in collectives. Where there are several GPUs, ``suites`` uses them for NCCL, and
+``several`` measures their links and the trainer's strategies on all of them.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from statistics import median
 from typing import Any
 
 import gpu_cases as cases
+import gpu_links as links
 import gpu_training as training
 import torch
 
@@ -296,6 +298,30 @@ def graded(report: Path) -> dict[str, Any]:
     return {"tests": len(tests), "failed": len(bad), "points": points, "texts": texts}
 
 
+# Several GPUs
+
+
+def several(is_dry: bool, tell: Tell) -> None:
+    """Measure links beside the simulator's, and the trainer beside torch's loops, on all GPUs."""
+    ranks = 2 if is_dry else torch.cuda.device_count()
+    if ranks < 2:
+        return
+    tell("GB/s, measured and simulated", links.beside_the_simulator(ranks, is_dry))
+    bench = f"{sys.executable} -m distlab bench trainer --ranks {ranks}"
+    on_gpus = f"{bench} --device cuda --precision bf16 --repeats 5"
+    images = f"--model resnet50 --image-size 224 --batch-size {256 * ranks} --steps 8"
+    tokens = "layers=12 width=768 heads=12 sequence_length=1024"
+    commands = {
+        "images": f"{on_gpus} {images}",
+        "texts": f"{on_gpus} --model gpt --batch-size {16 * ranks} --steps 8 {tokens}",
+    }
+    if is_dry:
+        commands = {"images": f"{bench} --repeats 1 --steps 1 --only ddp"}
+    for name, command in commands.items():
+        code, output = finished(command.split(), Path(tempfile.mkdtemp(), "log"), 240)
+        tell(f"trainer, {name}", {"exit": code, "ends": output[-3000:]})
+
+
 # Parts
 
 
@@ -308,8 +334,10 @@ PARTS: dict[str, tuple[Part, float]] = {  # each with its time limit in seconds
     "lessons": (lessons, 230),
     "programs": (programs, 230),
     "suites": (suites, 230),
+    "several": (several, 600),
 }
-AT_ONCE = (("costs",), ("images",), ("texts",), ("tokens",), ("lessons", "programs", "suites"))
+ALONE = ("costs", "images", "texts", "tokens", "several")
+AT_ONCE = (*((name,) for name in ALONE), ("lessons", "programs", "suites"))
 
 
 def run_part(name: str, path: Path, is_dry: bool) -> None:

@@ -1,0 +1,98 @@
+"""Bus bandwidths of collectives on all GPUs of a host, beside the simulator's for a preset.
+
+The same function runs in both worlds; in the simulated one, ``perf_counter`` reads the virtual
+clock, and tensors have no content.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab import launch
+from distlab.sim.hardware.presets import CLUSTERS
+
+MIB = 2**20
+SIZES = (MIB // 16, MIB, 16 * MIB, 256 * MIB, 1024 * MIB)  # bytes of the larger tensor on each rank
+TIMED = 20  # calls, after three that make connections
+
+
+class Collective(NamedTuple):
+    """A collective on a tensor of which each rank has, sends or receives a part."""
+
+    call: Callable[[Tensor, Tensor], object]  # whole tensor, and one of its equal parts
+    bus_factor: Callable[[int], float]  # ranks -> bytes on the busiest link, over the tensor's
+
+
+COLLECTIVES = {
+    "all_reduce": Collective(lambda x, _: dist.all_reduce(x), lambda p: 2 * (p - 1) / p),
+    "all_gather": Collective(dist.all_gather_into_tensor, lambda p: (p - 1) / p),
+    "reduce_scatter": Collective(
+        lambda x, part: dist.reduce_scatter_tensor(part, x), lambda p: (p - 1) / p
+    ),
+    "all_to_all": Collective(
+        lambda x, _: dist.all_to_all_single(torch.empty_like(x), x), lambda p: (p - 1) / p
+    ),
+    "broadcast": Collective(lambda x, _: dist.broadcast(x, 0), lambda _: 1.0),
+}
+
+
+def bus_gb_per_s(device: str, sizes: tuple[int, ...]) -> dict[str, float]:
+    """Return each collective's bus bandwidth for each size, as the slowest rank sees it."""
+    found = {}
+    for name, collective in COLLECTIVES.items():
+        for num_bytes in sizes:
+            seconds = _spent_s(collective, num_bytes, device)
+            rate = collective.bus_factor(dist.get_world_size()) * num_bytes / seconds / 1e9
+            found[f"{name}, {num_bytes // 1024} KiB"] = rate
+    return found
+
+
+def _spent_s(collective: Collective, num_bytes: int, device: str) -> float:
+    """Return the time of one call on the slowest rank."""
+    p = dist.get_world_size()
+    part = torch.zeros(num_bytes // 4 // p, device=device)
+    call = partial(collective.call, torch.zeros(p * len(part), device=device), part)
+    for _ in range(3):
+        call()
+    _wait(device)
+    start = perf_counter()
+    for _ in range(TIMED):
+        call()
+    _wait(device)
+    spent: list[float] = [0.0] * p
+    dist.all_gather_object(spent, (perf_counter() - start) / TIMED)
+    return max(spent)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def preset_of(gpu: str) -> str | None:
+    """Return the preset of a host whose GPUs have this name and NVLink; None if there is none.
+
+    NVIDIA H100 80GB HBM3    dgx-h100
+    NVIDIA H100 PCIe         None
+    """
+    hosts = [name for name in CLUSTERS if name.startswith(("dgx", "hgx"))]
+    fitting = [name for name in hosts if re.search(rf"\b{name[4:]}\b", gpu, re.IGNORECASE)]
+    return fitting[0] if fitting and "PCIe" not in gpu else None
+
+
+def beside_the_simulator(ranks: int, is_dry: bool) -> dict[str, list[float | None]]:
+    """Return for each collective and size GB/s as measured, and as simulated."""
+    sizes = SIZES[:1] if is_dry else SIZES
+    backend, device = ("gloo", "cpu") if is_dry else ("nccl", "cuda")
+    measured = launch.run(bus_gb_per_s, ranks, device, sizes, backend=backend, timeout_s=None)[0]
+    preset = "laptop" if is_dry else preset_of(torch.cuda.get_device_name())
+    if preset is None:
+        return {name: [rate, None] for name, rate in measured.items()}
+    simulated = launch.simulate(bus_gb_per_s, ranks, "meta", sizes, cluster=preset).results[0]
+    return {name: [rate, simulated[name]] for name, rate in measured.items()}
