@@ -164,11 +164,11 @@ def sim(
             faults=faults,
         )
     observer = None
-    with _exits_reported_once(), _usage_errors(context):
-        if against:
-            observer = _beside_one(script, own_arguments, num_ranks, options)
-            options = replace(options, observer=observer)
     with _exits_reported_once():
+        if against:
+            observer = _beside_one(context, script, own_arguments, num_ranks, options)
+            options = replace(options, observer=observer)
+    with _exits_reported_once(), _told_also_after_an_error(observer):
         simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated, has_sources=assumed)}\n")
     if only_defines(script):
@@ -176,14 +176,29 @@ def sim(
     heading = title or title_of(script)
     _write(simulated, heading, outputs)
     if observer:
-        typer.echo("\n".join(["--against one:", *(f"  {line}" for line in observer.lines())]))
+        _tell_against(observer)
     if sanitize:
-        typer.echo("\n".join(_report(simulated.findings)))
+        typer.echo("\n".join(_lines_of(simulated.findings)))
     if (sanitize and simulated.findings) or (observer and observer.differs):
         raise typer.Exit(1)
 
 
-def _report(findings: Sequence[str]) -> list[str]:
+def _tell_against(observer: "Against") -> None:
+    typer.echo("\n".join(["--against one:", *(f"  {line}" for line in observer.lines())]))
+
+
+@contextmanager
+def _told_also_after_an_error(observer: "Against | None") -> Iterator[None]:
+    """If the program fails, say what differed up to then."""
+    try:
+        yield
+    except Exception:
+        if observer:
+            _tell_against(observer)
+        raise
+
+
+def _lines_of(findings: Sequence[str]) -> list[str]:
     """Return lines about what the sanitizer found."""
     if not findings:
         return ["--sanitize: nothing found"]
@@ -191,19 +206,28 @@ def _report(findings: Sequence[str]) -> list[str]:
 
 
 def _beside_one(
-    script: Path, arguments: Sequence[str], num_ranks: int, options: "Options"
+    context: typer.Context,
+    script: Path,
+    arguments: Sequence[str],
+    num_ranks: int,
+    options: "Options",
 ) -> "Against":
     """Run a script on one rank, and return what compares other ranks with it."""
-    from distlab.sim import choose_cluster
+    from distlab.sim import Faults, SimulationError, choose_cluster
     from distlab.sim.sanitizer.against import Against, Reference
     from distlab.sim.script import chooses_its_ranks, run_script
 
     if chooses_its_ranks(script):
-        raise ValueError(f"--against one: {script} starts its own ranks, and so never runs on one")
+        reason = f"--against one: {script} starts its own ranks, and so never runs on one"
+        raise typer.BadParameter(reason, ctx=context)
     reference = Reference()
     typer.echo("on one rank:")
-    alone = replace(options, observer=reference, faults=type(options.faults)())
-    run_script(script, arguments, 1, choose_cluster(None, 1), alone)
+    alone = replace(options, observer=reference, faults=Faults(), capacity_bytes=None)
+    try:
+        run_script(script, arguments, 1, choose_cluster(None, 1), alone)
+    except SimulationError:
+        typer.echo("--against one needs a program that also runs on one rank")
+        raise
     typer.echo(f"\non {num_ranks} ranks:")
     return Against(reference, num_ranks)
 

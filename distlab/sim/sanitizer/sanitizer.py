@@ -1,6 +1,7 @@
 """The sanitizer of a world: it installs the watchers, and passes on what the ranks do."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -147,8 +148,9 @@ class Sanitizer:
         """Return an optimizer's parameters by their names, which differ."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         names = [self._parameters.name(p) for p in params]
+        counts = Counter(names)
         return {
-            name if names.count(name) == 1 else f"{name} (parameter {number})": p
+            name if counts[name] == 1 else f"{name} (parameter {number})": p
             for number, (name, p) in enumerate(zip(names, params, strict=True), start=1)
         }
 

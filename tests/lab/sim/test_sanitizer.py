@@ -500,12 +500,17 @@ def trains_on_parts(scale: Callable[[Tensor, int], object], seed_step: int = 0) 
 
 def against_one(*arguments: object, num_ranks: int = 3) -> list[str]:
     """Return what ``--against one`` prints."""
+    against = beside_one(trains_on_parts, *arguments, num_ranks=num_ranks)
+    return [against.lines()[0], str(against.differs)]
+
+
+def beside_one(program: Callable[..., None], *arguments: object, num_ranks: int = 2) -> Against:
+    """Run a program on one rank, and then on several."""
     reference = Reference()
-    simulate(trains_on_parts, 1, *arguments, options=Options(observer=reference))
+    simulate(program, 1, *arguments, options=Options(observer=reference))
     against = Against(reference, num_ranks)
-    simulate(trains_on_parts, num_ranks, *arguments, options=Options(observer=against))
-    (found,) = against.lines()
-    return [found, str(against.differs)]
+    simulate(program, num_ranks, *arguments, options=Options(observer=against))
+    return against
 
 
 @pytest.mark.parametrize(
@@ -523,7 +528,10 @@ def against_one(*arguments: object, num_ranks: int = 3) -> list[str]:
             lambda g, n: g.div_(2 * n - (n == 1)),
             "is 0.5 times that on one rank; test_sanitizer.py:",
         ),
-        (lambda g, n: g.mul_(n == 1), "differs from that on one rank (norm 0, there "),
+        (
+            lambda g, n: g.mul_(n == 1),
+            "differs from that on one rank (1 times its norm away, norm 0,",
+        ),
     ],
 )
 def test_the_first_gradient_that_differs_from_one_rank_is_named(scale: Any, expected: str) -> None:
@@ -546,14 +554,61 @@ def trains_a_slice() -> None:
 
 
 def test_slices_are_not_compared_with_one_rank() -> None:
-    reference = Reference()
-    simulate(trains_a_slice, 1, options=Options(observer=reference))
-    against = Against(reference, 2)
-    simulate(trains_a_slice, 2, options=Options(observer=against))
+    against = beside_one(trains_a_slice)
     assert against.lines() == [
-        "nothing was compared, in 1 step",
-        "not compared: ranks 0 and 1, with other parameters than one rank",
+        "nothing was compared: one rank took 1 step, with other parameters",
+        "not compared: 2 steps of ranks 0 and 1, with other parameters than one rank",
     ]
+    assert against.differs  # or a script that asks would take it for equal
+
+
+class Keyed(nn.Module):
+    """Attention, whose gradient of the key's bias is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.words = nn.Embedding(4, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.words(torch.arange(4))
+        return (self.query(x) @ self.key(x).mT).softmax(-1) @ x
+
+
+def trains_attention(num_steps: Callable[[int], int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net, size, rank = Keyed().to(dtype), dist.get_world_size(), dist.get_rank()
+    dense = [net.words.weight]
+    adam = torch.optim.Adam([p for p in net.parameters() if p is not net.words.weight], lr=0.01)
+    sparse = torch.optim.SparseAdam(dense, lr=0.01)
+    for batch in torch.randn(num_steps(size), 4, 4, 8, dtype=dtype):
+        net.zero_grad()
+        net(batch.tensor_split(size)[rank]).square().mean().backward()
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            gradient = parameter.grad.to_dense()
+            dist.all_reduce(gradient)
+            gradient /= size
+            is_sparse = parameter.grad.is_sparse
+            parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
+        adam.step()
+        sparse.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
+    against = beside_one(trains_attention, lambda size: 10, dtype)
+    assert against.lines() == ["20 steps compared: all equal those of one rank"]
+    assert not against.differs
+
+
+def test_another_number_of_steps_is_a_difference() -> None:
+    against = beside_one(trains_attention, lambda size: 3 + size, torch.float32)
+    assert against.lines() == [
+        "8 steps compared: all equal those of one rank",
+        "rank 0 of 2 took 5 steps, and one rank 4",
+    ]
+    assert against.differs
 
 
 def test_other_weights_at_the_start_are_the_first_difference() -> None:
