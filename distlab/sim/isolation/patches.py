@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # binds group.WORLD, so never import it inside a rank
+import torch.distributed.rpc
 import torch.multiprocessing
 
 from distlab.sim.engine.clock import Clock
@@ -98,6 +99,7 @@ def installed(host: RankHost) -> Iterator[None]:
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)
         _patch_gpus(of_ranks, host.rank_states)
+        _patch_rpc(of_ranks, host.rank_states)
         _patch_spawning(of_ranks, host.rank_states)
         _patch_generators(of_ranks, host.rank_states)
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
@@ -405,6 +407,18 @@ def _patch_gpus(of_ranks: OfRanks, rank_states: RankStates) -> None:
 
     of_ranks(torch.cuda, "_lazy_init", refuse)  # for tensors and models with device="cuda"
     of_ranks(torch.cuda, "set_device", refuse)
+
+
+def _patch_rpc(of_ranks: OfRanks, rank_states: RankStates) -> None:
+    """Refuse remote calls, which would wait forever for a connection."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            f"rank {rank_states.current} cannot use torch.distributed.rpc: it calls functions in "
+            "other processes, and simulated ranks are threads of one. Run the script with torchrun"
+        )
+
+    of_ranks(torch.distributed.rpc, "init_rpc", refuse)
 
 
 def _patch_spawning(of_ranks: OfRanks, rank_states: RankStates) -> None:

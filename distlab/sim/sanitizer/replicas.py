@@ -80,6 +80,9 @@ class Replicas:
 
     Attributes:
         confirmed: Sets of ranks that have averaged gradients, each with the optimizer's number.
+        sends_messages: True if ranks send one another messages, by which they may average, too.
+        leaves_early: True if torch's ``Join`` lets ranks with fewer batches leave out steps.
+        averages_parameters: True if one of torch's averagers replaces the average of gradients.
     """
 
     def __init__(self, findings: Findings, parameters: Parameters, num_ranks: int) -> None:
@@ -101,7 +104,7 @@ class Replicas:
         self._reported: set[tuple[int, ...]] = set()  # those whose gradients differed
         self._were_alike: set[int] = set()  # ranks that have been replicas in any step
         self._average_by_hand: set[int] = set()
-        self.sends_messages = False
+        self.sends_messages = self.leaves_early = self.averages_parameters = False
 
     # Events
 
@@ -175,7 +178,7 @@ class Replicas:
 
     def _judge(self, step: Step, optimizer: int) -> None:
         if step.is_ddp and len({*step.total_syncs.values()}) > 1:
-            return self._report_skipped(step)
+            return None if self.leaves_early else self._report_skipped(step)
         alike = _alike(step)
         self._judge_norms(step, alike)
         self._judge_syncs(step)
@@ -183,7 +186,7 @@ class Replicas:
             is_equal = any({*before} <= {*ranks} for ranks in alike)
             is_complete = {*before} <= step.values.keys()
             is_known = (optimizer, before) in self.confirmed and before not in self._reported
-            if is_known and is_complete and not is_equal:
+            if is_known and not self.averages_parameters and is_complete and not is_equal:
                 self._report_drift(step, before)
         self._equal[optimizer] = alike
         for ranks in alike:
@@ -209,7 +212,7 @@ class Replicas:
         right = [column for column in present if _is_averaged([v.gradient for v in column])]
         if right:
             self.confirmed.add((optimizer, ranks))
-        if wrong and (right or step.is_ddp):
+        if wrong and (right or step.is_ddp) and not self.averages_parameters:
             self._report_gradients(ranks, step, wrong, len(present))
         elif wrong and step.number == 1:
             self._unsynced[ranks] = step

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging import averagers
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -76,6 +78,7 @@ class Sanitizer:
             self._draws.install(replace)
             self._watch_clipping(replace)
             self._watch_wrapping(replace)
+            self._watch_torchs_ways(replace)
             yield
             self._calls.ended()
             self._replicas.ended()
@@ -179,3 +182,18 @@ class Sanitizer:
             self._calls.groups_of_ddp.add(ddp.process_group._key)
 
         replace(DistributedDataParallel, "__init__", wrap_and_note)
+
+    def _watch_torchs_ways(self, replace: Replace) -> None:
+        """Note what makes ranks step with other gradients, or take fewer steps, without mistake."""
+        enter, make = Join.__enter__, averagers.ModelAverager.__init__
+
+        def enter_and_note(join: Any) -> Any:
+            self._replicas.leaves_early = True
+            return enter(join)  # type: ignore[no-untyped-call]
+
+        def make_and_note(averager: Any, *args: Any, **kwargs: Any) -> None:
+            self._replicas.averages_parameters = True
+            make(averager, *args, **kwargs)
+
+        replace(Join, "__enter__", enter_and_note)
+        replace(averagers.ModelAverager, "__init__", make_and_note)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -449,7 +450,37 @@ def shuffles_everything_by_rank() -> None:
         pass
 
 
+def leaves_out_steps_in_a_join() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = DistributedDataParallel(model())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([ddp, optimizer]):
+        for _ in range(2 + dist.get_rank()):
+            optimizer.zero_grad()
+            ddp(data()).square().sum().backward()
+            optimizer.step()
+
+
+def goes_over_to_local_sgd() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    ddp = DistributedDataParallel(model())
+    alone, _ = dist.new_subgroups(group_size=1)
+    ddp.register_comm_hook(hook.PostLocalSGDState(None, alone, 2), hook.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=2, warmup_steps=2)
+    optimizer = PostLocalSGDOptimizer(sgd(ddp), averager)
+    for step in range(6):
+        optimizer.zero_grad()
+        ddp(data() + step).square().sum().backward()
+        optimizer.step()
+
+
 RIGHT = [
+    leaves_out_steps_in_a_join,
+    goes_over_to_local_sgd,
     shuffles_everything_by_rank,
     trains_with_ddp,
     trains_with_all_reduces,
@@ -468,6 +499,7 @@ RIGHT = [
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by torch.distributed.optim
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 def test_a_right_program_gets_no_finding(program: Callable[[], None]) -> None:
     assert findings(program) == []

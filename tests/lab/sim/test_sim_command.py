@@ -351,6 +351,12 @@ def test_a_rank_that_selects_a_gpu_is_told_that_it_has_none(write, call: str) ->
         run(write(call), ranks=1)
 
 
+def test_remote_calls_are_refused(write) -> None:
+    script = write("from torch.distributed import rpc; rpc.init_rpc('a', rank=0, world_size=1)")
+    with pytest.raises(RankError, match=r"rank 0 cannot use torch\.distributed\.rpc: .* torchrun"):
+        run(script, ranks=1)
+
+
 @pytest.mark.parametrize("text", ["", "raise ValueError", "import sys; sys.path.append('x')"])
 def test_the_process_is_afterwards_as_before(write, text: str) -> None:
     before = sys.argv, list(sys.path), sys.modules["__main__"], dict(os.environ)
