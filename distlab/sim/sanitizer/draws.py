@@ -1,6 +1,6 @@
 """Random numbers that should differ between replicas, and samplers in a wrong order."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,8 +32,9 @@ class Draws:
         self._unnoticed = unnoticed
         self._masks: defaultdict[int, list[tuple[Digest, Site]]] = defaultdict(list)
         self._epochs: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
-        # For each line and number of samples, the first rank that began there, and its seed.
-        self._seeds: dict[tuple[Site, int], tuple[int, int]] = {}
+        self._starts: Counter[tuple[int, Site, int]] = Counter()
+        # For each line, number of samples and start, the first rank to begin, and its seed + epoch.
+        self._seeds: dict[tuple[Site, int, int], tuple[int, int]] = {}
 
     def install(self, replace: Replace) -> None:
         """Watch every ``DistributedSampler``."""
@@ -61,16 +62,20 @@ class Draws:
             )
 
     def _compare_seeds(self, sampler: DistributedSampler[Any], site: Site) -> None:
-        """Report ranks that take their shares of the same samples from different orders."""
-        rank = self._rank_states.current
-        place_of = site, sampler.total_size
-        first, seed = self._seeds.setdefault(place_of, (rank, sampler.seed))
-        if sampler.num_replicas == self._rank_states.num_ranks and sampler.seed != seed:
+        """Report ranks that take their shares from different orders, one start after another."""
+        if sampler.num_replicas != self._rank_states.num_ranks:
+            return
+        rank, size = self._rank_states.current, sampler.total_size
+        seed = sampler.seed + sampler.epoch  # torch seeds the order with the sum
+        self._starts[rank, site, size] += 1
+        start = site, size, self._starts[rank, site, size]
+        first, other = self._seeds.setdefault(start, (rank, seed))
+        if seed != other:
             self._findings.add(
                 ("seed", site),
-                f"{rank_names((first, rank))} go through a DistributedSampler with seeds {seed} "
-                f"and {sampler.seed}, and so in different orders: their shares overlap, and leave "
-                f"samples out. Give all ranks one seed; {place(site)}",
+                f"{rank_names((first, rank))} go through a DistributedSampler with seed + epoch = "
+                f"{other} and {seed}, and so in different orders: their shares overlap, and leave "
+                f"samples out. Give all ranks one seed and one epoch; {place(site)}",
             )
 
     def operation(self, name: str, args: Sequence[object], out: object) -> None:

@@ -228,6 +228,15 @@ def shuffles_by_rank() -> None:
         pass
 
 
+def numbers_epochs_by_rank() -> None:
+    examples = TensorDataset(torch.arange(8.0))
+    sampler: DistributedSampler[object] = DistributedSampler(examples)
+    for epoch in range(2):
+        sampler.set_epoch(2 * epoch + dist.get_rank())
+        for _batch in DataLoader(examples, sampler=sampler):
+            pass
+
+
 def drops_the_same_elements() -> None:
     net = model()
     net.append(nn.Dropout(0.5))
@@ -261,7 +270,8 @@ WRONG: dict[Callable[[], None], str] = {
     skips_a_step: "step 3: rank 1 had averaged gradients 4 times before it, and rank 0 3 times",
     clips_before_averaging: "each took the norm of its own gradients, instead of",
     repeats_an_epoch: "ranks 0 and 1 went through a DistributedSampler again, still in epoch 0",
-    shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seeds 0 and 7",
+    shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seed + epoch = 0 and 7",
+    numbers_epochs_by_rank: "go through a DistributedSampler with seed + epoch = 0 and 1",
     drops_the_same_elements: "step 1: ranks 0 and 1 drop the same elements",
 }
 
@@ -478,10 +488,27 @@ def goes_over_to_local_sgd() -> None:
         optimizer.step()
 
 
+def gives_each_epoch_a_seed() -> None:
+    examples = TensorDataset(torch.arange(8.0))
+    for epoch in range(2):
+        for _batch in DataLoader(examples, sampler=DistributedSampler(examples, seed=epoch)):
+            pass
+
+
+def goes_through_two_datasets_at_once() -> None:
+    examples = TensorDataset(torch.arange(8.0))
+    samplers = [DistributedSampler(examples, seed=seed) for seed in range(2)]
+    first, second = [DataLoader(examples, sampler=sampler) for sampler in samplers]
+    for _pair in zip(first, second, strict=True):
+        pass
+
+
 RIGHT = [
     leaves_out_steps_in_a_join,
     goes_over_to_local_sgd,
     shuffles_everything_by_rank,
+    gives_each_epoch_a_seed,
+    goes_through_two_datasets_at_once,
     trains_with_ddp,
     trains_with_all_reduces,
     averages_parameters_at_times,
