@@ -19,12 +19,13 @@ from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.sanitizer.findings import Findings
-from distlab.sim.sanitizer.parameters import Parameters, digest, storage_of
+from distlab.sim.sanitizer.parameters import Owner, Parameters, digest, storage_of
 from distlab.util.text import rank_names
 
 _OF_DISTLAB = f"{Path(distlab.__file__).parent}{os.sep}"
 _OF_AUTOGRAD = f"{Path(torch.autograd.__file__).parent}{os.sep}"
 WITHOUT_ROOT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SUMMING = ("all_reduce", "reduce_scatter")
 SMALL = 4  # elements; a shorter tensor may be equal on all ranks by chance
 
 
@@ -79,32 +80,41 @@ class Calls:
             self._lines[key].setdefault(member.rank, []).append(done)
             done = _Done(f"calls {_source(member.site)}", member.site)
             self._texts[key].setdefault(member.rank, []).append(done)
-        names = [self._parameters.of_gradient(m.rank, m.call.inputs[0]) for m in members]
-        for member, name in zip(members, names, strict=True):
-            if name:
-                done = _Done(f"averages the gradient of {name}", member.site)
-                self._gradients[key].setdefault(member.rank, []).append(done)
-        if all(names) and len({*names}) > 1 and key not in self._crossings:
-            self._note_crossing(key, members, names)
-        is_of_ddp = not self._of_ddp.isdisjoint(members)
+        owners = [self._parameters.of_gradient(m.rank, m.call.inputs[0]) for m in members]
+        if members[0].call.name in SUMMING:
+            self._note_gradients(key, members, owners)
         self._of_ddp.difference_update(members)
-        if len(members) > 1 and (all(names) or is_of_ddp):
+        return [member.rank for member, owner in zip(members, owners, strict=True) if owner]
+
+    def _note_gradients(
+        self, key: object, members: Sequence[Attendance], owners: Sequence[Owner | None]
+    ) -> None:
+        """Look at a call that sums the ranks' tensors, which may be gradients."""
+        for member, owner in zip(members, owners, strict=True):
+            if owner:
+                done = _Done(f"averages the gradient of {owner.title}", member.site)
+                self._gradients[key].setdefault(member.rank, []).append(done)
+        known = [owner for owner in owners if owner]
+        are_all = len(known) == len(members)
+        if are_all and key not in self._crossings:
+            self._note_crossing(key, members, known)
+        is_of_ddp = not self._of_ddp.isdisjoint(members)
+        if len(members) > 1 and (are_all or is_of_ddp):
             self._look_for_same_data(members)
-        return [member.rank for member, name in zip(members, names, strict=True) if name]
 
     def _note_crossing(
-        self, key: object, members: Sequence[Attendance], names: Sequence[str]
+        self, key: object, members: Sequence[Attendance], owners: Sequence[Owner]
     ) -> None:
         """Note gradients of different parameters that meet, if every rank has all of these.
 
-        The tied weights of two stages meet rightly: neither stage has the other's.
+        Equal parameters meet rightly: they are the tied weights of two stages, or one parameter
+        that a rank numbers in another way because it has made one model more.
         """
-        if all(self._parameters.has_all(member.rank, names) for member in members):
-            ranks, number = (
-                [member.rank for member in members],
-                len(self._lines[key][members[0].rank]),
-            )
-            self._crossings[key] = _Crossing(number, ranks, names, members[0].site)
+        ranks, titles = [member.rank for member in members], [owner.title for owner in owners]
+        is_known = all(self._parameters.has_all(rank, titles) for rank in ranks)
+        if len({*titles}) > 1 and is_known and not _are_equal([owner.values for owner in owners]):
+            number = len(self._lines[key][ranks[0]])
+            self._crossings[key] = _Crossing(number, ranks, titles, members[0].site)
 
     def _look_for_same_data(self, members: Sequence[Attendance]) -> None:
         """Report gradients that are equal on all ranks before they are summed."""
@@ -165,6 +175,12 @@ def _is_called_by_autograd() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_OF_DISTLAB):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OF_AUTOGRAD)
+
+
+def _are_equal(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors of several ranks have the same values, or none that can be read."""
+    digests = [digest(tensor) for tensor in tensors]
+    return len({found and found.key for found in digests}) == 1
 
 
 class _Crossing(NamedTuple):

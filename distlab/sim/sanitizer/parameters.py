@@ -43,8 +43,8 @@ class Parameters:
             return f"a parameter {tuple(parameter.shape)}"
         return ".".join(reversed(names)).removeprefix("module.")
 
-    def of_gradient(self, rank: int, tensor: Tensor) -> str:
-        """Return the name of the parameter whose whole gradient a tensor is; "" if of none."""
+    def of_gradient(self, rank: int, tensor: Tensor) -> "Owner | None":
+        """Return the parameter whose whole gradient a tensor is, or None."""
         storage = storage_of(tensor)
         for number, reference in enumerate(self._by_rank[rank]):
             parameter = reference()
@@ -53,8 +53,8 @@ class Parameters:
                 continue
             is_same = storage is not None and storage_of(gradient) is storage
             if is_same and gradient.storage_offset() == tensor.storage_offset():
-                return self._title(number, parameter)
-        return ""
+                return Owner(self._title(number, parameter), parameter)
+        return None
 
     def has_all(self, rank: int, titles: Collection[str]) -> bool:
         """Return whether a rank has registered parameters with all these titles."""
@@ -64,6 +64,18 @@ class Parameters:
     def _title(self, number: int, parameter: Tensor) -> str:
         """Return a parameter's name, and its number among those that a rank has registered."""
         return f"{self.name(parameter)} (parameter {number + 1})"
+
+
+class Owner(NamedTuple):
+    """A parameter, as the owner of a gradient.
+
+    Attributes:
+        title: Its name and its number among those that its rank has registered.
+        values: The parameter itself.
+    """
+
+    title: str
+    values: Tensor
 
 
 class Digest(NamedTuple):

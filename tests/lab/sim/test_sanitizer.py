@@ -130,6 +130,14 @@ def averages_only_what_has_a_gradient() -> None:
         optimizer.step()
 
 
+def averages_one_of_two_layers_in_a_list() -> None:
+    torch.manual_seed(0)
+    heads = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    mine = heads[dist.get_rank()]
+    mine(data()).square().sum().backward()
+    average(mine)
+
+
 def calls_from_lines_in_another_order() -> None:
     a, b = torch.ones(1), torch.full((1,), 100.0)
     if dist.get_rank() == 0:
@@ -260,6 +268,8 @@ WRONG: dict[Callable[[], None], str] = {
     sums_gradients_in_another_order: "as call 1, rank 0 averages the gradient of 0.weight (p",
     averages_only_what_has_a_gradient: "in call 1, rank 0 averages that of 0.weight (parameter 1), "
     "and rank 1 that of 1.weight (parameter 3)",
+    averages_one_of_two_layers_in_a_list: "rank 0 averages that of weight (parameter 1), and "
+    "rank 1 that of weight (parameter 3)",
     calls_from_lines_in_another_order: "as call 1, rank 0 calls from test_sanitizer.py",
     gathers_into_one_tensor: "the 2 tensors that all_gather fills on ranks 0 and 1 share memory",
     gathers_without_gradient: "all_gather was given a tensor that requires a gradient",
@@ -382,21 +392,9 @@ def splits_a_layer() -> None:
 
 def passes_stages_on() -> None:
     torch.manual_seed(0)
-    stage, rank = nn.Linear(4, 4), dist.get_rank()
+    stage = nn.Linear(4, 4)
     optimizer = sgd(stage)
-    if rank == 0:
-        y = stage(data())
-        dist.send(y.detach(), 1)
-        gradient = torch.empty_like(y)
-        dist.recv(gradient, 1)
-        y.backward(gradient)
-    else:
-        x = torch.empty(6, 4)
-        dist.recv(x, 0)
-        x.requires_grad_()
-        stage(x).square().sum().backward()
-        assert x.grad is not None
-        dist.send(x.grad, 0)
+    goes_through_its_stage(stage)
     optimizer.step()
 
 
@@ -503,9 +501,82 @@ def goes_through_two_datasets_at_once() -> None:
         pass
 
 
+def gathers_the_gradients_of_owners() -> None:
+    """Each rank scales the gradient of the layer that it owns, as in K-FAC, Shampoo and Muon."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = sgd(net)
+    for step in range(2):
+        optimizer.zero_grad()
+        net(data()).square().mean().backward()
+        average(net)
+        owners = [net[(owner + step) % 2].weight for owner in range(2)]
+        parts = [torch.empty(4, 4) for _ in range(2)]
+        dist.all_gather(parts, owners[dist.get_rank()].grad.div_(2))
+        for weight, part in zip(owners, parts, strict=True):
+            weight.grad.copy_(part)
+        optimizer.step()
+
+
+def checks_that_gradients_are_equal() -> None:
+    net = model()
+    net(data()).square().sum().backward()
+    average(net)
+    parts = [torch.empty(8, 4) for _ in range(2)]
+    dist.all_gather(parts, net[0].weight.grad)
+    assert parts[0].equal(parts[1])
+    sgd(net).step()
+
+
+def ties_two_stages_of_a_whole_model() -> None:
+    """Each rank makes both stages, and uses its own; the tied weights get the sum."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    net[1].load_state_dict(net[0].state_dict())
+    optimizer = sgd(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        goes_through_its_stage(net[dist.get_rank()])
+        dist.all_reduce(net[dist.get_rank()].weight.grad)
+        optimizer.step()
+
+
+def goes_through_its_stage(stage: nn.Module) -> None:
+    if dist.get_rank() == 0:
+        y = stage(data())
+        dist.send(y.detach(), 1)
+        gradient = torch.empty_like(y)
+        dist.recv(gradient, 1)
+        y.backward(gradient)
+    else:
+        x = torch.empty(6, 4)
+        dist.recv(x, 0)
+        x.requires_grad_()
+        stage(x).square().sum().backward()
+        assert x.grad is not None
+        dist.send(x.grad, 0)
+
+
+def makes_one_model_more_on_rank_0() -> None:
+    shown = model() if dist.get_rank() == 0 else None
+    net, averaged = model(), model()
+    optimizer = sgd(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        average(net)
+        optimizer.step()
+    averaged.load_state_dict(net.state_dict())
+    del shown
+
+
 RIGHT = [
     leaves_out_steps_in_a_join,
     goes_over_to_local_sgd,
+    gathers_the_gradients_of_owners,
+    checks_that_gradients_are_equal,
+    ties_two_stages_of_a_whole_model,
+    makes_one_model_more_on_rank_0,
     shuffles_everything_by_rank,
     gives_each_epoch_a_seed,
     goes_through_two_datasets_at_once,
