@@ -166,7 +166,8 @@ class Simulation:
         except Stopped:
             raise
         except Killed as killed:
-            self.exits.died(rank.number, killed, self.scheduler.now_s)
+            due_s = {**self.options.faults.kill_ranks, **self.trace.killed_in_step_s}
+            self.exits.died(rank.number, killed, due_s[rank.number])
             raise
         except BaseException as error:  # torch's CheckpointException is only a BaseException
             number = rank.number

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.faults import Faults
-from distlab.sim.engine.scheduler import Scheduler
+from distlab.sim.engine.scheduler import NEVER, Scheduler
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.reporting.sites import (
     GIVEN,
@@ -73,7 +73,7 @@ class Exits:
                 self.known[rank] = Exit(program.last, known.left_group_at if known else None)
 
     def died(self, rank: int, killed: BaseException, time_s: float) -> None:
-        """Record where a fault has killed a rank, whose program ``killed`` has left."""
+        """Record when and where a fault has killed a rank, whose program ``killed`` has left."""
         at = self._places.raised_at(killed)
         self.deaths[rank] = Death(at, time_s, self.num_steps[rank])
 
@@ -144,11 +144,15 @@ def deaths_due(
     """Kill ranks as ``faults`` demands: at a given time, or when an optimizer step begins."""
     for number, at_s in faults.kill_ranks.items():
         scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
+        if at_s == 0:
+            exits.deaths[number] = Death(None, at_s, 0)  # its program may never begin
 
     def begin_step(*_: object) -> None:
         if not rank_states.is_in_rank():
             return
         rank = clock.current.rank
+        if rank.clock_s > faults.kill_ranks.get(rank.number, NEVER):
+            return  # a dead rank, whose program goes on until its next call
         exits.num_steps[rank.number] += 1
         if exits.num_steps[rank.number] == faults.kill_at_steps.get(rank.number):
             clock.trace.killed_in_step_s[rank.number] = rank.clock_s

@@ -102,7 +102,7 @@ def _killed(rank: int, death: Death | None) -> Row:
         return Row((rank,), "killed by a fault", "")
     steps = f", {counted(death.num_steps, 'optimizer step')} begun" if death.num_steps else ""
     text = f"killed by a fault at {seconds_text(death.time_s)}{steps}"
-    return Row((rank,), text, place(death.at))
+    return Row((rank,), text, place(death.at) if death.at else "before its first call")
 
 
 def _quiet(

@@ -51,12 +51,12 @@ class Death(NamedTuple):
     """Where and when a fault killed a rank.
 
     Attributes:
-        at: Line of the rank's program.
-        time_s: Virtual time.
+        at: Line of the rank's next call, at which its program ended; None if it never began.
+        time_s: Virtual time of the fault.
         num_steps: Number of optimizer steps that the rank had begun.
     """
 
-    at: Site
+    at: Site | None
     time_s: float
     num_steps: int
 

@@ -130,6 +130,28 @@ def test_a_rank_dies_as_it_begins_the_step_that_is_named(step: int) -> None:
     assert re.search(where, str(caught.value))
 
 
+def steps_before_its_first_call() -> None:
+    x = torch.nn.Parameter(torch.ones(256, 256))
+    (x @ x @ x @ x).sum().backward()
+    torch.optim.SGD([x], lr=0.1).step()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("kill_s", "text"),
+    [
+        (1e-6, r"killed by a fault at 1.00 µs +test_faults.py:\d+ in steps_before"),
+        (0.0, "killed by a fault at 0 s +before its first call"),
+    ],
+)
+def test_a_rank_dies_at_the_time_of_the_fault(kill_s: float, text: str) -> None:
+    """Its program ends later, at its next call: what it does in between does not count."""
+    faults = Faults(kill_ranks={1: kill_s})
+    with pytest.raises(Deadlock) as caught:
+        simulate(steps_before_its_first_call, 2, cluster="dgx-h100", options=Options(faults=faults))
+    assert re.search(text, str(caught.value)), str(caught.value)
+
+
 def test_steps_count_from_one_and_ranks_must_exist() -> None:
     with pytest.raises(ValueError, match="steps count from 1, but rank 2 has 0"):
         Faults(kill_at_steps={2: 0})
