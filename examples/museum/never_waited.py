@@ -1,7 +1,7 @@
 """An asynchronous all_reduce is divided before it is done.
 
-Retold from OpenNMT/OpenNMT-py#2295. On gloo, each rank gets half of its own number, 0.5 and 1, and
-not the mean, 1.5.
+Retold from OpenNMT/OpenNMT-py#2295. On gloo, each run gives other numbers, such as half of a
+rank's own, 0.5 or 1, mixed with the mean, 1.5.
 
 distlab sim --ranks 2 --sanitize examples/museum/never_waited.py
 torchrun --nproc-per-node 2 examples/museum/never_waited.py
