@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distlab.sim.reporting.report import place
+from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
@@ -104,6 +104,9 @@ class Replicas:
         self._reported: set[tuple[int, ...]] = set()  # those whose gradients differed
         self._were_alike: set[int] = set()  # ranks that have been replicas in any step
         self._average_by_hand: set[int] = set()
+        # Optimizers of ranks whose parameters have had no gradient yet, and those whose have.
+        self._unfed: dict[tuple[int, int], tuple[int, Site]] = {}
+        self._fed: set[tuple[int, int]] = set()
         self.sends_messages = self.leaves_early = self.averages_parameters = False
 
     # Events
@@ -144,6 +147,7 @@ class Replicas:
         count, number = at
         step = self._steps.setdefault((number, count), Step(site, count + 1))
         params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._note_feeding((rank, number), count, params, site)
         step.values[rank] = [self._values(p) for p in params]
         step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
         step.norms[rank] = self._norms.pop(rank, [])
@@ -158,6 +162,14 @@ class Replicas:
         self._judge(step, number)
         return step
 
+    def _note_feeding(
+        self, key: tuple[int, int], count: int, params: Sequence[Tensor], site: Site
+    ) -> None:
+        if any(p.grad is not None for p in params):
+            self._fed.add(key)
+        elif params:
+            self._unfed[key] = count + 1, site
+
     def _values(self, parameter: Tensor) -> Values:
         name = self._parameters.name(parameter)
         gradient = digest(parameter.grad)
@@ -170,11 +182,24 @@ class Replicas:
             self._judge(step, number)
         self._steps.clear()
         self._judge_norms(Step(("", 0, ""), 0, norms=self._norms), [])
+        self._report_unfed()
         if not self.sends_messages:
             for ranks, step in self._unsynced.items():
                 self._report_unsynced(ranks, step)
 
     # Verdicts
+
+    def _report_unfed(self) -> None:
+        """Report optimizers that have stepped more than once, and never with a gradient."""
+        for (rank, number), (count, site) in self._unfed.items():
+            if count > 1 and (rank, number) not in self._fed:
+                self._findings.add(
+                    ("unfed", site),
+                    f"an optimizer took {count} steps on {WHO}, and none of its parameters had "
+                    "a gradient in any. Was it made before the model got other parameters, as by "
+                    f"fully_shard? {place(site)}",
+                    rank,
+                )
 
     def _judge(self, step: Step, optimizer: int) -> None:
         if step.is_ddp and len({*step.total_syncs.values()}) > 1:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -255,7 +257,17 @@ def drops_the_same_elements() -> None:
     sgd(ddp).step()
 
 
+def shards_after_making_the_optimizer() -> None:
+    net = model()
+    optimizer = sgd(net)
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for _ in range(2):
+        net(data()).square().sum().backward()
+        optimizer.step()
+
+
 WRONG: dict[Callable[[], None], str] = {
+    shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1, and none",
     forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
     "whose parameters are equal: 2.weight",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
