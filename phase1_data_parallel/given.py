@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-Key = tuple[int, int]  # an item of a sampler: seed of a sample's augmentation, index of the sample
 Sample = tuple[Tensor, Tensor | int]  # an item of a data set: image, label
 Batch = tuple[Tensor, Tensor]  # an item of a loader: images (B, …), labels (B, …)
 Shapes = list[tuple[torch.Size, torch.dtype]]  # shapes and dtypes of images and labels
@@ -28,8 +27,8 @@ AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in 
 # Loading (tasks 1.1 to 1.3)
 
 
-class ShardSampler(Sampler[Key]):
-    """Feeds a ShardLoader the indices of one rank's shard; ``set_epoch`` chooses the order.
+class ShardSampler(Sampler[int]):
+    """Feeds a DataLoader the indices of one rank's shard; ``set_epoch`` chooses the order.
 
     Shards are cut to equal length, not padded. Padding would repeat samples, which would then count
     twice in the gradient, and it could complete a last global batch that a single process leaves
@@ -57,16 +56,15 @@ class ShardSampler(Sampler[Key]):
         self.shard_indices = shard_indices
         self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
         self.seed, self.shuffle, self.epoch = seed, shuffle, 0
-        self.first_seed = 0  # of the shard's first sample; the loader sets it
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of ``epoch``, starting with the next iteration."""
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[int]:
         of_epoch = {"epoch": self.epoch, "seed": self.seed, "shuffle": self.shuffle}
         shape = (self.num_samples, self.rank, self.world_size)
-        return enumerate(self.shard_indices(*shape, **of_epoch, drop_last=True), self.first_seed)
+        return iter(self.shard_indices(*shape, **of_epoch, drop_last=True))
 
     def __len__(self) -> int:
         return self.num_samples // self.world_size
@@ -90,6 +88,7 @@ class ShardLoader(DataLoader[Sample]):
         """
         if options.get("generator") is None:
             raise TypeError("ShardLoader needs a generator of its own: generator=torch.Generator()")
+        self.first_seed = 0  # of the epoch's first batch
         super().__init__(_Seeded(dataset), *args, **options)
 
     def set_epoch(self, epoch: int) -> None:
@@ -99,13 +98,30 @@ class ShardLoader(DataLoader[Sample]):
         self.generator.manual_seed(int(stream.generate_state(1)[0]))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch declares its own type
-        seed = torch.randint(2**62, (), generator=self.generator)  # before torch draws its own
-        self.sampler.first_seed = int(seed)
+        self.first_seed = int(torch.randint(2**62, (), generator=self.generator))
         return super().__iter__()
+
+    @property
+    def _index_sampler(self) -> "_SeededBatches":
+        """What torch iterates over, and sends to the processes batch by batch."""
+        return _SeededBatches(self, super()._index_sampler)
+
+
+class _SeededBatches:
+    """The indices of a loader's batches, each batch with a seed."""
+
+    def __init__(self, loader: ShardLoader, batches: Any) -> None:
+        self.loader, self.batches = loader, batches
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        return enumerate(self.batches, self.loader.first_seed)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 class _Seeded(Dataset[Sample]):
-    """A data set that seeds the generators for each batch, with the seed of its first sample."""
+    """A data set that seeds the generators for each batch."""
 
     def __init__(self, dataset: Dataset[Sample]) -> None:
         self.dataset = dataset
@@ -113,11 +129,14 @@ class _Seeded(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitems__(self, keys: list[Key]) -> list[Sample]:
-        seeds, indices = zip(*keys, strict=True)
-        with _seeded(seeds[0]):
+    def __getitem__(self, index: int) -> Sample:
+        return self.dataset[index]
+
+    def __getitems__(self, batch: tuple[int, list[int]]) -> list[Sample]:
+        seed, indices = batch
+        with _seeded(seed):
             if fetch := getattr(self.dataset, "__getitems__", None):
-                return list(fetch([*indices]))
+                return list(fetch(indices))
             return [self.dataset[index] for index in indices]
 
 
