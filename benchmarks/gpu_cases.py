@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
-from phase2_advanced.given import MLP, Block, cross_entropy_sum
+from phase2_advanced.given import MLP, Block
 from phase3_multi_node.given import node_groups
 from phase4_production.given import Piece
 from solutions.phase1_data_parallel import collectives as by_hand
@@ -46,6 +48,9 @@ from solutions.phase4_production import gradient_compression as compression
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("solutions/", "phase", "distlab/")
+ON_THE_CPU = tuple(  # files whose tensors stay there: numbers of steps, orders of samples
+    str(Path(module.__file__ or "").parent) for module in (torch.optim, torch.utils.data)
+)
 CPU = torch.device("cpu")
 Batch = tuple[Tensor, Tensor]
 Call = Callable[[], Sequence[Tensor]]
@@ -111,6 +116,12 @@ def step_of(start: Start, model: nn.Module, batch: Batch) -> Callable[[], Tensor
         return loss.detach()
 
     return step
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the summed loss and the number of targets, as ``cross_entropy_sum`` does on a GPU."""
+    total = cross_entropy(model(batch[0]), batch[1], reduction="sum")
+    return total, torch.count_nonzero(batch[1] != -100)
 
 
 # Cases
@@ -207,7 +218,7 @@ def in_a_pipeline(device: torch.device) -> Call:
     schedule = pipeline.one_f_one_b_schedule(dist.get_world_size(), len(batches))
 
     def call() -> list[Tensor]:
-        pipeline.run_schedule(schedule, [stage], batches, cross_entropy_sum)
+        pipeline.run_schedule(schedule, [stage], batches, loss_sum)
         return [p.grad for p in stage.parameters() if p.grad is not None]
 
     return call
@@ -274,11 +285,17 @@ CASES: dict[str, Case] = {  # the keys are task ids
     "1.11": trained(trainer.train_step),
     "1.11 flat": trained(partial(trainer.train_step, average=trainer.average_gradients_flat)),
     "1.12": evaluate,
-    "2.2": trained(lambda *step: accumulation.accumulate_step(*step, 8)),
-    "2.3": trained(lambda *step: accumulation.accumulate_step_over_ranks(*step, 8, max_norm=1.0)),
+    "2.2": trained(lambda *step: accumulation.accumulate_step(*step, 8, loss_sum)),
+    "2.3": trained(
+        lambda *step: accumulation.accumulate_step_over_ranks(
+            *step, 8, max_norm=1.0, loss_sum=loss_sum
+        )
+    ),
     "2.5": trained(
         lambda model, sgd, batch: mixed_precision.mixed_precision_step(
-            *(model, sgd, mixed_precision.LossScaler(256.0), batch), dtype=torch.bfloat16
+            *(model, sgd, mixed_precision.LossScaler(256.0), batch),
+            dtype=torch.bfloat16,
+            loss_sum=loss_sum,
         )
     ),
     "2.6": differentiated(
@@ -340,26 +357,68 @@ def run_cases(names: Sequence[str], device_name: str) -> dict[str, dict[str, Any
 
 @contextmanager
 def host_syncs(device: torch.device) -> Iterator[Counter[str]]:
-    """Count, by line of the course's code, the operations that make the host wait for the GPU."""
+    """Count, by line of the course's code, the operations that make the host wait for the GPU.
+
+    On the CPU, where nothing waits, the operations are counted that would wait on a GPU.
+    """
     sites: Counter[str] = Counter()
+    if device.type == "cpu":
+        with Reads(sites), Readings(sites):
+            yield sites
+        return
     with warnings.catch_warnings():
         # Simulated ranks are threads, which would share the filters.
-        if device.type == "cuda" and dist.get_backend() != "sim":
+        if dist.get_backend() != "sim":
             warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_: _note(f"{message}", sites)
+            warnings.showwarning = lambda message, *_: _note_warning(f"{message}", sites)
             torch.cuda.set_sync_debug_mode("warn")
         try:
             yield sites
         finally:
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode("default")
 
 
-def _note(warning: str, sites: Counter[str]) -> None:
-    if "called a synchronizing" not in warning:
-        return
+class Reads(TorchDispatchMode):
+    """Counts operations whose result, or its size, the host has to know."""
+
+    NAMES = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique2")
+
+    def __init__(self, sites: Counter[str]) -> None:
+        super().__init__()
+        self.sites = sites
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        has_mask = str(func).startswith("aten.index.") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if has_mask or str(func).startswith(self.NAMES):
+            _note(self.sites)
+        return func(*args, **(kwargs or {}))
+
+
+class Readings(TorchFunctionMode):
+    """Counts conversions of whole tensors, which are no operations on the CPU."""
+
+    def __init__(self, sites: Counter[str]) -> None:
+        super().__init__()
+        self.sites = sites
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.cpu, Tensor.numpy):
+            _note(self.sites)
+        return func(*args, **(kwargs or {}))
+
+
+def _note_warning(warning: str, sites: Counter[str]) -> None:
+    if "called a synchronizing" in warning:
+        _note(sites)
+
+
+def _note(sites: Counter[str]) -> None:
     frame, path = sys._getframe(1), ""
     while (caller := frame.f_back) and not path.startswith(OURS):
+        if path.startswith(ON_THE_CPU):
+            return
         frame = caller
         path = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
     sites[f"{path}:{frame.f_lineno}"] += 1
