@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from fidelity import BUS_FACTORS
 from torch import Tensor
 
 from distlab import launch
@@ -22,23 +22,13 @@ SIZES = (MIB // 16, MIB, 16 * MIB, 256 * MIB, 1024 * MIB)  # bytes of the larger
 TIMED = 20  # calls, after three that make connections
 
 
-class Collective(NamedTuple):
-    """A collective on a tensor of which each rank has, sends or receives a part."""
-
-    call: Callable[[Tensor, Tensor], object]  # whole tensor, and one of its equal parts
-    bus_factor: Callable[[int], float]  # ranks -> bytes on the busiest link, over the tensor's
-
-
-COLLECTIVES = {
-    "all_reduce": Collective(lambda x, _: dist.all_reduce(x), lambda p: 2 * (p - 1) / p),
-    "all_gather": Collective(dist.all_gather_into_tensor, lambda p: (p - 1) / p),
-    "reduce_scatter": Collective(
-        lambda x, part: dist.reduce_scatter_tensor(part, x), lambda p: (p - 1) / p
-    ),
-    "all_to_all": Collective(
-        lambda x, _: dist.all_to_all_single(torch.empty_like(x), x), lambda p: (p - 1) / p
-    ),
-    "broadcast": Collective(lambda x, _: dist.broadcast(x, 0), lambda _: 1.0),
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    # Each is called with a whole tensor, and with one of its equal parts.
+    "all_reduce": lambda x, _: dist.all_reduce(x),
+    "all_gather": dist.all_gather_into_tensor,
+    "reduce_scatter": lambda x, part: dist.reduce_scatter_tensor(part, x),
+    "all_to_all": lambda x, _: dist.all_to_all_single(torch.empty_like(x), x),
+    "broadcast": lambda x, _: dist.broadcast(x, 0),
 }
 
 
@@ -48,16 +38,16 @@ def bus_gb_per_s(device: str, sizes: tuple[int, ...]) -> dict[str, float]:
     for name, collective in COLLECTIVES.items():
         for num_bytes in sizes:
             seconds = _spent_s(collective, num_bytes, device)
-            rate = collective.bus_factor(dist.get_world_size()) * num_bytes / seconds / 1e9
+            rate = BUS_FACTORS[name](dist.get_world_size()) * num_bytes / seconds / 1e9
             found[f"{name}, {num_bytes // 1024} KiB"] = rate
     return found
 
 
-def _spent_s(collective: Collective, num_bytes: int, device: str) -> float:
+def _spent_s(collective: Callable[[Tensor, Tensor], object], num_bytes: int, device: str) -> float:
     """Return the time of one call on the slowest rank."""
     p = dist.get_world_size()
     part = torch.zeros(num_bytes // 4 // p, device=device)
-    call = partial(collective.call, torch.zeros(p * len(part), device=device), part)
+    call = partial(collective, torch.zeros(p * len(part), device=device), part)
     for _ in range(3):
         call()
     _wait(device)
