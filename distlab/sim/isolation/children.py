@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from distlab.sim.isolation.mains import Program, allowed_to_exit
 from distlab.sim.isolation.modules import is_of_program
-from distlab.sim.isolation.rank_states import Replace
+from distlab.sim.isolation.replacing import Replace, replace_until
 from distlab.sim.reporting.errors import SimulationError
 
 _KINDS = ("ForkProcess", "SpawnProcess", "ForkServerProcess")
@@ -297,11 +297,7 @@ def noted(children: Children) -> Iterator[None]:
     context: Any = multiprocessing.context._default_context
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, context, "_actual_context", context._actual_context)
-
-        def replace(owner: Any, name: str, value: object) -> None:
-            undo.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, value)
-
+        replace = partial(replace_until, undo)
         children.install(replace)
         for owner in (dist, c10d):
             replace(owner, "init_process_group", _refuse_to_join)

@@ -38,6 +38,7 @@ from distlab.sim.isolation.rank_states import (
     warning_state,
 )
 from distlab.sim.isolation.refusals import Refusals
+from distlab.sim.isolation.replacing import replace_until
 from distlab.sim.isolation.threads import Threads
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.work import Handles
@@ -80,7 +81,7 @@ def installed(host: RankHost) -> Iterator[None]:
         undo.callback(_occupied.release)
         _restore_afterwards(undo)
         undo.callback(host.rank_states.leave, os.environ._data)  # type: ignore[attr-defined]
-        _replace(undo, c10d, "_world", host.rank_states.tables)
+        replace_until(undo, c10d, "_world", host.rank_states.tables)
         # Give each thread its own named groups. torch's stubs lack this function.
         isolate: Any = torch._C._distributed_c10d
         isolate._set_thread_isolation_mode(True)
@@ -90,7 +91,7 @@ def installed(host: RankHost) -> Iterator[None]:
         _patch_making_of_groups(undo, host)
         _patch_default_group(undo, host)
         _patch_checks(undo, host)
-        replace = functools.partial(_replace, undo)
+        replace = functools.partial(replace_until, undo)
         host.refusals.install(replace)
         of_ranks = functools.partial(_replace_on_ranks, undo, host.rank_states)
         _patch_clocks(of_ranks, host)
@@ -127,13 +128,6 @@ def _set_deterministic(wanted: bool) -> None:
         torch.use_deterministic_algorithms(wanted)
 
 
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -> Any:
-    original = getattr(owner, name)
-    undo.callback(setattr, owner, name, original)
-    setattr(owner, name, value)
-    return original
-
-
 def _replace_on_ranks(
     undo: contextlib.ExitStack,
     rank_states: RankStates,
@@ -148,7 +142,7 @@ def _replace_on_ranks(
     def choose(*args: Any, **kwargs: Any) -> Any:
         return (of_rank if rank_states.is_in_rank() else real)(*args, **kwargs)
 
-    _replace(undo, owner, name, choose)
+    replace_until(undo, owner, name, choose)
 
 
 def _register_backend(host: RankHost) -> None:
@@ -227,9 +221,9 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
             members.monitored_barrier(timeout, wait_all_ranks)
 
     for owner in (dist, c10d):
-        _replace(undo, owner, "init_process_group", init_process_group)
-        _replace(undo, owner, "new_group", new_simulated_group)
-        _replace(undo, owner, "monitored_barrier", monitored_barrier)  # torch's own needs gloo
+        replace_until(undo, owner, "init_process_group", init_process_group)
+        replace_until(undo, owner, "new_group", new_simulated_group)
+        replace_until(undo, owner, "monitored_barrier", monitored_barrier)  # torch's own needs gloo
 
 
 def _check_place(rank_states: RankStates, rank: int, world_size: int) -> None:
@@ -272,8 +266,8 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
-    _replace(undo, c10d, "rendezvous", rendezvous)
-    _replace(undo, c10d, "_new_process_group_helper", make_simulated_group)
+    replace_until(undo, c10d, "rendezvous", rendezvous)
+    replace_until(undo, c10d, "_new_process_group_helper", make_simulated_group)
 
 
 _LOSS = "torch.distributed.tensor.parallel.loss"
@@ -310,8 +304,8 @@ def _share_loss_handlers(undo: contextlib.ExitStack) -> None:
     if loss is not None and not isinstance(owner, _LossHandlers):
         handlers = _LossHandlers(loss)
         undo.callback(handlers.close)
-        _replace(undo, loss, "_enable_custom_loss_ops", handlers.enter)
-        _replace(undo, loss, "_disable_custom_loss_ops", handlers.leave)
+        replace_until(undo, loss, "_enable_custom_loss_ops", handlers.enter)
+        replace_until(undo, loss, "_disable_custom_loss_ops", handlers.leave)
 
 
 def _patch_default_group(undo: contextlib.ExitStack, host: RankHost) -> None:
@@ -323,7 +317,7 @@ def _patch_default_group(undo: contextlib.ExitStack, host: RankHost) -> None:
             group = tables.default_pg
         return find_group() if group is None else group
 
-    _replace(undo, c10d, "_group_or_default_group", group_or_default)
+    replace_until(undo, c10d, "_group_or_default_group", group_or_default)
 
 
 def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
@@ -344,8 +338,8 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
             host.mailbox.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
 
     # batch_isend_irecv calls this check first, even if a program imported it under another name.
-    check = _replace(undo, c10d, "_check_p2p_op_list", check_batch)
-    verify = _replace(undo, dist, "_verify_params_across_processes", verify_unless_meta)
+    check = replace_until(undo, c10d, "_check_p2p_op_list", check_batch)
+    verify = replace_until(undo, dist, "_verify_params_across_processes", verify_unless_meta)
 
 
 def _patch_clocks(of_ranks: OfRanks, host: RankHost) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from distlab.sim.engine.scheduler import Strand
 from distlab.sim.hardware.topology import Place
 
-Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the original
 _warnings: Any = warnings  # untyped, because the stubs lack its private names
 _environ: Any = os.environ
 

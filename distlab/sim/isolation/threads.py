@@ -28,7 +28,8 @@ from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.patience import POLL_S
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
 from distlab.sim.isolation import awaited
-from distlab.sim.isolation.rank_states import RankStates, Replace
+from distlab.sim.isolation.rank_states import RankStates
+from distlab.sim.isolation.replacing import Replace
 from distlab.sim.isolation.thread_notes import ThreadNotes
 from distlab.sim.messages.thread_wait import Look, ThreadWait
 from distlab.sim.reporting.errors import SimulationError
