@@ -2,6 +2,7 @@
 
 import ast
 import os
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 
@@ -76,9 +77,10 @@ class _Worlds:
 
     def simulate(self, children: list[Child]) -> None:
         """Run children as the ranks of a world."""
+        arguments = children, self._program, self._program.mains.module, {**os.environ}
         try:
             simulated = simulate(
-                partial(_be_child, children, self._program, self._program.mains.module),
+                partial(_be_child, *arguments),
                 len(children),
                 cluster=choose_cluster(self._cluster, len(children)),
                 options=self._options,
@@ -104,5 +106,10 @@ class _Worlds:
         return self._simulated[-1]
 
 
-def _be_child(children: list[Child], program: Program, parent: ModuleType) -> None:
-    be_child(children[int(os.environ["RANK"])], program, parent)
+def _be_child(
+    children: list[Child], program: Program, parent: ModuleType, variables: Mapping[str, str]
+) -> None:
+    child = children[int(os.environ["RANK"])]
+    os.environ.clear()  # no launcher has set RANK or MASTER_ADDR for this process
+    os.environ.update(variables)
+    be_child(child, program, parent)

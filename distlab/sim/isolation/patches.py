@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import torch
@@ -195,10 +196,13 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         timeout: Any = None,
         world_size: int = -1,
         rank: int = -1,
+        store: object = None,
         *_: Any,
         **__: Any,
     ) -> None:
         _check_place(host.rank_states, rank, world_size)
+        if store is None:
+            _check_rendezvous(init_method, rank, world_size)
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
         host.exits.joined(host.rank_states.current)
@@ -241,6 +245,23 @@ def _check_place(rank_states: RankStates, rank: int, world_size: int) -> None:
             f"world_size={world_size}): expected rank={mine} and world_size={everyone}, as in RANK "
             "and WORLD_SIZE. Leave both out, and init_process_group reads them itself"
         )
+
+
+def _check_rendezvous(init_method: object, rank: int, world_size: int) -> None:
+    """Raise torch's error for numbers that neither the arguments nor the environment give.
+
+    A launcher sets the variables; in processes that a script starts itself, nobody has.
+    """
+    url = urlsplit(str(init_method or "env://"))
+    begin = f"Error initializing torch.distributed using {url.scheme}:// rendezvous: "
+    numbers, in_url = {"rank": rank, "world_size": world_size}, parse_qs(url.query)
+    missing = [name for name, number in numbers.items() if number < 0 and name not in in_url]
+    if url.scheme == "env":
+        needed = [*map(str.upper, missing), "MASTER_ADDR", "MASTER_PORT"]
+        for name in [name for name in needed if name not in os.environ]:
+            raise ValueError(f"{begin}environment variable {name} expected, but not set")
+    elif missing:
+        raise ValueError(f"{begin}{missing[0].replace('_', ' ')} parameter missing")
 
 
 # Patches inside torch, which take effect even if a program imported the public functions earlier

@@ -27,6 +27,13 @@ def write(tmp_path: Path):
     return to_file
 
 
+@pytest.fixture(autouse=True)
+def _address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what scripts that start their own ranks need, as on real processes."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+
 def run(script: Path, *arguments: str, ranks: int = 2) -> None:
     run_script(script, arguments, ranks, Cluster(1, ranks), Options())
 
@@ -269,6 +276,8 @@ def main(rank, size):
     dist.init_process_group("gloo", rank=rank, world_size=size)
     if rank == 1 and "fails" in sys.argv:
         raise ValueError("why")
+def join_without_number(rank):
+    dist.init_process_group("gloo")
 """
 
 
@@ -302,6 +311,11 @@ def main(rank, size):
             "if __name__ == '__main__':\n    mp.spawn(main, args=(3,), nprocs=2)",
             [],
             "rank 0 of 2 calls init_process_group(rank=0, world_size=3)",
+        ),
+        (
+            "if __name__ == '__main__':\n    mp.spawn(join_without_number, nprocs=2)",
+            [],
+            "environment variable RANK expected, but not set",
         ),
     ],
 )
