@@ -41,6 +41,7 @@ from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.sanitizer.sanitizer import Sanitizer
+from distlab.sim.sanitizer.steps import Steps
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class Simulation:
         self.mailbox = Mailbox(
             traffic, buffers, eager_bytes=options.eager_bytes, p2p_order=options.p2p_order
         )
-        self.sanitizer = self._make_sanitizer()
+        self.steps, self.sanitizer = self._make_watchers()
         self.meetings = Meetings(self.clock, traffic, buffers, self._plan, self.sanitizer)
         shared = Shared(
             self.clock, self.places, self.mailbox, self.meetings, self.handles, self.failures
@@ -100,11 +101,19 @@ class Simulation:
             for rank in range(self.num_ranks)
         ]
 
-    def _make_sanitizer(self) -> Sanitizer | None:
-        if not self.options.is_sanitized and self.options.observer is None:
-            return None
-        unnoticed = self._unnoticed if self.devices else contextlib.nullcontext
-        return Sanitizer(self.rank_states, self.places, unnoticed, self.options.observer)
+    def _make_watchers(self) -> tuple[Steps | None, Sanitizer | None]:
+        observer, is_sanitized = self.options.observer, self.options.is_sanitized
+        if not is_sanitized and observer is None:
+            return None, None
+        watched = (
+            self.rank_states,
+            self.places,
+            self._unnoticed if self.devices else contextlib.nullcontext,
+        )
+        steps = Steps(*watched)
+        if observer is not None:
+            steps.show(observer)
+        return steps, Sanitizer(*watched, steps) if is_sanitized else None
 
     def _unnoticed(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager in which operations do not count as the running rank's work."""
@@ -145,16 +154,23 @@ class Simulation:
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
         self.trace.network_s = max(end_s, self.scheduler.now_s)
         flops = [device.flops for device in self.devices] or [0] * self.num_ranks
-        findings = self.sanitizer.findings.lines() if self.sanitizer else []
-        return Simulated(results, self.trace, end_s, self.cluster, self.options, flops, findings)
+        return Simulated(
+            results, self.trace, end_s, self.cluster, self.options, flops, self._findings()
+        )
+
+    def _findings(self) -> list[str]:
+        return self.sanitizer.findings.lines() if self.sanitizer else []
 
     @contextlib.contextmanager
     def _process_prepared(self) -> Iterator[None]:
         dying = deaths_due(
             self.options.faults, self.scheduler, self.clock, self.rank_states, self.exits
         )
-        watching = self.sanitizer.watching() if self.sanitizer else contextlib.nullcontext()
-        with patches.installed(self), host.prepared(), dying, watching:
+        with patches.installed(self), host.prepared(), dying, contextlib.ExitStack() as watching:
+            if self.steps:
+                watching.enter_context(self.steps.watching())
+            if self.sanitizer:
+                watching.enter_context(self.sanitizer.watching())
             yield
 
     def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
@@ -177,6 +193,7 @@ class Simulation:
                 self.refusals.outside_note(number),
                 self.handles.note_of_failed(number) if is_check else "",
                 self._others([number]),
+                "\n".join(self._found()),
             )
             wrapped = rank_error(
                 number, self.num_ranks, error, self.places, "\n\n".join(filter(None, below))
@@ -276,8 +293,13 @@ class Simulation:
                 () if causes else handlers.suspicions(error, ranks, places, self.exits.known)
             )
             daemons = self.threads.notes.of_daemons(ended)
-            error.note(causes, (*questions, *self.handles.notes(ended), *daemons))
+            error.note(causes, (*questions, *self.handles.notes(ended), *daemons, *self._found()))
         return error
+
+    def _found(self) -> list[str]:
+        """Return what the sanitizer had found when the world failed: it may be the cause."""
+        lines = [f"  {line}" for line in self._findings()]
+        return ["found by --sanitize until then:", *lines] if lines else []
 
 
 def simulate(

@@ -84,12 +84,19 @@ def _shapes(tensors: Mapping[Key, Tensor]) -> dict[str, torch.Size]:
 
 
 class _First(NamedTuple):
-    """A difference: the order of its step on one rank, its place in the step, its kind, a text."""
+    """A difference.
+
+    Attributes:
+        order: Place of its step among those of one rank.
+        number: Its place in the step.
+        text: Text for the user.
+        hint: Question that leads on, or "".
+    """
 
     order: int
     number: int
-    kind: str
     text: str
+    hint: str
 
 
 class Against:
@@ -121,15 +128,17 @@ class Against:
         differences = _differences(expected, found, at.step, self._num_ranks)
         for number, ((kind, name), difference) in enumerate(differences.items()):
             text = f"step {at.step + 1}: {kind}{name} on rank {rank} of {self._num_ranks}"
-            first = _First(self._order[at], number, kind, f"{text} {difference}; {place(site)}")
+            hint = "" if difference.is_multiple else _HINTS[kind]
+            first = _First(
+                self._order[at], number, f"{text} {difference.text}; {place(site)}", hint
+            )
             self._first = min(self._first or first, first)
 
     def lines(self) -> list[str]:
         """Return what was found, for the user."""
         found = self._numbers()
         if self._first:
-            is_multiple = "times that on one rank" in self._first.text
-            found = [self._first.text, *([] if is_multiple else [_HINTS[self._first.kind]])]
+            found = [text for text in (self._first.text, self._first.hint) if text]
         if self._left_out:
             steps = counted(self._left_out.total(), "step")
             of_ranks = f"{steps} of {rank_names(self._left_out)}"
@@ -157,15 +166,25 @@ class Against:
         return lines[:1]
 
 
-def _differences(expected: Tensors, found: Tensors, step: int, num_ranks: int) -> dict[Key, str]:
-    """Return the tensors that differ from those of one rank, in order, each with a text."""
+class _Difference(NamedTuple):
+    """How a tensor differs from that of one rank: a text; whether it is a multiple of that."""
+
+    text: str
+    is_multiple: bool = False
+
+
+def _differences(
+    expected: Tensors, found: Tensors, step: int, num_ranks: int
+) -> dict[Key, _Difference]:
+    """Return the tensors that differ from those of one rank, in order."""
     whole = _norm_of_gradients(expected)
-    differences = dict[Key, str]()
+    differences = dict[Key, _Difference]()
     for key in dict.fromkeys([*expected, *found]):
         least = whole * SMALL if key[0] == GRADIENT else 0.0
         tolerance = Tolerance(step + 1, least)
-        if text := _difference(expected.get(key), found.get(key), tolerance, num_ranks):
-            differences[key] = text
+        difference = _difference(expected.get(key), found.get(key), tolerance, num_ranks)
+        if difference:
+            differences[key] = difference
     has_gradient = any(kind == GRADIENT for kind, _ in differences)
     return differences if has_gradient or step == 0 else {}
 
@@ -189,27 +208,27 @@ class Tolerance(NamedTuple):
 
 def _difference(
     one: Tensor | None, other: Tensor | None, tolerance: Tolerance, num_ranks: int
-) -> str:
-    """Say how a tensor differs from that of one rank; "" if it does not."""
-    if one is None or other is None:
-        return (
-            "is missing, and is there on one rank"
-            if one is not None
-            else "is there, and is missing on one rank"
-        )
+) -> _Difference | None:
+    """Return how a tensor differs from that of one rank; None if it does not."""
+    if other is None:
+        return _Difference("is missing, and is there on one rank")
+    if one is None:
+        return _Difference("is there, and is missing on one rank")
     a, b = _flat(one), _flat(other)
     same = (a == b) | (a.isnan() & b.isnan())
     norm, distance = _norm(a), float((a - b).masked_fill(same, 0.0).norm())
     share = _TOLERANCES.get(one.dtype, _DEFAULT_TOLERANCE) * tolerance.growth
     if distance <= share * max(norm, tolerance.least):
-        return ""
+        return None
     norm_of_other = _norm(b)
     if norm * norm_of_other and float(a @ b) >= MIN_COSINE * norm * norm_of_other:
         factor, reason = norm_of_other / norm, _reason(norm_of_other / norm, num_ranks)
         if reason or len(a) > 1:
-            return f"is {factor:.4g} times that on one rank{reason}"
+            text = f"is {factor:.4g} times that on one rank{reason}"
+            return _Difference(text, is_multiple=True)
     far = f"{distance / norm:.2g} times its norm away, " if norm else ""
-    return f"differs from that on one rank ({far}norm {norm_of_other:.4g}, there {norm:.4g})"
+    text = f"differs from that on one rank ({far}norm {norm_of_other:.4g}, there {norm:.4g})"
+    return _Difference(text)
 
 
 def _flat(x: Tensor) -> Tensor:

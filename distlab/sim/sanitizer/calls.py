@@ -43,13 +43,15 @@ class Calls:
         self._of_ddp: set[Attendance] = set()  # calls of DistributedDataParallel that are open
         self.groups_of_ddp: set[object] = set()
 
-    def posted(self, attendance: Attendance) -> None:
-        """Look at a call of the running rank."""
-        if self.is_of_ddp(attendance):
-            self._of_ddp.add(attendance)
+    def posted(self, attendance: Attendance) -> bool:
+        """Look at a call of the running rank; return whether DistributedDataParallel makes it."""
         self._look_for_aliases(attendance, attendance.call)
+        is_of_ddp = self._is_of_ddp(attendance)
+        if is_of_ddp:
+            self._of_ddp.add(attendance)
+        return is_of_ddp
 
-    def is_of_ddp(self, attendance: Attendance) -> bool:
+    def _is_of_ddp(self, attendance: Attendance) -> bool:
         """Return whether DistributedDataParallel averages gradients in this backward pass."""
         is_in_backward = torch._C._current_graph_task_id() != -1
         is_its_group = attendance.meeting.key in self.groups_of_ddp

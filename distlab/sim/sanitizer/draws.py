@@ -8,9 +8,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Subset
 
-from distlab.sim.isolation.rank_states import RankStates, Replace
+from distlab.sim.isolation.rank_states import RankStates
+from distlab.sim.isolation.replacing import Replace
 from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.sanitizer.findings import Findings
@@ -33,6 +34,9 @@ class Draws:
         self._masks: defaultdict[int, list[tuple[Digest, Site]]] = defaultdict(list)
         self._epochs: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
         self._starts: Counter[tuple[int, Site, int]] = Counter()
+        self._part_starts: Counter[tuple[int, Site, int]] = Counter()
+        # For each line, number of samples and start, the first rank to begin, and its samples.
+        self._parts: dict[tuple[Site, int, int], tuple[int, int]] = {}
         # For each line, number of samples and start, the first rank to begin, and its seed + epoch.
         self._seeds: dict[tuple[Site, int, int], tuple[int, int]] = {}
 
@@ -48,6 +52,7 @@ class Draws:
             site = self._places.call_site()[0]
             self._compare_epochs(sampler, site)
             self._compare_seeds(sampler, site)
+        self._compare_parts(sampler)
         self._epochs[sampler] = sampler.epoch
         return start(sampler)
 
@@ -76,6 +81,25 @@ class Draws:
                 f"{rank_names((first, rank))} go through a DistributedSampler with seed + epoch = "
                 f"{other} and {seed}, and so in different orders: their shares overlap, and leave "
                 f"samples out. Give all ranks one seed and one epoch; {place(site)}",
+            )
+
+    def _compare_parts(self, sampler: DistributedSampler[Any]) -> None:
+        """Report ranks that take their shares from different parts of a dataset."""
+        part = sampler.dataset
+        if not isinstance(part, Subset) or sampler.num_replicas != self._rank_states.num_ranks:
+            return
+        rank, site = self._rank_states.current, self._places.call_site()[0]
+        indices = tuple(int(index) for index in part.indices)
+        self._part_starts[rank, site, len(indices)] += 1
+        start = site, len(indices), self._part_starts[rank, site, len(indices)]
+        first, other = self._parts.setdefault(start, (rank, hash(indices)))
+        if hash(indices) != other:
+            self._findings.add(
+                ("part", site),
+                f"{rank_names((first, rank))} go through DistributedSamplers of different parts of "
+                "a dataset, such as random_split draws on each rank: their shares overlap, and one "
+                "rank's training samples are another's validation samples. Draw the parts from "
+                f"one seed on all ranks; {place(site)}",
             )
 
     def operation(self, name: str, args: Sequence[object], out: object) -> None:

@@ -27,10 +27,11 @@ from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
-from distlab.sim.sanitizer.parameters import Digest, Parameters, digest
+from distlab.sim.sanitizer.parameters import Parameters, digest
+from distlab.sim.sanitizer.shared import Shared
+from distlab.sim.sanitizer.values import Values, is_equal, is_same, names_of
 from distlab.util.text import joined, rank_names
 
-MAX_NAMES = 4
 _NO_SYNC = (
     " DistributedDataParallel has averaged nothing since the last step: its backward passes ran "
     "inside no_sync(), its forward was not called (but that of the module inside), its hook sent "
@@ -41,16 +42,6 @@ _SOME_SYNCS = (
     " DistributedDataParallel averaged only some of the backward passes since the last step: the "
     "last one, and its forward pass, must run outside no_sync()."
 )
-
-
-class Values(NamedTuple):
-    """A parameter before a step."""
-
-    name: str
-    is_in_ddp: bool
-    shape: torch.Size
-    value: Digest | None
-    gradient: Digest | None
 
 
 class Norm(NamedTuple):
@@ -87,15 +78,11 @@ class Replicas:
 
     def __init__(self, findings: Findings, parameters: Parameters, num_ranks: int) -> None:
         self._findings, self._parameters, self._num_ranks = findings, parameters, num_ranks
-        # For each rank's optimizer, its next step.
-        self._optimizers: defaultdict[int, MutableMapping[Optimizer, StepOf]] = defaultdict(
-            WeakIdKeyDictionary
-        )
+        self._shared = Shared(findings)
         self._steps: dict[tuple[int, int], Step] = {}
         self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
         self._syncs: defaultdict[int, set[int]] = defaultdict(set)  # backward passes, by rank
         self._total_syncs: Counter[int] = Counter()
-        self._num_optimizers: Counter[int] = Counter()
         self._spoke_since_step: set[int] = set()
         self._in_ddp: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
         self._unsynced: dict[tuple[int, ...], Step] = {}  # first steps, by the replicas
@@ -132,16 +119,6 @@ class Replicas:
         """Note a call of ``clip_grad_norm_``."""
         self._norms[rank].append(norm)
 
-    def at(self, rank: int, optimizer: Optimizer) -> StepOf:
-        """Count a step that a rank begins."""
-        known = self._optimizers[rank]
-        if optimizer not in known:
-            known[optimizer] = StepOf(0, self._num_optimizers[rank])
-            self._num_optimizers[rank] += 1
-        at = known[optimizer]
-        known[optimizer] = StepOf(at.step + 1, at.optimizer)
-        return at
-
     def steps(self, rank: int, at: StepOf, optimizer: Optimizer, site: Site) -> Step | None:
         """Note a step that a rank begins; return it if all ranks have come to it."""
         count, number = at
@@ -165,6 +142,7 @@ class Replicas:
     def _note_feeding(
         self, key: tuple[int, int], count: int, params: Sequence[Tensor], site: Site
     ) -> None:
+        """Note whether an optimizer's parameters have ever had a gradient."""
         if any(p.grad is not None for p in params):
             self._fed.add(key)
         elif params:
@@ -195,9 +173,9 @@ class Replicas:
             if count > 1 and (rank, number) not in self._fed:
                 self._findings.add(
                     ("unfed", site),
-                    f"an optimizer took {count} steps on {WHO}, and none of its parameters had "
-                    "a gradient in any. Was it made before the model got other parameters, as by "
-                    f"fully_shard? {place(site)}",
+                    f"an optimizer took {count} steps on {WHO} without a gradient in any of its "
+                    "parameters, so it changed nothing. Was it made before the model got other "
+                    f"parameters, as by fully_shard? {place(site)}",
                     rank,
                 )
 
@@ -217,6 +195,7 @@ class Replicas:
         for ranks in alike:
             self._unsynced.pop(ranks, None)  # equal again: they average parameters, now and then
             self._judge_gradients(ranks, step, optimizer)
+        self._shared.judge(optimizer, step.number, step.site, step.values)
         if step.number == 1:
             self._judge_start(step)
         return None
@@ -233,8 +212,8 @@ class Replicas:
     def _judge_gradients(self, ranks: tuple[int, ...], step: Step, optimizer: int) -> None:
         columns = [*zip(*(step.values[rank] for rank in ranks), strict=True)]
         present = [column for column in columns if any(v.gradient for v in column)]
-        wrong = [column for column in present if not _is_equal(v.gradient for v in column)]
-        right = [column for column in present if _is_averaged([v.gradient for v in column])]
+        wrong = [column for column in present if not is_equal(v.gradient for v in column)]
+        right = [column for column in present if is_same([v.gradient for v in column])]
         if right:
             self.confirmed.add((optimizer, ranks))
         if wrong and (right or step.is_ddp) and not self.averages_parameters:
@@ -257,7 +236,7 @@ class Replicas:
         self._findings.add(
             ("gradients", (step.site, ranks)),
             f"step {step.number}: {len(wrong)} of {num_present} gradients differ between "
-            f"{rank_names(ranks)}, whose parameters are equal: {_names(wrong)} (norm "
+            f"{rank_names(ranks)}, whose parameters are equal: {names_of(wrong)} (norm "
             f"{norms[0]:.4g} on rank {ranks[0]}, {norms[1]:.4g} on rank {ranks[1]}). They were not "
             f"averaged; {place(step.site)}.{advice}",
         )
@@ -280,21 +259,20 @@ class Replicas:
             wrong = [
                 column
                 for column in columns
-                if _is_averaged([v.gradient for v in column])
-                and not _is_equal(v.value for v in column)
+                if is_same([v.gradient for v in column]) and not is_equal(v.value for v in column)
             ]
             if wrong:
                 self._findings.add(
                     ("start", step.site),
                     f"step 1: {rank_names(ranks)} average their gradients, but began with "
-                    f"different parameters: {_names(wrong)}. Broadcast them before training, or "
+                    f"different parameters: {names_of(wrong)}. Broadcast them before training, or "
                     f"build the model from one seed; {place(step.site)}",
                 )
 
     def _report_drift(self, step: Step, before: tuple[int, ...]) -> None:
         """Report replicas that were equal before the last step, and are not any more."""
         columns = zip(*(step.values[rank] for rank in before), strict=True)
-        wrong = [column for column in columns if not _is_equal(v.value for v in column)]
+        wrong = [column for column in columns if not is_equal(v.value for v in column)]
         rates = {step.rates[rank] for rank in before}
         advice = " Something besides the averaged gradients changed them."
         if len(rates) > 1:
@@ -302,7 +280,7 @@ class Replicas:
         self._findings.add(
             ("drift", step.site),
             f"step {step.number}: {rank_names(before)} were equal before step {step.number - 1}, "
-            f"and differ now: {_names(wrong)}; {place(step.site)}.{advice}",
+            f"and differ now: {names_of(wrong)}; {place(step.site)}.{advice}",
         )
 
     def _judge_norms(self, step: Step, alike: Iterable[tuple[int, ...]]) -> None:
@@ -315,7 +293,7 @@ class Replicas:
         self._report_norms(step, [rank for rank in step.norms if rank not in self._were_alike])
         for ranks in alike:
             columns = zip(*(step.values[rank] for rank in ranks), strict=True)
-            if any(_is_averaged([v.gradient for v in column]) for column in columns):
+            if any(is_same([v.gradient for v in column]) for column in columns):
                 self._report_norms(step, ranks)
 
     def _report_norms(self, step: Step, ranks: Sequence[int]) -> None:
@@ -350,11 +328,11 @@ class Replicas:
         if may_average_parameters or self._findings.has("order", "crossing"):
             return
         columns = [*zip(*(step.values[rank] for rank in ranks), strict=True)]
-        wrong = [column for column in columns if not _is_equal(v.gradient for v in column)]
+        wrong = [column for column in columns if not is_equal(v.gradient for v in column)]
         self._findings.add(
             ("unsynced", step.site),
             f"{rank_names(ranks)} began with equal parameters, and step with gradients that were "
-            f"never averaged, and differ: {_names(wrong)}; {place(step.site)}."
+            f"never averaged, and differ: {names_of(wrong)}; {place(step.site)}."
             f"{_AFTER_THE_STEP if is_by_hand else ''}",
         )
 
@@ -367,19 +345,3 @@ def _alike(step: Step) -> list[tuple[int, ...]]:
             key = tuple((v.shape, v.value.key if v.value else 0) for v in values)
             by_values[key].append(rank)
     return [tuple(sorted(ranks)) for ranks in by_values.values() if len(ranks) > 1]
-
-
-def _is_averaged(gradients: Sequence[Digest | None]) -> bool:
-    """Return whether gradients are equal, and not by chance, as constant ones may be."""
-    first = gradients[0]
-    return first is not None and not first.is_constant and _is_equal(gradients)
-
-
-def _is_equal(digests: Iterable[Digest | None]) -> bool:
-    return len({d.key if d else None for d in digests}) == 1
-
-
-def _names(columns: Sequence[Sequence[Values]]) -> str:
-    names = [column[0].name for column in columns[:MAX_NAMES]]
-    more = len(columns) - len(names)
-    return joined([*names, f"{more} more"] if more else names)

@@ -1,32 +1,28 @@
 """The sanitizer of a world: it installs the watchers, and passes on what the ranks do."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging import averagers
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distlab.sim.isolation.rank_states import RankStates, Replace
+from distlab.sim.isolation.rank_states import RankStates
+from distlab.sim.isolation.replacing import Replace, replace_until
 from distlab.sim.messages.meetings import Attendance
-from distlab.sim.reporting.sites import Places
-from distlab.sim.results.simulated import Observer
+from distlab.sim.reporting.sites import Places, Site
+from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.calls import Calls
 from distlab.sim.sanitizer.cuts import Cuts, Operations
 from distlab.sim.sanitizer.draws import Draws, Unnoticed
 from distlab.sim.sanitizer.findings import Findings
-from distlab.sim.sanitizer.parameters import Parameters
 from distlab.sim.sanitizer.replicas import Norm, Replicas
+from distlab.sim.sanitizer.steps import Steps
 
 
 class Sanitizer:
@@ -37,7 +33,7 @@ class Sanitizer:
         places: Finds the program's lines.
         unnoticed: Function that returns a context manager in which operations of the running rank
             take no time and no memory.
-        observer: Object that also sees each optimizer step, or None.
+        steps: The optimizer steps of all ranks.
 
     Attributes:
         findings: The mistakes found so far.
@@ -48,33 +44,21 @@ class Sanitizer:
         rank_states: RankStates,
         places: Places,
         unnoticed: Unnoticed,
-        observer: Observer | None = None,
+        steps: Steps,
     ) -> None:
-        self.findings, self._observer = Findings(), observer
+        self.findings = Findings()
         self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
-        self._parameters = Parameters()
-        self._calls = Calls(self.findings, self._parameters)
+        self._calls = Calls(self.findings, steps.parameters)
         self._cuts = Cuts(self.findings)
         self._draws = Draws(self.findings, rank_states, places, unnoticed)
-        self._replicas = Replicas(self.findings, self._parameters, rank_states.num_ranks)
+        self._replicas = Replicas(self.findings, steps.parameters, rank_states.num_ranks)
+        steps.listeners.append(self._stepped)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the ranks that run inside the block."""
         with contextlib.ExitStack() as undo:
-
-            def replace(owner: Any, name: str, value: object) -> Any:
-                original = getattr(owner, name)
-                undo.callback(setattr, owner, name, original)
-                setattr(owner, name, value)
-                return original
-
-            for hook in (
-                register_module_parameter_registration_hook(self._registered),
-                register_module_module_registration_hook(self._held),
-                register_optimizer_step_pre_hook(self._steps),
-            ):
-                undo.callback(hook.remove)
+            replace = partial(replace_until, undo)
             self._draws.install(replace)
             self._watch_clipping(replace)
             self._watch_wrapping(replace)
@@ -92,11 +76,11 @@ class Sanitizer:
     def posted(self, attendance: Attendance) -> None:
         """Look at a collective call of the running rank."""
         with self._unnoticed():
-            self._calls.posted(attendance)
+            is_of_ddp = self._calls.posted(attendance)
             self._cuts.posted(attendance)
         if attendance.call.inputs:
             self._replicas.spoke(attendance.rank)
-        if self._calls.is_of_ddp(attendance):
+        if is_of_ddp:
             self._replicas.synced(attendance.rank)
 
     def met(self, key: object, members: Sequence[Attendance]) -> None:
@@ -125,37 +109,11 @@ class Sanitizer:
 
     # What torch tells
 
-    def _registered(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
-        if parameter is not None and self._rank_states.is_in_rank():
-            self._parameters.register(self._rank_states.current, module, name, parameter)
-
-    def _held(self, module: nn.Module, name: str, held: nn.Module | None) -> None:
-        if held is not None:
-            self._parameters.hold(module, name, held)
-
-    def _steps(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._rank_states.is_in_rank():
-            return
-        site = self._places.call_site()[0]
-        rank = self._rank_states.current
-        with self._unnoticed():
-            at = self._replicas.at(rank, optimizer)
-            if self._observer is not None:
-                self._observer.stepped(rank, at, self._named(optimizer), site)
-            step = self._replicas.steps(rank, at, optimizer, site)
-            if step is not None:
-                for ranks in {ranks for _, ranks in self._replicas.confirmed}:
-                    self._draws.compare(ranks, step.number)
-
-    def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return an optimizer's parameters by their names, which differ."""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        names = [self._parameters.name(p) for p in params]
-        counts = Counter(names)
-        return {
-            name if counts[name] == 1 else f"{name} (parameter {number})": p
-            for number, (name, p) in enumerate(zip(names, params, strict=True), start=1)
-        }
+    def _stepped(self, rank: int, at: StepOf, optimizer: Optimizer, site: Site) -> None:
+        step = self._replicas.steps(rank, at, optimizer, site)
+        if step is not None:
+            for ranks in {ranks for _, ranks in self._replicas.confirmed}:
+                self._draws.compare(ranks, step.number)
 
     def _watch_clipping(self, replace: Replace) -> None:
         clip = clip_grad.clip_grad_norm_

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
-from distlab.sim import Options, simulate
+from distlab.sim import Options, SimulationError, simulate
 from distlab.sim.sanitizer.against import Against, Reference
 
 
@@ -247,6 +247,45 @@ def numbers_epochs_by_rank() -> None:
             pass
 
 
+def splits_samples_by_rank() -> None:
+    examples = TensorDataset(torch.arange(16.0))
+    part, _ = random_split(examples, [12, 4])
+    for _batch in DataLoader(part, sampler=DistributedSampler(part)):
+        pass
+
+
+def leaves_a_shared_gradient_in_parts() -> None:
+    """Without the all-reduce that a column-parallel layer's input needs in the backward pass."""
+    trains_with_a_split_layer(sums=False)
+
+
+def trains_with_a_split_layer(*, sums: bool = True) -> None:
+    embedding, half, head, optimizer = split_model()
+    for _ in range(2):
+        optimizer.zero_grad()
+        mine = half(embedding(shared_data())).relu().sum(1)
+        others = mine.detach().clone()
+        dist.all_reduce(others)
+        head((mine + others - mine.detach()).unsqueeze(1)).square().sum().backward()
+        for parameter in embedding.parameters() if sums else ():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
+def split_model() -> tuple[nn.Linear, nn.Linear, nn.Linear, torch.optim.Optimizer]:
+    """Return a shared layer, this rank's half of the next one, and a shared head."""
+    torch.manual_seed(0)
+    embedding, head = nn.Linear(4, 8), nn.Linear(1, 2)
+    torch.manual_seed(1 + dist.get_rank())
+    half = nn.Linear(8, 4)
+    parameters = nn.ModuleList([embedding, half, head]).parameters()
+    return embedding, half, head, torch.optim.SGD(parameters, 0.01)
+
+
+def shared_data() -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+
+
 def drops_the_same_elements() -> None:
     net = model()
     net.append(nn.Dropout(0.5))
@@ -267,7 +306,7 @@ def shards_after_making_the_optimizer() -> None:
 
 
 WRONG: dict[Callable[[], None], str] = {
-    shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1, and none",
+    shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1 without",
     forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
     "whose parameters are equal: 2.weight",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
@@ -294,6 +333,8 @@ WRONG: dict[Callable[[], None], str] = {
     repeats_an_epoch: "ranks 0 and 1 went through a DistributedSampler again, still in epoch 0",
     shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seed + epoch = 0 and 7",
     numbers_epochs_by_rank: "go through a DistributedSampler with seed + epoch = 0 and 1",
+    splits_samples_by_rank: "ranks 0 and 1 go through DistributedSamplers of different parts",
+    leaves_a_shared_gradient_in_parts: "step 1: 0.weight and 0.bias had equal values on ranks 0",
     drops_the_same_elements: "step 1: ranks 0 and 1 drop the same elements",
 }
 
@@ -582,7 +623,17 @@ def makes_one_model_more_on_rank_0() -> None:
     del shown
 
 
+def splits_samples_alike() -> None:
+    examples = TensorDataset(torch.arange(16.0))
+    part, rest = random_split(examples, [12, 4], torch.Generator().manual_seed(1))
+    for one in (part, rest):
+        for _batch in DataLoader(one, sampler=DistributedSampler(one)):
+            pass
+
+
 RIGHT = [
+    trains_with_a_split_layer,
+    splits_samples_alike,
     leaves_out_steps_in_a_join,
     goes_over_to_local_sgd,
     gathers_the_gradients_of_owners,
@@ -620,6 +671,21 @@ def test_a_sanitized_run_takes_the_same_virtual_time_and_memory() -> None:
     watched = simulate(trains_with_ddp, 2, cluster="dgx-h100", options=Options(is_sanitized=True))
     assert watched.seconds == plain.seconds
     assert watched.trace.peak_bytes == plain.trace.peak_bytes
+
+
+def receives_after_a_mistake(error: str) -> None:
+    gathers_into_one_tensor()
+    if error:
+        raise ValueError(error)
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(1), 1)
+
+
+@pytest.mark.parametrize("error", ["", "no file"])
+def test_a_failed_run_tells_what_was_found_before(error: str) -> None:
+    with pytest.raises(SimulationError) as caught:
+        simulate(receives_after_a_mistake, 2, error, options=Options(is_sanitized=True))
+    assert "found by --sanitize until then:\n  the 2 tensors that all_gather" in str(caught.value)
 
 
 # Against one rank

@@ -1,0 +1,100 @@
+"""The optimizer steps of all ranks, for those who look at them."""
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, MutableMapping
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from distlab.sim.isolation.rank_states import RankStates
+from distlab.sim.reporting.sites import Places, Site
+from distlab.sim.results.simulated import Observer, StepOf
+from distlab.sim.sanitizer.draws import Unnoticed
+from distlab.sim.sanitizer.parameters import Parameters
+
+Listener = Callable[[int, StepOf, Optimizer, Site], object]
+
+
+class Steps:
+    """Counts each rank's optimizer steps, and calls listeners before each of them.
+
+    Attributes:
+        parameters: The parameters that the ranks have registered, with their names.
+        listeners: Functions that get the rank, the step, the optimizer and the program's line.
+    """
+
+    def __init__(self, rank_states: RankStates, places: Places, unnoticed: Unnoticed) -> None:
+        self.parameters = Parameters()
+        self.listeners: list[Listener] = []
+        self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
+        # For each rank's optimizer, its next step.
+        self._next: defaultdict[int, MutableMapping[Optimizer, StepOf]] = defaultdict(
+            WeakIdKeyDictionary
+        )
+        self._num_optimizers: Counter[int] = Counter()
+
+    def show(self, observer: Observer) -> None:
+        """Call an observer at each step, with the parameters by their names."""
+        self.listeners.append(
+            lambda rank, at, optimizer, site: observer.stepped(
+                rank, at, self._named(optimizer), site
+            )
+        )
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the ranks that run inside the block."""
+        hooks = (
+            register_module_parameter_registration_hook(self._registered),
+            register_module_module_registration_hook(self._held),
+            register_optimizer_step_pre_hook(self._steps),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _registered(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        if parameter is not None and self._rank_states.is_in_rank():
+            self.parameters.register(self._rank_states.current, module, name, parameter)
+
+    def _held(self, module: nn.Module, name: str, held: nn.Module | None) -> None:
+        if held is not None:
+            self.parameters.hold(module, name, held)
+
+    def _steps(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._rank_states.is_in_rank():
+            return
+        site = self._places.call_site()[0]
+        rank = self._rank_states.current
+        with self._unnoticed():
+            at = self._count(rank, optimizer)
+            for listener in self.listeners:
+                listener(rank, at, optimizer, site)
+
+    def _count(self, rank: int, optimizer: Optimizer) -> StepOf:
+        known = self._next[rank]
+        if optimizer not in known:
+            known[optimizer] = StepOf(0, self._num_optimizers[rank])
+            self._num_optimizers[rank] += 1
+        at = known[optimizer]
+        known[optimizer] = StepOf(at.step + 1, at.optimizer)
+        return at
+
+    def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return an optimizer's parameters by their names, which differ."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [self.parameters.name(p) for p in params]
+        counts = Counter(names)
+        return {
+            name if counts[name] == 1 else f"{name} (parameter {number})": p
+            for number, (name, p) in enumerate(zip(names, params, strict=True), start=1)
+        }
