@@ -360,6 +360,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         *,
         compute_dtype: torch.dtype = torch.bfloat16,
+        reduce_dtype: torch.dtype | None = None,
         group: Group = None,
     ) -> None:
         """Shard the parameters of a module; all ranks get the values of rank 0.
@@ -369,6 +370,9 @@ class FullyShardedDataParallel(nn.Module):
                 are those of ``units_of``; all ranks use the units in the same order, each one
                 through its ``forward``.
             compute_dtype: dtype of the whole parameters and of their gradients.
+            reduce_dtype: dtype in which gradients are sent and summed; by default, that of the
+                gradients. In bfloat16, a sum of 256 and 1 is 256, so sums over many ranks need
+                float32, for twice the bytes.
             group: the ranks that share the model; all by default.
 
         Raises:
@@ -380,8 +384,9 @@ class FullyShardedDataParallel(nn.Module):
         check_has_values(module)
         self.module, self.compute_dtype = module, compute_dtype
         self.order = Order(group)
+        dtypes = compute_dtype, reduce_dtype or compute_dtype
         for owner, places in units_of(module).items():
-            self.order.units.append(Unit(owner, places, compute_dtype, self.order))
+            self.order.units.append(Unit(owner, places, dtypes, self.order))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -394,9 +399,10 @@ class FullyShardedDataParallel(nn.Module):
             What the module returns. A backward pass that starts from it adds the mean of the
             gradients over the ranks to the ``grad`` of each shard.
 
-        Cost: (N-1)/N·Ψ elements sent in ``compute_dtype``, and in the backward pass at most twice
-            as many: at most 3(N-1)/N·Ψ in all. Gradients of frozen parameters are not sent, and
-            parameters that the backward pass does not need are not gathered for it.
+        Cost: (N-1)/N·Ψ elements sent in ``compute_dtype``, and in the backward pass at most as many
+            again and (N-1)/N·Ψ gradients in ``reduce_dtype``: at most 3(N-1)/N·Ψ in all. Gradients
+            of frozen parameters are not sent, and parameters that the backward pass does not need
+            are not gathered for it.
         """
         # TODO 3.20: the module's result, for inputs in compute_dtype. What autograd saves
         #   passes through the hooks of self.order. The uses that an earlier pass left in
@@ -449,6 +455,8 @@ class Unit:
     """Part of a model; it is whole while it computes, and sharded over the ranks otherwise.
 
     Attributes:
+        dtype: dtype of the whole parameters.
+        reduce_dtype: dtype in which their gradients are summed.
         places: module and attribute name of each place where a parameter occurs in the model.
         paths: name of each place in the model's ``state_dict``.
         slots: index of the parameter at each place; the places of a tied parameter have the same
@@ -465,9 +473,14 @@ class Unit:
     """
 
     def __init__(
-        self, owner: nn.Module, places: Sequence[Place], dtype: torch.dtype, order: "Order"
+        self,
+        owner: nn.Module,
+        places: Sequence[Place],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        order: "Order",
     ) -> None:
-        self.dtype, self.order, self.group = dtype, order, order.group
+        self.dtype, self.reduce_dtype = dtypes
+        self.order, self.group = order, order.group
         self.places = [(place.module, place.name) for place in places]  # without the parameters
         self.paths = [place.path for place in places]
         kinds = same_kind(place.param for place in places)

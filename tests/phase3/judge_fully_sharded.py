@@ -57,6 +57,17 @@ def test_shards_are_kept_in_32_bits(grade: Grade) -> None:
             expect(what, result["dtypes"], ["torch.bfloat16", "torch.float32"])
 
 
+@task("3.20")
+def test_gradients_are_summed_in_the_dtype_that_was_asked_for(grade: Grade) -> None:
+    for rank, gradient in enumerate(grade.run(b.reduce_in_float32, 2, if_stuck=STUCK).results):
+        check(
+            gradient in (None, 128.5),
+            f"rank {rank} of 2, compute_dtype bfloat16, reduce_dtype float32, gradients of 256 and "
+            f"1: their mean should be 128.5, got {gradient}. Cast the gradients to reduce_dtype "
+            "before the reduce-scatter: in bfloat16, 256 + 1 is 256.",
+        )
+
+
 # Memory
 
 
