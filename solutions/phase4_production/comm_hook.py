@@ -124,17 +124,17 @@ class CompressionHook:
         mean, sent = self.reduce(wanted, pieces)
         for gradient, part in zip(gradients, _parts(mean, pieces), strict=True):
             gradient.copy_(part)
-        is_finite = (0 * mean).sum() == 0  # 0 · ∞ is NaN; ``isfinite`` is far slower on CPUs
-        self._keep(pieces, wanted - sent, is_finite)
+        is_finite = mean.sum().isfinite()
+        self._keep(pieces, wanted.sub_(sent), is_finite)
 
     def _with_residuals(self, pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradients plus their residuals, flat and in float32 or wider."""
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        for piece, part in zip(pieces, _parts(wide, pieces), strict=True):
-            if piece.name in self.residuals:
-                part += self.residuals[piece.name].to(part)
-        return wide
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        flat = gradients[0].new_empty(sum(g.numel() for g in gradients), dtype=dtype)
+        for piece, part, gradient in zip(pieces, _parts(flat, pieces), gradients, strict=True):
+            residual = self.residuals.get(piece.name, gradient.new_zeros(()))
+            torch.add(gradient, residual.to(part), out=part)
+        return flat
 
     def _keep(self, pieces: Sequence[Piece], left: Tensor, is_kept: Tensor) -> None:
         """Keep the unsent rest of each piece, unless all ranks skip this step.
@@ -144,7 +144,7 @@ class CompressionHook:
         left.nan_to_num_(0.0, 0.0, 0.0)  # a NaN would stay forever
         for piece, new in zip(pieces, _parts(left, pieces), strict=True):
             old = self.residuals.get(piece.name, new.new_zeros(())).to(new)
-            self.residuals[piece.name] = torch.where(is_kept, new, old)
+            self.residuals[piece.name] = torch.where(is_kept, new, old, out=new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what this rank needs to continue bit for bit in a later run.

@@ -1,7 +1,7 @@
 """PowerSGD: send two thin factors of a gradient instead of the gradient itself."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ class PowerSGD:
         compressed.
         """
         is_low = [self._is_compressed(piece.shape) for piece in pieces]
-        parts = gradient.split([piece.shape.numel() for piece in pieces])
+        sizes = [piece.shape.numel() for piece in pieces]
+        parts = gradient.split(sizes)
         rest = [part for part, low in zip(parts, is_low, strict=True) if not low]
         matrices = {
             piece.name: part.reshape(piece.shape[0], -1)
@@ -91,18 +92,17 @@ class PowerSGD:
         }
         old_qs = [self._q_of(name, matrix) for name, matrix in matrices.items()]
         own_ps = [_times(matrix, q) for matrix, q in zip(matrices.values(), old_qs, strict=True)]
-        means = self._mean([*own_ps, *rest])
-        ps, rest_means = means[: len(own_ps)], means[len(own_ps) :]
+        ps, rest_means = self._means(own_ps, rest)
         for p in ps:
             orthogonalize(p)
         own_qs = [_times(matrix.T, p) for matrix, p in zip(matrices.values(), ps, strict=True)]
-        qs = self._mean(own_qs)
+        qs, _ = self._means(own_qs)
         for name, q, old in zip(matrices, qs, old_qs, strict=True):
             self.qs[name] = torch.where(q.isfinite().all(), q, old)  # no ``if``: it would wait
-        return Reduced(
-            _in_order(is_low, _products(ps, qs), rest_means),
-            _in_order(is_low, _products(ps, own_qs), rest),
-        )
+        mean, sent = torch.empty_like(gradient), torch.empty_like(gradient)
+        _fill(mean.split(sizes), is_low, zip(ps, qs, strict=True), rest_means)
+        _fill(sent.split(sizes), is_low, zip(ps, own_qs, strict=True), rest)
+        return Reduced(mean, sent)
 
     def _is_compressed(self, shape: torch.Size) -> bool:
         """Return whether the two factors are smaller than the matrix."""
@@ -119,15 +119,22 @@ class PowerSGD:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         return torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
 
-    def _mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the means of several tensors over the ranks, in one all-reduce."""
+    def _means(
+        self, factors: Sequence[Tensor], rest: Sequence[Tensor] = ()
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the means over the ranks of factors and of flat tensors, in one all-reduce.
+
+        Factors are sent column by column, and so lie in memory, as ``_times`` makes and needs them.
+        """
+        tensors = [*(factor.T for factor in factors), *rest]
         if not tensors:
-            return []
+            return [], []
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat, group=self.group)
         flat /= dist.get_world_size(self.group)
         parts = flat.split([tensor.numel() for tensor in tensors])
-        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        means = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+        return [mean.T for mean in means[: len(factors)]], means[len(factors) :]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what a later run needs to continue bit for bit."""
@@ -139,16 +146,21 @@ class PowerSGD:
 
 
 def _times(matrix: Tensor, thin: Tensor) -> Tensor:
-    """Return matrix @ thin, in the order in which CPUs compute it several times faster."""
-    return (thin.T @ matrix.T).T
+    """Return matrix @ thin as a transposed product, which CPUs compute several times faster."""
+    return (thin.T.contiguous() @ matrix.T).T
 
 
-def _products(ps: Sequence[Tensor], qs: Sequence[Tensor]) -> list[Tensor]:
-    """Return P Qᵀ for each pair."""
-    return [p @ q.T for p, q in zip(ps, qs, strict=True)]
-
-
-def _in_order(is_low: Sequence[bool], low: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
-    """Join the low-rank and other pieces into one flat tensor, in their original order."""
-    lows, rests = iter(low), iter(rest)
-    return torch.cat([next(lows if is_one else rests).flatten() for is_one in is_low])
+def _fill(
+    parts: Sequence[Tensor],
+    is_low: Sequence[bool],
+    factors: Iterator[tuple[Tensor, Tensor]],
+    rest: Iterable[Tensor],
+) -> None:
+    """Fill the parts of a flat tensor, in order: with P Qᵀ if compressed, or from ``rest``."""
+    others = iter(rest)
+    for part, is_one in zip(parts, is_low, strict=True):
+        if is_one:
+            p, q = next(factors)
+            torch.mm(p, q.T, out=part.view(len(p), len(q)))
+        else:
+            part.copy_(next(others))
