@@ -84,7 +84,7 @@ def _padded(chunk: Tensor, length: int) -> Tensor:
 
 
 def start_exchange(
-    outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None
+    outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None, tag: int = 0
 ) -> Sequence[dist.Work]:
     """Start sending ``outgoing`` to ``dst`` and receiving ``incoming`` from ``src``.
 
@@ -97,12 +97,13 @@ def start_exchange(
         incoming: contiguous tensor with the shape and dtype of what ``src`` sends.
         src: the rank inside ``group`` that sends ``incoming``; not this rank.
         group: the ranks that take part; all by default.
+        tag: number that tells these messages from others under way; NCCL ignores it.
 
     Returns:
         The operations in progress; call ``wait`` on each.
     """
-    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)
-    recv = dist.P2POp(dist.irecv, incoming, group=group, group_peer=src)
+    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst, tag=tag)
+    recv = dist.P2POp(dist.irecv, incoming, group=group, group_peer=src, tag=tag)
     works: list[dist.Work] = dist.batch_isend_irecv([send, recv])
     return works
 
@@ -225,6 +226,8 @@ def start_reduce_scatter(x: Tensor, group: Group = None) -> Started:
 
     Until ``wait`` has returned, ``x`` must be neither read nor written.
     """
+    if _is_gloo_on_cpus(x, group):
+        return _sum_by_messages(x, group)
     work: Started = _REDUCE_SCATTER(own_chunk(x, group), x.view(-1), group=group, async_op=True)
     return work
 
@@ -234,8 +237,65 @@ def start_all_gather(x: Tensor, group: Group = None) -> Started:
 
     Until ``wait`` has returned, ``x`` must be neither read nor written.
     """
+    if _is_gloo_on_cpus(x, group):
+        return _copy_by_messages(x, group)
     work: Started = _ALL_GATHER(x.view(-1), own_chunk(x, group), group=group, async_op=True)
     return work
+
+
+# On gloo, torch's reduce-scatter is an all-reduce, which sends twice as much (pytorch/pytorch, pull
+# request 118911), and its all-gather copies everything once more. Messages between CPUs do neither.
+
+_CHUNKS = 318_320  # tag of these messages, which tells them from those of a lesson
+
+
+def _is_gloo_on_cpus(x: Tensor, group: Group) -> bool:
+    return x.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+def _sum_by_messages(x: Tensor, group: Group) -> "_Messages":
+    """Start to send each rank its chunk, and to add up the others' versions of this rank's own."""
+    rank, chunks = dist.get_rank(group), x.view(-1).tensor_split(dist.get_world_size(group))
+    rooms = x.new_empty(len(chunks) - 1, len(chunks[rank]))
+    works = [
+        work
+        for room, (dst, src) in zip(rooms, _partners(rank, len(chunks)), strict=True)
+        for work in start_exchange(chunks[dst], dst, room, src, group, _CHUNKS)
+    ]
+    return _Messages(works, lambda: [chunks[rank].add_(room) for room in rooms])
+
+
+def _copy_by_messages(x: Tensor, group: Group) -> "_Messages":
+    """Start to send this rank's chunk to each rank, and to receive theirs in their places."""
+    rank, chunks = dist.get_rank(group), x.view(-1).tensor_split(dist.get_world_size(group))
+    works = [
+        work
+        for dst, src in _partners(rank, len(chunks))
+        for work in start_exchange(chunks[rank], dst, chunks[src], src, group, _CHUNKS)
+    ]
+    return _Messages(works)
+
+
+def _partners(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Return the ranks to send to and to receive from, at distances 1, 2, …
+
+    Rank 0 of 4: (1, 3), (2, 2), (3, 1)
+    """
+    distances = range(1, world_size)
+    return [((rank + d) % world_size, (rank - d) % world_size) for d in distances]
+
+
+class _Messages(NamedTuple):
+    """Messages under way, and what remains to be done when they have arrived."""
+
+    works: Sequence[dist.Work]
+    finish: Callable[[], object] = lambda: None
+
+    def wait(self) -> None:
+        """Wait until all have arrived, and finish."""
+        for work in self.works:
+            work.wait()
+        self.finish()
 
 
 def laid_out_like(parameter: Tensor, part: Tensor) -> Tensor:
