@@ -2,7 +2,6 @@
 
 import ast
 import os
-from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 
@@ -14,6 +13,7 @@ from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.simulation import simulate
 
 _STARTS = {"spawn", "start_processes", "Process"}
+_JOINS = {"init_process_group", "init_device_mesh"}
 _PLACES = {"RANK", "LOCAL_RANK"}  # variables that only a launcher sets
 
 
@@ -25,7 +25,7 @@ def starts_its_own_ranks(tree: ast.Module) -> bool:
     """
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    if not names & _STARTS or "init_process_group" not in names:
+    if not names & _STARTS or not names & _JOINS:
         return False
     places = [node for node in ast.walk(tree) if _is_place(node)]
     return not places or bool(_assigned(tree))
@@ -77,10 +77,9 @@ class _Worlds:
 
     def simulate(self, children: list[Child]) -> None:
         """Run children as the ranks of a world."""
-        arguments = children, self._program, self._program.mains.module, {**os.environ}
         try:
             simulated = simulate(
-                partial(_be_child, *arguments),
+                partial(_be_child, children, self._program, self._program.mains.module),
                 len(children),
                 cluster=choose_cluster(self._cluster, len(children)),
                 options=self._options,
@@ -106,10 +105,8 @@ class _Worlds:
         return self._simulated[-1]
 
 
-def _be_child(
-    children: list[Child], program: Program, parent: ModuleType, variables: Mapping[str, str]
-) -> None:
+def _be_child(children: list[Child], program: Program, parent: ModuleType) -> None:
     child = children[int(os.environ["RANK"])]
     os.environ.clear()  # no launcher has set RANK or MASTER_ADDR for this process
-    os.environ.update(variables)
+    os.environ.update(child.variables)
     be_child(child, program, parent)

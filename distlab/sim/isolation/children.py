@@ -49,12 +49,15 @@ class Child(NamedTuple):
 
     Attributes:
         call: Its function and arguments, pickled if possible, so that each rank has its own.
+        shared: Objects that the processes share; an index is pickled instead.
         is_fork: True if it was started by fork, so that it has all variables of the script.
+        variables: The environment when it was started.
     """
 
     call: Any
-    shared: list[object]  # objects that the processes share; an index is pickled instead
+    shared: list[object]
     is_fork: bool
+    variables: dict[str, str]
 
 
 class Children:
@@ -282,8 +285,8 @@ def _packed(call: Any, is_fork: bool) -> Child:
     except Exception:  # an object's __reduce__ may raise anything
         if not is_fork:
             raise  # as on real processes
-        return Child(call, [], is_fork)
-    return Child(file.getvalue(), shared, is_fork)
+        return Child(call, [], is_fork, {**os.environ})
+    return Child(file.getvalue(), shared, is_fork, {**os.environ})
 
 
 def _unpacked(child: Child) -> Any:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
-from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import torch
@@ -187,6 +186,10 @@ def _create_group(options: Any, description: str | None) -> dist.ProcessGroup:
     return host.groups.make(members, options.group_id, options.timeout, description or "")
 
 
+# Finds rank, number of ranks and address; the package's attribute of this name is a function.
+_RENDEZVOUS: Any = sys.modules["torch.distributed.rendezvous"]
+
+
 def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Make every group a simulated one, whichever backend the program asks for."""
 
@@ -201,10 +204,13 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         **__: Any,
     ) -> None:
         _check_place(host.rank_states, rank, world_size)
-        if store is None:
-            _check_rendezvous(init_method, rank, world_size)
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
+        if store is None:
+            _, *numbers = next(_RENDEZVOUS.rendezvous(init_method or "env://", rank, world_size))
+            _check_place(host.rank_states, *numbers)
+        elif min(rank, world_size) < 0:
+            raise AssertionError("rank and world_size must be given with a store")
         host.exits.joined(host.rank_states.current)
         host.groups.join(timeout)
         _share_loss_handlers(undo)
@@ -247,31 +253,20 @@ def _check_place(rank_states: RankStates, rank: int, world_size: int) -> None:
         )
 
 
-def _check_rendezvous(init_method: object, rank: int, world_size: int) -> None:
-    """Raise torch's error for numbers that neither the arguments nor the environment give.
-
-    A launcher sets the variables; in processes that a script starts itself, nobody has.
-    """
-    url = urlsplit(str(init_method or "env://"))
-    begin = f"Error initializing torch.distributed using {url.scheme}:// rendezvous: "
-    numbers, in_url = {"rank": rank, "world_size": world_size}, parse_qs(url.query)
-    missing = [name for name, number in numbers.items() if number < 0 and name not in in_url]
-    if url.scheme == "env":
-        needed = [*map(str.upper, missing), "MASTER_ADDR", "MASTER_PORT"]
-        for name in [name for name in needed if name not in os.environ]:
-            raise ValueError(f"{begin}environment variable {name} expected, but not set")
-    elif missing:
-        raise ValueError(f"{begin}{missing[0].replace('_', ' ')} parameter missing")
-
-
 # Patches inside torch, which take effect even if a program imported the public functions earlier
 
 
 def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Make torch's own ``init_process_group`` and ``new_group`` create simulated groups."""
+    find_numbers = _RENDEZVOUS.rendezvous
 
-    def rendezvous(*_: object, **__: object) -> Iterator[tuple[object, int, int]]:
-        yield host.groups.store, host.rank_states.current, host.rank_states.num_ranks
+    def rendezvous(
+        url: Any, rank: int = -1, world_size: int = -1, **settings: Any
+    ) -> Iterator[tuple[object, int, int]]:
+        """Yield what torch's yields, or raise its error where numbers or an address are missing."""
+        _, rank, world_size = next(find_numbers(url, rank, world_size, **settings))
+        _check_place(host.rank_states, rank, world_size)
+        yield host.groups.store, rank, world_size
 
     make_group = c10d._new_process_group_helper
 
@@ -288,6 +283,8 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
     replace_until(undo, c10d, "rendezvous", rendezvous)
+    for make_store in ("_create_c10d_store", "FileStore"):
+        replace_until(undo, _RENDEZVOUS, make_store, lambda *_, **__: host.groups.store)
     replace_until(undo, c10d, "_new_process_group_helper", make_simulated_group)
 
 

@@ -27,13 +27,6 @@ def write(tmp_path: Path):
     return to_file
 
 
-@pytest.fixture(autouse=True)
-def _address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set what scripts that start their own ranks need, as on real processes."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-
-
 def run(script: Path, *arguments: str, ranks: int = 2) -> None:
     run_script(script, arguments, ranks, Cluster(1, ranks), Options())
 
@@ -144,6 +137,15 @@ STARTERS = {
     while any(part.is_alive() for part in parts):
         pass
     """,
+    "each its variables": """
+    processes = []
+    for rank in range(3):
+        os.environ["RANK"] = str(rank)
+        processes.append(mp.Process(target=main, args=("RANK", 3)))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    """,
     "class of processes": """
     for rank in range(3):
         Worker(rank).start()
@@ -152,7 +154,10 @@ STARTERS = {
 
 
 @pytest.mark.parametrize("start", STARTERS.values(), ids=STARTERS)
-def test_processes_that_a_script_starts_become_the_ranks(tmp_path, start: str, capsys) -> None:
+def test_processes_that_a_script_starts_become_the_ranks(
+    tmp_path, start: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")  # so that what the script sets is undone
     script = tmp_path / "starts.py"
     script.write_text(f"""
 import os
@@ -165,6 +170,7 @@ class Sum:
 def main(rank, size):
     global count
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "29500"
+    rank = int(os.environ.get(rank, rank)) if isinstance(rank, str) else rank
     dist.init_process_group("gloo", rank=rank, world_size=size)
     x = torch.ones(1) * rank
     dist.all_reduce(x)
@@ -200,7 +206,7 @@ import torch.distributed as dist
 settings = None
 print("loaded")
 def main(rank, results):
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", "tcp://127.0.0.1:29500", rank=rank, world_size=2)
     dist.barrier()
     results.put((rank, settings, later))
 if __name__ == "__main__":
@@ -223,7 +229,7 @@ import torch
 import torch.distributed as dist
 counts = None
 def main(rank, model, x):
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", "tcp://127.0.0.1:29500", rank=rank, world_size=2)
     model(torch.full((1, 2), rank + 1.0)).sum().backward()
     x += 1
     counts["calls"] += 1
@@ -273,11 +279,9 @@ import sys
 import torch.distributed as dist
 import torch.multiprocessing as mp
 def main(rank, size):
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    dist.init_process_group("gloo", "tcp://127.0.0.1:29500", rank=rank, world_size=size)
     if rank == 1 and "fails" in sys.argv:
         raise ValueError("why")
-def join_without_number(rank):
-    dist.init_process_group("gloo")
 """
 
 
@@ -312,11 +316,6 @@ def join_without_number(rank):
             [],
             "rank 0 of 2 calls init_process_group(rank=0, world_size=3)",
         ),
-        (
-            "if __name__ == '__main__':\n    mp.spawn(join_without_number, nprocs=2)",
-            [],
-            "environment variable RANK expected, but not set",
-        ),
     ],
 )
 def test_ranks_that_cannot_start_are_refused_in_one_line(
@@ -326,6 +325,41 @@ def test_ranks_that_cannot_start_are_refused_in_one_line(
     script.write_text(f"{SPAWN}{lines}\n")
     with pytest.raises(SimulationError, match=re.escape(report)):
         run(script, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("dist.init_process_group('gloo')", "environment variable RANK expected"),
+        (
+            "dist.init_process_group('gloo', rank=rank, world_size=2)",
+            "environment variable MASTER_ADDR expected",
+        ),
+        (
+            "dist.init_process_group('gloo', 'tcp://127.0.0.1:29500', world_size=2)",
+            "tcp:// rendezvous: rank parameter missing",
+        ),
+        (
+            "torch.distributed.device_mesh.init_device_mesh('cpu', (2,))",
+            "environment variable RANK expected",
+        ),
+    ],
+)
+def test_ranks_without_a_launcher_need_what_torch_needs(
+    tmp_path: Path, call: str, expected: str
+) -> None:
+    script = tmp_path / "needs.py"
+    script.write_text(f"""
+import torch.distributed.device_mesh
+import torch.distributed as dist
+import torch.multiprocessing as mp
+def main(rank):
+    {call}
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2)
+""")
+    with pytest.raises(SimulationError, match=re.escape(expected)):
+        run(script)
 
 
 def test_a_process_that_a_rank_starts_cannot_join_the_ranks(write, capfd) -> None:
