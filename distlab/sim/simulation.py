@@ -145,12 +145,13 @@ class Simulation:
                 self.clock.note_compute(rank, rank.clock_s)
 
         separate = modules.separate(self.rank_states) if own_modules else contextlib.nullcontext()
-        with self._process_prepared(), separate:
+        with self._findings_told(), self._process_prepared(), separate:
             self.rank_states.begin()
             self.scheduler.run(body, self._standstill_error)
-        if self.failures.first:  # the ranks caught this error and continued
-            raise self.failures.first
-        self._note_what_is_left()
+        with self._findings_told():
+            if self.failures.first:  # the ranks caught this error and continued
+                raise self.failures.first
+            self._note_what_is_left()
         end_s = max(rank.clock_s for rank in self.scheduler.ranks)
         self.trace.network_s = max(end_s, self.scheduler.now_s)
         flops = [device.flops for device in self.devices] or [0] * self.num_ranks
@@ -160,6 +161,16 @@ class Simulation:
 
     def _findings(self) -> list[str]:
         return self.sanitizer.findings.lines() if self.sanitizer else []
+
+    @contextlib.contextmanager
+    def _findings_told(self) -> Iterator[None]:
+        """Add to an error what the sanitizer has found: it may be the cause."""
+        try:
+            yield
+        except SimulationError as error:
+            lines = [f"  {line}" for line in self._findings()]
+            error.note((), ["found by --sanitize until then:", *lines] if lines else [])
+            raise
 
     @contextlib.contextmanager
     def _process_prepared(self) -> Iterator[None]:
@@ -193,7 +204,6 @@ class Simulation:
                 self.refusals.outside_note(number),
                 self.handles.note_of_failed(number) if is_check else "",
                 self._others([number]),
-                "\n".join(self._found()),
             )
             wrapped = rank_error(
                 number, self.num_ranks, error, self.places, "\n\n".join(filter(None, below))
@@ -293,13 +303,8 @@ class Simulation:
                 () if causes else handlers.suspicions(error, ranks, places, self.exits.known)
             )
             daemons = self.threads.notes.of_daemons(ended)
-            error.note(causes, (*questions, *self.handles.notes(ended), *daemons, *self._found()))
+            error.note(causes, (*questions, *self.handles.notes(ended), *daemons))
         return error
-
-    def _found(self) -> list[str]:
-        """Return what the sanitizer had found when the world failed: it may be the cause."""
-        lines = [f"  {line}" for line in self._findings()]
-        return ["found by --sanitize until then:", *lines] if lines else []
 
 
 def simulate(

@@ -119,7 +119,12 @@ class Calls:
             self._crossings[key] = _Crossing(number, ranks, titles, members[0].site)
 
     def _look_for_same_data(self, members: Sequence[Attendance]) -> None:
-        """Report gradients that are equal on all ranks before they are summed."""
+        """Report gradients that are equal on all ranks before they are summed.
+
+        They are, too, if all gradients have been cut between the samples and the loss.
+        """
+        if self._findings.has("cut"):
+            return
         first = members[0]
         digests = [digest(member.call.inputs[0]) for member in members]
         one = digests[0]
@@ -135,7 +140,8 @@ class Calls:
             self._findings.add(
                 ("same data", first.site),
                 f"{rank_names(m.rank for m in members)} computed the same gradients (norm "
-                f"{one.norm:.4g}) before averaging them: do all of them train on the same data? "
+                f"{one.norm:.4g}) before averaging them: do all of them train on the same data, or "
+                "are they no replicas of each other, but parts of one model? "
                 f"{place(first.site)}",
             )
 

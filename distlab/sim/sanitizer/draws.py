@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,9 +35,11 @@ class Draws:
         self._masks: defaultdict[int, list[tuple[Digest, Site]]] = defaultdict(list)
         self._epochs: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
         self._starts: Counter[tuple[int, Site, int]] = Counter()
-        self._part_starts: Counter[tuple[int, Site, int]] = Counter()
-        # For each line, number of samples and start, the first rank to begin, and its samples.
-        self._parts: dict[tuple[Site, int, int], tuple[int, int]] = {}
+        # For each line and number of samples, the hashes of the parts that each rank goes through.
+        self._parts: defaultdict[tuple[Site, int], defaultdict[int, set[int]]] = defaultdict(
+            lambda: defaultdict(set)
+        )
+        self._hashes: WeakKeyDictionary[Subset[Any], int] = WeakKeyDictionary()
         # For each line, number of samples and start, the first rank to begin, and its seed + epoch.
         self._seeds: dict[tuple[Site, int, int], tuple[int, int]] = {}
 
@@ -84,23 +87,32 @@ class Draws:
             )
 
     def _compare_parts(self, sampler: DistributedSampler[Any]) -> None:
-        """Report ranks that take their shares from different parts of a dataset."""
+        """Note the part of a dataset from which a rank takes its share."""
         part = sampler.dataset
         if not isinstance(part, Subset) or sampler.num_replicas != self._rank_states.num_ranks:
             return
-        rank, site = self._rank_states.current, self._places.call_site()[0]
-        indices = tuple(int(index) for index in part.indices)
-        self._part_starts[rank, site, len(indices)] += 1
-        start = site, len(indices), self._part_starts[rank, site, len(indices)]
-        first, other = self._parts.setdefault(start, (rank, hash(indices)))
-        if hash(indices) != other:
-            self._findings.add(
-                ("part", site),
-                f"{rank_names((first, rank))} go through DistributedSamplers of different parts of "
-                "a dataset, such as random_split draws on each rank: their shares overlap, and one "
-                "rank's training samples are another's validation samples. Draw the parts from "
-                f"one seed on all ranks; {place(site)}",
-            )
+        if part not in self._hashes:
+            indices: Any = getattr(part.indices, "tolist", lambda: part.indices)()
+            self._hashes[part] = hash(tuple(map(repr, indices)))
+        site = self._places.call_site()[0]
+        by_rank = self._parts[site, len(part.indices)]
+        by_rank[self._rank_states.current].add(self._hashes[part])
+
+    def ended(self) -> None:
+        """Compare the parts that ranks have gone through; called at the end of the world.
+
+        A rank may go through more parts than another, such as that for validation.
+        """
+        for (site, _), by_rank in self._parts.items():
+            for (one, ours), (other, theirs) in combinations(sorted(by_rank.items()), 2):
+                if not (ours <= theirs or theirs <= ours):
+                    self._findings.add(
+                        ("part", site),
+                        f"{rank_names((one, other))} go through DistributedSamplers of different "
+                        "parts of a dataset, such as random_split draws on each rank: their shares "
+                        "overlap or leave samples out. Give all ranks the same part, drawn from "
+                        f"one seed; {place(site)}",
+                    )
 
     def operation(self, name: str, args: Sequence[object], out: object) -> None:
         """Note a mask that the running rank draws."""

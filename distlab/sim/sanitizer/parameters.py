@@ -1,7 +1,7 @@
 """The parameters that each rank has registered, by which ranks' tensors can be compared."""
 
-from collections import defaultdict
-from collections.abc import Collection, MutableMapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -43,6 +43,10 @@ class Parameters:
             return f"a parameter {tuple(parameter.shape)}"
         return ".".join(reversed(names)).removeprefix("module.")
 
+    def holder(self, parameter: Tensor) -> nn.Module | None:
+        """Return the module that holds a parameter, or None."""
+        return self._holders[parameter][0]() if parameter in self._holders else None
+
     def of_gradient(self, rank: int, tensor: Tensor) -> "Owner | None":
         """Return the parameter whose whole gradient a tensor is, or None."""
         storage = storage_of(tensor)
@@ -66,6 +70,16 @@ class Parameters:
         return f"{self.name(parameter)} (parameter {number + 1})"
 
 
+def distinct_names(parameters: Parameters, tensors: Sequence[Tensor]) -> list[str]:
+    """Return the names of an optimizer's parameters, with numbers where names are equal."""
+    names = [parameters.name(tensor) for tensor in tensors]
+    counts = Counter(names)
+    return [
+        name if counts[name] == 1 else f"{name} (parameter {number})"
+        for number, name in enumerate(names, start=1)
+    ]
+
+
 class Owner(NamedTuple):
     """A parameter, as the owner of a gradient.
 
@@ -84,11 +98,13 @@ class Digest(NamedTuple):
     Attributes:
         key: Hash of the bytes.
         is_constant: True if all elements are equal, as those of a new bias are.
+        has_equal_rows: True if all rows are equal, as where one is repeated.
         norm: Euclidean norm, for reports.
     """
 
     key: int
     is_constant: bool
+    has_equal_rows: bool
     norm: float
 
 
@@ -104,6 +120,7 @@ def digest(tensor: Tensor | None) -> Digest | None:
     return Digest(
         hash(values.view(torch.uint8).numpy().tobytes()),
         is_constant,
+        local.dim() > 1 and bool((local == local[:1]).all()),
         float(values.abs().double().norm()),
     )
 

@@ -27,9 +27,9 @@ from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
-from distlab.sim.sanitizer.parameters import Parameters, digest
+from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
 from distlab.sim.sanitizer.shared import Shared
-from distlab.sim.sanitizer.values import Values, is_equal, is_same, names_of
+from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chance, names_of
 from distlab.util.text import joined, rank_names
 
 _NO_SYNC = (
@@ -61,6 +61,7 @@ class Step:
     values: dict[int, list[Values]] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     norms: dict[int, list[Norm]] = field(default_factory=dict)
+    losses: dict[int, list[float]] = field(default_factory=dict)
     num_syncs: dict[int, int] = field(default_factory=dict)
     total_syncs: dict[int, int] = field(default_factory=dict)
     is_ddp: bool = False
@@ -74,6 +75,7 @@ class Replicas:
         sends_messages: True if ranks send one another messages, by which they may average, too.
         leaves_early: True if torch's ``Join`` lets ranks with fewer batches leave out steps.
         averages_parameters: True if one of torch's averagers replaces the average of gradients.
+        has_experts: True if ranks send tokens by all_to_all to parameters that each has alone.
     """
 
     def __init__(self, findings: Findings, parameters: Parameters, num_ranks: int) -> None:
@@ -81,9 +83,11 @@ class Replicas:
         self._shared = Shared(findings)
         self._steps: dict[tuple[int, int], Step] = {}
         self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
+        self._losses: defaultdict[int, list[float]] = defaultdict(list)
         self._syncs: defaultdict[int, set[int]] = defaultdict(set)  # backward passes, by rank
         self._total_syncs: Counter[int] = Counter()
         self._spoke_since_step: set[int] = set()
+        self._have_summed: set[int] = set()  # ranks that may have averaged gradients by a call
         self._in_ddp: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
         self._unsynced: dict[tuple[int, ...], Step] = {}  # first steps, by the replicas
         self._equal: dict[int, list[tuple[int, ...]]] = {}  # by optimizer: alike in its last step
@@ -95,6 +99,7 @@ class Replicas:
         self._unfed: dict[tuple[int, int], tuple[int, Site]] = {}
         self._fed: set[tuple[int, int]] = set()
         self.sends_messages = self.leaves_early = self.averages_parameters = False
+        self.has_experts = False
 
     # Events
 
@@ -111,9 +116,15 @@ class Replicas:
         """Note that a rank has summed a parameter's gradient by a call of its own."""
         self._average_by_hand.add(rank)
 
-    def spoke(self, rank: int) -> None:
-        """Note that a rank has made a collective call."""
+    def goes_back(self, rank: int, loss: float) -> None:
+        """Note a loss from which a rank goes back."""
+        self._losses[rank].append(loss)
+
+    def spoke(self, rank: int, *, has_summed: bool) -> None:
+        """Note a rank's collective call, and whether it may average gradients."""
         self._spoke_since_step.add(rank)
+        if has_summed:
+            self._have_summed.add(rank)
 
     def clipped(self, rank: int, norm: Norm) -> None:
         """Note a call of ``clip_grad_norm_``."""
@@ -125,9 +136,11 @@ class Replicas:
         step = self._steps.setdefault((number, count), Step(site, count + 1))
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._note_feeding((rank, number), count, params, site)
-        step.values[rank] = [self._values(p) for p in params]
+        names = distinct_names(self._parameters, params)
+        step.values[rank] = [self._values(*pair) for pair in zip(names, params, strict=True)]
         step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
         step.norms[rank] = self._norms.pop(rank, [])
+        step.losses[rank] = self._losses.pop(rank, [])
         self._spoke_since_step.discard(rank)
         step.num_syncs[rank] = len(self._syncs.pop(rank, ()))
         self._total_syncs[rank] += step.num_syncs[rank]
@@ -148,11 +161,19 @@ class Replicas:
         elif params:
             self._unfed[key] = count + 1, site
 
-    def _values(self, parameter: Tensor) -> Values:
-        name = self._parameters.name(parameter)
-        gradient = digest(parameter.grad)
-        is_in_ddp = parameter in self._in_ddp
-        return Values(name, is_in_ddp, parameter.shape, digest(parameter), gradient)
+    def _values(self, name: str, parameter: Tensor) -> Values:
+        holder = self._parameters.holder(parameter)
+        is_sharded = any(place.is_shard() for place in getattr(parameter, "placements", ()))
+        return Values(
+            name,
+            parameter in self._in_ddp,
+            parameter.shape,
+            None if is_sharded else digest(parameter),
+            None if is_sharded else digest(parameter.grad),
+            id(holder),
+            "norm" in type(holder).__name__.lower(),
+            is_sharded,
+        )
 
     def ended(self) -> None:
         """Judge steps to which only some ranks have come; called at the end of the world."""
@@ -161,6 +182,7 @@ class Replicas:
         self._steps.clear()
         self._judge_norms(Step(("", 0, ""), 0, norms=self._norms), [])
         self._report_unfed()
+        self._shared.ended()
         if not self.sends_messages:
             for ranks, step in self._unsynced.items():
                 self._report_unsynced(ranks, step)
@@ -195,7 +217,7 @@ class Replicas:
         for ranks in alike:
             self._unsynced.pop(ranks, None)  # equal again: they average parameters, now and then
             self._judge_gradients(ranks, step, optimizer)
-        self._shared.judge(optimizer, step.number, step.site, step.values)
+        self._shared.judge(optimizer, step.number, step.site, step.values, step.losses)
         if step.number == 1:
             self._judge_start(step)
         return None
@@ -213,8 +235,12 @@ class Replicas:
         columns = [*zip(*(step.values[rank] for rank in ranks), strict=True)]
         present = [column for column in columns if any(v.gradient for v in column)]
         wrong = [column for column in present if not is_equal(v.gradient for v in column)]
-        right = [column for column in present if is_same([v.gradient for v in column])]
-        if right:
+        right = [
+            column for column in present if is_equal_not_by_chance([v.gradient for v in column])
+        ]
+        if wrong and self.has_experts and not step.is_ddp:
+            return  # experts that began alike
+        if right and (step.is_ddp or self.sends_messages or self._have_summed >= {*ranks}):
             self.confirmed.add((optimizer, ranks))
         if wrong and (right or step.is_ddp) and not self.averages_parameters:
             self._report_gradients(ranks, step, wrong, len(present))
@@ -259,7 +285,8 @@ class Replicas:
             wrong = [
                 column
                 for column in columns
-                if is_same([v.gradient for v in column]) and not is_equal(v.value for v in column)
+                if is_equal_not_by_chance([v.gradient for v in column])
+                and not is_equal(v.value for v in column)
             ]
             if wrong:
                 self._findings.add(
@@ -293,7 +320,7 @@ class Replicas:
         self._report_norms(step, [rank for rank in step.norms if rank not in self._were_alike])
         for ranks in alike:
             columns = zip(*(step.values[rank] for rank in ranks), strict=True)
-            if any(is_same([v.gradient for v in column]) for column in columns):
+            if any(is_equal_not_by_chance([v.gradient for v in column]) for column in columns):
                 self._report_norms(step, ranks)
 
     def _report_norms(self, step: Step, ranks: Sequence[int]) -> None:

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -17,7 +19,7 @@ from distlab.sim.isolation.replacing import Replace, replace_until
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.results.simulated import StepOf
-from distlab.sim.sanitizer.calls import Calls
+from distlab.sim.sanitizer.calls import SMALL, WITHOUT_ROOT, Calls
 from distlab.sim.sanitizer.cuts import Cuts, Operations
 from distlab.sim.sanitizer.draws import Draws, Unnoticed
 from distlab.sim.sanitizer.findings import Findings
@@ -61,10 +63,12 @@ class Sanitizer:
             replace = partial(replace_until, undo)
             self._draws.install(replace)
             self._watch_clipping(replace)
+            self._watch_losses(replace)
             self._watch_wrapping(replace)
             self._watch_torchs_ways(replace)
             yield
             self._calls.ended()
+            self._draws.ended()
             self._replicas.ended()
 
     def operations(self) -> contextlib.AbstractContextManager[object]:
@@ -78,8 +82,11 @@ class Sanitizer:
         with self._unnoticed():
             is_of_ddp = self._calls.posted(attendance)
             self._cuts.posted(attendance)
-        if attendance.call.inputs:
-            self._replicas.spoke(attendance.rank)
+        if inputs := attendance.call.inputs:
+            if attendance.name == "all_to_all":
+                self._replicas.has_experts = True
+            is_sum = attendance.name in WITHOUT_ROOT and inputs[0].numel() > SMALL
+            self._replicas.spoke(attendance.rank, has_summed=is_sum)
         if is_of_ddp:
             self._replicas.synced(attendance.rank)
 
@@ -130,6 +137,20 @@ class Sanitizer:
 
         for owner in (clip_grad, nn.utils):
             replace(owner, "clip_grad_norm_", clip_and_note)
+
+    def _watch_losses(self, replace: Replace) -> None:
+        go_back = torch.autograd.backward
+
+        def note_and_go_back(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            loss = tensors if isinstance(tensors, Tensor) else tensors[0]
+            is_plain = not loss.is_meta and not isinstance(loss, DTensor)
+            if self._rank_states.is_in_rank() and loss.numel() == 1 and is_plain:
+                with self._unnoticed():
+                    value = float(loss.detach())
+                self._replicas.goes_back(self._rank_states.current, value)
+            go_back(tensors, *args, **kwargs)
+
+        replace(torch.autograd, "backward", note_and_go_back)
 
     def _watch_wrapping(self, replace: Replace) -> None:
         wrap = DistributedDataParallel.__init__

@@ -17,7 +17,7 @@ from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.results.simulated import Observer, StepOf
 from distlab.sim.sanitizer.draws import Unnoticed
-from distlab.sim.sanitizer.parameters import Parameters
+from distlab.sim.sanitizer.parameters import Parameters, distinct_names
 
 Listener = Callable[[int, StepOf, Optimizer, Site], object]
 
@@ -92,9 +92,4 @@ class Steps:
     def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return an optimizer's parameters by their names, which differ."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        names = [self.parameters.name(p) for p in params]
-        counts = Counter(names)
-        return {
-            name if counts[name] == 1 else f"{name} (parameter {number})": p
-            for number, (name, p) in enumerate(zip(names, params, strict=True), start=1)
-        }
+        return dict(zip(distinct_names(self.parameters, params), params, strict=True))

@@ -9,16 +9,27 @@ from distlab.sim.sanitizer.parameters import Digest
 from distlab.util.text import joined
 
 MAX_NAMES = 4
+FAR = 1e-2  # of a norm; rounding makes gradients of 16 bits differ by less
 
 
 class Values(NamedTuple):
-    """A parameter before a step."""
+    """A parameter before a step.
+
+    Attributes:
+        holder: Number that tells the module that holds it from others on the same rank.
+        is_of_norm: True if that module is a layer norm or the like, which is never split.
+        is_sharded: True if it is a DTensor of which each rank has a part; such parts are not
+            compared, and have no digests.
+    """
 
     name: str
     is_in_ddp: bool
     shape: torch.Size
     value: Digest | None
     gradient: Digest | None
+    holder: int
+    is_of_norm: bool
+    is_sharded: bool
 
 
 def is_equal(digests: Iterable[Digest | None]) -> bool:
@@ -26,14 +37,24 @@ def is_equal(digests: Iterable[Digest | None]) -> bool:
     return len({d.key if d else None for d in digests}) == 1
 
 
-def is_same(digests: Sequence[Digest | None]) -> bool:
-    """Return whether tensors are equal, and not by chance, as constant ones may be."""
+def is_equal_not_by_chance(digests: Sequence[Digest | None]) -> bool:
+    """Return whether tensors are equal, and none is constant, as those of equal biases may be."""
     first = digests[0]
     return first is not None and not first.is_constant and is_equal(digests)
 
 
+def are_far_apart(digests: Sequence[Digest | None]) -> bool:
+    """Return whether tensors are there on all ranks, and differ by more than rounding."""
+    norms = [d.norm for d in digests if d]
+    return len(norms) == len(digests) and max(norms) - min(norms) > FAR * max(norms)
+
+
 def names_of(columns: Sequence[Sequence[Values]]) -> str:
     """Return the names of parameters, each of which is given by its values on several ranks."""
-    names = [column[0].name for column in columns[:MAX_NAMES]]
-    more = len(columns) - len(names)
-    return joined([*names, f"{more} more"] if more else names)
+    return some_of([column[0].name for column in columns])
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - MAX_NAMES
+    return joined([*names[:MAX_NAMES], f"{more} more"] if more > 0 else [*names])

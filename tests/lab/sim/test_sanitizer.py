@@ -286,6 +286,30 @@ def shared_data() -> Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
 
 
+def leaves_a_norm_before_a_split_layer_in_parts() -> None:
+    """Ones and zeros, as shards begin with, too; but a norm is never split."""
+    torch.manual_seed(dist.get_rank())
+    norm, half = nn.LayerNorm(4), nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.SGD([*norm.parameters(), *half.parameters()], 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        mine = half(norm(shared_data())).square().sum(1)
+        total = mine.detach().clone()
+        dist.all_reduce(total)
+        (mine + total - mine.detach()).square().sum().backward()
+        optimizer.step()
+
+
+def leaves_a_layer_out_of_fsdp() -> None:
+    net = model()
+    fully_shard(net[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = sgd(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        optimizer.step()
+
+
 def drops_the_same_elements() -> None:
     net = model()
     net.append(nn.Dropout(0.5))
@@ -334,6 +358,8 @@ WRONG: dict[Callable[[], None], str] = {
     shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seed + epoch = 0 and 7",
     numbers_epochs_by_rank: "go through a DistributedSampler with seed + epoch = 0 and 1",
     splits_samples_by_rank: "ranks 0 and 1 go through DistributedSamplers of different parts",
+    leaves_a_norm_before_a_split_layer_in_parts: "step 1: weight (parameter 1) and bias had equal",
+    leaves_a_layer_out_of_fsdp: "step 1: 2.weight and 2.bias had equal values on ranks 0 and 1",
     leaves_a_shared_gradient_in_parts: "step 1: 0.weight and 0.bias had equal values on ranks 0",
     drops_the_same_elements: "step 1: ranks 0 and 1 drop the same elements",
 }
@@ -623,6 +649,43 @@ def makes_one_model_more_on_rank_0() -> None:
     del shown
 
 
+def shards_what_begins_alike() -> None:
+    net = model()
+    for layer in (*net, net):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for parameter in net.parameters():
+        nn.init.normal_(parameter.to_local(), generator=torch.Generator().manual_seed(1))
+    optimizer = sgd(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        optimizer.step()
+
+
+def asks_experts_that_begin_alike() -> None:
+    torch.manual_seed(0)
+    gate, expert = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*gate.parameters(), *expert.parameters()], 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        tokens = torch.empty(6, 4)
+        dist.all_to_all_single(tokens, data())
+        expert(gate(tokens)).square().sum().backward()
+        average(gate)
+        optimizer.step()
+
+
+def searches_from_one_seed() -> None:
+    """Each rank has a learning rate of its own, and the same data."""
+    net = model()
+    optimizer = sgd(net, lr=0.1 * (1 + dist.get_rank()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(shared_data()).square().sum().backward()
+        optimizer.step()
+    dist.all_reduce(net[0].bias.sum().detach())
+
+
 def splits_samples_alike() -> None:
     examples = TensorDataset(torch.arange(16.0))
     part, rest = random_split(examples, [12, 4], torch.Generator().manual_seed(1))
@@ -633,6 +696,9 @@ def splits_samples_alike() -> None:
 
 RIGHT = [
     trains_with_a_split_layer,
+    shards_what_begins_alike,
+    asks_experts_that_begin_alike,
+    searches_from_one_seed,
     splits_samples_alike,
     leaves_out_steps_in_a_join,
     goes_over_to_local_sgd,
@@ -664,6 +730,10 @@ RIGHT = [
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 def test_a_right_program_gets_no_finding(program: Callable[[], None]) -> None:
     assert findings(program) == []
+
+
+def test_sums_that_each_rank_rounds_otherwise_are_no_finding() -> None:
+    assert findings(trains_with_a_split_layer, 4) == []
 
 
 def test_a_sanitized_run_takes_the_same_virtual_time_and_memory() -> None:
