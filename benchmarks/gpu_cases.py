@@ -47,7 +47,7 @@ from solutions.phase4_production import (
 from solutions.phase4_production import gradient_compression as compression
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("solutions/", "phase", "distlab/")
+OURS = tuple(f"{ROOT}/{part}" for part in ("solutions/", "phase", "distlab/"))
 ON_THE_CPU = tuple(  # files whose tensors stay there: numbers of steps, orders of samples
     str(Path(module.__file__ or "").parent) for module in (torch.optim, torch.utils.data)
 )
@@ -381,16 +381,22 @@ def host_syncs(device: torch.device) -> Iterator[Counter[str]]:
 class Reads(TorchDispatchMode):
     """Counts operations whose result, or its size, the host has to know."""
 
-    NAMES = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique2")
+    NAMES = tuple(
+        f"aten.{name}"
+        for name in (
+            *("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount"),
+            *("_unique", "unique_", "repeat_interleave.Tensor"),
+        )
+    )
 
     def __init__(self, sites: Counter[str]) -> None:
         super().__init__()
         self.sites = sites
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        has_mask = str(func).startswith("aten.index.") and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
+        has_mask = str(func).startswith(
+            ("aten.index.", "aten.index_put", "aten._index_put")
+        ) and any(index is not None and index.dtype == torch.bool for index in args[1])
         if has_mask or str(func).startswith(self.NAMES):
             _note(self.sites)
         return func(*args, **(kwargs or {}))
@@ -419,6 +425,5 @@ def _note(sites: Counter[str]) -> None:
     while (caller := frame.f_back) and not path.startswith(OURS):
         if path.startswith(ON_THE_CPU):
             return
-        frame = caller
-        path = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
-    sites[f"{path}:{frame.f_lineno}"] += 1
+        frame, path = caller, caller.f_code.co_filename
+    sites[f"{path.removeprefix(f'{ROOT}/')}:{frame.f_lineno}"] += 1
