@@ -131,7 +131,8 @@ class Piece(NamedTuple):
     shape: torch.Size
 
 
-Reduce = Callable[[Tensor, Sequence[Piece]], Reduced]  # flat gradients, and the pieces in them
+# Gets flat gradients, which the caller may overwrite after the call, and the pieces in them.
+Reduce = Callable[[Tensor, Sequence[Piece]], Reduced]
 
 
 class Codec(Protocol):

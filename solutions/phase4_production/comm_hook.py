@@ -124,8 +124,8 @@ class CompressionHook:
         mean, sent = self.reduce(wanted, pieces)
         for gradient, part in zip(gradients, _parts(mean, pieces), strict=True):
             gradient.copy_(part)
-        is_finite = mean.sum().isfinite()
-        self._keep(pieces, wanted.sub_(sent), is_finite)
+        extremes = torch.stack(mean.aminmax())  # a NaN is both of them
+        self._keep(pieces, wanted.sub_(sent), extremes.isfinite().all())
 
     def _with_residuals(self, pieces: Sequence[Piece], gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradients plus their residuals, flat and in float32 or wider."""
