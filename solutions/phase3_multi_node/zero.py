@@ -355,10 +355,10 @@ class FullyShardedDataParallel(nn.Module):
             What the module returns. A backward pass that starts from it adds the mean of the
             gradients over the ranks to the ``grad`` of each shard.
 
-        Cost: (N-1)/N·Ψ elements sent in ``compute_dtype``, and in the backward pass at most as many
-            again and (N-1)/N·Ψ gradients in ``reduce_dtype``: at most 3(N-1)/N·Ψ in all. Gradients
-            of frozen parameters are not sent, and parameters that the backward pass does not need
-            are not gathered for it.
+        Cost: (N-1)/N·Ψ parameters sent in ``compute_dtype``. The backward pass sends at most as
+            many again, and as many gradients in ``reduce_dtype``: 3(N-1)/N·Ψ elements in all.
+            Gradients of frozen parameters are not sent, and parameters that the backward pass does
+            not need are not gathered for it.
         """
         args, kwargs = cast_floats((args, kwargs), self.compute_dtype)
         self.order.to_come.clear()
@@ -512,6 +512,8 @@ class Unit:
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> None:
         """End the unit's backward pass: free the parameters, and start to reduce their gradients.
+
+        The gradients are summed in ``reduce_dtype``.
 
         Args:
             gradients: gradients of the whole parameters; None for parameters that were not used or
