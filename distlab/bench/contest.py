@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -178,20 +178,25 @@ class Contest:
 # Code that runs on every rank
 
 NAMESPACES = ("c10d", "_c10d_functional")  # of torch.distributed's operations, and of DTensor's
-NO_COLLECTIVES = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
+RECEIVING = ("recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
+NO_COLLECTIVES = ("send", *RECEIVING)
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the collectives of the thread that enters it.
+
+    Args:
+        without: Names of torch.distributed's operations that do not count.
 
     Attributes:
         calls: Number of calls.
         num_bytes: Total size of their tensors, results included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without: Sequence[str] = NO_COLLECTIVES) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = self.num_bytes = 0
+        self._without = without
 
     def __torch_dispatch__(
         self,
@@ -203,7 +208,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and count it if it is a collective."""
         if DTensor in types:
             return NotImplemented  # a DTensor's local tensors are dispatched separately
-        if func.namespace in NAMESPACES and func._opname not in NO_COLLECTIVES:
+        if func.namespace in NAMESPACES and func._opname not in self._without:
             self.calls += 1
             self.num_bytes += sum(
                 leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)

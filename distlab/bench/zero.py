@@ -37,6 +37,7 @@ A step: zero_grad, forward, backward and fused AdamW, all in float32. FSDP2 has 
 is reshard_after_forward=False, which keeps the parameters whole from the forward to the backward
 pass, but not between the steps, as stage 2 does. Collectives and bytes are those of a second step;
 bytes are those of all tensors that they are called with, results in memory of their own included.
+On gloo, ours send a message to each other rank instead, which counts with what it sends.
 Peak memory: most bytes in tensors at once during two steps, parameters and optimizer included, on
 the rank with most. Of what a collective needs inside, only the process knows.
 Process: how far the resident memory of a fresh process rises, from before there is a model."""
@@ -157,7 +158,7 @@ def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
             trained = make(zero, sizes, x)
             device.memory.restart_peak()
             trained.contestant.run()
-            with Collectives() as collectives:
+            with Collectives(contest.RECEIVING) as collectives:
                 trained.contestant.run()
         contestants[name], values[name] = trained.contestant, trained.whole()
         counts[name] = contest.counts_of(device, collectives)
