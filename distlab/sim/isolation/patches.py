@@ -207,8 +207,7 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
         if store is None:
-            _, *numbers = next(_RENDEZVOUS.rendezvous(init_method or "env://", rank, world_size))
-            _check_place(host.rank_states, *numbers)
+            next(_rendezvous(host, init_method or "env://", rank, world_size))
         elif min(rank, world_size) < 0:
             raise AssertionError("rank and world_size must be given with a store")
         host.exits.joined(host.rank_states.current)
@@ -256,18 +255,17 @@ def _check_place(rank_states: RankStates, rank: int, world_size: int) -> None:
 # Patches inside torch, which take effect even if a program imported the public functions earlier
 
 
+def _rendezvous(
+    host: RankHost, url: object, rank: int = -1, world_size: int = -1, **settings: Any
+) -> Iterator[tuple[object, int, int]]:
+    """Yield what torch's yields, or raise its error where numbers or an address are missing."""
+    _, rank, world_size = next(_RENDEZVOUS.rendezvous(url, rank, world_size, **settings))
+    _check_place(host.rank_states, rank, world_size)
+    yield host.groups.store, rank, world_size
+
+
 def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
     """Make torch's own ``init_process_group`` and ``new_group`` create simulated groups."""
-    find_numbers = _RENDEZVOUS.rendezvous
-
-    def rendezvous(
-        url: Any, rank: int = -1, world_size: int = -1, **settings: Any
-    ) -> Iterator[tuple[object, int, int]]:
-        """Yield what torch's yields, or raise its error where numbers or an address are missing."""
-        _, rank, world_size = next(find_numbers(url, rank, world_size, **settings))
-        _check_place(host.rank_states, rank, world_size)
-        yield host.groups.store, rank, world_size
-
     make_group = c10d._new_process_group_helper
 
     def make_simulated_group(
@@ -282,7 +280,7 @@ def _patch_making_of_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         settings.update(backend_options=settings.get("group_desc"), device_id=None)
         return make_group(size, rank, ranks, dist.Backend(BACKEND), *rest, **settings)
 
-    replace_until(undo, c10d, "rendezvous", rendezvous)
+    replace_until(undo, c10d, "rendezvous", functools.partial(_rendezvous, host))
     for make_store in ("_create_c10d_store", "FileStore"):
         replace_until(undo, _RENDEZVOUS, make_store, lambda *_, **__: host.groups.store)
     replace_until(undo, c10d, "_new_process_group_helper", make_simulated_group)
