@@ -142,11 +142,9 @@ class Sanitizer:
         go_back = torch.autograd.backward
 
         def note_and_go_back(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            loss = tensors if isinstance(tensors, Tensor) else tensors[0]
-            is_plain = not loss.is_meta and not isinstance(loss, DTensor)
-            if self._rank_states.is_in_rank() and loss.numel() == 1 and is_plain:
+            if self._rank_states.is_in_rank() and _is_number(tensors):
                 with self._unnoticed():
-                    value = float(loss.detach())
+                    value = float(tensors.detach())
                 self._replicas.goes_back(self._rank_states.current, value)
             go_back(tensors, *args, **kwargs)
 
@@ -176,3 +174,9 @@ class Sanitizer:
 
         replace(Join, "__enter__", enter_and_note)
         replace(averagers.ModelAverager, "__init__", make_and_note)
+
+
+def _is_number(roots: Any) -> bool:
+    """Return whether a backward pass begins at one number, as at a loss, that can be read here."""
+    is_plain = isinstance(roots, Tensor) and not isinstance(roots, DTensor)
+    return is_plain and roots.numel() == 1 and not roots.is_meta

@@ -73,12 +73,16 @@ class Shared:
             groups = [tuple(alike)] if has_dtensors else _with_one_loss(alike, losses)
             for ranks in groups:
                 columns = [*zip(*(values[rank] for rank in ranks), strict=True)]
-                key = (optimizer, ranks, layout)
-                if key in self._suspects:
-                    _look_again(self._suspects[key], columns)
-                elif names := _suspects(columns, has_dtensors=has_dtensors):
-                    reason = _BESIDE if has_dtensors else _TOGETHER
-                    self._suspects[key] = _Suspects(step, site, names, reason)
+                self._compare((optimizer, ranks, layout), step, site, columns)
+
+    def _compare(self, key: Key, step: int, site: Site, columns: Columns) -> None:
+        """Look for suspects, or look at the known ones again."""
+        has_dtensors = any(column[0].is_sharded for column in columns)
+        if key in self._suspects:
+            _look_again(self._suspects[key], columns)
+        elif names := _suspects(columns, has_dtensors=has_dtensors):
+            reason = _BESIDE if has_dtensors else _TOGETHER
+            self._suspects[key] = _Suspects(step, site, names, reason)
 
     def ended(self) -> None:
         """Report the suspects that have parted for good; called at the end of the world."""

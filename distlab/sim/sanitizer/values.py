@@ -44,7 +44,7 @@ def is_equal_not_by_chance(digests: Sequence[Digest | None]) -> bool:
 
 
 def are_far_apart(digests: Sequence[Digest | None]) -> bool:
-    """Return whether tensors are there on all ranks, and differ by more than rounding."""
+    """Return whether all ranks have a tensor, and the norms differ by more than rounding."""
     norms = [d.norm for d in digests if d]
     return len(norms) == len(digests) and max(norms) - min(norms) > FAR * max(norms)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -686,6 +687,13 @@ def searches_from_one_seed() -> None:
     dist.all_reduce(net[0].bias.sum().detach())
 
 
+def goes_back_from_an_edge_of_the_graph() -> None:
+    net = model()
+    loss = net(data()).square().sum()
+    torch.autograd.backward(get_gradient_edge(loss))
+    average(net)
+
+
 def splits_samples_alike() -> None:
     examples = TensorDataset(torch.arange(16.0))
     part, rest = random_split(examples, [12, 4], torch.Generator().manual_seed(1))
@@ -696,6 +704,7 @@ def splits_samples_alike() -> None:
 
 RIGHT = [
     trains_with_a_split_layer,
+    goes_back_from_an_edge_of_the_graph,
     shards_what_begins_alike,
     asks_experts_that_begin_alike,
     searches_from_one_seed,
