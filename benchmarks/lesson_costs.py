@@ -6,6 +6,7 @@ The cases are those that benchmarks/gpu.py calls on a GPU. Host syncs are counte
 operations that would make the host wait for a GPU; messages and bytes are those that a rank sends.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import gpu_cases as cases
@@ -30,15 +31,14 @@ class Cost(NamedTuple):
 def cost_of(name: str, num_ranks: int) -> Cost:
     """Return what a case's third call costs: later calls cost the same."""
     two, three = (run_calls(name, num_ranks, calls) for calls in (2, 3))
-    pairs = [
-        zip(late, early, strict=True)
-        for late, early in (
-            (three.trace.messages, two.trace.messages),
-            (three.trace.bytes_sent, two.trace.bytes_sent),
-        )
-    ]
-    messages, num_bytes = (max(late - early for late, early in both) for both in pairs)
+    messages = _most_more(three.trace.messages, two.trace.messages)
+    num_bytes = _most_more(three.trace.bytes_sent, two.trace.bytes_sent)
     return Cost(max(three.results), int(messages), num_bytes)
+
+
+def _most_more(late: Sequence[float], early: Sequence[float]) -> float:
+    """Return by how much more a rank has than before, of the rank where that is most."""
+    return max(after - before for after, before in zip(late, early, strict=True))
 
 
 def run_calls(name: str, num_ranks: int, num_calls: int) -> Simulated:
