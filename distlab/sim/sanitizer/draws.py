@@ -55,7 +55,7 @@ class Draws:
             site = self._places.call_site()[0]
             self._compare_epochs(sampler, site)
             self._compare_seeds(sampler, site)
-        self._compare_parts(sampler)
+        self._note_part(sampler)
         self._epochs[sampler] = sampler.epoch
         return start(sampler)
 
@@ -86,7 +86,7 @@ class Draws:
                 f"samples out. Give all ranks one seed and one epoch; {place(site)}",
             )
 
-    def _compare_parts(self, sampler: DistributedSampler[Any]) -> None:
+    def _note_part(self, sampler: DistributedSampler[Any]) -> None:
         """Note the part of a dataset from which a rank takes its share."""
         part = sampler.dataset
         if not isinstance(part, Subset) or sampler.num_replicas != self._rank_states.num_ranks:
