@@ -7,6 +7,7 @@ import pytest
 import test_docs
 from test_docs import COURSE, ROOT, unknown_commands, without_code
 
+from distlab.course import anchor
 from distlab.sim import Cluster, Options
 from distlab.sim.script import run_script
 from distlab.util.text import seconds_text
@@ -60,6 +61,22 @@ def test_virtual_times_are_those_of_the_simulator(row: tuple[str, ...]) -> None:
     world = Cluster.preset(cluster)
     run = run_script(ROOT / program, [subject], int(ranks), world, Options())
     assert seconds_text(run.seconds) == quoted
+
+
+RATIO = re.compile(r"[\d.]+(?= ×)")
+LINKED = re.findall(r"\[([^]]+ × [^]]+)\]\(docs/results\.md#([\w-]+)\)", README)
+SECTIONS = {
+    anchor(section.partition("\n")[0]): section
+    for section in re.split(r"^#+ ", RESULTS, flags=re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize(("text", "section"), LINKED)
+def test_ratios_of_the_readme_are_in_the_section_to_which_they_link(
+    text: str, section: str
+) -> None:
+    measured = re.findall(r"[\d.]*\d", SECTIONS[section])
+    assert [ratio for ratio in RATIO.findall(text) if ratio not in measured] == []
 
 
 # --- the picture ---------------------------------------------------------------------------------
