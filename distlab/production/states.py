@@ -218,6 +218,8 @@ class Buffers(PerRank):
 @torch.no_grad()
 def average_buffers(module: nn.Module, group: Group) -> None:
     """Replace each buffer with its mean over the replicas, so that all evaluate the same model."""
+    if dist.get_rank(group) < 0:  # a parameter server evaluates nothing
+        return
     for value in module.buffers():
         if value.is_floating_point():
             dist.all_reduce(value, group=group)

@@ -216,6 +216,19 @@ def test_buffers_are_each_ranks_own_and_averaged_for_an_evaluation(outcomes: lis
         assert outcome["buffers"] == ([0.5, 0.5], [float(rank)] * 2, [1.0, 1.0], 0)
 
 
+def buffers_beside_a_server() -> Any:
+    """Average buffers over all ranks but the first; return this rank's."""
+    module = nn.BatchNorm1d(1)
+    mean: Any = module.running_mean
+    mean.fill_(1.0 + dist.get_rank())
+    average_buffers(module, dist.new_group([1, 2]))
+    return mean.item()
+
+
+def test_a_server_has_no_part_in_the_average_of_buffers() -> None:
+    assert in_world(buffers_beside_a_server, 3, backend="sim") == [1.0, 2.5, 2.5]
+
+
 # --- one rank, in this process -------------------------------------------------------------------
 
 
