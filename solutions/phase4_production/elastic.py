@@ -166,11 +166,18 @@ def _train(job: Job, batch: Sequence[int], epoch: int, micro_batch: int, group: 
     share = _share(batch, dist.get_rank(group), dist.get_world_size(group))
     for first in range(0, len(share), micro_batch):
         job.add_gradients(share[first : first + micro_batch], epoch)
-    for parameter in job.parameters():
-        gradient: Any = parameter.grad
-        dist.all_reduce(gradient, group=group)
-        gradient /= len(batch)  # a mean of the ranks' means would give small shares more weight
+    _average([parameter.grad for parameter in job.parameters()], len(batch), group)
     job.step()
+
+
+def _average(gradients: Sequence[Any], num_samples: int, group: Group) -> None:
+    """Divide the sums over all ranks by the number of samples, with one all-reduce for all."""
+    total = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(total, group=group)
+    total /= num_samples  # a mean of the ranks' means would give small shares more weight
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, part in zip(gradients, total.split(sizes), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _share(batch: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
