@@ -188,7 +188,21 @@ class Meeting:
             error.args = (f"{error}\n{THREADS}",)
         elif shift := self._world.splits.shift(self.key, ((a.rank, a.site) for a in present)):
             error.note([shift], ())
+        elif waiting := self._waiting_elsewhere(present[0].name):
+            error.note([waiting], ())
         return error
+
+    def _waiting_elsewhere(self, name: str) -> str:
+        """Return a hint if a rank waits for a present one in such a call on another group."""
+        for call in self._blocking_calls():
+            awaited = self.attendances.keys() & {*call.waits_for()}
+            if call.name == name and call.meeting.key != self.key and awaited:
+                return (
+                    f"Rank {call.rank} waits for {rank_names(awaited)} in {call.title()}, "
+                    f"{call.where()}: is group= missing, or wrong, in the calls of "
+                    f"{rank_names(self.attendances)}?"
+                )
+        return ""
 
     def _row(self, attendance: Attendance) -> Row:
         row, name = attendance.row(), self._thread(attendance)
@@ -202,13 +216,15 @@ class Meeting:
 
     def _has_several_threads(self) -> bool:
         """Return whether any rank has more than one thread in a call on this group."""
-        users = [
-            strand.number
-            for rank in self.clock.scheduler.ranks
-            for strand in rank.strands
-            if isinstance(call := strand.waits_in, Attendance) and call.meeting.key == self.key
-        ]
+        users = [call.rank for call in self._blocking_calls() if call.meeting.key == self.key]
         return len({*users}) < len(users)
+
+    def _blocking_calls(self) -> Iterator[Attendance]:
+        """Yield the collective calls in which threads wait."""
+        for rank in self.clock.scheduler.ranks:
+            for strand in rank.strands:
+                if isinstance(strand.waits_in, Attendance):
+                    yield strand.waits_in
 
     def close(self, gave_up: int) -> None:
         """Make this collective and all later ones of the group fail, because this one timed out."""

@@ -100,6 +100,18 @@ def cuts_differently() -> None:
     dist.reduce_scatter(torch.zeros(cuts[me()]), [torch.ones(n) for n in cuts])
 
 
+def forgets_group_in_one_branch() -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, root = pairs[me() // 2], me() // 2 * 2
+    if me() == root:
+        dist.broadcast(torch.ones(2), root)
+    else:
+        dist.broadcast(torch.ones(2), root, group=mine)
+
+
+FORGOTTEN = "is group= missing, or wrong, in the calls of ranks 0 and 2?"
+
+
 @pytest.mark.parametrize(
     ("program", "num_ranks", "words"),
     [
@@ -113,6 +125,7 @@ def cuts_differently() -> None:
         (adds_other_shapes, 2, "sparse (2, 8) float32 on rank 0"),
         (mixes_dense_and_sparse, 2, "dtype sparse (2, 2) float32 on rank 0, but with"),
         (cuts_differently, 2, "size"),
+        (forgets_group_in_one_branch, 4, FORGOTTEN),
     ],
 )
 def test_the_report_says_which_ranks_gave_what(
