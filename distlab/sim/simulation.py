@@ -81,7 +81,7 @@ class Simulation:
         shared = Shared(
             self.clock, self.places, self.mailbox, self.meetings, self.handles, self.failures
         )
-        self.groups = Groups(shared, self.rank_states.tables)
+        self.groups = Groups(shared, self.rank_states.tables, self.rank_states.is_in_rank)
         self.threads = Threads(
             self.scheduler, self.clock, self.rank_states, self.places, self._in_another_thread
         )

@@ -1,11 +1,14 @@
 """The process groups of ranks: the default group, and those that ``new_group`` makes."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from distlab.sim.isolation.own_stores import OwnStores
 from distlab.sim.isolation.rank_states import RankWorld
 from distlab.sim.messages.group import Shared, SimGroup
 from distlab.sim.messages.limits import group_limit_s
@@ -25,14 +28,17 @@ class Groups:
     Args:
         shared: The parts of the simulated world that all groups share.
         tables: Stand-in for torch's table of process groups, with the running rank's groups.
+        is_in_rank: Function that returns whether the calling thread belongs to a rank.
 
     Attributes:
         store: The world's key-value store.
+        own_stores: Stores that the program makes itself.
         made: All groups that the program has made, by key, in order of creation.
     """
 
-    def __init__(self, shared: Shared, tables: RankWorld) -> None:
-        self.store = SimStore(shared.clock, shared.places)
+    def __init__(self, shared: Shared, tables: RankWorld, is_in_rank: Callable[[], bool]) -> None:
+        make_store = partial(SimStore, shared.clock, shared.places)
+        self.store, self.own_stores = make_store(), OwnStores(make_store, is_in_rank)
         self.made: dict[object, MadeGroup] = {}
         self._shared, self._tables = shared, tables
         num_ranks = shared.clock.num_ranks

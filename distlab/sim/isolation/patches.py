@@ -93,6 +93,7 @@ def installed(host: RankHost) -> Iterator[None]:
         _patch_checks(undo, host)
         replace = functools.partial(replace_until, undo)
         host.refusals.install(replace)
+        host.groups.own_stores.install(replace)
         of_ranks = functools.partial(_replace_on_ranks, undo, host.rank_states)
         _patch_clocks(of_ranks, host)
         host.threads.install(replace)

@@ -91,9 +91,10 @@ class Refusals:
 
     def _warn_and_note(self, call: str) -> None:
         """Warn about a call that torch skips with only a warning, and record it for the report."""
-        rank, where = self._rank_states.current, place(self._places.call_site()[0])
-        self._outside.setdefault(rank, f"called {call} on a group that it is not in, {where}")
-        warnings.warn(f"rank {rank} calls {call} on a group that it is not in", stacklevel=3)
+        rank, site = self._rank_states.current, self._places.call_site()[0]
+        self._outside.setdefault(rank, f"called {call} on a group that it is not in, {place(site)}")
+        text = f"rank {rank} calls {call} on a group that it is not in: the call is left out"
+        warnings.warn_explicit(text, UserWarning, site[0] or "distlab", site[1])
 
     def _speak_of_the_end(self, replace: Replace) -> None:
         """Make errors after ``destroy_process_group`` say where the rank called it."""

@@ -1,6 +1,8 @@
 """Calls that torch rejects raise errors that say what to change in the program."""
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +115,17 @@ def test_parameters_without_a_gradient_are_named_and_once() -> None:
     assert message.count("not used in producing loss") == 1
     assert "test_refusals.py" in message.partition("Traceback")[2]
     assert dist.get_debug_level() == level
+
+
+def sums_outside() -> tuple[str, int]:
+    group = dist.new_group([1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.all_reduce(torch.ones(1), group=group)
+    return (caught[0].filename, caught[0].lineno) if caught else ("", 0)
+
+
+def test_the_warning_of_a_call_that_is_left_out_names_the_programs_line() -> None:
+    (file, line), _ = simulate(sums_outside, 2).results
+    text = Path(file).read_text(encoding="utf-8").splitlines()[line - 1]
+    assert "dist.all_reduce(torch.ones(1), group=group)" in text

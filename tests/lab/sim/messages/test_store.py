@@ -1,6 +1,7 @@
 """Ranks that poll the store, and how deadlock reports describe the keys they wait for."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -77,3 +78,50 @@ def reads_a_limit_in_every_step() -> int:
 )
 def test_reading_is_no_waiting(program: Callable[[], int], total: int) -> None:
     assert simulate(program, 2).results == [total, 0]
+
+
+def met_at_a_port(path: str) -> bytes:
+    own = dist.TCPStore("localhost", 29_700, dist.get_world_size(), dist.get_rank() == 0)
+    own.set(f"from {dist.get_rank()}", "tcp")
+    later = dist.TCPStore("localhost", 29_701, wait_for_workers=False)
+    later.set("now", f"{own.port}")
+    return own.get("from 2") + later.get("now")
+
+
+def met_in_a_file(path: str) -> bytes:
+    own = dist.FileStore(path, dist.get_world_size())
+    own.set(f"from {dist.get_rank()}", "file")
+    return own.get("from 2")
+
+
+def met_nobody(path: str) -> bytes:
+    own = dist.HashStore()
+    assert isinstance(own, dist.Store)
+    assert not isinstance(own, dist.TCPStore)
+    return b"%d" % own.add("count", 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "value"),
+    [(met_at_a_port, b"tcp29700"), (met_in_a_file, b"file"), (met_nobody, b"1")],
+)
+def test_stores_of_the_program_are_simulated(
+    program: Callable[[str], bytes], value: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "store"
+    assert simulate(program, 3, str(file)).results == [value] * 3
+    assert not file.exists()
+
+
+def asks_its_own_store() -> None:
+    dist.TCPStore("localhost", 29_700, wait_for_workers=False).get("nothing")
+
+
+def test_a_key_of_an_own_store_that_no_rank_sets() -> None:
+    assert "store.get for 'nothing'" in report(asks_its_own_store)
+
+
+def test_outside_a_world_the_stores_are_torchs() -> None:
+    real = dist.HashStore
+    simulate(met_nobody, 1, "")
+    assert dist.HashStore is real
