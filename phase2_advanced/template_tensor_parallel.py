@@ -438,7 +438,7 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     )
 
 
-def parallelize_block(block: Block, group: Group = None) -> None:
+def parallelize_block(block: Block, group: Group = None, gather_again: bool = False) -> None:
     """Split a transformer block, in place: attention and MLP by weights, the rest by positions.
 
         x (B, T/N, E)  ->  norm  ->  gather  ->  attention: whole heads  ->  reduce-scatter  ->  +
@@ -457,6 +457,8 @@ def parallelize_block(block: Block, group: Group = None) -> None:
             rank gets the full gradient. Frozen parameters stay frozen. The block's input is a
             positional argument and may have any layout.
         group: the ranks that share the block; all by default.
+        gather_again: a stretch that is not graded: keep this rank's positions of what attention and
+            the MLP read, instead of all of them, and gather them once more in the backward pass.
 
     Raises:
         ValueError: N does not divide the number of heads. Raised on every rank, with the same

@@ -1,13 +1,14 @@
 """Tensor parallelism: every layer on all ranks, each rank with its slice of the weights."""
 
 import argparse
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from phase2_advanced import programs
@@ -145,7 +146,7 @@ class ColumnParallelLinear(nn.Module):
             ``gather_output``; in the backward pass, one all-reduce of the gradient of ``x``, if
             ``x`` requires one. Both are in the dtype of ``x``.
         """
-        y = F.linear(copy_to_tensor_region(x, self.group), self.weight, self.bias)
+        y = _products(x, [self], _copy_entrance(self.group))[self]
         if not self.gather_output:
             return y
         return _region(y, self.group, forward=_all_features, backward=_own_features)
@@ -174,11 +175,102 @@ def _own_features(x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Gather the ranks' parts, and join them along ``dim`` in rank order."""
+    return _begin_gather(x, dim, group)()
+
+
+_Pending = Callable[[], Tensor]  # waits for a collective that has begun, and returns its result
+
+
+def _begin_gather(x: Tensor, dim: int, group: Group) -> _Pending:
+    """Gather the ranks' parts, which are joined along ``dim`` in rank order."""
     mine = x.contiguous()
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group)
-    return torch.cat(parts, dim)
+    return _begin(dist.all_gather, parts, mine, group=group, then=lambda: torch.cat(parts, dim))
+
+
+def _begin_sum(x: Tensor, group: Group) -> _Pending:
+    """Sum ``x`` over the ranks, in its own memory."""
+    total = x.contiguous()
+    return _begin(dist.all_reduce, total, group=group, then=lambda: total)
+
+
+def _begin(collective: Any, *arguments: Any, group: Group, then: Callable[[], Tensor]) -> _Pending:
+    """Begin a collective, and return a function that waits for it and returns its result."""
+    is_async = not torch.compiler.is_compiling()  # compiled code has no others
+    work = collective(*arguments, group=group, async_op=is_async)
+
+    def wait() -> Tensor:
+        if work:
+            work.wait()
+        return then()
+
+    return wait
+
+
+def _at_hand(x: Tensor, group: Group) -> _Pending:
+    return lambda: x
+
+
+class _Entrance(NamedTuple):
+    """How an input enters a region, and how the backward pass sums its gradient."""
+
+    group: Group
+    enter: _Operation
+    begin_sum: Callable[[Tensor, Group], _Pending]
+    begin_again: Callable[[Tensor, Group], _Pending] = _at_hand  # in the backward pass
+
+
+def _copy_entrance(group: Group) -> _Entrance:
+    return _Entrance(group, copy_to_tensor_region, _begin_sum)
+
+
+def _products(x: Tensor, layers: Sequence[Any], entrance: _Entrance) -> dict[nn.Module, Tensor]:
+    """Let ``x`` enter a region, and multiply it by the weights of the layers that begin there."""
+    if x.requires_grad and any(layer.weight.requires_grad for layer in layers):
+        parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
+        return dict(zip(layers, _Products.apply(x, entrance, *parameters), strict=True))
+    whole = entrance.enter(x, entrance.group)  # the sum of its gradient has nothing to run beside
+    return {layer: F.linear(whole, layer.weight, layer.bias) for layer in layers}
+
+
+class _Products(torch.autograd.Function):
+    """Sums the gradient of x over the ranks while they compute those of weights and biases."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entrance: _Entrance, *parameters: Any) -> Any:
+        whole = entrance.enter(x, entrance.group)
+        weights, biases = parameters[::2], parameters[1::2]
+        products = tuple(F.linear(whole, *both) for both in zip(weights, biases, strict=True))
+        kept = whole if entrance.begin_again is _at_hand else x
+        ctx.save_for_backward(kept.to(products[0].dtype), *weights)  # 16 bits under autocast
+        ctx.entrance, ctx.dtype = entrance, x.dtype
+        return products
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (kept, *weights), (group, _, begin_sum, begin_again) = ctx.saved_tensors, ctx.entrance
+        is_there = begin_again(kept, group)
+        is_summed = begin_sum(_of_input(gradients, weights, ctx.dtype), group)
+        of_parameters = _of_parameters(gradients, is_there(), ctx.needs_input_grad[2:])
+        return is_summed(), None, *of_parameters
+
+
+def _of_input(gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return this rank's part of the gradient of the input of several layers."""
+    products = zip(gradients, weights, strict=True)
+    return reduce(torch.add, ((g @ weight.to(g.dtype)).to(dtype) for g, weight in products))
+
+
+def _of_parameters(
+    gradients: Sequence[Tensor], x: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of each layer's weight and bias, or None for what is frozen."""
+    found: list[Tensor | None] = []
+    for gradient, weight, bias in zip(gradients, needed[::2], needed[1::2], strict=True):
+        found.append(torch.einsum("...o,...i->oi", gradient, x) if weight else None)
+        found.append(gradient.sum_to_size(gradient.shape[-1:]) if bias else None)
+    return found
 
 
 class RowParallelLinear(nn.Module):
@@ -294,10 +386,8 @@ def parallelize_attention(attention: Attention, group: Group = None) -> None:
     Source: Shoeybi et al. 2019, section 3.
     """
     _check_heads(attention, group)
-    for name in ("query", "key", "value"):
-        _replace(attention, name, _ColumnWithoutCopy, group)
+    _begin_with(attention, ("query", "key", "value"), _copy_entrance(group))
     _replace(attention, "out", RowParallelLinear, group)
-    _before(attention, copy_to_tensor_region, group)
 
 
 def _replace(
@@ -306,9 +396,22 @@ def _replace(
     setattr(module, name, layer(getattr(module, name), group))
 
 
-def _before(module: nn.Module, region: _Operation, group: Group) -> None:
-    """Pass the module's input through ``region`` once, however many of its layers read it."""
-    module.register_forward_pre_hook(lambda _, inputs: (region(inputs[0], group),))
+def _begin_with(module: nn.Module, names: Sequence[str], entrance: _Entrance) -> None:
+    """Split the layers that read the module's input, and compute them all where it enters."""
+    for name in names:
+        _replace(module, name, _Product, entrance.group)
+
+    def products(module: nn.Module, inputs: tuple[Tensor]) -> Any:
+        return (_products(inputs[0], [module.get_submodule(name) for name in names], entrance),)
+
+    module.register_forward_pre_hook(products)
+
+
+class _Product(ColumnParallelLinear):
+    """A layer that is given all products, which a hook has computed together, and takes its own."""
+
+    def forward(self, products: Any) -> Any:
+        return products[self]
 
 
 def _check_heads(attention: Attention, group: Group) -> None:
@@ -317,13 +420,6 @@ def _check_heads(attention: Attention, group: Group) -> None:
         raise ValueError(
             f"{heads} heads cannot be split evenly over {dist.get_world_size(group)} ranks"
         )
-
-
-class _ColumnWithoutCopy(ColumnParallelLinear):
-    """A column-parallel layer for an input that has already entered the parallel region."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -467,18 +563,25 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
 
 
 def _all_positions(x: Tensor, group: Group) -> Tensor:
-    return _gathered(x, SEQUENCE, group)
+    return _begin_gather_of_positions(x, group)()
 
 
 def _summed_positions(x: Tensor, group: Group) -> Tensor:
+    return _begin_sum_of_positions(x, group)()
+
+
+def _begin_gather_of_positions(x: Tensor, group: Group) -> _Pending:
+    return _begin_gather(x, SEQUENCE, group)
+
+
+def _begin_sum_of_positions(x: Tensor, group: Group) -> _Pending:
     """Sum over the ranks, and keep this rank's positions of the sum."""
     parts = [part.contiguous() for part in _parts(x, SEQUENCE, group, "positions")]
     total = torch.empty_like(parts[0])
-    dist.reduce_scatter(total, parts, group=group)
-    return total
+    return _begin(dist.reduce_scatter, total, parts, group=group, then=lambda: total)
 
 
-def parallelize_block(block: Block, group: Group = None) -> None:
+def parallelize_block(block: Block, group: Group = None, gather_again: bool = False) -> None:
     """Split a transformer block, in place: attention and MLP by weights, the rest by positions.
 
         x (B, T/N, E)  ->  norm  ->  gather  ->  attention: whole heads  ->  reduce-scatter  ->  +
@@ -497,6 +600,8 @@ def parallelize_block(block: Block, group: Group = None) -> None:
             rank gets the full gradient. Frozen parameters stay frozen. The block's input is a
             positional argument and may have any layout.
         group: the ranks that share the block; all by default.
+        gather_again: a stretch that is not graded: keep this rank's positions of what attention and
+            the MLP read, instead of all of them, and gather them once more in the backward pass.
 
     Raises:
         ValueError: N does not divide the number of heads. Raised on every rank, with the same
@@ -510,13 +615,12 @@ def parallelize_block(block: Block, group: Group = None) -> None:
     Source: Korthikanti et al. 2022, section 4.2.2.
     """
     _check_heads(block.attention, group)
-    for name in ("query", "key", "value"):
-        _replace(block.attention, name, _ColumnWithoutCopy, group)
+    again = _begin_gather_of_positions if gather_again else _at_hand
+    entrance = _Entrance(group, gather_from_sequence_region, _begin_sum_of_positions, again)
+    _begin_with(block.attention, ("query", "key", "value"), entrance)
     _replace(block.attention, "out", _RowWithScatter, group)
-    _replace(block.mlp, "up", _ColumnWithoutCopy, group)
+    _begin_with(block.mlp, ("up",), entrance)
     _replace(block.mlp, "down", _RowWithScatter, group)
-    for module in (block.attention, block.mlp):
-        _before(module, gather_from_sequence_region, group)
     for parameter in _parameters_on_positions(block):
         parameter.register_hook(partial(_reduced, group=group))
 
