@@ -227,6 +227,26 @@ def sequence_block() -> None:
     block(x).sum().backward()
 
 
+def positions_kept() -> None:
+    """Run 8 blocks that keep all positions of what attention and the MLP read."""
+    run_blocks(gather_again=False)
+
+
+def positions_gathered_again() -> None:
+    """Run 8 blocks that keep a rank's own positions, and gather the others once more."""
+    run_blocks(gather_again=True)
+
+
+def run_blocks(*, gather_again: bool) -> None:
+    """Run 8 blocks with split positions, forward and backward, on 16,384 positions."""
+    blocks = []
+    for _ in range(8):
+        block, x = large_block(16_384 // dist.get_world_size())
+        tensor_parallel.parallelize_block(block, gather_again=gather_again)
+        blocks.append(block)
+    torch.nn.Sequential(*blocks)(x).sum().backward()
+
+
 def large_block(positions: int) -> tuple[Block, torch.Tensor]:
     """Return a block with 32 heads and its input, in 16 bits on meta, where nothing is computed."""
     with torch.device("meta"):

@@ -43,6 +43,27 @@ def test_seconds_under_a_picture_are_those_of_the_simulator(
     assert quoted in section(id)
 
 
+@pytest.mark.parametrize(
+    ("subject", "seconds", "peak"),
+    [
+        ("positions_kept", "66.1 ms", "4.40 GiB"),
+        ("positions_gathered_again", "66.9 ms", "2.88 GiB"),
+    ],
+)
+def test_positions_that_are_gathered_again_take_less_memory(
+    subject: str, seconds: str, peak: str
+) -> None:
+    run, text = simulated(subject, "dgx-h100", 8), section("2.19")
+    assert (seconds_text(run.seconds), bytes_text(run.trace.peak_bytes[0])) == (seconds, peak)
+    assert {seconds, peak} <= {f"{a} {b}" for a, b in re.findall(r"([\d.]+) (ms|GiB)", text)}
+
+
+def test_the_solution_waits_for_a_part_of_its_all_reduces() -> None:
+    run = simulated("tensor_block", "dgx-h100", 4)
+    for seconds in (run.seconds, run.trace.exposed_s[0]):
+        assert seconds_text(seconds) in section("2.17")
+
+
 def test_the_table_of_segments_is_the_one_that_is_printed() -> None:
     run = simulated("checkpoint_segments", "dgx-h100", 6)
     rows = re.findall(r"^   \d +(\S+ ms) .* (\S+ GiB) ", section("2.7"), re.MULTILINE)
