@@ -227,7 +227,7 @@ def _copy_entrance(group: Group) -> _Entrance:
 def _products(x: Tensor, layers: Sequence[Any], entrance: _Entrance) -> dict[nn.Module, Tensor]:
     """Let ``x`` enter a region, and multiply it by the weights of the layers that begin there."""
     if x.requires_grad and any(layer.weight.requires_grad for layer in layers):
-        parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
+        parameters = *(layer.weight for layer in layers), *(layer.bias for layer in layers)
         return dict(zip(layers, _Products.apply(x, entrance, *parameters), strict=True))
     whole = entrance.enter(x, entrance.group)  # the sum of its gradient has nothing to run beside
     return {layer: F.linear(whole, layer.weight, layer.bias) for layer in layers}
@@ -239,7 +239,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, entrance: _Entrance, *parameters: Any) -> Any:
         whole = entrance.enter(x, entrance.group)
-        weights, biases = parameters[::2], parameters[1::2]
+        weights, biases = _halves(parameters)
         products = tuple(F.linear(whole, *both) for both in zip(weights, biases, strict=True))
         kept = whole if entrance.begin_again is _at_hand else x
         ctx.save_for_backward(kept.to(products[0].dtype), *weights)  # 16 bits under autocast
@@ -265,12 +265,17 @@ def _of_input(gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: tor
 def _of_parameters(
     gradients: Sequence[Tensor], x: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of each layer's weight and bias, or None for what is frozen."""
-    found: list[Tensor | None] = []
-    for gradient, weight, bias in zip(gradients, needed[::2], needed[1::2], strict=True):
-        found.append(torch.einsum("...o,...i->oi", gradient, x) if weight else None)
-        found.append(gradient.sum_to_size(gradient.shape[-1:]) if bias else None)
-    return found
+    """Return the gradients of weights, then of biases, or None for those that are frozen."""
+    weights, biases = (zip(gradients, half, strict=True) for half in _halves(needed))
+    return [
+        *(torch.einsum("...o,...i->oi", g, x) if is_needed else None for g, is_needed in weights),
+        *(torch.einsum("...o->o", g) if is_needed else None for g, is_needed in biases),
+    ]
+
+
+def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    half = len(items) // 2
+    return items[:half], items[half:]
 
 
 class RowParallelLinear(nn.Module):
@@ -397,7 +402,10 @@ def _replace(
 
 
 def _begin_with(module: nn.Module, names: Sequence[str], entrance: _Entrance) -> None:
-    """Split the layers that read the module's input, and compute them all where it enters."""
+    """Split the layers that read the module's input, and pass them their products in its place.
+
+    Nothing else may read the input.
+    """
     for name in names:
         _replace(module, name, _Product, entrance.group)
 

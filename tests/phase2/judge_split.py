@@ -227,6 +227,7 @@ class Contract:
 
     def _test_group(self, grade: Grade) -> None:
         cases = self.of_sizes(grade, len(MEMBERS))
+        cases = [*cases, replace(cases[0], frozen=("weight",))]
         results = results_in_group(grade, b.split_cases, cases)
         for case, by_rank in zip(cases, zip(*results, strict=True), strict=True):
             _check_split(case, by_rank, f" inside the group {list(MEMBERS)}")
