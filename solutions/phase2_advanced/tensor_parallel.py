@@ -146,7 +146,7 @@ class ColumnParallelLinear(nn.Module):
             ``gather_output``; in the backward pass, one all-reduce of the gradient of ``x``, if
             ``x`` requires one. Both are in the dtype of ``x``.
         """
-        y = _products(x, [self], _copy_entrance(self.group))[self]
+        y = F.linear(copy_to_tensor_region(x, self.group), self.weight, self.bias)
         if not self.gather_output:
             return y
         return _region(y, self.group, forward=_all_features, backward=_own_features)
@@ -175,23 +175,74 @@ def _own_features(x: Tensor, group: Group) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, group: Group) -> Tensor:
-    return _begin_gather(x, dim, group)()
-
-
-_Pending = Callable[[], Tensor]  # waits for a collective that has begun, and returns its result
-
-
-def _begin_gather(x: Tensor, dim: int, group: Group) -> _Pending:
-    """Gather the ranks' parts, which are joined along ``dim`` in rank order."""
+    """Gather the ranks' parts, and join them along ``dim`` in rank order."""
     mine = x.contiguous()
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    return _begin(dist.all_gather, parts, mine, group=group, then=lambda: torch.cat(parts, dim))
+    dist.all_gather(parts, mine, group)
+    return torch.cat(parts, dim)
 
 
-def _begin_sum(x: Tensor, group: Group) -> _Pending:
-    """Sum ``x`` over the ranks, in its own memory."""
-    total = x.contiguous()
-    return _begin(dist.all_reduce, total, group=group, then=lambda: total)
+class RowParallelLinear(nn.Module):
+    """A linear layer whose inputs are split over the ranks.
+
+    Rank r of N multiplies the r-th of N equal parts of the input features, which a column-parallel
+    layer has left on that rank, by its columns of the weight. The partial results are summed:
+        full weight (4, 6), 2 ranks  ->  columns 0 … 2 on rank 0, columns 3 … 5 on rank 1
+
+    Attributes:
+        weight: a parameter (out, in / N), this rank's columns of the full weight.
+        bias: a parameter (out,), the full bias, on every rank; None if there is none.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(self, full: nn.Linear, group: Group = None) -> None:
+        """Take this rank's slice of ``full``.
+
+        Args:
+            full: the full layer, equal on all ranks; not changed. Weight and bias keep their dtype,
+                and each of them is frozen if it is frozen in ``full``. The new layer keeps neither
+                ``full`` nor any of its memory, so that ``full`` can be freed.
+            group: the ranks that share the layer; all by default.
+
+        Raises:
+            ValueError: N does not divide the number of input features. Raised on every rank, with
+                the same message, which names both numbers.
+        """
+        super().__init__()
+        self.weight = _slice(full.weight, 1, group, "input features")
+        self.bias = None if full.bias is None else _copy(full.bias)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply this rank's features by its weight, sum over the ranks, and add the bias once.
+
+        In the backward pass, ``x`` and weight get the matching slices of the full gradients, and
+        the bias gets its full gradient on every rank.
+
+        Args:
+            x: tensor (…, in / N), this rank's part of the input features, in any layout.
+
+        Returns:
+            A tensor (…, out), the same on all ranks. Its gradient may have any layout. From here
+            on, all ranks must continue with the same computation.
+
+        Cost: in the forward pass, one all-reduce of (…, out), in its dtype; nothing in the backward
+            pass.
+        """
+        y = reduce_from_tensor_region(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+def _copy(full: Tensor) -> nn.Parameter:
+    return nn.Parameter(full.detach().clone(), requires_grad=full.requires_grad)
+
+
+# The gradients of the weights do not depend on the sum over the ranks of the gradient of the input.
+# So the layers that read an input are computed together, by a Function whose backward pass begins
+# the sum, computes the gradients of the weights, and then waits for it.
+
+_Pending = Callable[[], Tensor]  # waits for a collective that has begun, and returns its result
 
 
 def _begin(collective: Any, *arguments: Any, group: Group, then: Callable[[], Tensor]) -> _Pending:
@@ -205,6 +256,12 @@ def _begin(collective: Any, *arguments: Any, group: Group, then: Callable[[], Te
         return then()
 
     return wait
+
+
+def _begin_sum(x: Tensor, group: Group) -> _Pending:
+    """Sum ``x`` over the ranks, in its own memory."""
+    total = x.contiguous()
+    return _begin(dist.all_reduce, total, group=group, then=lambda: total)
 
 
 def _at_hand(x: Tensor, group: Group) -> _Pending:
@@ -278,62 +335,6 @@ def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return items[:half], items[half:]
 
 
-class RowParallelLinear(nn.Module):
-    """A linear layer whose inputs are split over the ranks.
-
-    Rank r of N multiplies the r-th of N equal parts of the input features, which a column-parallel
-    layer has left on that rank, by its columns of the weight. The partial results are summed:
-        full weight (4, 6), 2 ranks  ->  columns 0 … 2 on rank 0, columns 3 … 5 on rank 1
-
-    Attributes:
-        weight: a parameter (out, in / N), this rank's columns of the full weight.
-        bias: a parameter (out,), the full bias, on every rank; None if there is none.
-
-    Source: Shoeybi et al. 2019, section 3.
-    """
-
-    def __init__(self, full: nn.Linear, group: Group = None) -> None:
-        """Take this rank's slice of ``full``.
-
-        Args:
-            full: the full layer, equal on all ranks; not changed. Weight and bias keep their dtype,
-                and each of them is frozen if it is frozen in ``full``. The new layer keeps neither
-                ``full`` nor any of its memory, so that ``full`` can be freed.
-            group: the ranks that share the layer; all by default.
-
-        Raises:
-            ValueError: N does not divide the number of input features. Raised on every rank, with
-                the same message, which names both numbers.
-        """
-        super().__init__()
-        self.weight = _slice(full.weight, 1, group, "input features")
-        self.bias = None if full.bias is None else _copy(full.bias)
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply this rank's features by its weight, sum over the ranks, and add the bias once.
-
-        In the backward pass, ``x`` and weight get the matching slices of the full gradients, and
-        the bias gets its full gradient on every rank.
-
-        Args:
-            x: tensor (…, in / N), this rank's part of the input features, in any layout.
-
-        Returns:
-            A tensor (…, out), the same on all ranks. Its gradient may have any layout. From here
-            on, all ranks must continue with the same computation.
-
-        Cost: in the forward pass, one all-reduce of (…, out), in its dtype; nothing in the backward
-            pass.
-        """
-        y = reduce_from_tensor_region(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias
-
-
-def _copy(full: Tensor) -> nn.Parameter:
-    return nn.Parameter(full.detach().clone(), requires_grad=full.requires_grad)
-
-
 def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
     """Split an MLP over the ranks, in place: each rank keeps 1/N of the hidden features.
 
@@ -360,7 +361,7 @@ def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
 
     Source: Shoeybi et al. 2019, section 3.
     """
-    _replace(mlp, "up", ColumnParallelLinear, group)
+    _begin_with(mlp, ("up",), _copy_entrance(group))
     _replace(mlp, "down", RowParallelLinear, group)
 
 
@@ -579,7 +580,11 @@ def _summed_positions(x: Tensor, group: Group) -> Tensor:
 
 
 def _begin_gather_of_positions(x: Tensor, group: Group) -> _Pending:
-    return _begin_gather(x, SEQUENCE, group)
+    """Gather the ranks' positions."""
+    mine = x.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    joined = partial(torch.cat, parts, SEQUENCE)
+    return _begin(dist.all_gather, parts, mine, group=group, then=joined)
 
 
 def _begin_sum_of_positions(x: Tensor, group: Group) -> _Pending:
