@@ -87,7 +87,7 @@ class Cuts:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a thread's operations to ``Cuts`` and ``Draws``."""
+    """Shows a thread's operations to the watchers that follow tensors."""
 
     def __init__(self, *watchers: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

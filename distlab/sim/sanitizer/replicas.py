@@ -30,6 +30,7 @@ from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
 from distlab.sim.sanitizer.shared import Shared
 from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chance, names_of
+from distlab.sim.sanitizer.visits import Visits
 from distlab.util.text import joined, rank_names
 
 _NO_SYNC = (
@@ -75,11 +76,12 @@ class Replicas:
         sends_messages: True if ranks send one another messages, by which they may average, too.
         leaves_early: True if torch's ``Join`` lets ranks with fewer batches leave out steps.
         averages_parameters: True if one of torch's averagers replaces the average of gradients.
-        has_experts: True if ranks send tokens by all_to_all to parameters that each has alone.
+        visits: Data that ranks have sent one another by all_to_all.
     """
 
     def __init__(self, findings: Findings, parameters: Parameters, num_ranks: int) -> None:
         self._findings, self._parameters, self._num_ranks = findings, parameters, num_ranks
+        self.visits = Visits()
         self._shared = Shared(findings)
         self._steps: dict[tuple[int, int], Step] = {}
         self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
@@ -99,7 +101,6 @@ class Replicas:
         self._unfed: dict[tuple[int, int], tuple[int, Site]] = {}
         self._fed: set[tuple[int, int]] = set()
         self.sends_messages = self.leaves_early = self.averages_parameters = False
-        self.has_experts = False
 
     # Events
 
@@ -173,6 +174,7 @@ class Replicas:
             id(holder),
             "norm" in type(holder).__name__.lower(),
             is_sharded,
+            self.visits.have_made(parameter.grad),
         )
 
     def ended(self) -> None:
@@ -238,7 +240,7 @@ class Replicas:
         right = [
             column for column in present if is_equal_not_by_chance([v.gradient for v in column])
         ]
-        if wrong and self.has_experts and not step.is_ddp:
+        if not step.is_ddp and any(v.is_of_visitors for column in wrong for v in column):
             return  # experts that began alike
         if right and (step.is_ddp or self.sends_messages or self._have_summed >= {*ranks}):
             self.confirmed.add((optimizer, ranks))

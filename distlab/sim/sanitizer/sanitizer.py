@@ -73,7 +73,7 @@ class Sanitizer:
 
     def operations(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager that watches the operations of the calling thread."""
-        return Operations(self._cuts, self._draws)
+        return Operations(self._cuts, self._draws, self._replicas.visits)
 
     # What the world tells
 
@@ -82,9 +82,8 @@ class Sanitizer:
         with self._unnoticed():
             is_of_ddp = self._calls.posted(attendance)
             self._cuts.posted(attendance)
+            self._replicas.visits.posted(attendance.call)
         if inputs := attendance.call.inputs:
-            if attendance.name == "all_to_all":
-                self._replicas.has_experts = True
             is_sum = attendance.name in WITHOUT_ROOT and inputs[0].numel() > SMALL
             self._replicas.spoke(attendance.rank, has_summed=is_sum)
         if is_of_ddp:
@@ -142,6 +141,8 @@ class Sanitizer:
         go_back = torch.autograd.backward
 
         def note_and_go_back(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._rank_states.is_in_rank():
+                self._replicas.visits.goes_back(tensors)
             if self._rank_states.is_in_rank() and _is_number(tensors):
                 with self._unnoticed():
                     value = float(tensors.detach())

@@ -20,6 +20,7 @@ class Values(NamedTuple):
         is_of_norm: True if that module is a layer norm or the like, which is never split.
         is_sharded: True if it is a DTensor of which each rank has a part; such parts are not
             compared, and have no digests.
+        is_of_visitors: True if its gradient may come from data that an all_to_all has brought.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Values(NamedTuple):
     holder: int
     is_of_norm: bool
     is_sharded: bool
+    is_of_visitors: bool
 
 
 def is_equal(digests: Iterable[Digest | None]) -> bool:

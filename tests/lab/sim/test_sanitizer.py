@@ -330,10 +330,47 @@ def shards_after_making_the_optimizer() -> None:
         optimizer.step()
 
 
+def forgets_a_layer_beside_split_sequences() -> None:
+    trains_on_split_sequences(forgotten=1)
+
+
+def trains_on_split_sequences(forgotten: int = 0) -> None:
+    """Each rank has half of the heads between two all_to_alls, and half of the sequence else."""
+    net = model()
+    optimizer = sgd(net, lr=0.001)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net[2](trades_heads(net[:2](data()))).square().sum().backward()
+        average(net[: len(net) - forgotten])
+        optimizer.step()
+
+
+def trades_heads(x: Tensor) -> Tensor:
+    """Sum over a sequence that is split over the ranks, for each of 8 heads."""
+    heads = Traded.apply(torch.cat(x.chunk(2, dim=1)))
+    sums = heads.view(2, 6, 4).cumsum(0).view(12, 4)
+    return torch.cat(Traded.apply(sums).chunk(2), dim=1)
+
+
+class Traded(torch.autograd.Function):
+    """An all_to_all that goes back as another one."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        traded = torch.empty_like(x)
+        dist.all_to_all_single(traded, x.contiguous())
+        return traded
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return Traded.forward(_, gradient)
+
+
 WRONG: dict[Callable[[], None], str] = {
     shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1 without",
     forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
     "whose parameters are equal: 2.weight",
+    forgets_a_layer_beside_split_sequences: "step 1: 2 of 4 gradients differ between ranks 0",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
     leaves_a_layer_out: "DistributedDataParallel has averaged nothing since the last step",
     steps_inside_no_sync: "DistributedDataParallel has averaged nothing since the last step",
@@ -676,6 +713,31 @@ def asks_experts_that_begin_alike() -> None:
         optimizer.step()
 
 
+def sends_tokens_to_experts_and_back() -> None:
+    """Experts begin alike, and only the layers before and behind them are averaged."""
+    net, expert = model(), nn.Linear(8, 8)
+    optimizer = sgd(nn.ModuleList([net, expert]))
+    for _ in range(3):
+        optimizer.zero_grad()
+        back = Traded.apply(expert(Traded.apply(net[:2](data()))))
+        net[2](back).square().sum().backward()
+        average(net)
+        optimizer.step()
+
+
+def looks_up_rows_of_tables() -> None:
+    """Each rank has a table that began like the others, and trains on what all tables give."""
+    torch.manual_seed(0)
+    table, top = nn.Embedding(6, 4), nn.Linear(4, 2)
+    optimizer = sgd(nn.ModuleList([table, top]))
+    for _ in range(2):
+        optimizer.zero_grad()
+        rows = table(torch.arange(6) % (2 + dist.get_rank()))
+        top(Traded.apply(rows)).square().sum().backward()
+        average(top)
+        optimizer.step()
+
+
 def searches_from_one_seed() -> None:
     """Each rank has a learning rate of its own, and the same data."""
     net = model()
@@ -707,6 +769,9 @@ RIGHT = [
     goes_back_from_an_edge_of_the_graph,
     shards_what_begins_alike,
     asks_experts_that_begin_alike,
+    trains_on_split_sequences,
+    sends_tokens_to_experts_and_back,
+    looks_up_rows_of_tables,
     searches_from_one_seed,
     splits_samples_alike,
     leaves_out_steps_in_a_join,
