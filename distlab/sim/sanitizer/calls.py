@@ -69,11 +69,16 @@ class Calls:
                 attendance.rank,
             )
 
-    def met(self, key: object, members: Sequence[Attendance]) -> list[int]:
+    def is_of_gradients(self, attendance: Attendance) -> bool:
+        """Return whether a call gives nothing but gradients of parameters."""
+        inputs = attendance.call.inputs
+        return all(self._parameters.of_gradient(attendance.rank, tensor) for tensor in inputs)
+
+    def met(self, key: object, members: Sequence[Attendance]) -> list[tuple[int, Tensor]]:
         """Look at a call of all ranks of a group, before its tensors change.
 
         Returns:
-            The ranks that give a parameter's gradient.
+            The ranks that give a parameter's gradient, and that parameter.
         """
         if members[0].call.name not in WITHOUT_ROOT or not all(m.call.inputs for m in members):
             return []
@@ -86,7 +91,8 @@ class Calls:
         if members[0].call.name in SUMMING:
             self._note_gradients(key, members, owners)
         self._of_ddp.difference_update(members)
-        return [member.rank for member, owner in zip(members, owners, strict=True) if owner]
+        pairs = zip(members, owners, strict=True)
+        return [(member.rank, owner.values) for member, owner in pairs if owner]
 
     def _note_gradients(
         self, key: object, members: Sequence[Attendance], owners: Sequence[Owner | None]

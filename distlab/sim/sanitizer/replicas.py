@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
-from distlab.sim.sanitizer.shared import Shared
+from distlab.sim.sanitizer.shared import Shared, with_one_loss
 from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chance, names_of
 from distlab.sim.sanitizer.visits import Visits
 from distlab.util.text import joined, rank_names
@@ -51,6 +52,7 @@ class Norm(NamedTuple):
     total: float
     limit: float
     site: Site
+    parameters: Sequence[ref[Tensor]]
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Step:
     num_syncs: dict[int, int] = field(default_factory=dict)
     total_syncs: dict[int, int] = field(default_factory=dict)
     is_ddp: bool = False
+    own_norms: set[int] = field(default_factory=set)  # ranks that clipped what they may own
 
 
 class Replicas:
@@ -90,6 +93,8 @@ class Replicas:
         self._total_syncs: Counter[int] = Counter()
         self._spoke_since_step: set[int] = set()
         self._have_summed: set[int] = set()  # ranks that may have averaged gradients by a call
+        self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
+        self._averaged: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # by the program
         self._in_ddp: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
         self._unsynced: dict[tuple[int, ...], Step] = {}  # first steps, by the replicas
         self._equal: dict[int, list[tuple[int, ...]]] = {}  # by optimizer: alike in its last step
@@ -113,9 +118,14 @@ class Replicas:
         """Note that DistributedDataParallel has averaged gradients in a backward pass."""
         self._syncs[rank].add(torch._C._current_graph_task_id())
 
-    def averaged(self, rank: int) -> None:
+    def averaged(self, rank: int, parameter: Tensor) -> None:
         """Note that a rank has summed a parameter's gradient by a call of its own."""
         self._average_by_hand.add(rank)
+        self._averaged[parameter] = True
+
+    def exchanged(self, rank: int) -> None:
+        """Note that a rank has given another tensor than a gradient to a collective."""
+        self._have_exchanged.add(rank)
 
     def goes_back(self, rank: int, loss: float) -> None:
         """Note a loss from which a rank goes back."""
@@ -142,6 +152,9 @@ class Replicas:
         step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
         step.norms[rank] = self._norms.pop(rank, [])
         step.losses[rank] = self._losses.pop(rank, [])
+        if self._may_own(rank, step.norms[rank]):
+            step.own_norms.add(rank)
+        self._have_exchanged.discard(rank)
         self._spoke_since_step.discard(rank)
         step.num_syncs[rank] = len(self._syncs.pop(rank, ()))
         self._total_syncs[rank] += step.num_syncs[rank]
@@ -152,6 +165,14 @@ class Replicas:
         del self._steps[number, count]
         self._judge(step, number)
         return step
+
+    def _may_own(self, rank: int, norms: Iterable[Norm]) -> bool:
+        """Return whether a rank has exchanged only gradients of parameters that it did not clip."""
+        clipped = (parameter() for norm in norms for parameter in norm.parameters)
+        are_shared = any(
+            p is not None and (p in self._averaged or p in self._in_ddp) for p in clipped
+        )
+        return not (are_shared or self.sends_messages or rank in self._have_exchanged)
 
     def _note_feeding(
         self, key: tuple[int, int], count: int, params: Sequence[Tensor], site: Site
@@ -316,7 +337,7 @@ class Replicas:
         """Report ranks whose gradients were scaled by different factors.
 
         Replicas that average no gradients in this step may clip their own, as local SGD does, and
-        so may a rank that clips each sample's gradient.
+        so may a rank that clips each sample's gradient, or a head for a loss of its own.
         """
         self._were_alike.update(rank for ranks in alike for rank in ranks)
         self._report_norms(step, [rank for rank in step.norms if rank not in self._were_alike])
@@ -327,7 +348,7 @@ class Replicas:
 
     def _report_norms(self, step: Step, ranks: Sequence[int]) -> None:
         norms = [step.norms[rank][0] for rank in ranks if len(step.norms[rank]) == 1]
-        if len(norms) < max(2, len(ranks)):
+        if len(norms) < max(2, len(ranks)) or _have_own_heads(step, ranks):
             return
         totals = [norm.total for norm in norms]
         is_scaled = any(norm.total > norm.limit for norm in norms)
@@ -364,6 +385,12 @@ class Replicas:
             f"never averaged, and differ: {names_of(wrong)}; {place(step.site)}."
             f"{_AFTER_THE_STEP if is_by_hand else ''}",
         )
+
+
+def _have_own_heads(step: Step, ranks: Sequence[int]) -> bool:
+    """Return whether ranks clipped parameters of their own, each for losses that differ."""
+    have_losses = all(step.losses.get(rank) for rank in ranks)
+    return step.own_norms >= {*ranks} and have_losses and not with_one_loss(ranks, step.losses)
 
 
 def _alike(step: Step) -> list[tuple[int, ...]]:

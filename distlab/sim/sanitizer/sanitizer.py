@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -84,15 +85,19 @@ class Sanitizer:
             self._cuts.posted(attendance)
             self._replicas.visits.posted(attendance.call)
         if inputs := attendance.call.inputs:
-            is_sum = attendance.name in WITHOUT_ROOT and inputs[0].numel() > SMALL
+            is_long = inputs[0].numel() > SMALL
+            is_sum = attendance.name in WITHOUT_ROOT and is_long
             self._replicas.spoke(attendance.rank, has_summed=is_sum)
+            is_of_gradient = is_of_ddp or self._calls.is_of_gradients(attendance)
+            if is_long and attendance.name != "broadcast" and not is_of_gradient:
+                self._replicas.exchanged(attendance.rank)
         if is_of_ddp:
             self._replicas.synced(attendance.rank)
 
     def met(self, key: object, members: Sequence[Attendance]) -> None:
         """Look at a collective call of all ranks of a group, before its tensors change."""
-        for rank in self._calls.met(key, members):
-            self._replicas.averaged(rank)
+        for rank, parameter in self._calls.met(key, members):
+            self._replicas.averaged(rank, parameter)
 
     def sent(self) -> None:
         """Note that a rank has sent another one a message."""
@@ -125,12 +130,13 @@ class Sanitizer:
         clip = clip_grad.clip_grad_norm_
 
         def clip_and_note(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
-            total: Tensor = clip(parameters, max_norm, *args, **kwargs)
+            clipped = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+            total: Tensor = clip(clipped, max_norm, *args, **kwargs)
             if self._rank_states.is_in_rank() and not total.is_meta:
                 site = self._places.call_site()[0]
                 with self._unnoticed():
                     whole = getattr(total, "full_tensor", total.detach)()
-                    norm = Norm(float(whole), float(max_norm), site)
+                    norm = Norm(float(whole), float(max_norm), site, [*map(ref, clipped)])
                 self._replicas.clipped(self._rank_states.current, norm)
             return total
 

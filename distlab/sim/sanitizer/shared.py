@@ -70,7 +70,7 @@ class Shared:
             by_layout[tuple((v.name, v.shape) for v in mine)].append(rank)
         for layout, alike in by_layout.items():
             has_dtensors = any(v.is_sharded for v in values[alike[0]])
-            groups = [tuple(alike)] if has_dtensors else _with_one_loss(alike, losses)
+            groups = [tuple(alike)] if has_dtensors else with_one_loss(alike, losses)
             for ranks in groups:
                 columns = [*zip(*(values[rank] for rank in ranks), strict=True)]
                 self._compare((optimizer, ranks, layout), step, site, columns)
@@ -99,7 +99,7 @@ class Shared:
         )
 
 
-def _with_one_loss(ranks: Sequence[int], losses: Mapping[int, Sequence[float]]) -> list[Ranks]:
+def with_one_loss(ranks: Sequence[int], losses: Mapping[int, Sequence[float]]) -> list[Ranks]:
     """Return the sets of two or more ranks that have computed the same losses, but for rounding."""
     groups = list[list[int]]()
     for rank in ranks:

@@ -264,13 +264,17 @@ def trains_with_a_split_layer(*, sums: bool = True) -> None:
     embedding, half, head, optimizer = split_model()
     for _ in range(2):
         optimizer.zero_grad()
-        mine = half(embedding(shared_data())).relu().sum(1)
-        others = mine.detach().clone()
-        dist.all_reduce(others)
-        head((mine + others - mine.detach()).unsqueeze(1)).square().sum().backward()
+        predicts_with_a_split_layer(embedding, half, head)
         for parameter in embedding.parameters() if sums else ():
             dist.all_reduce(parameter.grad)
         optimizer.step()
+
+
+def predicts_with_a_split_layer(embedding: nn.Linear, half: nn.Linear, head: nn.Linear) -> None:
+    mine = half(embedding(shared_data())).relu().sum(1)
+    others = mine.detach().clone()
+    dist.all_reduce(others)
+    head((mine + others - mine.detach()).unsqueeze(1)).square().sum().backward()
 
 
 def split_model() -> tuple[nn.Linear, nn.Linear, nn.Linear, torch.optim.Optimizer]:
@@ -366,6 +370,27 @@ class Traded(torch.autograd.Function):
         return Traded.forward(_, gradient)
 
 
+def clips_the_slice_of_a_split_layer() -> None:
+    embedding, half, head, optimizer = split_model()
+    predicts_with_a_split_layer(embedding, half, head)
+    nn.utils.clip_grad_norm_(half.parameters(), 1e-3)
+    optimizer.step()
+
+
+def clips_a_trunk_with_each_head() -> None:
+    trains_heads_of_their_own(clips_trunk=True)
+
+
+def clips_the_shard_of_an_average() -> None:
+    net = model()
+    mine = [*net.parameters()][dist.get_rank() :: 2]
+    optimizer = torch.optim.SGD(mine, 0.1)
+    net(data()).square().sum().backward()
+    average(net)
+    nn.utils.clip_grad_norm_(mine, 0.1)
+    optimizer.step()
+
+
 WRONG: dict[Callable[[], None], str] = {
     shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1 without",
     forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
@@ -388,6 +413,9 @@ WRONG: dict[Callable[[], None], str] = {
     gathers_without_gradient: "all_gather was given a tensor that requires a gradient",
     meets_another_tensor: "as call 1, rank 0 calls dist.all_reduce(a), and rank 1 calls dist.",
     drops_a_message: "and its message may be lost: rank 0 isend to rank 1",
+    clips_the_slice_of_a_split_layer: "each took the norm of its own gradients",
+    clips_a_trunk_with_each_head: "each took the norm of its own gradients",
+    clips_the_shard_of_an_average: "each took the norm of its own gradients",
     clips_each_shard: "scaled the gradients by 0.183 on rank 0 and by 0.0758 on rank 1",
     averages_after_the_step: "They are averaged only after it.",
     skips_a_step: "step 3: rank 1 had averaged gradients 4 times before it, and rank 0 3 times",
@@ -764,7 +792,44 @@ def splits_samples_alike() -> None:
             pass
 
 
+def trains_heads_of_their_own(*, clips_trunk: bool = False) -> None:
+    torch.manual_seed(0)
+    trunk = DistributedDataParallel(nn.Linear(4, 8))
+    torch.manual_seed(dist.get_rank())
+    head = nn.Linear(8, 2)
+    optimizer = sgd(nn.ModuleList([trunk, head]))
+    for _ in range(2):
+        optimizer.zero_grad()
+        head(trunk(data())).square().sum().backward()
+        clipped = nn.ModuleList([head, *[trunk] * clips_trunk])
+        nn.utils.clip_grad_norm_(clipped.parameters(), 0.1)
+        optimizer.step()
+
+
+def trains_heads_in_optimizers_of_their_own() -> None:
+    trunk, head = model(), model(seed=dist.get_rank())
+    optimizers = [sgd(trunk), sgd(head)]
+    for _ in range(2):
+        trunk.zero_grad()
+        head.zero_grad()
+        head[2](trunk[:2](data())).square().sum().backward()
+        average(trunk)
+        nn.utils.clip_grad_norm_(head.parameters(), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def trains_a_model_on_each_rank() -> None:
+    net = model(seed=dist.get_rank())
+    net(data()).square().sum().backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    sgd(net).step()
+
+
 RIGHT = [
+    trains_heads_of_their_own,
+    trains_heads_in_optimizers_of_their_own,
+    trains_a_model_on_each_rank,
     trains_with_a_split_layer,
     goes_back_from_an_edge_of_the_graph,
     shards_what_begins_alike,
