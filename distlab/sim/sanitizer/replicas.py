@@ -14,7 +14,7 @@ as new biases are. Then:
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ref
@@ -62,6 +62,7 @@ class Step:
     site: Site
     number: int  # from 1
     values: dict[int, list[Values]] = field(default_factory=dict)
+    results: dict[int, list[Values]] = field(default_factory=dict)  # values after it
     rates: dict[int, float] = field(default_factory=dict)
     norms: dict[int, list[Norm]] = field(default_factory=dict)
     losses: dict[int, list[float]] = field(default_factory=dict)
@@ -87,11 +88,14 @@ class Replicas:
         self.visits = Visits()
         self._shared = Shared(findings)
         self._steps: dict[tuple[int, int], Step] = {}
+        # The last step of each rank's optimizers, and their parameters.
+        self._begun: dict[tuple[int, int], tuple[Step, list[ref[Tensor]]]] = {}
         self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
         self._syncs: defaultdict[int, set[int]] = defaultdict(set)  # backward passes, by rank
         self._total_syncs: Counter[int] = Counter()
         self._spoke_since_step: set[int] = set()
+        self._spoke_at_length: set[int] = set()  # since the last step
         self._have_summed: set[int] = set()  # ranks that may have averaged gradients by a call
         self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
         self._averaged: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # by the program
@@ -131,9 +135,11 @@ class Replicas:
         """Note a loss from which a rank goes back."""
         self._losses[rank].append(loss)
 
-    def spoke(self, rank: int, *, has_summed: bool) -> None:
-        """Note a rank's collective call, and whether it may average gradients."""
+    def spoke(self, rank: int, *, has_summed: bool, is_long: bool) -> None:
+        """Note a rank's collective call, and whether it may average gradients or parameters."""
         self._spoke_since_step.add(rank)
+        if is_long:
+            self._spoke_at_length.add(rank)
         if has_summed:
             self._have_summed.add(rank)
 
@@ -143,28 +149,40 @@ class Replicas:
 
     def steps(self, rank: int, at: StepOf, optimizer: Optimizer, site: Site) -> Step | None:
         """Note a step that a rank begins; return it if all ranks have come to it."""
-        count, number = at
-        step = self._steps.setdefault((number, count), Step(site, count + 1))
+        step = self._steps.setdefault((at.optimizer, at.step), Step(site, at.step + 1))
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._note_feeding((rank, number), count, params, site)
+        self._note_feeding((rank, at.optimizer), at.step, params, site)
         names = distinct_names(self._parameters, params)
         step.values[rank] = [self._values(*pair) for pair in zip(names, params, strict=True)]
         step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
+        step.is_ddp = step.is_ddp or any(p in self._in_ddp for p in params)
+        self._begun[rank, at.optimizer] = step, [*map(ref, params)]
+        self._note_events(rank, step)
+        if len(step.values) < self._num_ranks:
+            return None
+        del self._steps[at.optimizer, at.step]
+        self._judge(step, at.optimizer)
+        return step
+
+    def stepped(self, rank: int, optimizer: int) -> None:
+        """Note what a step has made of a rank's parameters."""
+        step, params = self._begun[rank, optimizer]
+        step.results[rank] = [
+            value if value.is_sharded else value._replace(value=digest(parameter()))
+            for value, parameter in zip(step.values[rank], params, strict=True)
+        ]
+
+    def _note_events(self, rank: int, step: Step) -> None:
+        """Note what a rank has done since its last step."""
         step.norms[rank] = self._norms.pop(rank, [])
         step.losses[rank] = self._losses.pop(rank, [])
         if self._may_own(rank, step.norms[rank]):
             step.own_norms.add(rank)
-        self._have_exchanged.discard(rank)
-        self._spoke_since_step.discard(rank)
         step.num_syncs[rank] = len(self._syncs.pop(rank, ()))
         self._total_syncs[rank] += step.num_syncs[rank]
         step.total_syncs[rank] = self._total_syncs[rank]
-        step.is_ddp = step.is_ddp or any(p in self._in_ddp for p in params)
-        if len(step.values) < self._num_ranks:
-            return None
-        del self._steps[number, count]
-        self._judge(step, number)
-        return step
+        for ranks in (self._have_exchanged, self._spoke_since_step, self._spoke_at_length):
+            ranks.discard(rank)
 
     def _may_own(self, rank: int, norms: Iterable[Norm]) -> bool:
         """Return whether a rank has exchanged only gradients of parameters that it did not clip."""
@@ -203,6 +221,7 @@ class Replicas:
         for (number, _), step in self._steps.items():
             self._judge(step, number)
         self._steps.clear()
+        self._judge_results()
         self._judge_norms(Step(("", 0, ""), 0, norms=self._norms), [])
         self._report_unfed()
         self._shared.ended()
@@ -235,7 +254,8 @@ class Replicas:
             is_complete = {*before} <= step.values.keys()
             is_known = (optimizer, before) in self.confirmed and before not in self._reported
             if is_known and not self.averages_parameters and is_complete and not is_equal:
-                self._report_drift(step, before)
+                text = f"were equal before step {step.number - 1}, and differ now"
+                self._report_drift(step, before, step.values, text)
         self._equal[optimizer] = alike
         for ranks in alike:
             self._unsynced.pop(ranks, None)  # equal again: they average parameters, now and then
@@ -319,18 +339,42 @@ class Replicas:
                     f"build the model from one seed; {place(step.site)}",
                 )
 
-    def _report_drift(self, step: Step, before: tuple[int, ...]) -> None:
-        """Report replicas that were equal before the last step, and are not any more."""
-        columns = zip(*(step.values[rank] for rank in before), strict=True)
+    def _judge_results(self) -> None:
+        """Compare what the last steps of replicas made of equal parameters and gradients."""
+        for optimizer, ranks in self.confirmed:
+            step = self._begun[ranks[0], optimizer][0]
+            if not self._is_end(optimizer, ranks, step) or ranks in self._reported:
+                continue
+            gradients = zip(*(step.values[rank] for rank in ranks), strict=True)
+            if all(is_equal(v.gradient for v in column) for column in gradients):
+                text = (
+                    "were equal before it, the last one, with equal gradients, and differ after it"
+                )
+                self._report_drift(step, ranks, step.results, text)
+
+    def _is_end(self, optimizer: int, ranks: tuple[int, ...], step: Step) -> bool:
+        """Return whether all ranks were alike in a step, their last one, and mended nothing."""
+        may_mend = self.sends_messages or self.averages_parameters or self.leaves_early
+        is_last = all(self._begun[rank, optimizer][0] is step for rank in ranks)
+        is_done = ranks in self._equal[optimizer] and {*ranks} <= step.results.keys()
+        return is_last and is_done and not may_mend and not self._spoke_at_length & {*ranks}
+
+    def _report_drift(
+        self, step: Step, ranks: tuple[int, ...], values: Mapping[int, Sequence[Values]], text: str
+    ) -> None:
+        """Report replicas that were equal, if they differ now."""
+        columns = zip(*(values[rank] for rank in ranks), strict=True)
         wrong = [column for column in columns if not is_equal(v.value for v in column)]
-        rates = {step.rates[rank] for rank in before}
+        if not wrong:
+            return
+        rates = {step.rates[rank] for rank in ranks}
         advice = " Something besides the averaged gradients changed them."
         if len(rates) > 1:
             advice = f" Their learning rates are {joined([f'{r:g}' for r in sorted(rates)])}."
         self._findings.add(
             ("drift", step.site),
-            f"step {step.number}: {rank_names(before)} were equal before step {step.number - 1}, "
-            f"and differ now: {names_of(wrong)}; {place(step.site)}.{advice}",
+            f"step {step.number}: {rank_names(ranks)} {text}: {names_of(wrong)}; "
+            f"{place(step.site)}.{advice}",
         )
 
     def _judge_norms(self, step: Step, alike: Iterable[tuple[int, ...]]) -> None:

@@ -56,6 +56,7 @@ class Sanitizer:
         self._draws = Draws(self.findings, rank_states, places, unnoticed)
         self._replicas = Replicas(self.findings, steps.parameters, rank_states.num_ranks)
         steps.listeners.append(self._stepped)
+        steps.listeners_after.append(self._replicas.stepped)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -87,7 +88,7 @@ class Sanitizer:
         if inputs := attendance.call.inputs:
             is_long = inputs[0].numel() > SMALL
             is_sum = attendance.name in WITHOUT_ROOT and is_long
-            self._replicas.spoke(attendance.rank, has_summed=is_sum)
+            self._replicas.spoke(attendance.rank, has_summed=is_sum, is_long=is_long)
             is_of_gradient = is_of_ddp or self._calls.is_of_gradients(attendance)
             if is_long and attendance.name != "broadcast" and not is_of_gradient:
                 self._replicas.exchanged(attendance.rank)

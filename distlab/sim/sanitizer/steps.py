@@ -10,7 +10,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distlab.sim.isolation.rank_states import RankStates
@@ -20,19 +23,22 @@ from distlab.sim.sanitizer.draws import Unnoticed
 from distlab.sim.sanitizer.parameters import Parameters, distinct_names
 
 Listener = Callable[[int, StepOf, Optimizer, Site], object]
+ListenerAfter = Callable[[int, int], object]
 
 
 class Steps:
-    """Counts each rank's optimizer steps, and calls listeners before each of them.
+    """Counts each rank's optimizer steps, and calls listeners before and after each of them.
 
     Attributes:
         parameters: The parameters that the ranks have registered, with their names.
         listeners: Functions that get the rank, the step, the optimizer and the program's line.
+        listeners_after: Functions that get the rank and the optimizer's number after each step.
     """
 
     def __init__(self, rank_states: RankStates, places: Places, unnoticed: Unnoticed) -> None:
         self.parameters = Parameters()
         self.listeners: list[Listener] = []
+        self.listeners_after: list[ListenerAfter] = []
         self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
         # For each rank's optimizer, its next step.
         self._next: defaultdict[int, MutableMapping[Optimizer, StepOf]] = defaultdict(
@@ -55,6 +61,7 @@ class Steps:
             register_module_parameter_registration_hook(self._registered),
             register_module_module_registration_hook(self._held),
             register_optimizer_step_pre_hook(self._steps),
+            register_optimizer_step_post_hook(self._stepped),
         )
         try:
             yield
@@ -79,6 +86,14 @@ class Steps:
             at = self._count(rank, optimizer)
             for listener in self.listeners:
                 listener(rank, at, optimizer, site)
+
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._rank_states.is_in_rank():
+            return
+        rank = self._rank_states.current
+        with self._unnoticed():
+            for listener in self.listeners_after:
+                listener(rank, self._next[rank][optimizer].optimizer)
 
     def _count(self, rank: int, optimizer: Optimizer) -> StepOf:
         known = self._next[rank]

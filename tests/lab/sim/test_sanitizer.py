@@ -391,6 +391,15 @@ def clips_the_shard_of_an_average() -> None:
     optimizer.step()
 
 
+def decays_weights_on_one_rank() -> None:
+    net = model()
+    net(data()).square().sum().backward()
+    average(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1 * dist.get_rank())
+    optimizer.step()
+    dist.all_reduce(torch.ones(1))
+
+
 WRONG: dict[Callable[[], None], str] = {
     shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1 without",
     forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
@@ -402,6 +411,8 @@ WRONG: dict[Callable[[], None], str] = {
     averages_each_micro_batch: "averaged gradients in 3 backward passes for one step",
     starts_with_other_weights: "their gradients, but began with different parameters: 0.weight",
     has_a_rate_of_its_own: "Their learning rates are 0.1 and 0.2.",
+    decays_weights_on_one_rank: "step 1: ranks 0 and 1 were equal before it, the last one, with "
+    "equal gradients, and differ after it: 0.weight",
     trains_on_the_same_data: "ranks 0 and 1 computed the same gradients",
     sums_gradients_in_another_order: "as call 1, rank 0 averages the gradient of 0.weight (p",
     averages_only_what_has_a_gradient: "in call 1, rank 0 averages that of 0.weight (parameter 1), "
@@ -826,7 +837,31 @@ def trains_a_model_on_each_rank() -> None:
     sgd(net).step()
 
 
+def goes_on_alone() -> None:
+    """After training together, each rank trains on its own, and rank 0 rounds its weights."""
+    net = model()
+    together = sgd(net)
+    net(data()).square().sum().backward()
+    average(net)
+    together.step()
+    if dist.get_rank() == 0:
+        net(data()).square().sum().backward()
+        torch.optim.SGD(net.parameters(), 0.2).step()
+        net.bfloat16()
+
+
+def takes_the_step_of_rank_0() -> None:
+    net = model()
+    net(data()).square().sum().backward()
+    average(net)
+    sgd(net, lr=0.1 * (1 + dist.get_rank())).step()
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, src=0)
+
+
 RIGHT = [
+    goes_on_alone,
+    takes_the_step_of_rank_0,
     trains_heads_of_their_own,
     trains_heads_in_optimizers_of_their_own,
     trains_a_model_on_each_rank,
