@@ -4,36 +4,41 @@ import linecache
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from math import isfinite
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 import distlab
 from distlab.process_group.call import Call
+from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.sanitizer.findings import Findings
-from distlab.sim.sanitizer.parameters import Owner, Parameters, digest, storage_of
+from distlab.sim.sanitizer.parameters import Owner, Parameters, Storage, digest, storage_of
 from distlab.util.text import rank_names
 
 _OF_DISTLAB = f"{Path(distlab.__file__).parent}{os.sep}"
 _OF_AUTOGRAD = f"{Path(torch.autograd.__file__).parent}{os.sep}"
 WITHOUT_ROOT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SUMMING = ("all_reduce", "reduce_scatter")
+JOINING = "aten.cat.default"
 SMALL = 4  # elements; a shorter tensor may be equal on all ranks by chance
 
 
 class Calls:
     """Watches collective calls."""
 
-    def __init__(self, findings: Findings, parameters: Parameters) -> None:
-        self._findings, self._parameters = findings, parameters
+    def __init__(self, findings: Findings, parameters: Parameters, rank_states: RankStates) -> None:
+        self._findings, self._parameters, self._rank_states = findings, parameters, rank_states
+        # For each tensor that was joined from gradients, the parameters in order.
+        self._joined: MutableMapping[Storage, list[Owner]] = WeakIdKeyDictionary()
         # For each group and rank, the lines and the gradients of its calls, in order.
         self._lines: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
         self._texts: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
@@ -94,6 +99,24 @@ class Calls:
         pairs = zip(members, owners, strict=True)
         return [(member.rank, owner.values) for member, owner in pairs if owner]
 
+    def operation(self, name: str, args: Sequence[Any], out: object) -> None:
+        """Note a tensor that the running rank joins from gradients, and from nothing else."""
+        if name != JOINING or not isinstance(out, Tensor):
+            return
+        owners = list[Owner]()
+        for tensor in args[0]:
+            owner = self._parameters.of_gradient(self._rank_states.current, tensor)
+            if owner is None:
+                return
+            owners.append(owner)
+        if storage := storage_of(out):
+            self._joined[storage] = owners
+
+    def _owners(self, member: Attendance, owner: Owner | None) -> Sequence[Owner]:
+        """Return the parameters whose gradients a rank gives, in order."""
+        storage = storage_of(member.call.inputs[0])
+        return [owner] if owner else self._joined.get(storage, []) if storage else []
+
     def _note_gradients(
         self, key: object, members: Sequence[Attendance], owners: Sequence[Owner | None]
     ) -> None:
@@ -104,8 +127,8 @@ class Calls:
                 self._gradients[key].setdefault(member.rank, []).append(done)
         known = [owner for owner in owners if owner]
         are_all = len(known) == len(members)
-        if are_all and key not in self._crossings:
-            self._note_crossing(key, members, known)
+        for meeting in zip(*map(self._owners, members, owners), strict=False):
+            self._note_crossing(key, members, meeting)
         is_of_ddp = not self._of_ddp.isdisjoint(members)
         if len(members) > 1 and (are_all or is_of_ddp):
             self._look_for_same_data(members)
@@ -119,8 +142,10 @@ class Calls:
         that a rank numbers in another way because it has made one model more.
         """
         ranks, titles = [member.rank for member in members], [owner.title for owner in owners]
+        if key in self._crossings or len({*titles}) == 1:
+            return
         is_known = all(self._parameters.has_all(rank, titles) for rank in ranks)
-        if len({*titles}) > 1 and is_known and not _are_equal([owner.values for owner in owners]):
+        if is_known and not _are_equal([owner.values for owner in owners]):
             number = len(self._lines[key][ranks[0]])
             self._crossings[key] = _Crossing(number, ranks, titles, members[0].site)
 
@@ -211,8 +236,8 @@ class _Crossing(NamedTuple):
         rank, other = next(pair for pair in others if pair[1] != one)
         return (
             f"gradients of different parameters meet: in call {self.number}, rank {first} averages "
-            f"that of {one}, and rank {rank} that of {other}. A rank that has no gradient for a "
-            f"parameter must give zeros, not leave the call out; {place(self.site)}"
+            f"that of {one}, and rank {rank} that of {other}. Each rank must give all "
+            f"gradients in one order, and zeros for those that it lacks; {place(self.site)}"
         )
 
 

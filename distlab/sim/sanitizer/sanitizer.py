@@ -51,7 +51,7 @@ class Sanitizer:
     ) -> None:
         self.findings = Findings()
         self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
-        self._calls = Calls(self.findings, steps.parameters)
+        self._calls = Calls(self.findings, steps.parameters, rank_states)
         self._cuts = Cuts(self.findings)
         self._draws = Draws(self.findings, rank_states, places, unnoticed)
         self._replicas = Replicas(self.findings, steps.parameters, rank_states.num_ranks)
@@ -75,7 +75,7 @@ class Sanitizer:
 
     def operations(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager that watches the operations of the calling thread."""
-        return Operations(self._cuts, self._draws, self._replicas.visits)
+        return Operations(self._calls, self._cuts, self._draws, self._replicas.visits)
 
     # What the world tells
 

@@ -400,6 +400,25 @@ def decays_weights_on_one_rank() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def joins_gradients_in_another_order() -> None:
+    joins_gradients([1, -1][dist.get_rank()])
+
+
+def joins_gradients(direction: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sgd(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        parameters = [*net.parameters()][::direction]
+        flat = nn.utils.parameters_to_vector([p.grad for p in parameters])  # type: ignore[misc]
+        dist.all_reduce(flat)
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p) / dist.get_world_size()
+        optimizer.step()
+
+
 WRONG: dict[Callable[[], None], str] = {
     shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1 without",
     forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
@@ -415,6 +434,8 @@ WRONG: dict[Callable[[], None], str] = {
     "equal gradients, and differ after it: 0.weight",
     trains_on_the_same_data: "ranks 0 and 1 computed the same gradients",
     sums_gradients_in_another_order: "as call 1, rank 0 averages the gradient of 0.weight (p",
+    joins_gradients_in_another_order: "in call 1, rank 0 averages that of 0.weight (parameter 1), "
+    "and rank 1 that of 1.bias (parameter 4)",
     averages_only_what_has_a_gradient: "in call 1, rank 0 averages that of 0.weight (parameter 1), "
     "and rank 1 that of 1.weight (parameter 3)",
     averages_one_of_two_layers_in_a_list: "rank 0 averages that of weight (parameter 1), and "
@@ -859,7 +880,12 @@ def takes_the_step_of_rank_0() -> None:
         dist.broadcast(parameter.data, src=0)
 
 
+def joins_gradients_in_one_order() -> None:
+    joins_gradients(-1)
+
+
 RIGHT = [
+    joins_gradients_in_one_order,
     goes_on_alone,
     takes_the_step_of_rank_0,
     trains_heads_of_their_own,
