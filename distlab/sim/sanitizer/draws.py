@@ -4,15 +4,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, Subset
 
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.replacing import Replace
+from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.sanitizer.findings import Findings
@@ -24,6 +26,24 @@ MASKS = ("aten.bernoulli_.float", "aten.native_dropout.default", "aten.bernoulli
 SHORT = 32  # elements; shorter masks may be equal by chance
 
 
+class _Padded(NamedTuple):
+    """A sampler that gives each rank ``share`` samples, ``total`` of a dataset of ``size``."""
+
+    share: int
+    total: int
+    size: int
+    site: Site
+
+    def text(self) -> str:
+        """Return a line for the user."""
+        return (
+            f"an evaluation counts {self.total} samples of a dataset that has {self.size}: to give "
+            f"each rank {self.share}, the DistributedSampler gives some of them twice. Give "
+            f"each rank the samples range(rank, {self.size}, number of ranks) instead; "
+            f"{place(self.site)}"
+        )
+
+
 class Draws:
     """Watches dropout masks and samplers."""
 
@@ -33,6 +53,9 @@ class Draws:
         self._findings, self._rank_states, self._places = findings, rank_states, places
         self._unnoticed = unnoticed
         self._masks: defaultdict[int, list[tuple[Digest, Site]]] = defaultdict(list)
+        self._padded: dict[int, _Padded] = {}  # by rank
+        # For each number that all ranks have summed since, whether it is the size of each share.
+        self._are_shares: list[bool] = []
         self._epochs: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
         self._starts: Counter[tuple[int, Site, int]] = Counter()
         # For each line and number of samples, the hashes of the parts that each rank goes through.
@@ -56,6 +79,7 @@ class Draws:
             self._compare_epochs(sampler, site)
             self._compare_seeds(sampler, site)
         self._note_part(sampler)
+        self._note_padding(sampler)
         self._epochs[sampler] = sampler.epoch
         return start(sampler)
 
@@ -97,6 +121,35 @@ class Draws:
         site = self._places.call_site()[0]
         by_rank = self._parts[site, len(part.indices)]
         by_rank[self._rank_states.current].add(self._hashes[part])
+
+    def _note_padding(self, sampler: DistributedSampler[Any]) -> None:
+        """Note an evaluation, in which a sampler gives some samples twice to make shares equal."""
+        self._padded.pop(self._rank_states.current, None)
+        self._are_shares.clear()
+        num_samples: int = len(sampler.dataset)  # type: ignore[arg-type]
+        is_padded = sampler.total_size > num_samples and sampler.num_samples > 1
+        is_of_all = sampler.num_replicas == self._rank_states.num_ranks
+        if is_padded and is_of_all and not torch.is_grad_enabled():
+            site = self._places.call_site()[0]
+            padded = _Padded(sampler.num_samples, sampler.total_size, num_samples, site)
+            self._padded[self._rank_states.current] = padded
+
+    def met(self, members: Sequence[Attendance]) -> None:
+        """Look at a call of all ranks that may sum the counts of an evaluation.
+
+        A count that is the whole share on each rank counts what the sampler gives twice. With
+        another number, it makes an average; alone, it may be the throughput.
+        """
+        call, padded = members[0].call, {self._padded.get(member.rank) for member in members}
+        is_sum = call.name == "all_reduce" and call.op == dist.ReduceOp.SUM
+        if not is_sum or len(members) < self._rank_states.num_ranks or len(padded) > 1:
+            return
+        one, inputs = padded.pop(), [member.call.inputs[0] for member in members]
+        if one and all(x.numel() < SHORT and not x.is_meta for x in inputs):
+            columns = zip(*(x.flatten().tolist() for x in inputs), strict=False)
+            self._are_shares += [{*column} == {one.share} for column in columns]
+            if len(self._are_shares) > 1 and any(self._are_shares):
+                self._findings.add(("padding", one.site), one.text())
 
     def ended(self) -> None:
         """Compare the parts that ranks have gone through; called at the end of the world.

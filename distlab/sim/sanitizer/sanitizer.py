@@ -97,6 +97,7 @@ class Sanitizer:
 
     def met(self, key: object, members: Sequence[Attendance]) -> None:
         """Look at a collective call of all ranks of a group, before its tensors change."""
+        self._draws.met(members)
         for rank, parameter in self._calls.met(key, members):
             self._replicas.averaged(rank, parameter)
 

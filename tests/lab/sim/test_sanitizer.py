@@ -419,6 +419,21 @@ def joins_gradients(direction: int) -> None:
         optimizer.step()
 
 
+def counts_samples_twice() -> None:
+    counts_samples(lambda share: len(share))
+
+
+def counts_samples(count: Callable[[Tensor], int]) -> None:
+    """Evaluate 9 samples, of which a sampler gives each of two ranks 5."""
+    examples = TensorDataset(torch.arange(9.0))
+    sampler: DistributedSampler[object] = DistributedSampler(examples, shuffle=False)
+    with torch.no_grad():
+        share = torch.cat([x for (x,) in DataLoader(examples, sampler=sampler, batch_size=2)])
+    num_samples = count(share)
+    sums = torch.tensor([share[:num_samples].sum(), num_samples])
+    dist.all_reduce(sums)
+
+
 WRONG: dict[Callable[[], None], str] = {
     shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1 without",
     forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
@@ -455,6 +470,7 @@ WRONG: dict[Callable[[], None], str] = {
     repeats_an_epoch: "ranks 0 and 1 went through a DistributedSampler again, still in epoch 0",
     shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seed + epoch = 0 and 7",
     numbers_epochs_by_rank: "go through a DistributedSampler with seed + epoch = 0 and 1",
+    counts_samples_twice: "an evaluation counts 10 samples of a dataset that has 9: to give each",
     splits_samples_by_rank: "ranks 0 and 1 go through DistributedSamplers of different parts",
     leaves_a_norm_before_a_split_layer_in_parts: "step 1: weight (parameter 1) and bias had equal",
     leaves_a_layer_out_of_fsdp: "step 1: 2.weight and 2.bias had equal values on ranks 0 and 1",
@@ -884,7 +900,32 @@ def joins_gradients_in_one_order() -> None:
     joins_gradients(-1)
 
 
+def counts_samples_once() -> None:
+    counts_samples(lambda share: len(range(dist.get_rank(), 9, dist.get_world_size())))
+
+
+def gathers_samples_and_cuts_them_off() -> None:
+    examples = TensorDataset(torch.arange(9.0))
+    sampler: DistributedSampler[object] = DistributedSampler(examples, shuffle=False)
+    with torch.no_grad():
+        share = torch.cat([x for (x,) in DataLoader(examples, sampler=sampler)])
+    parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, share)
+    assert torch.stack(parts, 1).flatten()[:9].equal(torch.arange(9.0))
+
+
+def measures_throughput() -> None:
+    examples = TensorDataset(torch.arange(9.0))
+    with torch.no_grad():
+        count = sum(len(x) for (x,) in DataLoader(examples, sampler=DistributedSampler(examples)))
+    processed = torch.tensor(count)
+    dist.all_reduce(processed)
+
+
 RIGHT = [
+    counts_samples_once,
+    gathers_samples_and_cuts_them_off,
+    measures_throughput,
     joins_gradients_in_one_order,
     goes_on_alone,
     takes_the_step_of_rank_0,
