@@ -21,7 +21,7 @@ from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.sanitizer.findings import Findings
-from distlab.sim.sanitizer.parameters import Owner, Parameters, Storage, digest, storage_of
+from distlab.sim.sanitizer.parameters import Digest, Owner, Parameters, Storage, digest, storage_of
 from distlab.util.text import rank_names
 
 _OF_DISTLAB = f"{Path(distlab.__file__).parent}{os.sep}"
@@ -131,7 +131,7 @@ class Calls:
             self._note_crossing(key, members, meeting)
         is_of_ddp = not self._of_ddp.isdisjoint(members)
         if len(members) > 1 and (are_all or is_of_ddp):
-            self._look_for_same_data(members)
+            self._look_for_same_data(members, is_of_ddp=is_of_ddp)
 
     def _note_crossing(
         self, key: object, members: Sequence[Attendance], owners: Sequence[Owner]
@@ -149,32 +149,31 @@ class Calls:
             number = len(self._lines[key][ranks[0]])
             self._crossings[key] = _Crossing(number, ranks, titles, members[0].site)
 
-    def _look_for_same_data(self, members: Sequence[Attendance]) -> None:
-        """Report gradients that are equal on all ranks before they are summed.
+    def _look_for_same_data(self, members: Sequence[Attendance], *, is_of_ddp: bool) -> None:
+        """Report gradients that are equal on several ranks before they are summed.
 
-        They are, too, if all gradients have been cut between the samples and the loss.
+        They are, too, if all gradients have been cut between the samples and the loss. Equal
+        gradients on some ranks are a mistake only between replicas, as DistributedDataParallel has:
+        ranks that split a layer share their samples, and may average other gradients by hand.
         """
-        if self._findings.has("cut"):
+        if self._findings.has("cut") or members[0].call.inputs[0].numel() < SMALL:
             return
-        first = members[0]
-        digests = [digest(member.call.inputs[0]) for member in members]
-        one = digests[0]
-        is_long = first.call.inputs[0].numel() >= SMALL
-        is_number = one is not None and isfinite(one.norm)
-        if (
-            one
-            and is_number
-            and is_long
-            and not one.is_constant
-            and all(d and d.key == one.key for d in digests)
-        ):
-            self._findings.add(
-                ("same data", first.site),
-                f"{rank_names(m.rank for m in members)} computed the same gradients (norm "
-                f"{one.norm:.4g}) before averaging them: do all of them train on the same data, or "
-                "are they no replicas of each other, but parts of one model? "
-                f"{place(first.site)}",
-            )
+        by_values: defaultdict[Digest, list[int]] = defaultdict(list)
+        for member in members:
+            found = digest(member.call.inputs[0])
+            if found and isfinite(found.norm) and not found.is_constant:
+                by_values[found].append(member.rank)
+        for found, ranks in by_values.items():
+            if len(ranks) == len(members) or (is_of_ddp and len(ranks) > 1):
+                self._report_same_data(found, ranks, members[0].site)
+
+    def _report_same_data(self, found: Digest, ranks: Sequence[int], site: Site) -> None:
+        self._findings.add(
+            ("same data", site),
+            f"{rank_names(ranks)} computed the same gradients (norm {found.norm:.4g}) before "
+            "averaging them: do all of them train on the same data, or are they no replicas of "
+            f"each other, but parts of one model? {place(site)}",
+        )
 
     def ended(self) -> None:
         """Compare the order of all calls; called at the end of the world."""

@@ -479,6 +479,28 @@ WRONG: dict[Callable[[], None], str] = {
 }
 
 
+def trains_on_shares(share: Callable[[int], int]) -> None:
+    ddp = DistributedDataParallel(model())
+    optimizer = sgd(ddp)
+    for batch in torch.randn(2, 4, 6, 4, generator=torch.Generator().manual_seed(1)):
+        optimizer.zero_grad()
+        ddp(batch[share(dist.get_rank())]).square().sum().backward()
+        optimizer.step()
+
+
+def test_two_of_four_ranks_that_train_on_one_share_are_named() -> None:
+    """Each host's first rank takes the first share, and its second rank the second one."""
+    (line,) = simulate(
+        trains_on_shares, 4, lambda rank: rank % 2, options=Options(is_sanitized=True)
+    ).findings
+    assert line.startswith("ranks 0 and 2 computed the same gradients")
+
+
+def test_shares_of_their_own_are_no_finding() -> None:
+    options = Options(is_sanitized=True)
+    assert simulate(trains_on_shares, 4, lambda rank: rank, options=options).findings == []
+
+
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 def test_a_mistake_is_named_with_its_line(program: Callable[[], None]) -> None:
     lines = findings(program)
