@@ -6,8 +6,8 @@ The watchers see what all ranks do, and compare it:
     cuts       tensors that left autograd in a collective, and came back into the loss
     steps      optimizer steps, for those below
     replicas   parameters and gradients of ranks that train the same model, before each step
-    visits     data that an all_to_all brings, from which the gradients of experts come
     shared     those that ranks with different models have in common
+    visits     data that an all_to_all brings, from which the gradients of experts come
     draws      random numbers and samplers
     against    parameters and gradients beside those of a run on one rank (--against one)
 

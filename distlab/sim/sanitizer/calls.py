@@ -74,10 +74,11 @@ class Calls:
                 attendance.rank,
             )
 
-    def is_of_gradients(self, attendance: Attendance) -> bool:
-        """Return whether a call gives nothing but gradients of parameters."""
-        inputs = attendance.call.inputs
-        return all(self._parameters.of_gradient(attendance.rank, tensor) for tensor in inputs)
+    def is_of_gradient(self, attendance: Attendance) -> bool:
+        """Return whether a call gives all ranks a parameter's gradient, and nothing else."""
+        inputs, is_of_all = attendance.call.inputs, attendance.name in WITHOUT_ROOT
+        owner = self._parameters.of_gradient(attendance.rank, inputs[0])
+        return is_of_all and len(inputs) == 1 and owner is not None
 
     def met(self, key: object, members: Sequence[Attendance]) -> list[tuple[int, Tensor]]:
         """Look at a call of all ranks of a group, before its tensors change.

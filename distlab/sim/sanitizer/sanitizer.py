@@ -89,7 +89,7 @@ class Sanitizer:
             is_long = inputs[0].numel() > SMALL
             is_sum = attendance.name in WITHOUT_ROOT and is_long
             self._replicas.spoke(attendance.rank, has_summed=is_sum, is_long=is_long)
-            is_of_gradient = is_of_ddp or self._calls.is_of_gradients(attendance)
+            is_of_gradient = is_of_ddp or self._calls.is_of_gradient(attendance)
             if is_long and attendance.name != "broadcast" and not is_of_gradient:
                 self._replicas.exchanged(attendance.rank)
         if is_of_ddp:

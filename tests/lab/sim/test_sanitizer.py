@@ -382,13 +382,27 @@ def clips_a_trunk_with_each_head() -> None:
 
 
 def clips_the_shard_of_an_average() -> None:
+    clips_a_shard(average)
+
+
+def clips_the_shard_that_its_owner_gets() -> None:
+    clips_a_shard(sends_gradients_to_owners)
+
+
+def clips_a_shard(exchange: Callable[[nn.Module], None]) -> None:
     net = model()
     mine = [*net.parameters()][dist.get_rank() :: 2]
     optimizer = torch.optim.SGD(mine, 0.1)
     net(data()).square().sum().backward()
-    average(net)
+    exchange(net)
     nn.utils.clip_grad_norm_(mine, 0.1)
     optimizer.step()
+
+
+def sends_gradients_to_owners(net: nn.Module) -> None:
+    for number, parameter in enumerate(net.parameters()):
+        assert parameter.grad is not None
+        dist.reduce(parameter.grad, number % 2)
 
 
 def decays_weights_on_one_rank() -> None:
@@ -462,6 +476,7 @@ WRONG: dict[Callable[[], None], str] = {
     drops_a_message: "and its message may be lost: rank 0 isend to rank 1",
     clips_the_slice_of_a_split_layer: "each took the norm of its own gradients",
     clips_a_trunk_with_each_head: "each took the norm of its own gradients",
+    clips_the_shard_that_its_owner_gets: "each took the norm of its own gradients",
     clips_the_shard_of_an_average: "each took the norm of its own gradients",
     clips_each_shard: "scaled the gradients by 0.183 on rank 0 and by 0.0758 on rank 1",
     averages_after_the_step: "They are averaged only after it.",
