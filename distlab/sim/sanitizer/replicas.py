@@ -68,6 +68,7 @@ class Step:
     losses: dict[int, list[float]] = field(default_factory=dict)
     num_syncs: dict[int, int] = field(default_factory=dict)
     total_syncs: dict[int, int] = field(default_factory=dict)
+    num_calls: dict[int, int] = field(default_factory=dict)  # before it; see Replicas
     is_ddp: bool = False
     own_norms: set[int] = field(default_factory=set)  # ranks that clipped what they may own
 
@@ -80,12 +81,15 @@ class Replicas:
         sends_messages: True if ranks send one another messages, by which they may average, too.
         leaves_early: True if torch's ``Join`` lets ranks with fewer batches leave out steps.
         averages_parameters: True if one of torch's averagers replaces the average of gradients.
+        num_calls: For each rank, its collective calls that may average parameters: those that
+            DistributedDataParallel does not make in a backward pass.
         visits: Data that ranks have sent one another by all_to_all.
     """
 
     def __init__(self, findings: Findings, parameters: Parameters, num_ranks: int) -> None:
         self._findings, self._parameters, self._num_ranks = findings, parameters, num_ranks
         self.visits = Visits()
+        self.num_calls: Counter[int] = Counter()
         self._shared = Shared(findings)
         self._steps: dict[tuple[int, int], Step] = {}
         # The last step of each rank's optimizers, and their parameters.
@@ -94,18 +98,20 @@ class Replicas:
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
         self._syncs: defaultdict[int, set[int]] = defaultdict(set)  # backward passes, by rank
         self._total_syncs: Counter[int] = Counter()
-        self._spoke_since_step: set[int] = set()
         self._spoke_at_length: set[int] = set()  # since the last step
         self._have_summed: set[int] = set()  # ranks that may have averaged gradients by a call
         self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
         self._averaged: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # by the program
         self._in_ddp: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
-        self._unsynced: dict[tuple[int, ...], Step] = {}  # first steps, by the replicas
+        self._optimizer_of: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # the last one
+        # Ranks that have averaged gradients by a call of their own, with the optimizer's number.
+        self._by_hand: set[tuple[int, int]] = set()
+        # First steps of replicas that may have averaged nothing, by optimizer and ranks.
+        self._unsynced: dict[tuple[int, tuple[int, ...]], Step] = {}
         self._equal: dict[int, list[tuple[int, ...]]] = {}  # by optimizer: alike in its last step
         self.confirmed: set[tuple[int, tuple[int, ...]]] = set()
         self._reported: set[tuple[int, ...]] = set()  # those whose gradients differed
         self._were_alike: set[int] = set()  # ranks that have been replicas in any step
-        self._average_by_hand: set[int] = set()
         # Optimizers of ranks whose parameters have had no gradient yet, and those whose have.
         self._unfed: dict[tuple[int, int], tuple[int, Site]] = {}
         self._fed: set[tuple[int, int]] = set()
@@ -124,8 +130,9 @@ class Replicas:
 
     def averaged(self, rank: int, parameter: Tensor) -> None:
         """Note that a rank has summed a parameter's gradient by a call of its own."""
-        self._average_by_hand.add(rank)
         self._averaged[parameter] = True
+        if parameter in self._optimizer_of:
+            self._by_hand.add((rank, self._optimizer_of[parameter]))
 
     def exchanged(self, rank: int) -> None:
         """Note that a rank has given another tensor than a gradient to a collective."""
@@ -137,7 +144,6 @@ class Replicas:
 
     def spoke(self, rank: int, *, has_summed: bool, is_long: bool) -> None:
         """Note a rank's collective call, and whether it may average gradients or parameters."""
-        self._spoke_since_step.add(rank)
         if is_long:
             self._spoke_at_length.add(rank)
         if has_summed:
@@ -152,6 +158,7 @@ class Replicas:
         step = self._steps.setdefault((at.optimizer, at.step), Step(site, at.step + 1))
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._note_feeding((rank, at.optimizer), at.step, params, site)
+        self._note_owner(rank, at.optimizer, params)
         names = distinct_names(self._parameters, params)
         step.values[rank] = [self._values(*pair) for pair in zip(names, params, strict=True)]
         step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
@@ -163,6 +170,12 @@ class Replicas:
         del self._steps[at.optimizer, at.step]
         self._judge(step, at.optimizer)
         return step
+
+    def _note_owner(self, rank: int, optimizer: int, params: Sequence[Tensor]) -> None:
+        for parameter in params:
+            self._optimizer_of[parameter] = optimizer
+            if parameter in self._averaged:
+                self._by_hand.add((rank, optimizer))
 
     def stepped(self, rank: int, optimizer: int) -> None:
         """Note what a step has made of a rank's parameters."""
@@ -181,7 +194,8 @@ class Replicas:
         step.num_syncs[rank] = len(self._syncs.pop(rank, ()))
         self._total_syncs[rank] += step.num_syncs[rank]
         step.total_syncs[rank] = self._total_syncs[rank]
-        for ranks in (self._have_exchanged, self._spoke_since_step, self._spoke_at_length):
+        step.num_calls[rank] = self.num_calls[rank]
+        for ranks in (self._have_exchanged, self._spoke_at_length):
             ranks.discard(rank)
 
     def _may_own(self, rank: int, norms: Iterable[Norm]) -> bool:
@@ -226,8 +240,8 @@ class Replicas:
         self._report_unfed()
         self._shared.ended()
         if not self.sends_messages:
-            for ranks, step in self._unsynced.items():
-                self._report_unsynced(ranks, step)
+            for (optimizer, ranks), step in self._unsynced.items():
+                self._report_unsynced(ranks, step, optimizer)
 
     # Verdicts
 
@@ -258,12 +272,22 @@ class Replicas:
                 self._report_drift(step, before, step.values, text)
         self._equal[optimizer] = alike
         for ranks in alike:
-            self._unsynced.pop(ranks, None)  # equal again: they average parameters, now and then
+            self._note_average(ranks, step, optimizer)
             self._judge_gradients(ranks, step, optimizer)
         self._shared.judge(optimizer, step.number, step.site, step.values, step.losses)
         if step.number == 1:
             self._judge_start(step)
         return None
+
+    def _note_average(self, ranks: tuple[int, ...], step: Step, optimizer: int) -> None:
+        """Note ranks that are alike in a step: they may average parameters, now and then.
+
+        An outer optimizer, which makes them alike again, has as many elements as the inner one.
+        """
+        size = _num_elements(step, ranks)
+        for known in [key for key in self._unsynced if key[1] == ranks]:
+            if known[0] == optimizer or _num_elements(self._unsynced[known], ranks) == size:
+                del self._unsynced[known]
 
     def _report_skipped(self, step: Step) -> None:
         fewest, most = (f(step.total_syncs, key=step.total_syncs.__getitem__) for f in (min, max))
@@ -288,7 +312,7 @@ class Replicas:
         if wrong and (right or step.is_ddp) and not self.averages_parameters:
             self._report_gradients(ranks, step, wrong, len(present))
         elif wrong and step.number == 1:
-            self._unsynced[ranks] = step
+            self._unsynced[optimizer, ranks] = step
 
     def _report_gradients(
         self,
@@ -416,9 +440,9 @@ class Replicas:
                 f"each with its forward pass, inside no_sync(); {place(step.site)}",
             )
 
-    def _report_unsynced(self, ranks: tuple[int, ...], step: Step) -> None:
-        is_by_hand = bool(self._average_by_hand & {*ranks})
-        may_average_parameters = self._spoke_since_step & {*ranks} and not is_by_hand
+    def _report_unsynced(self, ranks: tuple[int, ...], step: Step, optimizer: int) -> None:
+        is_by_hand = any((rank, optimizer) in self._by_hand for rank in ranks)
+        may_average_parameters = self._spoke_after(ranks, optimizer) and not is_by_hand
         if may_average_parameters or self._findings.has("order", "crossing"):
             return
         columns = [*zip(*(step.values[rank] for rank in ranks), strict=True)]
@@ -429,6 +453,15 @@ class Replicas:
             f"never averaged, and differ: {names_of(wrong)}; {place(step.site)}."
             f"{_AFTER_THE_STEP if is_by_hand else ''}",
         )
+
+    def _spoke_after(self, ranks: tuple[int, ...], optimizer: int) -> bool:
+        """Return whether ranks have made collective calls since an optimizer's last step."""
+        last = {rank: self._begun[rank, optimizer][0] for rank in ranks}
+        return any(self.num_calls[rank] > last[rank].num_calls[rank] for rank in ranks)
+
+
+def _num_elements(step: Step, ranks: Sequence[int]) -> int:
+    return sum(v.shape.numel() for v in step.values[ranks[0]])
 
 
 def _have_own_heads(step: Step, ranks: Sequence[int]) -> bool:

@@ -89,6 +89,8 @@ class Sanitizer:
             is_long = inputs[0].numel() > SMALL
             is_sum = attendance.name in WITHOUT_ROOT and is_long
             self._replicas.spoke(attendance.rank, has_summed=is_sum, is_long=is_long)
+            if not is_of_ddp:
+                self._replicas.num_calls[attendance.rank] += 1
             is_of_gradient = is_of_ddp or self._calls.is_of_gradient(attendance)
             if is_long and attendance.name != "broadcast" and not is_of_gradient:
                 self._replicas.exchanged(attendance.rank)

@@ -63,6 +63,20 @@ def averages_nothing() -> None:
         optimizer.step()
 
 
+def averages_one_of_two_models() -> None:
+    """Only the discriminator is in DistributedDataParallel."""
+    generator, discriminator = nn.Linear(4, 4), DistributedDataParallel(model())
+    nn.init.normal_(generator.weight, generator=torch.Generator().manual_seed(1))
+    nn.init.zeros_(generator.bias)
+    optimizers = [sgd(generator), sgd(discriminator)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            generator.zero_grad()
+            discriminator.zero_grad()
+            discriminator(generator(data())).square().sum().backward()
+            optimizer.step()
+
+
 def leaves_a_layer_out() -> None:
     torch.manual_seed(0)
     net = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
@@ -453,6 +467,8 @@ WRONG: dict[Callable[[], None], str] = {
     forgets_the_second_layer: "step 1: 2 of 4 gradients differ between ranks 0 and 1, "
     "whose parameters are equal: 2.weight",
     forgets_a_layer_beside_split_sequences: "step 1: 2 of 4 gradients differ between ranks 0",
+    averages_one_of_two_models: "equal parameters, and step with gradients that were never "
+    "averaged, and differ: weight and bias",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
     leaves_a_layer_out: "DistributedDataParallel has averaged nothing since the last step",
     steps_inside_no_sync: "DistributedDataParallel has averaged nothing since the last step",
@@ -569,10 +585,10 @@ def averages_parameters_at_times() -> None:
                 parameter.data /= dist.get_world_size()
 
 
-def averages_changes_in_an_outer_optimizer() -> None:
+def averages_changes_in_an_outer_optimizer(num_steps: int = 4) -> None:
     net, outer = model(), model()
     inner_steps, outer_steps = sgd(net), torch.optim.SGD(outer.parameters(), 0.7, momentum=0.9)
-    for step in range(4):
+    for step in range(num_steps):
         inner_steps.zero_grad()
         net(data()).square().sum().backward()
         inner_steps.step()
@@ -582,6 +598,16 @@ def averages_changes_in_an_outer_optimizer() -> None:
             average(outer)
             outer_steps.step()
             net.load_state_dict(outer.state_dict())
+
+
+def averages_changes_once() -> None:
+    """One round: the inner optimizer takes no step with the parameters that all ranks get."""
+    averages_changes_in_an_outer_optimizer(num_steps=2)
+
+
+def averages_parameters_before_another_optimizer_goes_on() -> None:
+    averages_parameters_at_times()
+    trains_with_ddp()
 
 
 def clips_each_sample() -> None:
@@ -991,6 +1017,8 @@ RIGHT = [
     trains_with_all_reduces,
     averages_parameters_at_times,
     averages_changes_in_an_outer_optimizer,
+    averages_changes_once,
+    averages_parameters_before_another_optimizer_goes_on,
     clips_each_sample,
     splits_a_layer,
     passes_stages_on,
