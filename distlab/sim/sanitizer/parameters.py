@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 MAX_DEPTH = 100  # of modules in one another, which may contain themselves
+_DIRECTION = torch.randn(1021, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Storage = torch.UntypedStorage
 Held = Tensor | nn.Module
 
@@ -100,12 +101,15 @@ class Digest(NamedTuple):
         is_constant: True if all elements are equal, as those of a new bias are.
         has_equal_rows: True if all rows are equal, as where one is repeated.
         norm: Euclidean norm, for reports.
+        projection: Product with a random vector, in which tensors of equal norms differ. Where a
+            tensor's elements change by rounding, it changes about as much as their norm.
     """
 
     key: int
     is_constant: bool
     has_equal_rows: bool
     norm: float
+    projection: float
 
 
 def digest(tensor: Tensor | None) -> Digest | None:
@@ -117,12 +121,20 @@ def digest(tensor: Tensor | None) -> Digest | None:
     if not values.numel() or values.is_meta:
         return None
     is_constant = bool((values == values[0]).all())
+    wide = (torch.view_as_real(values).flatten() if values.is_complex() else values).double()
     return Digest(
         hash(values.view(torch.uint8).numpy().tobytes()),
         is_constant,
         local.dim() > 1 and bool((local == local[:1]).all()),
-        float(values.abs().double().norm()),
+        float(wide.norm()),
+        _projection(wide),
     )
+
+
+def _projection(values: Tensor) -> float:
+    whole = len(values) // len(_DIRECTION) * len(_DIRECTION)
+    rows, rest = values[:whole].view(-1, len(_DIRECTION)), values[whole:]
+    return float((rows @ _DIRECTION).sum() + rest @ _DIRECTION[: len(rest)])
 
 
 def storage_of(tensor: Tensor) -> Storage | None:

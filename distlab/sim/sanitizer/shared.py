@@ -65,22 +65,23 @@ class Shared:
             values: Parameters of the optimizer by rank.
             losses: Losses from which each rank has gone back since its last step.
         """
+        for (number, ranks, known), suspects in self._suspects.items():
+            if number == optimizer and all(_layout(values.get(rank, ())) == known for rank in ranks):
+                _look_again(suspects, _columns(ranks, values))
         by_layout: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
         for rank, mine in sorted(values.items()):
-            by_layout[tuple((v.name, v.shape) for v in mine)].append(rank)
+            by_layout[_layout(mine)].append(rank)
         for layout, alike in by_layout.items():
             has_dtensors = any(v.is_sharded for v in values[alike[0]])
             groups = [tuple(alike)] if has_dtensors else with_one_loss(alike, losses)
             for ranks in groups:
-                columns = [*zip(*(values[rank] for rank in ranks), strict=True)]
-                self._compare((optimizer, ranks, layout), step, site, columns)
+                if (key := (optimizer, ranks, layout)) not in self._suspects:
+                    self._compare(key, step, site, _columns(ranks, values))
 
     def _compare(self, key: Key, step: int, site: Site, columns: Columns) -> None:
-        """Look for suspects, or look at the known ones again."""
+        """Look for suspects."""
         has_dtensors = any(column[0].is_sharded for column in columns)
-        if key in self._suspects:
-            _look_again(self._suspects[key], columns)
-        elif names := _suspects(columns, has_dtensors=has_dtensors):
+        if names := _suspects(columns, has_dtensors=has_dtensors):
             reason = _BESIDE if has_dtensors else _TOGETHER
             self._suspects[key] = _Suspects(step, site, names, reason)
 
@@ -97,6 +98,14 @@ class Shared:
             f"{rank_names(ranks)}, got different gradients, and have differed since, "
             f"{suspects.reason}; {place(suspects.site)}",
         )
+
+
+def _layout(values: Sequence[Values]) -> tuple[object, ...]:
+    return tuple((v.name, v.shape) for v in values)
+
+
+def _columns(ranks: Ranks, values: Mapping[int, Sequence[Values]]) -> Columns:
+    return [*zip(*(values[rank] for rank in ranks), strict=True)]
 
 
 def with_one_loss(ranks: Sequence[int], losses: Mapping[int, Sequence[float]]) -> list[Ranks]:

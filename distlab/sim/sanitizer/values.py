@@ -9,7 +9,8 @@ from distlab.sim.sanitizer.parameters import Digest
 from distlab.util.text import joined
 
 MAX_NAMES = 4
-FAR = 1e-2  # of a norm; rounding makes gradients of 16 bits differ by less
+FAR = 1e-2  # of a norm; rounding makes norms of gradients of 16 bits differ by less
+FAR_ALONG = 0.1  # of a norm; the same for their projections
 
 
 class Values(NamedTuple):
@@ -46,9 +47,13 @@ def is_equal_not_by_chance(digests: Sequence[Digest | None]) -> bool:
 
 
 def are_far_apart(digests: Sequence[Digest | None]) -> bool:
-    """Return whether all ranks have a tensor, and the norms differ by more than rounding."""
+    """Return whether all ranks have a tensor, and they differ by more than rounding."""
     norms = [d.norm for d in digests if d]
-    return len(norms) == len(digests) and max(norms) - min(norms) > FAR * max(norms)
+    along = [d.projection for d in digests if d]
+    if len(norms) < len(digests):
+        return False
+    is_far = max(norms) - min(norms) > FAR * max(norms)
+    return is_far or max(along) - min(along) > FAR_ALONG * max(norms)
 
 
 def names_of(columns: Sequence[Sequence[Values]]) -> str:

@@ -291,6 +291,21 @@ def predicts_with_a_split_layer(embedding: nn.Linear, half: nn.Linear, head: nn.
     head((mine + others - mine.detach()).unsqueeze(1)).square().sum().backward()
 
 
+def leaves_a_shared_gradient_in_parts_of_equal_norm() -> None:
+    """Once the parameters have parted, each rank has a loss of its own."""
+    torch.manual_seed(0)
+    embedding, halves = nn.Linear(4, 8, bias=False), torch.randn(8)
+    half = nn.Parameter(halves if dist.get_rank() else halves.flip(0))
+    optimizer = torch.optim.SGD([embedding.weight, half], 0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        mine = (embedding(shared_data()) @ half).sum()
+        total = mine.detach().clone()
+        dist.all_reduce(total)
+        (mine + total - mine.detach() + step * dist.get_rank()).square().backward()
+        optimizer.step()
+
+
 def split_model() -> tuple[nn.Linear, nn.Linear, nn.Linear, torch.optim.Optimizer]:
     """Return a shared layer, this rank's half of the next one, and a shared head."""
     torch.manual_seed(0)
@@ -505,6 +520,7 @@ WRONG: dict[Callable[[], None], str] = {
     splits_samples_by_rank: "ranks 0 and 1 go through DistributedSamplers of different parts",
     leaves_a_norm_before_a_split_layer_in_parts: "step 1: weight (parameter 1) and bias had equal",
     leaves_a_layer_out_of_fsdp: "step 1: 2.weight and 2.bias had equal values on ranks 0 and 1",
+    leaves_a_shared_gradient_in_parts_of_equal_norm: "step 1: weight had equal values on ranks",
     leaves_a_shared_gradient_in_parts: "step 1: 0.weight and 0.bias had equal values on ranks 0",
     drops_the_same_elements: "step 1: ranks 0 and 1 drop the same elements",
 }
