@@ -26,6 +26,7 @@ from distlab.util.text import rank_names
 
 _OF_DISTLAB = f"{Path(distlab.__file__).parent}{os.sep}"
 _OF_AUTOGRAD = f"{Path(torch.autograd.__file__).parent}{os.sep}"
+_OF_FUNCTIONS = torch.autograd.function.__file__
 WITHOUT_ROOT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SUMMING = ("all_reduce", "reduce_scatter")
 JOINING = "aten.cat.default"
@@ -214,6 +215,18 @@ def _is_called_by_autograd() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_OF_DISTLAB):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OF_AUTOGRAD)
+
+
+def goes_back_through_ranks() -> bool:
+    """Return whether the ``backward`` of an ``autograd.Function`` makes the call.
+
+    Hooks, which average gradients of parameters, are called by autograd itself.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(_OF_AUTOGRAD):
+        frame = frame.f_back
+    is_of_function = frame is not None and frame.f_code.co_filename == _OF_FUNCTIONS
+    return is_of_function and torch._C._current_graph_task_id() != -1
 
 
 def _are_equal(tensors: Sequence[Tensor]) -> bool:

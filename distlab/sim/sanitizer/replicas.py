@@ -31,7 +31,7 @@ from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
 from distlab.sim.sanitizer.shared import Shared, with_one_loss
 from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chance, names_of
-from distlab.sim.sanitizer.visits import Visits
+from distlab.sim.sanitizer.visits import Followed, Visits
 from distlab.util.text import joined, rank_names
 
 _NO_SYNC = (
@@ -84,11 +84,14 @@ class Replicas:
         num_calls: For each rank, its collective calls that may average parameters: those that
             DistributedDataParallel does not make in a backward pass.
         visits: Data that ranks have sent one another by all_to_all.
+        gathered: The same, with data that an all_gather has brought.
+        returned: Gradients that the backward passes of layers have brought from other ranks.
     """
 
     def __init__(self, findings: Findings, parameters: Parameters, num_ranks: int) -> None:
         self._findings, self._parameters, self._num_ranks = findings, parameters, num_ranks
-        self.visits = Visits()
+        self.visits, self.gathered = Visits(), Visits(are_gathered=True)
+        self.returned = Followed()
         self.num_calls: Counter[int] = Counter()
         self._shared = Shared(findings)
         self._steps: dict[tuple[int, int], Step] = {}
@@ -228,6 +231,8 @@ class Replicas:
             "norm" in type(holder).__name__.lower(),
             is_sharded,
             self.visits.have_made(parameter.grad),
+            self.gathered.have_made(parameter.grad),
+            self.returned.have_made(parameter.grad),
         )
 
     def ended(self) -> None:

@@ -20,7 +20,7 @@ from distlab.sim.isolation.replacing import Replace, replace_until
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.results.simulated import StepOf
-from distlab.sim.sanitizer.calls import SMALL, WITHOUT_ROOT, Calls
+from distlab.sim.sanitizer.calls import SMALL, WITHOUT_ROOT, Calls, goes_back_through_ranks
 from distlab.sim.sanitizer.cuts import Cuts, Operations
 from distlab.sim.sanitizer.draws import Draws, Unnoticed
 from distlab.sim.sanitizer.findings import Findings
@@ -75,7 +75,9 @@ class Sanitizer:
 
     def operations(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager that watches the operations of the calling thread."""
-        return Operations(self._calls, self._cuts, self._draws, self._replicas.visits)
+        replicas = self._replicas
+        followed = replicas.visits, replicas.gathered, replicas.returned
+        return Operations(self._calls, self._cuts, self._draws, *followed)
 
     # What the world tells
 
@@ -84,7 +86,8 @@ class Sanitizer:
         with self._unnoticed():
             is_of_ddp = self._calls.posted(attendance)
             self._cuts.posted(attendance)
-            self._replicas.visits.posted(attendance.call)
+            for visits in (self._replicas.visits, self._replicas.gathered):
+                visits.posted(attendance.call)
         if inputs := attendance.call.inputs:
             is_long = inputs[0].numel() > SMALL
             is_sum = attendance.name in WITHOUT_ROOT and is_long
@@ -96,6 +99,8 @@ class Sanitizer:
                 self._replicas.exchanged(attendance.rank)
         if is_of_ddp:
             self._replicas.synced(attendance.rank)
+        elif goes_back_through_ranks():
+            self._replicas.returned.mark(attendance.call)
 
     def met(self, key: object, members: Sequence[Attendance]) -> None:
         """Look at a collective call of all ranks of a group, before its tensors change."""
@@ -153,6 +158,7 @@ class Sanitizer:
         def note_and_go_back(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self._rank_states.is_in_rank():
                 self._replicas.visits.goes_back(tensors)
+                self._replicas.gathered.goes_back(tensors)
             if self._rank_states.is_in_rank() and _is_number(tensors):
                 with self._unnoticed():
                     value = float(tensors.detach())

@@ -3,14 +3,19 @@
     rank 0    embedding   first half of a layer     head        embedding and head are shared, so
     rank 1    embedding   second half of it         head        their gradients have to be equal
 
-Nothing declares which parameters are shared, so there has to be a reason to take them for it: ranks
-with different parameters have computed the same loss, so they compute it together; or the others
-are sharded DTensors. Then parameters with equal values are shared. A mistake is one whose gradients
-differ, and whose values are never equal again: until then, ranks may average it later.
+Nothing declares which parameters are shared, so there has to be a reason to take them for it:
+
+- ranks with different parameters have computed the same loss, so they compute it together;
+- or the others are sharded DTensors;
+- or ranks give another parameter equal gradients, and get gradients back from other ranks, as
+  through split sequences or experts.
+
+Then parameters with equal values are shared. A mistake is one whose gradients differ, and whose
+values are never equal again: until then, ranks may average it later.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 
@@ -28,6 +33,10 @@ _TOGETHER = (
     "the input of the layers that are split"
 )
 _BESIDE = "beside parameters that are sharded. Average their gradients, or shard them, too"
+_KEPT = (
+    "though these ranks go back through one another's layers, and keep other parameters equal. Sum "
+    "their gradients over the ranks, too"
+)
 
 
 @dataclass
@@ -72,18 +81,11 @@ class Shared:
         for rank, mine in sorted(values.items()):
             by_layout[_layout(mine)].append(rank)
         for layout, alike in by_layout.items():
-            has_dtensors = any(v.is_sharded for v in values[alike[0]])
-            groups = [tuple(alike)] if has_dtensors else with_one_loss(alike, losses)
-            for ranks in groups:
-                if (key := (optimizer, ranks, layout)) not in self._suspects:
-                    self._compare(key, step, site, _columns(ranks, values))
-
-    def _compare(self, key: Key, step: int, site: Site, columns: Columns) -> None:
-        """Look for suspects."""
-        has_dtensors = any(column[0].is_sharded for column in columns)
-        if names := _suspects(columns, has_dtensors=has_dtensors):
-            reason = _BESIDE if has_dtensors else _TOGETHER
-            self._suspects[key] = _Suspects(step, site, names, reason)
+            for ranks, reason in _groups(alike, values, losses):
+                if (key := (optimizer, ranks, layout)) in self._suspects:
+                    continue
+                if names := _suspects(_columns(ranks, values), reason):
+                    self._suspects[key] = _Suspects(step, site, names, reason)
 
     def ended(self) -> None:
         """Report the suspects that have parted for good; called at the end of the world."""
@@ -98,6 +100,34 @@ class Shared:
             f"{rank_names(ranks)}, got different gradients, and have differed since, "
             f"{suspects.reason}; {place(suspects.site)}",
         )
+
+
+def _groups(
+    alike: Sequence[int],
+    values: Mapping[int, Sequence[Values]],
+    losses: Mapping[int, Sequence[float]],
+) -> Iterator[tuple[Ranks, str]]:
+    """Yield sets of ranks that may share parameters, and why, given those of one layout."""
+    if any(v.is_sharded for v in values[alike[0]]):
+        yield tuple(alike), _BESIDE
+        return
+    for ranks in with_one_loss(alike, losses):
+        yield ranks, _TOGETHER
+    for ranks in _that_keep_equal(alike, values):
+        yield ranks, _KEPT
+
+
+def _that_keep_equal(alike: Iterable[int], values: Mapping[int, Sequence[Values]]) -> list[Ranks]:
+    """Return the sets of ranks that have a parameter in common, and its gradient; largest first.
+
+    Only ranks count whose gradients come back from others.
+    """
+    groups: defaultdict[object, list[int]] = defaultdict(list)
+    for rank in (rank for rank in alike if any(v.has_come_back for v in values[rank])):
+        for number, v in enumerate(values[rank]):
+            if _is_drawn(v) and v.value and v.gradient and not v.gradient.is_constant:
+                groups[number, v.value.key, v.gradient.key].append(rank)
+    return sorted({tuple(g) for g in groups.values() if len(g) > 1}, key=len, reverse=True)
 
 
 def _layout(values: Sequence[Values]) -> tuple[object, ...]:
@@ -124,8 +154,9 @@ def _are_close(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return len(ours) == len(theirs) and all(isclose(a, b, rel_tol=1e-4) for a, b in pairs)
 
 
-def _suspects(columns: Columns, *, has_dtensors: bool) -> list[str]:
+def _suspects(columns: Columns, reason: str) -> list[str]:
     """Return the names of the shared parameters whose gradients differ."""
+    has_dtensors = reason == _BESIDE
     if not has_dtensors and all(is_equal(v.value for v in column) for column in columns):
         return []  # the ranks are replicas
     equal = [column for column in columns if is_equal(v.value for v in column)]
@@ -138,7 +169,13 @@ def _suspects(columns: Columns, *, has_dtensors: bool) -> list[str]:
         or _is_drawn(column[0])
         or (column[0].holder not in split and (column[0].is_of_norm or column[0].holder in drawn))
     ]
-    return [c[0].name for c in shared if are_far_apart([v.gradient for v in c])]
+    wrong = [column for column in shared if are_far_apart([v.gradient for v in column])]
+    return [c[0].name for c in wrong if reason != _KEPT or not any(map(_may_be_own, c))]
+
+
+def _may_be_own(parameter: Values) -> bool:
+    """Return whether a parameter may be one of an expert, or of the norm of a rank's own head."""
+    return parameter.is_of_gathered or (parameter.is_of_norm and not parameter.has_come_back)
 
 
 def _is_drawn(parameter: Values) -> bool:

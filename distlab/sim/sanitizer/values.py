@@ -22,6 +22,8 @@ class Values(NamedTuple):
         is_sharded: True if it is a DTensor of which each rank has a part; such parts are not
             compared, and have no digests.
         is_of_visitors: True if its gradient may come from data that an all_to_all has brought.
+        is_of_gathered: The same, if an all_gather counts, too.
+        has_come_back: True if its gradient comes from other ranks, by a layer's backward pass.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Values(NamedTuple):
     is_of_norm: bool
     is_sharded: bool
     is_of_visitors: bool
+    is_of_gathered: bool
+    has_come_back: bool
 
 
 def is_equal(digests: Iterable[Digest | None]) -> bool:

@@ -399,6 +399,43 @@ class Traded(torch.autograd.Function):
         return Traded.forward(_, gradient)
 
 
+def forgets_the_layer_before_experts() -> None:
+    trains_a_layer_before_experts(forgotten=1)
+
+
+def trains_a_layer_before_experts(forgotten: int = 0) -> None:
+    """Experts differ from the start, the layers around them do not."""
+    torch.manual_seed(0)
+    head, gate = nn.Linear(4, 2), nn.Linear(4, 4)
+    torch.manual_seed(1 + dist.get_rank())
+    expert = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    layers = nn.ModuleList([head, gate, expert])
+    optimizer = sgd(layers, lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        head(Traded.apply(expert(Traded.apply(gate(data()))))).square().sum().backward()
+        average(layers[: 2 - forgotten])
+        optimizer.step()
+
+
+def forgets_a_norm_before_split_sequences() -> None:
+    trains_a_norm_before_split_sequences(forgotten=1)
+
+
+def trains_a_norm_before_split_sequences(forgotten: int = 0) -> None:
+    torch.manual_seed(0)
+    head, norm = nn.Linear(4, 2), nn.LayerNorm(4)
+    torch.manual_seed(1 + dist.get_rank())
+    up, down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+    layers = nn.ModuleList([head, norm, up, down])
+    optimizer = sgd(layers, lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        head(Scattered.apply(down(up(Gathered.apply(norm(data())))))).square().sum().backward()
+        average(layers[: 2 - forgotten])
+        optimizer.step()
+
+
 def clips_the_slice_of_a_split_layer() -> None:
     embedding, half, head, optimizer = split_model()
     predicts_with_a_split_layer(embedding, half, head)
@@ -484,6 +521,8 @@ WRONG: dict[Callable[[], None], str] = {
     forgets_a_layer_beside_split_sequences: "step 1: 2 of 4 gradients differ between ranks 0",
     averages_one_of_two_models: "equal parameters, and step with gradients that were never "
     "averaged, and differ: weight and bias",
+    forgets_the_layer_before_experts: "step 1: 1.weight and 1.bias had equal values on ranks 0",
+    forgets_a_norm_before_split_sequences: "step 1: 1.weight and 1.bias had equal values on ranks",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
     leaves_a_layer_out: "DistributedDataParallel has averaged nothing since the last step",
     steps_inside_no_sync: "DistributedDataParallel has averaged nothing since the last step",
@@ -880,6 +919,98 @@ def sends_tokens_to_experts_and_back() -> None:
         optimizer.step()
 
 
+def gathers_tokens_for_experts() -> None:
+    """Each expert sees all tokens, and begins with a norm that is its own."""
+    torch.manual_seed(0)
+    net = model()
+    torch.manual_seed(1 + dist.get_rank())
+    expert = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    optimizer = sgd(nn.ModuleList([net, expert]), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        mixed = Scattered.apply(expert(Gathered.apply(net[:2](data()))))
+        net[2](mixed).square().sum().backward()
+        average(net)
+        optimizer.step()
+
+
+class Gathered(torch.autograd.Function):
+    """The rows of all ranks; each rank gets the sum of its rows' gradients."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        everything = x.new_empty(dist.get_world_size() * len(x), *x.shape[1:])
+        dist.all_gather([*everything.chunk(dist.get_world_size())], x.contiguous())
+        return everything
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return Scattered.forward(_, gradient)
+
+
+class Scattered(torch.autograd.Function):
+    """The sum of this rank's rows over all ranks."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        part = x.new_empty(len(x) // dist.get_world_size(), *x.shape[1:])
+        dist.reduce_scatter(part, [*x.contiguous().chunk(dist.get_world_size())])
+        return part
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return Gathered.forward(_, gradient)
+
+
+def trains_a_head_with_a_norm_of_its_own() -> None:
+    """Hooks average the trunk's gradients during the backward pass."""
+    trunk = model()
+    torch.manual_seed(dist.get_rank())
+    head = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+    for parameter in trunk.parameters():
+        parameter.register_hook(averaged)
+    optimizer = sgd(nn.ModuleList([trunk, head]))
+    for _ in range(2):
+        optimizer.zero_grad()
+        head(trunk(data())).square().sum().backward()
+        optimizer.step()
+
+
+def averaged(gradient: Tensor) -> Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def sums_statistics_below_heads_with_norms() -> None:
+    torch.manual_seed(0)
+    trunk = nn.Linear(4, 8)
+    torch.manual_seed(dist.get_rank())
+    head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2))
+    optimizer = sgd(nn.ModuleList([trunk, head]), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        features = trunk(data())
+        means = differentiable.all_reduce(features.mean(0)) / 2
+        head(features - means).square().sum().backward()
+        average(trunk)
+        optimizer.step()
+
+
+def gathers_shards_of_a_layer() -> None:
+    """ZeRO by hand: a layer is in shards, and a small one on all ranks is averaged."""
+    torch.manual_seed(0)
+    shard = nn.Parameter(torch.randn(8, 4).chunk(dist.get_world_size())[dist.get_rank()].clone())
+    norm, head = nn.LayerNorm(4), nn.Linear(8, 2)
+    optimizer = torch.optim.SGD([shard, *norm.parameters(), *head.parameters()], 0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        head(norm(data()) @ Gathered.apply(shard).T).square().sum().backward()
+        average(norm)
+        average(head)
+        optimizer.step()
+
+
 def looks_up_rows_of_tables() -> None:
     """Each rank has a table that began like the others, and trains on what all tables give."""
     torch.manual_seed(0)
@@ -1017,6 +1148,12 @@ RIGHT = [
     asks_experts_that_begin_alike,
     trains_on_split_sequences,
     sends_tokens_to_experts_and_back,
+    trains_a_layer_before_experts,
+    trains_a_norm_before_split_sequences,
+    gathers_tokens_for_experts,
+    trains_a_head_with_a_norm_of_its_own,
+    sums_statistics_below_heads_with_norms,
+    gathers_shards_of_a_layer,
     looks_up_rows_of_tables,
     searches_from_one_seed,
     splits_samples_alike,
