@@ -28,7 +28,7 @@ from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
-from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
+from distlab.sim.sanitizer.parameters import Digest, Parameters, digest, distinct_names
 from distlab.sim.sanitizer.shared import Shared, with_one_loss
 from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chance, names_of
 from distlab.sim.sanitizer.visits import Followed, Visits
@@ -95,6 +95,9 @@ class Replicas:
         self.num_calls: Counter[int] = Counter()
         self._shared = Shared(findings)
         self._steps: dict[tuple[int, int], Step] = {}
+        # For each rank, optimizer and parameter, the value in its first step.
+        self._starts: dict[tuple[int, int, int], Digest | None] = {}
+        self._judged: set[tuple[int, int, int]] = set()  # those that have had a gradient
         # The last step of each rank's optimizers, and their parameters.
         self._begun: dict[tuple[int, int], tuple[Step, list[ref[Tensor]]]] = {}
         self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
@@ -280,8 +283,7 @@ class Replicas:
             self._note_average(ranks, step, optimizer)
             self._judge_gradients(ranks, step, optimizer)
         self._shared.judge(optimizer, step.number, step.site, step.values, step.losses)
-        if step.number == 1:
-            self._judge_start(step)
+        self._judge_start(step, optimizer)
         return None
 
     def _note_average(self, ranks: tuple[int, ...], step: Step, optimizer: int) -> None:
@@ -345,28 +347,43 @@ class Replicas:
             return " DistributedDataParallel does not contain these parameters."
         return _SOME_SYNCS if any(step.num_syncs.values()) else _NO_SYNC
 
-    def _judge_start(self, step: Step) -> None:
-        """Report ranks whose gradients are equal in the first step, but not their parameters."""
-        by_gradients: defaultdict[object, list[int]] = defaultdict(list)
-        for rank, values in step.values.items():
-            gradients = tuple((v.shape, v.gradient.key if v.gradient else 0) for v in values)
-            if any(v.gradient and not v.gradient.is_constant for v in values):
-                by_gradients[gradients].append(rank)
-        for ranks in by_gradients.values():
-            columns = zip(*(step.values[rank] for rank in ranks), strict=True)
+    def _judge_start(self, step: Step, optimizer: int) -> None:
+        """Report ranks whose gradients are equal, but whose parameters were not from the start.
+
+        Each parameter is judged in the first step in which its gradient is not constant, as it is
+        where the next layer begins with zeros.
+        """
+        fresh = {rank: self._fresh(rank, optimizer, step.values[rank]) for rank in step.values}
+        for ranks in _with_equal_gradients(step, [rank for rank in fresh if fresh[rank]]):
+            numbers = sorted(set[int].intersection(*(fresh[rank] for rank in ranks)))
             wrong = [
-                column
-                for column in columns
-                if is_equal_not_by_chance([v.gradient for v in column])
-                and not is_equal(v.value for v in column)
+                [step.values[rank][number] for rank in ranks]
+                for number in numbers
+                if not is_equal(self._starts[rank, optimizer, number] for rank in ranks)
             ]
-            if wrong:
-                self._findings.add(
-                    ("start", step.site),
-                    f"step 1: {rank_names(ranks)} average their gradients, but began with "
-                    f"different parameters: {names_of(wrong)}. Broadcast them before training, or "
-                    f"build the model from one seed; {place(step.site)}",
-                )
+            if wrong := [column for column in wrong if not is_equal(v.value for v in column)]:
+                self._report_start(ranks, step, wrong)
+
+    def _fresh(self, rank: int, optimizer: int, values: Sequence[Values]) -> set[int]:
+        """Return the numbers of the parameters whose gradients are not constant for once."""
+        fresh = set()
+        for number, v in enumerate(values):
+            key = rank, optimizer, number
+            self._starts.setdefault(key, v.value)
+            if v.gradient and not v.gradient.is_constant and key not in self._judged:
+                self._judged.add(key)
+                fresh.add(number)
+        return fresh
+
+    def _report_start(
+        self, ranks: Sequence[int], step: Step, wrong: Sequence[Sequence[Values]]
+    ) -> None:
+        self._findings.add(
+            ("start", step.site),
+            f"step {step.number}: {rank_names(ranks)} average their gradients, but began with "
+            f"different parameters: {names_of(wrong)}. Broadcast them before training, or "
+            f"build the model from one seed; {place(step.site)}",
+        )
 
     def _judge_results(self) -> None:
         """Compare what the last steps of replicas made of equal parameters and gradients."""
@@ -473,6 +490,16 @@ def _have_own_heads(step: Step, ranks: Sequence[int]) -> bool:
     """Return whether ranks clipped parameters of their own, each for losses that differ."""
     have_losses = all(step.losses.get(rank) for rank in ranks)
     return step.own_norms >= {*ranks} and have_losses and not with_one_loss(ranks, step.losses)
+
+
+def _with_equal_gradients(step: Step, ranks: Iterable[int]) -> list[list[int]]:
+    """Return the sets of ranks all of whose gradients are equal."""
+    by_gradients: defaultdict[object, list[int]] = defaultdict(list)
+    for rank in ranks:
+        values = step.values[rank]
+        gradients = tuple((v.shape, v.gradient.key if v.gradient else 0) for v in values)
+        by_gradients[gradients].append(rank)
+    return [*by_gradients.values()]
 
 
 def _alike(step: Step) -> list[tuple[int, ...]]:

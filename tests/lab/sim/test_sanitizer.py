@@ -110,6 +110,25 @@ def starts_with_other_weights() -> None:
     optimizer.step()
 
 
+def starts_with_other_adapters() -> None:
+    """The first gradient of the lower part is zero, as the upper part begins with zeros."""
+    trains_adapters(seed=dist.get_rank())
+
+
+def trains_adapters(seed: int, num_averaged: int = 2) -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(4, 4)
+    torch.manual_seed(seed)
+    adapters = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False))
+    nn.init.zeros_(adapters[1].weight)
+    optimizer = sgd(adapters)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (base(data()) + adapters(data())).square().sum().backward()
+        average(adapters[2 - num_averaged :])
+        optimizer.step()
+
+
 def has_a_rate_of_its_own() -> None:
     net = model()
     optimizer = sgd(net, lr=0.1 * (1 + dist.get_rank()))
@@ -528,6 +547,7 @@ WRONG: dict[Callable[[], None], str] = {
     steps_inside_no_sync: "DistributedDataParallel has averaged nothing since the last step",
     averages_each_micro_batch: "averaged gradients in 3 backward passes for one step",
     starts_with_other_weights: "their gradients, but began with different parameters: 0.weight",
+    starts_with_other_adapters: "step 2: ranks 0 and 1 average their gradients, but began with",
     has_a_rate_of_its_own: "Their learning rates are 0.1 and 0.2.",
     decays_weights_on_one_rank: "step 1: ranks 0 and 1 were equal before it, the last one, with "
     "equal gradients, and differ after it: 0.weight",
@@ -982,6 +1002,14 @@ def averaged(gradient: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
+def averages_only_upper_adapters() -> None:
+    trains_adapters(seed=dist.get_rank(), num_averaged=1)
+
+
+def averages_adapters() -> None:
+    trains_adapters(seed=3)
+
+
 def sums_statistics_below_heads_with_norms() -> None:
     torch.manual_seed(0)
     trunk = nn.Linear(4, 8)
@@ -1152,6 +1180,8 @@ RIGHT = [
     trains_a_norm_before_split_sequences,
     gathers_tokens_for_experts,
     trains_a_head_with_a_norm_of_its_own,
+    averages_only_upper_adapters,
+    averages_adapters,
     sums_statistics_below_heads_with_norms,
     gathers_shards_of_a_layer,
     looks_up_rows_of_tables,
