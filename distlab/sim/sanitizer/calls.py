@@ -4,7 +4,7 @@ import linecache
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from math import isfinite
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,8 @@ from distlab.process_group.call import Call
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.report import WHO, place
-from distlab.sim.reporting.sites import Site
+from distlab.sim.reporting.sites import Places, Site
+from distlab.sim.sanitizer.callers import Caller, Callers
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Digest, Owner, Parameters, Storage, digest, storage_of
 from distlab.util.text import rank_names
@@ -36,13 +37,23 @@ SMALL = 4  # elements; a shorter tensor may be equal on all ranks by chance
 class Calls:
     """Watches collective calls."""
 
-    def __init__(self, findings: Findings, parameters: Parameters, rank_states: RankStates) -> None:
+    def __init__(
+        self,
+        findings: Findings,
+        parameters: Parameters,
+        rank_states: RankStates,
+        places: Places,
+    ) -> None:
         self._findings, self._parameters, self._rank_states = findings, parameters, rank_states
+        self._callers = Callers(places)
+        self._caller_of: dict[Attendance, Caller] = {}  # in calls that are open
         # For each tensor that was joined from gradients, the parameters in order.
         self._joined: MutableMapping[Storage, list[Owner]] = WeakIdKeyDictionary()
         # For each group and rank, the lines and the gradients of its calls, in order.
         self._lines: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
         self._texts: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
+        # The same for sums: how the program called the functions that make them.
+        self._outer_texts: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
         self._gradients: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
         # For each group, the first call in which gradients of different parameters met.
         self._crossings: dict[object, _Crossing] = {}
@@ -52,6 +63,8 @@ class Calls:
     def posted(self, attendance: Attendance) -> bool:
         """Look at a call of the running rank; return whether DistributedDataParallel makes it."""
         self._look_for_aliases(attendance, attendance.call)
+        if attendance.name in SUMMING and attendance.call.inputs:
+            self._caller_of[attendance] = self._callers.current()
         is_of_ddp = self._is_of_ddp(attendance)
         if is_of_ddp:
             self._of_ddp.add(attendance)
@@ -96,10 +109,23 @@ class Calls:
             self._texts[key].setdefault(member.rank, []).append(done)
         owners = [self._parameters.of_gradient(m.rank, m.call.inputs[0]) for m in members]
         if members[0].call.name in SUMMING:
+            self._note_callers(key, members)
             self._note_gradients(key, members, owners)
         self._of_ddp.difference_update(members)
         pairs = zip(members, owners, strict=True)
         return [(member.rank, owner.values) for member, owner in pairs if owner]
+
+    def _note_callers(self, key: object, members: Sequence[Attendance]) -> None:
+        """Note how the program called the functions in which ranks sum tensors.
+
+        Where all give the same number, as to wait for one another, any order is right.
+        """
+        inputs = [member.call.inputs[0] for member in members]
+        is_waiting = max(x.numel() for x in inputs) <= SMALL and _are_equal(inputs)
+        for member in members:
+            site, text = self._caller_of.pop(member)
+            done = _Done("waits" if is_waiting else f"calls {text}", site)
+            self._outer_texts[key].setdefault(member.rank, []).append(done)
 
     def operation(self, name: str, args: Sequence[Any], out: object) -> None:
         """Note a tensor that the running rank joins from gradients, and from nothing else."""
@@ -185,12 +211,18 @@ class Calls:
             *self._texts.values(),
         ):
             self._compare_order(by_rank)
+        for by_rank in self._outer_texts.values():
+            self._compare_order(by_rank, is_swapped=_is_swapped)
         if not self._findings.has("order"):
             for crossing in self._crossings.values():
                 self._findings.add(("crossing", crossing.site), crossing.text())
 
-    def _compare_order(self, by_rank: dict[int, list["_Done"]]) -> None:
-        """Report ranks that did the same things in another order."""
+    def _compare_order(
+        self,
+        by_rank: dict[int, list["_Done"]],
+        is_swapped: Callable[[Sequence[str], Sequence[str], int], bool] = lambda *_: True,
+    ) -> None:
+        """Report ranks that did the same things in another order, if these were swapped."""
         first, *others = sorted(by_rank)
         ours = [done.what for done in by_rank[first]]
         for rank in others:
@@ -199,6 +231,8 @@ class Calls:
                 continue
             pairs = enumerate(zip(ours, theirs, strict=True))
             number = next(number for number, (one, other) in pairs if one != other)
+            if not is_swapped(ours, theirs, number):
+                continue
             site = by_rank[rank][number].site
             self._findings.add(
                 ("order", site),
@@ -259,6 +293,16 @@ class _Done(NamedTuple):
 
     what: str
     site: Site
+
+
+def _is_swapped(ours: Sequence[str], theirs: Sequence[str], first: int) -> bool:
+    """Return whether calls, from the first one that differs to the last in a row, are the same.
+
+    They are not where each rank chooses by its data from which of two branches it makes a call.
+    """
+    numbers = range(first, len(ours))
+    end = next((number for number in numbers if ours[number] == theirs[number]), len(ours))
+    return Counter(ours[first:end]) == Counter(theirs[first:end])
 
 
 def _source(site: Site) -> str:

@@ -51,7 +51,7 @@ class Sanitizer:
     ) -> None:
         self.findings = Findings()
         self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
-        self._calls = Calls(self.findings, steps.parameters, rank_states)
+        self._calls = Calls(self.findings, steps.parameters, rank_states, places)
         self._cuts = Cuts(self.findings)
         self._draws = Draws(self.findings, rank_states, places, unnoticed)
         self._replicas = Replicas(self.findings, steps.parameters, rank_states.num_ranks)

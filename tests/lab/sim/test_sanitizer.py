@@ -192,6 +192,22 @@ def sum_b(x: Tensor) -> None:
     dist.all_reduce(x)
 
 
+def logs_means_in_another_order() -> None:
+    loss, accuracy = data().sum(), data().mean()
+    if dist.get_rank() == 0:
+        print(f"loss {mean_over_ranks(loss)}, accuracy {mean_over_ranks(accuracy)}")
+    else:
+        best = max(0.0, mean_over_ranks(accuracy))
+        mean_over_ranks(loss)
+        assert best >= 0.0
+
+
+def mean_over_ranks(x: Tensor) -> float:
+    mean = x.clone()
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
 def gathers_into_one_tensor() -> None:
     places = [torch.zeros(1)] * dist.get_world_size()
     dist.all_gather(places, torch.tensor([float(dist.get_rank())]))
@@ -559,6 +575,8 @@ WRONG: dict[Callable[[], None], str] = {
     "and rank 1 that of 1.weight (parameter 3)",
     averages_one_of_two_layers_in_a_list: "rank 0 averages that of weight (parameter 1), and "
     "rank 1 that of weight (parameter 3)",
+    logs_means_in_another_order: "as call 1, rank 0 calls mean_over_ranks(loss), and rank 1 calls "
+    "mean_over_ranks(accuracy)",
     calls_from_lines_in_another_order: "as call 1, rank 0 calls from test_sanitizer.py",
     gathers_into_one_tensor: "the 2 tensors that all_gather fills on ranks 0 and 1 share memory",
     gathers_without_gradient: "all_gather was given a tensor that requires a gradient",
@@ -1006,6 +1024,45 @@ def averages_only_upper_adapters() -> None:
     trains_adapters(seed=dist.get_rank(), num_averaged=1)
 
 
+def waits_at_several_lines() -> None:
+    """Every other rank evaluates first."""
+    for turn in range(2):
+        if (dist.get_rank() + turn) % 2:
+            waits_for_all()
+        else:
+            waits_for_all()
+
+
+def waits_for_all() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def logs_means_of_what_each_rank_draws() -> None:
+    net = model()
+    optimizer = sgd(net)
+    for step in range(2):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        average(net)
+        optimizer.step()
+        if (dist.get_rank() + step) % 2:
+            loss = data().sum()
+            mean_over_ranks(loss)
+        else:
+            mixed = data().mean()
+            mean_over_ranks(mixed)
+
+
+def logs_means_in_each_branch() -> None:
+    if dist.get_rank() == 0:
+        loss, accuracy = data().sum(), data().mean()
+        print(mean_over_ranks(loss), mean_over_ranks(accuracy))
+    else:
+        total, share = data().sum(), data().mean()
+        mean_over_ranks(total)
+        mean_over_ranks(share)
+
+
 def averages_adapters() -> None:
     trains_adapters(seed=3)
 
@@ -1182,6 +1239,9 @@ RIGHT = [
     trains_a_head_with_a_norm_of_its_own,
     averages_only_upper_adapters,
     averages_adapters,
+    waits_at_several_lines,
+    logs_means_of_what_each_rank_draws,
+    logs_means_in_each_branch,
     sums_statistics_below_heads_with_norms,
     gathers_shards_of_a_layer,
     looks_up_rows_of_tables,
