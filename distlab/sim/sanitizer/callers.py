@@ -40,6 +40,15 @@ class Callers:
             self._known[place] = Caller(site, _text(*place) or linecache.getline(*site[:2]).strip())
         return self._known[place]
 
+    def is_torch_in(self, folder: str) -> bool:
+        """Return whether the program has called what runs now by torch's code in a folder."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and self._places.kind(frame.f_code.co_filename) != PROGRAM:
+            if frame.f_code.co_filename.startswith(folder):
+                return True
+            frame = frame.f_back
+        return False
+
     def _frames(self) -> Iterator[FrameType]:
         """Yield the program's frames, the innermost first."""
         frame: FrameType | None = sys._getframe()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import fsdp
 from torch.utils.weak import WeakIdKeyDictionary
 
 import distlab
@@ -27,6 +28,7 @@ from distlab.util.text import rank_names
 
 _OF_DISTLAB = f"{Path(distlab.__file__).parent}{os.sep}"
 _OF_AUTOGRAD = f"{Path(torch.autograd.__file__).parent}{os.sep}"
+_OF_FSDP = f"{Path(fsdp.__file__).parent}{os.sep}"
 _OF_FUNCTIONS = torch.autograd.function.__file__
 WITHOUT_ROOT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SUMMING = ("all_reduce", "reduce_scatter")
@@ -57,7 +59,9 @@ class Calls:
         self._gradients: defaultdict[object, dict[int, list[_Done]]] = defaultdict(dict)
         # For each group, the first call in which gradients of different parameters met.
         self._crossings: dict[object, _Crossing] = {}
-        self._of_ddp: set[Attendance] = set()  # calls of DistributedDataParallel that are open
+        # Calls of DistributedDataParallel and of FSDP that are open.
+        self._of_ddp: set[Attendance] = set()
+        self._of_fsdp: set[Attendance] = set()
         self.groups_of_ddp: set[object] = set()
 
     def posted(self, attendance: Attendance) -> bool:
@@ -68,6 +72,8 @@ class Calls:
         is_of_ddp = self._is_of_ddp(attendance)
         if is_of_ddp:
             self._of_ddp.add(attendance)
+        if attendance.name == "reduce_scatter" and self._callers.is_torch_in(_OF_FSDP):
+            self._of_fsdp.add(attendance)
         return is_of_ddp
 
     def _is_of_ddp(self, attendance: Attendance) -> bool:
@@ -111,7 +117,8 @@ class Calls:
         if members[0].call.name in SUMMING:
             self._note_callers(key, members)
             self._note_gradients(key, members, owners)
-        self._of_ddp.difference_update(members)
+        for calls in (self._of_ddp, self._of_fsdp):
+            calls.difference_update(members)
         pairs = zip(members, owners, strict=True)
         return [(member.rank, owner.values) for member, owner in pairs if owner]
 
@@ -158,7 +165,8 @@ class Calls:
         for meeting in zip(*map(self._owners, members, owners), strict=False):
             self._note_crossing(key, members, meeting)
         is_of_ddp = not self._of_ddp.isdisjoint(members)
-        if len(members) > 1 and (are_all or is_of_ddp):
+        is_of_fsdp = self._of_fsdp.issuperset(members)
+        if len(members) > 1 and (are_all or is_of_ddp or is_of_fsdp):
             self._look_for_same_data(members, is_of_ddp=is_of_ddp)
 
     def _note_crossing(
@@ -184,11 +192,11 @@ class Calls:
         gradients on some ranks are a mistake only between replicas, as DistributedDataParallel has:
         ranks that split a layer share their samples, and may average other gradients by hand.
         """
-        if self._findings.has("cut") or members[0].call.inputs[0].numel() < SMALL:
+        if self._findings.has("cut") or sum(x.numel() for x in members[0].call.inputs) < SMALL:
             return
         by_values: defaultdict[Digest, list[int]] = defaultdict(list)
         for member in members:
-            found = digest(member.call.inputs[0])
+            found = digest(_whole(member.call))
             if found and isfinite(found.norm) and not found.is_constant:
                 by_values[found].append(member.rank)
         for found, ranks in by_values.items():
@@ -249,6 +257,12 @@ def _is_called_by_autograd() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_OF_DISTLAB):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OF_AUTOGRAD)
+
+
+def _whole(call: Call) -> Tensor:
+    """Return what a rank gives to a call that sums: one tensor, or its parts for all ranks."""
+    first, *more = call.inputs
+    return torch.cat([x.flatten() for x in call.inputs]) if more else first
 
 
 def goes_back_through_ranks() -> bool:

@@ -74,9 +74,7 @@ class Shared:
             values: Parameters of the optimizer by rank.
             losses: Losses from which each rank has gone back since its last step.
         """
-        for (number, ranks, known), suspects in self._suspects.items():
-            if number == optimizer and all(_layout(values.get(rank, ())) == known for rank in ranks):
-                _look_again(suspects, _columns(ranks, values))
+        self._look_again(optimizer, values)
         by_layout: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
         for rank, mine in sorted(values.items()):
             by_layout[_layout(mine)].append(rank)
@@ -86,6 +84,13 @@ class Shared:
                     continue
                 if names := _suspects(_columns(ranks, values), reason):
                     self._suspects[key] = _Suspects(step, site, names, reason)
+
+    def _look_again(self, optimizer: int, values: Mapping[int, Sequence[Values]]) -> None:
+        """Look at known suspects again, whether or not there is still a reason to."""
+        for (number, ranks, layout), suspects in self._suspects.items():
+            are_here = all(_layout(values.get(rank, ())) == layout for rank in ranks)
+            if number == optimizer and are_here:
+                _drop_equal(suspects, _columns(ranks, values))
 
     def ended(self) -> None:
         """Report the suspects that have parted for good; called at the end of the world."""
@@ -187,7 +192,7 @@ def _is_drawn(parameter: Values) -> bool:
     return value is not None and not value.is_constant and not value.has_equal_rows
 
 
-def _look_again(suspects: _Suspects, columns: Iterable[Sequence[Values]]) -> None:
+def _drop_equal(suspects: _Suspects, columns: Iterable[Sequence[Values]]) -> None:
     """Drop the suspects whose values are equal again."""
     equal = {column[0].name for column in columns if is_equal(v.value for v in column)}
     suspects.names = [name for name in suspects.names if name not in equal]

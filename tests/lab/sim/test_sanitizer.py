@@ -379,6 +379,21 @@ def leaves_a_layer_out_of_fsdp() -> None:
         optimizer.step()
 
 
+def trains_shards_on_the_same_data() -> None:
+    trains_shards(shared_data)
+
+
+def trains_shards(data: Callable[[], Tensor]) -> None:
+    net = model()
+    for layer in (net[0], net):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = sgd(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        optimizer.step()
+
+
 def drops_the_same_elements() -> None:
     net = model()
     net.append(nn.Dropout(0.5))
@@ -568,6 +583,7 @@ WRONG: dict[Callable[[], None], str] = {
     decays_weights_on_one_rank: "step 1: ranks 0 and 1 were equal before it, the last one, with "
     "equal gradients, and differ after it: 0.weight",
     trains_on_the_same_data: "ranks 0 and 1 computed the same gradients",
+    trains_shards_on_the_same_data: "ranks 0 and 1 computed the same gradients",
     sums_gradients_in_another_order: "as call 1, rank 0 averages the gradient of 0.weight (p",
     joins_gradients_in_another_order: "in call 1, rank 0 averages that of 0.weight (parameter 1), "
     "and rank 1 that of 1.bias (parameter 4)",
@@ -1063,6 +1079,10 @@ def logs_means_in_each_branch() -> None:
         mean_over_ranks(share)
 
 
+def trains_shards_on_parts_of_the_data() -> None:
+    trains_shards(data)
+
+
 def averages_adapters() -> None:
     trains_adapters(seed=3)
 
@@ -1239,6 +1259,7 @@ RIGHT = [
     trains_a_head_with_a_norm_of_its_own,
     averages_only_upper_adapters,
     averages_adapters,
+    trains_shards_on_parts_of_the_data,
     waits_at_several_lines,
     logs_means_of_what_each_rank_draws,
     logs_means_in_each_branch,
