@@ -280,21 +280,12 @@ class Replicas:
                 self._report_drift(step, before, step.values, text)
         self._equal[optimizer] = alike
         for ranks in alike:
-            self._note_average(ranks, step, optimizer)
+            # Equal again: they average parameters, now and then.
+            self._unsynced.pop((optimizer, ranks), None)
             self._judge_gradients(ranks, step, optimizer)
         self._shared.judge(optimizer, step.number, step.site, step.values, step.losses)
         self._judge_start(step, optimizer)
         return None
-
-    def _note_average(self, ranks: tuple[int, ...], step: Step, optimizer: int) -> None:
-        """Note ranks that are alike in a step: they may average parameters, now and then.
-
-        An outer optimizer, which makes them alike again, has as many elements as the inner one.
-        """
-        size = _num_elements(step, ranks)
-        for known in [key for key in self._unsynced if key[1] == ranks]:
-            if known[0] == optimizer or _num_elements(self._unsynced[known], ranks) == size:
-                del self._unsynced[known]
 
     def _report_skipped(self, step: Step) -> None:
         fewest, most = (f(step.total_syncs, key=step.total_syncs.__getitem__) for f in (min, max))
@@ -480,10 +471,6 @@ class Replicas:
         """Return whether ranks have made collective calls since an optimizer's last step."""
         last = {rank: self._begun[rank, optimizer][0] for rank in ranks}
         return any(self.num_calls[rank] > last[rank].num_calls[rank] for rank in ranks)
-
-
-def _num_elements(step: Step, ranks: Sequence[int]) -> int:
-    return sum(v.shape.numel() for v in step.values[ranks[0]])
 
 
 def _have_own_heads(step: Step, ranks: Sequence[int]) -> bool:
