@@ -113,7 +113,7 @@ class Simulation:
         steps = Steps(*watched)
         if observer is not None:
             steps.show(observer)
-        return steps, Sanitizer(*watched, steps) if is_sanitized else None
+        return steps, Sanitizer(*watched, steps, self.handles.open) if is_sanitized else None
 
     def _unnoticed(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager in which operations do not count as the running rank's work."""

@@ -143,12 +143,12 @@ class SimGroup(BaseGroup):
             self._act(peer)
         else:
             clock.act()
-        if shared.meetings.watcher is not None:
-            shared.meetings.watcher.sent()
         ranks, call = self._ranks, shared.places.call_site()
         message = Message(
             clock, name, ranks, tensors[0], peer, source, tag, call, self._key, mailbox
         )
+        if shared.meetings.watcher is not None:
+            shared.meetings.watcher.sent(message)
         try:
             mailbox.post(message)
         except Mismatch as error:

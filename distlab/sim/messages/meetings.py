@@ -26,6 +26,7 @@ from distlab.sim.messages.disagreement import (
     values_of,
 )
 from distlab.sim.messages.limits import closed_error, patience_error
+from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Buffers, Pending
 from distlab.sim.messages.shifts import Splits
 from distlab.sim.network.traffic import Traffic
@@ -53,8 +54,8 @@ class Watcher(Protocol):
     def met(self, key: object, members: "Sequence[Attendance]") -> None:
         """Look at a call of all ranks of a group, before its tensors change."""
 
-    def sent(self) -> None:
-        """Note that a rank sends another one a message."""
+    def sent(self, message: Message) -> None:
+        """Look at a message that the running rank posts."""
 
 
 class Attendance(Pending):

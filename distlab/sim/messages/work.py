@@ -35,7 +35,7 @@ class Handles:
         """
         wanted = set(ranks)
         unwaited = (p for p in self.open if p.rank in wanted and not p.is_by_torch)
-        counts = Counter(_row(pending) for pending in unwaited)
+        counts = Counter(row_of(pending) for pending in unwaited)
         rows = [_counted(row, count) for row, count in counts.items()]
         return sorted(rows, key=lambda row: row.ranks)
 
@@ -51,7 +51,7 @@ class Handles:
             yield f"{who} returned without waiting for its {row.text} ({row.where})."
 
 
-def _row(pending: Pending) -> Row:
+def row_of(pending: Pending) -> Row:
     """Return a row for a report, which calls a send ``isend`` and a recv ``irecv``."""
     letter = "i" if pending.kind in ("send", "recv") else ""
     return Row((pending.rank,), f"{letter}{pending.text()}", pending.where())

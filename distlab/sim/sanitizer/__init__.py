@@ -3,6 +3,7 @@
 The watchers see what all ranks do, and compare it:
 
     calls      tensors given to collectives: aliases, another order, another parameter's gradient
+    in_flight  tensors touched between a call and its wait()
     cuts       tensors that left autograd in a collective, and came back into the loss
     steps      optimizer steps, for those below
     replicas   parameters and gradients of ranks that train the same model, before each step

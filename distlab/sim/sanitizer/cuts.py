@@ -4,7 +4,7 @@ features  (requires grad)  ──all_gather──►  gathered  (no grad)  ─�
     └──────────────────────────────────────────────── logits ◄─────┘    no gradient flows back
 """
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -87,11 +87,16 @@ class Cuts:
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a thread's operations to the watchers that follow tensors."""
+    """Shows a thread's operations to the watchers that follow tensors.
 
-    def __init__(self, *watchers: Any) -> None:
+    Args:
+        touched: Function that gets each operation with its arguments.
+        watchers: Those that get its name, its arguments and its results.
+    """
+
+    def __init__(self, touched: Callable[[Any, Any, Any], None], *watchers: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watchers = watchers
+        self._touched, self._watchers = touched, watchers
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -102,6 +107,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation, and show it."""
         out = func(*args, **(kwargs or {}))
+        self._touched(func, args, kwargs)
         for watcher in self._watchers:
             watcher.operation(str(func), args, out)
         return out

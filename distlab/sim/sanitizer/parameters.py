@@ -32,6 +32,10 @@ class Parameters:
         """Note that a module holds a parameter or another module."""
         self._holders[held] = ref(holder), name
 
+    def has_any(self, rank: int) -> bool:
+        """Return whether a rank has registered parameters."""
+        return bool(self._by_rank[rank])
+
     def name(self, parameter: Tensor) -> str:
         """Return a parameter's name in its outermost module, or its shape if it is in none."""
         names: list[str] = []

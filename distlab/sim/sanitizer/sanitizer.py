@@ -1,7 +1,8 @@
 """The sanitizer of a world: it installs the watchers, and passes on what the ranks do."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -18,12 +19,16 @@ from torch.optim import Optimizer
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.replacing import Replace, replace_until
 from distlab.sim.messages.meetings import Attendance
+from distlab.sim.messages.message import Message
+from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.work import SimWork
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.calls import SMALL, WITHOUT_ROOT, Calls, goes_back_through_ranks
 from distlab.sim.sanitizer.cuts import Cuts, Operations
 from distlab.sim.sanitizer.draws import Draws, Unnoticed
 from distlab.sim.sanitizer.findings import Findings
+from distlab.sim.sanitizer.in_flight import InFlight
 from distlab.sim.sanitizer.replicas import Norm, Replicas
 from distlab.sim.sanitizer.steps import Steps
 
@@ -37,6 +42,7 @@ class Sanitizer:
         unnoticed: Function that returns a context manager in which operations of the running rank
             take no time and no memory.
         steps: The optimizer steps of all ranks.
+        open_handles: The operations for which no rank has waited yet.
 
     Attributes:
         findings: The mistakes found so far.
@@ -48,12 +54,14 @@ class Sanitizer:
         places: Places,
         unnoticed: Unnoticed,
         steps: Steps,
+        open_handles: Collection[Pending],
     ) -> None:
         self.findings = Findings()
         self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
         self._calls = Calls(self.findings, steps.parameters, rank_states, places)
         self._cuts = Cuts(self.findings)
         self._draws = Draws(self.findings, rank_states, places, unnoticed)
+        self._in_flight = InFlight(self.findings, places, open_handles, steps.number)
         self._replicas = Replicas(self.findings, steps.parameters, rank_states.num_ranks)
         steps.listeners.append(self._stepped)
         steps.listeners_after.append(self._replicas.stepped)
@@ -68,6 +76,7 @@ class Sanitizer:
             self._watch_losses(replace)
             self._watch_wrapping(replace)
             self._watch_torchs_ways(replace)
+            self._watch_waits(replace)
             yield
             self._calls.ended()
             self._draws.ended()
@@ -77,7 +86,7 @@ class Sanitizer:
         """Return a context manager that watches the operations of the calling thread."""
         replicas = self._replicas
         followed = replicas.visits, replicas.gathered, replicas.returned
-        return Operations(self._calls, self._cuts, self._draws, *followed)
+        return Operations(self._touched, self._calls, self._cuts, self._draws, *followed)
 
     # What the world tells
 
@@ -86,6 +95,7 @@ class Sanitizer:
         with self._unnoticed():
             is_of_ddp = self._calls.posted(attendance)
             self._cuts.posted(attendance)
+            self._in_flight.posted(attendance)
             for visits in (self._replicas.visits, self._replicas.gathered):
                 visits.posted(attendance.call)
         if inputs := attendance.call.inputs:
@@ -105,12 +115,15 @@ class Sanitizer:
     def met(self, key: object, members: Sequence[Attendance]) -> None:
         """Look at a collective call of all ranks of a group, before its tensors change."""
         self._draws.met(members)
+        self._in_flight.met(members)
         for rank, parameter in self._calls.met(key, members):
             self._replicas.averaged(rank, parameter)
 
-    def sent(self) -> None:
-        """Note that a rank has sent another one a message."""
+    def sent(self, message: Message) -> None:
+        """Look at a message that the running rank posts."""
         self._replicas.sends_messages = True
+        with self._unnoticed():
+            self._in_flight.sent(message)
 
     def note_unwaited(self, rows: Sequence[str]) -> None:
         """Report operations whose handles were never waited for."""
@@ -128,6 +141,14 @@ class Sanitizer:
             self.findings.add(("tag", text), text)
 
     # What torch tells
+
+    def _touched(self, operation: Any, args: Any, kwargs: Any) -> None:
+        if not self._rank_states.is_in_rank():
+            return
+        rank = self._rank_states.current
+        if self._in_flight.has_lent(rank):
+            with self._unnoticed():
+                self._in_flight.touched(rank, operation, args, kwargs)
 
     def _stepped(self, rank: int, at: StepOf, optimizer: Optimizer, site: Site) -> None:
         step = self._replicas.steps(rank, at, optimizer, site)
@@ -191,6 +212,16 @@ class Sanitizer:
 
         replace(Join, "__enter__", enter_and_note)
         replace(averagers.ModelAverager, "__init__", make_and_note)
+
+    def _watch_waits(self, replace: Replace) -> None:
+        wait = SimWork.wait
+
+        def look_and_wait(work: SimWork, timeout: timedelta | None = None) -> bool:
+            with self._unnoticed():
+                self._in_flight.waits(work.pending)
+            return wait(work, timeout)
+
+        replace(SimWork, "wait", look_and_wait)
 
 
 def _is_number(roots: Any) -> bool:

@@ -45,6 +45,17 @@ class Steps:
             WeakIdKeyDictionary
         )
         self._num_optimizers: Counter[int] = Counter()
+        self._stepping: set[int] = set()  # ranks that are in a step now
+
+    def number(self, rank: int) -> int:
+        """Return the number of the step that a rank takes now, or else of its next one.
+
+        It counts from 1, and is 0 if the rank has nothing to optimize.
+        """
+        if not self.parameters.has_any(rank):
+            return 0
+        num_begun = max((at.step for at in self._next[rank].values()), default=0)
+        return num_begun if rank in self._stepping else num_begun + 1
 
     def show(self, observer: Observer) -> None:
         """Call an observer at each step, with the parameters by their names."""
@@ -82,6 +93,7 @@ class Steps:
             return
         site = self._places.call_site()[0]
         rank = self._rank_states.current
+        self._stepping.add(rank)
         with self._unnoticed():
             at = self._count(rank, optimizer)
             for listener in self.listeners:
@@ -91,6 +103,7 @@ class Steps:
         if not self._rank_states.is_in_rank():
             return
         rank = self._rank_states.current
+        self._stepping.discard(rank)
         with self._unnoticed():
             for listener in self.listeners_after:
                 listener(rank, self._next[rank][optimizer].optimizer)
