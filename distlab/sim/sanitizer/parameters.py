@@ -38,15 +38,26 @@ class Parameters:
 
     def name(self, parameter: Tensor) -> str:
         """Return a parameter's name in its outermost module, or its shape if it is in none."""
+        return _joined(self._path(parameter)) or f"a parameter {tuple(parameter.shape)}"
+
+    def name_anywhere(self, parameter: Tensor) -> str:
+        """Return a parameter's name, even if no module has registered it, as with fully_shard."""
+        holders = (holder() for holder, _ in self._holders.values())
+        modules = [m for m in (*self._holders, *holders) if isinstance(m, nn.Module)]
+        for module in modules if parameter not in self._holders else ():
+            for name, held in module._parameters.items():
+                if held is parameter:
+                    return _joined([name, *self._path(module)])
+        return self.name(parameter)
+
+    def _path(self, held: Held | None) -> list[str]:
+        """Return names: that of a parameter or module, that of the module which holds it, …"""
         names: list[str] = []
-        held: Held | None = parameter
         while held is not None and held in self._holders and len(names) < MAX_DEPTH:
             holder, name = self._holders[held]
             names.append(name)
             held = holder()
-        if not names:
-            return f"a parameter {tuple(parameter.shape)}"
-        return ".".join(reversed(names)).removeprefix("module.")
+        return names
 
     def holder(self, parameter: Tensor) -> nn.Module | None:
         """Return the module that holds a parameter, or None."""
@@ -73,6 +84,10 @@ class Parameters:
     def _title(self, number: int, parameter: Tensor) -> str:
         """Return a parameter's name, and its number among those that a rank has registered."""
         return f"{self.name(parameter)} (parameter {number + 1})"
+
+
+def _joined(path: Sequence[str]) -> str:
+    return ".".join(reversed(path)).removeprefix("module.")
 
 
 def distinct_names(parameters: Parameters, tensors: Sequence[Tensor]) -> list[str]:

@@ -29,6 +29,7 @@ from distlab.sim.sanitizer.cuts import Cuts, Operations
 from distlab.sim.sanitizer.draws import Draws, Unnoticed
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.in_flight import InFlight
+from distlab.sim.sanitizer.mesh_copies import MeshCopies
 from distlab.sim.sanitizer.replicas import Norm, Replicas
 from distlab.sim.sanitizer.steps import Steps
 
@@ -63,8 +64,9 @@ class Sanitizer:
         self._draws = Draws(self.findings, rank_states, places, unnoticed)
         self._in_flight = InFlight(self.findings, places, open_handles, steps.number)
         self._replicas = Replicas(self.findings, steps.parameters, rank_states.num_ranks)
-        steps.listeners.append(self._stepped)
-        steps.listeners_after.append(self._replicas.stepped)
+        self._mesh_copies = MeshCopies(self.findings, steps.parameters)
+        steps.listeners += [self._stepped, self._mesh_copies.steps]
+        steps.listeners_after += [self._replicas.stepped, self._mesh_copies.stepped]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,6 +83,7 @@ class Sanitizer:
             self._calls.ended()
             self._draws.ended()
             self._replicas.ended()
+            self._mesh_copies.ended()
 
     def operations(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager that watches the operations of the calling thread."""
@@ -116,12 +119,15 @@ class Sanitizer:
         """Look at a collective call of all ranks of a group, before its tensors change."""
         self._draws.met(members)
         self._in_flight.met(members)
+        if any(x.numel() > SMALL for member in members for x in member.call.inputs):
+            self._mesh_copies.spoke(member.rank for member in members)
         for rank, parameter in self._calls.met(key, members):
             self._replicas.averaged(rank, parameter)
 
     def sent(self, message: Message) -> None:
         """Look at a message that the running rank posts."""
         self._replicas.sends_messages = True
+        self._mesh_copies.spoke([message.rank, message.peer])
         with self._unnoticed():
             self._in_flight.sent(message)
 
