@@ -30,7 +30,8 @@ from distlab.sim.sanitizer.draws import Draws, Unnoticed
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.in_flight import InFlight
 from distlab.sim.sanitizer.mesh_copies import MeshCopies
-from distlab.sim.sanitizer.replicas import Norm, Replicas
+from distlab.sim.sanitizer.recorder import Norm, Recorder
+from distlab.sim.sanitizer.replicas import Replicas
 from distlab.sim.sanitizer.steps import Steps
 
 
@@ -63,10 +64,11 @@ class Sanitizer:
         self._cuts = Cuts(self.findings)
         self._draws = Draws(self.findings, rank_states, places, unnoticed)
         self._in_flight = InFlight(self.findings, places, open_handles, steps.number)
-        self._replicas = Replicas(self.findings, steps.parameters, rank_states.num_ranks)
+        self._recorder = Recorder(steps.parameters, rank_states.num_ranks)
+        self._replicas = Replicas(self.findings, self._recorder)
         self._mesh_copies = MeshCopies(self.findings, steps.parameters)
         steps.listeners += [self._stepped, self._mesh_copies.steps]
-        steps.listeners_after += [self._replicas.stepped, self._mesh_copies.stepped]
+        steps.listeners_after += [self._recorder.stepped, self._mesh_copies.stepped]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -87,8 +89,8 @@ class Sanitizer:
 
     def operations(self) -> contextlib.AbstractContextManager[object]:
         """Return a context manager that watches the operations of the calling thread."""
-        replicas = self._replicas
-        followed = replicas.visits, replicas.gathered, replicas.returned
+        recorder = self._recorder
+        followed = recorder.visits, recorder.gathered, recorder.returned
         return Operations(self._touched, self._calls, self._cuts, self._draws, *followed)
 
     # What the world tells
@@ -99,21 +101,21 @@ class Sanitizer:
             is_of_ddp = self._calls.posted(attendance)
             self._cuts.posted(attendance)
             self._in_flight.posted(attendance)
-            for visits in (self._replicas.visits, self._replicas.gathered):
+            for visits in (self._recorder.visits, self._recorder.gathered):
                 visits.posted(attendance.call)
         if inputs := attendance.call.inputs:
             is_long = inputs[0].numel() > SMALL
             is_sum = attendance.name in WITHOUT_ROOT and is_long
-            self._replicas.spoke(attendance.rank, has_summed=is_sum, is_long=is_long)
+            self._recorder.spoke(attendance.rank, has_summed=is_sum, is_long=is_long)
             if not is_of_ddp:
-                self._replicas.num_calls[attendance.rank] += 1
+                self._recorder.num_calls[attendance.rank] += 1
             is_of_gradient = is_of_ddp or self._calls.is_of_gradient(attendance)
             if is_long and attendance.name != "broadcast" and not is_of_gradient:
-                self._replicas.exchanged(attendance.rank)
+                self._recorder.exchanged(attendance.rank)
         if is_of_ddp:
-            self._replicas.synced(attendance.rank)
+            self._recorder.synced(attendance.rank)
         elif goes_back_through_ranks():
-            self._replicas.returned.mark(attendance.call)
+            self._recorder.returned.mark(attendance.call)
 
     def met(self, key: object, members: Sequence[Attendance]) -> None:
         """Look at a collective call of all ranks of a group, before its tensors change."""
@@ -122,11 +124,11 @@ class Sanitizer:
         if any(x.numel() > SMALL for member in members for x in member.call.inputs):
             self._mesh_copies.spoke(member.rank for member in members)
         for rank, parameter in self._calls.met(key, members):
-            self._replicas.averaged(rank, parameter)
+            self._recorder.averaged(rank, parameter)
 
     def sent(self, message: Message) -> None:
         """Look at a message that the running rank posts."""
-        self._replicas.sends_messages = True
+        self._recorder.sends_messages = True
         self._mesh_copies.spoke([message.rank, message.peer])
         with self._unnoticed():
             self._in_flight.sent(message)
@@ -157,8 +159,9 @@ class Sanitizer:
                 self._in_flight.touched(rank, operation, args, kwargs)
 
     def _stepped(self, rank: int, at: StepOf, optimizer: Optimizer, site: Site) -> None:
-        step = self._replicas.steps(rank, at, optimizer, site)
+        step = self._recorder.steps(rank, at, optimizer, site)
         if step is not None:
+            self._replicas.judge(step)
             for ranks in {ranks for _, ranks in self._replicas.confirmed}:
                 self._draws.compare(ranks, step.number)
 
@@ -173,7 +176,7 @@ class Sanitizer:
                 with self._unnoticed():
                     whole = getattr(total, "full_tensor", total.detach)()
                     norm = Norm(float(whole), float(max_norm), site, [*map(ref, clipped)])
-                self._replicas.clipped(self._rank_states.current, norm)
+                self._recorder.clipped(self._rank_states.current, norm)
             return total
 
         for owner in (clip_grad, nn.utils):
@@ -184,12 +187,12 @@ class Sanitizer:
 
         def note_and_go_back(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self._rank_states.is_in_rank():
-                self._replicas.visits.goes_back(tensors)
-                self._replicas.gathered.goes_back(tensors)
+                self._recorder.visits.goes_back(tensors)
+                self._recorder.gathered.goes_back(tensors)
             if self._rank_states.is_in_rank() and _is_number(tensors):
                 with self._unnoticed():
                     value = float(tensors.detach())
-                self._replicas.goes_back(self._rank_states.current, value)
+                self._recorder.goes_back(self._rank_states.current, value)
             go_back(tensors, *args, **kwargs)
 
         replace(torch.autograd, "backward", note_and_go_back)
@@ -199,7 +202,7 @@ class Sanitizer:
 
         def wrap_and_note(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             wrap(ddp, module, *args, **kwargs)
-            self._replicas.wrapped(module)
+            self._recorder.wrapped(module)
             self._calls.groups_of_ddp.add(ddp.process_group._key)
 
         replace(DistributedDataParallel, "__init__", wrap_and_note)
@@ -209,11 +212,11 @@ class Sanitizer:
         enter, make = Join.__enter__, averagers.ModelAverager.__init__
 
         def enter_and_note(join: Any) -> Any:
-            self._replicas.leaves_early = True
+            self._recorder.leaves_early = True
             return enter(join)  # type: ignore[no-untyped-call]
 
         def make_and_note(averager: Any, *args: Any, **kwargs: Any) -> None:
-            self._replicas.averages_parameters = True
+            self._recorder.averages_parameters = True
             make(averager, *args, **kwargs)
 
         replace(Join, "__enter__", enter_and_note)

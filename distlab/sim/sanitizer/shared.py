@@ -22,6 +22,7 @@ from math import isclose
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.sanitizer.findings import Findings
+from distlab.sim.sanitizer.recorder import Step
 from distlab.sim.sanitizer.values import Values, are_far_apart, is_equal, some_of
 from distlab.util.text import rank_names
 
@@ -57,40 +58,28 @@ class Shared:
         self._findings = findings
         self._suspects: dict[Key, _Suspects] = {}
 
-    def judge(
-        self,
-        optimizer: int,
-        step: int,
-        site: Site,
-        values: Mapping[int, Sequence[Values]],
-        losses: Mapping[int, Sequence[float]],
-    ) -> None:
-        """Compare the parameters and gradients of all ranks before a step.
-
-        Args:
-            optimizer: Number of the optimizer on each rank.
-            step: Number of the step, from 1.
-            site: The program's line.
-            values: Parameters of the optimizer by rank.
-            losses: Losses from which each rank has gone back since its last step.
-        """
-        self._look_again(optimizer, values)
+    def judge(self, step: Step) -> None:
+        """Compare the parameters and gradients of all ranks before a step."""
+        self._look_again(step)
         by_layout: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-        for rank, mine in sorted(values.items()):
+        for rank, mine in sorted(step.values.items()):
             by_layout[_layout(mine)].append(rank)
         for layout, alike in by_layout.items():
-            for ranks, reason in _groups(alike, values, losses):
-                if (key := (optimizer, ranks, layout)) in self._suspects:
-                    continue
-                if names := _suspects(_columns(ranks, values), reason):
-                    self._suspects[key] = _Suspects(step, site, names, reason)
+            for ranks, reason in _groups(alike, step.values, step.losses):
+                self._suspect((step.optimizer, ranks, layout), step, reason)
 
-    def _look_again(self, optimizer: int, values: Mapping[int, Sequence[Values]]) -> None:
+    def _suspect(self, key: Key, step: Step, reason: str) -> None:
+        if key in self._suspects:
+            return
+        if names := _suspects(_columns(key[1], step.values), reason):
+            self._suspects[key] = _Suspects(step.number, step.site, names, reason)
+
+    def _look_again(self, step: Step) -> None:
         """Look at known suspects again, whether or not there is still a reason to."""
         for (number, ranks, layout), suspects in self._suspects.items():
-            are_here = all(_layout(values.get(rank, ())) == layout for rank in ranks)
-            if number == optimizer and are_here:
-                _drop_equal(suspects, _columns(ranks, values))
+            are_here = all(_layout(step.values.get(rank, ())) == layout for rank in ranks)
+            if number == step.optimizer and are_here:
+                _drop_equal(suspects, _columns(ranks, step.values))
 
     def ended(self) -> None:
         """Report the suspects that have parted for good; called at the end of the world."""

@@ -1,0 +1,220 @@
+"""What each rank does from one optimizer step to the next, for those who compare the ranks."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from distlab.sim.reporting.sites import Site
+from distlab.sim.results.simulated import StepOf
+from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
+from distlab.sim.sanitizer.values import Values
+from distlab.sim.sanitizer.visits import Followed, Visits
+
+
+class Norm(NamedTuple):
+    """A call of ``clip_grad_norm_``."""
+
+    total: float
+    limit: float
+    site: Site
+    parameters: Sequence[ref[Tensor]]
+
+
+@dataclass
+class Step:
+    """One step of one optimizer on the ranks that have come to it."""
+
+    site: Site
+    number: int  # from 1
+    optimizer: int = 0
+    values: dict[int, list[Values]] = field(default_factory=dict)
+    results: dict[int, list[Values]] = field(default_factory=dict)  # values after it
+    rates: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, list[Norm]] = field(default_factory=dict)
+    losses: dict[int, list[float]] = field(default_factory=dict)
+    num_syncs: dict[int, int] = field(default_factory=dict)
+    total_syncs: dict[int, int] = field(default_factory=dict)
+    num_calls: dict[int, int] = field(default_factory=dict)  # before it; see Recorder
+    is_ddp: bool = False
+    own_norms: set[int] = field(default_factory=set)  # ranks that clipped what they may own
+
+
+class Recorder:
+    """Records what the ranks do, and returns each step once all of them have come to it.
+
+    Attributes:
+        sends_messages: True if ranks send one another messages, by which they may average, too.
+        leaves_early: True if torch's ``Join`` lets ranks with fewer batches leave out steps.
+        averages_parameters: True if one of torch's averagers replaces the average of gradients.
+        num_calls: For each rank, its collective calls that may average parameters: those that
+            DistributedDataParallel does not make in a backward pass.
+        visits: Data that ranks have sent one another by all_to_all.
+        gathered: The same, with data that an all_gather has brought.
+        returned: Gradients that the backward passes of layers have brought from other ranks.
+        begun: For each rank and optimizer, the last step, and the parameters in it.
+        by_hand: Ranks that have averaged gradients by a call of their own, with the optimizer's
+            number.
+        have_summed: Ranks that may have averaged gradients by a call.
+        spoke_at_length: Ranks that have exchanged a long tensor since their last step.
+    """
+
+    def __init__(self, parameters: Parameters, num_ranks: int) -> None:
+        self._parameters, self._num_ranks = parameters, num_ranks
+        self.visits, self.gathered = Visits(), Visits(are_gathered=True)
+        self.returned = Followed()
+        self.sends_messages = self.leaves_early = self.averages_parameters = False
+        self.num_calls: Counter[int] = Counter()
+        self.begun: dict[tuple[int, int], tuple[Step, list[ref[Tensor]]]] = {}
+        self.by_hand: set[tuple[int, int]] = set()
+        self.have_summed: set[int] = set()
+        self.spoke_at_length: set[int] = set()
+        self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
+        self._steps: dict[tuple[int, int], Step] = {}  # those to which not all ranks have come
+        self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
+        self._losses: defaultdict[int, list[float]] = defaultdict(list)
+        self._syncs: defaultdict[int, set[int]] = defaultdict(set)  # backward passes, by rank
+        self._total_syncs: Counter[int] = Counter()
+        self._averaged: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # by the program
+        self._in_ddp: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+        self._optimizer_of: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # the last one
+        # Optimizers of ranks whose parameters have had no gradient yet, and those whose have.
+        self._unfed: dict[tuple[int, int], tuple[int, Site]] = {}
+        self._fed: set[tuple[int, int]] = set()
+
+    def wrapped(self, module: nn.Module) -> None:
+        """Note the parameters of a module that DistributedDataParallel averages."""
+        for parameter in module.parameters():
+            self._in_ddp[parameter] = True
+
+    def synced(self, rank: int) -> None:
+        """Note that DistributedDataParallel has averaged gradients in a backward pass."""
+        self._syncs[rank].add(torch._C._current_graph_task_id())
+
+    def averaged(self, rank: int, parameter: Tensor) -> None:
+        """Note that a rank has summed a parameter's gradient by a call of its own."""
+        self._averaged[parameter] = True
+        if parameter in self._optimizer_of:
+            self.by_hand.add((rank, self._optimizer_of[parameter]))
+
+    def exchanged(self, rank: int) -> None:
+        """Note that a rank has given another tensor than a gradient to a collective."""
+        self._have_exchanged.add(rank)
+
+    def goes_back(self, rank: int, loss: float) -> None:
+        """Note a loss from which a rank goes back."""
+        self._losses[rank].append(loss)
+
+    def spoke(self, rank: int, *, has_summed: bool, is_long: bool) -> None:
+        """Note a rank's collective call, and whether it may average gradients or parameters."""
+        if is_long:
+            self.spoke_at_length.add(rank)
+        if has_summed:
+            self.have_summed.add(rank)
+
+    def clipped(self, rank: int, norm: Norm) -> None:
+        """Note a call of ``clip_grad_norm_``."""
+        self._norms[rank].append(norm)
+
+    def steps(self, rank: int, at: StepOf, optimizer: Optimizer, site: Site) -> Step | None:
+        """Note a step that a rank begins; return it if all ranks have come to it."""
+        step = self._steps.setdefault(
+            (at.optimizer, at.step), Step(site, at.step + 1, at.optimizer)
+        )
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._note_feeding((rank, at.optimizer), at.step, params, site)
+        self._note_owner(rank, at.optimizer, params)
+        names = distinct_names(self._parameters, params)
+        step.values[rank] = [self._values(*pair) for pair in zip(names, params, strict=True)]
+        step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
+        step.is_ddp = step.is_ddp or any(p in self._in_ddp for p in params)
+        self.begun[rank, at.optimizer] = step, [*map(ref, params)]
+        self._note_events(rank, step)
+        if len(step.values) < self._num_ranks:
+            return None
+        return self._steps.pop((at.optimizer, at.step))
+
+    def _note_owner(self, rank: int, optimizer: int, params: Sequence[Tensor]) -> None:
+        for parameter in params:
+            self._optimizer_of[parameter] = optimizer
+            if parameter in self._averaged:
+                self.by_hand.add((rank, optimizer))
+
+    def stepped(self, rank: int, optimizer: int) -> None:
+        """Note what a step has made of a rank's parameters."""
+        step, params = self.begun[rank, optimizer]
+        step.results[rank] = [
+            value if value.is_sharded else value._replace(value=digest(parameter()))
+            for value, parameter in zip(step.values[rank], params, strict=True)
+        ]
+
+    def _note_events(self, rank: int, step: Step) -> None:
+        """Note what a rank has done since its last step."""
+        step.norms[rank] = self._norms.pop(rank, [])
+        step.losses[rank] = self._losses.pop(rank, [])
+        if self._may_own(rank, step.norms[rank]):
+            step.own_norms.add(rank)
+        step.num_syncs[rank] = len(self._syncs.pop(rank, ()))
+        self._total_syncs[rank] += step.num_syncs[rank]
+        step.total_syncs[rank] = self._total_syncs[rank]
+        step.num_calls[rank] = self.num_calls[rank]
+        for ranks in (self._have_exchanged, self.spoke_at_length):
+            ranks.discard(rank)
+
+    def _may_own(self, rank: int, norms: Iterable[Norm]) -> bool:
+        """Return whether a rank has exchanged only gradients of parameters that it did not clip."""
+        clipped = (parameter() for norm in norms for parameter in norm.parameters)
+        are_shared = any(
+            p is not None and (p in self._averaged or p in self._in_ddp) for p in clipped
+        )
+        return not (are_shared or self.sends_messages or rank in self._have_exchanged)
+
+    def _note_feeding(
+        self, key: tuple[int, int], count: int, params: Sequence[Tensor], site: Site
+    ) -> None:
+        """Note whether an optimizer's parameters have ever had a gradient."""
+        if any(p.grad is not None for p in params):
+            self._fed.add(key)
+        elif params:
+            self._unfed[key] = count + 1, site
+
+    def _values(self, name: str, parameter: Tensor) -> Values:
+        holder = self._parameters.holder(parameter)
+        is_sharded = any(place.is_shard() for place in getattr(parameter, "placements", ()))
+        return Values(
+            name,
+            parameter in self._in_ddp,
+            parameter.shape,
+            None if is_sharded else digest(parameter),
+            None if is_sharded else digest(parameter.grad),
+            id(holder),
+            "norm" in type(holder).__name__.lower(),
+            is_sharded,
+            self.visits.have_made(parameter.grad),
+            self.gathered.have_made(parameter.grad),
+            self.returned.have_made(parameter.grad),
+        )
+
+    def unfinished(self) -> list[Step]:
+        """Return the steps to which only some ranks have come, and forget them."""
+        steps = [*self._steps.values()]
+        self._steps.clear()
+        return steps
+
+    def norms(self) -> Mapping[int, list[Norm]]:
+        """Return the norms that ranks have taken since their last steps."""
+        return self._norms
+
+    def unfed(self) -> list[tuple[int, int, Site]]:
+        """Return ranks whose optimizers never had a gradient, their steps and the last one's line.
+
+        An optimizer that has taken only one step does not count.
+        """
+        never = [(key[0], *last) for key, last in self._unfed.items() if key not in self._fed]
+        return [(rank, count, site) for rank, count, site in never if count > 1]
