@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from distlab.sim.isolation.mains import Program, allowed_to_exit
 from distlab.sim.isolation.modules import is_of_program
-from distlab.sim.isolation.replacing import Replace, replace_until
 from distlab.sim.reporting.errors import SimulationError
+from distlab.util.replacing import Replace, replace_until
 
 _KINDS = ("ForkProcess", "SpawnProcess", "ForkServerProcess")
 _WAITS: tuple[tuple[type, str], ...] = (

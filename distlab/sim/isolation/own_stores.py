@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from distlab.sim.isolation.replacing import Replace
 from distlab.sim.messages.store import SimStore
+from distlab.util.replacing import Replace
 
 _JOINED, _COMPLETE = "distlab/joined", "distlab/complete"
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch.autograd.profiler
 
 from distlab.sim.isolation.rank_states import RankStates
-from distlab.sim.isolation.replacing import Replace
 from distlab.sim.reporting.sites import Places
+from distlab.util.replacing import Replace
 
 
 class NoProfile:

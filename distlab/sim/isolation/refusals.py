@@ -19,10 +19,10 @@ from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.scheduler import Killed, Stopped
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.rank_states import RankStates
-from distlab.sim.isolation.replacing import Replace
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.report import WHO, error_line, merged_notes, place
 from distlab.sim.reporting.sites import Places
+from distlab.util.replacing import Replace
 from distlab.util.text import rank_names
 
 _LISTS = {  # call -> its argument that lists one object per rank

@@ -9,9 +9,9 @@ from concurrent.futures import _base as futures
 from typing import Any
 
 from distlab.sim.engine.scheduler import Strand
-from distlab.sim.isolation.replacing import Replace
 from distlab.sim.reporting.report import WHO, error_line, merged_notes, place, place_suffix
 from distlab.sim.reporting.sites import Places, Site
+from distlab.util.replacing import Replace
 
 FAILED_ON = "_distlab_failed_on"  # attribute of a failed future that holds its task's rank
 

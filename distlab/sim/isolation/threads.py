@@ -29,11 +29,11 @@ from distlab.sim.engine.patience import POLL_S
 from distlab.sim.engine.scheduler import NEVER, Killed, Scheduler, Stopped, Strand
 from distlab.sim.isolation import awaited
 from distlab.sim.isolation.rank_states import RankStates
-from distlab.sim.isolation.replacing import Replace
 from distlab.sim.isolation.thread_notes import ThreadNotes
 from distlab.sim.messages.thread_wait import Look, ThreadWait
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.reporting.sites import Places, outside
+from distlab.util.replacing import Replace
 
 Around: TypeAlias = Callable[[], contextlib.AbstractContextManager[object]]
 _real_thread, _real_lock = threading.Thread, threading.Lock

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, Subset
 
 from distlab.sim.isolation.rank_states import RankStates
-from distlab.sim.isolation.replacing import Replace
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.reporting.report import WHO, place
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Digest, digest
+from distlab.util.replacing import Replace
 from distlab.util.text import rank_names
 
 Unnoticed = Callable[[], AbstractContextManager[object]]

@@ -17,7 +17,6 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from distlab.sim.isolation.rank_states import RankStates
-from distlab.sim.isolation.replacing import Replace, replace_until
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
@@ -33,6 +32,7 @@ from distlab.sim.sanitizer.mesh_copies import MeshCopies
 from distlab.sim.sanitizer.recorder import Norm, Recorder
 from distlab.sim.sanitizer.replicas import Replicas
 from distlab.sim.sanitizer.steps import Steps
+from distlab.util.replacing import Replace, replace_until
 
 
 class Sanitizer:

@@ -10,6 +10,9 @@ Replace = Callable[[Any, str, object], Any]  # (owner, name, value) -> the origi
 def replace_until(undo: ExitStack, owner: Any, name: str, value: object) -> Any:
     """Set an attribute until ``undo`` is closed; return the original."""
     original = getattr(owner, name)
-    undo.callback(setattr, owner, name, vars(owner).get(name, original))  # keeps a staticmethod one
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])  # keeps a staticmethod one
+    else:
+        undo.callback(delattr, owner, name)  # a class inherits it
     setattr(owner, name, value)
     return original
