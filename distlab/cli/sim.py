@@ -15,6 +15,7 @@ from distlab.cli.streams import watched_stderr
 
 if TYPE_CHECKING:
     from distlab.sim import Cluster, Faults, Options, Simulated
+    from distlab.sim.gpu.costs import Costs
     from distlab.sim.sanitizer.against import Against
 
 Algorithm = Literal[
@@ -122,6 +123,14 @@ def sim(
     assumed: Annotated[
         bool, typer.Option("--assumed", help="List the assumed numbers and their sources.")
     ] = False,
+    watchdog: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            show_default=False,
+            help="With nccl: after a hang, write the dumps of flight recorders, as on GPUs.",
+        ),
+    ] = None,
     p2p_order: Annotated[
         Literal["free", "pair"],
         typer.Option(
@@ -129,6 +138,20 @@ def sim(
             "do not count, as on NCCL."
         ),
     ] = "free",
+    semantics: Annotated[
+        Literal["gloo", "nccl"],
+        typer.Option(
+            help="'nccl': ranks have GPUs (torch.cuda), whose streams compute and communicate "
+            "while the host runs ahead."
+        ),
+    ] = "gloo",
+    host_cost: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Repeatable, with nccl: launch_s=5e-6 or another number of a host.",
+        ),
+    ] = None,
     no_devices: Annotated[
         bool, typer.Option("--no-devices", help="Computation takes no time; don't count memory.")
     ] = False,
@@ -145,6 +168,14 @@ def sim(
         world, num_ranks = _world(cluster, nodes, ranks)
         faults = _faults(fault or (), seed, world, num_ranks)
         capacity_bytes = _capacity(memory_gib, no_devices)
+        costs = _host_costs(host_cost or ())
+        refused = {
+            "--no-devices": no_devices,
+            "--overlap-cost": overlap_cost > 0,
+            "--p2p-order": p2p_order != "free",
+            "a cluster without GPUs": world.gpu is None,
+        }
+        _check_semantics(semantics, refused, has_costs=bool(host_cost))
 
     from distlab.sim import Options
     from distlab.sim.results.summary import summary
@@ -157,16 +188,19 @@ def sim(
             p2p_order=p2p_order,
             is_strict=strict,
             is_sanitized=sanitize,
+            watchdog=str(watchdog or ""),
             seed=seed,
             has_devices=False if no_devices else True if capacity_bytes else None,
             capacity_bytes=capacity_bytes,
             overlap_cost=overlap_cost,
             faults=faults,
+            semantics=semantics,
+            costs=costs,
         )
     observer = None
     with _exits_reported_once():
         if against:
-            observer = _beside_one(context, script, own_arguments, num_ranks, options)
+            observer = _beside_one(context, script, own_arguments, num_ranks, options, world)
             options = replace(options, observer=observer)
     with _exits_reported_once(), _told_also_after_an_error(observer):
         simulated = run_script(script, own_arguments, num_ranks, world, options)
@@ -179,7 +213,8 @@ def sim(
         _tell_against(observer)
     if sanitize:
         typer.echo("\n".join(_lines_of(simulated.findings)))
-    if (sanitize and simulated.findings) or (observer and observer.differs):
+    is_wrong = simulated.gpu_time and simulated.gpu_time.wrong
+    if is_wrong or (sanitize and simulated.findings) or (observer and observer.differs):
         raise typer.Exit(1)
 
 
@@ -211,6 +246,7 @@ def _beside_one(
     arguments: Sequence[str],
     num_ranks: int,
     options: "Options",
+    world: "Cluster",
 ) -> "Against":
     """Run a script on one rank, and return what compares other ranks with it."""
     from distlab.sim import Faults, SimulationError, choose_cluster
@@ -224,7 +260,8 @@ def _beside_one(
     typer.echo("on one rank:")
     alone = replace(options, observer=reference, faults=Faults(), capacity_bytes=None)
     try:
-        run_script(script, arguments, 1, choose_cluster(None, 1), alone)
+        one = world if options.semantics == "nccl" else choose_cluster(None, 1)
+        run_script(script, arguments, 1, one, alone)
     except SimulationError:
         typer.echo("--against one needs a program that also runs on one rank")
         raise
@@ -315,6 +352,34 @@ def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
     if not 0 < memory_gib < math.inf:
         raise ValueError(f"--memory-gib {memory_gib:g} must be above 0")
     return math.ceil(memory_gib * GIB)
+
+
+def _host_costs(texts: Sequence[str]) -> "Costs":
+    from distlab.sim.gpu.costs import Costs
+
+    try:
+        return Costs.parse(texts)
+    except ValueError as error:
+        raise ValueError(f"--host-cost: {error}") from None
+
+
+def _check_semantics(semantics: str, refused: dict[str, bool], *, has_costs: bool) -> None:
+    """Refuse options that do not go together with the semantics."""
+    if semantics == "gloo":
+        if has_costs:
+            raise ValueError("--host-cost needs --semantics nccl: with gloo, hosts cost no time")
+        return
+    for name, is_given in refused.items():
+        if is_given:
+            raise ValueError(f"--semantics nccl does not go together with {name}: {_REFUSED[name]}")
+
+
+_REFUSED = {
+    "--no-devices": "it is about when GPUs compute",
+    "--overlap-cost": "kernels of several streams do not slow each other down",
+    "--p2p-order": "it has NCCL's order anyway",
+    "a cluster without GPUs": "take one with GPUs, such as --cluster dgx-h100",
+}
 
 
 def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster, int]":

@@ -4,7 +4,8 @@ An endless loop, a crash or ``os._exit`` in a simulated rank becomes one clear e
 limit, as in the other worlds, and a simulation does not affect the calling process. The
 simulation's process reports plain data:
 
-    {"results": [bytes per rank], "seconds": …, "flops": […], "trace": {…} or None}
+    {"results": [bytes per rank], "seconds": …, "flops": […], "trace": {…} or None,
+     "gpu_time": {…} or None}
     {"error": "RankHung", "kind": …, "message": …, "rank": … or None, "exception": …,
      "advice": …}
 
@@ -13,6 +14,7 @@ Results are encoded separately, because they may have to be pickled.
 
 import gc
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +38,7 @@ from distlab.launch.protocol import MAX_TEXT, WORD_BYTES, SimulationSpec, Spec, 
 from distlab.launch.rank import RankProcess, decoded, encoded
 from distlab.sim.engine.trace import Event
 from distlab.sim.reporting.errors import EXIT
+from distlab.sim.results.gpu_time import GpuTime
 from distlab.util.text import rank_names
 
 T = TypeVar("T")
@@ -66,7 +69,7 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
     options = simulation.options or sim.Options()
     try:
         simulated = sim.simulate(
-            partial(_on_cpu, spec),
+            partial(_on_device, spec, options.semantics),
             simulation.num_ranks,
             cluster=simulation.cluster,
             # Reports leave out the frames of this folder, too.
@@ -80,13 +83,16 @@ def simulate_in_child(spec: Spec, simulation: SimulationSpec, folder: WorldFolde
     )
 
 
-def _on_cpu(spec: Spec) -> object:
-    """Run the program as one rank, on the CPU, because that is where simulated GPUs compute.
+def _on_device(spec: Spec, semantics: str) -> object:
+    """Run the program as one rank.
 
-    Each rank unpickles its own copy of the arguments and of the globals of the caller's script.
+    With gloo's semantics it is on the CPU, because that is where simulated GPUs compute. Each rank
+    unpickles its own copy of the arguments and of the globals of the caller's script.
     """
     fn, args = spec.function_and_arguments()
-    with world.on_device(torch.device("cpu")):
+    has_gpus = semantics == "nccl"
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
+    with world.on_device(torch.device(device)):
         return _run_program(fn, args)
 
 
@@ -199,6 +205,7 @@ def of_simulation(
         "seconds": simulated.seconds,
         "flops": simulated.flops,
         "trace": _packed(simulated.trace.state()) if wants_trace else None,
+        "gpu_time": simulated.gpu_time.state() if simulated.gpu_time else None,
     }
     return plain.dumps(outcome)
 
@@ -289,4 +296,5 @@ def _simulated(values: dict[str, Any], simulation: SimulationSpec, plain_results
         sim.choose_cluster(simulation.cluster, simulation.num_ranks),
         simulation.options or sim.Options(),
         [int(flops) for flops in values["flops"]],
+        gpu_time=GpuTime.of_state(values["gpu_time"]) if values["gpu_time"] else None,
     )

@@ -1,7 +1,9 @@
 """A simulated world, assembled from its parts; ``simulate`` runs a function in one."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, MutableSequence
+from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +16,12 @@ from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.overlap import Overlap
 from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped
 from distlab.sim.engine.trace import Trace
+from distlab.sim.gpu import surface
+from distlab.sim.gpu.device import HostAndGpus
+from distlab.sim.gpu.flight_recorder import HANGS, FlightRecorder
+from distlab.sim.gpu.group import Fleet, GpuGroup
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
+from distlab.sim.hardware.topology import Place
 from distlab.sim.isolation import host, modules, patches
 from distlab.sim.isolation.exits import Exits, deaths_due
 from distlab.sim.isolation.groups import Groups
@@ -22,7 +29,7 @@ from distlab.sim.isolation.profiler import SharedProfiler
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.threads import Threads
-from distlab.sim.messages.group import Failures, Shared
+from distlab.sim.messages.group import Failures, Shared, SimGroup
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.meetings import Meetings
 from distlab.sim.messages.pending import Buffers, Pending
@@ -63,8 +70,8 @@ class Simulation:
         self.trace = Trace(num_ranks, has_events=options.has_events)
         overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None
         self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
-        self.devices = self._make_devices()
         self.places = Places(options.given)
+        self.devices = self._make_devices(places)
         self.handles, self.exits = Handles(), Exits(self.places)
         self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
         self.profiler = SharedProfiler(self.rank_states, self.places)
@@ -74,21 +81,33 @@ class Simulation:
             is_strict=options.is_strict, unnoticed=self._unnoticed if self.devices else None
         )
         self.mailbox = Mailbox(
-            traffic, buffers, eager_bytes=options.eager_bytes, p2p_order=options.p2p_order
+            traffic,
+            buffers,
+            eager_bytes=options.eager_bytes,
+            p2p_order=options.p2p_order,
+            has_tags=not self.fleet,
         )
         self.steps, self.sanitizer = self._make_watchers()
         self.meetings = Meetings(self.clock, traffic, buffers, self._plan, self.sanitizer)
         shared = Shared(
             self.clock, self.places, self.mailbox, self.meetings, self.handles, self.failures
         )
-        self.groups = Groups(shared, self.rank_states.tables, self.rank_states.is_in_rank)
+        make_group = partial(GpuGroup, fleet=self.fleet) if self.fleet else SimGroup
+        self.groups = Groups(
+            shared, self.rank_states.tables, self.rank_states.is_in_rank, make_group
+        )
+        if self.fleet:
+            self.fleet.communicators.made = self.groups.made
         self.threads = Threads(
             self.scheduler, self.clock, self.rank_states, self.places, self._in_another_thread
         )
 
-    def _make_devices(self) -> list[Device]:
+    def _make_devices(self, places: Sequence[Place]) -> Sequence[Device]:
         """Return a device per rank, or none if computation and memory are not simulated."""
         options, gpu = self.options, self.cluster.gpu
+        self.fleet = self._make_fleet(places) if options.semantics == "nccl" else None
+        if self.fleet:
+            return self.fleet.devices
         if not (gpu is not None if options.has_devices is None else options.has_devices):
             return []
         return [
@@ -100,6 +119,36 @@ class Simulation:
             )
             for rank in range(self.num_ranks)
         ]
+
+    def _make_fleet(self, places: Sequence[Place]) -> Fleet:
+        """Return the hosts and GPUs of all ranks, for NCCL's semantics.
+
+        Raises:
+            SimulationError: The cluster does not say what its GPUs are.
+        """
+        options, gpu = self.options, self.cluster.gpu
+        if gpu is None or options.has_devices is False:
+            raise SimulationError(
+                "NCCL's semantics need a cluster with GPUs, such as dgx-h100, and devices"
+            )
+        devices = [
+            HostAndGpus(
+                gpu,
+                clock=self.clock,
+                places=self.places,
+                local=local,
+                num_gpus=self.cluster.gpus_per_node,
+                costs=options.costs,
+                has_tracks=options.has_events,
+                capacity_bytes=options.capacity_bytes,
+                slowdown=options.faults.slow_ranks.get(rank, 1.0),
+            )
+            for rank, (_, local) in enumerate(places)
+        ]
+        watched = range(self.num_ranks if options.watchdog else 0)
+        recorders = {rank: FlightRecorder(self.places) for rank in watched}
+        folder = Path(options.watchdog) if options.watchdog else None
+        return Fleet(devices, places, recorders=recorders, watchdog=folder)
 
     def _make_watchers(self) -> tuple[Steps | None, Sanitizer | None]:
         observer, is_sanitized = self.options.observer, self.options.is_sanitized
@@ -140,8 +189,10 @@ class Simulation:
                 watched,
             ):
                 if joined:
-                    self.groups.join()
+                    self._join()
                 results[rank.number] = self._call(rank, fn, args)
+                if self.fleet:
+                    self.fleet.devices[rank.number].sync("")
                 self.clock.note_compute(rank, rank.clock_s)
 
         separate = modules.separate(self.rank_states) if own_modules else contextlib.nullcontext()
@@ -156,8 +207,20 @@ class Simulation:
         self.trace.network_s = max(end_s, self.scheduler.now_s)
         flops = [device.flops for device in self.devices] or [0] * self.num_ranks
         return Simulated(
-            results, self.trace, end_s, self.cluster, self.options, flops, self._findings()
+            results,
+            self.trace,
+            end_s,
+            self.cluster,
+            self.options,
+            flops,
+            self._findings(),
+            self.fleet.gpu_time() if self.fleet else None,
         )
+
+    def _join(self) -> None:
+        """Make the running rank's default group, of NCCL if it has GPUs."""
+        asked: dict[str, Any] = {"backend": "nccl"} if self.fleet else {}
+        self.groups.join(**asked)
 
     def _findings(self) -> list[str]:
         return self.sanitizer.findings.lines() if self.sanitizer else []
@@ -178,6 +241,8 @@ class Simulation:
             self.options.faults, self.scheduler, self.clock, self.rank_states, self.exits
         )
         with patches.installed(self), host.prepared(), dying, contextlib.ExitStack() as watching:
+            if self.fleet and self.cluster.gpu:
+                surface.install(watching, self.rank_states.is_in_rank, self.cluster.gpu.name)
             if self.steps:
                 watching.enter_context(self.steps.watching())
             if self.sanitizer:
@@ -198,6 +263,8 @@ class Simulation:
             raise
         except BaseException as error:  # torch's CheckpointException is only a BaseException
             number = rank.number
+            if self.fleet is None:
+                patches.explain_missing_gpu(error, number)
             # A failed assertion may concern a tensor that the program read too early.
             is_check = isinstance(error, AssertionError)
             below = (
@@ -285,9 +352,16 @@ class Simulation:
             self.groups.made,
             self.exits.known,
             self.meetings.splits,
-            is_in_order=self.mailbox.lanes is not None,
+            is_in_order=self.mailbox.lanes is not None or self.fleet is not None,
             deaths=self.exits.deaths,
         )
+
+    def _after_hang(self, error: SimulationError) -> list[str]:
+        """Return lines on ranks that wait for each other on NCCL, where nothing ends that."""
+        is_hang = isinstance(error, Deadlock) and error.kind not in ("key never set", "thread wait")
+        if not self.fleet or not is_hang:
+            return []
+        return [*self.fleet.communicators.crossed(), *self.fleet.after_hang(HANGS)]
 
     def _noted(self, error: SimulationError) -> SimulationError:
         """Add notes to ``error``, beginning with caught errors, which may have caused it."""
@@ -303,7 +377,8 @@ class Simulation:
                 () if causes else handlers.suspicions(error, ranks, places, self.exits.known)
             )
             daemons = self.threads.notes.of_daemons(ended)
-            error.note(causes, (*questions, *self.handles.notes(ended), *daemons))
+            hang = self._after_hang(error)
+            error.note(causes, (*questions, *self.handles.notes(ended), *daemons, *hang))
         return error
 
 

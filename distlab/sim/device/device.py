@@ -127,11 +127,22 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs, op = kwargs or {}, describe(func)
         if op.is_composite:
             return self._run_parts(func, args, kwargs)
+        return self._run(func, op, args, kwargs)
+
+    def _run(
+        self,
+        func: OpOverload[..., Any],
+        op: Operation,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         out, cost = meta_cache.run(func, op, args, kwargs)
         if not self._is_paused:
             self.memory.observe(op, args, out)
             if self.gpu is not None and not op.is_free:
-                self._charge(self.gpu, op, cost or op_cost(op, args, kwargs, out))
+                seconds = self._seconds(self.gpu, cost or op_cost(op, args, kwargs, out))
+                if seconds:
+                    self.advance(seconds * self.slowdown, op.name)
         return out
 
     def _run_parts(
@@ -144,15 +155,15 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             _pop_mode()
 
-    def _charge(self, gpu: GPU, op: Operation, cost: Cost) -> None:
+    def _seconds(self, gpu: GPU, cost: Cost) -> float:
+        """Count an operation's cost; return its duration on a GPU that is not slowed down."""
         self.flops += cost.flops
         self.bytes_moved += cost.bytes
         seconds = cost.bytes / gpu.memory_bytes_per_s
         if cost.flops:
             rate = self._rates.get(cost.dtype, self._rates[torch.float32])
             seconds = max(seconds, cost.flops / rate)
-        if seconds:
-            self.advance(seconds * self.slowdown, op.name)
+        return seconds
 
 
 def _rates_by_dtype(gpu: GPU) -> dict[torch.dtype | None, float]:

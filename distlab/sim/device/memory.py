@@ -87,6 +87,7 @@ class MemoryTracker:
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self.on_resize: Callable[[UntypedStorage, int], None] | None = None
         self._account = Account()
         self._parameters: dict[int, tuple[ref[Tensor], RemovableHandle | None]] = {}
 
@@ -200,6 +201,8 @@ class MemoryTracker:
         if block := self._account.find(storage):
             self._require(nbytes - block.nbytes, "resize_")
             self._account.set_size(block, nbytes)
+        if self.on_resize is not None:
+            self.on_resize(storage, nbytes)
 
     def _classify_inputs(self, inputs: list[Tensor]) -> bool:
         """Recognise parameters and activations by use; return True if results need gradients."""

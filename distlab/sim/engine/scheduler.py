@@ -76,6 +76,7 @@ class Strand:
         clock_s: Virtual time of the strand.
         ident: Identifier of the thread.
         waits_in: Operation that blocks it, or None.
+        doing: Reason why it waits, for reports, such as ``waits in .item()``; "" for a plain wait.
         is_late: True if its latest wait has timed out.
         patience: Polls and sleeps since it last worked.
         last_reading_s: Latest reading of its clock.
@@ -97,6 +98,7 @@ class Strand:
         self.last_reading_s = -1.0
         self.num_unwound = 0
         self.waits_in: object = None
+        self.doing = ""
         self.is_late = False
         self.patience = Patience(clock_s)
         self.is_daemon = is_daemon

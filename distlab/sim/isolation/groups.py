@@ -29,29 +29,43 @@ class Groups:
         shared: The parts of the simulated world that all groups share.
         tables: Stand-in for torch's table of process groups, with the running rank's groups.
         is_in_rank: Function that returns whether the calling thread belongs to a rank.
+        make_group: Function that makes a rank's view of a group.
 
     Attributes:
         store: The world's key-value store.
         own_stores: Stores that the program makes itself.
         made: All groups that the program has made, by key, in order of creation.
+        asked: Settings of the program for the group that each rank is making.
     """
 
-    def __init__(self, shared: Shared, tables: RankWorld, is_in_rank: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        tables: RankWorld,
+        is_in_rank: Callable[[], bool],
+        make_group: Callable[..., SimGroup] = SimGroup,
+    ) -> None:
         make_store = partial(SimStore, shared.clock, shared.places)
         self.store, self.own_stores = make_store(), OwnStores(make_store, is_in_rank)
         self.made: dict[object, MadeGroup] = {}
-        self._shared, self._tables = shared, tables
+        self.asked: dict[int, dict[str, Any]] = {}
+        self._shared, self._tables, self._make_group = shared, tables, make_group
         num_ranks = shared.clock.num_ranks
         self._everyone = tuple(range(num_ranks))
         self._global_ranks = {rank: rank for rank in self._everyone}
         self._joins = [0] * num_ranks  # number of times that each rank has joined
 
-    def join(self, timeout: timedelta | None = None) -> None:
-        """Make the running rank's default process group; ``timeout`` limits each operation."""
+    def join(self, timeout: timedelta | None = None, **asked: Any) -> None:
+        """Make the running rank's default process group.
+
+        Args:
+            timeout: Time limit of each operation.
+            asked: Settings of the program for ``make_group``.
+        """
         number = self._shared.clock.current.number
         self._joins[number] += 1
         key, limit_s = (self._joins[number], "0"), group_limit_s(timeout)
-        group = SimGroup(self._shared, self._everyone, number, key, "0", limit_s)
+        group = self._make_group(self._shared, self._everyone, number, key, "0", limit_s, **asked)
         tables: dict[str, Any] = self._tables.__dict__
         tables["pg_map"][group] = (BACKEND, self.store)
         tables["pg_names"][group] = GroupName("0")
@@ -100,7 +114,9 @@ class Groups:
             raise error
         rank, limit_s = members.index(number), group_limit_s(timeout)
         self._await_members(place, members, call_site, limit_s)
-        return SimGroup(self._shared, members, rank, place, str(key), limit_s)
+        return self._make_group(
+            self._shared, members, rank, place, str(key), limit_s, **self.asked.pop(number, {})
+        )
 
     def _await_members(
         self, place: object, members: tuple[int, ...], site: CallSite, limit_s: float

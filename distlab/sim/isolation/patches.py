@@ -27,6 +27,7 @@ import torch.distributed.rpc
 import torch.multiprocessing
 
 from distlab.sim.engine.clock import Clock
+from distlab.sim.gpu.group import Fleet
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import BACKEND, Groups
 from distlab.sim.isolation.profiler import SharedProfiler
@@ -38,11 +39,11 @@ from distlab.sim.isolation.rank_states import (
     warning_state,
 )
 from distlab.sim.isolation.refusals import Refusals
-from distlab.sim.isolation.replacing import replace_until
 from distlab.sim.isolation.threads import Threads
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.work import Handles
 from distlab.sim.reporting.errors import SimulationError
+from distlab.util.replacing import Replace, replace_until
 from distlab.util.text import rank_names
 
 OfRanks = Callable[[Any, str, Callable[..., Any]], None]  # (owner, name, function for ranks)
@@ -60,6 +61,7 @@ class RankHost(Protocol):
     threads: Threads
     exits: Exits
     mailbox: Mailbox
+    fleet: Fleet | None
 
     def exit_process(self, status: int) -> None:
         """End the world, because the running rank has called ``os._exit``."""
@@ -100,7 +102,10 @@ def installed(host: RankHost) -> Iterator[None]:
         host.profiler.install(replace)
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)
-        _patch_gpus(of_ranks, host.rank_states)
+        if host.fleet is None:
+            _patch_gpus(of_ranks, host.rank_states)
+        else:
+            _patch_backends(replace, host)
         _patch_rpc(of_ranks, host.rank_states)
         _patch_spawning(of_ranks, host.rank_states)
         _patch_generators(of_ranks, host.rank_states)
@@ -202,7 +207,7 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         rank: int = -1,
         store: object = None,
         *_: Any,
-        **__: Any,
+        **settings: Any,
     ) -> None:
         _check_place(host.rank_states, rank, world_size)
         if dist.is_initialized():
@@ -212,15 +217,19 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         elif min(rank, world_size) < 0:
             raise AssertionError("rank and world_size must be given with a store")
         host.exits.joined(host.rank_states.current)
-        host.groups.join(timeout)
+        host.groups.join(timeout, **_asked(host, backend, settings.get("device_id")))
         _share_loss_handlers(undo)
 
     new_group = c10d.new_group
 
     def new_simulated_group(*args: Any, **kwargs: Any) -> Any:
         positional = list(args)
+        backend = kwargs.get("backend")
         if len(positional) > 2:
-            positional[2] = None
+            backend, positional[2] = positional[2], None
+        if host.fleet is not None:
+            device_id = kwargs.pop("device_id", None)
+            host.groups.asked[host.rank_states.current] = _asked(host, backend, device_id)
         return new_group(*positional, **{**kwargs, "backend": None})
 
     def monitored_barrier(
@@ -234,6 +243,29 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         replace_until(undo, owner, "init_process_group", init_process_group)
         replace_until(undo, owner, "new_group", new_simulated_group)
         replace_until(undo, owner, "monitored_barrier", monitored_barrier)  # torch's own needs gloo
+
+
+def _asked(host: RankHost, backend: object, device_id: object) -> dict[str, Any]:
+    """Return the settings of a group that depend on what the program asked for."""
+    if host.fleet is None:
+        return {}
+    name = str(backend or "").lower()
+    if not name and host.rank_states.tables.default_pg is not None:
+        name = host.rank_states.tables.default_pg.backend
+    if ":" in name or name == "undefined":
+        name = ""
+    return {"backend": name, "is_eager": device_id is not None}
+
+
+def _patch_backends(replace: Replace, host: RankHost) -> None:
+    """Make ``get_backend`` return what the program asked for, instead of "sim"."""
+
+    def get_backend(group: Any = None) -> dist.Backend:
+        members: Any = c10d._group_or_default_group(group)
+        return dist.Backend(members.backend or "undefined")
+
+    for owner in (dist, c10d):
+        replace(owner, "get_backend", get_backend)
 
 
 def _check_place(rank_states: RankStates, rank: int, world_size: int) -> None:
@@ -351,7 +383,9 @@ def _patch_checks(undo: contextlib.ExitStack, host: RankHost) -> None:
                 "to send or receive"
             )
         check(p2p_ops)
-        if host.mailbox.lanes is not None:
+        if host.fleet is not None:
+            host.fleet.begin_batch(host.rank_states.current, len(p2p_ops))
+        elif host.mailbox.lanes is not None:
             host.mailbox.lanes.begin_batch(host.rank_states.current, len(p2p_ops))
 
     # batch_isend_irecv calls this check first, even if a program imported it under another name.
@@ -410,14 +444,28 @@ def _patch_gpus(of_ranks: OfRanks, rank_states: RankStates) -> None:
     """Refuse to use a real GPU, in place of an error from inside torch."""
 
     def refuse(*_: object) -> None:
-        raise RuntimeError(
-            f"rank {rank_states.current} has no GPU to select: simulated ranks compute on the CPU, "
-            "and the simulator takes that for the GPU's work. Select one only where "
-            "torch.cuda.is_available()"
-        )
+        raise RuntimeError(_without_gpu(rank_states.current))
 
     of_ranks(torch.cuda, "_lazy_init", refuse)  # for tensors and models with device="cuda"
     of_ranks(torch.cuda, "set_device", refuse)
+
+
+def _without_gpu(rank: int) -> str:
+    return (
+        f"rank {rank} has no GPU to select: simulated ranks compute on the CPU, and the simulator "
+        "takes that for the GPU's work. Select one only where torch.cuda.is_available(), or "
+        "simulate GPUs as well: distlab sim --semantics nccl"
+    )
+
+
+def explain_missing_gpu(error: BaseException, rank: int) -> None:
+    """Say in torch's own error, too, that the rank has no GPU.
+
+    torch's C++ code asks ``_lazy_init`` only until it has once succeeded, as it does in a world
+    with GPUs that this process has run before.
+    """
+    if isinstance(error, NotImplementedError) and "'CUDA' backend" in str(error):
+        error.args = (_without_gpu(rank),)
 
 
 def _patch_rpc(of_ranks: OfRanks, rank_states: RankStates) -> None:

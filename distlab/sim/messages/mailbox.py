@@ -37,23 +37,33 @@ class Mailbox:
     Args:
         eager_bytes: Size of the largest send that is buffered.
         p2p_order: "pair" or "free", as in ``Options``. With "pair", tags do not count.
+        has_tags: False if tags never count.
 
     Attributes:
         lanes: Streams in which messages wait their turn; None if they start when they are posted.
         closed: For each closed connection, the rank and the message that timed out on it.
+        held: Messages that a GPU's stream has yet to get to, as keys.
         crossed: For each send and recv that met with different tags, their sites and a text.
     """
 
     def __init__(
-        self, traffic: Traffic, buffers: Buffers, *, eager_bytes: int, p2p_order: str
+        self,
+        traffic: Traffic,
+        buffers: Buffers,
+        *,
+        eager_bytes: int,
+        p2p_order: str,
+        has_tags: bool = True,
     ) -> None:
         self._traffic, self._buffers, self._eager_bytes = traffic, buffers, eager_bytes
         self.lanes = Lanes(self._start) if p2p_order == "pair" else None
+        self._has_tags = has_tags and self.lanes is None
         self._sends: dict[Address, deque[Message]] = defaultdict(deque)
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
         self._has_any_source = False  # True once a recv from any rank has been posted
         self._numbers = count()
         self.closed: dict[Pair, tuple[int, str]] = {}  # rank that timed out, and its message
+        self.held: dict[Message, None] = {}
         self.crossed: dict[tuple[Site, Site], str] = {}
         # For each receiving rank, messages taken by any-source recvs, with those recvs' sites.
         self._taken: dict[int, deque[tuple[Taken, Site]]] = {}
@@ -128,7 +138,7 @@ class Mailbox:
 
     def _tag(self, message: Message) -> int:
         """Return the tag by which a message is matched."""
-        return message.tag if self.lanes is None else 0
+        return message.tag if self._has_tags else 0
 
     def close(self, late: Message) -> None:
         """Close the connection that ``late`` uses, as gloo does when a wait times out.
@@ -171,7 +181,7 @@ class Mailbox:
 
     def waiting(self) -> Iterator[Message]:
         """Yield the messages that were posted but have not started."""
-        return iter(()) if self.lanes is None else self.lanes.waiting()
+        return iter(self.held) if self.lanes is None else self.lanes.waiting()
 
     def _earliest_to(self, group: object, dst: int, tag: int) -> deque[Message] | None:
         queues = [

@@ -139,21 +139,32 @@ class Meeting:
         """
         if self._error_of is not None:
             raise self._error_of(self.clock.current.number)
-        kind = Founding if call is FOUNDING else Attendance
-        attendance = kind(self, call, site)
-        self.attendances[attendance.rank] = attendance
-        if self._world.watcher is not None:
-            self._world.watcher.posted(attendance)
-        if self._world.buffers.is_strict:
-            attendance.kept = [self._world.buffers.copied(tensor) for tensor in call.inputs]
-        self.is_disputed = self.is_disputed or not self._agrees(attendance)
-        if len(self.attendances) == len(self.group):
-            self._settle(call)
-        elif self.is_disputed and not attendance.block(attendance.posted_s + DISPUTE_S):
+        attendance = self.post(call, site)
+        self.join(attendance, attendance.posted_s)
+        is_alone = self.is_disputed and not attendance.is_done
+        if is_alone and not attendance.block(attendance.posted_s + DISPUTE_S):
             self.fail(partial(_copied, self.dispute()))
         if attendance.error is not None:
             raise attendance.error
         return attendance
+
+    def post(self, call: Call, site: CallSite) -> Attendance:
+        """Return the running rank's part, with which it has yet to join."""
+        kind = Founding if call is FOUNDING else Attendance
+        attendance = kind(self, call, site)
+        if self._world.watcher is not None:
+            self._world.watcher.posted(attendance)
+        if self._world.buffers.is_strict:
+            attendance.kept = [self._world.buffers.copied(tensor) for tensor in call.inputs]
+        return attendance
+
+    def join(self, attendance: Attendance, at_s: float) -> None:
+        """Let a rank arrive at a virtual time; the last one to do so starts the collective."""
+        self.attendances[attendance.rank] = attendance
+        self.is_disputed = self.is_disputed or not self._agrees(attendance)
+        if len(self.attendances) == len(self.group):
+            self._world.all_here(self)
+            self._settle(attendance.call, at_s)
 
     def _agrees(self, newcomer: Attendance) -> bool:
         call, first = newcomer.call, next(iter(self.attendances.values())).call
@@ -163,14 +174,14 @@ class Meeting:
             and device_of(call) == device_of(first)
         )
 
-    def _settle(self, call: Call) -> None:
+    def _settle(self, call: Call, at_s: float) -> None:
         """Now that all ranks have arrived, begin the transfers or fail on all ranks."""
         members = [self.attendances[rank] for rank in self.group]
         error = self.dispute() if self.is_disputed else None
         if error is None and members[0].name == "all_to_all":
             error = unequal_parts([m.call for m in members], [m.row() for m in members])
         if error is None:
-            self._begin(call)
+            self._begin(call, at_s)
         else:
             self.fail(partial(_copied, error))
 
@@ -246,11 +257,11 @@ class Meeting:
             attendance.fail(error_of(rank), now_s)
         self.attendances.clear()
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: Call, at_s: float) -> None:
         """Start the transfers, now that all ranks have arrived."""
         self._has_begun = True
         clock = self.clock
-        self._begin_s = clock.current.clock_s
+        self._begin_s = at_s
         clock.collective_begins(self.group, self._begin_s)
         if call is FOUNDING:
             clock.scheduler.at(self._begin_s, lambda: self._end(self._begin_s))
@@ -332,9 +343,11 @@ class Meetings:
         meeting = self._open.get(place)
         if meeting is None:
             meeting = self._open[place] = Meeting(self, key, ranks, number)
-        if len(meeting.attendances) == len(ranks) - 1:
-            del self._open[place]  # the last rank is arriving
         return meeting
+
+    def all_here(self, meeting: Meeting) -> None:
+        """Note that all ranks attend a meeting."""
+        self._open.pop((meeting.key, meeting.number), None)
 
     def leftovers(self) -> Iterator[Attendance]:
         """Yield the attendances of all meetings that some rank has yet to attend."""

@@ -12,7 +12,7 @@ operations of a batch, passed to one call of ``batch_isend_irecv``, start togeth
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -24,6 +24,18 @@ from distlab.util.text import rank_names
 
 PREPOSITIONS = {"send": "to", "recv": "from"}
 _BATCHES = -2  # replaces the peer in the keys of lanes for batches
+
+
+class Communicator(NamedTuple):
+    """Identity of one of NCCL's communicators, on which a message meets its other side.
+
+    Attributes:
+        group: Identity of the group.
+        pair: The two ranks that have it to themselves; () if it is the whole group's.
+    """
+
+    group: object
+    pair: tuple[int, ...] = ()
 
 
 class Postbox(Protocol):
@@ -43,7 +55,8 @@ class Message(Pending):
     the send gets when it is posted.
 
     Attributes:
-        key: Identity of the group; even groups of the same ranks have different keys.
+        key: Identity of the group; even groups of the same ranks have different keys. On NCCL, it
+            is a ``Communicator``.
         tensor: The program's buffer; deleted once the bytes have arrived.
         form: Shape and dtype; a plain tuple, because one is made for every message.
         source: Rank that sends the message, numbered inside the group.
@@ -121,19 +134,24 @@ class Message(Pending):
     def waits_for(self) -> Sequence[int]:
         """Return the ranks that this message, or those ahead of it in its lane, wait for."""
         if ahead := self.ahead():
-            return sorted({peer for message in ahead for peer in message.waits_for()})
+            return sorted({peer for operation in ahead for peer in operation.waits_for()})
         if self.peer == ANY_SOURCE:
             return [rank for rank in self.group if rank != self.rank]
         return (self.peer,)
 
-    def ahead(self) -> "list[Message]":
-        """Return the messages that have to be done before this one may start."""
+    def ahead(self) -> Sequence[Pending]:
+        """Return the operations that have to be done before this one may start."""
         return self.turn.ahead() if self.turn else []
 
     @property
     def is_in_batch(self) -> bool:
         """True while the message is part of an unfinished batch."""
         return self.turn is not None and self.turn.is_batch
+
+    @property
+    def is_held(self) -> bool:
+        """True until the message starts: its rank's earlier operations are not done."""
+        return bool(self.ahead())
 
     def toward(self) -> str:
         """Return a phrase such as ``to rank 2``, ``from itself`` or ``from any rank``."""
@@ -168,7 +186,7 @@ class Turn:
         self.members: list[Message] = []
         lane.append(self)
 
-    def ahead(self) -> list[Message]:
+    def ahead(self) -> Sequence[Pending]:
         """Return the messages of the lane's first turn; none if this turn is the first."""
         first = self.lane[0]
         return [] if first is self else first.members
@@ -177,6 +195,19 @@ class Turn:
         """Add a message to this turn."""
         self.members.append(message)
         message.turn = self
+
+
+class StreamTurn(Turn):
+    """A place on a GPU's stream, behind operations of any kind."""
+
+    def __init__(self, message: Message, *, is_batch: bool) -> None:
+        super().__init__(deque(), is_batch=is_batch)
+        self.add(message)
+
+    def ahead(self) -> Sequence[Pending]:
+        """Return the operation that has to be done first; none if it is the message itself."""
+        first = self.members[0].first()
+        return [] if first is self.members[0] else [first]
 
 
 Lane: TypeAlias = deque[Turn]

@@ -29,11 +29,12 @@ class Pending:
         site: File, line and function of the call.
         is_by_torch: True if code inside torch made the call and keeps the handle to itself.
         maker: Torch function that made the call; "" if the program made it.
+        behind: Operations that have to be done before this one begins.
     """
 
     __slots__ = (
-        *("done_s", "group", "is_by_torch", "is_done", "name", "num_bytes"),
-        *("clock", "error", "maker", "posted_s", "rank", "site", "waiters"),
+        *("behind", "done_s", "group", "is_by_torch", "is_done", "name", "num_bytes"),
+        *("actions", "clock", "error", "maker", "posted_s", "rank", "site", "waiters"),
     )
     kind = "collective"  # or "send", "recv", "founding", "store", "thread"
     is_recorded = True  # False if the trace records waits for it, but not the operation
@@ -54,6 +55,8 @@ class Pending:
         self.is_done = False
         self.site, self.is_by_torch, self.maker = call
         self.waiters: tuple[Strand, ...] = ()
+        self.behind: tuple[Pending, ...] = ()
+        self.actions: tuple[Callable[[], None], ...] = ()
         self.error: Exception | None = None
 
     def finish(self, at_s: float) -> None:
@@ -65,12 +68,32 @@ class Pending:
             self.clock.trace.record((*of_rank, self.peer, self.site, self.number))
         for waiter in self.waiters:
             self.clock.ready(waiter, at_s)
+        if self.actions:
+            self._act()
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once the operation is done."""
+        self.actions = (*self.actions, action)
+
+    def first(self) -> "Pending":
+        """Return the operation that has to be done first: those of a stream take turns."""
+        operation = self
+        while waiting := [other for other in operation.behind if not other.is_done]:
+            operation = waiting[0]
+        return operation
+
+    def _act(self) -> None:
+        actions, self.actions, self.behind = self.actions, (), ()
+        for action in actions:
+            action()
 
     def fail(self, error: Exception, at_s: float) -> None:
         """Mark the operation failed, so that current and future waits raise an error."""
         self.error, self.is_done, self.done_s = error, True, at_s
         for waiter in self.waiters:
             self.clock.ready(waiter, at_s)
+        if self.actions:
+            self._act()
 
     def wait(self, limit_s: float = NEVER, group_limit_s: float = NEVER) -> None:
         """Block the running rank until the operation is done, and move its clock to that time.

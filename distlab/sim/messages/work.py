@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -136,9 +137,16 @@ class SimWork(dist.Work):
         return future
 
 
+W = TypeVar("W", bound=SimWork)
+
+
 def work_of(
-    pending: Pending, tensors: Sequence[Tensor], handles: Handles, group_limit_s: float
-) -> SimWork:
+    pending: Pending,
+    tensors: Sequence[Tensor],
+    handles: Handles,
+    group_limit_s: float,
+    kind: type[W] = SimWork,  # type: ignore[assignment]
+) -> W:
     """Return the handle of an operation that the running rank has posted.
 
     Args:
@@ -146,8 +154,9 @@ def work_of(
         tensors: Value of the handle's future.
         handles: Collection that holds the operation until it is waited for.
         group_limit_s: Time limit of the group.
+        kind: Class of the handle.
     """
-    work = SimWork()
+    work = kind()
     work._limit_s, work._open = group_limit_s, handles.open
     work.pending, work.tensors = pending, tensors
     handles.open[pending] = None

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from distlab.sim.messages.message import Message
+from distlab.sim.messages.message import Communicator, Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.postmortem.standstill import Standstill, named
 from distlab.sim.reporting.report import place
@@ -52,7 +52,23 @@ def _difference(send: Message, recv: Message) -> str:
             f"with tag {send.tag}, {but} with tag {recv.tag}: give both the same tag, or, if both "
             "tags are used, use them in the same order on both ranks."
         )
+    if _are_of_one_group(send.key, recv.key):
+        there, here = ("in", "without one") if send.is_in_batch else ("without", "in one")
+        return f"{there} a batch, {but} {here}: {_APART}"
     return f"on one group, {but} on another group of the same ranks: give both the same group."
+
+
+_APART = (
+    "on NCCL, a batch is on the group's communicator and a single message on one of the two ranks, "
+    "so that they never meet. Call batch_isend_irecv on both ranks."
+)
+
+
+def _are_of_one_group(key: object, other: object) -> bool:
+    """Return whether two communicators belong to one group."""
+    if isinstance(key, Communicator) and isinstance(other, Communicator):
+        return key.group == other.group
+    return False
 
 
 def doubtful(
@@ -188,6 +204,11 @@ _OF_PAIRS = (
     "on NCCL, operations of a pair that are not batched run one after the other. Give both to "
     "batch_isend_irecv."
 )
+_OF_STREAMS = (
+    "on NCCL, what is on one communicator or one stream runs in the order of the calls. Give all "
+    "messages that belong together to one batch_isend_irecv, and make the other calls in one order "
+    "on all ranks."
+)
 _OF_BATCHES = (
     "on NCCL, the batches of a group run one after the other. Give all of these operations to one "
     "batch_isend_irecv."
@@ -207,9 +228,16 @@ def kept_apart(still: Standstill, ranks: Collection[int]) -> str:
     if not apart:
         return ""
     apart_words = [_clause(message, still.blocked) for message in apart[:MAX_APART]]
-    is_of_batches = any(message.is_in_batch for message in apart)
     words = clauses(apart_words) + (", and so on" if len(apart) > MAX_APART else "")
-    return f"{words[0].upper()}{words[1:]}: {_OF_BATCHES if is_of_batches else _OF_PAIRS}"
+    return f"{words[0].upper()}{words[1:]}: {_rule(apart)}"
+
+
+def _rule(apart: Sequence[Message]) -> str:
+    if any(message.is_in_batch for message in apart):
+        return _OF_BATCHES
+    ahead = [message.ahead()[0] for message in apart]
+    are_of_pairs = all(a.peer == message.peer for a, message in zip(ahead, apart, strict=True))
+    return _OF_PAIRS if are_of_pairs else _OF_STREAMS
 
 
 def _kept_apart(queued: Sequence[Message], posted: Sequence[Message]) -> Iterator[Message]:

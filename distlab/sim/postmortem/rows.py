@@ -27,9 +27,16 @@ def row_of(wait: Pending, waits_at: Site | None = None, group: str = "") -> Row:
     row = wait.row()
     if group:
         row = row._replace(text=f"{row.text}, on {group}")
-    if waits_at is None or waits_at == wait.site:
-        return row
-    return row._replace(where=f"{row.where}, waits {at(waits_at, wait.site)}")
+    words = _waiting(wait, waits_at)
+    return row._replace(where=f"{row.where}, {words}") if words else row
+
+
+def _waiting(wait: Pending, waits_at: Site | None) -> str:
+    """Return ``waits at line 9`` or, with GPUs, ``waits in .item() at line 9``; "" if obvious."""
+    doing = wait.waiters[0].doing if wait.waiters else ""
+    if waits_at is None or waits_at == wait.site or (doing and not waits_at[0]):
+        return doing
+    return f"{doing or 'waits'} {at(waits_at, wait.site)}"
 
 
 def fitting(calls: Calls, limit: int, to_blame: Set[int] = frozenset()) -> list[Row]:

@@ -11,12 +11,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+from distlab.sim.messages.group_names import GroupNames
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.shifts import Splits
 from distlab.sim.messages.store import KeyWait
-from distlab.sim.postmortem.group_names import GroupNames
 from distlab.sim.reporting.sites import Death, Exit, Site
 from distlab.util.text import clauses, rank_names, verb
 
@@ -57,9 +57,11 @@ def find_cycle(waits_for: Graph) -> list[int]:
     return []
 
 
-def named(ahead: Sequence[Message]) -> str:
+def named(ahead: Sequence[Pending]) -> str:
     """Name operations ahead, as in ``isend to rank 1`` or ``batch with the isend to rank 1``."""
     first = ahead[0]
+    if not isinstance(first, Message):
+        return first.title()
     name = f"i{first.name} {first.toward()}"
     return f"batch with the {name}" if first.is_in_batch else name
 

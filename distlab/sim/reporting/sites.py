@@ -161,6 +161,15 @@ class Places:
             known = self._sites[id(code), instruction] = code, site
         return known[1], is_by_torch, maker
 
+    def line(self) -> Site:
+        """Return the program's innermost line; much cheaper than ``call_site``."""
+        frame: FrameType | None = sys._getframe(1)
+        kind_of, sites = self._kinds.get, self._sites
+        while frame is not None and kind_of(frame.f_code.co_filename, PROGRAM) != PROGRAM:
+            frame = frame.f_back
+        known = None if frame is None else sites.get((id(frame.f_code), frame.f_lasti))
+        return self.call_site()[0] if known is None else known[1]
+
     def _maker(self, inner: FrameType, program: FrameType) -> str:
         """Return the name of the torch function through which the program made this call.
 

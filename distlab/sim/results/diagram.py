@@ -6,7 +6,7 @@ gantt        the total time that each rank computed, waited and was idle
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, cycle, pairwise
 from typing import Any
 
@@ -16,11 +16,22 @@ from matplotlib.figure import Figure
 
 from distlab.sim.engine.trace import Event, departure_s, lanes
 from distlab.sim.results.simulated import Simulated
-from distlab.sim.results.summary import assumed, label, settings, totals
+from distlab.sim.results.summary import assumed, gpu_totals, label, settings, totals
 from distlab.util.text import SECONDS, counted, unit_of
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
-ENDED = "#f6f6f6"
+ENDED, LATE = "#f6f6f6", "#c9a227"
+# Parts of the time: name, attribute of the totals, and colour. Those of several streams add up.
+PARTS = (
+    ("compute", "compute_s", COMPUTE),
+    ("exposed communication", "exposed_s", WAIT),
+    ("idle", "idle_s", IDLE),
+)
+ON_GPUS = (
+    ("GPU busy", "busy_s", COMPUTE),
+    ("exposed communication", "exposed_s", WAIT),
+    ("host late", "late_s", LATE),
+)
 # Activities of a waiting rank, with their colours.
 WAITS = {
     "sending": "#6cb2d6",
@@ -60,9 +71,12 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
         kinds[event.kind].append(event)
     picture = _Lanes(simulated, title, lane_inches=0.5)
     bar, strip = picture.spans(with_strip=bool(kinds["collective"]))
-    picture.draw_bars("computing", _bars(kinds["compute"]), bar, COMPUTE)
-    for name, waits in _waits(simulated, kinds["wait"]).items():
-        picture.draw_bars(name, waits, bar, WAITS[name])
+    if simulated.gpu_time:
+        picture.draw_bars("GPU busy", _busy(simulated), bar, COMPUTE)
+    else:
+        picture.draw_bars("computing", _bars(kinds["compute"]), bar, COMPUTE)
+        for name, waits in _waits(simulated, kinds["wait"]).items():
+            picture.draw_bars(name, waits, bar, WAITS[name])
     picture.draw_bars("ended", _ends(simulated), bar, ENDED)
     _draw_collectives(picture, kinds["collective"], strip)
     if not picture.is_crowded:
@@ -76,12 +90,9 @@ def gantt(simulated: Simulated[Any], title: str = "Where the time went") -> Figu
     picture = _Lanes(simulated, title, lane_inches=0.34)
     span, _ = picture.spans(with_strip=False)
     starts = [0.0] * len(simulated.results)
-    for kind, field, colour in (
-        ("compute", "compute_s", COMPUTE),
-        ("exposed communication", "exposed_s", WAIT),
-        ("idle", "idle_s", IDLE),
-    ):
-        lengths = [getattr(rank, field) for rank in totals(simulated)]
+    ranks: Sequence[Any] = gpu_totals(simulated) if simulated.gpu_time else totals(simulated)
+    for kind, field, colour in ON_GPUS if simulated.gpu_time else PARTS:
+        lengths = [getattr(rank, field) for rank in ranks]
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         all_bars = zip(range(len(starts)), starts, ends, strict=True)
         bars = [bar for bar in all_bars if bar[2] - bar[1] > 1e-4 * simulated.seconds]
@@ -130,6 +141,19 @@ def _ends(simulated: Simulated[Any]) -> list[Bar]:
         last[event.rank] = max(last[event.rank], event.end_s)
     ends = ((rank, start, simulated.seconds) for rank, start in enumerate(last))
     return [bar for bar in ends if bar[2] - bar[1] > 1e-4 * simulated.seconds]
+
+
+def _busy(simulated: Simulated[Any]) -> list[Bar]:
+    """Return when at least one stream of a rank computed or copied, in one bar if without pause."""
+    assert simulated.gpu_time is not None
+    kernels = (event for _, event in simulated.gpu_time.tracks if event.kind == "compute")
+    bars: list[Bar] = []
+    for rank, start, end in sorted(_bars(kernels)):
+        if bars and bars[-1][0] == rank and start < bars[-1][2] + 1e-4 * simulated.seconds:
+            rank, start, last = bars.pop()
+            end = max(end, last)
+        bars.append((rank, start, end))
+    return bars
 
 
 def _bars(events: Iterable[Event]) -> list[Bar]:

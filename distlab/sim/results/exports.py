@@ -6,7 +6,8 @@
              communication 1      recv ◀┄┄┄┄┘
 
 A trace file has the format of torch's profiler (Kineto): a process per rank, with one thread for
-computation and as many threads for communication as there were concurrent operations.
+computation and as many threads for communication as there were concurrent operations. With NCCL's
+semantics, it has one for the host, and one for each stream.
 """
 
 import csv
@@ -20,9 +21,11 @@ from distlab.sim.results.simulated import Simulated
 from distlab.sim.results.summary import assumed, label, link_use, settings
 
 Json = dict[str, Any]
+Thread = tuple[str, list[Event]]  # name and events
 Placed = tuple[Event, Json]  # an event and its slice in a trace file
 
 COMPUTE = 1  # thread for computation ("stream" in Kineto); communication has threads 2, 3, …
+HOST = "host"  # name of that thread with NCCL's semantics, where streams compute
 WRITTEN_DIGITS = 3  # decimal places of microseconds; viewers resolve nanoseconds
 
 
@@ -56,7 +59,8 @@ def write_links(simulated: Simulated[Any], path: Path) -> None:
 
 def chrome_trace(simulated: Simulated[Any]) -> Json:
     """Return all ranks' events, and an arrow from every send to its recv, as JSON."""
-    placed = [place for events in _by_rank(simulated) for place in _placed(events)]
+    threads = [_threads(simulated, rank, events) for rank, events in enumerate(_by_rank(simulated))]
+    placed = [place for of_rank in threads for place in _placed(of_rank)]
     slices = [entry for _, entry in placed]
     return {
         "displayTimeUnit": "ns",
@@ -66,7 +70,7 @@ def chrome_trace(simulated: Simulated[Any]) -> Json:
             "set": settings(simulated),
         },
         "traceEvents": [
-            *_names(simulated, slices),
+            *_names(simulated, threads),
             *slices,
             *_arrows(simulated, placed),
         ],
@@ -81,7 +85,10 @@ def kineto_traces(simulated: Simulated[Any]) -> Iterator[Json]:
             "schemaVersion": 1,
             "distributedInfo": {"backend": "sim", "rank": rank, "world_size": ranks},
             "otherData": {"label": label(simulated)},
-            "traceEvents": [_as_kernel(entry) for _, entry in _placed(events)],
+            "traceEvents": [
+                _as_kernel(event, entry)
+                for event, entry in _placed(_threads(simulated, rank, events))
+            ],
         }
 
 
@@ -92,31 +99,45 @@ def _by_rank(simulated: Simulated[Any]) -> list[list[Event]]:
     return events
 
 
-def _placed(events: Iterable[Event]) -> list[Placed]:
+def _threads(simulated: Simulated[Any], rank: int, events: Iterable[Event]) -> list[Thread]:
     """Assign each event of a rank to a thread, so that no two overlap."""
     device: list[Event] = []
     network: list[Event] = []
+    streams: dict[str, list[Event]] = {}
+    for track, event in simulated.gpu_time.tracks if simulated.gpu_time else ():
+        if event.rank == rank:
+            streams.setdefault(track, []).append(event)
+    on_streams = {event for events in streams.values() for event in events}
     for event in events:
-        (device if event.kind in ("compute", "wait") else network).append(event)
+        if event not in on_streams:
+            (device if event.kind in ("compute", "wait") else network).append(event)
     return [
-        (event, _slice(event, thread))
-        for thread, lane in enumerate([device, *lanes(network)], COMPUTE)
+        (HOST if simulated.gpu_time else "compute", device),
+        *((name, lane) for name, stream in streams.items() for lane in lanes(stream)),
+        *((f"communication {number}", lane) for number, lane in enumerate(lanes(network), 1)),
+    ]
+
+
+def _placed(threads: Iterable[Thread]) -> list[Placed]:
+    return [
+        (event, _slice(event, thread, name))
+        for thread, (name, lane) in enumerate(threads, COMPUTE)
         for event in lane
     ]
 
 
-def _slice(event: Event, thread: int) -> Json:
+def _slice(event: Event, thread: int, of: str) -> Json:
     """Return an event as a complete event ("X") in the trace format."""
     start_us, end_us = _us(event.start_s), _us(event.end_s)
     return {
         "ph": "X",
-        "cat": "wait" if event.kind == "wait" else "kernel",
-        "name": f"wait: {event.name}" if event.kind == "wait" else event.name or "compute",
+        "cat": "wait" if event.kind == "wait" else "cpu_op" if of == HOST else "kernel",
+        "name": f"wait: {event.name}" if event.kind == "wait" else event.name or of,
         "pid": event.rank,
         "tid": thread,
         "ts": start_us,
         "dur": round(end_us - start_us, WRITTEN_DIGITS),
-        "args": _arguments(event, thread),
+        "args": _arguments(event, -1 if of == HOST else thread),
     }
 
 
@@ -132,18 +153,18 @@ def _arguments(event: Event, thread: int) -> Json:
     return arguments
 
 
-def _names(simulated: Simulated[Any], slices: Iterable[Json]) -> Iterator[Json]:
+def _names(simulated: Simulated[Any], threads: Iterable[list[Thread]]) -> Iterator[Json]:
     """Yield entries that set the names and the order of processes and threads in the viewer."""
     cluster = simulated.cluster
     for rank in range(len(simulated.results)):
         node = f", node {cluster.node_of(rank)}" if cluster.nodes > 1 else ""
         yield _name("process_name", rank, COMPUTE, name=f"rank {rank}{node}")
         yield _name("process_sort_index", rank, COMPUTE, sort_index=rank)
-    for rank, thread in sorted({(entry["pid"], entry["tid"]) for entry in slices}):
-        number = thread - COMPUTE
-        name = f"communication {number}" if number else "compute"
-        yield _name("thread_name", rank, thread, name=name)
-        yield _name("thread_sort_index", rank, thread, sort_index=thread)
+    for rank, of_rank in enumerate(threads):
+        for thread, (name, lane) in enumerate(of_rank, COMPUTE):
+            if lane:
+                yield _name("thread_name", rank, thread, name=name)
+                yield _name("thread_sort_index", rank, thread, sort_index=thread)
 
 
 def _name(kind: str, rank: int, thread: int, **arguments: object) -> Json:
@@ -165,11 +186,11 @@ def _arrows(simulated: Simulated[Any], placed: Iterable[Placed]) -> Iterator[Jso
         yield {"ph": "f", "bp": "e", **arrow, **receiver, "ts": arrives_us}
 
 
-def _as_kernel(entry: Json) -> Json:
+def _as_kernel(event: Event, entry: Json) -> Json:
     """Give a communication slice the name of an NCCL kernel, and mark a wait as a host call."""
     if entry["cat"] == "wait":
         return {**entry, "cat": "cpu_op", "args": {**entry["args"], "stream": -1}}
-    if entry["tid"] == COMPUTE:
+    if event.kind == "compute":
         return entry
     words = "send_recv" if entry["name"] in ("send", "recv") else entry["name"]
     kind = "".join(word.capitalize() for word in words.split("_"))

@@ -10,12 +10,15 @@ from torch import Tensor
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.engine.faults import Faults
 from distlab.sim.engine.trace import Trace
+from distlab.sim.gpu.costs import Costs
 from distlab.sim.hardware.cluster import Cluster
 from distlab.sim.reporting.sites import Site
+from distlab.sim.results.gpu_time import GpuTime
 
 T = TypeVar("T")
 Named = Mapping[str, Tensor]
 P2P_ORDERS = ("free", "pair")
+SEMANTICS = ("gloo", "nccl")
 
 
 class StepOf(NamedTuple):
@@ -56,6 +59,11 @@ class Options:
         has_events: True to keep every event, for pictures and traces. Without events, a message
             takes less memory, but only totals are known.
         faults: Faults to inject.
+        semantics: "gloo": the host waits for communication, and all tensors are the GPU's. "nccl":
+            communication and kernels run on streams, and tensors are where the program puts them.
+        costs: Times of the host with "nccl".
+        watchdog: Folder for flight recorder dumps with "nccl": a hang then ends as on GPUs, where
+            torch's watchdog writes them after 10 minutes. "" for no dumps.
         given: Folders or files of the caller's own code. Reports and tracebacks skip this code and
             name the innermost line of the program outside it.
     """
@@ -72,6 +80,9 @@ class Options:
     overlap_cost: float = 0.0
     has_events: bool = True
     faults: Faults = field(default_factory=Faults)
+    semantics: str = "gloo"
+    costs: Costs = field(default_factory=Costs)
+    watchdog: str = ""
     given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -83,6 +94,12 @@ class Options:
             raise ValueError(
                 f"overlap_cost must be 0 or more and finite, got {self.overlap_cost}: 0.15 is usual"
             )
+        if self.semantics not in SEMANTICS:
+            raise ValueError(
+                f"there are no semantics {self.semantics!r}; valid: {', '.join(SEMANTICS)}"
+            )
+        if self.watchdog and self.semantics != "nccl":
+            raise ValueError(f"watchdog {self.watchdog} needs nccl as semantics: gloo has none")
         if self.p2p_order not in P2P_ORDERS:
             raise ValueError(
                 f"there is no p2p_order {self.p2p_order!r}; valid: {', '.join(P2P_ORDERS)}"
@@ -100,3 +117,4 @@ class Simulated(Generic[T]):
     options: Options
     flops: list[int]  # by rank; 0 without a GPU
     findings: list[str] = field(default_factory=list)  # of the sanitizer
+    gpu_time: GpuTime | None = None  # with NCCL's semantics

@@ -1,10 +1,11 @@
 """Summary of a simulated run: a table with the totals of each rank, and the assumptions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import isclose
 from statistics import median
 from typing import Any, NamedTuple
 
+from distlab.sim.results.gpu_time import SYNC_HEADINGS, GpuTime
 from distlab.sim.results.simulated import Simulated
 from distlab.util.text import bytes_text, counted, seconds_text
 
@@ -12,7 +13,14 @@ LISTED = 16  # with more ranks, only the spread and the slowest ranks are shown
 SLOWEST = 3  # number of slowest ranks to show
 BUSIEST = 3  # number of busiest links to list
 
-HEADINGS = ("rank", "time", "compute", "exposed", "idle", "sent", "messages", "peak memory")
+SYNCS = 10  # number of host syncs to list
+
+TRAFFIC = ("sent", "messages", "peak memory")
+HEADINGS = ("rank", "time", "compute", "exposed", "idle", *TRAFFIC)
+GPU_HEADINGS = (
+    *("rank", "time", "GPU busy", "exposed", "host late", "host waits", "idle"),
+    *TRAFFIC,
+)
 
 
 class Totals(NamedTuple):
@@ -27,6 +35,29 @@ class Totals(NamedTuple):
     time_s: float
     compute_s: float
     exposed_s: float
+    idle_s: float
+    bytes_sent: float
+    messages: float
+    peak_bytes: float
+
+
+class GpuTotals(NamedTuple):
+    """As ``Totals``, with NCCL's semantics, where GPUs work while their hosts run ahead.
+
+    Attributes:
+        time_s: Time until the rank's function returned, and its GPUs were done.
+        busy_s: Time of all kernels and copies.
+        exposed_s: Time for which the default stream waited for communication.
+        late_s: Time for which streams had no work, because the host was late.
+        waits_s: Time for which the host waited for the GPU.
+        idle_s: Time between the rank's end and that of the last rank.
+    """
+
+    time_s: float
+    busy_s: float
+    exposed_s: float
+    late_s: float
+    waits_s: float
     idle_s: float
     bytes_sent: float
     messages: float
@@ -48,6 +79,15 @@ def totals(simulated: Simulated[Any]) -> list[Totals]:
     return rows
 
 
+def gpu_totals(simulated: Simulated[Any]) -> list[GpuTotals]:
+    """Return the total times and bytes of each rank with NCCL's semantics."""
+    assert simulated.gpu_time is not None
+    return [
+        GpuTotals(sums.time_s, *times[:4], *sums[3:])
+        for sums, times in zip(totals(simulated), simulated.gpu_time.ranks, strict=True)
+    ]
+
+
 def summary(simulated: Simulated[Any], *, has_sources: bool = False) -> str:
     """Describe a run: the times, bytes and memory of each rank, and the assumptions.
 
@@ -63,17 +103,20 @@ def summary(simulated: Simulated[Any], *, has_sources: bool = False) -> str:
         simulated: The run.
         has_sources: True to give the value and the source of each assumption.
     """
-    ranks = totals(simulated)
-    rows: list[tuple[str, ...]] = [HEADINGS]
+    on_gpus = simulated.gpu_time
+    ranks: Sequence[Any] = gpu_totals(simulated) if on_gpus else totals(simulated)
+    rows: list[tuple[str, ...]] = [GPU_HEADINGS if on_gpus else HEADINGS]
     if len(ranks) <= LISTED:
         rows += [_row(str(rank), sums) for rank, sums in enumerate(ranks)]
     else:
-        columns = list(zip(*ranks, strict=True))
-        rows.append(_row("min", Totals(*map(min, columns))))
-        rows.append(_row("median", Totals(*map(median, columns))))
-        rows.append(_row("max", Totals(*map(max, columns))))
+        columns, of = list(zip(*ranks, strict=True)), type(ranks[0])
+        rows.append(_row("min", of(*map(min, columns))))
+        rows.append(_row("median", of(*map(median, columns))))
+        rows.append(_row("max", of(*map(max, columns))))
         rows += [_row(str(rank), ranks[rank]) for rank in _slowest(ranks)]
     parts = [[label(simulated), _size(simulated)], _table(rows), _details(simulated)]
+    if on_gpus:
+        parts += _on_gpus(on_gpus, simulated.options.costs.launch_s)
     lines = assumed(simulated)
     parts += _listed("set:", settings(simulated))
     parts += _listed("assumed:", lines) if has_sources else [_in_one_line(lines)]
@@ -92,6 +135,8 @@ def assumed(simulated: Simulated[Any]) -> list[str]:
     lines = simulated.cluster.assumptions()
     if not any(simulated.trace.collectives):
         lines = [line for line in lines if not line.startswith("gpu.protocol")]
+    if simulated.gpu_time:
+        lines += simulated.options.costs.lines()
     if has_compute(simulated):
         return lines
     return ["computation takes no time"] + [line for line in lines if not line.startswith("gpu.")]
@@ -107,6 +152,9 @@ def settings(simulated: Simulated[Any]) -> list[str]:
     options, faults = simulated.options, simulated.options.faults
     slowed = simulated.cluster.faults
     lines = [f"{pattern} is {factor:g} times slower" for pattern, factor in slowed]
+    if options.semantics != "gloo":
+        lines.append("hosts run ahead of their GPUs, whose streams communicate, as with NCCL")
+        lines += options.costs.changed()
     if options.algorithm != "auto":
         lines.append(f"built-in collectives: {options.algorithm}")
     if options.eager_bytes >= 0:
@@ -127,8 +175,25 @@ def settings(simulated: Simulated[Any]) -> list[str]:
     return lines
 
 
-def _row(name: str, sums: Totals) -> tuple[str, ...]:
-    times = (sums.time_s, sums.compute_s, sums.exposed_s, sums.idle_s)
+def _on_gpus(on_gpus: GpuTime, launch_s: float) -> list[list[str]]:
+    """Return the host's waits, what keeps the GPUs from their work, and what is wrong."""
+    rows = on_gpus.sync_rows()
+    parts = [["host syncs: none; no host has waited for its GPU"]]
+    if not any(times.num_kernels for times in on_gpus.ranks):
+        parts = [["no GPU has computed or copied anything"]]
+    elif rows:
+        shown = _table([SYNC_HEADINGS, *rows[:SYNCS]], left=(0, 1, 5))
+        if len(rows) > SYNCS:
+            shown.append(f"and {counted(len(rows) - SYNCS, 'more place')}")
+        heading = "host syncs: there the host waits for the GPU, which may then run out of work"
+        parts = _listed(heading, shown)
+    if sentence := on_gpus.bottleneck(launch_s):
+        parts.append([sentence])
+    return [*parts, *(_listed("wrong on GPUs:", on_gpus.wrong))]
+
+
+def _row(name: str, sums: Totals | GpuTotals) -> tuple[str, ...]:
+    times = [sums[place] for place, field in enumerate(sums._fields) if field.endswith("_s")]
     return (
         name,
         *map(seconds_text, times),
@@ -138,12 +203,19 @@ def _row(name: str, sums: Totals) -> tuple[str, ...]:
     )
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """Return rows as lines of columns, which are aligned right, except those in ``left``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
-def _slowest(ranks: Sequence[Totals]) -> list[int]:
+def _slowest(ranks: Sequence[Totals | GpuTotals]) -> list[int]:
     """Return the ranks that ended last; among ties, those that waited least come first."""
     return sorted(
         range(len(ranks)), key=lambda rank: (-round(ranks[rank].time_s, 9), ranks[rank].exposed_s)

@@ -1,0 +1,474 @@
+"""A process group whose collectives and messages run on streams of the GPUs, as on NCCL."""
+
+# torch's stubs declare overloads of the C++ class; c10d calls only the methods below from Python.
+# mypy: disable-error-code="override,assignment"
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from distlab.process_group.call import Call
+from distlab.process_group.checks import check_contiguous
+from distlab.sim.engine.scheduler import NEVER
+from distlab.sim.gpu import report
+from distlab.sim.gpu.communicators import Communicators, Open
+from distlab.sim.gpu.device import HostAndGpus, this_device
+from distlab.sim.gpu.flight_recorder import UNCHECKED, FlightRecorder, GroupInfo, write_dumps
+from distlab.sim.gpu.placement import home_of, index_of
+from distlab.sim.gpu.streams import Mark, Stream
+from distlab.sim.messages.group import Shared, SimGroup
+from distlab.sim.messages.meetings import DISPUTE_S, Attendance, Meeting
+from distlab.sim.messages.message import Communicator, Message, StreamTurn
+from distlab.sim.messages.pending import Pending
+from distlab.sim.messages.work import SimWork, work_of
+from distlab.sim.reporting.errors import Mismatch
+from distlab.sim.reporting.sites import CallSite
+from distlab.sim.results.gpu_time import GpuTime
+
+Uses = list[tuple[Tensor, bool]]  # tensors of a call, each with True if it is written
+
+
+@dataclass
+class Batch:
+    """The messages of one ``batch_isend_irecv`` that a rank is posting.
+
+    Attributes:
+        missing: Number of messages that are still to come.
+    """
+
+    missing: int
+    messages: list[Message] = field(default_factory=list)
+    works: "list[GpuWork]" = field(default_factory=list)
+    uses: Uses = field(default_factory=list)
+
+
+@dataclass
+class Fleet:
+    """The GPUs of all ranks.
+
+    Attributes:
+        devices: Host and GPUs of each rank.
+        places: (node, number on it) of the GPU of each rank.
+        batches: The batch that each rank is posting.
+        recorders: Flight recorder of each rank; none without a watchdog.
+        watchdog: Folder for the dumps of flight recorders after a hang, or None.
+    """
+
+    devices: Sequence[HostAndGpus]
+    places: Sequence[tuple[int, int]]
+    communicators: Communicators = field(default_factory=Communicators)
+    batches: dict[int, Batch] = field(default_factory=dict)
+    channels: dict[tuple[int, int, Communicator], Stream] = field(default_factory=dict)
+    recorders: dict[int, FlightRecorder] = field(default_factory=dict)
+    watchdog: Path | None = None
+
+    def begin_batch(self, rank: int, num_messages: int) -> None:
+        """Make the rank's next messages start together."""
+        self.batches[rank] = Batch(num_messages)
+
+    def after_hang(self, text: str) -> list[str]:
+        """Return lines on what happens on GPUs now: a text or, with a watchdog, on its dumps."""
+        if self.watchdog is None:
+            return [text]
+        ranks = self.devices[0].clock.scheduler.ranks
+        gone = [rank.number for rank in ranks if rank.has_left]
+        return write_dumps(self.recorders, gone, self.watchdog)
+
+    def gpu_time(self) -> GpuTime:
+        """Return where the time went, and what was wrong."""
+        return report.gpu_time(self.devices, list(self.communicators.findings()))
+
+
+class GpuGroup(SimGroup):
+    """One rank's view of a group of ranks with GPUs.
+
+    Tensors of the host travel as on gloo if the group has that backend.
+
+    Args:
+        fleet: GPUs of all ranks.
+        backend: Name that the program gave: "nccl", "gloo" or "" for both.
+        is_eager: True if the communicator exists from the start, because of a ``device_id``.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        ranks: tuple[int, ...],
+        rank: int,
+        key: object,
+        name: str,
+        limit_s: float = NEVER,
+        *,
+        fleet: Fleet,
+        backend: str = "",
+        is_eager: bool = False,
+    ) -> None:
+        super().__init__(shared, ranks, rank, key, name, limit_s)
+        self._fleet, self.backend, self.is_eager = fleet, backend, is_eager
+        self._device = fleet.devices[ranks[rank]]
+        self._recorder = fleet.recorders.get(ranks[rank])
+        self._info = GroupInfo(name, ranks, limit_s)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        names = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"]}.get(self.backend, ["cpu", "cuda"])
+        return [torch.device(name) for name in names]
+
+    # Where a call runs
+
+    def _place(self, name: str, tensors: Sequence[Tensor], *, is_by_torch: bool) -> int:
+        """Return the GPU on which a call runs; -1 for the host.
+
+        Raises:
+            RuntimeError: No backend of the group takes the tensors; the text is torch's.
+        """
+        indices = [index_of(tensor) for tensor in tensors]
+        index = max(indices, default=-1)
+        if index < 0 and is_by_torch:  # C++ code may have made the tensors beside those of the GPU
+            index = self._device.running
+        if index < 0 and is_by_torch and self.backend == "nccl":
+            index = self._device.index
+        if index < 0 and self.backend == "nccl" and tensors and not tensors[0].is_meta:
+            raise RuntimeError(
+                f"{name}: No backend type associated with device type cpu. The group is NCCL's, "
+                "which takes tensors of GPUs only: move it there, or make a group with gloo"
+            )
+        if index >= 0:
+            for tensor in [t for t, i in zip(tensors, indices, strict=True) if i < 0]:
+                self._move_in(name, tensor, index, is_by_torch=is_by_torch)
+        return index
+
+    def _move_in(self, name: str, tensor: Tensor, index: int, *, is_by_torch: bool) -> None:
+        """Note that a tensor that torch's C++ code has made is on a GPU."""
+        if not is_by_torch and tensor.numel():
+            raise RuntimeError(
+                f"{name}: Tensors must be CUDA and dense: one is on cuda:{index}, another on the "
+                "CPU"
+            )
+        self._device.adopt(tensor, self._device.current_stream(index))
+
+    def _channel(self, key: Communicator, index: int) -> Stream:
+        """Return the communicator's stream on one of the rank's GPUs."""
+        channels, place = self._fleet.channels, (self._rank, index, key)
+        if place not in channels:
+            channels[place] = self._device.new_stream("NCCL's stream", index)
+        return channels[place]
+
+    @property
+    def _rank(self) -> int:
+        return self._ranks[self._me]
+
+    def _join_communicator(
+        self, key: Communicator, index: int, site: CallSite, *, is_batch: bool
+    ) -> None:
+        members = key.pair or self._ranks
+        fleet, node = self._fleet, self._fleet.places[self._rank][0]
+        number = self._device.visible()[index]
+        fleet.communicators.check_place(key, self._rank, node, number)
+        is_batch = is_batch and not self.is_eager
+        fleet.communicators.used(key, members, self._rank, site[0], is_batch=is_batch)
+
+    # Collectives
+
+    def _take_part(self, call: Call, results: Sequence[Tensor]) -> SimWork:
+        site = self._shared.places.call_site()
+        call = replace(call, outputs=[_unversioned(output) for output in call.outputs])
+        tensors = [*call.inputs, *call.outputs]
+        if call.name == "barrier" and self.backend != "gloo":
+            index = self._device.index
+            self._device.is_used = True
+        else:
+            index = self._place(call.name, tensors, is_by_torch=site[1])
+        if index < 0 or self.backend == "gloo":
+            self._leave_gpu(tensors)
+            return super()._take_part(call, results)
+        self._device.clock.advance(self._device.costs.communication_launch_s)
+        meeting, attendance = self._posted(call, site)
+        uses = [*((t, False) for t in call.inputs), *((t, True) for t in call.outputs)]
+        if self._recorder:
+            self._recorder.collective(self._info, attendance, call)
+        key = Communicator(self._key)
+        self._join_communicator(key, index, site, is_batch=False)
+        channel = self._channel(key, index)
+        go = partial(self._arrive, meeting, attendance)
+        end = self._launch(channel, [attendance], uses, attendance.title(), site, go)
+        launched = Open(attendance, channel, channel.reached[channel])
+        self._fleet.communicators.launched(
+            self._rank, launched, self._device.current_stream(index).reached
+        )
+        kind = BarrierWork if call.name == "barrier" else GpuWork
+        work = work_of(attendance, results, self._shared.handles, self._limit_s, kind)
+        work.end = end
+        return work
+
+    def _leave_gpu(self, tensors: Sequence[Tensor]) -> None:
+        """Wait for the GPU, from which gloo copies the tensors."""
+        if any(index_of(tensor) >= 0 for tensor in tensors):
+            self._device.sync("gloo's copy to the host", None, self._shared.places.call_site()[0])
+
+    def _posted(self, call: Call, site: CallSite) -> tuple[Meeting, Attendance]:
+        shared = self._shared
+        shared.clock.act()
+        meeting = shared.meetings.at(self._key, self._ranks, self._num_calls)
+        self._num_calls += 1
+        return meeting, meeting.post(call, site)
+
+    def _arrive(self, meeting: Meeting, attendance: Attendance, at_s: float) -> None:
+        """Join a collective when the stream gets to it; calls that differ end the world."""
+        attendance.posted_s = at_s
+        meeting.join(attendance, at_s)
+        if attendance.error is not None:
+            raise self._noted(attendance.error)
+        if meeting.is_disputed:
+            self._shared.clock.scheduler.at(at_s + DISPUTE_S, partial(self._dispute, meeting))
+
+    def _dispute(self, meeting: Meeting) -> None:
+        if meeting.is_disputed:
+            raise self._noted(meeting.dispute())
+
+    def _noted(self, error: Exception) -> Exception:
+        if isinstance(error, Mismatch):
+            error.note((), self._fleet.after_hang(UNCHECKED))
+            self._shared.failures.note(error)
+        return error
+
+    def _launch(
+        self,
+        channel: Stream,
+        pendings: Sequence[Pending],
+        uses: Uses,
+        text: str,
+        site: CallSite,
+        go: Callable[[float], None],
+    ) -> Mark:
+        """Put communication on a stream; call ``go`` with the time when the stream gets to it."""
+        device, scheduler = self._device, self._shared.clock.scheduler
+        rank = scheduler.ranks[self._rank]
+        start, end = device.launch_communication(channel, pendings, uses, text, site[0])
+        for pending in pendings:
+            pending.behind = tuple(p for p in start.after if isinstance(p, Pending))
+
+        def begin(at_s: float) -> None:
+            if not rank.is_killed:
+                go(max(at_s, scheduler.now_s))
+
+        def schedule(at_s: float) -> None:
+            at_s = max(at_s, scheduler.now_s)
+            scheduler.at(at_s, partial(begin, at_s))
+
+        start.when_known(schedule)
+        return end
+
+    # Messages
+
+    def _post(self, name: str, tensors: list[Tensor], peer: int, source: int, tag: int) -> SimWork:
+        site = self._shared.places.call_site()
+        index = self._place(name, tensors, is_by_torch=site[1])
+        batch = self._fleet.batches.get(self._rank)
+        if index < 0 or self.backend == "gloo":
+            self._leave_gpu(tensors)
+            return super()._post(name, tensors, peer, source, tag)
+        if peer < 0:
+            raise RuntimeError(f"ProcessGroupNCCL does not support {name} from any source")
+        key = Communicator(self._key)
+        if batch is None and not self.is_eager:
+            key = Communicator(self._key, (min(self._rank, peer), max(self._rank, peer)))
+        self._join_communicator(key, index, site, is_batch=batch is not None)
+        if batch is None:
+            self._device.clock.advance(self._device.costs.communication_launch_s)
+        self._shared.clock.act()
+        message = self._message(name, tensors[0], peer, source, tag, site, key)
+        message.turn = StreamTurn(message, is_batch=batch is not None)
+        self._shared.mailbox.held[message] = None
+        if self._recorder:
+            self._recorder.message(
+                self._info, message, is_numbered=batch is None or not batch.messages
+            )
+        work = work_of(message, tensors, self._shared.handles, self._limit_s, GpuWork)
+        uses = [(tensors[0], name == "recv")]
+        channel = self._channel(key, index)
+        if batch is None:
+            go = partial(self._send, [message])
+            work.end = self._launch(channel, [message], uses, message.text(), site, go)
+        else:
+            self._add(batch, channel, work, message, uses, site)
+        return work
+
+    def _message(
+        self,
+        name: str,
+        tensor: Tensor,
+        peer: int,
+        source: int,
+        tag: int,
+        site: CallSite,
+        key: Communicator,
+    ) -> Message:
+        shared = self._shared
+        check_contiguous(name, [tensor])
+        tensor = _unversioned(tensor)
+        return Message(
+            shared.clock, name, self._ranks, tensor, peer, source, tag, site, key, shared.mailbox
+        )
+
+    def _add(
+        self,
+        batch: Batch,
+        channel: Stream,
+        work: "GpuWork",
+        message: Message,
+        uses: Uses,
+        site: CallSite,
+    ) -> None:
+        """Add a message to a batch, and launch the batch once it is complete."""
+        batch.messages.append(message)
+        batch.works.append(work)
+        batch.uses += uses
+        batch.missing -= 1
+        if batch.missing:
+            return
+        del self._fleet.batches[self._rank]
+        self._device.clock.advance(self._device.costs.communication_launch_s)
+        self._shared.clock.act()
+        if self._recorder:
+            self._recorder.end_batch(self._info, batch.messages)
+        text = f"a batch of {len(batch.messages)} messages"
+        go = partial(self._send, batch.messages)
+        end = self._launch(channel, batch.messages, batch.uses, text, site, go)
+        for work in batch.works:
+            work.end = end
+
+    def _send(self, messages: Sequence[Message], at_s: float) -> None:
+        for message in messages:
+            message.posted_s = at_s
+            self._shared.mailbox.held.pop(message, None)
+            try:
+                self._shared.mailbox.post(message)
+            except Mismatch as error:
+                raise self._noted(error) from None
+
+
+def _unversioned(tensor: Tensor) -> Tensor:
+    """Return the same tensor with a version of its own.
+
+    Bytes may arrive when autograd has already saved a tensor that it gets only after ``wait()``.
+    """
+    return tensor if tensor.is_sparse else tensor.data
+
+
+class GpuWork(SimWork):
+    """Handle of communication on a stream.
+
+    Attributes:
+        end: End of the communication, for which streams can wait.
+    """
+
+    __slots__ = ("end",)
+
+    end: Mark
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait; the host goes on at once."""
+        self._open.pop(self.pending, None)
+        if device := this_device():
+            device.hold(self.end)
+        return True
+
+    synchronize = block_current_stream = wait
+
+    def is_completed(self) -> bool:
+        """Return whether the stream is done with it; if so, all later work comes after it."""
+        is_completed = super().is_completed()
+        if is_completed and (device := this_device()):
+            device.learn(self.end.reached)
+        return is_completed
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future whose ``wait()`` makes the current stream wait.
+
+        In a backward pass, DistributedDataParallel takes the value at the end.
+        """
+        self._open.pop(self.pending, None)
+        future = GpuFuture(self.end)
+        future.set_result(list(self.tensors))
+        future.come_due()
+        return future
+
+
+class BarrierWork(GpuWork):
+    """Handle of a barrier, for which the host waits."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until all ranks have called the barrier and the stream is done."""
+        super().wait(timeout)
+        if device := this_device():
+            site = device.places.call_site()[0]
+            device.sync("barrier()", [device.current_stream()], site)
+        return True
+
+
+def _keep(value: Any) -> None:
+    """Let tensors live until all streams are done with them, as torch's futures do."""
+    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(tensor, Tensor) and (home := home_of(tensor)):
+            home.grave = None
+
+
+class GpuFuture(torch.futures.Future):  # type: ignore[type-arg]
+    """Future of communication on a stream; it is complete, as the host need not wait.
+
+    Args:
+        end: End of the communication.
+    """
+
+    def __init__(self, end: Mark) -> None:
+        super().__init__()
+        self.end = end
+
+    def come_due(self) -> None:
+        """Make the stream wait: now, or in a backward pass at its end.
+
+        A static graph's first all-reduces are themselves called at the end, outside of any node.
+        """
+        device = this_device()
+        if device is None:
+            return
+        if torch._C._current_autograd_node() is None:
+            device.hold(self.end)
+        else:
+            Variable._execution_engine.queue_callback(partial(device.hold, self.end))
+
+    def wait(self) -> Any:
+        """Make the current stream wait, and return the value."""
+        if device := this_device():
+            device.hold(self.end)
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> "GpuFuture":
+        """Run ``callback`` on a stream of its own, behind the communication."""
+        device = this_device()
+        if device is None:
+            raise RuntimeError("a future of a simulated rank belongs to its threads")
+        before = device.current_stream()
+        side = device.side_stream(before.index)
+        device.set_stream(side)
+        try:
+            device.hold(self.end)
+            _keep(self.value())
+            value = callback(self)
+            _keep(value)
+            later = GpuFuture(Mark.of(side, device.host_s()))
+        finally:
+            device.set_stream(before)
+        later.set_result(value)
+        later.come_due()
+        return later

@@ -1,0 +1,150 @@
+"""Wrong uses of memory: before it is ready, while it is being read, or after it was given away.
+
+Each use of a storage is an ``Access`` on a stream, or by the host. Two uses of the same bytes, of
+which one writes, have to be ordered by a stream, an event, ``wait()`` or a wait of the host. The
+vector clocks of ``streams`` tell whether they are, whatever the durations, as in the sanitizer
+that torch has for CUDA.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from distlab.sim.gpu.accesses import Access
+from distlab.sim.gpu.placement import Home
+from distlab.sim.gpu.streams import Stream
+from distlab.sim.reporting.report import place
+from distlab.sim.reporting.sites import Site
+
+MAX_ACCESSES = 64  # accesses that are remembered of one storage
+SMALL_BYTES = 2**20  # torch's allocator reuses smaller blocks only for small tensors
+
+
+class Hazard(NamedTuple):
+    """A wrong use, and the use that it is not ordered with.
+
+    Attributes:
+        text: What happens, such as "mul reads what all_reduce (…) writes".
+        remedy: What orders them.
+    """
+
+    text: str
+    site: Site
+    other: Site
+    remedy: str
+
+    def line(self) -> str:
+        """Return the hazard in one line, with both places in the program."""
+        other = f" ({place(self.other)})" if self.other[0] else ""
+        return f"{place(self.site)}: {self.text}{other}: {self.remedy}"
+
+
+class Hazards:
+    """The wrong uses of one rank, each counted once per pair of lines."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hazard] = Counter()
+
+    def add(self, hazard: Hazard) -> None:
+        """Count a wrong use."""
+        self._counts[hazard] += 1
+
+    def __iter__(self) -> Iterator[tuple[Hazard, int]]:
+        return iter(self._counts.items())
+
+    def use(self, home: Home, access: Access) -> None:
+        """Compare a use with the earlier ones of the storage, and remember it.
+
+        It takes the place of earlier ones where whoever comes after it comes after them, too.
+        """
+        if not home.accesses:
+            home.accesses = [access]
+            return
+        stream, span, is_write = access.stream, access.span, access.is_write
+        kept = []
+        for earlier in home.accesses:
+            if stream.has_reached(earlier.stream, earlier.number):
+                is_over = (is_write or not earlier.is_write) and span.covers(earlier.span)
+            else:
+                is_over = (is_write or earlier.is_write) and span.meets(earlier.span)
+                if is_over:
+                    self.add(_hazard(earlier, access))
+            if not is_over:
+                kept.append(earlier)
+        home.accesses = [*kept[1 - MAX_ACCESSES :], access]
+
+
+def _hazard(earlier: Access, later: Access) -> Hazard:
+    verb = "overwrites" if later.is_write else "reads"
+    what = "writes" if earlier.is_write else "reads"
+    text = f"{later.text} {verb} what {earlier.text} {what}, and nothing orders the two"
+    return Hazard(text, later.site, earlier.site, _remedy(earlier, later))
+
+
+def _remedy(earlier: Access, later: Access) -> str:
+    if earlier.stream.name.startswith("NCCL"):
+        return "call wait() on its handle before"
+    if later.stream.index < 0:
+        return f"synchronize {earlier.stream.name}, or an event behind the copy, before"
+    if later.stream.name.startswith("NCCL"):
+        return f"let the current stream wait for {earlier.stream.name} before the call"
+    return f"let {later.stream.name} wait for {earlier.stream.name}: wait_stream() or wait_event()"
+
+
+class Grave:
+    """Takes notes of memory that was freed while another stream might still use it.
+
+    torch's allocator gives freed memory to the next tensor that is allocated on the same stream. It
+    knows of uses on other streams only by ``record_stream``.
+
+    Args:
+        add: Function that counts a wrong use.
+    """
+
+    def __init__(self, add: Callable[[Hazard], None]) -> None:
+        self._add = add
+        # Storages die at any point, in any thread: only appending is safe then.
+        self._fresh: deque[tuple[Stream, int, Access]] = deque()
+        self._waiting: list[tuple[Stream, int, Access]] = []
+
+    def take(self, home: Home) -> None:
+        """Note the uses of freed memory on other streams than its own."""
+        if home.stream is None:
+            return
+        for access in home.accesses:
+            stream = access.stream
+            is_foreign = stream is not home.stream and stream.index == home.index
+            is_known = stream in home.recorded or stream.name.startswith("NCCL")
+            if is_foreign and not is_known:
+                self._fresh.append((home.stream, home.num_bytes, access))
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no memory was freed too early."""
+        return not (self._fresh or self._waiting)
+
+    def reuse(self, stream: Stream, num_bytes: int, site: Site) -> None:
+        """Look for freed memory that a new tensor on ``stream`` may get while others use it."""
+        while self._fresh:
+            self._waiting.append(self._fresh.popleft())
+        still_used = []
+        for note in self._waiting:
+            home, size, access = note
+            if home.has_reached(access.stream, access.number):
+                continue
+            if home is stream and _fits(num_bytes, size):
+                self._add(_too_early(access, site))
+            else:
+                still_used.append(note)
+        self._waiting = still_used
+
+
+def _fits(num_bytes: int, size: int) -> bool:
+    return 0 < num_bytes <= size and (num_bytes < SMALL_BYTES) == (size < SMALL_BYTES)
+
+
+def _too_early(access: Access, site: Site) -> Hazard:
+    verb = "writes" if access.is_write else "reads"
+    text = f"a new tensor may get the memory that {access.text} still {verb} on another stream"
+    remedy = f"call record_stream({access.stream.name}) on the tensor before it is freed"
+    return Hazard(text, site, access.site, remedy)
