@@ -1,0 +1,285 @@
+"""Hangs, communicators and devices with NCCL's semantics: reports say what is wrong on GPUs."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.sim import Deadlock, Faults, Mismatch, Options, RankError, SimulationError, simulate
+
+Program = Callable[..., object]
+GPUS = Options(semantics="nccl")
+
+
+def join(*, is_eager: bool = False) -> int:
+    """Join a world with one communicator for everything, or with one per pair, too."""
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device if is_eager else None)
+    return rank
+
+
+def ones(size: int = 4) -> Tensor:
+    return torch.ones(size, device="cuda")
+
+
+def report(
+    program: Program,
+    num_ranks: int = 2,
+    kind: type[SimulationError] = Deadlock,
+    options: Options = GPUS,
+) -> str:
+    with pytest.raises(kind) as caught:
+        simulate(program, num_ranks, cluster="dgx-h100", options=options, joined=False)
+    return str(caught.value)
+
+
+def wrong(program: Program, num_ranks: int = 2) -> list[str]:
+    ran = simulate(program, num_ranks, cluster="dgx-h100", options=GPUS, joined=False)
+    assert ran.gpu_time is not None
+    return ran.gpu_time.wrong
+
+
+# Messages
+
+
+def sends_alone() -> None:
+    if join() == 0:
+        dist.send(ones(), 1)  # returns at once
+    torch.cuda.synchronize()
+
+
+def receives_alone() -> None:
+    rank, x = join(), ones()
+    if rank == 0:
+        dist.recv(x, 1)
+    x.tolist()
+
+
+def test_a_message_without_its_other_side_blocks_the_host_only_where_it_waits() -> None:
+    text = report(sends_alone)
+    assert "rank 0 waits for rank 1 to receive, but rank 1 has returned" in text
+    assert "in sends_alone, waits in torch.cuda.synchronize() at line " in text
+    assert "Is a recv missing on rank 1" in text
+    assert "until torch's watchdog ends them after 10 minutes" in text
+
+
+def test_values_that_never_come_are_waited_for_where_the_program_needs_them() -> None:
+    text = report(receives_alone)
+    assert "rank 0 waits for rank 1 to send" in text
+    assert ", waits for values at line " in text
+
+
+def exchange(*, is_eager: bool = False, batched: tuple[int, ...] = ()) -> float:
+    rank = join(is_eager=is_eager)
+    x, y = ones(), torch.zeros(4, device="cuda")
+    if rank in batched:
+        ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+        works = dist.batch_isend_irecv(ops)
+    else:
+        works = [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]
+    for work in works:
+        work.wait()
+    return float(y.sum())
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_messages_that_wait_for_their_turn_are_named(is_eager: bool) -> None:
+    text = report(lambda: exchange(is_eager=is_eager))
+    assert "Rank 0's irecv from rank 1 waits behind its isend to rank 1" in text
+    assert "Give both to batch_isend_irecv" in text
+    assert "also posted, and not started:\n  rank 0  recv from rank 1" in text
+    assert wrong(lambda: exchange(is_eager=is_eager, batched=(0, 1))) == []
+
+
+def test_a_batch_never_meets_single_messages() -> None:
+    text = report(lambda: exchange(batched=(0,)))
+    assert "sends to rank 0 without a batch, but rank 0 receives in one" in text
+    assert "Call batch_isend_irecv on both ranks" in text
+    assert "same group" not in text
+
+
+def ring() -> None:
+    rank = join(is_eager=True)
+    x, y = ones(), ones()
+    works = [dist.isend(x, (rank + 1) % 3), dist.irecv(y, (rank - 1) % 3)]
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+
+
+def collective_first() -> None:
+    rank = join(is_eager=True)
+    x, y = ones(), ones()
+    if rank == 0:
+        dist.all_reduce(x, async_op=True)
+        dist.recv(y, 1)
+    else:
+        dist.send(y, 0)
+        dist.all_reduce(x)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("program", "num_ranks", "words"),
+    [
+        (ring, 3, "Rank 0's irecv from rank 2 waits behind its isend to rank 1"),
+        (collective_first, 2, "waits behind its all_reduce (call 1 of ranks 0 and 1)"),
+    ],
+)
+def test_what_shares_a_communicator_runs_in_the_order_of_the_calls(
+    program: Program, num_ranks: int, words: str
+) -> None:
+    text = report(program, num_ranks)
+    assert words in text
+    assert "what is on one communicator or one stream" in text
+
+
+# Groups
+
+
+def two_groups(*, waits_between: bool = False) -> None:
+    rank = join()
+    groups, works = [dist.new_group([0, 1]) for _ in range(2)], []
+    for group in groups if rank == 0 else groups[::-1]:
+        x = ones()
+        works.append(dist.all_reduce(x, group=group, async_op=True))
+        if waits_between:
+            works[-1].wait()
+            x.sum().item()
+    for work in works:
+        work.wait()
+
+
+def test_two_groups_in_opposite_orders_may_hang_and_with_a_wait_do() -> None:
+    (line,) = wrong(two_groups)
+    assert line.startswith(
+        "rank 0 launches all_reduce (call 1 of ranks 0 and 1) on their 1st group"
+    )
+    assert "before all_reduce (call 1 of ranks 0 and 1) on their 2nd group" in line
+    text = report(lambda: two_groups(waits_between=True))
+    assert "deadlock (order mismatch)" in text
+    assert "in the same order" in text
+
+
+def begins_with_a_batch(*, is_warm: bool = False) -> None:
+    rank = join()
+    x, y = ones(), ones()
+    if is_warm:
+        dist.all_reduce(x)
+    if rank < 2:
+        ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+
+def test_the_first_call_of_a_group_must_not_be_a_batch_of_some_ranks() -> None:
+    (line,) = wrong(begins_with_a_batch, 3)
+    assert "first call is a batch of ranks 0 and 1, without rank 2" in line
+    assert wrong(lambda: begins_with_a_batch(is_warm=True), 3) == []
+
+
+def differing_shapes() -> None:
+    dist.all_reduce(ones(4 + join()))
+
+
+def skipped_call() -> None:
+    if join() == 0:
+        dist.all_reduce(ones())
+    dist.broadcast(ones(), 0)
+
+
+@pytest.mark.parametrize("program", [differing_shapes, skipped_call])
+def test_a_mismatch_says_that_nccl_compares_nothing(program: Program) -> None:
+    text = report(program, kind=Mismatch)
+    assert text.count("NCCL compares nothing") == 1
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in text
+
+
+# Devices and ranks
+
+
+def one_gpu_for_all() -> None:
+    dist.init_process_group("nccl")
+    dist.all_reduce(ones())
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    text = report(one_gpu_for_all, kind=RankError)
+    assert "Duplicate GPU detected : ranks 0 and 1 both use cuda:0 of node 0" in text
+    assert "rank 0  all_reduce" in text
+    assert "waits at the end of its program" in text
+
+
+def own_gpu_by_environment() -> tuple[int, str, float]:
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    x = torch.ones(4, device="cuda:0")
+    dist.init_process_group("nccl")
+    dist.all_reduce(x)
+    return torch.cuda.device_count(), str(x.device), float(x.sum())
+
+
+def too_late() -> None:
+    x = ones()
+    own_gpu_by_environment()
+    x.add_(1)
+
+
+def test_cuda_visible_devices_gives_each_rank_a_gpu_unless_it_is_set_too_late() -> None:
+    ran = simulate(own_gpu_by_environment, 2, cluster="dgx-h100", options=GPUS, joined=False)
+    assert ran.results == [(1, "cuda:0", 8.0)] * 2
+    assert "Duplicate GPU detected" in report(too_late, kind=RankError)
+
+
+def wrong_number() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    torch.ones(4, device=f"cuda:{os.environ['LOCAL_RANK']}")
+
+
+def test_a_gpu_that_the_rank_does_not_see_is_refused() -> None:
+    text = report(wrong_number, kind=RankError)
+    assert "invalid device ordinal (rank 1 asks for cuda:1, and it sees 1 GPU, cuda:0)" in text
+
+
+def host_tensor() -> None:
+    join()
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_tensor_of_the_host_is_refused() -> None:
+    text = report(host_tensor, kind=RankError)
+    assert "No backend type associated with device type cpu" in text
+    assert "gloo" in text
+
+
+def raises_on_one() -> None:
+    rank, x = join(), ones()
+    dist.all_reduce(x)
+    if rank == 1:
+        x.tolist()
+        raise ValueError("no data")
+    dist.all_reduce(x)
+    x.tolist()
+
+
+def test_an_exception_is_the_cause_and_not_the_wait_for_it() -> None:
+    text = report(raises_on_one, kind=RankError)
+    assert text.startswith("rank 1 of 2 raised ValueError: no data")
+
+
+def reduces_often() -> None:
+    x = join() * ones()
+    for _ in range(100):
+        dist.all_reduce(x)
+        x.tolist()
+
+
+@pytest.mark.parametrize("killed_s", [30e-6, 1e-3])
+def test_a_killed_rank_is_to_blame_for_the_hang_of_the_others(killed_s: float) -> None:
+    options = Options(semantics="nccl", faults=Faults(kill_ranks={1: killed_s}))
+    text = report(reduces_often, 3, options=options)
+    assert "for rank 1, but rank 1 was killed by a fault" in text
