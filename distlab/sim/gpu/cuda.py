@@ -5,6 +5,8 @@ numbers on both.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -171,6 +173,24 @@ def _sync(reason: str, streams: list[Stream] | None) -> None:
     device.sync(reason, streams, device.places.call_site()[0])
 
 
+def _synchronize(device: Any = None) -> None:
+    index = index_from(device)
+    streams = [stream for stream in rank_device().streams if stream.index == index]
+    _sync("torch.cuda.synchronize()", streams)
+
+
+def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return autograd's engine, for which the rank's streams are prepared."""
+
+    @wraps(run)
+    def run_on_streams(*args: Any, **kwargs: Any) -> Any:
+        device = this_device()
+        with device.in_backward() if device else nullcontext():
+            return run(*args, **kwargs)
+
+    return run_on_streams
+
+
 def _is_past(mark: Mark) -> bool:
     device = rank_device()
     device.clock.poll(lambda: mark)
@@ -289,7 +309,7 @@ def surface(name: str) -> Mapping[str, Any]:
         "set_device": _set_device,
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": _exchange_device,
-        "synchronize": lambda device=None: _sync("torch.cuda.synchronize()", None),
+        "synchronize": _synchronize,
         "current_stream": lambda d=None: CudaStream.of(device().current_stream(index_from(d))),
         "default_stream": lambda d=None: CudaStream.of(device().default_stream(index_from(d))),
         "set_stream": lambda stream: device().set_stream(stream.stream),
@@ -373,6 +393,8 @@ def install(replace: Replace, of_ranks: Callable[[Any, str, Any], None], name: s
     replace(torch.cuda, "default_generators", _generators())
     for attribute in ("range_push", "range_pop", "range_start", "range_end", "mark"):
         of_ranks(torch.cuda.nvtx, attribute, _nothing)
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    replace(torch.autograd, "_engine_run_backward", _in_backward(run))
     of_ranks(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     for owner in (dist, dist.distributed_c10d):
         of_ranks(owner, "is_nccl_available", lambda: True)

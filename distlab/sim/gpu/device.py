@@ -225,6 +225,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         placing: Placing,
     ) -> Any:
         is_reading = op.name == "_local_scalar_dense"
+        uses = [] if op.is_factory else uses  # it reads no more than a shape
         if is_reading or not op.is_free:
             self._await_flights(uses)
         index = max(placing.source, placing.target)
@@ -260,7 +261,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         if copy is not None:
             index = copy.gpu
             self._meet(copy)
-        stream = self.current_stream(index)
+        stream = self.working_stream(index)
         self.launch(stream, seconds, op.name, site)
         if copy and not copy.waits:
             uses, created = [Use(copy.source, host_home(copy.source), False)], [copy.target]
@@ -290,7 +291,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         """Note that results with new memory are on a GPU."""
         if not created:
             return
-        stream = self.current_stream(index)
+        stream = self.working_stream(index)
         for tensor in created:
             if index_of(tensor) < 0 and not tensor.is_meta:
                 self.adopt(tensor, stream)
@@ -349,7 +350,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         Returns:
             When the channel gets to it, and its end, for which streams can wait.
         """
-        host_s, current = self.host_s(), self.current_stream(channel.index)
+        host_s, current = self.host_s(), self.working_stream(channel.index)
         channel.comes_after(current.reached)
         start = channel.moment
         start.join(current.moment)
@@ -377,7 +378,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
                 self.await_bytes(home, Span.of(tensor), is_write, self._stream_of(home))
 
     def _stream_of(self, home: Home) -> Stream:
-        return self.current_stream(home.index) if home.index >= 0 else self.host
+        return self.working_stream(home.index) if home.index >= 0 else self.host
 
     def await_bytes(self, home: Home, span: Span, is_write: bool, stream: Stream) -> None:
         """Wait until communication has let go of some bytes, if ``stream`` comes after it."""

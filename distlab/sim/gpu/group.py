@@ -285,6 +285,8 @@ class GpuGroup(SimGroup):
             self._device.clock.advance(self._device.costs.communication_launch_s)
         self._shared.clock.act()
         message = self._message(name, tensors[0], peer, source, tag, site, key)
+        if self._shared.meetings.watcher is not None:
+            self._shared.meetings.watcher.sent(message)
         message.turn = StreamTurn(message, is_batch=batch is not None)
         self._shared.mailbox.held[message] = None
         if self._recorder:

@@ -11,8 +11,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.trace import NOWHERE
+from distlab.sim.gpu.backward import Backward, Switches
 from distlab.sim.gpu.costs import Costs
 from distlab.sim.gpu.streams import Mark, Moment, Reached, Stream
 from distlab.sim.gpu.usage import Usage
@@ -173,6 +176,39 @@ class Host:
         """Make a stream, and its GPU, the thread's current ones."""
         chosen: dict[int, Stream] = getattr(self._local, "streams", {})
         self._local.streams = {**chosen, stream.index: stream}
+        self._local.switches = self._switches()
+        self._local.switches.add(stream)
+
+    def _switches(self) -> Switches:
+        switches: Switches = getattr(self._local, "switches", None) or Switches()
+        return switches
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Run a backward pass, in which ``working_stream`` depends on the node."""
+        before = getattr(self._local, "backward", None)
+        chosen: dict[int, Stream] = getattr(self._local, "streams", {})
+        self._local.backward = Backward(chosen)
+        try:
+            yield
+            self._local.backward.leave()
+        finally:
+            self._local.backward = before
+
+    def working_stream(self, index: int) -> Stream:
+        """Return the stream of a GPU for the thread's next work: in a backward pass, the node's."""
+        current = self.current_stream(index)
+        backward: Backward | None = getattr(self._local, "backward", None)
+        node = torch._C._current_autograd_node() if backward else None
+        if backward is None or node is None or not (switches := self._switches()):
+            return current
+        around = backward.outside.get(index) or self.default_stream(index)
+        if current is not around:  # a hook has chosen another one
+            return current
+        number = node._sequence_nr()
+        return backward.enter(
+            number, switches.at(number, index) or self.default_stream(index), around
+        )
 
     def host_s(self) -> float:
         """Return the host's time in virtual seconds."""
@@ -191,8 +227,8 @@ class Host:
         stream.next_number()
 
     def hold(self, mark: Mark) -> None:
-        """Make the current stream of the mark's GPU wait for it."""
-        mark.hold([self.current_stream(mark.index)])
+        """Make the thread's stream of the mark's GPU wait for it."""
+        mark.hold([self.working_stream(mark.index)])
 
     def learn(self, reached: Reached) -> None:
         """Note that the host knows how far streams have got, so all later work comes after it."""

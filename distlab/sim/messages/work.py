@@ -137,7 +137,7 @@ class SimWork(dist.Work):
         return future
 
 
-W = TypeVar("W", bound=SimWork)
+Handle = TypeVar("Handle", bound=SimWork)
 
 
 def work_of(
@@ -145,8 +145,8 @@ def work_of(
     tensors: Sequence[Tensor],
     handles: Handles,
     group_limit_s: float,
-    kind: type[W] = SimWork,  # type: ignore[assignment]
-) -> W:
+    kind: type[Handle] = SimWork,  # type: ignore[assignment]
+) -> Handle:
     """Return the handle of an operation that the running rank has posted.
 
     Args:

@@ -283,3 +283,33 @@ def test_a_killed_rank_is_to_blame_for_the_hang_of_the_others(killed_s: float) -
     options = Options(semantics="nccl", faults=Faults(kill_ranks={1: killed_s}))
     text = report(reduces_often, 3, options=options)
     assert "for rank 1, but rank 1 was killed by a fault" in text
+
+
+# The sanitizer
+
+
+def trains_two_stages() -> None:
+    rank = join()
+    torch.manual_seed(0)
+    stage = torch.nn.Linear(4, 4, device="cuda")
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    for _ in range(2):
+        if rank == 0:
+            output = stage(ones().view(1, 4))
+            gradient = torch.empty_like(output)
+            dist.send(output.detach(), 1)
+            dist.recv(gradient, 1)
+            output.backward(gradient)
+        else:
+            received = torch.empty(1, 4, device="cuda")
+            dist.recv(received, 0)
+            stage(received.requires_grad_()).square().sum().backward()
+            dist.send(received.grad, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_sanitizer_sees_messages_of_gpus_and_takes_stages_for_no_replicas() -> None:
+    options = Options(semantics="nccl", is_sanitized=True)
+    ran = simulate(trains_two_stages, 2, cluster="dgx-h100", options=options, joined=False)
+    assert ran.findings == []

@@ -249,7 +249,7 @@ def test_a_copy_between_gpus_is_behind_the_work_of_both() -> None:
         y.copy_(x)
         y.add_(1)
         times = [watch.us()]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(1)
         return [*times, watch.us(), y.sum().item()]
 
     ran = run(program)
@@ -300,3 +300,19 @@ def test_the_idle_time_of_a_program_that_is_launch_bound_anyway_is_no_syncs() ->
     (count, waited_us, idle_us) = waits(program, kernel_us=2)[".item()"]
     assert (count, waited_us) == (5, 5 * 2)
     assert idle_us == pytest.approx(4 * 2)  # each wait delays the next launch by itself
+
+
+def test_synchronize_waits_for_one_gpu() -> None:
+    def main() -> tuple[bool, bool]:
+        ends = []
+        for index in (0, 1):
+            x = torch.ones(512, 512, device=f"cuda:{index}")
+            for _ in range(20 + 40 * index):
+                x = x @ x
+            with torch.cuda.device(index):
+                ends.append(torch.cuda.current_stream().record_event())
+        torch.cuda.synchronize(0)
+        return ends[0].query(), ends[1].query()
+
+    options = Options(semantics="nccl", costs=Costs(launch_s=1e-9))
+    assert simulate(main, 1, cluster="dgx-h100", options=options).results == [(True, False)]
