@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import graph
+from torch.distributed import utils
 from torch.nn.parallel import distributed
 
+from distlab import process_group
 from distlab.sim.gpu.placement import index_of
 
-_BACKWARD, _DDP = graph.__file__, distributed.__file__
+_BACKWARD, _DDP, _UTILS = graph.__file__, distributed.__file__, utils.__file__
 
 
 def made_for_gpu(source: int) -> int:
@@ -34,14 +36,16 @@ def made_for_gpu(source: int) -> int:
         return source if source >= 0 else _place(frame.f_locals.get("t_outputs", ()))
     if file == _DDP:
         return source if source >= 0 else _place_of_ddp(frame.f_locals.get("self"))
+    if file == _UTILS:  # it compares the shapes of parameters
+        return _place(frame.f_locals.get("tensors", ()))
     return -1
 
 
-_SIMULATOR = __file__.rpartition("gpu")[0]
+_SIMULATOR = __file__.rpartition("gpu")[0], process_group.__file__.rpartition("__init__")[0]
 
 
 def _is_between(file: str) -> bool:
-    return file.startswith((_SIMULATOR, "<")) or file.endswith(("_ops.py", "_stats.py"))
+    return file.startswith((*_SIMULATOR, "<")) or file.endswith(("_ops.py", "_stats.py"))
 
 
 def _place(tensors: Any) -> int:

@@ -289,6 +289,13 @@ def _set_state(state: Any, _device: Any = None) -> None:
     torch.set_rng_state(state)
 
 
+def _refuse_graphs(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "CUDA graphs are not simulated: launch the kernels one by one, and set their cost with "
+        "--host-cost launch_s=…"
+    )
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing, because a simulated GPU has no such thing."""
 
@@ -310,7 +317,7 @@ def surface(name: str) -> Mapping[str, Any]:
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": _exchange_device,
         "synchronize": _synchronize,
-        "current_stream": lambda d=None: CudaStream.of(device().current_stream(index_from(d))),
+        "current_stream": lambda d=None: CudaStream.of(device().working_stream(index_from(d))),
         "default_stream": lambda d=None: CudaStream.of(device().default_stream(index_from(d))),
         "set_stream": lambda stream: device().set_stream(stream.stream),
         "stream": CurrentStream,
@@ -331,6 +338,10 @@ def surface(name: str) -> Mapping[str, Any]:
         "max_memory_allocated": lambda device=None: rank_device().memory.peak_bytes,
         "max_memory_reserved": lambda device=None: rank_device().memory.peak_bytes,
         "reset_peak_memory_stats": lambda device=None: rank_device().memory.restart_peak(),
+        "reset_accumulated_memory_stats": _nothing,
+        "CUDAGraph": _refuse_graphs,
+        "graph": _refuse_graphs,
+        "make_graphed_callables": _refuse_graphs,
         "reset_max_memory_allocated": lambda device=None: rank_device().memory.restart_peak(),
         "memory_stats": lambda device=None: _memory_stats(),
         "memory_summary": lambda *_, **__: _memory_summary(),

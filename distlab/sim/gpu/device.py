@@ -110,7 +110,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         )
         self._kind = gpu
         Host.__init__(self, clock, places, num_gpus, costs, has_tracks=has_tracks)
-        self.local, self.hazards = local, Hazards()
+        self.local, self.hazards = local, Hazards(self.streams)
         self._grave = Grave(self.hazards.add)
         self.memory.on_resize = self._resized
 
@@ -310,7 +310,12 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         home.stream, home.grave, home.num_bytes = stream, self._grave, num_bytes
 
     def _resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Note that a storage gets new memory; FSDP frees and restores parameters so."""
+        """Note that a storage gets new memory; FSDP frees and restores parameters so.
+
+        Communication that has yet to use the old memory comes first, as it does on a stream.
+        """
+        for flight in getattr(getattr(storage, "_home", None), "flights", ()):
+            self._await(flight.operation)
         home = renew(storage) if num_bytes else None
         if home is not None:
             self._allocate(home, self.current_stream(home.index), num_bytes)

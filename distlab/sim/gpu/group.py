@@ -18,6 +18,7 @@ from distlab.process_group.call import Call
 from distlab.process_group.checks import check_contiguous
 from distlab.sim.engine.scheduler import NEVER
 from distlab.sim.gpu import report
+from distlab.sim.gpu.adoption import made_for_gpu
 from distlab.sim.gpu.communicators import Communicators, Open
 from distlab.sim.gpu.device import HostAndGpus, this_device
 from distlab.sim.gpu.flight_recorder import UNCHECKED, FlightRecorder, GroupInfo, write_dumps
@@ -47,6 +48,19 @@ class Batch:
     messages: list[Message] = field(default_factory=list)
     works: "list[GpuWork]" = field(default_factory=list)
     uses: Uses = field(default_factory=list)
+
+
+@dataclass
+class Block:
+    """The calls inside one of torch's blocks of coalesced calls, with one handle for all."""
+
+    works: "list[GpuWork]" = field(default_factory=list)
+
+    def wait(self) -> bool:
+        """Make the current stream wait for all of them."""
+        for work in self.works:
+            work.wait()
+        return True
 
 
 @dataclass
@@ -115,6 +129,7 @@ class GpuGroup(SimGroup):
         self._device = fleet.devices[ranks[rank]]
         self._recorder = fleet.recorders.get(ranks[rank])
         self._info = GroupInfo(name, ranks, limit_s)
+        self._block: Block | None = None
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -134,7 +149,7 @@ class GpuGroup(SimGroup):
         if index < 0 and is_by_torch:  # C++ code may have made the tensors beside those of the GPU
             index = self._device.running
         if index < 0 and is_by_torch and self.backend == "nccl":
-            index = self._device.index
+            index = made_for_gpu(-1)
         if index < 0 and self.backend == "nccl" and tensors and not tensors[0].is_meta:
             raise RuntimeError(
                 f"{name}: No backend type associated with device type cpu. The group is NCCL's, "
@@ -206,7 +221,20 @@ class GpuGroup(SimGroup):
         kind = BarrierWork if call.name == "barrier" else GpuWork
         work = work_of(attendance, results, self._shared.handles, self._limit_s, kind)
         work.end = end
+        return self._noted_in_block(work)
+
+    def _noted_in_block(self, work: "GpuWork") -> "GpuWork":
+        if self._block is not None:
+            self._block.works.append(work)
         return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._block = Block()
+
+    def _end_coalescing(self, device: torch.device) -> "Block | None":
+        """Return the handle of all calls since the start."""
+        block, self._block = self._block, None
+        return block
 
     def _leave_gpu(self, tensors: Sequence[Tensor]) -> None:
         """Wait for the GPU, from which gloo copies the tensors."""
@@ -301,7 +329,7 @@ class GpuGroup(SimGroup):
             work.end = self._launch(channel, [message], uses, message.text(), site, go)
         else:
             self._add(batch, channel, work, message, uses, site)
-        return work
+        return self._noted_in_block(work)
 
     def _message(
         self,

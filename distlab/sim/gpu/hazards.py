@@ -7,7 +7,7 @@ that torch has for CUDA.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from distlab.sim.gpu.accesses import Access
@@ -17,6 +17,7 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 
 MAX_ACCESSES = 64  # accesses that are remembered of one storage
+_AS_WRITTEN = {"_local_scalar_dense": "item()", "_to_copy": "to()"}  # names of operations
 SMALL_BYTES = 2**20  # torch's allocator reuses smaller blocks only for small tensors
 
 
@@ -40,9 +41,14 @@ class Hazard(NamedTuple):
 
 
 class Hazards:
-    """The wrong uses of one rank, each counted once per pair of lines."""
+    """The wrong uses of one rank, each counted once per pair of lines.
 
-    def __init__(self) -> None:
+    Args:
+        streams: All streams of the rank.
+    """
+
+    def __init__(self, streams: Iterable[Stream]) -> None:
+        self._streams = streams
         self._counts: Counter[Hazard] = Counter()
 
     def add(self, hazard: Hazard) -> None:
@@ -68,27 +74,39 @@ class Hazards:
             else:
                 is_over = (is_write or earlier.is_write) and span.meets(earlier.span)
                 if is_over:
-                    self.add(_hazard(earlier, access))
+                    self.add(_hazard(earlier, access, self._streams))
             if not is_over:
                 kept.append(earlier)
         home.accesses = [*kept[1 - MAX_ACCESSES :], access]
 
 
-def _hazard(earlier: Access, later: Access) -> Hazard:
+def _hazard(earlier: Access, later: Access, streams: Iterable[Stream]) -> Hazard:
     verb = "overwrites" if later.is_write else "reads"
     what = "writes" if earlier.is_write else "reads"
-    text = f"{later.text} {verb} what {earlier.text} {what}, and nothing orders the two"
-    return Hazard(text, later.site, earlier.site, _remedy(earlier, later))
+    one, other = (_AS_WRITTEN.get(use.text, use.text) for use in (later, earlier))
+    text = f"{one} {verb} what {other} {what}, and nothing orders the two"
+    return Hazard(text, later.site, earlier.site, _remedy(earlier, later, streams))
 
 
-def _remedy(earlier: Access, later: Access) -> str:
+def _remedy(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:
     if earlier.stream.name.startswith("NCCL"):
-        return "call wait() on its handle before"
+        return _wait_for(earlier, later, streams)
     if later.stream.index < 0:
         return f"synchronize {earlier.stream.name}, or an event behind the copy, before"
     if later.stream.name.startswith("NCCL"):
         return f"let the current stream wait for {earlier.stream.name} before the call"
     return f"let {later.stream.name} wait for {earlier.stream.name}: wait_stream() or wait_event()"
+
+
+def _wait_for(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:
+    """Return what makes a stream wait for communication; another one may do so already."""
+    for stream in streams:
+        if stream is not earlier.stream and stream.has_reached(earlier.stream, earlier.number):
+            return (
+                f"only {stream.name} waits for it, so let {later.stream.name} wait for that: "
+                "wait_stream() or wait_event()"
+            )
+    return "call wait() on its handle before"
 
 
 class Grave:

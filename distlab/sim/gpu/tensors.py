@@ -4,7 +4,7 @@ C++ code takes them for the CPU's, so all that reads their place or moves them b
 while a world with GPUs runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
@@ -312,6 +312,16 @@ def _named(device: Any) -> Any:
     return torch.device("cuda", device) if isinstance(device, int) else device
 
 
+def _by_device(lists: Any, places: list[int]) -> Iterator[tuple[torch.device, Any]]:
+    """Yield the parts of a group of lists that are on one device."""
+    numbers: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(lists[0]):
+        numbers.setdefault(device_of(tensor), []).append(number)
+    for device, chosen in numbers.items():
+        parts = [[part[k] for k in chosen] if part else part for part in lists]
+        yield device, (parts, [places[k] for k in chosen] if places else places)
+
+
 def _grouping(group: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's function that groups tensors by device, with the devices as shown."""
 
@@ -319,7 +329,11 @@ def _grouping(group: Callable[..., Any]) -> Callable[..., Any]:
         groups = group(lists, *args, **kwargs)
         if this_device() is None:
             return groups
-        return {(device_of(of[0][0][0]), dtype): of for (_, dtype), of in groups.items()}
+        return {
+            (device, dtype): part
+            for (_, dtype), of in groups.items()
+            for device, part in _by_device(*of)
+        }
 
     return grouped
 

@@ -95,3 +95,31 @@ def test_gradients_read_on_a_stream_that_does_not_wait_are_a_hazard() -> None:
     assert ran.gpu_time is not None
     assert len(ran.gpu_time.wrong) == 2
     assert "nothing orders the two" in ran.gpu_time.wrong[0]
+
+
+def test_a_hook_of_a_leaf_runs_behind_its_gradient() -> None:
+    """FSDP's hooks let their stream wait for the current one."""
+
+    def program() -> None:
+        weight = torch.ones(8, device="cuda", requires_grad=True)
+        side, reducing = torch.cuda.Stream(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+
+        def halve(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            reducing.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(reducing):
+                leaf.grad.div_(2)
+
+        weight.register_post_accumulate_grad_hook(halve)
+        with torch.cuda.stream(side):
+            first, second = torch.split(weight, 4)
+        torch.cuda.current_stream().wait_stream(side)
+        (first * second).sum().backward()
+        torch.cuda.current_stream().wait_stream(reducing)
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [0.5] * 8
+
+    ran = run(program)
+    assert ran.gpu_time is not None
+    assert ran.gpu_time.wrong == []

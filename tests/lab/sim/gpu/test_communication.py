@@ -313,3 +313,64 @@ def test_the_sanitizer_sees_messages_of_gpus_and_takes_stages_for_no_replicas() 
     options = Options(semantics="nccl", is_sanitized=True)
     ran = simulate(trains_two_stages, 2, cluster="dgx-h100", options=options, joined=False)
     assert ran.findings == []
+
+
+# Torch's own code
+
+
+def frees_the_input_of_a_collective() -> list[float]:
+    rank, outputs = join(), torch.empty(2, 4, device="cuda")
+    inputs = torch.full((4,), rank + 1.0, device="cuda")
+    dist.all_gather([*outputs], inputs, async_op=True).wait()
+    inputs.untyped_storage().resize_(0)
+    return outputs.flatten().tolist()
+
+
+def sums_in_a_block() -> list[float]:
+    join()
+    parts, device = [ones(1), ones(2)], torch.device("cuda", torch.cuda.current_device())
+    with dist._coalescing_manager(device=device, async_ops=True) as block:
+        for part in parts:
+            dist.all_reduce(part)
+    block.wait()
+    return torch.cat(parts).tolist()
+
+
+@pytest.mark.parametrize(
+    ("program", "result"),
+    [
+        (frees_the_input_of_a_collective, [1.0] * 4 + [2.0] * 4),
+        (sums_in_a_block, [2.0] * 3),
+    ],
+)
+def test_bytes_arrive_before_they_are_needed(program: Program, result: list[float]) -> None:
+    ran = simulate(program, 2, cluster="dgx-h100", options=GPUS, joined=False)
+    assert ran.results == [result] * 2
+    assert ran.gpu_time is not None
+    assert ran.gpu_time.wrong == []
+    assert ran.trace.unwaited == []
+
+
+def wraps_a_model_on_the_cpu() -> None:
+    join()
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def test_torchs_own_calls_with_tensors_of_the_host_are_refused() -> None:
+    assert "No backend type associated with device type cpu" in report(
+        wraps_a_model_on_the_cpu, kind=RankError
+    )
+
+
+def uses_on_another_stream_than_the_one_that_waits() -> None:
+    join()
+    x, side = ones(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        dist.all_reduce(x)
+    x.add_(1)
+
+
+def test_a_stream_that_waits_for_communication_is_named() -> None:
+    (line,) = wrong(uses_on_another_stream_than_the_one_that_waits)
+    assert "only stream 1 waits for it, so let the default stream wait for that" in line
