@@ -19,13 +19,14 @@ import pytest
 import torch
 
 from distlab import course
-from distlab.grade import report_paths, reports, submission, suites, table
+from distlab.grade import gpus, report_paths, reports, submission, suites, table
 from distlab.grade.lending import NO_LENDER, Loan, loan_for
 from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
 from distlab.grade.suites import is_real_too, task_of
+from distlab.sim.results.simulated import SEMANTICS
 
 TIMEOUT_S = 10.0  # wall-clock limit of one world; the other limits catch hangs within 2 s
 BACKENDS = ("auto", "sim", "gloo", "nccl")
@@ -57,6 +58,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="auto",
         choices=BACKENDS,
         help="auto: simulated, and real processes where a test says so",
+    )
+    group.addoption(
+        "--semantics",
+        default="gloo",
+        choices=SEMANTICS,
+        help="nccl: the simulated world has GPUs, and what would be wrong on them fails",
     )
     group.addoption(
         "--lend",
@@ -105,6 +112,7 @@ class Grader:
         self.config = config
         self.started = time.monotonic()
         self.results: dict[str, TaskResult] = {}
+        self.syncs: dict[str, gpus.Places] = {}
         self._loans: dict[str, Loan | None] = {}
         self.only = self._task_filter()
         self.course_root = Path(config.rootpath)
@@ -229,13 +237,19 @@ class Grader:
             ran = (grade.world, grade.world_size) if grade else ("", 0)
             result = TestResult(item.name, ran[0], verdict, report.duration, ran[1])
             self.results[task_id].tests.append(result)
+            if grade:
+                gpus.merge(self.syncs.setdefault(task_id, {}), grade.gpus.syncs)
         return report
 
     def _verdict(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Verdict:
         if call.excinfo is not None:
             return verdict_on(call.excinfo.value)
-        if _GRADE not in item.stash or not item.stash[_GRADE].runs:
+        grade = item.stash.get(_GRADE, None)
+        if grade is None or not grade.runs:
             return Verdict(Outcome.GRADER_ERROR, "the test did not run the submission")
+        if grade.gpus.hazards:
+            text = "\n".join([gpus.WRONG, *(f"  {line}" for line in grade.gpus.hazards)])
+            return Verdict(Outcome.FAILED, text, kind="hazard")
         return Verdict(Outcome.PASSED)
 
     def pytest_report_teststatus(
@@ -283,6 +297,10 @@ class Grader:
         terminalreporter.section("tasks")
         for line in table.rows(result):
             terminalreporter.line(line)
+        if any(self.syncs.values()):
+            terminalreporter.section(gpus.TITLE)
+            for line in gpus.sync_rows(self.syncs):
+                terminalreporter.line(line)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -326,6 +344,7 @@ def grade(request: pytest.FixtureRequest) -> Grade:
         *(grader.submission_for(result), result.task, request.param, timeout_s),
         seed=grader.seed,
         reference=grader.reference,
+        semantics=request.config.getoption("semantics"),
     )
     request.node.stash[_GRADE] = run
     return run

@@ -5,17 +5,19 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import distlab
 from distlab import launch
 from distlab.course import Challenge, Task
 from distlab.grade.called import Lesson
+from distlab.grade.gpus import OnGpus
 from distlab.grade.limits import REFERENCE_TIMEOUT_S, limits_of, raised_to, scaled_by, work
 from distlab.grade.outcomes import OUTSIDE
 from distlab.grade.submission import GIVEN, Submission
@@ -62,11 +64,16 @@ class Run:
         results: Return values by rank.
         trace: Bytes, messages, events and memory; only in the simulated world.
         seconds: Virtual time; only in the simulated world.
+        host_syncs: Number of times that the submission's lines made each rank's host wait for its
+            GPU; empty without simulated GPUs.
+        hazards: Lines on what would be wrong on GPUs; empty without simulated GPUs.
     """
 
     results: list[Any]
     trace: Trace | None = None
     seconds: float = 0.0
+    host_syncs: list[int] = field(default_factory=list)
+    hazards: list[str] = field(default_factory=list)
 
     messages = _counted("messages")  # number sent, including those inside built-in collectives
     bytes_sent = _counted("bytes_sent")
@@ -91,6 +98,7 @@ class Grade:
 
     Attributes:
         world: "sim", "gloo" or "nccl".
+        gpus: What the simulated GPUs of all worlds reported so far.
         runs: Number of worlds that the test has started; a test that starts none judges nothing.
         world_size: Number of ranks in the last world.
         random: Source of values that a submission must not know in advance, such as link speeds,
@@ -106,6 +114,7 @@ class Grade:
         *,
         seed: int = 0,
         reference: Submission | None = None,
+        semantics: str = "gloo",
     ) -> None:
         """Store the settings; no world is started yet.
 
@@ -117,13 +126,15 @@ class Grade:
             seed: Seed of ``random``.
             reference: Solutions, which are run for comparison if a world seems to hang, because the
                 machine may just be slow. Without them, the speed of the machine is measured.
+            semantics: "nccl" to simulate GPUs, except in worlds whose cluster or ``has_devices``
+                the test sets, because it then judges what gloo's semantics define, such as times.
         """
-        self.world = world
+        self.world, self.gpus = world, OnGpus(submission.root)
         self.runs = 0
         self.world_size = 0
         self.random = random.Random(seed)
         self._submission, self._task, self._reference = submission, task, reference
-        self._limits = limits_of(timeout_s)
+        self._limits, self._semantics = limits_of(timeout_s), semantics
 
     @property
     def is_simulated(self) -> bool:
@@ -147,7 +158,8 @@ class Grade:
             world_size: Number of ranks.
             args: Arguments, the same on all ranks.
             cluster: Cluster of the simulated world, as for ``launch.simulate``.
-            options: Options of the simulated world.
+            options: Options of the simulated world. With "nccl" as semantics, the tensors that the
+                body makes are on its rank's GPU, and results are copied to the CPU.
             if_stuck: Likely cause if ranks wait forever, or if one leaves the others waiting. This
                 sentence is shown before the table of waiting ranks.
             if_slow: Likely cause if ranks compute forever.
@@ -210,16 +222,22 @@ class Grade:
         submission: Submission,
         limits: Limits,
     ) -> Run:
+        if self._semantics == "nccl" and cluster is None and options.has_devices is None:
+            options = replace(options, semantics="nccl", p2p_order="free")  # has NCCL's order
+        has_gpus = options.semantics == "nccl"
         simulated = launch.simulate(
-            *(on_rank, world_size, submission, self._task, body, args),
-            cluster=cluster,
+            *(on_gpu if has_gpus else on_rank, world_size, submission, self._task, body, args),
+            cluster=cluster or ("dgx-h100" if has_gpus else None),
             options=replace(options, given=given_with(body, submission, *args), is_strict=True),
             limits=limits,
             plain_results=True,
         )
         if len(simulated.results) != world_size:
             raise RuntimeError(f"{len(simulated.results)} results of {world_size} ranks")
-        return Run(simulated.results, simulated.trace, simulated.seconds)
+        on_gpus = simulated.gpu_time
+        syncs = self.gpus.note(on_gpus) if on_gpus else []
+        hazards = on_gpus.wrong if on_gpus else []
+        return Run(simulated.results, simulated.trace, simulated.seconds, syncs, hazards)
 
     def _on_processes(
         self,
@@ -319,3 +337,18 @@ def on_rank(
 ) -> Any:
     """Import the lesson and call the body, on one rank."""
     return body(Lesson(submission.load(task.folder, task.lesson)), *args)
+
+
+def on_gpu(
+    submission: Submission, task: Task | Challenge, body: Body, args: tuple[object, ...]
+) -> Any:
+    """Do the same on a simulated GPU, which is where the body's tensors are made and copied to."""
+    lesson = Lesson(submission.load(task.folder, task.lesson))
+    device = launch.context().device
+    with device:
+        results = body(lesson, *_moved(args, device))
+    return _moved(results, torch.device("cpu"))
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    return tree_map_only(torch.Tensor, lambda x: x.to(device), values)

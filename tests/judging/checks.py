@@ -20,6 +20,7 @@ Text = Literal["same", "alike", "any"]  # how closely the ranks' error texts mus
 LATENCY_S, BYTE_S = 7e-6, 1 / 13e9
 UNIFORM = Cluster(1, 16, latency_s=LATENCY_S, nvlink_bytes_per_s=1 / BYTE_S)  # all links are equal
 AS_NCCL = Options(p2p_order="pair")  # messages within a pair of ranks wait for each other
+ON_CPU = Options(has_devices=False)  # tensors are on the CPU, also with --semantics nccl
 MEASURED = Options(has_devices=True)  # counts each rank's memory; computation takes no time
 
 

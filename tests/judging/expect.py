@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, WrongResult, check
+from distlab.sim import Options
 from judging.checks import is_close, of_members, short_beside
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
@@ -54,9 +55,13 @@ def over(
     return test
 
 
-def results_in_group(grade: Grade, body: Callable[..., Any], *args: object) -> list[Any]:
+def results_in_group(
+    grade: Grade, body: Callable[..., Any], *args: object, options: Options | None = None
+) -> list[Any]:
     """Run a body in a group whose members have other ranks in the world; return their results."""
-    run = grade.run(inside_group, OUTER_WORLD_SIZE, body, *args, if_stuck=STUCK_IN_GROUP)
+    run = grade.run(
+        *(inside_group, OUTER_WORLD_SIZE, body, *args), options=options, if_stuck=STUCK_IN_GROUP
+    )
     return of_members(run)
 
 

@@ -112,6 +112,12 @@ def own_device(group: Any = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
+def given_device(group: Any = None) -> dict[str, Any]:
+    """Return the keyword argument ``device``, or no arguments if this rank's device is the CPU."""
+    device = own_device(group)
+    return {} if device.type == "cpu" else {"device": device}
+
+
 def given_group(group: Any) -> dict[str, Any]:
     """Return the keyword argument ``group``, or no arguments if it is None."""
     return {} if group is None else {"group": group}

@@ -12,7 +12,7 @@ from torch import Tensor
 from distlab.grade import WrongResult
 from judging.calls import numbers, pair, refusal_of, refused, returned
 from judging.pretend_device import PretendDevice, device_of, devices_sent
-from judging.tensors import KINDS, exact, given_group, plain
+from judging.tensors import KINDS, exact, given_device, given_group, plain
 
 Shape = tuple[int, ...]
 
@@ -55,7 +55,7 @@ def _tensor(dtype: str, shape: Shape, seed: int) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """Return the values of a tensor as raw bytes."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def scatter(lesson: Any, kind: Kind, src: int | None, group: Any = None) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def scatter(lesson: Any, kind: Kind, src: int | None, group: Any = None) -> dict
     """
     holds_it = dist.get_rank(group) == (src or 0)
     batch = kind.batch() if holds_it else None
-    given = given_group(group) | ({"src": src} if src is not None else {})
+    given = given_device(group) | given_group(group) | ({"src": src} if src is not None else {})
     parts = lesson.scatter_batch(batch, **given)
     images, labels = pair("scatter_batch", parts, "images and labels")
     return {
@@ -102,7 +102,7 @@ def scatter_what_is_wrong(lesson: Any, what: str, src: int, group: Any = None) -
     lengths = WRONG_BATCHES[what]
     holds_it = dist.get_rank(group) == src and lengths
     batch = (torch.zeros(lengths[0], 2), torch.zeros(lengths[1])) if holds_it else None
-    return refusal_of(lambda: lesson.scatter_batch(batch, src, group=group))
+    return refusal_of(lambda: lesson.scatter_batch(batch, src, **given_device(), group=group))
 
 
 def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def measure(
     group: Any = None,
 ) -> dict[str, Any]:
     """Measure strategies, and return the table as plain data."""
-    given = {**arguments, **given_group(group)}
+    given = {**given_device(group), **arguments, **given_group(group)}
     return _as_dict(lesson.measure_all_reduce(strategies(lesson), sizes, **given))
 
 

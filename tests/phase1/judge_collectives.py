@@ -16,6 +16,7 @@ from judging.checks import (
     BYTE_S,
     LATENCY_S,
     MEASURED,
+    ON_CPU,
     UNIFORM,
     Edge,
     check_no_collective,
@@ -191,7 +192,9 @@ def test_every_rank_hears_of_a_wrong_batch(grade: Grade, what: str) -> None:
 def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
     n, src = 3, 1
     kind = b.Kind(7, seed=grade.random.randrange(10**6))
-    for rank, found in enumerate(grade.run(b.scatter_on_device, n, kind, src, is_text).results):
+    for rank, found in enumerate(
+        grade.run(b.scatter_on_device, n, kind, src, is_text, options=ON_CPU).results
+    ):
         device, rows = found["device"], _rows_of(kind.rows, n, rank)
         here = f"rank {rank} of {n}, with device={repr(device) if is_text else f'torch.{device}'}"
         expect(f"{here}: the devices of images and labels", found["devices"], [device] * 2)

@@ -11,7 +11,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.util.text import counted
-from judging.checks import check_silent, short
+from judging.checks import ON_CPU, check_silent, short
 from judging.expect import expect, results_in_group
 from phase1 import data as b
 
@@ -228,7 +228,7 @@ Loaded = Sequence[Mapping[str, Any]]  # results of b.load for one case, by rank
 def test_batches_of_a_step_are_one_global_batch(grade: Grade, n: int) -> None:
     samples, seed = grade.random.randint(49, 59), grade.random.randrange(10**6)
     cases: list[b.Case] = [(samples, 12, [-1, -1, 1, -1, 0], {"seed": seed}), (24, 12, [0, 1], {})]
-    run = grade.run(b.load, n, cases)
+    run = grade.run(b.load, n, cases, options=ON_CPU)
     _check_all(run.results, cases)
     check_silent(run, "a loader")
 
@@ -313,7 +313,7 @@ def _check_left_alone(loaded: Mapping[str, Any], here: str) -> None:
 def test_loader_processes_are_as_many_as_asked_for(grade: Grade) -> None:
     epochs = [0, 1, 0]
     cases: list[b.Case] = [(24, 12, epochs, {"num_loader_workers": workers}) for workers in (0, 2)]
-    by_rank = grade.run(b.load, 2, cases).results
+    by_rank = grade.run(b.load, 2, cases, options=ON_CPU).results
     _check_all(by_rank, cases)
     _check_augmentation([results[1] for results in by_rank], epochs, "with 2 loader processes")
 
@@ -326,7 +326,7 @@ def test_loader_processes_stay_if_asked_to(grade: Grade) -> None:
     new, stay = {**seed, "num_loader_workers": 1}, {**seed, "persistent_workers": True}
     cases: list[b.Case] = [(24, 12, epochs, new), (24, 12, epochs, new | stay)]
     cases += [(24, 12, [1], {**stay, "num_loader_workers": 2}), (24, 12, [1], stay)]
-    by_rank = grade.run(b.load, 2, cases).results
+    by_rank = grade.run(b.load, 2, cases, options=ON_CPU).results
     _check_all(by_rank, cases)
     for rank, results in enumerate(by_rank):
         _check_who_stays(f"rank {rank} of 2", *results[:2])
@@ -354,7 +354,9 @@ def _check_who_stays(here: str, new: Mapping[str, Any], stay: Mapping[str, Any])
 def test_batches_are_pinned_if_asked_to_where_there_is_a_gpu(grade: Grade) -> None:
     if not grade.run(b.offers, 1, "pin_memory").results[0]:
         return
-    for has_gpu, found in zip((True, False), grade.run(b.pinned, 1).results[0], strict=True):
+    for has_gpu, found in zip(
+        (True, False), grade.run(b.pinned, 1, options=ON_CPU).results[0], strict=True
+    ):
         expect(
             f"a host {'with' if has_gpu else 'without'} a GPU, where torch.cuda.is_available() is "
             f"{has_gpu}: loader.pin_memory by default, and with pin_memory=True,",
@@ -368,7 +370,7 @@ def test_batches_are_pinned_if_asked_to_where_there_is_a_gpu(grade: Grade) -> No
 def test_augmentation_differs_by_rank_and_epoch_and_can_be_repeated(grade: Grade) -> None:
     epochs = [-1, 0, 1, 2, 0]
     case: b.Case = (24, 12, epochs, {"seed": grade.random.randrange(10**6)})
-    first, again = zip(*grade.run(b.load, 3, [case, case]).results, strict=True)
+    first, again = zip(*grade.run(b.load, 3, [case, case], options=ON_CPU).results, strict=True)
     for rank, loaded in enumerate(zip(first, again, strict=True)):
         one, two = ([epoch["noise"] for epoch in each["epochs"]] for each in loaded)
         check(
@@ -410,7 +412,7 @@ def _check_augmentation(by_rank: Loaded, epochs: list[int], how: str) -> None:
 def test_augmentation_is_drawn_anew_where_nothing_is_shuffled(grade: Grade) -> None:
     epochs, seeds = [0, 1, 0], grade.random.sample(range(10**6), 2)
     cases: list[b.Case] = [(24, 12, epochs, {"seed": seed, "shuffle": False}) for seed in seeds]
-    by_rank = grade.run(b.load, 2, cases).results
+    by_rank = grade.run(b.load, 2, cases, options=ON_CPU).results
     _check_all(by_rank, cases)
     for number in range(len(cases)):
         _check_augmentation([results[number] for results in by_rank], epochs, "with shuffle=False")
@@ -427,8 +429,8 @@ def test_augmentation_is_drawn_anew_where_nothing_is_shuffled(grade: Grade) -> N
 def test_sizes_at_their_limits(grade: Grade) -> None:
     sizes = [(12, 12), (4, 3), (47, 24), (11, 3)]
     cases: list[b.Case] = [(*size, [1], {"seed": 1}) for size in sizes]
-    _check_all(grade.run(b.load, 3, cases).results, cases)
-    _check_all(grade.run(b.load, 1, [(1, 1, [0], {})]).results, [(1, 1, [0], {})])
+    _check_all(grade.run(b.load, 3, cases, options=ON_CPU).results, cases)
+    _check_all(grade.run(b.load, 1, [(1, 1, [0], {})], options=ON_CPU).results, [(1, 1, [0], {})])
 
 
 @task("1.2")
@@ -436,7 +438,7 @@ def test_the_loader_asks_its_group(grade: Grade) -> None:
     seed = grade.random.randrange(10**6)
     cases: list[b.Case] = [(50, 12, [0, 1], {"seed": seed}), (50, 12, [2], {"shuffle": False})]
     cases += [(24, 12, [0], {"num_loader_workers": 1})]
-    _check_all(results_in_group(grade, b.load, cases), cases)
+    _check_all(results_in_group(grade, b.load, cases, options=ON_CPU), cases)
 
 
 @task("1.2")
@@ -444,7 +446,7 @@ def test_the_loader_asks_its_group(grade: Grade) -> None:
 def test_a_batch_that_cannot_be_shared_is_refused(grade: Grade, n: int) -> None:
     cases = [(100, batch) for batch in ADVICE if n > 1]
     cases += [(100, 0), (100, -3), (5, 6), (0, 3), (11, 12)]
-    for rank, refusals in enumerate(grade.run(b.loads_refused, n, cases).results):
+    for rank, refusals in enumerate(grade.run(b.loads_refused, n, cases, options=ON_CPU).results):
         for (samples, batch), refusal in zip(cases, refusals, strict=True):
             here = f"rank {rank} of {n}: a global batch of {batch} from {samples} samples"
             _check_refusal(refusal, here, ADVICE.get(batch, ()))

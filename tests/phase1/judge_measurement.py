@@ -15,7 +15,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Cluster
-from judging.checks import UNIFORM, check_refused, edges_with, short
+from judging.checks import ON_CPU, UNIFORM, check_refused, edges_with, short
 from judging.expect import expect, results_in_group
 from phase1 import collectives as m
 
@@ -100,7 +100,7 @@ def test_every_cell_runs_once_more_than_it_is_timed(grade: Grade) -> None:
     sizes.insert(1, 4 * grade.random.randrange(270_000, 300_000))  # more than 2^20 bytes
     sizes += [sizes[0], 0]
     for arguments in {}, {"repeats": grade.random.choice([1, 3, 7])}:
-        run = grade.run(m.measure_counting, 3, ["a", "b"], sizes, arguments)
+        run = grade.run(m.measure_counting, 3, ["a", "b"], sizes, arguments, options=ON_CPU)
         runs = 1 + arguments.get("repeats", DEFAULT_REPEATS)
         _check_calls(run.results, sizes, runs)
         _check_exchanges(run, sizes, runs)
@@ -141,15 +141,15 @@ def _check_exchanges(run: Run, sizes: list[int], runs: int) -> None:
 @task("1.8")
 def test_the_group_alone_is_measured(grade: Grade) -> None:
     sizes = [4 * size for size in grade.random.sample(range(1, 2000), 3)]
-    _check_calls(
-        results_in_group(grade, m.measure_counting, ["a"], sizes, {"repeats": 2}), sizes, 3
-    )
+    arguments = ["a"], sizes, {"repeats": 2}
+    by_rank = results_in_group(grade, m.measure_counting, *arguments, options=ON_CPU)
+    _check_calls(by_rank, sizes, 3)
 
 
 @task("1.8")
 def test_the_tensors_are_on_the_device(grade: Grade) -> None:
     sizes = [4 * size for size in grade.random.sample(range(1, 2000), 2)]
-    results = grade.run(m.measure_elsewhere, 2, sizes).results
+    results = grade.run(m.measure_elsewhere, 2, sizes, options=ON_CPU).results
     device = results[0]["device"]
     _check_calls([{"a": found["calls"]} for found in results], sizes, 3, device)
     for rank, found in enumerate(results):
@@ -175,7 +175,7 @@ def test_measurements_that_cannot_be_fitted_are_refused(grade: Grade) -> None:
 @task("1.8")
 def test_a_run_ends_when_the_device_has_finished(grade: Grade) -> None:
     seconds = round(grade.random.uniform(1, 9), 2)
-    for rank, got in enumerate(grade.run(m.measure_unfinished, 2, seconds).results):
+    for rank, got in enumerate(grade.run(m.measure_unfinished, 2, seconds, options=ON_CPU).results):
         check(
             are_close(got, [seconds] * 2, 0.001),
             f"rank {rank} of 2: the strategy returns at once, but the GPU works for {seconds} s "

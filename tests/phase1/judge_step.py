@@ -10,6 +10,7 @@ from judging.checks import (
     BYTE_S,
     LATENCY_S,
     MEASURED,
+    ON_CPU,
     UNIFORM,
     check_collectives,
     check_peak,
@@ -464,7 +465,7 @@ def test_sums_are_exact_in_bfloat16(grade: Grade) -> None:
 @task("1.12")
 def test_everything_happens_on_the_device(grade: Grade) -> None:
     size = grade.random.randint(5, 8)
-    results = grade.run(b.evaluate_there, 2, size).results
+    results = grade.run(b.evaluate_there, 2, size, options=ON_CPU).results
     _check_evaluated(results, size)
     device = results[0]["device"]
     expect_on_all_ranks(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, Run, check, task
-from judging.checks import UNIFORM, check_refused, is_close, short
+from judging.checks import ON_CPU, UNIFORM, check_refused, is_close, short
 from judging.expect import expect, expect_on_all_ranks
 from judging.groups import STUCK_IN_GROUP
 from phase1 import reference
@@ -220,7 +220,7 @@ def test_a_batch_that_cannot_be_shared_stops_the_training(grade: Grade) -> None:
 
 @task("1.13")
 def test_the_training_happens_on_the_device(grade: Grade) -> None:
-    results = grade.run(t.fit_there, 2, [1]).results
+    results = grade.run(t.fit_there, 2, [1], options=ON_CPU).results
     devices, right = [result["devices"] for result in results], [results[0]["device"]]
     expect_on_all_ranks(
         "the devices of the model after fit, which moves batches alone,", devices, right

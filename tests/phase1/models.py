@@ -94,7 +94,8 @@ class Watched(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, size: int, seed: int = 0, length: int = 0, sample_s: float = 0.001) -> None:
-        self.inputs, self.targets = batch_of([size], 0, seed, length)
+        with torch.device("cpu"):
+            self.inputs, self.targets = batch_of([size], 0, seed, length)
         self.sample_s = sample_s
         self.fetched: list[int] = []
         self.fetched_s: list[float] = []

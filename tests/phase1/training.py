@@ -16,7 +16,7 @@ from judging.comparing import noting_changes
 from judging.models import Worn
 from judging.models import gradients_of as gradients_of_module
 from judging.pretend_device import PretendDevice, device_of, devices_sent
-from judging.tensors import given_group, own_device
+from judging.tensors import given_device, given_group, own_device
 from phase1 import models
 
 # Task 1.9: broadcast parameters
@@ -237,12 +237,6 @@ def _signs(size: int, num_wrong: int) -> Tensor:
 # Task 1.12: evaluation
 
 
-def _device(group: Any) -> dict[str, torch.device]:
-    """Return ``device`` as a keyword argument, or no argument for the CPU, the default device."""
-    device = own_device(group)
-    return {} if device.type == "cpu" else {"device": device}
-
-
 def evaluate(
     lesson: Any,
     size: int,
@@ -258,7 +252,7 @@ def evaluate(
         modes: For each of the model's modules, whether to put it in training mode before the call.
             If empty, modes stay as they are.
     """
-    device, model = _device(group), models.Moody()
+    device, model = given_device(group), models.Moody()
     for module, mode in zip(model.modules(), modes, strict=False):
         module.training = mode
     data = models.Watched(size, length=length)
@@ -293,7 +287,9 @@ def _evaluated(
 
 
 def evaluate_nothing(lesson: Any) -> dict[str, str]:
-    return refusal_of(lambda: lesson.evaluate(models.classifier(7), models.Watched(0)))
+    return refusal_of(
+        lambda: lesson.evaluate(models.classifier(7), models.Watched(0), **given_device())
+    )
 
 
 def evaluate_in_bfloat16(lesson: Any, size: int, num_wrong: int) -> list[float]:
@@ -302,7 +298,9 @@ def evaluate_in_bfloat16(lesson: Any, size: int, num_wrong: int) -> list[float]:
     A wrong target has a loss of 64, and any other target has a loss of 0.
     """
     data = TensorDataset(_signs(size, num_wrong), torch.zeros(size, dtype=torch.int64))
-    found = returned("evaluate", lesson.evaluate(models.Saturated(), data, batch_size=size))
+    found = returned(
+        "evaluate", lesson.evaluate(models.Saturated(), data, batch_size=size, **given_device())
+    )
     return [float(found.loss), float(found.accuracy), float(found.num_targets)]
 
 
@@ -343,7 +341,7 @@ def fit(
         seed: The seed to pass to ``fit``, or None to pass none.
         given: More arguments for the lesson's ``Trainer``.
     """
-    sys.stdout, given = _ByRank(), {**_device(group), **given}
+    sys.stdout, given = _ByRank(), {**given_device(group), **given}
     model = models.network(dist.get_rank(group) + models.FIRST_SEED, normalised=normalised).eval()
     model.training = dist.get_rank(group) % 2 == 1  # sets the mode of the model, not of its parts
     model, modes = model.to(given.get("device", "cpu")), _noted_modes(model)
@@ -459,11 +457,13 @@ def parts_of_fit(lesson: Any, epochs: int) -> None:
     test = models.Watched(models.NUM_TEST, 1)
     lesson.broadcast_parameters(model)
     for _ in range(epochs):
-        lesson.evaluate(model, test)
+        lesson.evaluate(model, test, **given_device())
 
 
 def fit_what_cannot_be_shared(lesson: Any) -> dict[str, str]:
     model = models.network(models.FIRST_SEED, normalised=False)
-    trainer = lesson.Trainer(model, torch.optim.SGD(model.parameters(), lr=models.LR))
+    trainer = lesson.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=models.LR), **given_device()
+    )
     data = models.Watched(models.NUM_SAMPLES)
     return refusal_of(lambda: trainer.fit(data, data, epochs=1, global_batch_size=7))

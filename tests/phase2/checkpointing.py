@@ -16,6 +16,7 @@ from distlab.sim.device.memory import this_tracker
 from judging.calls import cause_told, refused, returned, typed
 from judging.comparing import noting_changes
 from judging.models import DOUBLE
+from judging.tensors import own_device
 
 ROWS, WIDTH = 512, 64
 UNIT = 4 * ROWS * WIDTH  # bytes of one activation
@@ -344,7 +345,7 @@ def draw_with(checkpoint: Checkpoint, seed: int) -> Found:
     x = torch.ones(20, **DOUBLE, requires_grad=True)
 
     def fn(x: Tensor) -> Tensor:
-        return dropout(x, 0.5) * torch.rand(20, **DOUBLE)
+        return dropout(x, 0.5) * torch.rand(20, **DOUBLE, device=x.device)
 
     y = given_back(checkpoint(fn, given_back(checkpoint(fn, x))))
     between = torch.rand(3).tolist()
@@ -390,12 +391,13 @@ def _cast(lesson: Any, forward: Autocast, backward: Autocast, seed: int) -> Foun
 
 def autocast(state: Autocast) -> torch.autocast:
     dtype, is_enabled = state
-    return torch.autocast("cpu", getattr(torch, dtype), is_enabled)
+    return torch.autocast(own_device().type, getattr(torch, dtype), is_enabled)
 
 
 def autocast_now() -> Autocast:
-    dtype = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
-    return dtype, torch.is_autocast_enabled("cpu")
+    device = own_device().type
+    dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return dtype, torch.is_autocast_enabled(device)
 
 
 # Memory and FLOPs

@@ -422,8 +422,9 @@ def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) ->
     scaler = TorchScaler(8.0, group=group)
 
     def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
-        now = str(torch.get_autocast_dtype("cpu"))[6:]
-        autocast.append((torch.is_autocast_enabled("cpu"), now))
+        device = own_device().type
+        now = str(torch.get_autocast_dtype(device))[6:]
+        autocast.append((torch.is_autocast_enabled(device), now))
         loss, count = cross_entropy_sum(model, whole)
         return loss.half(), count
 

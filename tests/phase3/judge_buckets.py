@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from random import Random
 
 from distlab.grade import Grade, check, task
-from judging.checks import short
+from judging.checks import ON_CPU, short
 from phase3 import buckets as b
 from phase3.buckets import Case, Param
 
@@ -77,7 +77,9 @@ def _drawn(random: Random, dtypes: tuple[str, ...], devices: tuple[str, ...]) ->
 
 
 def _check_cases(grade: Grade, cases: Sequence[Case]) -> None:
-    for case, result in zip(cases, grade.call(b.assigned, cases), strict=True):
+    for case, result in zip(
+        cases, grade.run(b.assigned, 1, cases, options=ON_CPU).results[0], strict=True
+    ):
         _check(case, result)
 
 

@@ -10,6 +10,7 @@ from distlab.grade import Grade, Run, check, task
 from distlab.launch import LaunchError
 from judging.checks import (
     MEASURED,
+    ON_CPU,
     UNIFORM,
     check_peak,
     check_waited,
@@ -355,7 +356,7 @@ def _ms(seconds: float) -> str:
 
 @task("3.12")
 def test_gradients_are_where_parameters_are(grade: Grade) -> None:
-    by_rank = grade.run(b.on_another_device, 2).results
+    by_rank = grade.run(b.on_another_device, 2, options=ON_CPU).results
     right = {"weight": "xpu:0", "bias": "xpu:0"}
     cause = "Buckets lie where their parameters do."
     expect_on_all_ranks("the devices of the gradients of a model on xpu:0", by_rank, right, cause)

@@ -249,12 +249,13 @@ def _asked(host: RankHost, backend: object, device_id: object) -> dict[str, Any]
     """Return the settings of a group that depend on what the program asked for."""
     if host.fleet is None:
         return {}
-    name = str(backend or "").lower()
-    if not name and host.rank_states.tables.default_pg is not None:
-        name = host.rank_states.tables.default_pg.backend
+    name, default_group = str(backend or "").lower(), host.rank_states.tables.default_pg
+    is_eager = device_id is not None
+    if default_group is not None:  # a new group takes over what it is not given
+        name, is_eager = name or default_group.backend, is_eager or default_group.is_eager
     if ":" in name or name == "undefined":
         name = ""
-    return {"backend": name, "is_eager": device_id is not None}
+    return {"backend": name, "is_eager": is_eager}
 
 
 def _patch_backends(replace: Replace, host: RankHost) -> None:
