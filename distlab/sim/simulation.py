@@ -78,7 +78,8 @@ class Simulation:
         self.failures = Failures(self._explained, self.scheduler.end_world)
         traffic = Traffic(cluster, self.scheduler, self.trace, options.faults)
         buffers = Buffers(
-            is_strict=options.is_strict, unnoticed=self._unnoticed if self.devices else None
+            is_strict=options.is_strict and not self.fleet,  # GPUs compare the order of accesses
+            unnoticed=self._unnoticed if self.devices else None,
         )
         self.mailbox = Mailbox(
             traffic,
@@ -88,7 +89,9 @@ class Simulation:
             has_tags=not self.fleet,
         )
         self.steps, self.sanitizer = self._make_watchers()
-        self.meetings = Meetings(self.clock, traffic, buffers, self._plan, self.sanitizer)
+        self.meetings = Meetings(
+            self.clock, traffic, buffers, self._plan, self.places, self.sanitizer
+        )
         shared = Shared(
             self.clock, self.places, self.mailbox, self.meetings, self.handles, self.failures
         )

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from judging.checks import UNIFORM, check_no_collective, check_waited, rounds_of, short, uneven
+from judging.checks import (
+    ON_CPU,
+    UNIFORM,
+    check_no_collective,
+    check_waited,
+    rounds_of,
+    short,
+    uneven,
+)
 from judging.expect import expect, results_in_group
 from judging.groups import MEMBERS
 from phase3 import servers as b
@@ -152,7 +160,7 @@ def _check_pushed(messages: Sequence[int], servers: Sequence[int]) -> None:
 
 @task("3.14")
 def test_a_worker_inside_a_group(grade: Grade) -> None:
-    by_rank = results_in_group(grade, b.push_and_pull, [1], 10, "float64", 2)
+    by_rank = results_in_group(grade, b.push_and_pull, [1], 10, "float64", 2, options=ON_CPU)
     _check_pulled(by_rank, [1], f", inside the group {list(MEMBERS)}")
 
 
@@ -196,7 +204,7 @@ def _tests_of(
     def group(grade: Grade) -> None:
         plan = Plan(function, (1,), (2, 0), 6, 7, (10e-3, 40e-3), arguments)
         check_served(
-            *(plan, results_in_group(grade, b.serve_and_count, plan)),
+            *(plan, results_in_group(grade, b.serve_and_count, plan, options=ON_CPU)),
             f", inside the group {list(MEMBERS)}",
         )
 
@@ -366,7 +374,7 @@ def test_a_connection_closes(grade: Grade) -> None:
             arguments=(1, _long_s(grade)),
             deaths={0: (step, when)},
         )
-        run = grade.run(b.serve_some_who_leave, 4, plan, if_stuck=STUCK_BY_DEATH)
+        run = grade.run(*(b.serve_some_who_leave, 4, plan), options=ON_CPU, if_stuck=STUCK_BY_DEATH)
         check_served(plan, run.results)
 
 

@@ -19,6 +19,7 @@ from distlab.sim import Cluster, Options
 from distlab.sim.engine.trace import departure_s
 from distlab.sim.messages.group import SimGroup
 from judging.calls import typed
+from judging.checks import ON_CPU
 from judging.expect import expect
 from judging.groups import STUCK_IN_GROUP
 from judging.pretend_device import PretendDevice, device_of
@@ -406,7 +407,7 @@ def test_noise_makes_no_cost_negative(grade: Grade) -> None:
 @task("3.7")
 def test_gpus_are_waited_for(grade: Grade) -> None:
     arguments = {"sizes_bytes": (1000, 2000), "repeats": 2}
-    result = grade.run(discover_on_gpus, 2, arguments, if_stuck=STUCK).results[0]
+    result = grade.run(discover_on_gpus, 2, arguments, options=ON_CPU, if_stuck=STUCK).results[0]
     what = "a backend that needs tensors on the GPU: the devices of the messages sent"
     expect(what, sorted({*result["sent"]}), ["cuda:0"], "group_device(group) is cuda:0.")
     # In a round trip, rank 0 waits only for its own GPU, on the way back.

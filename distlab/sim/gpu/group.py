@@ -28,7 +28,7 @@ from distlab.sim.messages.group import Shared, SimGroup
 from distlab.sim.messages.meetings import DISPUTE_S, Attendance, Meeting
 from distlab.sim.messages.message import Communicator, Message, StreamTurn
 from distlab.sim.messages.pending import Pending
-from distlab.sim.messages.work import SimWork, work_of
+from distlab.sim.messages.work import Handles, SimWork, work_of
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.sites import CallSite
 from distlab.sim.results.gpu_time import GpuTime
@@ -46,7 +46,6 @@ class Batch:
 
     missing: int
     messages: list[Message] = field(default_factory=list)
-    works: "list[GpuWork]" = field(default_factory=list)
     uses: Uses = field(default_factory=list)
 
 
@@ -219,7 +218,7 @@ class GpuGroup(SimGroup):
             self._rank, launched, self._device.current_stream(index).reached
         )
         kind = BarrierWork if call.name == "barrier" else GpuWork
-        work = work_of(attendance, results, self._shared.handles, self._limit_s, kind)
+        work = work_of(attendance, results, Handles(), self._limit_s, kind)
         work.end = end
         return self._noted_in_block(work)
 
@@ -296,7 +295,9 @@ class GpuGroup(SimGroup):
 
     # Messages
 
-    def _post(self, name: str, tensors: list[Tensor], peer: int, source: int, tag: int) -> SimWork:
+    def _post(
+        self, name: str, tensors: list[Tensor], peer: int, source: int, tag: int
+    ) -> SimWork | None:
         site = self._shared.places.call_site()
         index = self._place(name, tensors, is_by_torch=site[1])
         batch = self._fleet.batches.get(self._rank)
@@ -321,14 +322,13 @@ class GpuGroup(SimGroup):
             self._recorder.message(
                 self._info, message, is_numbered=batch is None or not batch.messages
             )
-        work = work_of(message, tensors, self._shared.handles, self._limit_s, GpuWork)
         uses = [(tensors[0], name == "recv")]
         channel = self._channel(key, index)
-        if batch is None:
-            go = partial(self._send, [message])
-            work.end = self._launch(channel, [message], uses, message.text(), site, go)
-        else:
-            self._add(batch, channel, work, message, uses, site)
+        if batch is not None:
+            return self._add(batch, channel, message, uses, site)
+        work = work_of(message, tensors, Handles(), self._limit_s, GpuWork)
+        go = partial(self._send, [message])
+        work.end = self._launch(channel, [message], uses, message.text(), site, go)
         return self._noted_in_block(work)
 
     def _message(
@@ -349,21 +349,17 @@ class GpuGroup(SimGroup):
         )
 
     def _add(
-        self,
-        batch: Batch,
-        channel: Stream,
-        work: "GpuWork",
-        message: Message,
-        uses: Uses,
-        site: CallSite,
-    ) -> None:
-        """Add a message to a batch, and launch the batch once it is complete."""
+        self, batch: Batch, channel: Stream, message: Message, uses: Uses, site: CallSite
+    ) -> "GpuWork | None":
+        """Add a message to a batch; once it is complete, launch it and return its one handle.
+
+        ``batch_isend_irecv`` leaves out messages without a handle, and so returns a list of one.
+        """
         batch.messages.append(message)
-        batch.works.append(work)
         batch.uses += uses
         batch.missing -= 1
         if batch.missing:
-            return
+            return None
         del self._fleet.batches[self._rank]
         self._device.clock.advance(self._device.costs.communication_launch_s)
         self._shared.clock.act()
@@ -371,9 +367,10 @@ class GpuGroup(SimGroup):
             self._recorder.end_batch(self._info, batch.messages)
         text = f"a batch of {len(batch.messages)} messages"
         go = partial(self._send, batch.messages)
-        end = self._launch(channel, batch.messages, batch.uses, text, site, go)
-        for work in batch.works:
-            work.end = end
+        tensors = [tensor for tensor, _ in batch.uses]
+        work = work_of(message, tensors, Handles(), self._limit_s, GpuWork)
+        work.end = self._launch(channel, batch.messages, batch.uses, text, site, go)
+        return work
 
     def _send(self, messages: Sequence[Message], at_s: float) -> None:
         for message in messages:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -100,6 +101,7 @@ def installed(host: RankHost) -> Iterator[None]:
         _patch_clocks(of_ranks, host)
         host.threads.install(replace)
         host.profiler.install(replace)
+        _patch_swapping(replace)
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)
         if host.fleet is None:
@@ -467,6 +469,15 @@ def explain_missing_gpu(error: BaseException, rank: int) -> None:
     """
     if isinstance(error, NotImplementedError) and "'CUDA' backend" in str(error):
         error.args = (_without_gpu(rank),)
+
+
+def _patch_swapping(replace: Replace) -> None:
+    """Let FSDP2 swap parameters that the simulator watches by weak references.
+
+    torch refuses to swap a tensor with weak references to it. Those of the simulator stay right,
+    because a swap exchanges contents and not objects.
+    """
+    replace(torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: []))
 
 
 def _patch_rpc(of_ranks: OfRanks, rank_states: RankStates) -> None:

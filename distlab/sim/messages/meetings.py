@@ -28,11 +28,11 @@ from distlab.sim.messages.disagreement import (
 from distlab.sim.messages.limits import closed_error, patience_error
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Buffers, Pending
-from distlab.sim.messages.shifts import Splits
+from distlab.sim.messages.shifts import Lines, Splits
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row
-from distlab.sim.reporting.sites import CallSite
+from distlab.sim.reporting.sites import CallSite, Places, Site
 from distlab.util.text import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
@@ -61,7 +61,7 @@ class Watcher(Protocol):
 class Attendance(Pending):
     """One rank's part in a meeting."""
 
-    __slots__ = ("call", "forms", "kept", "meeting")
+    __slots__ = ("call", "caller", "forms", "kept", "meeting")
 
     def __init__(self, meeting: "Meeting", call: Call, site: CallSite) -> None:
         super().__init__(meeting.clock, call.name, meeting.group, nbytes(call.inputs), site)
@@ -69,7 +69,13 @@ class Attendance(Pending):
         tensors = call.inputs if call.is_coalesced else [*call.inputs, *call.outputs][:1]
         self.forms = [Form(tensor.shape, tensor.dtype) for tensor in tensors]
         self.meeting = meeting
+        self.caller = meeting.caller()
         self.kept: list[Tensor] = []  # in strict mode, copies of the inputs as posted
+
+    @property
+    def lines(self) -> Lines:
+        """The line of the call, and the line that called its function."""
+        return self.site, self.caller
 
     def late(self, limit_s: float) -> Exception:
         """Return the error for a rank whose own limit has expired; the collective continues."""
@@ -128,6 +134,10 @@ class Meeting:
         self._has_begun = False
         self._error_of: Callable[[int], Exception] | None = None  # set once the meeting has failed
         self.is_disputed = False  # True while calls differ
+
+    def caller(self) -> Site:
+        """Return the line that called the function in which the program now calls."""
+        return self._world.places.caller()
 
     def arrive(self, call: Call, site: CallSite) -> Attendance:
         """Attend the meeting as the running rank.
@@ -198,7 +208,7 @@ class Meeting:
         )
         if any(map(self._thread, present)) or self._has_several_threads():
             error.args = (f"{error}\n{THREADS}",)
-        elif shift := self._world.splits.shift(self.key, ((a.rank, a.site) for a in present)):
+        elif shift := self._world.splits.shift(self.key, ((a.rank, a.lines) for a in present)):
             error.note([shift], ())
         elif waiting := self._waiting_elsewhere(present[0].name):
             error.note([waiting], ())
@@ -292,8 +302,8 @@ class Meeting:
     def _end(self, at_s: float) -> None:
         self.clock.collective_ends(self.group, at_s)
         members = [self.attendances[rank] for rank in self.group]
-        if any(member.site != members[0].site for member in members):
-            self._world.splits.note(self.key, self.number, {m.rank: m.site for m in members})
+        if any(member.lines != members[0].lines for member in members):
+            self._world.splits.note(self.key, self.number, {m.rank: m.lines for m in members})
         with self._world.buffers.unnoticed():
             for member in members:
                 for tensor, kept in zip(member.call.inputs, member.kept, strict=False):
@@ -326,6 +336,7 @@ class Meetings:
     traffic: Traffic
     buffers: Buffers
     plan: Plan
+    places: Places
     watcher: Watcher | None = None
     closed: dict[object, int] = field(default_factory=dict, init=False)
     splits: Splits = field(default_factory=Splits, init=False)

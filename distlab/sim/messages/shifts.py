@@ -20,12 +20,16 @@ from distlab.util.text import clauses, rank_names
 MAX_KEPT = 8  # calls kept per group, each made at a different set of lines
 
 
+Lines = tuple[Site, Site]  # of the call, and of the call of the function that contains it
+
+
 class Split(NamedTuple):
     """A collective call that ranks made at different lines.
 
     Attributes:
         number: Number of the call in its group, from 0.
-        sites: Line on which each rank made the call.
+        sites: Line on which each rank made the call or, if it is the same on all ranks, called the
+            function that made it.
     """
 
     number: int
@@ -42,6 +46,12 @@ class Split(NamedTuple):
             "call more there, or one less?"
         )
 
+    def is_shifted(self, rank: int, lines: Lines) -> bool:
+        """Return whether a rank that made this call at one line is now at another rank's line."""
+        return any(
+            site in self.sites.values() and self.sites.get(rank, site) != site for site in lines
+        )
+
 
 class Splits:
     """For each group, the first calls that ranks made at different lines."""
@@ -51,28 +61,29 @@ class Splits:
         # For each group and rank, how often the rank made such a call at each line.
         self._uses: dict[object, dict[int, Counter[Site]]] = {}
 
-    def note(self, key: object, number: int, sites: Mapping[int, Site]) -> None:
+    def note(self, key: object, number: int, lines: Mapping[int, Lines]) -> None:
         """Record a call made at different lines; keep only the first call for each set of lines."""
+        is_inner = len({inner for inner, _ in lines.values()}) > 1
+        sites = {rank: inner if is_inner else outer for rank, (inner, outer) in lines.items()}
         uses = self._uses.setdefault(key, {})
         for rank, site in sites.items():
             uses.setdefault(rank, Counter())[site] += 1
         splits = self._by_group.setdefault(key, {})
-        lines = frozenset(sites.values())
-        if lines not in splits and len(splits) < MAX_KEPT:
-            splits[lines] = Split(number, sites)
+        different = frozenset(sites.values())
+        if different not in splits and len(splits) < MAX_KEPT:
+            splits[different] = Split(number, sites)
 
-    def shift(self, key: object, now: Iterable[tuple[int, Site]]) -> str:
+    def shift(self, key: object, now: Iterable[tuple[int, Lines]]) -> str:
         """Return a note on the call at which ranks may have got out of step; "" if none did.
 
         Args:
             key: Identity of the group.
-            now: Ranks, each with the site of its current or last call on the group.
+            now: Ranks, each with the lines of its current or last call on the group.
         """
         here, uses = list(now), [*self._uses.get(key, {}).values()]
         if all(use == uses[0] for use in uses):
             return ""
         for split in self._by_group.get(key, {}).values():
-            lines = {*split.sites.values()}
-            if any(site in lines and split.sites.get(rank, site) != site for rank, site in here):
+            if any(split.is_shifted(rank, lines) for rank, lines in here):
                 return split.text()
         return ""

@@ -79,10 +79,11 @@ _KINDS = (
     ("<frozen", STANDARD_LIBRARY),
     (typing_extensions.__file__, STANDARD_LIBRARY),  # wraps torch's deprecated functions
 )
-_PUBLIC = ("forward", "backward", "step")  # methods that a program calls, directly or indirectly
+# Methods that a program calls, directly or indirectly.
+_PUBLIC = ("forward", "backward", "step", "full_tensor", "redistribute")
 _OF_PARALLELISM = (_folder(dist.__file__), f"{_folder(torch.__file__)}nn{os.sep}parallel{os.sep}")
-# Code that runs in every operation on DTensors.
-_OF_TENSORS = f"{_folder(dist.__file__)}tensor{os.sep}"
+# Code that runs in every operation on DTensors, and the collectives through which it communicates.
+_NOT_OF_PARALLELISM = (f"{_folder(dist.__file__)}tensor{os.sep}", functional_collectives.__file__)
 _WRAPS = re.compile(r"wrapper|^inner")  # names of functions made by decorators
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _LIBRARY = _folder(threading.__file__)
@@ -170,6 +171,16 @@ class Places:
         known = None if frame is None else sites.get((id(frame.f_code), frame.f_lasti))
         return self.call_site()[0] if known is None else known[1]
 
+    def caller(self) -> Site:
+        """Return the line from which the program called its innermost function; else that line."""
+        frame: FrameType | None = sys._getframe(1)
+        in_program: list[FrameType] = []
+        while frame is not None and len(in_program) < 2:
+            if self.kind(frame.f_code.co_filename) == PROGRAM:
+                in_program.append(frame)
+            frame = frame.f_back
+        return self.call_site(in_program[-1])[0] if in_program else ("", 0, "")
+
     def _maker(self, inner: FrameType, program: FrameType) -> str:
         """Return the name of the torch function through which the program made this call.
 
@@ -188,7 +199,7 @@ class Places:
             f
             for f in makers
             if f.f_code.co_filename.startswith(_OF_PARALLELISM)
-            and not f.f_code.co_filename.startswith(_OF_TENSORS)
+            and not f.f_code.co_filename.startswith(_NOT_OF_PARALLELISM)
         ]
         if not makers:
             return ""

@@ -39,6 +39,11 @@ _ADVICE = (  # (pattern of a function's name, advice); the first match counts
         "micro-batches, and the stage of each rank has its own index.",
     ),
     (
+        r"^DTensor",
+        "{} makes this call: all ranks of the mesh have to come there. Call it on every rank, and "
+        "let one of them alone use the result.",
+    ),
+    (
         r"^Join$",
         "Join makes this call on ranks that have no inputs left. It stands in for the calls of "
         "what it was given, say DistributedDataParallel's, and for no others: none of your own may "

@@ -46,8 +46,8 @@ class Options:
         p2p_order: "free" starts point-to-point operations when they are posted. "pair" runs those
             between the same two ranks one at a time unless they are batched, and ignores their
             tags, as on NCCL.
-        is_strict: True to report buffers changed before their operations are done, and operations
-            that never matched.
+        is_strict: True to report operations that never matched and, except with "nccl" as
+            semantics, which has hazards, buffers changed before their operations are done.
         is_sanitized: True to look for mistakes that end without an error; see ``sanitizer``.
         observer: Object that sees each optimizer step; see ``sanitizer.against``.
         seed: Seed of each rank's torch, ``random`` and numpy generators.
