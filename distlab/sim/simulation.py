@@ -45,6 +45,7 @@ from distlab.sim.postmortem.ending import (
 )
 from distlab.sim.postmortem.standstill import History
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
+from distlab.sim.reporting.report import table
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.sanitizer.sanitizer import Sanitizer
@@ -331,6 +332,7 @@ class Simulation:
         self.trace.leftovers = rows.never_met(alone)
         alive = (rank.number for rank in self.scheduler.ranks if not rank.is_killed)
         self.trace.unwaited = rows.unwaited(self.handles, alive)
+        self.trace.waited_twice = table([*self.handles.twice])
         if self.sanitizer:
             self.sanitizer.note_unwaited(self.trace.unwaited)
             self.sanitizer.note_crossed(self.mailbox.crossed.values())

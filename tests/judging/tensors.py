@@ -1,6 +1,7 @@
 """Tensors of many shapes and dtypes, whose sums are exact in any order of addition."""
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from random import Random
 from typing import Any, NamedTuple
@@ -110,6 +111,11 @@ def own_device(group: Any = None) -> torch.device:
     """Return the device from which this rank can send tensors: its GPU with NCCL, else the CPU."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def is_simulated() -> bool:
+    """Return whether ranks are simulated, and so are threads of one process."""
+    return threading.current_thread() is not threading.main_thread()
 
 
 def given_device(group: Any = None) -> dict[str, Any]:

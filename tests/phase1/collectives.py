@@ -12,7 +12,7 @@ from torch import Tensor
 from distlab.grade import WrongResult
 from judging.calls import numbers, pair, refusal_of, refused, returned
 from judging.pretend_device import PretendDevice, device_of, devices_sent
-from judging.tensors import KINDS, exact, given_device, given_group, plain
+from judging.tensors import KINDS, exact, given_device, given_group, own_device, plain
 
 Shape = tuple[int, ...]
 
@@ -80,7 +80,9 @@ def scatter(lesson: Any, kind: Kind, src: int | None, group: Any = None) -> dict
 def _description_of(part: Any) -> tuple[list[int], str, str, bytes]:
     if not isinstance(part, Tensor):
         raise WrongResult(f"scatter_batch should return tensors; it returned {part!r:.50}")
-    return list(part.shape), str(part.dtype), str(part.device), bytes_of(part)
+    is_here = part.device == own_device()
+    device = "cpu" if is_here else str(part.device)  # ranks with GPUs have rows on their own
+    return list(part.shape), str(part.dtype), device, bytes_of(part)
 
 
 def _is_view(part: Tensor, whole: Tensor) -> bool:

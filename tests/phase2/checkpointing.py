@@ -16,7 +16,6 @@ from distlab.sim.device.memory import this_tracker
 from judging.calls import cause_told, refused, returned, typed
 from judging.comparing import noting_changes
 from judging.models import DOUBLE
-from judging.tensors import own_device
 
 ROWS, WIDTH = 512, 64
 UNIT = 4 * ROWS * WIDTH  # bytes of one activation
@@ -376,28 +375,27 @@ def _cast(lesson: Any, forward: Autocast, backward: Autocast, seed: int) -> Foun
     seen: list[Autocast] = []
 
     def fn(x: Tensor) -> Tensor:
-        seen.append(autocast_now())
+        seen.append(autocast_now(x.device))
         hidden: Tensor = layer(x)
         return hidden.sin()
 
-    with autocast(forward):
+    with autocast(forward, x.device):
         y = given_back(lesson.checkpoint(fn, x * 1))
-    with autocast(backward):
+    with autocast(backward, x.device):
         y.double().sum().backward()
-        after = autocast_now()
+        after = autocast_now(x.device)
     assert x.grad is not None
     return {"seen": seen, "after": after, "dtype": str(y.dtype), "gradient": x.grad.tolist()}
 
 
-def autocast(state: Autocast) -> torch.autocast:
+def autocast(state: Autocast, device: torch.device) -> torch.autocast:
     dtype, is_enabled = state
-    return torch.autocast(own_device().type, getattr(torch, dtype), is_enabled)
+    return torch.autocast(device.type, getattr(torch, dtype), is_enabled)
 
 
-def autocast_now() -> Autocast:
-    device = own_device().type
-    dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return dtype, torch.is_autocast_enabled(device)
+def autocast_now(device: torch.device) -> Autocast:
+    dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
+    return dtype, torch.is_autocast_enabled(device.type)
 
 
 # Memory and FLOPs

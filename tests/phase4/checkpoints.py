@@ -22,7 +22,7 @@ from judging.pretend_device import PretendDevice, device_of
 from judging.tensors import given_group
 from phase4 import stores
 from phase4.file_history import Sync, listening, open_in, reads_in, syncs_replaced
-from phase4.states import plain, same
+from phase4.states import on_cpu, plain, same
 from phase4.stores import MANIFEST, Facts, Plan, Store, error_text, listing, name_of
 from phase4_production.given import Group, Loaded, Shard
 
@@ -33,13 +33,14 @@ REMOVALS = ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree")  # names of a
 
 def state_of(step: int) -> dict[str, Any]:
     """Return a state with values of all kinds; its size in bytes is the same for every step."""
-    weight = torch.arange(60, dtype=torch.float32).view(6, 10) + step
-    return {
-        "model": {"weight": weight, "bias": weight[0].bfloat16(), "empty": torch.zeros(0)},
-        "optimizer": {"state": {0: {"step": torch.tensor(step)}}, "lrs": [0.1, 1e-3 * step]},
-        "position": (step, None, True),
-        "name": f"run {step:03d}",
-    }
+    with torch.device("cpu"):  # where a checkpoint is loaded
+        weight = torch.arange(60, dtype=torch.float32).view(6, 10) + step
+        return {
+            "model": {"weight": weight, "bias": weight[0].bfloat16(), "empty": torch.zeros(0)},
+            "optimizer": {"state": {0: {"step": torch.tensor(step)}}, "lrs": [0.1, 1e-3 * step]},
+            "position": (step, None, True),
+            "name": f"run {step:03d}",
+        }
 
 
 class Checkpoints(Store):
@@ -478,7 +479,7 @@ def change(state: dict[str, Any]) -> None:
 def save_and_change(lesson: Any) -> dict[str, Any]:
     """Save a state, and change it while the write is held up; return what is written."""
     writer, state = Writer(is_held=True), state_of_training()
-    before = plain(state)
+    before, copied = plain(state), plain(on_cpu(state))
     saver = lesson.AsyncCheckpointer(writer)
     saver.save(state, 3)
     has_waited = writer.was_held_too_long or writer.is_callers_thread
@@ -487,11 +488,11 @@ def save_and_change(lesson: Any) -> dict[str, Any]:
     writer.may_go.set()
     saver.wait()
     written = plain(writer.states[0]) if writer.states else {}
-    different = [name for name in before if written.get(name) != before[name]]
+    different = [name for name in copied if written.get(name) != copied[name]]
     return {
         "waited": has_waited,
         "unchanged": is_unchanged,
-        "right": {name: before[name] for name in different},
+        "right": {name: copied[name] for name in different},
         "written": {name: written.get(name) for name in different},
         "steps": writer.steps,
         "is_daemon": writer.is_daemon,

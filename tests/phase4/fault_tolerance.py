@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from judging.calls import case_told, typed
-from judging.tensors import given_group
+from judging.tensors import given_group, is_simulated
 
 # Ranks that report, fall silent or are slow, on the test's own clock
 
@@ -184,7 +184,7 @@ class Signals:
         self.let_through: list[str] = []
         self.before: dict[int, Any] = {}  # handlers outside the with statement
         self.thread = threading.get_ident()
-        self.is_simulated = dist.get_backend() == "sim"
+        self.is_simulated = is_simulated()
         if self.is_simulated:
             signal.signal, signal.getsignal = _note, _noted  # type: ignore[assignment]
 

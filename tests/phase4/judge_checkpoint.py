@@ -12,7 +12,7 @@ import pytest
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import Options
 from distlab.util.text import joined
-from judging.checks import check_refused, short
+from judging.checks import ON_CPU, check_refused, short
 from judging.expect import expect, expect_on_all_ranks, results_in_group
 from phase4 import checkpoints as b
 from phase4.checkpoints import Broken, Cut, Slices
@@ -413,7 +413,7 @@ def test_one_write_at_a_time(grade: Grade) -> None:
 
 @task("4.4")
 def test_a_copy_has_the_elements_alone_and_is_on_the_cpu(grade: Grade) -> None:
-    num_bytes, devices = grade.call(b.copy_of_a_slice)
+    [(num_bytes, devices)] = grade.run(b.copy_of_a_slice, 1, options=ON_CPU).results
     elements = 4 * (b.NUM_ELEMENTS + 2)
     check(
         num_bytes < 1.5 * elements,

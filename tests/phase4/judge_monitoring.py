@@ -7,7 +7,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.util.text import counted, joined, verb
-from judging.checks import MEASURED, check_refused, check_silent, is_close
+from judging.checks import MEASURED, ON_CPU, check_refused, check_silent, is_close
 from judging.expect import check_small, expect, expect_on_all_ranks, results_in_group
 from phase4 import monitoring as b
 from phase4.monitoring import Event, Story, Times, Verdict
@@ -123,7 +123,7 @@ def test_waiting_for_batches_is_data(grade: Grade, num_batches: int, leave: str)
 def test_waiting_for_the_slowest_rank_is_communication(grade: Grade) -> None:
     seconds = [grade.random.randrange(1, 40) / 8 for _ in range(4)]
     slowest = max(seconds)
-    run = grade.run(b.train, len(seconds), seconds, 3, if_stuck=STUCK)
+    run = grade.run(b.train, len(seconds), seconds, 3, options=ON_CPU, if_stuck=STUCK)
     for rank, times in enumerate(run.results):
         right = (slowest, 0.0, seconds[rank], slowest - seconds[rank])
         _check_times(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.grade import Grade, check, task
-from judging.checks import check_silent, short
+from judging.checks import ON_CPU, check_silent, short
 from judging.expect import expect, results_in_group
 from phase4 import profiles as b
 from phase4.profiles import Event
@@ -47,7 +47,7 @@ def _check_profiles(by_rank: Sequence[Any], is_real: bool, **counts: int) -> Non
 
 @task("4.18", real=True)
 def test_each_rank_writes_a_trace(grade: Grade) -> None:
-    run = grade.run(b.profile, 2, {}, if_stuck=STUCK)
+    run = grade.run(b.profile, 2, {}, options=ON_CPU, if_stuck=STUCK)
     _check_profiles(run.results, not run.is_simulated)
 
 
@@ -55,12 +55,14 @@ def test_each_rank_writes_a_trace(grade: Grade) -> None:
 @pytest.mark.parametrize("counts", [(0, 1, 1), (2, 2, 4)])
 def test_which_steps_are_recorded(grade: Grade, counts: tuple[int, ...]) -> None:
     names = dict(zip(("wait", "warmup", "active"), counts, strict=True))
-    _check_profiles(grade.run(b.profile, 1, names, if_stuck=STUCK).results, False, **names)
+    _check_profiles(
+        grade.run(b.profile, 1, names, options=ON_CPU, if_stuck=STUCK).results, False, **names
+    )
 
 
 @task("4.18")
 def test_profiling_inside_a_group(grade: Grade) -> None:
-    _check_profiles(results_in_group(grade, b.profile, {}), False)
+    _check_profiles(results_in_group(grade, b.profile, {}, options=ON_CPU), False)
 
 
 @task("4.18")
@@ -70,14 +72,14 @@ def test_a_rank_waits_for_no_other(grade: Grade) -> None:
         "wait for them: it profiles its own steps, without a collective or a barrier, which would "
         "change what is measured."
     )
-    run = grade.run(b.profile_alone, 3, if_stuck=late)
+    run = grade.run(b.profile_alone, 3, options=ON_CPU, if_stuck=late)
     expect("the steps that rank 0 profiles alone", run.results[0], [*range(5)], late)
     check_silent(run, "profile_steps")
 
 
 @task("4.18", real=True)
 def test_a_real_trace_can_be_read(grade: Grade) -> None:
-    run = grade.run(b.profile_and_read, 2, if_stuck=STUCK)
+    run = grade.run(b.profile_and_read, 2, options=ON_CPU, if_stuck=STUCK)
     for rank, (step_s, communication_s, exposed_s) in enumerate(run.results):
         has_some = communication_s > 0  # a simulated step does not communicate
         check(

@@ -14,7 +14,7 @@ from distlab.grade import WrongResult
 from judging.calls import error_of, typed
 from judging.expect import floats
 from judging.folders import own_folder, working_in
-from judging.tensors import given_group, own_device
+from judging.tensors import given_group, is_simulated, own_device
 
 Event = dict[str, Any]
 NAME = "made-up.json"
@@ -70,7 +70,7 @@ def _step(calls: list[int], is_on: list[bool], group: Any) -> Callable[[int], No
         calls.append(index)
         is_on.append(_is_on())
         product = weights @ weights
-        if dist.get_backend() != "sim":
+        if not is_simulated():
             work = dist.all_reduce(product, group=group, async_op=True)
             _ = weights @ weights
             work.wait()
@@ -85,7 +85,7 @@ def _is_on() -> bool:
 
 def _turns(group: Any) -> Iterator[None]:
     """Make simulated ranks take turns, since a process has only one profiler."""
-    if dist.get_backend() != "sim":
+    if not is_simulated():
         yield
         return
     for rank in range(dist.get_world_size(group)):

@@ -47,6 +47,7 @@ class Trace:
         self.has_events = has_events
         self.bytes_by_link: list[float] = []
         self.leftovers: list[str] = []  # operations that never matched, one line each
+        self.waited_twice: list[str] = []  # messages, one line each
         self.unwaited: list[str] = []  # handles never waited for, one line each, sorted by rank
         self.killed_in_step_s: dict[int, float] = {}  # rank -> virtual time of its death
         self.network_s = 0.0  # time at which all ranks had ended and all bytes had arrived

@@ -403,7 +403,6 @@ class GpuWork(SimWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait; the host goes on at once."""
-        self._open.pop(self.pending, None)
         if device := this_device():
             device.hold(self.end)
         return True
@@ -422,7 +421,6 @@ class GpuWork(SimWork):
 
         In a backward pass, DistributedDataParallel takes the value at the end.
         """
-        self._open.pop(self.pending, None)
         future = GpuFuture(self.end)
         future.set_result(list(self.tensors))
         future.come_due()

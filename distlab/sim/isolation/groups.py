@@ -54,6 +54,22 @@ class Groups:
         self._everyone = tuple(range(num_ranks))
         self._global_ranks = {rank: rank for rank in self._everyone}
         self._joins = [0] * num_ranks  # number of times that each rank has joined
+        self._ports: dict[int, tuple[int, str]] = {}  # of each join: the first rank, and its port
+
+    def check_port(self, port: str) -> None:
+        """Check that the running rank, which is about to join, meets the others at one port.
+
+        Raises:
+            RuntimeError: Another rank has another port; on real processes, both wait in vain.
+        """
+        rank = self._shared.clock.current.number
+        other, first = self._ports.setdefault(self._joins[rank], (rank, port))
+        if port != first:
+            raise RuntimeError(
+                f"rank {rank} would meet the others at port {port}, but rank {other} does at port "
+                f"{first}: both wait until the time limit. Choose the port once, before the ranks "
+                "start, and pass it on as MASTER_PORT"
+            )
 
     def join(self, timeout: timedelta | None = None, **asked: Any) -> None:
         """Make the running rank's default process group.

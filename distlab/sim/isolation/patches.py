@@ -10,6 +10,7 @@ import functools
 import os
 import platform
 import random
+import re
 import signal
 import socket
 import sys
@@ -216,6 +217,7 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
             raise ValueError("trying to initialize the default process group twice!")
         if store is None:
             next(_rendezvous(host, init_method or "env://", rank, world_size))
+            host.groups.check_port(_port_of(init_method))
         elif min(rank, world_size) < 0:
             raise AssertionError("rank and world_size must be given with a store")
         host.exits.joined(host.rank_states.current)
@@ -269,6 +271,12 @@ def _patch_backends(replace: Replace, host: RankHost) -> None:
 
     for owner in (dist, c10d):
         replace(owner, "get_backend", get_backend)
+
+
+def _port_of(url: object) -> str:
+    """Return the port at which ranks meet: the URL's or, if it has none, MASTER_PORT."""
+    found = re.fullmatch(r"tcp://[^/]*:(\d+).*", str(url or ""))
+    return found[1] if found else os.environ.get("MASTER_PORT", "")
 
 
 def _check_place(rank_states: RankStates, rank: int, world_size: int) -> None:

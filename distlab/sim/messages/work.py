@@ -24,10 +24,12 @@ class Handles:
 
     Attributes:
         open: These operations, as keys, in the order of their calls.
+        twice: Messages for which a rank has waited twice.
     """
 
     def __init__(self) -> None:
         self.open: dict[Pending, None] = {}  # a plain dict, for speed: every operation is added
+        self.twice: dict[Row, None] = {}
 
     def rows(self, ranks: Iterable[int]) -> list[Row]:
         """Return rows for the open handles of these ranks, sorted by rank; equal ones share a row.
@@ -68,10 +70,11 @@ class SimWork(dist.Work):
     ``work_of`` makes it and sets its attributes, because an ``__init__`` would be slower.
     """
 
-    __slots__ = ("_limit_s", "_open", "pending", "tensors")
+    __slots__ = ("_handles", "_limit_s", "_was_waited", "pending", "tensors")
 
+    _handles: Handles
     _limit_s: float
-    _open: dict[Pending, None]
+    _was_waited: bool
     pending: Pending
     tensors: Sequence[Tensor]
 
@@ -81,7 +84,10 @@ class SimWork(dist.Work):
         Even without a time limit, an operation that can never be done does not block forever: it is
         reported as a deadlock.
         """
-        self._open.pop(self.pending, None)
+        self._handles.open.pop(self.pending, None)
+        if self._was_waited and self.pending.kind in ("send", "recv"):
+            self._handles.twice[row_of(self.pending)] = None
+        self._was_waited = True
         self.pending.wait(NEVER if timeout is None else limit_s(timeout), self._limit_s)
         return True
 
@@ -94,7 +100,7 @@ class SimWork(dist.Work):
         clock.poll(lambda: self.pending)
         is_completed = self.pending.is_done and self.pending.done_s <= clock.current.clock_s
         if is_completed:
-            self._open.pop(self.pending, None)
+            self._handles.open.pop(self.pending, None)
         return is_completed
 
     def is_success(self) -> bool:
@@ -123,7 +129,7 @@ class SimWork(dist.Work):
         pass ends, which is where the reducer waits. As a result, asynchronous operations that ranks
         post in different orders deadlock here; NCCL forbids them too.
         """
-        self._open.pop(self.pending, None)
+        self._handles.open.pop(self.pending, None)
         rank = self.pending.clock.current
         if torch._C._current_graph_task_id() == -1:  # not in a backward pass
             self.pending.wait()
@@ -157,7 +163,7 @@ def work_of(
         kind: Class of the handle.
     """
     work = kind()
-    work._limit_s, work._open = group_limit_s, handles.open
+    work._limit_s, work._handles, work._was_waited = group_limit_s, handles, False
     work.pending, work.tensors = pending, tensors
     handles.open[pending] = None
     rank = pending.clock.scheduler.current.rank

@@ -21,7 +21,12 @@ def of_cycle(still: Standstill, ranks: Sequence[int]) -> str:
     """
     if len(ranks) == 1:
         both = "in one batch_isend_irecv" if still.history.is_in_order else "posted before the wait"
-        return f"A message to oneself needs both ends, isend and irecv, {both}."
+        inside = (
+            " If the peer is counted inside a group, give group=, and group_dst= or group_src= "
+            "(group_peer= of P2POp): other arguments count all ranks of the world."
+        )
+        is_inside = len(still.history.groups) > 1
+        return f"A message to oneself needs both ends, isend and irecv, {both}.{inside * is_inside}"
     names = {still.blocked[rank].name for rank in ranks}
     if still.history.is_in_order:
         return " ".join(filter(None, [_all_together(names), _counts(still, ranks)]))

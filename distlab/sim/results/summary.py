@@ -244,6 +244,12 @@ def _details(simulated: Simulated[Any]) -> list[str]:
         lines += ["posted, but never matched by another rank:", *trace.leftovers]
     if trace.unwaited:
         lines += ["never waited for, so the tensor was never safe to use:", *trace.unwaited]
+    if trace.waited_twice:
+        lines += [
+            "waited for twice; on gloo, the second wait() waits for another message until the time "
+            "limit:",
+            *trace.waited_twice,
+        ]
     fullest = max(range(len(trace.peak_bytes)), key=trace.peak_bytes.__getitem__)
     if trace.peak_bytes[fullest]:
         held = sorted(trace.peak_by_category[fullest].items(), key=lambda item: -item[1])

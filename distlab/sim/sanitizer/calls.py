@@ -35,6 +35,15 @@ SUMMING = ("all_reduce", "reduce_scatter")
 JOINING = "aten.cat.default"
 SMALL = 4  # elements; a shorter tensor may be equal on all ranks by chance
 
+_OF_DDP = (
+    "do all of them train on the same data? Give the DataLoader a DistributedSampler, or each rank "
+    "other data."
+)
+_BY_HAND = (
+    "do all of them train on the same data, or are they no replicas of each other, but parts of "
+    "one model?"
+)
+
 
 class Calls:
     """Watches collective calls."""
@@ -201,14 +210,15 @@ class Calls:
                 by_values[found].append(member.rank)
         for found, ranks in by_values.items():
             if len(ranks) == len(members) or (is_of_ddp and len(ranks) > 1):
-                self._report_same_data(found, ranks, members[0].site)
+                self._report_same_data(found, ranks, members[0].site, is_of_ddp=is_of_ddp)
 
-    def _report_same_data(self, found: Digest, ranks: Sequence[int], site: Site) -> None:
+    def _report_same_data(
+        self, found: Digest, ranks: Sequence[int], site: Site, *, is_of_ddp: bool
+    ) -> None:
         self._findings.add(
             ("same data", site),
             f"{rank_names(ranks)} computed the same gradients (norm {found.norm:.4g}) before "
-            "averaging them: do all of them train on the same data, or are they no replicas of "
-            f"each other, but parts of one model? {place(site)}",
+            f"averaging them: {_OF_DDP if is_of_ddp else _BY_HAND} {place(site)}",
         )
 
     def ended(self) -> None:

@@ -63,8 +63,10 @@ class Draws:
             lambda: defaultdict(set)
         )
         self._hashes: WeakKeyDictionary[Subset[Any], int] = WeakKeyDictionary()
-        # For each line, number of samples and start, the first rank to begin, and its seed + epoch.
+        # For each line, number of samples and start, the first rank to begin, and its sampler's
+        # seed + epoch, and the ranks that begin by the rank that their sampler was given.
         self._seeds: dict[tuple[Site, int, int], tuple[int, int]] = {}
+        self._takers: dict[tuple[Site, int, int, int], int] = {}
 
     def install(self, replace: Replace) -> None:
         """Watch every ``DistributedSampler``."""
@@ -101,6 +103,7 @@ class Draws:
         seed = sampler.seed + sampler.epoch  # torch seeds the order with the sum
         self._starts[rank, site, size] += 1
         start = site, size, self._starts[rank, site, size]
+        self._compare_ranks(sampler.rank, start, rank)
         first, other = self._seeds.setdefault(start, (rank, seed))
         if seed != other:
             self._findings.add(
@@ -108,6 +111,17 @@ class Draws:
                 f"{rank_names((first, rank))} go through a DistributedSampler with seed + epoch = "
                 f"{other} and {seed}, and so in different orders: their shares overlap, and leave "
                 f"samples out. Give all ranks one seed and one epoch; {place(site)}",
+            )
+
+    def _compare_ranks(self, given: int, start: tuple[Site, int, int], rank: int) -> None:
+        """Report ranks that take the same share, because their samplers got the same rank."""
+        first = self._takers.setdefault((*start, given), rank)
+        if first != rank:
+            self._findings.add(
+                ("share", start[0]),
+                f"{rank_names((first, rank))} go through a DistributedSampler that was given "
+                f"rank={given}: they train on the same share, and another share is never used. "
+                f"Leave rank= out, or give dist.get_rank(); {place(start[0])}",
             )
 
     def _note_part(self, sampler: DistributedSampler[Any]) -> None:

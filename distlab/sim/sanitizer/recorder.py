@@ -37,6 +37,7 @@ class Step:
     values: dict[int, list[Values]] = field(default_factory=dict)
     results: dict[int, list[Values]] = field(default_factory=dict)  # values after it
     rates: dict[int, float] = field(default_factory=dict)
+    num_states: dict[int, int] = field(default_factory=dict)  # parameters with optimizer state
     norms: dict[int, list[Norm]] = field(default_factory=dict)
     losses: dict[int, list[float]] = field(default_factory=dict)
     num_syncs: dict[int, int] = field(default_factory=dict)
@@ -62,6 +63,7 @@ class Recorder:
         by_hand: Ranks that have averaged gradients by a call of their own, with the optimizer's
             number.
         have_summed: Ranks that may have averaged gradients by a call.
+        averaged_over: For each rank, the ranks over which its DistributedDataParallel averages.
         spoke_at_length: Ranks that have exchanged a long tensor since their last step.
     """
 
@@ -74,6 +76,7 @@ class Recorder:
         self.begun: dict[tuple[int, int], tuple[Step, list[ref[Tensor]]]] = {}
         self.by_hand: set[tuple[int, int]] = set()
         self.have_summed: set[int] = set()
+        self.averaged_over: dict[int, set[int]] = {}
         self.spoke_at_length: set[int] = set()
         self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
         self._steps: dict[tuple[int, int], Step] = {}  # those to which not all ranks have come
@@ -88,8 +91,9 @@ class Recorder:
         self._unfed: dict[tuple[int, int], tuple[int, Site]] = {}
         self._fed: set[tuple[int, int]] = set()
 
-    def wrapped(self, module: nn.Module) -> None:
-        """Note the parameters of a module that DistributedDataParallel averages."""
+    def wrapped(self, module: nn.Module, rank: int, ranks: Sequence[int]) -> None:
+        """Note the parameters of a module that DistributedDataParallel averages over ranks."""
+        self.averaged_over.setdefault(rank, set()).update(ranks)
         for parameter in module.parameters():
             self._in_ddp[parameter] = True
 
@@ -133,6 +137,7 @@ class Recorder:
         names = distinct_names(self._parameters, params)
         step.values[rank] = [self._values(*pair) for pair in zip(names, params, strict=True)]
         step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
+        step.num_states[rank] = len(optimizer.state)
         step.is_ddp = step.is_ddp or any(p in self._in_ddp for p in params)
         self.begun[rank, at.optimizer] = step, [*map(ref, params)]
         self._note_events(rank, step)

@@ -25,15 +25,28 @@ from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chanc
 from distlab.util.text import joined, rank_names
 
 _NO_SYNC = (
-    " DistributedDataParallel has averaged nothing since the last step: its backward passes ran "
-    "inside no_sync(), its forward was not called (but that of the module inside), its hook sent "
-    "nothing, or a parameter that got no gradient kept a bucket waiting."
+    " DistributedDataParallel has averaged nothing since the last step: its forward passes ran "
+    "inside no_sync() (there it decides), its forward was not called (but that of the module "
+    "inside), its hook sent nothing, or a parameter that got no gradient kept a bucket waiting."
 )
 _AFTER_THE_STEP = " They are averaged only after it."
 _SOME_SYNCS = (
     " DistributedDataParallel averaged only some of the backward passes since the last step: the "
     "last one, and its forward pass, must run outside no_sync()."
 )
+
+
+def _cause_of_drift(step: Step, ranks: Sequence[int]) -> str:
+    rates, states = ({of[rank] for rank in ranks} for of in (step.rates, step.num_states))
+    if len(rates) > 1:
+        return f"Their learning rates are {joined([f'{r:g}' for r in sorted(rates)])}."
+    if len(states) > 1:
+        return (
+            "Their optimizers began it with state, such as momentum, of "
+            f"{joined([str(count) for count in sorted(states)])} parameters: load or broadcast it "
+            "on all ranks."
+        )
+    return "Something besides the averaged gradients changed them."
 
 
 class Replicas:
@@ -145,7 +158,7 @@ class Replicas:
             return
         self._reported.add(ranks)
         norms = [v.gradient.norm if v.gradient else 0.0 for v in wrong[0][:2]]
-        advice = self._advice(step, wrong) if step.is_ddp else ""
+        advice = self._advice(step, ranks, wrong) if step.is_ddp else ""
         self._findings.add(
             ("gradients", (step.site, ranks)),
             f"step {step.number}: {len(wrong)} of {num_present} gradients differ between "
@@ -154,10 +167,16 @@ class Replicas:
             f"averaged; {place(step.site)}.{advice}",
         )
 
-    def _advice(self, step: Step, wrong: Sequence[Sequence[Values]]) -> str:
+    def _advice(self, step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]]) -> str:
         """Return why DistributedDataParallel has not averaged gradients."""
         if not any(column[0].is_in_ddp for column in wrong):
             return " DistributedDataParallel does not contain these parameters."
+        averaged = self._recorder.averaged_over.get(ranks[0], {*ranks})
+        if not {*ranks} <= averaged:
+            return (
+                f" DistributedDataParallel averages over {rank_names(averaged)} alone on rank "
+                f"{ranks[0]}: give it a process_group of all ranks with the same parameters."
+            )
         return _SOME_SYNCS if any(step.num_syncs.values()) else _NO_SYNC
 
     def _judge_start(self, step: Step) -> None:
@@ -232,14 +251,10 @@ class Replicas:
         wrong = [column for column in columns if not is_equal(v.value for v in column)]
         if not wrong:
             return
-        rates = {step.rates[rank] for rank in ranks}
-        advice = " Something besides the averaged gradients changed them."
-        if len(rates) > 1:
-            advice = f" Their learning rates are {joined([f'{r:g}' for r in sorted(rates)])}."
         self._findings.add(
             ("drift", step.site),
             f"step {step.number}: {rank_names(ranks)} {text}: {names_of(wrong)}; "
-            f"{place(step.site)}.{advice}",
+            f"{place(step.site)}. {_cause_of_drift(step, ranks)}",
         )
 
     def _judge_norms(self, step: Step, alike: Iterable[tuple[int, ...]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging import averagers
@@ -202,7 +203,8 @@ class Sanitizer:
 
         def wrap_and_note(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             wrap(ddp, module, *args, **kwargs)
-            self._recorder.wrapped(module)
+            ranks = dist.get_process_group_ranks(ddp.process_group)
+            self._recorder.wrapped(module, self._rank_states.current, ranks)
             self._calls.groups_of_ddp.add(ddp.process_group._key)
 
         replace(DistributedDataParallel, "__init__", wrap_and_note)
