@@ -6,12 +6,10 @@ deadlock (send/recv cycle): rank 0 waits for rank 1 to receive and rank 1 waits 
 Both wait in a send, which is done only when it is received. Let one of the two …
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
-from distlab.sim.messages.pending import Pending
-from distlab.sim.messages.shifts import Splits
 from distlab.sim.postmortem import near_misses, rows
 from distlab.sim.postmortem.causes import Cause, find_causes
 from distlab.sim.postmortem.standstill import Standstill
@@ -57,20 +55,10 @@ def _headlines(causes: Sequence[Cause]) -> list[str]:
 def _shift(cause: Cause, still: Standstill) -> str:
     """Return a note on the first call where a group's ranks may have got out of step, or ""."""
     last = {rank: call for rank, (_, call) in still.history.calls.items() if rank in still.ended}
-    return shift_among({**last, **still.blocked}, cause.involved, still.history.splits)
-
-
-def shift_among(calls: Mapping[int, Pending], involved: Collection[int], splits: Splits) -> str:
-    """Return a note on the first call where a group's ranks may have got out of step, or "".
-
-    Args:
-        calls: Current or last call of each rank.
-        involved: Ranks whose groups matter.
-    """
-    attended = [call for call in calls.values() if isinstance(call, Attendance)]
-    for key in dict.fromkeys(call.meeting.key for call in attended if call.rank in involved):
-        now = ((call.rank, call.lines) for call in attended if call.meeting.key == key)
-        if shift := splits.shift(key, now):
+    calls = [call for call in {**last, **still.blocked}.values() if isinstance(call, Attendance)]
+    for key in dict.fromkeys(call.meeting.key for call in calls if call.rank in cause.involved):
+        now = ((call.rank, call.lines) for call in calls if call.meeting.key == key)
+        if shift := still.history.splits.shift(key, now):
             return shift
     return ""
 

@@ -18,7 +18,7 @@ from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.thread_wait import ThreadWait
 from distlab.sim.postmortem import rows
-from distlab.sim.postmortem.deadlock import explain, shift_among
+from distlab.sim.postmortem.deadlock import explain
 from distlab.sim.postmortem.handlers import exceptions_of, handler_around, raises
 from distlab.sim.postmortem.standstill import History, Standstill
 from distlab.sim.reporting.errors import EXIT, RankError, SimulationError
@@ -153,12 +153,7 @@ def doing_of_others(
     ]
     if lines or any(ranks[number].is_late for number in failed):
         lines += rows.alike(_running(other, places, frames) for other in running)
-    if not lines:
-        return ""
-    last = {rank: call for rank, (_, call) in history.calls.items()}
-    waits = {rank: strand.waits_in for rank, strand in blocked.items()}
-    shift = shift_among({**last, **waits}, failed, history.splits)
-    return "\n".join(["The other ranks:", *table(lines), *filter(None, [shift])])
+    return "\n".join(["The other ranks:", *table(lines)]) if lines else ""
 
 
 def _running(rank: Rank, places: Places, frames: Mapping[int, FrameType]) -> Row:

@@ -297,6 +297,31 @@ def numbers_epochs_by_rank() -> None:
             pass
 
 
+def takes_the_same_share() -> None:
+    examples = TensorDataset(torch.arange(8.0))
+    sampler: DistributedSampler[object] = DistributedSampler(examples, rank=0)
+    for _batch in DataLoader(examples, sampler=sampler):
+        pass
+
+
+def averages_over_one_rank() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    ddp = DistributedDataParallel(model(), process_group=alone)
+    ddp(data()).square().sum().backward()
+    sgd(ddp).step()
+
+
+def restores_momentum_on_one_rank() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if dist.get_rank() == 0:
+        for parameter in net.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    net(data()).square().sum().backward()
+    average(net)
+    optimizer.step()
+
+
 def splits_samples_by_rank() -> None:
     examples = TensorDataset(torch.arange(16.0))
     part, _ = random_split(examples, [12, 4])
@@ -609,6 +634,9 @@ WRONG: dict[Callable[[], None], str] = {
     repeats_an_epoch: "ranks 0 and 1 went through a DistributedSampler again, still in epoch 0",
     shuffles_by_rank: "ranks 0 and 1 go through a DistributedSampler with seed + epoch = 0 and 7",
     numbers_epochs_by_rank: "go through a DistributedSampler with seed + epoch = 0 and 1",
+    takes_the_same_share: "ranks 0 and 1 go through a DistributedSampler that was given rank=0",
+    averages_over_one_rank: "DistributedDataParallel averages over rank 0 alone on rank 0",
+    restores_momentum_on_one_rank: "with state, such as momentum, of 0 and 4 parameters",
     counts_samples_twice: "an evaluation counts 10 samples of a dataset that has 9: to give each",
     splits_samples_by_rank: "ranks 0 and 1 go through DistributedSamplers of different parts",
     leaves_a_norm_before_a_split_layer_in_parts: "step 1: weight (parameter 1) and bias had equal",

@@ -6,11 +6,44 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import me
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from distlab import launch
 from distlab.sim import Mismatch, Options, RankError, simulate
 
 STRICT = Options(is_strict=True)
+
+
+# Choosing an address
+
+
+def joins_at_a_port_of_its_own() -> None:
+    rank = me()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"tcp://localhost:{29500 + rank}", rank=rank, world_size=2)
+
+
+def test_ranks_that_choose_different_ports_never_meet() -> None:
+    with pytest.raises(RankError, match=r"rank 1 would meet .* at port 29501, but rank 0"):
+        simulate(joins_at_a_port_of_its_own, 2)
+
+
+# Starting from meta
+
+
+def shards_before_it_has_memory() -> list[int]:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.to_empty(device="cpu")
+    return [parameter.to_local().numel() for parameter in model.parameters()]
+
+
+def test_sharded_parameters_move_from_meta() -> None:
+    simulated = simulate(shards_before_it_has_memory, 2, cluster="dgx-h100")
+    assert simulated.results == [[8, 2], [8, 2]]
 
 
 # Waiting for time to pass

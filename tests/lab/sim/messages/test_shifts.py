@@ -9,7 +9,7 @@ import torch.distributed as dist
 from distlab.sim import Deadlock, Mismatch, simulate
 from distlab.sim.messages.shifts import Splits
 
-A, B, C = (("/train.py", line, "step") for line in (10, 20, 30))
+A, B, C = ((("/train.py", line, "step"),) * 2 for line in (10, 20, 30))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,25 @@ def logs_large_losses_and_meets_in_a_barrier() -> None:
 def test_the_call_that_one_rank_makes_more_is_named() -> None:
     with pytest.raises(Mismatch, match="Call 2 of the group was made by ranks 0 and 1 at test_sh"):
         simulate(logs_large_losses_and_meets_in_a_barrier, 3)
+
+
+def sum_of(x: torch.Tensor) -> float:
+    dist.all_reduce(x)
+    return float(x)
+
+
+def logs_a_key_of_its_own_and_meets_in_a_barrier() -> None:
+    sum_of(torch.ones(1))
+    if dist.get_rank() == 0:
+        sum_of(torch.ones(1))
+    sum_of(torch.ones(1))
+    if dist.get_rank():
+        dist.barrier()
+
+
+def test_callers_are_named_where_all_ranks_call_from_one_helper() -> None:
+    with pytest.raises(Mismatch, match=r"Call 2 .* by rank 0 at test_shifts.py:\d+ in logs_a_key"):
+        simulate(logs_a_key_of_its_own_and_meets_in_a_barrier, 2)
 
 
 def has_a_line_for_the_root() -> None:

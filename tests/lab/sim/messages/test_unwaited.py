@@ -98,3 +98,28 @@ def test_a_rank_can_ask_for_its_own() -> None:
         (line,) = before
         assert line.startswith(f"rank {rank}  isend to rank {1 - rank}, (4,) float32")
         assert after == []
+
+
+def waits_twice() -> None:
+    x = torch.zeros(1)
+    work = dist.irecv(x, 0) if dist.get_rank() else dist.isend(x, 1)
+    work.wait()
+    if dist.get_rank():
+        work.wait()
+
+
+def polls_before_it_waits() -> None:
+    x = torch.zeros(1)
+    work = dist.irecv(x, 0) if dist.get_rank() else dist.isend(x, 1)
+    while not work.is_completed():
+        pass
+    work.wait()
+    again = dist.all_reduce(x, async_op=True)
+    again.wait()
+    again.wait()
+
+
+def test_a_second_wait_for_a_message_is_named() -> None:
+    [row] = simulate(waits_twice, 2).trace.waited_twice
+    assert "rank 1  irecv from rank 0" in row
+    assert simulate(polls_before_it_waits, 2).trace.waited_twice == []

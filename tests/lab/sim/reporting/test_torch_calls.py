@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.sim import SimulationError, simulate
@@ -101,6 +103,20 @@ def test_torch_passes_calls_on_where_a_default_device_is_set() -> None:
     says = report(reduces_on_a_default_device)
     assert "all_reduce's" not in says
     assert "by itself" not in says
+
+
+def gathers_on_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    if dist.get_rank() == 0:
+        sharded.full_tensor()
+    dist.barrier()
+
+
+def test_a_method_of_dtensor_is_named() -> None:
+    says = report(gathers_on_one_rank)
+    assert "DTensor.full_tensor's all_gather on rank 0" in says
+    assert "all ranks of the mesh" in says
 
 
 def reduces_functionally() -> None:
