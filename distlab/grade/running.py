@@ -159,7 +159,7 @@ class Grade:
             args: Arguments, the same on all ranks.
             cluster: Cluster of the simulated world, as for ``launch.simulate``.
             options: Options of the simulated world. With "nccl" as semantics, the tensors that the
-                body makes are on its rank's GPU, and results are copied to the CPU.
+                body makes and gets are on its rank's GPU.
             if_stuck: Likely cause if ranks wait forever, or if one leaves the others waiting. This
                 sentence is shown before the table of waiting ranks.
             if_slow: Likely cause if ranks compute forever.
@@ -346,9 +346,4 @@ def on_gpu(
     lesson = Lesson(submission.load(task.folder, task.lesson))
     device = launch.context().device
     with device:
-        results = body(lesson, *_moved(args, device))
-    return _moved(results, torch.device("cpu"))
-
-
-def _moved(values: Any, device: torch.device) -> Any:
-    return tree_map_only(torch.Tensor, lambda x: x.to(device), values)
+        return body(lesson, *tree_map_only(torch.Tensor, lambda x: x.to(device), args))
