@@ -139,12 +139,12 @@ def sim(
         ),
     ] = "free",
     semantics: Annotated[
-        Literal["gloo", "nccl"],
+        Literal["auto", "gloo", "nccl"],
         typer.Option(
             help="'nccl': ranks have GPUs (torch.cuda), whose streams compute and communicate "
-            "while the host runs ahead."
+            "while the host runs ahead. 'auto': nccl if SCRIPT names cuda or nccl."
         ),
-    ] = "gloo",
+    ] = "auto",
     host_cost: Annotated[
         list[str] | None,
         typer.Option(
@@ -175,6 +175,9 @@ def sim(
             "--p2p-order": p2p_order != "free",
             "a cluster without GPUs": world.gpu is None,
         }
+        if semantics == "auto":
+            asks = bool(host_cost or watchdog) or _names_gpus(script)
+            semantics = "nccl" if asks and not any(refused.values()) else "gloo"
         _check_semantics(semantics, refused, has_costs=bool(host_cost))
 
     from distlab.sim import Options
@@ -361,6 +364,12 @@ def _host_costs(texts: Sequence[str]) -> "Costs":
         return Costs.parse(texts)
     except ValueError as error:
         raise ValueError(f"--host-cost: {error}") from None
+
+
+def _names_gpus(script: Path) -> bool:
+    from distlab.sim.script import names_gpus
+
+    return names_gpus(script)
 
 
 def _check_semantics(semantics: str, refused: dict[str, bool], *, has_costs: bool) -> None:

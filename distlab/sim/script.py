@@ -8,6 +8,7 @@ script's.
 """
 
 import ast
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.simulation import simulate
 from distlab.sim.starting import has_main_guard, run_parent, starts_its_own_ranks
+
+_GPU = re.compile(r"cuda(:\d*)?|(cpu:gloo,)?(cuda:)?nccl")  # strings that a program passes to torch
 
 
 def run_script(
@@ -73,6 +76,17 @@ def only_defines(script: Path) -> bool:
     body = ast.parse(script.read_bytes()).body
     run = [statement for statement in body if not isinstance(statement, definitions)]
     return not any(isinstance(node, ast.Call) for part in run for node in ast.walk(part))
+
+
+def names_gpus(script: Path) -> bool:
+    """Return whether a script's code names CUDA or NCCL, other than in comments and docstrings."""
+    try:
+        nodes = [*ast.walk(ast.parse(script.read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return False  # running it tells why
+    strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    names = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    return "cuda" in names or any(_GPU.fullmatch(string) for string in strings)
 
 
 def _compiled(script: Path) -> tuple[ast.Module, CodeType]:

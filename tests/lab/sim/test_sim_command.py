@@ -11,7 +11,7 @@ import pytest
 
 from distlab.cli import main
 from distlab.sim import Cluster, Options, RankError, SimulationError
-from distlab.sim.script import run_script
+from distlab.sim.script import names_gpus, run_script
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def write(tmp_path: Path):
     """Return a function that writes scripts, which import torch and join a group."""
 
     def to_file(text: str, name: str = "program.py") -> Path:
-        head = "import torch\nimport torch.distributed as dist\ndist.init_process_group('nccl')\n"
+        head = "import torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
         path = tmp_path / name
         path.write_text(head + textwrap.dedent(text))
         return path
@@ -591,3 +591,21 @@ def test_a_world_that_does_not_end_well_gives_its_report(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert report in printed.err
+
+
+@pytest.mark.parametrize(
+    ("code", "names_them"),
+    [
+        ('dist.init_process_group("nccl")', True),
+        ("model.cuda()", True),
+        ('x.to(f"cuda:{rank}")', True),
+        ('dist.init_process_group("cpu:gloo,cuda:nccl")', True),
+        ('"""Runs on cuda, by nccl."""  # torch.cuda', False),
+        ('dist.init_process_group("gloo")', False),
+        ("not python", False),
+    ],
+)
+def test_a_script_that_names_gpus_gets_them(tmp_path: Path, code: str, names_them: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    assert names_gpus(script) is names_them
