@@ -162,6 +162,9 @@ def grade(
     backend: Annotated[
         Backend, typer.Option(help="auto: simulated, and real where a test says so.")
     ] = "auto",
+    semantics: Annotated[
+        Literal["gloo", "nccl"], typer.Option(help="nccl: the simulated world has GPUs.")
+    ] = "gloo",
     report: Annotated[
         list[str] | None,
         typer.Option(metavar="FORMAT=PATH", help=f"{', '.join(report_paths.HEADS)}; repeatable."),
@@ -176,6 +179,7 @@ def grade(
     arguments = grading.suites(here, phases) + grading.world_timeout(world_timeout)
     arguments += grading.lend_option(here, lend)
     arguments += ["--impl", str(submission.find(impl, here.root).root), "--backend", backend]
+    arguments += ["--semantics", semantics]
     arguments += grading.find_reports(report or ())
     graded = grading.grade(here, arguments + [grading.VERBOSE] * verbose, grading.shown_in(here))
     if impl == "template":
