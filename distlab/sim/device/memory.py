@@ -83,6 +83,8 @@ class MemoryTracker:
     The thread's ``Device`` reports operations to it, and hooks report everything else.
 
     Args: capacity_bytes: Largest number of live bytes, or None for no limit.
+
+    Attributes: on_resize: Function that learns of a storage's new size, or None.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
