@@ -60,7 +60,8 @@ class Communicators:
     made: Mapping[object, MadeGroup] = field(default_factory=dict)
     _firsts: dict[Communicator, dict[int, First]] = field(default_factory=dict)
     _members: dict[Communicator, tuple[int, ...]] = field(default_factory=dict)
-    _places: dict[Communicator, dict[object, int]] = field(default_factory=dict)
+    _gpus: dict[tuple[Communicator, int], list[int]] = field(default_factory=dict)
+    _places: dict[tuple[Communicator, int], dict[object, int]] = field(default_factory=dict)
     _open: dict[int, list[Open]] = field(default_factory=dict)
     _orders: dict[tuple[Call, Call], Order] = field(default_factory=dict)
     _crossed: dict[tuple[Call, Call], tuple[Order, Order]] = field(default_factory=dict)
@@ -77,10 +78,15 @@ class Communicators:
     def check_place(self, key: Communicator, rank: int, node: int, index: int) -> None:
         """Raise if two ranks of a communicator use one GPU.
 
+        The n-th GPU of each rank is in the n-th of NCCL's communicators that stand behind ``key``.
+
         Raises:
             RuntimeError: Another rank has the same GPU; NCCL ends with this error, too.
         """
-        places = self._places.setdefault(key, {})
+        gpus = self._gpus.setdefault((key, rank), [])
+        if index not in gpus:
+            gpus.append(index)
+        places = self._places.setdefault((key, gpus.index(index)), {})
         other = places.setdefault((node, index), rank)
         if other != rank:
             raise RuntimeError(

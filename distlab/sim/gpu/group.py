@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributed import Work
 
 from distlab.process_group.call import Call
 from distlab.process_group.checks import check_contiguous
@@ -108,6 +109,7 @@ class GpuGroup(SimGroup):
         fleet: GPUs of all ranks.
         backend: Name that the program gave: "nccl", "gloo" or "" for both.
         is_eager: True if the communicator exists from the start, because of a ``device_id``.
+        bound: Number of the GPU of that ``device_id``; -1 without one.
     """
 
     def __init__(
@@ -122,9 +124,11 @@ class GpuGroup(SimGroup):
         fleet: Fleet,
         backend: str = "",
         is_eager: bool = False,
+        bound: int = -1,
     ) -> None:
         super().__init__(shared, ranks, rank, key, name, limit_s)
-        self._fleet, self.backend, self.is_eager = fleet, backend, is_eager
+        self._fleet, self.backend, self.is_eager, self.bound = fleet, backend, is_eager, bound
+        self._used: set[int] = set()  # GPUs of the calls so far
         self._device = fleet.devices[ranks[rank]]
         self._recorder = fleet.recorders.get(ranks[rank])
         self._info = GroupInfo(name, ranks, limit_s)
@@ -185,18 +189,34 @@ class GpuGroup(SimGroup):
         members = key.pair or self._ranks
         fleet, node = self._fleet, self._fleet.places[self._rank][0]
         number = self._device.visible()[index]
+        self._used.add(index)
         fleet.communicators.check_place(key, self._rank, node, number)
         is_batch = is_batch and not self.is_eager
         fleet.communicators.used(key, members, self._rank, site[0], is_batch=is_batch)
 
     # Collectives
 
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait for all ranks, which on NCCL sum a number on a GPU of each."""
+        index = self._gpu_of_barrier(opts)
+        self._device.begin_use(index)
+        with self._device.running_on(index):
+            return super().barrier(opts)
+
+    def _gpu_of_barrier(self, opts: Any) -> int:
+        """Return the GPU that torch's C++ code chooses; the thread's current one plays no part."""
+        if opts is not None and opts.device_ids:
+            return int(opts.device_ids[0])
+        if self.bound >= 0:
+            return self.bound
+        return min(self._used, default=self._rank % self._device.num_gpus)
+
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> SimWork:
         site = self._shared.places.call_site()
         call = replace(call, outputs=[_unversioned(output) for output in call.outputs])
         tensors = [*call.inputs, *call.outputs]
         if call.name == "barrier" and self.backend != "gloo":
-            index = self._device.index
+            index = self._device.running
             self._device.is_used = True
         else:
             index = self._place(call.name, tensors, is_by_torch=site[1])
@@ -437,7 +457,7 @@ class BarrierWork(GpuWork):
         super().wait(timeout)
         if device := this_device():
             site = device.places.call_site()[0]
-            device.sync("barrier()", [device.current_stream()], site)
+            device.sync("barrier()", [device.current_stream(self.end.index)], site)
         return True
 
 

@@ -124,10 +124,10 @@ class Host:
         Raises:
             RuntimeError: The node has no such GPU; the text is CUDA's.
         """
-        self._begin_use(index)
+        self.begin_use(index)
         self._local.index, self.is_used = index, True
 
-    def _begin_use(self, index: int) -> None:
+    def begin_use(self, index: int) -> None:
         """Settle which GPUs the program sees, and raise unless ``index`` is one of them."""
         self._visible = self.visible()
         if not 0 <= index < self.num_gpus:
@@ -143,7 +143,7 @@ class Host:
         Args:
             name: Name for reports; "" for a stream of the program, which gets a number.
         """
-        self._begin_use(index)
+        self.begin_use(index)
         if not name:
             self._num_made += 1
             name = f"stream {self._num_made}"

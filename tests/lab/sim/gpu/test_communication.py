@@ -215,6 +215,57 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
     assert "waits at the end of its program" in text
 
 
+def gpus_of_calls(*, bound: int = -1, ids: int = -1) -> list[str]:
+    """Return the GPUs on which rank 1 runs a barrier, a sum of a tensor on cuda:1, and a barrier.
+
+    Args:
+        bound: Number of the GPU that the group is bound to, less the rank's number; -1 for none.
+        ids: The same for ``device_ids`` of the first barrier.
+    """
+
+    def program() -> None:
+        local = int(os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", bound + local) if bound >= 0 else None
+        dist.init_process_group("nccl", device_id=device)
+        dist.barrier(device_ids=[ids + local] if ids >= 0 else None)
+        dist.all_reduce(torch.ones(4, device=f"cuda:{local}"))
+        dist.barrier()
+
+    tracked = Options(semantics="nccl", has_events=True)
+    ran = simulate(program, 2, cluster="dgx-h100", options=tracked, joined=False)
+    assert ran.gpu_time is not None
+    tracks = [track for track in ran.gpu_time.tracks if track.event.kind == "collective"]
+    return [track.track[:6] for track in tracks if track.event.rank == 1]
+
+
+@pytest.mark.filterwarnings("ignore:barrier()")  # torch's advice on devices, on rank 0
+def test_a_barrier_runs_on_the_gpu_that_torch_chooses() -> None:
+    assert gpus_of_calls(ids=4) == ["cuda:5", "cuda:1", "cuda:1"]
+    assert gpus_of_calls(bound=2) == ["cuda:3", "cuda:1", "cuda:3"]
+    assert gpus_of_calls(bound=2, ids=4) == ["cuda:5", "cuda:1", "cuda:3"]
+    assert gpus_of_calls() == ["cuda:1"] * 3  # no call before it: that of the rank's number
+
+
+def swaps_gpus() -> None:
+    rank = join()
+    dist.barrier(device_ids=[1 - rank])
+    dist.all_reduce(ones())
+
+
+def test_a_rank_that_changes_its_gpu_gets_a_communicator_of_its_own() -> None:
+    assert wrong(swaps_gpus) == []
+
+
+def barrier_on_a_missing_gpu() -> None:
+    join()
+    dist.barrier(device_ids=[8])
+
+
+def test_a_barrier_on_a_gpu_that_the_node_lacks_is_refused() -> None:
+    text = report(barrier_on_a_missing_gpu, kind=RankError)
+    assert "invalid device ordinal (rank 0 asks for cuda:8" in text
+
+
 def own_gpu_by_environment() -> tuple[int, str, float]:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
     x = torch.ones(4, device="cuda:0")
