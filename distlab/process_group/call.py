@@ -36,6 +36,17 @@ class Call:
         """True if this stands for several calls, one for each input."""
         return self.name == "all_reduce" and len(self.inputs) > 1
 
+    @property
+    def uneven_bytes(self) -> list[int]:
+        """Bytes of each rank's part, if an all_gather or reduce_scatter of lists has several."""
+        one, parts = self.inputs, self.outputs
+        if self.name == "reduce_scatter":
+            one, parts = parts, one
+        elif self.name != "all_gather":
+            return []
+        sizes = [part.nbytes for part in parts]
+        return sizes if len(one) == 1 and len({*sizes}) > 1 else []
+
 
 class Form(NamedTuple):
     """The shape and dtype of a tensor, for reports that should not keep the tensor alive."""

@@ -106,17 +106,18 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def check_own_part(
-    name: str, tensors: Sequence[Tensor], size: int, rank: int, like: Tensor
+    name: str, tensors: Sequence[Tensor], size: int, rank: int, like: Tensor, what: str = "output"
 ) -> None:
     """Check that a list has one tensor per rank, and that this rank's has the shape of ``like``.
 
+    Args: what: Whether ``like`` is the "input" or the "output".
     Raises: RuntimeError.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(shapes) != size or shapes[rank] != tuple(like.shape):
         raise RuntimeError(
             f"{name} over {size} ranks needs a list of {size} tensors, and on rank {rank} of the "
-            f"group the one at index {rank} has the shape of the output, {tuple(like.shape)}; "
+            f"group the one at index {rank} has the shape of the {what}, {tuple(like.shape)}; "
             f"got {shapes}"
         )
 

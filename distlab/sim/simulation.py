@@ -29,6 +29,7 @@ from distlab.sim.isolation.profiler import SharedProfiler
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.threads import Threads
+from distlab.sim.messages.disagreement import device_of
 from distlab.sim.messages.group import Failures, Shared, SimGroup
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.meetings import Meetings
@@ -174,6 +175,8 @@ class Simulation:
 
     def _plan(self, call: Call, group: tuple[int, ...]) -> list[Phase]:
         name, root = self.options.algorithm, call.root
+        if self.fleet and (sizes := call.uneven_bytes) and device_of(call) == "cuda":
+            return algorithms.plan_uneven(call.name, name, group, sizes, self.cluster)
         return algorithms.plan(call.name, name, group, call.num_bytes, self.cluster, root=root)
 
     # The run

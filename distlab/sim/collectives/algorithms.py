@@ -63,7 +63,7 @@ from distlab.sim.collectives.phases import (
 )
 from distlab.sim.hardware.cluster import Cluster
 
-__all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan"]
+__all__ = ["ALGORITHMS", "COLLECTIVES", "Phase", "plan", "plan_uneven"]
 
 Members = Sequence[int]  # GPUs in order of position, starting with the root
 Nodes = Sequence[Members]  # equally many members per node; the root comes first
@@ -114,6 +114,25 @@ def plan(
     return plans[0] if len(plans) == 1 else _fastest(plans, cluster)
 
 
+def plan_uneven(
+    collective: str, algorithm: str, gpus: Sequence[int], sizes: Sequence[int], cluster: Cluster
+) -> list[Phase]:
+    """Return the transfers of an all_gather or reduce_scatter of a list with different sizes.
+
+    NCCL has no such collective. torch launches a broadcast from each rank, or a reduce to each, as
+    a group, whose kernels run at the same time.
+
+    Args:
+        sizes: Bytes of each rank's part.
+    """
+    name = {"all_gather": "broadcast", "reduce_scatter": "reduce"}[collective]
+    plans = [
+        plan(name, algorithm, gpus, num_bytes, cluster, root=root)
+        for root, num_bytes in enumerate(sizes)
+    ]
+    return overlapped(plans, cluster)
+
+
 def _fastest(plans: Iterable[Phases], cluster: Cluster) -> Phases:
     """Return the fastest plan; stop timing a plan once it takes as long as the best one so far."""
     best: Phases = []
@@ -136,7 +155,7 @@ def _plan(
         nodes = cluster.by_node(members)
         if len({len(node) for node in nodes}) == 1:
             phases = _HIERARCHICAL[collective](nodes, num_bytes)
-            return overlapped(phases, cluster) if algorithm.endswith("overlapped") else phases
+            return overlapped([phases], cluster) if algorithm.endswith("overlapped") else phases
     row = _FLAT[collective]
     natural = next(iter(row.values()))
     return row.get(algorithm, natural)(members, num_bytes)

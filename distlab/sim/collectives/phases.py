@@ -1,7 +1,7 @@
 """Transfer plans: phases that run one after another, and the time that they take."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -55,22 +55,33 @@ def together(plans: Iterable[Phases]) -> Phases:
     ]
 
 
-def overlapped(phases: Phases, cluster: Cluster) -> Phases:
-    """Run all phases at the same time, each on a piece that the previous phase has finished.
+def overlapped(plans: Sequence[Phases], cluster: Cluster) -> Phases:
+    """Run plans at the same time, and so all phases of each, on pieces of its buffer.
 
     Pieces are assumed to be so small that the first one needs only the latencies of all phases. The
     rest takes as long as the slowest phase or, if that takes longer, the busiest link that phases
     share.
     """
-    latency_s = 0.0
     num_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
+    on_links: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for phase in chain.from_iterable(plans):
+        carried = phase.bytes_on_links or [size for _, _, size in phase.transfers]
+        for (src, dst, size), flagged in zip(phase.transfers, carried, strict=True):
+            num_bytes[src, dst] += phase.repeat * size
+            on_links[src, dst] += phase.repeat * flagged
+    transfers = tuple((*pair, size) for pair, size in num_bytes.items())
+    latency_s = max((_latency_s(phases, cluster) for phases in plans), default=0.0)
+    return [Phase(transfers, 1, latency_s, tuple(on_links.values()))] if transfers else []
+
+
+def _latency_s(phases: Phases, cluster: Cluster) -> float:
+    """Return the seconds that phases take besides their bytes."""
+    total_s = 0.0
     for phase in phases:
         routes = (cluster.route(src, dst) for src, dst, _ in phase.transfers)
-        latency_s += phase.repeat * max(route.latency_s for route in routes)
-        for src, dst, size in phase.transfers:
-            num_bytes[src, dst] += phase.repeat * size
-    transfers = tuple((src, dst, size) for (src, dst), size in num_bytes.items())
-    return [Phase(transfers, latency_s=latency_s)] if phases else []
+        of_round_s = max(route.latency_s for route in routes)
+        total_s += phase.repeat * (of_round_s if phase.latency_s is None else phase.latency_s)
+    return total_s
 
 
 def round_s(phase: Phase, cluster: Cluster, *, shared: bool) -> float:

@@ -16,7 +16,8 @@ from torch.autograd import Variable
 from torch.distributed import Work
 
 from distlab.process_group.call import Call
-from distlab.process_group.checks import check_contiguous
+from distlab.process_group.checks import check_contiguous, check_own_part
+from distlab.process_group.moves import alike, nbytes
 from distlab.sim.engine.scheduler import NEVER
 from distlab.sim.gpu import report
 from distlab.sim.gpu.adoption import made_for_gpu
@@ -210,6 +211,19 @@ class GpuGroup(SimGroup):
         if self.bound >= 0:
             return self.bound
         return min(self._used, default=self._rank % self._device.num_gpus)
+
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Give every rank the tensors of all ranks, on NCCL also those of different sizes."""
+        parts = outputs[0]
+        is_even = len({part.shape for part in parts}) < 2
+        if is_even or self.backend == "gloo" or min(map(index_of, parts)) < 0:
+            return super().allgather(outputs, inputs, opts)
+        check_own_part("all_gather", parts, self.size(), self._me, inputs[0], "input")
+        check_contiguous("all_gather", [*inputs, *parts])
+        must_agree = {**alike(inputs), "size": [part.numel() for part in parts]}
+        return self._meet(Call("all_gather", must_agree, nbytes(parts), inputs, parts))
 
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> SimWork:
         site = self._shared.places.call_site()

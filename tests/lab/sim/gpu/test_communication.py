@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.sim import Deadlock, Faults, Mismatch, Options, RankError, SimulationError, simulate
+from distlab.sim.collectives.algorithms import plan, plan_uneven
+from distlab.sim.hardware.cluster import Cluster
 
 Program = Callable[..., object]
 GPUS = Options(semantics="nccl")
@@ -198,6 +201,75 @@ def test_a_mismatch_says_that_nccl_compares_nothing(program: Program) -> None:
     text = report(program, kind=Mismatch)
     assert text.count("NCCL compares nothing") == 1
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in text
+
+
+# Lists of tensors of different sizes
+
+
+def gathers_uneven(scale: int = 1) -> list[float]:
+    rank = join()
+    parts = [torch.zeros(scale * size, device="cuda") for size in (1, 3)]
+    dist.all_gather(parts, torch.full_like(parts[rank], rank + 1.0))
+    return torch.cat(parts)[-3 * scale - 1 :].tolist()[:4]
+
+
+def scatters_uneven(scale: int = 1) -> list[float]:
+    rank = join()
+    parts = [torch.full((scale * size,), size + rank, device="cuda") for size in (1, 3)]
+    output = torch.zeros(len(parts[rank]), device="cuda", dtype=torch.int64)
+    dist.reduce_scatter(output, parts)
+    return output[:4].tolist()
+
+
+@pytest.mark.parametrize(
+    ("program", "results", "sent"),
+    [
+        (gathers_uneven, [[1.0, 2.0, 2.0, 2.0]] * 2, (1 << 22, 3 << 22)),
+        (scatters_uneven, [[3], [7, 7, 7]], (3 << 23, 1 << 23)),
+    ],
+)
+def test_uneven_lists_travel_as_one_broadcast_or_reduce_per_rank(
+    program: Callable[..., Any], results: list[Any], sent: tuple[int, int]
+) -> None:
+    small = simulate(program, 2, cluster="dgx-h100", options=GPUS, joined=False)
+    assert small.results == results
+    large = simulate(program, 2, 2**20, cluster="dgx-h100", options=GPUS, joined=False)
+    assert large.trace.bytes_sent == [*sent]
+
+
+def test_the_broadcasts_of_an_uneven_list_run_at_the_same_time() -> None:
+    cluster, small, large = Cluster.preset("dgx-h100"), 1 << 22, 3 << 22
+    (phase,) = plan_uneven("all_gather", "auto", [0, 1], [small, large], cluster)
+    (largest,) = plan("broadcast", "auto", [0, 1], large, cluster, root=1)
+    assert {*phase.transfers} == {(0, 1, small), (1, 0, large)}
+    assert phase.latency_s == largest.latency_s
+    assert max(phase.bytes_on_links) == max(largest.bytes_on_links)
+
+
+def gathers_other_sizes() -> None:
+    sizes = [(1, 3), (1, 2)][join()]
+    parts = [ones(size) for size in sizes]
+    dist.all_gather(parts, ones(sizes[dist.get_rank()]))
+
+
+def gathers_into_a_wrong_place() -> None:
+    join()
+    dist.all_gather([ones(1), ones(3)], ones(2))
+
+
+def gathers_uneven_by_gloo() -> None:
+    rank = join()
+    parts = [torch.ones(1), torch.ones(3)]
+    dist.all_gather(parts, parts[rank], group=dist.new_group(backend="gloo"))
+
+
+def test_lists_that_do_not_fit_are_refused() -> None:
+    text = report(gathers_other_sizes, kind=Mismatch)
+    assert "all_gather with size [1, 3] on rank 0, but with size [1, 2] on rank 1" in text
+    text = report(gathers_into_a_wrong_place, kind=RankError)
+    assert "the one at index 0 has the shape of the input, (2,); got [(1,), (3,)]" in text
+    text = report(gathers_uneven_by_gloo, kind=RankError)
+    assert "needs a list of 2 tensors of that shape, got [(1,), (3,)]" in text
 
 
 # Devices and ranks
