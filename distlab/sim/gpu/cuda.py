@@ -53,7 +53,7 @@ class CudaStream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.priority = priority
         self.stream = rank_device().new_stream("", index_from(device))
-        self._before: list[Stream] = []
+        self._before: list[tuple[Stream, Stream]] = []  # on its own GPU, and on the current one
 
     @classmethod
     def of(cls, stream: Stream) -> "CudaStream":
@@ -101,12 +101,13 @@ class CudaStream:
 
     def __enter__(self) -> "CudaStream":
         device = rank_device()
-        self._before.append(device.current_stream(self.stream.index))
+        self._before.append((device.current_stream(self.stream.index), device.current_stream()))
         device.set_stream(self.stream)
         return self
 
     def __exit__(self, *_: object) -> None:
-        rank_device().set_stream(self._before.pop())
+        for stream in self._before.pop():
+            rank_device().set_stream(stream)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and other.stream is self.stream

@@ -175,7 +175,7 @@ class Host:
     def set_stream(self, stream: Stream) -> None:
         """Make a stream, and its GPU, the thread's current ones."""
         chosen: dict[int, Stream] = getattr(self._local, "streams", {})
-        self._local.streams = {**chosen, stream.index: stream}
+        self._local.streams, self._local.index = {**chosen, stream.index: stream}, stream.index
         self._local.switches = self._switches()
         self._local.switches.add(stream)
 

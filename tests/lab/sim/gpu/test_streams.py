@@ -257,6 +257,19 @@ def test_a_copy_between_gpus_is_behind_the_work_of_both() -> None:
     assert not ran.gpu_time.wrong
 
 
+@pytest.mark.parametrize("context", [lambda stream: stream, torch.cuda.stream])
+def test_a_stream_of_another_gpu_makes_that_one_current(context: Callable[[Any], Any]) -> None:
+    def program() -> list[object]:
+        side, before = torch.cuda.Stream(1), torch.cuda.current_stream(1)
+        with context(side):
+            inside = small().device.index, torch.cuda.current_stream() == side
+        outside = torch.cuda.current_device(), torch.cuda.current_stream(1) == before
+        torch.cuda.set_stream(side)
+        return [inside, outside, torch.cuda.current_device()]
+
+    assert run(program).results == [[(1, True), (0, True), 1]]
+
+
 # Where the time of the GPU goes
 
 
