@@ -20,6 +20,7 @@ from distlab.sim.gpu import surface
 from distlab.sim.gpu.device import HostAndGpus
 from distlab.sim.gpu.flight_recorder import HANGS, FlightRecorder
 from distlab.sim.gpu.group import Fleet, GpuGroup
+from distlab.sim.gpu.mixtures import note_on
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.hardware.topology import Place
 from distlab.sim.isolation import host, modules, patches
@@ -278,6 +279,7 @@ class Simulation:
             # A failed assertion may concern a tensor that the program read too early.
             is_check = isinstance(error, AssertionError)
             below = (
+                note_on(error),
                 self.refusals.outside_note(number),
                 self.handles.note_of_failed(number) if is_check else "",
                 self._others([number]),

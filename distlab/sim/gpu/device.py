@@ -29,6 +29,7 @@ from distlab.sim.gpu.adoption import made_for_gpu
 from distlab.sim.gpu.costs import Costs
 from distlab.sim.gpu.hazards import Grave, Hazards
 from distlab.sim.gpu.host import Host
+from distlab.sim.gpu.mixtures import mixture_error
 from distlab.sim.gpu.placement import Home, home_of, host_home, index_of, pin, put_on, renew
 from distlab.sim.gpu.streams import Communication, Mark, Moment, Stream
 from distlab.sim.gpu.usage import Work
@@ -110,7 +111,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         )
         self._kind = gpu
         Host.__init__(self, clock, places, num_gpus, costs, has_tracks=has_tracks)
-        self.local, self.hazards = local, Hazards(self.streams)
+        self._local_rank, self.hazards = local, Hazards(self.streams)
         self._grave = Grave(self.hazards.add)
         self.memory.on_resize = self._resized
 
@@ -177,13 +178,19 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
             index = -1 if home is None else home.index
             if index >= 0:
                 if source not in (-1, index) and op.name not in _MIXED:
-                    raise _on_two(op.name, f"cuda:{source}", f"cuda:{index}")
+                    raise self._on_two(op, uses, source, index)
                 source = max(source, index)
             elif tensor.dim() and not tensor.is_meta:
                 has_host = True
         if source >= 0 and has_host and op.name not in _MIXED:
-            raise _on_two(op.name, f"cuda:{source}", "cpu")
+            raise self._on_two(op, uses, source, -1)
         return self._placing(op, source, args, kwargs)
+
+    def _on_two(self, op: Operation, uses: Sequence[Use], *indices: int) -> RuntimeError:
+        homes = {index: next(_homes_on(index, uses), None) for index in indices}
+        visible = self.visible()
+        own = visible.index(self._local_rank) if self._local_rank in visible else -1
+        return mixture_error(op.name, homes, own, self.clock.current.number)
 
     def _placing(
         self, op: Operation, source: int, args: Sequence[Any], kwargs: dict[str, Any]
@@ -266,7 +273,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         if copy and not copy.waits:
             uses, created = [Use(copy.source, host_home(copy.source), False)], [copy.target]
             host_home(copy.target)
-        uses += [Use(tensor, home_of(tensor), True) for tensor in created]
+        uses += [_made(tensor, site) for tensor in created]
         self._use(op, uses, stream, site, with_host=copy is not None)
         if copy:
             self._meet(copy)
@@ -442,6 +449,18 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
             stream.comes_after({self.host: number})
 
 
+def _homes_on(index: int, uses: Sequence[Use]) -> Iterator[Home]:
+    return (use.home for use in uses if use.home is not None and use.home.index == index)
+
+
+def _made(tensor: Tensor, site: Site) -> Use:
+    """Note the line that made a tensor, and return that use of it."""
+    home = home_of(tensor)
+    if home is not None:
+        home.made = home.made or site
+    return Use(tensor, home, True)
+
+
 def _uses(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Use]:
     uses: list[Use] = []
     written = op.written
@@ -464,10 +483,3 @@ def _tensors_of(out: Any) -> list[Tensor]:
     """Return the tensors of a result, sparse ones, too."""
     values = out if isinstance(out, _SEQUENCES) else (out,)
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _on_two(name: str, one: str, other: str) -> RuntimeError:
-    return RuntimeError(
-        "Expected all tensors to be on the same device, but found at least two devices, "
-        f"{one} and {other}! (in {name})"
-    )

@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage
 
 from distlab.sim.gpu.accesses import Access, Flight, stored
 from distlab.sim.gpu.streams import Stream
+from distlab.sim.reporting.sites import Site
 
 _STRIDED = torch.strided
 
@@ -29,6 +30,7 @@ class Home:
     Attributes:
         index: Number of the GPU that holds it; -1 for the host's memory.
         is_pinned: True for memory of the host from which a GPU copies by itself.
+        made: Line of the operation that made it, or None.
         accesses: Uses that may still be under way.
         flights: Communication that reads or writes it.
         stream: Stream on which it was allocated; None for the host's memory.
@@ -37,12 +39,13 @@ class Home:
     """
 
     __slots__ = (
-        *("accesses", "flights", "grave", "index", "is_pinned"),
+        *("accesses", "flights", "grave", "index", "is_pinned", "made"),
         *("num_bytes", "recorded", "stream"),
     )
 
     def __init__(self, index: int) -> None:
         self.index, self.is_pinned = index, False
+        self.made: Site | None = None
         self.accesses: list[Access] = []
         self.flights: list[Flight] = []
         self.stream: Stream | None = None

@@ -1,6 +1,7 @@
 """Hangs, communicators and devices with NCCL's semantics: reports say what is wrong on GPUs."""
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -336,6 +337,43 @@ def barrier_on_a_missing_gpu() -> None:
 def test_a_barrier_on_a_gpu_that_the_node_lacks_is_refused() -> None:
     text = report(barrier_on_a_missing_gpu, kind=RankError)
     assert "invalid device ordinal (rank 0 asks for cuda:8" in text
+
+
+def adds_to(make: Callable[[], Tensor]) -> Callable[[], object]:
+    def program() -> None:
+        if join() == 1:
+            make() + torch.ones(4, device="cuda:1")
+
+    return program
+
+
+def written_later() -> Tensor:
+    x = torch.empty(4, device="cuda:0")
+    return x.fill_(1)
+
+
+def copied_to_the_host() -> Tensor:
+    return ones().to("cpu", non_blocking=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (
+            lambda: torch.ones(4).to("cuda:0"),
+            r"The one on cuda:0 was made at test_communication.py:\d+ in <lambda>; rank 1's GPU is "
+            r"cuda:1: use cuda:LOCAL_RANK there\.",
+        ),
+        (written_later, r"The one on cuda:0 was written at test_\S+ in written_later; rank 1's GPU"),
+        (copied_to_the_host, r"The one on cpu was made at test_\S+ in copied_to_the_host\."),
+    ],
+)
+def test_the_error_for_two_devices_says_where_the_tensor_comes_from(
+    make: Callable[[], Tensor], note: str
+) -> None:
+    text = report(adds_to(make), kind=RankError)
+    assert "Expected all tensors to be on the same device" in text
+    assert re.search(rf"\(in add\)\n\n{note}", text)
 
 
 def own_gpu_by_environment() -> tuple[int, str, float]:
