@@ -21,6 +21,26 @@ from distlab.util.text import rank_names
 Call = tuple[object, int]  # (identity of the group, number of the collective)
 
 
+class Choice(NamedTuple):
+    """A rank's choice of another GPU than that of its LOCAL_RANK.
+
+    Attributes:
+        number: Number of the GPU, as the rank sees it.
+        site: Line that calls ``torch.cuda.set_device``.
+    """
+
+    number: int
+    site: Site
+    local_rank: int
+
+    def text(self, rank: int) -> str:
+        """Return the choice, and what to do about it, as a sentence."""
+        return (
+            f"Rank {rank} chose it by torch.cuda.set_device({self.number}) at {place(self.site)}, "
+            f"but its LOCAL_RANK is {self.local_rank}: pass that"
+        )
+
+
 class First(NamedTuple):
     """A rank's first use of a communicator."""
 
@@ -60,8 +80,10 @@ class Communicators:
     made: Mapping[object, MadeGroup] = field(default_factory=dict)
     _firsts: dict[Communicator, dict[int, First]] = field(default_factory=dict)
     _members: dict[Communicator, tuple[int, ...]] = field(default_factory=dict)
-    _gpus: dict[tuple[Communicator, int], list[int]] = field(default_factory=dict)
-    _places: dict[tuple[Communicator, int], dict[object, int]] = field(default_factory=dict)
+    _gpus: dict[tuple[Communicator, int], list[tuple[int, int]]] = field(default_factory=dict)
+    _places: dict[tuple[Communicator, int], dict[tuple[int, int], tuple[int, Choice | None]]] = (
+        field(default_factory=dict)
+    )
     _open: dict[int, list[Open]] = field(default_factory=dict)
     _orders: dict[tuple[Call, Call], Order] = field(default_factory=dict)
     _crossed: dict[tuple[Call, Call], tuple[Order, Order]] = field(default_factory=dict)
@@ -75,25 +97,27 @@ class Communicators:
             firsts[rank] = First(is_batch, site)
             self._members[key] = members
 
-    def check_place(self, key: Communicator, rank: int, node: int, index: int) -> None:
+    def check_place(
+        self, key: Communicator, rank: int, gpu: tuple[int, int], choice: Choice | None
+    ) -> None:
         """Raise if two ranks of a communicator use one GPU.
 
         The n-th GPU of each rank is in the n-th of NCCL's communicators that stand behind ``key``.
+
+        Args:
+            gpu: Node and number on it.
+            choice: How the rank has come to use the GPU, unless that is as it should be.
 
         Raises:
             RuntimeError: Another rank has the same GPU; NCCL ends with this error, too.
         """
         gpus = self._gpus.setdefault((key, rank), [])
-        if index not in gpus:
-            gpus.append(index)
-        places = self._places.setdefault((key, gpus.index(index)), {})
-        other = places.setdefault((node, index), rank)
+        if gpu not in gpus:
+            gpus.append(gpu)
+        places = self._places.setdefault((key, gpus.index(gpu)), {})
+        other, others_choice = places.setdefault(gpu, (rank, choice))
         if other != rank:
-            raise RuntimeError(
-                f"Duplicate GPU detected : ranks {min(rank, other)} and {max(rank, other)} both "
-                f"use cuda:{index} of node {node}. Call torch.cuda.set_device(local_rank) before "
-                "init_process_group, with LOCAL_RANK from the environment"
-            )
+            raise _duplicate(gpu, {rank: choice, other: others_choice})
 
     def launched(self, rank: int, launched: Open, reached: Reached) -> None:
         """Compare the order of a rank's collectives on several communicators with other ranks'."""
@@ -123,6 +147,19 @@ class Communicators:
             batches = [rank for rank, first in firsts.items() if first.is_batch]
             if batches and missing:
                 yield _partial_first(firsts[batches[0]].site, batches, missing)
+
+
+def _duplicate(gpu: tuple[int, int], ranks: Mapping[int, Choice | None]) -> RuntimeError:
+    node, number = gpu
+    chosen = [choice.text(rank) for rank, choice in sorted(ranks.items()) if choice]
+    remedy = chosen or [
+        "Call torch.cuda.set_device(local_rank) before init_process_group, with LOCAL_RANK from "
+        "the environment"
+    ]
+    return RuntimeError(
+        f"Duplicate GPU detected : ranks {min(ranks)} and {max(ranks)} both use cuda:{number} of "
+        f"node {node}. {'. '.join(remedy)}"
+    )
 
 
 def _crossed(one: Order, other: Order, made: Mapping[object, MadeGroup]) -> str:

@@ -269,7 +269,9 @@ def _free_and_total() -> tuple[int, int]:
 
 
 def _set_device(device: Any) -> None:
-    rank_device().choose(index_from(device))
+    host, index = rank_device(), index_from(device)
+    host.choose(index)
+    host.chosen_at[index] = host.places.call_site()[0]
 
 
 def _exchange_device(index: int) -> int:

@@ -21,7 +21,7 @@ from distlab.process_group.moves import alike, nbytes
 from distlab.sim.engine.scheduler import NEVER
 from distlab.sim.gpu import report
 from distlab.sim.gpu.adoption import made_for_gpu
-from distlab.sim.gpu.communicators import Communicators, Open
+from distlab.sim.gpu.communicators import Choice, Communicators, Open
 from distlab.sim.gpu.device import HostAndGpus, this_device
 from distlab.sim.gpu.flight_recorder import UNCHECKED, FlightRecorder, GroupInfo, write_dumps
 from distlab.sim.gpu.placement import home_of, index_of
@@ -188,10 +188,11 @@ class GpuGroup(SimGroup):
         self, key: Communicator, index: int, site: CallSite, *, is_batch: bool
     ) -> None:
         members = key.pair or self._ranks
-        fleet, node = self._fleet, self._fleet.places[self._rank][0]
-        number = self._device.visible()[index]
+        fleet, (node, local_rank) = self._fleet, self._fleet.places[self._rank]
+        number, chosen = self._device.visible()[index], self._device.chosen_at.get(index)
         self._used.add(index)
-        fleet.communicators.check_place(key, self._rank, node, number)
+        choice = Choice(index, chosen, local_rank) if chosen and number != local_rank else None
+        fleet.communicators.check_place(key, self._rank, (node, number), choice)
         is_batch = is_batch and not self.is_eager
         fleet.communicators.used(key, members, self._rank, site[0], is_batch=is_batch)
 

@@ -41,6 +41,7 @@ class Host:
         host: Order of the host with the streams.
         streams: All streams of the rank.
         is_used: True once the program has used a GPU.
+        chosen_at: Line of the last ``torch.cuda.set_device`` of each GPU.
         sync_debug_mode: 1 to warn, and 2 to raise, where the host waits.
     """
 
@@ -54,6 +55,7 @@ class Host:
         self.usage = Usage(has_tracks=has_tracks)
         self.host = Stream("the host", -1)
         self.is_used = False
+        self.chosen_at: dict[int, Site] = {}
         self.sync_debug_mode = 0
         self._defaults: dict[int, Stream] = {}
         self._sides: dict[int, Stream] = {}

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,23 @@ def test_a_barrier_on_a_gpu_that_the_node_lacks_is_refused() -> None:
     assert "invalid device ordinal (rank 0 asks for cuda:8" in text
 
 
+def two_per_gpu() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % 2)
+    dist.init_process_group("nccl")
+    if dist.get_rank() == 0:  # so that the wrong rank may come first
+        time.sleep(1e-3)
+    dist.all_reduce(ones())
+
+
+def test_a_gpu_that_a_rank_chose_wrongly_is_named_with_the_line() -> None:
+    text = report(two_per_gpu, 3, kind=RankError)
+    assert "ranks 0 and 2 both use cuda:0 of node 0. Rank 2 chose it by torch.cuda." in text
+    assert re.search(
+        r"cuda\.set_device\(0\) at test_\S+ in two_per_gpu, but its LOCAL_RANK is 2: pass that",
+        text,
+    )
+
+
 def adds_to(make: Callable[[], Tensor]) -> Callable[[], object]:
     def program() -> None:
         if join() == 1:
@@ -364,7 +382,10 @@ def copied_to_the_host() -> Tensor:
             r"The one on cuda:0 was made at test_communication.py:\d+ in <lambda>; rank 1's GPU is "
             r"cuda:1: use cuda:LOCAL_RANK there\.",
         ),
-        (written_later, r"The one on cuda:0 was written at test_\S+ in written_later; rank 1's GPU"),
+        (
+            written_later,
+            r"The one on cuda:0 was written at test_\S+ in written_later; rank 1's GPU",
+        ),
         (copied_to_the_host, r"The one on cpu was made at test_\S+ in copied_to_the_host\."),
     ],
 )
