@@ -9,5 +9,6 @@ device          one rank's host and GPUs, in which its operations run
 communicators   NCCL's communicators: who shares one, in which order it is used
 flight_recorder dumps of calls after a hang, as torch writes them
 group           a process group whose calls run on streams
+composites      operations whose C++ code makes tensors beside those of a GPU
 tensors, cuda   what torch shows of it to the program
 """

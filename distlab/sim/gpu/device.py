@@ -170,6 +170,20 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
             pin(out)
         return out
 
+    def _run_parts(
+        self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self.beside(args, kwargs):
+            return super()._run_parts(func, args, kwargs)
+
+    @contextlib.contextmanager
+    def beside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Put what torch's C++ code makes in this block on the GPU of an operation's arguments."""
+        tensors = (tensor for value in (*args, *kwargs.values()) for tensor in _among(value))
+        place = max(map(index_of, tensors), default=-1)
+        with self.running_on(place if place >= 0 else self.running):
+            yield
+
     def _place(
         self, op: Operation, uses: Sequence[Use], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Placing:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from distlab.sim.gpu import autocast, batchnorm, cuda, loading, storages, tensors
+from distlab.sim.gpu import autocast, batchnorm, composites, cuda, loading, storages, tensors
 from distlab.util.replacing import replace_until
 
 
@@ -33,3 +33,4 @@ def install(undo: contextlib.ExitStack, is_in_rank: Callable[[], bool], name: st
     cuda.install(replace, of_ranks, name)
     autocast.install(undo, of_ranks)
     batchnorm.install(undo)
+    composites.install(undo)

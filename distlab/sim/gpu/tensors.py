@@ -294,20 +294,6 @@ def _default_device() -> torch.device:
     return next((m.device for m in reversed(modes) if isinstance(m, DeviceContext)), CPU)
 
 
-def _beside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose C++ code asks for further tensors on the device of its first."""
-
-    @wraps(function)
-    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        device, tensor = this_device(), first[0] if isinstance(first, (list, tuple)) else first
-        if device is None or not isinstance(tensor, Tensor) or index_of(tensor) < 0:
-            return function(first, *args, **kwargs)
-        with device.running_on(index_of(tensor)):
-            return function(first, *args, **kwargs)
-
-    return call
-
-
 def _named(device: Any) -> Any:
     return torch.device("cuda", device) if isinstance(device, int) else device
 
@@ -367,10 +353,6 @@ class Generator(_plain_generator, metaclass=_AnyGenerator):  # type: ignore[misc
         return self._shown
 
 
-_MAKERS = (
-    *((torch, name) for name in ("quantile", "nanquantile", "combinations", "vander")),
-    *((Tensor, "quantile"), (nn.functional, "one_hot"), (torch._C._nn, "pad_sequence")),
-)
 _GROUPERS = (torch.utils._foreach_utils, torch.nn.utils.clip_grad)
 
 
@@ -432,8 +414,6 @@ def install(replace: Replace) -> None:
         plain = getattr(torch, name)
         replace(torch.cuda, name, _CudaType(name, (), {"dtype": plain.dtype}))
     replace(torch._C._nn, "_parse_to", _parse_any_to)
-    for owner, name in _MAKERS:
-        replace(owner, name, _beside(getattr(owner, name)))
     for owner in _GROUPERS:
         name = "_group_tensors_by_device_and_dtype"
         replace(owner, name, _grouping(getattr(owner, name)))

@@ -3,6 +3,7 @@
 import io
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,6 +250,24 @@ def test_gradients_of_a_sparse_embedding() -> None:
     assert_same(program)
 
 
+class CausalAttention(nn.Module):
+    """Attention without parameters, over the two halves of each row."""
+
+    def forward(self, x: Tensor) -> Any:
+        halves = x.view(4, 2, 2, 8)
+        return nn.functional.scaled_dot_product_attention(
+            halves, halves, halves, dropout_p=0.1, is_causal=True
+        ).reshape(x.shape)
+
+
+def test_causal_attention_with_dropout() -> None:
+    def program(device: torch.device) -> Any:
+        model = ddp(nn.Sequential(nn.Linear(16, 16), CausalAttention()).to(device), device)
+        return train(model, torch.optim.SGD(model.parameters(), 0.1), device)
+
+    assert_same(program)
+
+
 def on_gpu(check: Callable[[torch.device], object]) -> None:
     """Run a check on one rank that has a GPU."""
 
@@ -258,6 +277,9 @@ def on_gpu(check: Callable[[torch.device], object]) -> None:
     simulate(main, 1, cluster=Cluster.preset("dgx-h100"), options=Options(semantics="nccl"))
 
 
+attend = partial(nn.functional.scaled_dot_product_attention, dropout_p=0.1, is_causal=True)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -265,6 +287,9 @@ def on_gpu(check: Callable[[torch.device], object]) -> None:
         lambda x: x.softmax(0, dtype=torch.float64),
         lambda x: nn.utils.rnn.pad_sequence([x, x]),
         lambda x: x.quantile(0.5),
+        lambda x: torch.inference_mode()(attend)(x.view(1, 3, 1), x.view(1, 3, 1), x.view(1, 3, 1)),
+        lambda x: torch.linalg.matrix_rank(x.view(3, 1)),
+        lambda x: attend(query=x.view(1, 3, 1), key=x.view(1, 3, 1), value=x.view(1, 3, 1)),
         lambda x: x.new(2),
         lambda _: torch.ones(2).to(0),
         lambda _: torch.zeros(2, device=0),
