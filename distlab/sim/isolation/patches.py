@@ -31,6 +31,7 @@ import torch.multiprocessing
 from distlab.sim.engine.clock import Clock
 from distlab.sim.gpu.cuda import index_from
 from distlab.sim.gpu.group import Fleet
+from distlab.sim.isolation.compiling import Compiler
 from distlab.sim.isolation.exits import Exits
 from distlab.sim.isolation.groups import BACKEND, Groups
 from distlab.sim.isolation.profiler import SharedProfiler
@@ -46,6 +47,7 @@ from distlab.sim.isolation.threads import Threads
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.work import Handles
 from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.reporting.sites import Places
 from distlab.util.replacing import Replace, replace_until
 from distlab.util.text import rank_names
 
@@ -65,6 +67,7 @@ class RankHost(Protocol):
     exits: Exits
     mailbox: Mailbox
     fleet: Fleet | None
+    places: Places
 
     def exit_process(self, status: int) -> None:
         """End the world, because the running rank has called ``os._exit``."""
@@ -113,6 +116,7 @@ def installed(host: RankHost) -> Iterator[None]:
         _patch_rpc(of_ranks, host.rank_states)
         _patch_spawning(of_ranks, host.rank_states)
         _patch_generators(of_ranks, host.rank_states)
+        of_ranks(torch, "compile", Compiler(host.places))
         torch.meta = MetaHandle(undo)  # type: ignore[attr-defined]
         undo.callback(delattr, torch, "meta")
         yield
