@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -104,6 +105,7 @@ def installed(host: RankHost) -> Iterator[None]:
         host.groups.own_stores.install(replace)
         of_ranks = functools.partial(_replace_on_ranks, undo, host.rank_states)
         _patch_clocks(of_ranks, host)
+        _patch_timeit(undo, of_ranks, host.clock.read)
         host.threads.install(replace)
         host.profiler.install(replace)
         _patch_swapping(replace)
@@ -425,6 +427,20 @@ def _patch_clocks(of_ranks: OfRanks, host: RankHost) -> None:
         of_ranks(time, name, host.clock.read)
         of_ranks(time, f"{name}_ns", read_ns)
     of_ranks(time, "sleep", sleep)
+
+
+def _patch_timeit(undo: contextlib.ExitStack, of_ranks: OfRanks, read: Callable[[], float]) -> None:
+    """Make ``timeit`` and torch's benchmarks, which use it, measure a rank's virtual time.
+
+    The functions of ``timeit`` have kept the timer that they found first as a default argument.
+    """
+    kept = timeit.default_timer
+    of_ranks(timeit, "default_timer", read)
+    functions: tuple[Any, ...] = (timeit.Timer.__init__, timeit.timeit, timeit.repeat)
+    for function in functions:
+        defaults = function.__defaults__
+        undo.callback(setattr, function, "__defaults__", defaults)
+        function.__defaults__ = tuple(timeit.default_timer if d is kept else d for d in defaults)
 
 
 def _patch_process(of_ranks: OfRanks, host: RankHost) -> None:

@@ -1,6 +1,7 @@
 """Program habits that a simulated world has to cope with."""
 
 import time
+import timeit
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from programs import me
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils import benchmark
 
 from distlab import launch
 from distlab.sim import Mismatch, Options, RankError, simulate
@@ -60,6 +62,25 @@ def test_a_rank_that_waits_busily_sees_time_pass() -> None:
     for seconds in (1e-6, 1e-3, 0.5):
         (waited,) = simulate(waits_busily, 1, seconds).results
         assert seconds <= waited < 3 * seconds + 0.01
+
+
+def measures_a_sleep() -> list[float]:
+    start_s = timeit.default_timer()
+    time.sleep(1)
+    return [
+        timeit.default_timer() - start_s,
+        timeit.timeit(lambda: time.sleep(1), number=2),
+        min(timeit.repeat("time.sleep(2)", "import time", number=1, repeat=3)),
+        timeit.Timer(lambda: time.sleep(3)).timeit(1),
+        benchmark.Timer("time.sleep(2)", "import time").timeit(2).mean,
+    ]
+
+
+def test_timeit_and_torchs_benchmarks_measure_virtual_time() -> None:
+    before = timeit.default_timer, timeit.Timer.__init__.__defaults__  # type: ignore[misc]
+    (measured,) = simulate(measures_a_sleep, 1).results
+    assert measured == pytest.approx([1, 2, 2, 3, 2])
+    assert before == (timeit.default_timer, timeit.Timer.__init__.__defaults__)  # type: ignore[misc]
 
 
 # Catching everything
