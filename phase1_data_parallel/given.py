@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 Sample = tuple[Tensor, Tensor | int]  # an item of a data set: image, label
@@ -307,3 +308,28 @@ class RankLog:
         bar = ("#" * (20 * done // total)).ljust(20, "·")
         line = f"\r{self.prefix}  {label} [{bar}] {done}/{total}"
         print("\r\x1b[K" if done == total else line, end="", file=sys.stderr, flush=True)
+
+
+# On GPUs (tasks 1.14 and 1.15)
+
+
+class StepNumbers(NamedTuple):
+    """What a training step reports, equal on all ranks."""
+
+    loss: float  # mean cross-entropy per target, before the step
+    accuracy: float  # from 0 to 1, before the step
+    gradient_norm: float  # before clipping
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """Return a batch of the same form, with ``function(x)`` for each tensor x.
+
+    A batch is a tensor, or a tuple, list or dict of batches; whatever else is in it stays as it is.
+    """
+    return tree_map_only(Tensor, function, batch)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a new stream of a GPU; None if the device is not a GPU."""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.Stream(device) if is_gpu else None  # type: ignore[no-untyped-call]

@@ -18,11 +18,13 @@ from unittest.mock import patch
 
 from matplotlib import figure as matplotlib_figure
 from matplotlib import rcParams
+from matplotlib.axes import Axes
 
 from distlab.explore import IDEAL
 from distlab.sim import GPU, Cluster, Options, Simulated
 from distlab.sim.device.device import Device
 from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.trace import Event
 from distlab.sim.results.diagram import space_time
 from distlab.sim.script import run_script
 from distlab.sim.simulation import Simulation
@@ -70,7 +72,10 @@ class Figure:
 
     def draw(self) -> None:
         """Draw the picture."""
-        space_time(self.run(), self.title).savefig(self.path, metadata={"Date": None})
+        self._save(space_time(self.run(), self.title))
+
+    def _save(self, picture: matplotlib_figure.Figure) -> None:
+        picture.savefig(self.path, metadata={"Date": None})
         self.path.write_text(NEEDLESS.sub("", self.path.read_text()))
 
 
@@ -137,6 +142,79 @@ MEMORY = MemoryFigure(
 )
 
 
+@dataclass(frozen=True)
+class StreamsFigure(Figure):
+    """A drawing of the first rank's host and streams, from its first wait for the GPU on."""
+
+    def run(self) -> Simulated[None]:
+        """Simulate the program ``subject`` on GPUs."""
+        world = Cluster.preset(str(self.cluster))
+        return run_script(ROOT / self.subject, [], self.ranks, world, Options(semantics="nccl"))
+
+    def draw(self) -> None:
+        """Draw a lane for the host and for each stream, and an arrow where one waits."""
+        picture = matplotlib_figure.Figure(figsize=(12, 3), layout="constrained")
+        axes, lanes = picture.subplots(), self._lanes()
+        start_s = next(event.end_s for event in lanes["host"] if event.kind == "wait")
+        for row, (lane, events) in enumerate(lanes.items()):
+            for event in (event for event in events if event.start_s >= start_s):
+                _draw_work(axes, row, event, start_s)
+            axes.text(-1, row, LANES[lane], ha="right", va="center")
+        _draw_event(axes, lanes, start_s)
+        axes.set(title=self.title, xlabel="virtual time (µs)", ylim=(2.6, -0.6), yticks=[])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        self._save(picture)
+
+    def _lanes(self) -> dict[str, list[Event]]:
+        """Return the first rank's events by lane, in the order of LANES."""
+        run, lanes = self.run(), {lane: list[Event]() for lane in LANES}
+        for track, event in run.gpu_time.tracks if run.gpu_time else ():
+            if event.rank == 0:
+                lanes[track].append(event)
+        on_streams = {event for events in lanes.values() for event in events}
+        mine = {event for event in run.trace.events if event.rank == 0}
+        lanes["host"] = sorted(mine - on_streams, key=lambda event: event.start_s)
+        return lanes
+
+
+LANES = {  # tracks, and what the picture calls them
+    "host": "host",
+    "cuda:0 default stream": "default stream",
+    "cuda:0 NCCL": "NCCL's stream",
+}
+COLOURS = {"compute": "#3b6fb6", "wait": "#f2c9b0", "collective": "#e6842a"}
+
+
+def _draw_work(axes: Axes, row: int, event: Event, start_s: float) -> None:
+    """Draw an event as a bar, with its name if there is room for it."""
+    left, width = 1e6 * (event.start_s - start_s), 1e6 * (event.end_s - event.start_s)
+    colour = "#9aa5b1" if row == 0 and event.kind == "compute" else COLOURS[event.kind]
+    axes.barh(row, width, left=left, height=0.6, color=colour, edgecolor="white")
+    name = event.name.replace("host", "").removeprefix(".")
+    if name and width > len(name):
+        axes.text(left + width / 2, row, name, ha="center", va="center", fontsize=9)
+
+
+def _draw_event(axes: Axes, lanes: dict[str, list[Event]], start_s: float) -> None:
+    """Draw the event for which ``wait()`` makes the default stream wait."""
+    _, computing, communicating = lanes.values()
+    end_s = communicating[-1].end_s
+    (waiting,) = (event for event in computing if abs(event.start_s - end_s) < 1e-9)
+    x = 1e6 * (waiting.start_s - start_s)
+    axes.annotate("", (x, 1.3), (x, 1.7), arrowprops={"arrowstyle": "-|>"})
+    axes.text(x + 1, 1.5, "event", va="center", fontsize=9)
+
+
+STREAMS = StreamsFigure(
+    "what_wait_means",
+    "wait() holds back a stream; item() holds back the host",
+    2,
+    cluster="dgx-h100",
+    subject="examples/simulator/what_wait_means.py",
+    phase=1,
+)
+
+
 def _listed() -> Iterator[Figure]:
     """Yield the figures of figures.csv."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as file:
@@ -146,7 +224,7 @@ def _listed() -> Iterator[Figure]:
             yield Figure(row["name"], row["title"], *numbers)
 
 
-FIGURES = (*_listed(), MEMORY)
+FIGURES = (*_listed(), MEMORY, STREAMS)
 
 
 def main() -> None:

@@ -1,0 +1,138 @@
+"""What a GPU does meanwhile: a step for which the host waits once, and batches copied ahead."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phase1_data_parallel.given import (
+    Batch,
+    Group,
+    StepNumbers,
+    count_targets,
+    map_tensors,
+    new_stream,
+    summed_loss,
+)
+
+
+def train_step_ahead(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    max_norm: float = 1.0,
+    group: Group = None,
+) -> StepNumbers:
+    """Take one optimizer step on the batches of all ranks, while the host runs ahead of the GPU.
+
+    With B targets on all ranks, g is the gradient of (sum of all losses) / B, and ``norm`` is the
+    square root of the sum of the squares of all its elements:
+        norm is finite       the optimizer gets g, scaled down to max_norm if norm is larger
+        norm is inf or NaN   the optimizer gets zeros, with which SGD changes no parameter (with
+                             momentum or weight decay, it continues without this step's gradient)
+
+    The host waits for the GPU once: it reads three numbers after it has launched everything, the
+    optimizer's step included.
+
+    Args:
+        model: the model, equal on all ranks; maps inputs to logits (…, classes). Its trainable
+            parameters have one dtype, float32 or float64.
+        optimizer: optimizer of ``model``'s parameters, with the same settings on all ranks.
+            Gradients left over from before the step are discarded.
+        batch: this rank's inputs, and targets (…) int64, on the model's device; the ranks' batches
+            may differ in size, and may be empty. The batch is not changed.
+        max_norm: largest norm of the gradient that the optimizer gets.
+        group: the ranks that train together; all by default.
+
+    Returns:
+        Loss and accuracy over the targets of all ranks, before the step, and the norm of g before
+        it is scaled. An answer is right if the largest logit is that of the target. Without any
+        target, all three are NaN, and the optimizer gets zeros.
+
+    Cost: one forward and backward pass over this rank's batch, one all-reduce of P + 3 numbers, for
+        P elements of trainable parameters, in their dtype; one host sync. A trainable parameter
+        without a gradient on this rank counts as zeros; a frozen one is left as it is.
+    """
+    inputs, targets = batch
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer.zero_grad()
+    logits = model(inputs)
+    loss_sum = summed_loss(logits, targets)
+    loss_sum.backward()
+
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    num_correct = (logits.argmax(dim=-1) == targets).sum()
+    numbers = [loss_sum.detach(), num_correct, count_targets(targets)]
+    flat = torch.cat([x.flatten().to(gradients[0].dtype) for x in (*gradients, *numbers)])
+    dist.all_reduce(flat, group=group)
+
+    means = flat / flat[-1]
+    norm = torch.linalg.vector_norm(means[:-3])
+    clipped = means[:-3] * (max_norm / norm).clamp(max=1.0)
+    clipped = torch.where(norm.isfinite(), clipped, 0.0)  # times 0 would not do: NaN * 0 is NaN
+    pieces = clipped.split([gradient.numel() for gradient in gradients])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+    optimizer.step()
+    return StepNumbers(*torch.stack([means[-3], means[-2], norm]).tolist())
+
+
+class Prefetcher:
+    """Iterates over a loader's batches on a GPU; the next one is copied while one is being used.
+
+    The copies run on a stream of their own. The step on batch k, on the caller's stream, comes
+    after copy k, and copy k+1 runs beside it:
+        copies     ─ copy 0 ─┬─ copy 1 ────┬─ copy 2 ────┬─ copy 3 ──
+        caller's             └─ step 0 ────┴─ step 1 ────┴─ step 2 ──
+
+    Args:
+        loader: any iterable of batches in the host's memory, pinned or not. A batch is a tensor, or
+            a tuple, list or dict of batches; what else is in it is passed on as it is.
+        device: the device to copy to.
+
+    Attributes:
+        stream: the stream of the copies; None if ``device`` is not a GPU.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device | str) -> None:
+        self.loader, self.device = loader, torch.device(device)
+        self.stream = new_stream(self.device)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the loader's batches in order, each on the device; every iteration reads it anew.
+
+        On a GPU, when batch k is yielded, the copy of batch k+1 has been launched, and the loader
+        has not been asked for any batch after k+1. The host never waits for the GPU. Work that the
+        caller then puts on its current stream comes after the copy of batch k, but does not wait
+        for that of batch k+1. When the caller drops a batch, its memory is not reused before that
+        work is done. On any other device, the batches are yielded as they come.
+
+        Cost: K batches that take c seconds to copy and s to be used take c + K · max(c, s) seconds
+            instead of K · (c + s); memory for two batches, if the caller waits for the GPU once per
+            batch (the copies of a host that is further ahead are further ahead, too).
+        """
+        if self.stream is None:
+            yield from self.loader
+            return
+        copies = map(self._launch_copy, self.loader)
+        ahead = next(copies, None)
+        while ahead is not None:
+            batch = self._handed_over(*ahead)
+            ahead = next(copies, None)
+            yield batch
+
+    def _launch_copy(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
+        """Return the copy of a batch, and an event that comes after it."""
+        with torch.cuda.stream(self.stream):
+            copy = map_tensors(lambda x: x.pin_memory().to(self.device, non_blocking=True), batch)
+            return copy, torch.cuda.current_stream(self.device).record_event()
+
+    def _handed_over(self, batch: Any, copied: torch.cuda.Event) -> Any:
+        """Return a batch that the caller's stream may use from now on."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(copied)
+        map_tensors(lambda x: x.record_stream(stream), batch)
+        return batch
