@@ -12,6 +12,7 @@ from phase1.judge_collectives import *
 from phase1.judge_measurement import *
 from phase1.judge_step import *
 from phase1.judge_trainer import *
+from phase1.judge_gpu import *
 
 from distlab.grade.plugin import main
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from judging.models import Worn
-from phase1 import models
+from phase1 import gpu, models
 
 
 @cache
@@ -128,3 +128,38 @@ def first_losses(sizes: tuple[int, ...], length: int = 0) -> list[float]:
         return [
             float(cross_entropy(a, b[1].flatten())) for a, b in zip(logits, batches, strict=True)
         ]
+
+
+@cache
+def steps_ahead_alone(steps: gpu.Steps) -> dict[str, Any]:
+    """Take the steps in one process on the joined batches; return their numbers and the weights."""
+    model = Worn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=steps.momentum)
+    found = []
+    for step in range(steps.num_steps):
+        batches = [steps.batch(rank, step) for rank in range(len(steps.sizes))]
+        optimizer.zero_grad()
+        found.append(_numbers_of(model, batches))
+        norm, factor = found[-1][2], min(1.0, steps.max_norm / (found[-1][2] or 1.0))
+        for gradient in (p.grad for p in model.parameters() if p.grad is not None):
+            gradient.copy_(gradient * factor if norm < float("inf") else torch.zeros(()))
+        optimizer.step()
+    return {"numbers": found, "state": models.state_of(model)}
+
+
+def _numbers_of(model: Worn, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """Return loss, accuracy and gradient norm; leave the gradients in the model."""
+    inputs, targets = (torch.cat(column) for column in zip(*batches, strict=True))
+    logits, targets = model(inputs).flatten(0, -2), targets.flatten()
+    loss = cross_entropy(logits, targets)
+    loss.backward()
+    norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+    accuracy = (logits.argmax(dim=-1) == targets).double().mean()
+    return [float(loss.detach()), float(accuracy), norm**0.5]
+
+
+def own_numbers(steps: gpu.Steps, rank: int) -> dict[str, float]:
+    """Return the numbers of a rank's own first batch."""
+    model = Worn()
+    model.zero_grad()
+    return dict(zip(gpu.NAMES, _numbers_of(model, [steps.batch(rank, 0)]), strict=True))
