@@ -149,7 +149,9 @@ def _cpu(self: Tensor, memory_format: Any = torch.preserve_format) -> Tensor:
 
 
 def _tolist(self: Tensor) -> Any:
-    return _plain_list(_read_by_host(self, ".tolist()"))
+    readable = _read_by_host(self, ".tolist()")
+    with torch._C.DisableTorchFunction():  # under a default device, torch would call this again
+        return _plain_list(readable)
 
 
 def _read_by_host(tensor: Tensor, text: str) -> Tensor:
