@@ -47,7 +47,7 @@ def run_script(
         )
     with as_program(script, code, arguments) as program:
         if starts_its_own_ranks(tree):
-            return run_parent(program, cluster, options)
+            return run_parent(program, cluster, options, num_ranks)
         return simulate(
             _be_main,
             num_ranks,

@@ -2,15 +2,18 @@
 
 import ast
 import os
+from contextlib import ExitStack
 from functools import partial
 from types import ModuleType
 
+from distlab.sim.gpu.cuda import install_for_parent
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.isolation.children import Child, Children, be_child, noted
 from distlab.sim.isolation.mains import Program
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.simulation import simulate
+from distlab.util.replacing import replace_until
 
 _STARTS = {"spawn", "start_processes", "Process"}
 _JOINS = {"init_process_group", "init_device_mesh"}
@@ -55,14 +58,22 @@ def has_main_guard(tree: ast.Module) -> bool:
     return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(tree))
 
 
-def run_parent(program: Program, cluster: Cluster, options: Options) -> Simulated[None]:
+def run_parent(
+    program: Program, cluster: Cluster, options: Options, num_ranks: int
+) -> Simulated[None]:
     """Run a script once; the processes that it starts together become the ranks of a world.
+
+    Args:
+        num_ranks: Number of GPUs that the script sees, if it sees any and a node has that many.
 
     Raises:
         SimulationError: a world failed, the script started no ranks, or the cluster has fewer GPUs.
     """
     worlds = _Worlds(program, cluster, options)
-    with noted(Children(worlds.simulate)):
+    with noted(Children(worlds.simulate)), ExitStack() as undo:
+        if options.semantics == "nccl" and cluster.gpu:
+            num_gpus = min(cluster.gpus_per_node, num_ranks)
+            install_for_parent(partial(replace_until, undo), cluster.gpu.name, num_gpus)
         program.run()
     return worlds.last()
 

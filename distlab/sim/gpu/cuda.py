@@ -27,7 +27,10 @@ def rank_device() -> HostAndGpus:
     """
     device = this_device()
     if device is None:
-        raise RuntimeError("only the threads of a simulated rank have GPUs")
+        raise RuntimeError(
+            "only the threads of a simulated rank have GPUs: put what uses one into the function "
+            "that the ranks run"
+        )
     return device
 
 
@@ -412,6 +415,21 @@ def install(replace: Replace, of_ranks: Callable[[Any, str, Any], None], name: s
     of_ranks(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     for owner in (dist, dist.distributed_c10d):
         of_ranks(owner, "is_nccl_available", lambda: True)
+
+
+def install_for_parent(replace: Replace, name: str, num_gpus: int) -> None:
+    """Show the process that starts the ranks how many GPUs there are; it cannot use them.
+
+    Args:
+        name: Name of the GPUs.
+    """
+    counted = {"device_count": lambda: num_gpus, "_lazy_init": rank_device}
+    shown = {**surface(name), **counted, "is_initialized": lambda: False}
+    for attribute, value in shown.items():
+        replace(torch.cuda, attribute, value)
+    for attribute, value in _accelerator(shown).items():
+        if hasattr(torch.accelerator, attribute):
+            replace(torch.accelerator, attribute, value)
 
 
 def _generators() -> tuple[torch.Generator, ...]:

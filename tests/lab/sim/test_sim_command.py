@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from distlab.cli import main
 from distlab.sim import Cluster, Options, RankError, SimulationError
@@ -272,6 +273,42 @@ if __name__ == "__main__":
 """)
     run(script, ranks=3)
     assert sorted(capsys.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
+
+
+ONE_PER_GPU = """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+def main(rank, size):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", "tcp://127.0.0.1:29500", rank=rank, world_size=size)
+    x = torch.ones(1, device="cuda")
+    dist.all_reduce(x)
+    print(rank, x.item(), torch.cuda.device_count())
+if __name__ == "__main__":
+    count = torch.cuda.device_count()
+    print(torch.cuda.is_available(), count, torch.accelerator.current_accelerator())
+    mp.spawn(main, args=(count,), nprocs=count)
+"""
+
+
+def test_a_script_that_starts_a_rank_per_gpu_sees_as_many_as_ranks_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "one_per_gpu.py"
+    script.write_text(ONE_PER_GPU)
+    assert distlab("sim", "--semantics", "nccl", "--ranks", 2, script) == 0
+    assert sorted(capsys.readouterr().out.splitlines()[:3]) == ["0 2.0 8", "1 2.0 8", "True 2 cuda"]
+    assert not torch.cuda.is_available()
+
+
+def test_the_process_that_starts_the_ranks_cannot_use_their_gpus(tmp_path: Path) -> None:
+    script = tmp_path / "uses.py"
+    script.write_text(
+        ONE_PER_GPU.replace("    count = ", "    torch.cuda.set_device(0)\n    count = ")
+    )
+    with pytest.raises(RuntimeError, match="only the threads of a simulated rank have GPUs"):
+        run_script(script, [], 2, Cluster.preset("dgx-h100"), Options(semantics="nccl"))
 
 
 SPAWN = """
