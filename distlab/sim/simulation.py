@@ -292,14 +292,17 @@ class Simulation:
     def _others(self, failed: Collection[int]) -> str:
         return doing_of_others(failed, self.scheduler.ranks, self.places, self._history())
 
-    def exit_process(self, status: int) -> None:
-        """End the world without any clean-up, because a rank has called ``os._exit``.
+    def end_process(self, cause: str) -> None:
+        """End the world without any clean-up, because a rank's process would end at once.
+
+        Args:
+            cause: What ends it, such as ``os._exit(1)`` or ``SIGTERM``.
 
         In separate processes, the other ranks would continue, and fail once they needed this one.
         """
         rank = self.rank_states.current
         site = self.places.call_site()[0]
-        error = exit_error(rank, self.num_ranks, status, site, self._others([rank]))
+        error = exit_error(rank, self.num_ranks, cause, site, self._others([rank]))
         self.scheduler.end_world(self.failures.first or error)
 
     @contextlib.contextmanager

@@ -11,7 +11,6 @@ import os
 import platform
 import random
 import re
-import signal
 import socket
 import sys
 import threading
@@ -44,6 +43,7 @@ from distlab.sim.isolation.rank_states import (
     warning_state,
 )
 from distlab.sim.isolation.refusals import Refusals
+from distlab.sim.isolation.signals import Signals
 from distlab.sim.isolation.threads import Threads
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.work import Handles
@@ -70,8 +70,8 @@ class RankHost(Protocol):
     fleet: Fleet | None
     places: Places
 
-    def exit_process(self, status: int) -> None:
-        """End the world, because the running rank has called ``os._exit``."""
+    def end_process(self, cause: str) -> None:
+        """End the world, because the running rank's process would end at once."""
 
 
 _occupied = threading.Lock()  # held while this process hosts simulated ranks
@@ -444,17 +444,10 @@ def _patch_timeit(undo: contextlib.ExitStack, of_ranks: OfRanks, read: Callable[
 
 
 def _patch_process(of_ranks: OfRanks, host: RankHost) -> None:
-    """Give each rank its own working folder and ``os._exit``, and forbid signal handlers."""
-
-    def refuse(number: Any, handler: Any) -> Any:
-        raise ValueError(
-            f"rank {host.rank_states.current} cannot handle {signal.Signals(number).name}: signals "
-            "come to the process, which all simulated ranks share. On real processes it can"
-        )
-
+    """Give each rank its own working folder, signal handlers and ``os._exit``."""
     of_ranks(os, "chdir", host.rank_states.change_folder)
-    of_ranks(os, "_exit", host.exit_process)
-    of_ranks(signal, "signal", refuse)
+    of_ranks(os, "_exit", lambda status: host.end_process(f"os._exit({status})"))
+    Signals(host).install(of_ranks)
 
 
 def _patch_host(of_ranks: OfRanks, rank_states: RankStates) -> None:

@@ -122,9 +122,9 @@ def _without_frames(text: str) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
-def exit_error(rank: int, num_ranks: int, status: int, site: Site, others: str) -> RankError:
-    """Return the error for a rank that has called ``os._exit``."""
-    headline = f"rank {rank} of {num_ranks} ended by os._exit({status}), {place(site)}"
+def exit_error(rank: int, num_ranks: int, cause: str, site: Site, others: str) -> RankError:
+    """Return the error for a rank that has called ``os._exit``, or killed itself by a signal."""
+    headline = f"rank {rank} of {num_ranks} ended by {cause}, {place(site)}"
     return RankError("\n\n".join(filter(None, (headline, others))), (rank,), EXIT)
 
 

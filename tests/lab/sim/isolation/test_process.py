@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.profiler import profile
 
-from distlab.sim import Mismatch, Options, simulate
+from distlab.sim import Mismatch, Options, RankError, simulate
 from distlab.sim.isolation.profiler import NoProfile
 
 
@@ -79,16 +79,68 @@ def test_the_working_folder_is_the_ranks_own(
     assert os.getcwd() == str(home)
 
 
-def test_signals_are_refused_in_one_line() -> None:
+def handles_its_own_signals() -> list[object]:
+    caught: list[object] = []
+    first = signal.signal(signal.SIGUSR1, lambda number, _: caught.append((me(), number)))
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    if me() == 0:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    dist.barrier()
+    signal.raise_signal(signal.SIGUSR1)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        caught.append("interrupted")
+    return [first, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, *caught]
+
+
+def test_each_rank_has_its_own_signal_handlers() -> None:
+    number = int(signal.SIGUSR1)
+    assert simulate(handles_its_own_signals, 2).results == [
+        [signal.SIG_DFL, True, (0, number), "interrupted"],
+        [signal.SIG_DFL, False, (1, number), (1, number), "interrupted"],
+    ]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_signal_without_a_handler_ends_the_rank_and_the_world() -> None:
+    def terminates() -> None:
+        if me() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        dist.barrier()
+
+    with pytest.raises(RankError, match=r"rank 1 of 2 ended by SIGTERM, .*in terminates"):
+        simulate(terminates, 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "error"),
+    [
+        (signal.SIGKILL, signal.SIG_IGN, OSError),
+        (signal.SIGTERM, "stop", TypeError),
+        (0, signal.SIG_IGN, ValueError),
+    ],
+)
+def test_handlers_that_no_process_can_have_are_refused(
+    number: int, handler: Any, error: type[Exception]
+) -> None:
+    def program() -> None:
+        with pytest.raises(error):
+            signal.signal(number, handler)
+
+    simulate(program, 1)
+
+
+def test_timers_that_send_signals_are_refused_in_one_line() -> None:
     def program() -> str:
-        with pytest.raises(ValueError, match="cannot handle SIGUSR1") as refused:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        with pytest.raises(ValueError, match="cannot set a timer that sends a signal") as refused:
+            signal.alarm(1)
         return str(refused.value)
 
     for rank, text in enumerate(simulate(program, 2).results):
-        assert text.startswith(f"rank {rank} cannot handle SIGUSR1: signals come to the process")
+        assert text.startswith(f"rank {rank} cannot")
         assert "\n" not in text
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def profiles(folder: str) -> tuple[list[int], str, dict[str, Any]]:
