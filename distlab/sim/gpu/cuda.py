@@ -7,6 +7,7 @@ numbers on both.
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from distlab.sim.gpu.streams import Mark, Stream
 from distlab.util.replacing import Replace
 
 _CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
+_VERSION = "12.8"  # of CUDA
 
 
 def rank_device() -> HostAndGpus:
@@ -237,15 +239,14 @@ def _properties(name: str) -> Any:
     device = rank_device()
     major, minor = _capability(name)
     memory = device.memory.capacity_bytes or 0
-    fields: dict[str, Any] = {
-        "name": name,
-        "major": major,
-        "minor": minor,
-        "total_memory": memory,
-        "multi_processor_count": 132,
-        "warp_size": 32,
-    }
-    return type("_CudaDeviceProperties", (), fields)()
+    return SimpleNamespace(
+        name=name,
+        major=major,
+        minor=minor,
+        total_memory=memory,
+        multi_processor_count=132,
+        warp_size=32,
+    )
 
 
 def _capability(name: str) -> tuple[int, int]:
@@ -333,6 +334,7 @@ def surface(name: str) -> Mapping[str, Any]:
         "device": CurrentDevice,
         "get_device_name": lambda device=None: name,
         "get_device_capability": lambda device=None: _capability(name),
+        "get_arch_list": lambda: ["sm_{}{}".format(*_capability(name))],
         "get_device_properties": lambda device=None: _properties(name),
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: False,
@@ -405,6 +407,7 @@ def install(replace: Replace, of_ranks: Callable[[Any, str, Any], None], name: s
             if hasattr(owner, attribute):
                 (replace if attribute in classes else of_ranks)(owner, attribute, value)
     of_ranks(torch._C, "_get_accelerator", lambda check=None: torch.device("cuda"))
+    replace(torch.version, "cuda", _VERSION)
     replace(torch, "Stream", CudaStream)
     replace(torch, "Event", Event)
     replace(torch.cuda, "default_generators", _generators())

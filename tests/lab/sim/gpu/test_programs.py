@@ -99,16 +99,29 @@ class Halves(nn.Module):
         return self.halves[dist.get_rank()](x)
 
 
-@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view", "with_hook"])
+@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view", "fp16_hook"])
 def test_ddp(option: str) -> None:
     def program(device: torch.device) -> Any:
-        options = {} if option == "with_hook" else {option: True}
+        options = {} if option == "fp16_hook" else {option: True}
         model = ddp(mlp(device), device, bucket_cap_mb=0.001, **options)
-        if option == "with_hook":
+        if option == "fp16_hook":
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return train(model, torch.optim.AdamW(model.parameters()), device)
 
     assert_same(program)
+
+
+def test_ddp_with_gradients_in_bfloat16() -> None:
+    """On the CPU, torch refuses this hook."""
+
+    def check(device: torch.device) -> None:
+        model = ddp(mlp(device), device)
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        before = [parameter.clone() for parameter in model.parameters()]
+        after = train(model, torch.optim.SGD(model.parameters(), 0.1), device)
+        assert not any(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+    on_gpu(check)
 
 
 def test_ddp_of_a_model_with_unused_parameters() -> None:
@@ -314,6 +327,16 @@ def test_default_device() -> None:
         assert torch.tensor([1.0]).device.type == "cpu"
 
     on_gpu(check)
+
+
+def test_versions_and_properties_of_gpus() -> None:
+    def check(device: torch.device) -> None:
+        assert torch.version.cuda == "12.8"
+        assert torch.cuda.get_arch_list() == ["sm_90"]
+        assert "multi_processor_count=132" in repr(torch.cuda.get_device_properties(device))
+
+    on_gpu(check)
+    assert torch.version.cuda is None
 
 
 def test_classes_of_streams_events_and_tensors() -> None:
