@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from itertools import pairwise
+from math import floor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +51,12 @@ class Task:
     also: tuple[str, ...] = ()  # further functions, written and graded together with the main one
     preload: tuple[str, ...] = ()  # slow modules that the task's tests load
     uses: tuple[str, ...] = ()  # ids of the earlier tasks whose functions the solution calls
+    share_for_right_values: float = 0.0  # that of the course
+
+    @property
+    def points_for_values(self) -> int:
+        """Points for right values at too high a cost: a share of all points, rounded down."""
+        return floor(round(self.points * self.share_for_right_values, 6))
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -146,6 +153,7 @@ class Course:
 
     title: str
     phases: tuple[Phase, ...]
+    share_for_right_values: float = 0.0  # of a task's points, where only its costs are too high
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -214,7 +222,9 @@ def anchor(heading: str) -> str:
 
 def _course(table: Table) -> Course:
     values = _values(Course, "course", table)
-    course = Course(**values, phases=tuple(map(_phase, _tables(table, "phase"))))
+    share = values.get("share_for_right_values", 0.0)
+    phases = tuple(_phase(phase, share) for phase in _tables(table, "phase"))
+    course = Course(**values, phases=phases)
     open_tasks = [phase.challenge.function for phase in course.phases if phase.challenge]
     functions = [name for task in course.tasks for name in task.functions]
     _check_unique("phase", [str(phase.number) for phase in course.phases])
@@ -225,10 +235,10 @@ def _course(table: Table) -> Course:
     return course
 
 
-def _phase(table: Table) -> Phase:
+def _phase(table: Table, share: float) -> Phase:
     values = _values(Phase, f"phase {table.get('number', '?')}", table)
     number, folder = values["number"], values["folder"]
-    lessons = tuple(_lesson(number, folder, lesson) for lesson in _tables(table, "lesson"))
+    lessons = tuple(_lesson(number, folder, share, entry) for entry in _tables(table, "lesson"))
     challenge = _challenge(folder, table["challenge"]) if "challenge" in table else None
     phase = Phase(**values, lessons=lessons, challenge=challenge)
     _check_ids(phase)
@@ -242,18 +252,19 @@ def _challenge(folder: str, table: object) -> Challenge:
     return Challenge(**_values(Challenge, where, table, "folder"), folder=folder)
 
 
-def _lesson(phase: int, folder: str, table: Table) -> Lesson:
+def _lesson(phase: int, folder: str, share: float, table: Table) -> Lesson:
     values = _values(Lesson, f"phase {phase}, lesson {table.get('name', '?')}", table)
-    tasks = tuple(_task(folder, values["name"], task) for task in _tables(table, "task"))
+    place = {"folder": folder, "lesson": values["name"], "share_for_right_values": share}
+    tasks = tuple(_task(place, task) for task in _tables(table, "task"))
     return Lesson(**values, tasks=tasks)
 
 
-def _task(folder: str, lesson: str, table: Table) -> Task:
+def _task(place: Mapping[str, Any], table: Table) -> Task:
     where = f"task {table.get('id', '?')}"
-    values = _values(Task, where, table, "lesson", "folder")
+    values = _values(Task, where, table, *place)
     if values["difficulty"] not in DIFFICULTIES:
         raise CourseError(f"{where}: difficulty must be 1 to 5, not {values['difficulty']}")
-    return Task(**values, lesson=lesson, folder=folder)
+    return Task(**values, **place)
 
 
 def _values(kind: type, where: str, table: Table, *inherited: str) -> dict[str, Any]:
@@ -283,6 +294,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
+def _is_share(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
+
+
 def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
@@ -291,6 +306,7 @@ def _is_list_of_names(value: object) -> bool:
 _CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     str: (_is_text, "text"),
     int: (lambda value: type(value) is int and value > 0, "a whole number from 1 on"),
+    float: (_is_share, "a number from 0 to 1"),
     bool: (lambda value: isinstance(value, bool), "true or false"),
     tuple[str, ...]: (_is_list_of_names, 'like ["name"]'),
 }

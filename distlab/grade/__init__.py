@@ -4,6 +4,7 @@
     def test_every_rank_gets_what_src_has(grade: Grade) -> None:
         run = grade.run(broadcast_my_rank, 4, 2)
         check(run.results == [2.0] * 4, f"all ranks should hold 2.0, they hold {run.results}")
+        check_cost(max(run.messages) <= 2, f"2 messages are enough; by rank, {run.messages}")
 
     def broadcast_my_rank(lesson: Any, src: int) -> float:       # on every rank
         x = torch.full((1,), float(dist.get_rank()))
@@ -26,14 +27,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distlab.grade.checks import Wrong, WrongResult, check
+    from distlab.grade.checks import Wrong, WrongResult, check, check_cost
     from distlab.grade.outcomes import Outcome
     from distlab.grade.running import Grade, Run
     from distlab.grade.suites import task
 
 _MODULES = ("checks", "suites", "outcomes", "running")  # in order of import time, fastest first
 
-__all__ = ["Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "task"]
+__all__ = ["Grade", "Outcome", "Run", "Wrong", "WrongResult", "check", "check_cost", "task"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-from distlab.grade.checks import Wrong, WrongResult
+from distlab.grade.checks import TooDear, Wrong, WrongResult
 from distlab.launch import (
     LaunchError,
     RankCrashed,
@@ -44,8 +44,9 @@ class Verdict:
         message: Text for the learner: expected value, actual value, rank and likely cause.
         details: Traceback or table of ranks; may be empty.
         output: Output of the ranks, or its last lines.
-        kind: Kind of verdict, for use by programs: "wrong" for a wrong result, the ``kind`` of a
-            ``LaunchError`` (such as "exception"), or otherwise the outcome's name.
+        kind: Kind of verdict, for use by programs: "wrong" for a wrong result, "too dear" for a
+            right one at too high a cost, the ``kind`` of a ``LaunchError`` (such as "exception"),
+            or otherwise the outcome's name.
         missing: For a TODO, the task and the function that are still to be written.
     """
 
@@ -59,6 +60,11 @@ class Verdict:
     def __post_init__(self) -> None:
         """Name the kind after the outcome, unless a more specific kind is given."""
         object.__setattr__(self, "kind", self.kind or self.outcome.value)
+
+    @property
+    def is_too_dear(self) -> bool:
+        """True if the values of the test are right, and only its costs are too high."""
+        return self.kind == TooDear.kind
 
     @property
     def output_tail(self) -> str:
@@ -107,7 +113,7 @@ def verdict_on(error: BaseException) -> Verdict:
     if isinstance(error, AlreadyKnown):
         return error.verdict
     if isinstance(error, Wrong):
-        return Verdict(Outcome.FAILED, str(error), kind="wrong")
+        return Verdict(Outcome.FAILED, str(error), kind=error.kind)
     if isinstance(error, LaunchError):
         return _verdict_on_world(error)
     text = f"the grader failed: {type(error).__name__}: {error}"

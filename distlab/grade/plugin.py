@@ -1,7 +1,8 @@
 """The pytest plugin: options, worlds, verdicts, the table. It fails closed.
 
-A task scores only if each of its tests in the suite has run, has started a world, and has passed.
-If anything else happens, in the submission or in the grader itself, the task scores nothing.
+A task scores only if each of its tests in the suite has run, has started a world, and has passed,
+or has failed by its costs alone where the course gives points for right values. If anything else
+happens, in the submission or in the grader itself, the task scores nothing.
 
 PYTEST_DONT_REWRITE: a suite that is run as a script imports this before pytest can rewrite it.
 """
@@ -12,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import torch
 
 from distlab import course
 from distlab.grade import gpus, report_paths, reports, submission, suites, table
+from distlab.grade.checks import costs_last
 from distlab.grade.lending import NO_LENDER, Loan, loan_for
 from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
 from distlab.grade.results import GradeResult, TaskResult, TestResult
@@ -207,7 +210,7 @@ class Grader:
         """
         task = result.task
         if self.reference and self.config.getoption("lend") and task.id not in self._loans:
-            passed = [task_id for task_id, other in self.results.items() if other.points]
+            passed = [task_id for task_id, other in self.results.items() if other.has_passed]
             listed = course.load(self.course_root)
             loan = self._loans[task.id] = loan_for(task, listed, self.reference.root, passed)
             result.lent = loan.tasks if loan else ()
@@ -221,6 +224,12 @@ class Grader:
             raise AlreadyKnown(result.verdict)
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+        """Let a grading test judge all its values before it fails because of a cost."""
+        with costs_last() if task_of(pyfuncitem) else nullcontext():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -229,6 +238,7 @@ class Grader:
         task_id = task_of(item)
         if task_id is not None and task_id in self.results and _is_last_word(report):
             verdict = replace(self._verdict(item, call), output=report.capstdout)
+            self._go_on_after(verdict)
             report.user_properties.append(("outcome", verdict.outcome.value))
             if verdict.outcome is not Outcome.PASSED:
                 report.outcome = "failed"
@@ -240,6 +250,11 @@ class Grader:
             if grade:
                 gpus.merge(self.syncs.setdefault(task_id, {}), grade.gpus.syncs)
         return report
+
+    def _go_on_after(self, verdict: Verdict) -> None:
+        """Let ``-x`` and ``--maxfail`` pass over costs: whether values are right is still open."""
+        if verdict.is_too_dear and self.config.option.maxfail:
+            self.config.option.maxfail += 1
 
     def _verdict(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Verdict:
         if call.excinfo is not None:

@@ -137,15 +137,14 @@ def _gradescope(result: GradeResult) -> str:
 
 
 def _test(result: TaskResult) -> dict[str, Any]:
-    has_passed = result.points == result.task.points
     loan = f"This task was {table.lent(result)}." if result.lent else ""
     return {
         "number": result.task.id,
         "name": f"{result.task.id} {result.task.label}",
         "score": result.points,
         "max_score": result.task.points,
-        "status": "passed" if has_passed else "failed",
-        "output": "\n".join(filter(None, ["" if has_passed else _output(result), loan])),
+        "status": "passed" if result.has_passed else "failed",
+        "output": "\n".join(filter(None, ["" if result.has_passed else _output(result), loan])),
         "visibility": "visible",
     }
 
@@ -196,7 +195,7 @@ def _markdown(result: GradeResult) -> str:
 
 def _row(result: TaskResult) -> str:
     points = f"{result.points}/{result.task.points}"
-    outcome = ", ".join(filter(None, [result.outcome.value, table.lent(result)]))
+    outcome = ", ".join(filter(None, [result.outcome_name, table.lent(result)]))
     return (
         f"| {result.task.id} | `{result.task.label}` | {outcome} | {points} "
         f"| {result.seconds:.1f} |"

@@ -94,12 +94,15 @@ class TaskResult:
         """The first of its worst tests; at least one test must have run.
 
         Grader errors take precedence, followed by failures in the simulated world. Its reports are
-        exact, whereas on real processes the same mistake may appear as a crash or a hang.
+        exact, whereas on real processes the same mistake may appear as a crash or a hang. Costs
+        that are too high come last, because values are to be mended first.
         """
-        exact = [test for test in self.tests if test.world == "sim"]
-        decisive = [test for test in exact if test.verdict.outcome is not Outcome.PASSED]
         broken = [test for test in self.tests if test.verdict.outcome is Outcome.GRADER_ERROR]
-        return max(broken or decisive or self.tests, key=lambda t: t.verdict.outcome.severity)
+        failed = [test for test in self.tests if test.verdict.outcome is not Outcome.PASSED]
+        by_value = [test for test in failed if not test.verdict.is_too_dear]
+        exact = [test for test in by_value if test.world == "sim"]
+        first = broken or exact or by_value or failed or self.tests
+        return max(first, key=lambda test: test.verdict.outcome.severity)
 
     @property
     def world_size(self) -> int:
@@ -135,10 +138,26 @@ class TaskResult:
         return self.outcome not in fine
 
     @property
+    def has_passed(self) -> bool:
+        """True if all its tests have run and passed."""
+        return self.is_complete and self.outcome is Outcome.PASSED
+
+    @property
+    def is_too_dear(self) -> bool:
+        """True if all its tests have run, and those that failed did so by their costs alone."""
+        return self.is_complete and self.verdict.is_too_dear
+
+    @property
+    def outcome_name(self) -> str:
+        """The outcome in words, which tell costs that are too high from other failures."""
+        return self.verdict.kind if self.is_too_dear else self.outcome.value
+
+    @property
     def points(self) -> int:
-        """Points scored: either all of the task's points or none."""
-        has_passed = self.is_complete and self.outcome is Outcome.PASSED
-        return self.task.points if has_passed else 0
+        """Points scored: all, those for right values that cost too much, or none."""
+        if self.is_too_dear:
+            return self.task.points_for_values
+        return self.task.points if self.has_passed else 0
 
     @property
     def seconds(self) -> float:
@@ -158,6 +177,7 @@ class TaskResult:
             "write_next": missing and {"task": missing[0], "function": missing[1]},
             "points": self.points,
             "max_points": self.task.points,
+            "is_part": self.is_part,
             "seconds": round(self.seconds, 3),
             "file": self.file,
             "sha256": self.sha256,
@@ -172,16 +192,15 @@ class TaskResult:
             entry["write_next"]["task"],
             entry["write_next"]["function"],
         )
-        result = cls(
+        return cls(
             course.task(entry["id"]),
             entry["file"],
             entry["sha256"],
             entry["tests_expected"],
+            entry["is_part"],
             tests=[TestResult.from_json(test, missing) for test in entry["tests"]],
             lent=tuple(map(course.task, entry["lent"])),
         )
-        result.is_part = result.points > entry["points"]
-        return result
 
 
 @dataclass(frozen=True)

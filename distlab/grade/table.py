@@ -23,6 +23,7 @@ CRASHES = {
     "returned": "Does every rank take part, and wait for all that it has started?",
     "left": "Which line ends the process?",
 }
+TOO_DEAR = "The values are right, and they cost too much: "
 INCOMPLETE = "not all tests of the task were run: no points"
 
 
@@ -34,7 +35,7 @@ def message(result: TaskResult) -> str:
     task, verdict = result.task, result.verdict
     if verdict.outcome is Outcome.PASSED:
         return "" if result.is_complete else f"Task {task.id}: {INCOMPLETE}."
-    text = verdict.message.rstrip()
+    text = f"{TOO_DEAR if result.is_too_dear else ''}{verdict.message.rstrip()}"
     if verdict.outcome is Outcome.TODO:
         return text if result.is_todo else f"Task {task.id} needs another task first. {text}"
     is_drawn = text.rpartition("\n")[2].startswith(" ")  # an indented last line belongs to a table
@@ -124,7 +125,7 @@ def rows(result: GradeResult) -> Iterator[str]:
     yield f"{'task':<6}{'function':<{width}}{'outcome':<15}{'points':>8}{'seconds':>9}"
     for task in result.tasks:
         points = f"{task.points}/{task.task.points}"
-        name = "TODO" if task.outcome is Outcome.TODO else task.outcome.value
+        name = "TODO" if task.outcome is Outcome.TODO else task.outcome_name
         name += "" if task.is_complete or not task.tests else " *"
         label = f"{task.task.id:<6}{task.task.label:<{width}}"
         row = f"{label}{name:<15}{points:>8}{task.seconds:>9.1f}"

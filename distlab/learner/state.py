@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.course import HINTS, Task
+from distlab.grade.checks import TooDear
 from distlab.grade.outcomes import Outcome
 from distlab.grade.results import TaskResult
 from distlab.learner import source
@@ -27,6 +28,7 @@ class Record:
 
     outcome: str
     digest: str = ""
+    is_too_dear: bool = False  # True if it failed by its costs alone
 
 
 @dataclass
@@ -46,6 +48,19 @@ class Progress:
         """Return the last outcome of the task; "" if it was never graded."""
         record = self.records.get(task.id)
         return record.outcome if record else ""
+
+    def outcome_name(self, task: Task) -> str:
+        """Return the last outcome in the words of the grader's table; "" as for ``outcome``."""
+        return TooDear.kind if self._is_too_dear(task) else self.outcome(task)
+
+    def points(self, task: Task) -> int:
+        """Return the points that the task scored when it was last graded."""
+        if self._is_too_dear(task):
+            return task.points_for_values
+        return task.points if self.has_passed(task) else 0
+
+    def _is_too_dear(self, task: Task) -> bool:
+        return task.id in self.records and self.records[task.id].is_too_dear
 
     def has_passed(self, task: Task) -> bool:
         """Return True if the task passed when it was last graded."""
@@ -98,7 +113,9 @@ def load(folder: CourseFolder) -> Progress:
     tasks = {task.id for task in folder.course.tasks}
     for id, record in _entries(tables, "tasks", tasks):
         if isinstance(record, dict) and record.get("outcome") in list(Outcome):
-            progress.records[id] = Record(record["outcome"], str(record.get("digest", "")))
+            is_too_dear = record.get("is_too_dear") is True
+            digest = str(record.get("digest", ""))
+            progress.records[id] = Record(record["outcome"], digest, is_too_dear)
     for id, level in _entries(tables, "hints", tasks):
         if type(level) is int and level in HINTS:
             progress.hints[id] = level
@@ -150,7 +167,9 @@ def remember_results(
     """
     judged = [result for result in results if result.tests]
     records = {
-        result.task.id: Record(result.outcome.value, digests.get(result.task.id, ""))
+        result.task.id: Record(
+            result.outcome.value, digests.get(result.task.id, ""), result.is_too_dear
+        )
         for result in judged
         if result.is_complete or result.outcome is not Outcome.PASSED
     }

@@ -25,6 +25,7 @@ PICTURES = {
     "deadlock": "See who waits for whom",
     "all wait": "See who waits for whom",
     "wrong": "See who sends what",
+    "too dear": "See who sends what",
 }
 
 
@@ -54,7 +55,7 @@ def overview(folder: CourseFolder, progress: Progress) -> Iterator[str]:
 def phase_line(phase: Phase, progress: Progress, width: int = 0) -> str:
     """Return a line with the progress in a phase; ``width`` aligns the bars of several phases."""
     passed = [task for task in phase.tasks if progress.has_passed(task)]
-    points = sum(task.points for task in passed)
+    points = sum(map(progress.points, phase.tasks))
     full = BAR_WIDTH * len(passed) // len(phase.tasks)
     bar = "█" * full + "░" * (BAR_WIDTH - full)
     counts = f"{len(passed)}/{len(phase.tasks)} tasks  {points}/{phase.points} points"
@@ -72,7 +73,8 @@ def task_line(folder: CourseFolder, task: Task, progress: Progress, width: int) 
     """Return a line with a task's outcome; ``width`` aligns the outcomes of several tasks."""
     outcome = progress.outcome(task)
     sign = {"passed": "✔", "": "·", "todo": "·"}.get(outcome, "✘")
-    words = f"{outcome}, edited since" if progress.is_edited(folder, task) else outcome
+    edited = ", edited since" if progress.is_edited(folder, task) else ""
+    words = f"{progress.outcome_name(task)}{edited}"
     return f"  {sign} {task.id:<5} {task.label:<{width}} {words}".rstrip()
 
 
@@ -126,7 +128,7 @@ def verdict(result: TaskResult) -> str:
     sign = "✔" if result.outcome is Outcome.PASSED else "✘"
     score = f"{result.points}/{task.points} points, {result.seconds:.1f} s"
     lent = f", {table.lent(result)}" if result.lent else ""
-    return f"{sign} {task.id} {task.label}: {result.outcome.value} ({score}{lent})"
+    return f"{sign} {task.id} {task.label}: {result.outcome_name} ({score}{lent})"
 
 
 def _what_is_missing(result: TaskResult) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 from math import inf
@@ -10,7 +10,7 @@ from random import Random
 from sys import float_info
 from typing import Any, Literal
 
-from distlab.grade import Run, check
+from distlab.grade import Run, check, check_cost
 from distlab.sim import Cluster, Faults, Options
 from distlab.util.text import counted, joined
 from judging.groups import MEMBERS
@@ -59,6 +59,25 @@ def is_close(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
     return distance(a, b) <= tolerance
 
 
+def exceeds(found: Any, right: Any) -> bool:
+    """Return whether costs are higher than they should be: more of them, or larger numbers."""
+    got, wanted = [*_numbers_in(found)], [*_numbers_in(right)]
+    if len(got) == len(wanted) and got:
+        return sum(got) > sum(wanted) or max(got) > max(wanted)
+    return len(got) > len(wanted) or sum(got) > sum(wanted)
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    """Yield the numbers in nested collections; truth values and texts are left out."""
+    if isinstance(value, Mapping):
+        value = [*value.items()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _numbers_in(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
 def same_loss(a: Any, b: Any) -> bool:
     """Return whether losses or accuracies are equal up to float32 rounding."""
     return is_close(a, b, 1e-6)
@@ -104,7 +123,7 @@ def _without_rank(text: str, rank: int) -> str:
 
 def check_silent(run: Run, what: str) -> None:
     """Check that no message was sent and no collective was called in a run."""
-    check(
+    check_cost(
         not any(run.messages) and not any(run.collectives),
         f"{what} needs no communication: every rank can compute it alone. Messages sent per rank: "
         f"{run.messages}; collective calls per rank: {run.collectives}.",
@@ -120,7 +139,7 @@ def check_peak(run: Run, most_bytes: Sequence[float], what: str) -> None:
         what: End of the error text: the memory a rank needs, and the likely cause of using more.
     """
     for rank, (peak, most) in enumerate(zip(run.peak_bytes, most_bytes, strict=True)):
-        check(
+        check_cost(
             peak <= most,
             f"rank {rank} of {len(most_bytes)} held {peak:,} bytes at once, {peak / most:.1f} "
             f"times the {most:,.0f} that it needs. {what}",
@@ -183,13 +202,17 @@ def check_no_collective(run: Run, what: str) -> None:
 def check_collectives(run: Run, expected: Sequence[int], what: str) -> None:
     """Check how many collectives each rank calls, and that no rank sends a message.
 
+    More calls, or messages besides them, cost too much; fewer calls are wrong.
+
     Args:
         run: Run of the simulated world.
         expected: Number of calls by rank.
         what: Purpose of the calls, which begins the error text.
     """
     sends = sum(event.kind == "send" for event in run.trace.events) if run.trace else 0
-    check(
+    has_fewer = any(got < few for got, few in zip(run.collectives, expected, strict=True))
+    judge = check if has_fewer else check_cost
+    judge(
         run.collectives == [*expected] and not sends,
         f"{what}: by rank, there should be {[*expected]} collective calls and no other message; "
         f"there are {run.collectives}, and {counted(sends, 'message')}.",
@@ -210,9 +233,10 @@ def check_waited(run: Run) -> None:
 def check_sizes(run: Run, expected: Mapping[int, int]) -> None:
     """Check the number of messages of each size; empty tensors need not be sent."""
     sizes = sizes_of(run)
+    judge = check_cost if exceeds([*sizes.elements()], [*Counter(expected).elements()]) else check
     for num_bytes in sorted({*expected, *sizes}):
         wanted, got = expected.get(num_bytes, 0), sizes[num_bytes]
-        check(
+        judge(
             got == wanted or (num_bytes == 0 and got < wanted),
             f"there should be {counted(wanted, 'message')} of {num_bytes:,} bytes, not {got}. Of "
             f"all sizes, there should be {short(dict(sorted(expected.items())))} (bytes: "

@@ -8,7 +8,6 @@ A judge states what its task promises, and gets one test for each promise:
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import inf
@@ -19,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.grade import Grade, Run, check, task
-from distlab.grade.checks import Wrong
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.sim import Options
 from distlab.util.text import counted
 from judging.calls import typed
@@ -78,7 +76,6 @@ class AllReduce:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     has_a_sum: ClassVar[bool] = True  # True if all ranks should end with the same sum, bit for bit
     advice: str = "Is every part of x added once, in the dtype of x? A cast loses digits."
-    is_right: str = "The sums are right, but"  # beginning of messages about costs
 
     def cut_into(self, segment_bytes: int) -> Any:
         """Return this collective, with messages of at most ``segment_bytes``."""
@@ -155,7 +152,6 @@ class Broadcast(AllReduce):
     """A broadcast in place; its variants have each rank as the source, and omit src if it is 0."""
 
     has_a_sum: ClassVar[bool] = False
-    is_right: str = "What arrives is right, but"
     src: int = 0
 
     def variants(self, n: int) -> list[Any]:
@@ -184,7 +180,6 @@ class ReduceScatter(AllReduce):
     """A reduce-scatter that returns its result as a one-dimensional view of x."""
 
     has_a_sum: ClassVar[bool] = False
-    is_right: str = "The chunk that is returned is right, but"
 
     def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
         chunk = typed(self.function, returned, Tensor)
@@ -251,7 +246,6 @@ class AllGather(AllReduce):
     """An all-gather in place; before it, rank r holds only chunk r of the result."""
 
     has_a_sum: ClassVar[bool] = False
-    is_right: str = "The chunks that are collected are right, but"
 
     def bring(self, kind: Kind, rank: int, n: int, numbers: Numbers) -> Tensor:
         x = numbers(kind, 0)
@@ -389,13 +383,12 @@ class Contract:
         )
         call = Call(run, variant, kind)
         variant.check([found for (found,) in run.results], kind, powers, "")
-        with _said_first(variant.is_right):
-            check_no_collective(run, self.made_of)
-            self.traffic(call)
-            if kind.num_elements <= self.timed_up_to:
-                self._check_rounds(call)
-            self._check_peak(call)
-            check_waited(run)
+        check_no_collective(run, self.made_of)
+        self.traffic(call)
+        if kind.num_elements <= self.timed_up_to:
+            self._check_rounds(call)
+        self._check_peak(call)
+        check_waited(run)
         return call
 
     def _check_rounds(self, call: Call) -> None:
@@ -403,7 +396,7 @@ class Contract:
             return
         most, longest = self.rounds(call.n), self._longest(call)
         taken = rounds_of(call.run, longest)
-        check(
+        check_cost(
             taken <= most + 0.01,
             f"on {counted(call.n, 'rank')} it should take {counted(most, 'round')}, as long as so "
             f"many messages of {longest:,} bytes, one after the other; yours takes {taken:g}. "
@@ -429,10 +422,9 @@ class Contract:
         run = grade.run(use, n, *args, options=uneven(grade.random, n), if_stuck=self.stuck)
         check_results(run.results, *args)
         if grade.is_simulated:
-            with _said_first(self.collective.is_right):
-                check_no_collective(run, self.made_of)
-                self.check_sizes(run, n)
-                check_waited(run)
+            check_no_collective(run, self.made_of)
+            self.check_sizes(run, n)
+            check_waited(run)
 
     def check_sizes(self, run: Run, n: int) -> None:
         """Check the message sizes for all kinds of tensors, each in its own dtype."""
@@ -446,7 +438,7 @@ class Contract:
             check_sizes(run, expected)
             return
         longest = max(sizes_of(run), default=0)
-        check(
+        check_cost(
             longest <= segment_bytes,
             f"with segment_bytes={segment_bytes}, a message of {longest} bytes was sent. A message "
             "should hold at most segment_bytes: an element of x has x.element_size() of them, 1 to "
@@ -456,7 +448,8 @@ class Contract:
             sum(size * count for size, count in sizes.items())
             for sizes in (expected, sizes_of(run))
         )
-        check(
+        judge = check_cost if got > wanted else check
+        judge(
             got == wanted,
             f"on {counted(n, 'rank')}, all ranks together should send {wanted:,} bytes; they send "
             f"{got:,.0f}. Send the segments in the dtype of x.",
@@ -515,12 +508,3 @@ def check_same_bits(where: str, got: Sequence[float], first: Sequence[float]) ->
         "round differently, and their models drift apart: let one rank finish each sum, or add in "
         "the same order everywhere.",
     )
-
-
-@contextmanager
-def _said_first(words: str) -> Iterator[None]:
-    """Begin an error about costs with ``words``, which say that the result is right."""
-    try:
-        yield
-    except Wrong as wrong:
-        raise Wrong(f"{words} {wrong}") from None

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, WrongResult, check
+from distlab.grade import Grade, Run, WrongResult, check, check_cost
 from distlab.sim import Options
-from judging.checks import is_close, of_members, short_beside
+from judging.checks import exceeds, is_close, of_members, short_beside
 from judging.groups import OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 
 
@@ -22,11 +22,19 @@ def expect(what: str, found: Any, right: Any, cause: str = "", tolerance: float 
         tolerance: Greatest allowed difference between numbers.
     """
     if not is_close(found, right, tolerance):  # checked first, because formatting values is slow
-        check(
-            False,
-            f"{what} should be {short_beside(right, found)}; got {short_beside(found, right)}. "
-            f"{cause}",
-        )
+        check(False, _should_be(what, found, right, cause))
+
+
+def expect_cost(what: str, found: Any, right: Any, cause: str = "") -> None:
+    """Check one or more costs, in the way of ``expect``: higher ones alone cost too much."""
+    if not is_close(found, right, 0.0):
+        judge = check_cost if exceeds(found, right) else check
+        judge(False, _should_be(what, found, right, cause))
+
+
+def _should_be(what: str, found: Any, right: Any, cause: str) -> str:
+    wanted, got = short_beside(right, found), short_beside(found, right)
+    return f"{what} should be {wanted}; got {got}. {cause}"
 
 
 def expect_on_all_ranks(
@@ -76,13 +84,13 @@ def check_small(run: Run, num_collectives: int, num_bytes: int, what: str) -> No
     """
     most = num_bytes * 2 * (len(run.results) - 1)
     for rank, (calls, sent) in enumerate(zip(run.collectives, run.bytes_sent, strict=True)):
-        check(
+        check_cost(
             calls <= num_collectives,
             f"{what} should call at most {num_collectives} collectives; rank {rank} of "
             f"{len(run.results)} called {calls}. Put all numbers into one tensor; gathering "
             "objects takes several collectives.",
         )
-        check(
+        check_cost(
             sent <= most,
             f"{what}: rank {rank} of {len(run.results)} sent {sent:g} bytes, and {most} are "
             f"enough for {num_bytes} bytes from each rank. Send a tensor with these numbers alone.",

@@ -120,6 +120,12 @@ def small(tmp_path: Path, text: str = SMALL) -> Course:
         ("[[phase.lesson]]", "[phase.lesson]", "lesson must be a list of tables, [[lesson]]"),
         ('title = "Small"', "title = ", "course.toml: "),
         (
+            'title = "Small"',
+            'title = "Small"\nshare_for_right_values = 1.5',
+            "course: share_for_right_values must be a number from 0 to 1, not 1.5",
+        ),
+        ("points = 5", "share_for_right_values = 0.5", "task 1.1: unknown key 'share_for_right"),
+        (
             'folder = "phase1"\n',
             'folder = "phase1"\n[phase.challenge]\nfunction = "add"\ntitle = "x"\nlesson = "y"\n',
             "function add is listed twice",
@@ -135,6 +141,15 @@ def test_mistake_in_the_file_is_one_line_that_says_where(
     assert says in str(error.value)
     assert "course.toml: " in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "points"), [("", 0), ("0.5", 2), ("1", 5)])
+def test_a_share_of_the_points_for_right_values_is_that_of_the_course(
+    tmp_path: Path, given: str, points: int
+) -> None:
+    line = f"share_for_right_values = {given}\n" if given else ""
+    course = small(tmp_path, line + SMALL)
+    assert [task.points_for_values for task in course.tasks] == [points] * 2
 
 
 UNFINISHED = SMALL.replace("number = 1\n", "number = 1\nunfinished = true\n", 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.util.text import counted
 from judging import tensors as t
 from judging.checks import (
@@ -25,13 +25,14 @@ from judging.checks import (
     check_sizes,
     check_waited,
     edges_of,
+    exceeds,
     of_members,
     rounds_of_tree,
     short,
     uneven,
 )
 from judging.collective import AllReduce, Broadcast, Call, Contract
-from judging.expect import expect, expect_on_all_ranks
+from judging.expect import expect, expect_cost, expect_on_all_ranks
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.tensors import even_size
 from phase1 import collectives as b
@@ -123,7 +124,8 @@ def _check_traffic(run: Run, kind: b.Kind, src: int, members: Sequence[int]) -> 
         rows = len(_rows_of(kind.rows, len(members), rank)) if rank != src else 0
         wanted = [rows * num_bytes for num_bytes in row_bytes] if rows else []
         got = [e.num_bytes for e in sends if (e.rank, e.peer) == (members[src], member)]
-        check(
+        judge = check_cost if exceeds(got, wanted) else check
+        judge(
             Counter(got) == Counter(wanted),
             f"the source should send messages of {short(wanted)} bytes to rank {rank} of "
             f"{len(members)}, which gets {counted(rows, 'row')} from it; it sends messages of "
@@ -132,7 +134,7 @@ def _check_traffic(run: Run, kind: b.Kind, src: int, members: Sequence[int]) -> 
             "message.",
         )
     others = sorted({(e.rank, e.peer) for e in sends if e.rank != members[src]})
-    expect("the messages of ranks other than the source, as (from, to),", others, [])
+    expect_cost("the messages of ranks other than the source, as (from, to),", others, [])
     _check_header(run, members)
     check_waited(run)
 
@@ -144,13 +146,13 @@ def _check_header(run: Run, members: Sequence[int]) -> None:
         mine = [event for event in calls if event.rank == member]
         num_bytes = sum(event.num_bytes for event in mine)
         names = Counter(event.name for event in mine)
-        check(
+        check_cost(
             names.total() <= HEADER_CALLS and not names.keys() - {"broadcast"},
             f"rank {rank} of {len(members)}: one broadcast_object_list for the shapes makes "
             f"{HEADER_CALLS} collective calls; this rank called {dict(names)}. One list can hold "
             "everything that the other ranks must know.",
         )
-        check(
+        check_cost(
             num_bytes < HEADER_BYTES,
             f"rank {rank} of {len(members)}: shapes and dtypes take less than {HEADER_BYTES:,} "
             f"bytes; your broadcasts take {num_bytes:,}. Send every row to one rank only, and "
@@ -285,7 +287,7 @@ def _check_exchanged(by_rank: list[Any], dsts: Sequence[int]) -> None:
 
 def _check_one_message_each(run: Run, num_calls: int = 1) -> None:
     check_no_collective(run, "an exchange is one message from each rank and nothing else")
-    expect(
+    expect_cost(
         f"the messages sent per rank in {counted(num_calls, 'exchange')}",
         run.messages,
         [num_calls] * len(run.messages),
@@ -302,7 +304,7 @@ def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
     run = grade.run(b.exchange_once, n, ring, lengths, cluster=UNIFORM, if_stuck=NOT_BATCHED)
     _check_one_message_each(run)
     expected = LATENCY_S + 4 * max(lengths) * BYTE_S
-    check(
+    check_cost(
         run.seconds <= 1.001 * expected,
         f"an exchange in which {n} ranks send {lengths} float32 numbers at the same time should "
         f"take {expected * 1e6:.2f} µs, the time of the longest message; yours takes "
@@ -341,13 +343,16 @@ AT_ONCE = 30  # elements; several messages this short, sent together, take no lo
 
 def _check_tree(call: Call) -> None:
     n, src, edges = call.n, call.variant.src, edges_of(call.run)
-    check(
-        len(edges) == n - 1,
+    is_tree = len(edges) == n - 1
+    check_cost(
+        is_tree,
         f"a broadcast on {counted(n, 'rank')} needs {counted(n - 1, 'message')}, one for each rank "
         f"that lacks the data; messages sent per rank, with src = {src}: {call.run.messages}.",
     )
+    if not is_tree:
+        return
     most, rounds = ceil(log2(n)), rounds_of_tree(edges, src)
-    check(
+    check_cost(
         max(call.run.messages) <= most and rounds <= most,
         f"a broadcast on {counted(n, 'rank')} needs {counted(most, 'round')}, in which no rank "
         f"sends more than {counted(most, 'message')}; with src = {src}, yours takes {rounds:g}. "
@@ -399,14 +404,18 @@ def _check_through_rank_0(call: Call) -> None:
     n, edges = call.n, edges_of(call.run)
     here, up = f"on {counted(n, 'rank')}", [src for src, dst in edges if dst == 0]
     down = [edge for edge in edges if edge[1] != 0]
-    expect(f"{here}: the ranks that rank 0 receives from, once each,", up, [*range(1, n)])
-    expect(
+    is_more = len(edges) > 2 * (n - 1)
+    judge = expect_cost if is_more else expect
+    judge(f"{here}: the ranks that rank 0 receives from, once each,", up, [*range(1, n)])
+    judge(
         f"{here}: the ranks that receive one message, the sum,",
         sorted(dst for _, dst in down),
         [*range(1, n)],
     )
+    if is_more:
+        return
     most, rounds = ceil(log2(n)), rounds_of_tree(down, 0)
-    check(
+    check_cost(
         call.run.messages[0] <= most and rounds <= most,
         f"{here}, adding up on rank 0 should take {counted(n - 1, 'round')}, and broadcasting the "
         f"sum {most} more; yours takes {n - 1 + rounds} in all. Rank 0 should send at most "
@@ -444,7 +453,8 @@ def _check_partners(call: Call) -> None:
         wanted, got = (
             [dst for src, dst in each if src == rank] for each in (_edges_of_doubling(n), edges)
         )
-        expect(
+        judge = expect_cost if len(got) > len(wanted) else expect
+        judge(
             f"rank {rank} of {n}: the ranks that it sends to, one message each,",
             got,
             wanted,

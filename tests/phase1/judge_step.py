@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from distlab.util.text import counted
 from judging.checks import (
     BYTE_S,
@@ -20,7 +20,7 @@ from judging.checks import (
     same_loss,
     short,
 )
-from judging.expect import expect, expect_on_all_ranks, results_in_group
+from judging.expect import expect, expect_cost, expect_on_all_ranks, results_in_group
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.models import CLASSES, Worn
 from phase1 import models, reference
@@ -67,7 +67,7 @@ def test_each_tensor_travels_once(grade: Grade, n: int) -> None:
     found = [sum(run.messages), int(sum(run.bytes_sent)), run.seconds * 1e6]
     most_us = 1e6 * sum(rounds * (LATENCY_S + size * BYTE_S) for size in sizes)
     most = [(n - 1) * len(sizes), (n - 1) * sum(sizes), most_us]
-    check(
+    check_cost(
         all(a <= b * (1 + 1e-6) for a, b in zip(found, most, strict=True)),
         f"{len(sizes)} broadcasts on {n} ranks, of {rounds} rounds each, should take {most[0]} "
         f"messages, {most[1]} bytes and {most[2]:.1f} µs; yours took {found[0]} messages, "
@@ -150,7 +150,7 @@ def _check_means(by_rank: list[Any], what: str) -> None:
 
 def _check_calls(by_rank: list[Any], function: str, sizes: list[int]) -> None:
     for rank, result in enumerate(by_rank):
-        expect(
+        expect_cost(
             f"{function}, rank {rank}: the bytes of the tensors that all_reduce is called with",
             sorted(result["num_bytes"]),
             sorted(sizes),
@@ -161,7 +161,7 @@ def _check_calls(by_rank: list[Any], function: str, sizes: list[int]) -> None:
 @task("1.10")
 def test_nothing_is_sent_where_nothing_is_trainable(grade: Grade) -> None:
     run = grade.run(b.average_nothing, 2)
-    expect("the sizes of tensors that all_reduce gets by rank", run.results, [[], []])
+    expect_cost("the sizes of tensors that all_reduce gets by rank", run.results, [[], []])
     check_collectives(run, [0, 0], "a module without trainable parameters")
 
 
@@ -170,7 +170,9 @@ def test_nothing_is_sent_where_nothing_is_trainable(grade: Grade) -> None:
 def test_large_gradients_are_not_cut_and_need_one_bucket(grade: Grade, function: str) -> None:
     size = grade.random.randint(1100, 1200)
     run = grade.run(b.average_large, 1, function, size, options=MEASURED)
-    expect(f"{function}: the sizes of the tensors that all_reduce gets", run.results, [[size**2]])
+    expect_cost(
+        f"{function}: the sizes of the tensors that all_reduce gets", run.results, [[size**2]]
+    )
     if function == "average_gradients_flat":
         check_peak(
             *(run, [3 * 4 * size**2 + 64]),
@@ -260,7 +262,7 @@ def _check_use(here: str, result: Any, num_rows: int) -> None:
         "compute in tensors of your own.",
     )
     rows = sum(result["rows"])
-    expect(f"{here}: the number of rows that the model sees in {STEPS} steps", rows, num_rows)
+    expect_cost(f"{here}: the number of rows that the model sees in {STEPS} steps", rows, num_rows)
     expect(f"{here}: the types of losses other than float", result["types"], [])
 
 
@@ -278,7 +280,7 @@ def test_a_step_uses_what_it_is_given(grade: Grade) -> None:
             used["average"],
             [[True, True, True]],
         )
-        expect(
+        expect_cost(
             f"{here}: the sizes of the tensors that all_reduce gets",
             used["sizes"],
             [2],
@@ -431,7 +433,7 @@ def test_evaluating_takes_one_small_all_reduce(grade: Grade) -> None:
     n, size = 8, grade.random.randint(20, 40)
     run = grade.run(b.evaluate, n, size, 0, {"batch_size": 2})
     sent, most = [int(number) for number in run.bytes_sent], 3 * 24  # log2(8) messages of 24 bytes
-    check(
+    check_cost(
         max(run.collectives) <= 1 and max(sent) <= most and min(run.bytes_received) >= 3 * 4,
         f"one all-reduce of three sums of 8 bytes is enough, in which each of {n} ranks sends at "
         f"most {most} bytes; collective calls per rank: {run.collectives}, bytes sent: {sent}. Add "

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.sim import GPU, Cluster
 from distlab.util.text import counted
 from judging.checks import MEASURED, check_refused, is_close
-from judging.expect import expect
+from judging.expect import expect, expect_cost
 from phase2 import checkpointing as b
 
 FLOPS_PER_S = 1e12
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_the_plain_function(grade: Grade, case: str) -> N
     for name, in_one_pass in expected["calls"].items():
         # Recomputing outer calls inner once, and recomputing inner calls it once more.
         wanted = 3 if name == "inner" else 2 * in_one_pass
-        expect(
+        expect_cost(
             f"{here}: the number of calls of {name} in both passes",
             found["calls"].get(name, 0),
             wanted,
@@ -155,14 +155,14 @@ def test_only_the_arguments_are_held_between_the_passes(grade: Grade) -> None:
     expect(
         "whether a result through which a gradient has to come requires one", found["needs"], True
     )
-    check(
+    check_cost(
         held <= 1 + SLACK,
         f"{b.LAYERS} layers in one checkpoint: between the passes 1 argument of {b.UNIT:,} bytes "
         f"should be held, but no result that the caller has deleted; {held:.1f} times these bytes "
         "are. Does the forward pass record a graph, or keep what it computes?",
     )
     # In the forward pass, the argument, a layer's input and its two results are held.
-    check(
+    check_cost(
         peak <= 5 + SLACK,
         f"{b.LAYERS} layers in one checkpoint: what fn computes on the way should be freed at "
         f"once, but in the forward pass {peak:.1f} activations are held at one moment. Call fn so "
@@ -185,7 +185,7 @@ def _check_costs(here: str, run: Run, num_layers: int, num_held: int, cause: str
     """Check a step's memory and time; the body has returned the bytes of the parameters."""
     held = (run.peak_bytes[0] - 2 * run.results[0]) / b.UNIT
     forward = round(run.seconds * FLOPS_PER_S) / (num_layers * b.LAYER_FLOPS)
-    check(
+    check_cost(
         held <= num_held + ON_THEIR_WAY + SLACK and 3 <= forward <= 4,
         f"{here}: about {num_held} activations should be held at once, {num_held + ON_THEIR_WAY} "
         f"with gradients on their way; {held:.1f} were. The step should cost 3 to 4 forward passes "

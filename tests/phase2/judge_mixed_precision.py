@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from judging.checks import check_collectives, is_close, of_members
-from judging.expect import expect, expect_on_all_ranks, results_in_group
+from judging.expect import expect, expect_cost, expect_on_all_ranks, results_in_group
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from phase2 import loss_scaling as s
 from phase2 import step_checks as c
@@ -68,7 +68,8 @@ def _check_sums(run: Run, n: int) -> None:
         "rank that finds an inf skips the step that the others take, and their parameters differ "
         "from then on. In a world of any size, all-reduce one number: what each rank has found.",
     )
-    check(
+    judge = check if min(run.collectives) < 2 else check_cost
+    judge(
         run.collectives == [2] * n and max(run.bytes_sent) <= 2 * 8 * n,
         "one all-reduce of one number is enough for each time that gradients are divided. Here "
         "they are divided in two steps, in the first of which unscale is called twice, before step "
@@ -248,7 +249,7 @@ def test_a_scaler_uses_the_all_reduce_it_is_given(grade: Grade) -> None:
             [[1, True]],
         )
     expected = [int(rank in MEMBERS) for rank in range(OUTER_WORLD_SIZE)]
-    expect("the number of collectives by rank of the world", run.collectives, expected)
+    expect_cost("the number of collectives by rank of the world", run.collectives, expected)
 
 
 STEPS = 3
@@ -322,7 +323,9 @@ def test_mixed_steps_inside_a_group(grade: Grade) -> None:
     _check_all(results, shares)
     for rank, result in enumerate(results):
         here = f"{c.described(shares)}, rank {rank}: the calls of loss_sum in {STEPS} steps"
-        expect(here, result["num_losses"], STEPS, "It is called on every rank, with rows or not.")
+        expect_cost(
+            here, result["num_losses"], STEPS, "It is called on every rank, with rows or not."
+        )
 
 
 @task("2.5")
@@ -357,7 +360,7 @@ def _check_dtypes(here: str, found: Any, dtype: str) -> None:
 
 
 def _check_calls(here: str, found: Any, reduce_dtype: str) -> None:
-    expect(
+    expect_cost(
         f"{here} with more than two numbers",
         [call for call in found["calls"] if call[0] > 2],
         [[found["trainable"], reduce_dtype]],
@@ -365,7 +368,7 @@ def _check_calls(here: str, found: Any, reduce_dtype: str) -> None:
         "gradient counts as zero, a frozen one not at all.",
     )
     wide = [call for call in found["calls"] if call[0] <= 2]
-    expect(
+    expect_cost(
         f"{here} with sum of losses and number of targets, in float32 or float64,",
         wide,
         [[2, "float64" if wide == [[2, "float64"]] else "float32"]],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distlab.grade import Grade, Run, Wrong, check, task
+from distlab.grade import Grade, Run, Wrong, check, check_cost, task
 from distlab.sim import Options
 from distlab.util.text import clauses, counted, joined
 from judging.calls import refused
@@ -21,7 +21,7 @@ from judging.checks import (
     is_close,
     short,
 )
-from judging.expect import expect, results_in_group
+from judging.expect import expect, expect_cost, results_in_group
 from phase2 import drawings as d
 from phase2 import pipelines as b
 from phase2.pipelines import KINDS, WIDTH, alone
@@ -249,7 +249,7 @@ def _check_cases(by_rank: Sequence[Sequence[Result]], cases: Sequence[b.Case]) -
                 _check_gradients(f"{here}, block {block}", gradients, block, expected, text, kind)
             loss = by_rank[0][number]["loss"]
             expect(f"{here}: the loss, exactly as on rank 0,", result["loss"], loss)
-            expect(
+            expect_cost(
                 f"{here}: the number of calls of loss_sum in {b.CALLS} calls",
                 result["losses"],
                 b.CALLS * len(sizes) if rank == p - 1 else 0,
@@ -387,7 +387,7 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, name: str) -> 
     expected = {link: b.CALLS * count for link, count in Counter([*links, *back]).items()}
     num_bytes = [(2 if kind == "bfloat16" else 8) * rows * 2 * WIDTH for rows in sizes]
     for size in num_bytes:
-        expect(
+        expect_cost(
             f"a {kind} model, a micro-batch of {size:,} bytes between blocks, {b.CALLS} calls: the "
             "numbers of messages of that size, by (from, to),",
             sorted(edges_with(run, size).items()),
@@ -395,7 +395,7 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, name: str) -> 
             "Send each output and each gradient once, and no gradient for an output that requires "
             "none.",
         )
-    expect(
+    expect_cost(
         f"the numbers of collectives in {b.CALLS} calls",
         run.collectives,
         [b.CALLS] * p,
@@ -403,7 +403,7 @@ def test_each_output_and_each_gradient_is_sent_once(grade: Grade, name: str) -> 
     )
     data = b.CALLS * 2 * len(links) * sum(num_bytes)
     most = data + b.CALLS * (2 * len(links) * len(num_bytes) * 1000 + 1000)
-    check(
+    check_cost(
         sum(run.bytes_sent) <= most,
         f"outputs and gradients are {data:,} bytes in all, and {most:,} with their headers; your "
         f"ranks sent {sum(run.bytes_sent):,.0f}.",
@@ -430,7 +430,7 @@ def test_time_and_memory_are_those_of_the_schedule(grade: Grade, name: str) -> N
     )
     for rank, peaks in enumerate(run.trace.peak_by_category if run.trace else []):
         found, most = peaks["activations"] / b.BLOCK_BYTES, d.in_flight(schedule[rank])
-        check(
+        check_cost(
             found <= most + 0.6,
             f"{here}: at most {most} are in flight in stage {rank}, but it held the activations of "
             f"{found:.1f}. Do the actions in the order of the schedule, and keep nothing of a "
@@ -439,7 +439,7 @@ def test_time_and_memory_are_those_of_the_schedule(grade: Grade, name: str) -> N
         )
     length, busy = d.length(schedule, 2), 3 * m * v
     found = run.seconds * b.FLOPS_PER_S / b.BLOCK_FLOPS  # in forward passes through a block
-    check(
+    check_cost(
         found <= length * (1 + 1e-6),
         f"{here}: each stage should stand still for {1 - busy / length:.1%} of the time, as in "
         f"timeline; yours do for {1 - busy / found:.1%}. Does a rank wait for a message that it "
@@ -454,7 +454,7 @@ def test_nothing_is_kept_of_a_micro_batch_that_is_done(grade: Grade) -> None:
         grade.run(b.run_one_at_a_time, 3, m, options=MEASURED, if_stuck=STUCK) for m in (few, many)
     )
     for rank, (fewer, more) in enumerate(zip(two.peak_bytes, six.peak_bytes, strict=True)):
-        check(
+        check_cost(
             more < fewer + b.KEPT_BYTES,
             f"rank {rank} of 3, all of which run F0 B0 F1 B1 and so on, held at most {fewer:,} "
             f"bytes with {few} micro-batches and {more:,} with {many}; an output or a gradient "

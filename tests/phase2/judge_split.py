@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.util.text import counted
 from judging.checks import check_refused
 from judging.expect import expect, results_in_group
@@ -408,7 +408,7 @@ def _check_numbers(run: Run, case: b.Scores) -> None:
         here = f"{b.LOSS}, {case}, rank {rank} of {len(run.results)}"
         c.check_barriers(here, len(by_stage), 3)
         _, forward, backward = by_stage
-        check(
+        check_cost(
             {name for name, _ in forward} <= {"all_reduce"}
             and len(forward) <= 3
             and sum(size for _, size in forward) <= most

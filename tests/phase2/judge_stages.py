@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.util.text import counted
 from judging.calls import refused
 from judging.checks import (
@@ -111,7 +111,7 @@ def test_a_deep_model_is_cut_at_once(grade: Grade, num_layers: int, p: int) -> N
     )
     _check_cut(costs, p, run.results[0]["cut"])
     count = run.results[0]["count"]
-    check(
+    check_cost(
         count <= FEW_TIMES * about,
         f"{here}, additions and comparisons; yours took {count:,}. {ONLY_ONCE} Prefix sums give "
         "the cost of any stage by one subtraction.",
@@ -198,7 +198,7 @@ def _check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int
         f"{short(sorted(missing))} bytes are missing. There are messages of "
         f"{short(sorted(found))} bytes.",
     )
-    check(
+    check_cost(
         more.total() <= HEADER * len(sent) and sum(more.elements()) <= allowed,
         f"{tensors} once and only if it is needed there, after a header of at most {HEADER} "
         f"messages, with at most {allowed:,} bytes in all headers. Yours also sends messages of "
@@ -206,8 +206,11 @@ def _check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int
     )
     last = sent[-1][-1:] if sent else []
     if last:
-        what = f"{here}: the bytes of the last message, a tensor,"
-        expect(what, found[-1:], last, "Send no header where no tensor follows.")
+        check_cost(
+            found[-1:] == last,
+            f"{here}: the bytes of the last message, a tensor, should be {last}; got "
+            f"{found[-1:]}. Send no header where no tensor follows.",
+        )
 
 
 @task("2.9")
@@ -315,7 +318,7 @@ def test_no_tensor_is_kept_for_the_next_step(grade: Grade) -> None:
             "The last rank returns what its stage returns, and the others None.",
         )
         first, all_steps = one.peak_bytes[rank], four.peak_bytes[rank]
-        check(
+        check_cost(
             all_steps <= first,
             f"rank {rank} of 3 held at most {first:,} bytes in its first step, and {all_steps:,} "
             "in a later one. Drop what backward needed as soon as it has run: an output that is "

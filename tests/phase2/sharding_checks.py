@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distlab.grade import Grade, Run, check
+from distlab.grade import Grade, Run, check, check_cost
 from judging.checks import is_close, short_beside
-from judging.expect import expect
+from judging.expect import expect, expect_cost
 from phase2.tensor_parallel import rank_part
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}
@@ -124,10 +124,12 @@ def check_state(
     for name, parameter in parameters.items():
         dim, found = part_of(name), state[name]
         part = "all of it" if dim is None else f"this rank's part of dim {dim}"
-        expect(
+        kind = [parameter.requires_grad, str(parameter.dtype)[6:]]
+        judge = expect_cost if [found["is_trained"], found["dtype"]] == kind else expect
+        judge(
             f"{here}: {name}, whether it requires a gradient, its dtype and the bytes it holds,",
             [found["is_trained"], found["dtype"], found["held_bytes"]],
-            [parameter.requires_grad, str(parameter.dtype)[6:], found["num_bytes"]],
+            [*kind, found["num_bytes"]],
             "A part of a tensor is a view of all of it: copy the part, so that the rest can be "
             "freed.",
         )
@@ -140,13 +142,10 @@ def check_state(
 
 def check_is_independent(here: str, found: Mapping[str, Any]) -> None:
     """Check that a split layer leaves the full one unchanged, and lets its memory be freed."""
-    expect(
-        f"{here}: whether the full layer stays as it is, and its memory is free once it is "
-        "deleted,",
-        [found["is_kept"], found["is_freed"]],
-        [True] * 2,
-        "Copy all that you keep: neither the full weight nor a view of it.",
-    )
+    cause = "Copy all that you keep: neither the full weight nor a view of it."
+    expect(f"{here}: whether the full layer stays as it is", found["is_kept"], True, cause)
+    freed = "once the full layer is deleted, its memory should be free"
+    check_cost(found["is_freed"], f"{here}: {freed}. {cause}")
 
 
 def calls_of(run: Run) -> list[list[Calls]]:
@@ -187,12 +186,12 @@ def check_calls(
             if small_bytes and stage.startswith("backward"):
                 sums = sum(size for name, size in calls if name == "all_reduce")
                 rest = [call for call in calls if call[0] != "all_reduce"]
-                check(
+                check_cost(
                     sums <= small_bytes,
                     f"{here}: {stage} may sum the gradients of what works on a rank's positions, "
                     f"{small_bytes:,} bytes; it all-reduced {sums:,} bytes. {cause}",
                 )
-            check(
+            check_cost(
                 sorted(rest) == sorted(wanted),
                 f"{here}: {stage} needs {_in_words(wanted)}; it made {_in_words(calls)}. {cause}",
             )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distlab.grade import Grade, check
 from distlab.util.text import counted, joined, sentence
 from judging.checks import check_refused, is_close, same_loss
-from judging.expect import expect, expect_on_all_ranks
+from judging.expect import expect, expect_cost, expect_on_all_ranks
 from judging.models import SGD, Worn, state_of
 from phase2 import steps as b
 from phase2_advanced.given import cross_entropy_sum
@@ -184,7 +184,9 @@ def check_steps(
         share, starts = shares[rank], shares[rank].starts()
         passes = [min(starts.step, share.rows - start) for start in starts] * num_steps
         rows = [rows for rows in result["rows"] if rows]
-        expect(f"{here}: the rows of all forward passes, one for each micro-batch,", rows, passes)
+        expect_cost(
+            f"{here}: the rows of all forward passes, one for each micro-batch,", rows, passes
+        )
         what = "what has changed of the batch, which belongs to the caller,"
         expect(f"{here}: {what}", result["changed"], [])
         expect(f"{here}: the types of losses other than float", result["types"], [])

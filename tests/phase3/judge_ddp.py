@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.launch import LaunchError
 from judging.checks import (
     MEASURED,
@@ -19,7 +19,7 @@ from judging.checks import (
     short_beside,
     uneven,
 )
-from judging.expect import expect, expect_on_all_ranks
+from judging.expect import expect, expect_cost, expect_on_all_ranks
 from judging.groups import MEMBERS, OUTER_WORLD_SIZE, STUCK_IN_GROUP, inside_group
 from judging.models import Odd
 from phase3 import ddp as b
@@ -239,7 +239,7 @@ def _check_reduced_by_default(plan: Plan, run: Run) -> None:
     for rank in range(len(run.results)):
         got = sorted(c.num_bytes for c in calls if c.rank == rank and c.name[:5] == "all_r")
         what = f"rank {rank}, without an argument all_reduce: the bytes of all all-reduces, sorted,"
-        expect(what, got, sizes, "A bucket travels in one all-reduce.")
+        expect_cost(what, got, sizes, "A bucket travels in one all-reduce.")
 
 
 def _check_buckets(here: str, step: int, result: dict[str, Any], expected: list[list[str]]) -> None:
@@ -274,7 +274,7 @@ def _check_nothing_besides(run: Run) -> None:
             f"called {noted} times, and there were {reduced} all-reduces.",
         )
         others = run.collectives[rank] - reduced - sent
-        check(
+        check_cost(
             not others and sent <= NUM_BROADCASTS * len(plans),
             f"rank {rank}: besides the all-reduces, there should be {NUM_BROADCASTS - 1} "
             "broadcasts at the start, one for each parameter and buffer, and one of the order "
@@ -317,7 +317,7 @@ def test_buckets_travel_during_the_backward_pass(grade: Grade, kind: str) -> Non
 def _check_times(
     here: str, step: int, computing_s: float, buckets: Sequence[Sequence[int]], result: Any
 ) -> None:
-    check(
+    check_cost(
         result["computed_s"] <= computing_s + CLOCK_S,
         f"{here}: the backward pass computes for {_ms(computing_s)}, but took "
         f"{_ms(result['computed_s'])}: a hook should start an all-reduce and return. Wait in "
@@ -326,7 +326,7 @@ def _check_times(
     in_order = (max(result["came_s"][i] for i in bucket) for bucket in buckets)
     ready_s = [*accumulate(in_order, max)]
     for place, (left_s, came_s) in enumerate(zip(result["left_s"], ready_s, strict=True)):
-        check(
+        check_cost(
             left_s <= came_s + CLOCK_S,
             f"{here}: bucket {place} of {len(buckets)} was complete after {_ms(came_s)} of the "
             f"backward pass, and those before it had left; it left after {_ms(left_s)}, and the "
@@ -342,7 +342,7 @@ def _check_waiting(here: str, ready_s: Sequence[float], result: Any) -> None:
     rest_s = [sum(alone_s[place:]) for place in range(len(alone_s))]
     done_s = max(ready + rest for ready, rest in zip(ready_s, rest_s, strict=True))
     waits_s, waited_s = max(0.0, done_s - computed_s), result["end_s"] - computed_s
-    check(
+    check_cost(
         waited_s <= RIGHT_TIMES * waits_s + CLOCK_S,
         f"{here}: by its docstring, the step waits {_ms(waits_s)} after the backward pass; it "
         f"waited {_ms(waited_s)}, more than {RIGHT_TIMES} times as long. Send nothing besides the "

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from judging.checks import MEASURED, UNIFORM, check_refused
-from judging.expect import expect
+from judging.expect import expect, expect_cost
 from phase3 import fully_sharded as b
 from phase3 import zero
 from phase3.judge_zero import (
@@ -88,7 +88,7 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
                 f", {units * UNIT_BYTES:,} for {what}, and {copies:,.0f} for copies of two shards "
                 "in bfloat16, if the two units' gathers need any"
             )
-            check(
+            check_cost(
                 held <= most,
                 f"rank {rank} of {n}, {when}, {num_frozen} of {zero.LAYERS} units frozen: "
                 f"{held:,} bytes are held, and at most {most:,.0f} should be: {between:,.0f} for "
@@ -118,7 +118,7 @@ def test_units_travel_three_times(grade: Grade, n: int) -> None:
         what = "two evaluations" if is_evaluated else "two forward and a backward pass"
         for rank in range(n):
             got = round(twice.bytes_sent[rank] - once.bytes_sent[rank])
-            check(
+            check_cost(
                 got <= round(units * unit),
                 f"rank {rank} of {n}, {layers} layers of {layer:,} parameters, {num_frozen} "
                 f"of them frozen: {what} should send at most {units} times (N-1)/N of a layer in "
@@ -176,7 +176,7 @@ def _check_drawn(here: str, expected: list[str], got: list[str], why: str) -> No
     """Check that a pass runs as drawn; the message shows the first difference."""
     pairs = zip([*expected, "the end"], [*got, "the end"], strict=False)
     wanted, came = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-    check(
+    check_cost(
         got == expected,
         f"{here}: it should run as [{', '.join(expected)}], and runs as [{', '.join(got)}]; "
         f"{wanted} should come where {came} does. A message stands where it sets out, computing "
@@ -255,18 +255,16 @@ def test_states_fit_any_number_of_ranks(grade: Grade, kind: str) -> None:
 
 def _check_stored(here: str, kind: str, result: dict[str, Any], sent: int) -> None:
     """Check the bytes of a full state and of the shards, and the error for an incomplete state."""
-    check(
+    check_cost(
         sent <= result["bytes"],
         f"{here}, full_state_dict: this rank's shards, {result['bytes']} bytes, should be in one "
         f"all-gather each; it brings {sent} bytes into collectives. An all-gather of a flat "
         "returns all of its parameters.",
     )
     dtypes = ["torch.float32", "torch.float64"][kind != zero.TWO :]
-    expect(
-        f"{here}: the dtypes of the shards, and the bytes of their memory,",
-        *([result["shards"], result["held"]], [dtypes, result["bytes"]]),
-        "Copy into the shard's own memory: a view keeps the whole parameters, and their dtype.",
-    )
+    cause = "Copy into the shard's own memory: a view keeps the whole parameters, and their dtype."
+    expect(f"{here}: the dtypes of the shards", result["shards"], dtypes, cause)
+    expect_cost(f"{here}: the bytes of the shards' memory", result["held"], result["bytes"], cause)
     check(
         b.MISSING in result["error"],
         f"{here} without {b.MISSING}: a KeyError should name it; there is {result['error']}. Who "

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check_cost, task
 from distlab.sim import Cluster
 from distlab.util.text import counted
 from judging.calls import cause_told
 from judging.checks import MEASURED, check_peak, uneven
 from judging.collective import AllReduce, check_results, check_same_bits, use, use_fractions
-from judging.expect import expect
+from judging.expect import expect, expect_cost
 from judging.tensors import FRACTIONS, KINDS, NUMBERS, Kind, exact
 from phase3_multi_node.given import Group, exchange, node_groups, ranks_by_host
 
@@ -269,7 +269,7 @@ def _check_bytes(where: str, run: Run, hosts: list[str], num_bytes: int) -> None
     sent: Counter[int] = Counter()
     for send, recv in run.trace.pairs() if run.trace else ():
         sent[send.rank] += send.num_bytes if hosts[send.rank] != hosts[recv.rank] else 0
-    expect(
+    expect_cost(
         f"{where}: the bytes that each rank sends to other nodes, 2(k-1)/k of its chunk,",
         [sent[rank] for rank in range(len(hosts))],
         [2 * (k - 1) * num_bytes // (k * g)] * len(hosts),
@@ -277,7 +277,7 @@ def _check_bytes(where: str, run: Run, hosts: list[str], num_bytes: int) -> None
         "If some ranks send nothing there, as in a flat ring, or one rank sends for its node, they "
         "do not share what crosses.",
     )
-    expect(
+    expect_cost(
         f"{where}: the bytes that each rank sends inside its node, 2(g-1)/g of x,",
         [round(all_sent) - sent[rank] for rank, all_sent in enumerate(run.bytes_sent)],
         [2 * (g - 1) * num_bytes // g] * len(hosts),
@@ -292,7 +292,7 @@ def _check_seconds(where: str, run: Run, cluster: Cluster, num_bytes: int) -> No
     across_s = cluster.net_latency_s + num_bytes / (g * k) / cluster.nic_bytes_per_s
     expected_s = 2 * (g - 1) * inside_s + 2 * (k - 1) * across_s
     taken_s = max(seconds for seconds, *_ in run.results)
-    check(
+    check_cost(
         taken_s <= 1.01 * expected_s,
         f"{where}: it should take 2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/(gk)·β₂) = "
         f"{1e6 * expected_s:.1f} µs, but it takes {1e6 * taken_s:.1f} µs. The three functions "

@@ -5,7 +5,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from distlab.util.text import bytes_text, counted, seconds_text
 from judging.checks import check_refused
 from phase3 import estimates as b
@@ -120,7 +120,7 @@ def _check_those_that_fit(grade: Grade, case: Case, plans: list[Plan]) -> None:
     again = [layout for layout, count in times.items() if count > 1]
     check(not again, f"each layout should be planned once; {again[:1]} came several times.")
     for name, most in (("estimate_memory", len(plans)), ("estimate_step_time", len(fit))):
-        check(
+        check_cost(
             calls[name] <= most,
             f"{_text(case)}: {len(plans)} layouts are valid and {len(fit)} of them fit. plan calls "
             f"{name} {calls[name]} times; {most} are enough. Keep what estimate_memory has "

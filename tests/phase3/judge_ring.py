@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.sim import GPU, Cluster
 from distlab.util.text import counted
 from judging.checks import edges_of
@@ -105,7 +105,9 @@ def _check_chunks(call: Call, offset: int, which: str) -> None:
         left_out = (rank + offset) % call.n
         wanted = chunks[:left_out] + chunks[left_out + 1 :]
         sent = _sent_by(call.run, rank)
-        check(
+        is_more = count > len(wanted) or sum(sent) > sum(wanted)
+        judge = check_cost if is_more else check
+        judge(
             sent == sorted(size for size in wanted if size) and count <= len(wanted),
             f"rank {rank} of {call.n} should send {which.format(left_out)}, once: {_text(wanted)}. "
             f"It sends {_text(sent, count)}. {_why_not_sent(sent, len(wanted), chunks)}",
@@ -198,7 +200,9 @@ def _check_all_reduce(call: Call) -> None:
     fewest = 2 * (sum(map(bool, chunks)) - 1)  # empty chunks need not be sent
     for rank, count in enumerate(call.run.messages):
         sent = _sent_by(call.run, rank)
-        check(
+        is_more = count > most or max(sent, default=0) > max(chunks)
+        judge = check_cost if is_more else check
+        judge(
             {*sent} <= {*chunks} and fewest <= len(sent) <= count <= most,
             f"rank {rank} of {call.n} should send {counted(most, 'message')}, each of a chunk, "
             f"{min(chunks):,} or {max(chunks):,} bytes; it sends {_text(sent, count)}. "
@@ -212,7 +216,8 @@ def _check_bytes_of_all_reduce(call: Call) -> None:
     chunks, whole = _chunk_bytes(call), call.kind.num_bytes
     least, most = 2 * (whole - max(chunks)), 2 * (whole - min(chunks))
     for rank, sent in enumerate(call.run.bytes_sent):
-        check(
+        judge = check_cost if sent > most else check
+        judge(
             least <= sent <= most,
             f"rank {rank} of {call.n} should send {least:,} to {most:,} bytes, 2(N-1)/N of the "
             f"{whole:,} of x; it sends {sent:,.0f}. Every rank sends all chunks but one until the "
@@ -263,13 +268,13 @@ def _check_segments(call: Call) -> None:
     for rank, sent in enumerate(call.run.messages):
         longest = max(_sent_by(call.run, rank), default=0)
         here = f"rank {rank} of {call.n}, with segment_bytes={segment_bytes:,}"
-        check(
+        check_cost(
             longest <= segment_bytes,
             f"{here}: it sends a message of {longest:,} bytes; a message should hold at most "
             f"segment_bytes. A chunk has {chunk:,} bytes: cut it into "
             f"{counted(segments, 'segment')}.",
         )
-        check(
+        check_cost(
             sent <= most,
             f"{here}: it sends {counted(sent, 'message')}; {counted(most, 'message')} are enough, "
             f"{segments} for a chunk of {chunk:,} bytes in each of {2 * (call.n - 1)} steps. Every "
@@ -334,7 +339,7 @@ def test_the_next_segment_travels_while_one_is_added(grade: Grade, n: int) -> No
     run = grade.run(use, n, *args, cluster=SLOW_TO_ADD, if_stuck=RING["stuck"])
     _check_segments(Call(run, variant, kind))
     message_s = 2 * (n - 1) * chunk_elements * 4 / LINK_BYTES_PER_S
-    check(
+    check_cost(
         run.seconds <= message_s * (1 + TOLERANCE),
         f"{n} ranks, whose devices add a segment in {ADDING_SHARE:.0%} of the time that its "
         f"message takes: the all-reduce should take {1 + TOLERANCE:.2f} times as long as its "

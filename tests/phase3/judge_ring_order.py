@@ -5,7 +5,7 @@ from itertools import product
 from random import Random
 from typing import Any
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from distlab.util.text import counted
 from judging.calls import int_list
 from judging.checks import check_silent, short
@@ -153,7 +153,7 @@ def test_the_order_takes_about_n_squared_comparisons(grade: Grade) -> None:
     grade.random.shuffle(places)
     num_compared = grade.call(comparisons_of, _measured(places, grade.random, 0.2))
     most = MOST_TIMES * num_ranks**2
-    check(
+    check_cost(
         num_compared <= most,
         f"{num_ranks} ranks: ring_order compares seconds {num_compared:,} times; N² is "
         f"{num_ranks**2:,}, and {most:,} are allowed. Look once at the row of the rank that was "

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from judging.checks import (
     ON_CPU,
     UNIFORM,
@@ -16,7 +16,7 @@ from judging.checks import (
     short,
     uneven,
 )
-from judging.expect import expect, results_in_group
+from judging.expect import expect, expect_cost, results_in_group
 from judging.groups import MEMBERS
 from phase3 import servers as b
 from phase3.server_checks import (
@@ -111,7 +111,7 @@ def test_a_worker_pushes_to_all_servers_and_pulls(
             check_waited(run)
             _check_pushed(run.messages, servers)
             rounds = rounds_of(run, 4 * NUM_ELEMENTS) / NUM_STEPS
-            check(
+            check_cost(
                 num_workers > 1 or rounds <= 2.5,
                 f"with {num_servers} servers, a worker and short messages, a step should take the "
                 f"latency of 2 messages, to the servers and back; it takes that of {rounds:.1f}. "
@@ -151,7 +151,7 @@ def _check_pulled(
 def _check_pushed(messages: Sequence[int], servers: Sequence[int]) -> None:
     ranks, num_servers = range(len(messages)), len(servers)
     counts = [len(messages) - num_servers if rank in servers else num_servers for rank in ranks]
-    expect(
+    expect_cost(
         f"servers {[*servers]}, {NUM_STEPS} steps: the number of messages sent per rank",
         *([*messages], [NUM_STEPS * count for count in counts]),
         "Each worker sends one message per step to each of the servers.",
@@ -243,7 +243,7 @@ def test_a_synchronous_step_takes_a_message_in_and_one_out_per_worker(grade: Gra
     plan = Plan(SYNCHRONOUS, (0,), (1, 2, 3, 4), 3, LARGE)
     run = grade.run(b.serve_and_count, 5, plan, cluster=UNIFORM, if_stuck=STUCK[SYNCHRONOUS])
     rounds = rounds_of(run, plan.num_bytes) / plan.num_steps
-    check(
+    check_cost(
         rounds <= 8.1,
         f"with 4 workers, a step should take the time of 8 messages, 4 in and 4 out; yours takes "
         f"that of {rounds:.1f}. Does each tensor travel once, in its own dtype?",

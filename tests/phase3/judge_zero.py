@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from distlab.sim import GPU, Cluster
 from judging.checks import MEASURED, UNIFORM, uneven
-from judging.expect import expect, over, results_in_group
+from judging.expect import expect, expect_cost, over, results_in_group
 from judging.groups import MEMBERS
 from phase3 import zero as b
 from phase3.zero import FULLY, GRADIENTS, STATE, Case
@@ -162,7 +162,7 @@ def _check_held(grade: Grade, cls: str, n: int, whole: int, sharded: int, **buck
         for rank, held in enumerate(grade.run(*body, options=MEASURED, if_stuck=STUCK).results):
             for when, num_buckets in most_buckets.items():
                 most = 1.02 * (whole + sharded / n) * NUM_PARAMS + num_buckets * BUCKET
-                check(
+                check_cost(
                     held[when] <= most,
                     f"{cls}, rank {rank} of {n}, {when}: {NUM_PARAMS:,} parameters in 16 bits with "
                     f"Adam should take {whole}Ψ + {sharded}Ψ/N (2 % more are allowed) and "
@@ -204,20 +204,20 @@ def _check_bytes(grade: Grade, cls: str, n: int, rounds: int, **buckets: int) ->
             "buckets from the last parameter on, and the first bucket of the list is full first.",
         )
         calls, received = made.collectives[rank], made.bytes_received[rank]
-        check(
+        check_cost(
             calls <= len(parts) and received <= whole,
             f"{here}: the construction should call at most {len(parts)} collectives, a broadcast "
             f"for each dtype or bucket, and receive at most {whole} bytes; it calls {calls} and "
             f"receives {received:.0f}. Broadcast the flat tensors as they are, not each parameter, "
             "not in float32, no tied parameter twice, and no frozen one.",
         )
-        expect(
+        expect_cost(
             f"{here}, a step of two backward passes: the number of bytes sent",
             round(stepped.bytes_sent[rank] - made.bytes_sent[rank]),
             round(rounds * whole * (n - 1) / n),
             f"That is {rounds} times (N-1)/N of {whole} bytes (padding included). {REDUCE_SCATTER}",
         )
-        expect(
+        expect_cost(
             f"{here}, a step of two backward passes: the number of collectives",
             *(stepped.collectives[rank] - calls, len(parts) * rounds),
             f"That is {rounds} for each dtype or bucket: flat memory lets many parameters travel "
@@ -333,7 +333,7 @@ def check_overlap(
     )
     message_s = LAYER_BYTES * (n - 1) / n / BYTES_PER_S + 3e-6
     most, got = plain.seconds + num_exposed * message_s, sharded.seconds - made.seconds
-    check(
+    check_cost(
         got <= most,
         f"a forward and a backward pass should take at most {1e6 * most:.0f} µs on {n} ranks: the "
         f"{1e6 * plain.seconds:.0f} µs of computing, and the travel of {num_exposed} layers of 256 "

@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 from itertools import product
 from typing import Any, NamedTuple
 
-from distlab.grade import Grade, Run, check
+from distlab.grade import Grade, Run, check, check_cost
 from distlab.sim import Faults, Options
 from distlab.util.text import counted
 from judging.checks import (
@@ -20,7 +20,7 @@ from judging.checks import (
     short,
     sizes_of,
 )
-from judging.expect import expect
+from judging.expect import expect, expect_cost
 from phase3 import servers as b
 from phase3.servers import BEFORE_PULL, BEFORE_PUSH, CLOSED, SILENT, SURVIVORS, SYNCHRONOUS, Plan
 
@@ -111,7 +111,7 @@ def late_replies(plan: Plan) -> Options:
 def check_messages(plan: Plan, run: Run) -> None:
     """Check that gradients and parameters are each sent once, in one message."""
     num_workers, num_servers = len(plan.workers), len(plan.servers)
-    expect(
+    expect_cost(
         f"{counted(num_workers, 'worker')} and {counted(num_servers, 'server')} in "
         f"{counted(plan.num_steps, 'step')}: the number of messages by their bytes",
         dict(sorted(sizes_of(run).items())),
@@ -304,7 +304,7 @@ def check_times(plan: Plan, by_rank: Sequence[Any], right: Schedule, if_late: st
         pulls_s = [pull["pulled_s"] for pull in by_rank[worker]["pulls"]]
         expect(f"worker {worker}: the number of its replies", len(pulls_s), len(right_s))
         for step, (pulled_s, best_s) in enumerate(zip(pulls_s, right_s, strict=True)):
-            check(
+            check_cost(
                 pulled_s - best_s <= tolerance_s(plan),
                 f"worker {worker} of {[*plan.workers]}, which compute {paces} ms a step, gets the "
                 f"reply to its gradient {step} after {1e3 * pulled_s:.1f} ms; {1e3 * best_s:.1f} "

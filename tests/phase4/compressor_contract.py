@@ -10,7 +10,7 @@ from math import isnan
 from random import Random
 from typing import Any
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from distlab.sim import Options
 from judging.checks import distance, is_close, short_beside, uneven
 from judging.expect import expect, over, results_in_group
@@ -112,7 +112,7 @@ class Compressor:
         how, (most, what) = How(self.name, argument), self.most_bytes(*cost)
         run = grade.run(b.reduce_all, n, how, [case], options=RING, if_stuck=STUCK)
         for rank, sent in enumerate(run.bytes_sent):
-            check(
+            check_cost(
                 sent <= most + LITTLE_BYTES * (n - 1),
                 f"{self.name} of {case}: rank {rank} of {n} sent {sent:,.0f} bytes; {most:,.0f} "
                 f"are enough: {what}",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, Run, check, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.sim import Options
 from distlab.util.text import joined
 from judging.checks import ON_CPU, check_refused, short
@@ -224,12 +224,12 @@ def test_no_element_travels(grade: Grade) -> None:
     numel = 400_000
     run, num_bytes = _run(grade, b.save_large, 4, _quarters(numel)), 4 * numel
     most = max(run.bytes_sent)
-    check(
+    check_cost(
         most < num_bytes / 40,
         f"a rank sent {most:,.0f} bytes, where its shard has {num_bytes // 4:,}: each rank writes "
         "its own file, and only names, sizes and hashes travel.",
     )
-    check(
+    check_cost(
         run.results[0] < 1.1 * num_bytes,
         f"the checkpoint has {run.results[0]:,} bytes for {num_bytes:,} bytes of elements. A "
         "slice is a view: torch.save writes the whole storage behind it, unless it is cloned.",
@@ -241,7 +241,7 @@ def test_a_save_takes_memory_for_one_further_copy(grade: Grade) -> None:
     with TemporaryDirectory(prefix="distlab-") as root:
         run = grade.run(b.memory_of_save, 1, root, options=Options(has_devices=True))
     held = run.results[0] + run.peak_bytes[0] - b.NUM_BYTES
-    check(
+    check_cost(
         held < 1.5 * b.NUM_BYTES,
         f"shards of {b.NUM_BYTES:,} bytes were saved, and that took {held:,} bytes more: there "
         "is memory for one further copy. A tensor's bytes can be written from where they lie: "
@@ -263,7 +263,7 @@ def test_each_file_is_read_by_one_rank_and_by_who_wants_it(grade: Grade) -> None
     for what, reads in run.results[0].items():
         more = what == "load"
         of_ranks = [sum(rank == reader for reader, _ in reads) for rank in range(4)]
-        check(
+        check_cost(
             sum(of_ranks) <= 4 + more and max(of_ranks) <= 2 + more,
             f"a checkpoint of 4 ranks, each with a file of its own; {WHO_READS[what]}. The ranks 0 "
             f"to 3 have read {short(of_ranks)} of these files. Let each rank check about a quarter "
@@ -403,7 +403,7 @@ def test_one_write_at_a_time(grade: Grade) -> None:
         *([facts["steps"], facts["values"]], [[1, 2, 3, 4], [{1}, {2}, {3}, {4}]]),
         "Each save is written, in the order of the saves.",
     )
-    check(
+    check_cost(
         run.peak_bytes[0] < 2.5 * num_bytes,
         f"four steps of a state of {num_bytes:,} bytes were saved, and with it up to "
         f"{run.peak_bytes[0]:,} bytes were held: there is memory for one copy. Copy when the write "
@@ -415,7 +415,7 @@ def test_one_write_at_a_time(grade: Grade) -> None:
 def test_a_copy_has_the_elements_alone_and_is_on_the_cpu(grade: Grade) -> None:
     [(num_bytes, devices)] = grade.run(b.copy_of_a_slice, 1, options=ON_CPU).results
     elements = 4 * (b.NUM_ELEMENTS + 2)
-    check(
+    check_cost(
         num_bytes < 1.5 * elements,
         f"two tensors of {elements:,} bytes together were saved, one of them a slice of a longer "
         f"one; the copies hold {num_bytes:,} bytes. copy.deepcopy copies the whole storage behind "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distlab.grade import Grade, check, task
 from judging.checks import check_refused, short_beside, uneven
-from judging.expect import expect, results_in_group
+from judging.expect import expect, expect_cost, results_in_group
 from phase4 import comm_hooks as b
 from phase4.comm_hooks import COURSES, SHAPES, TORCHS, Plan
 from phase4.compressors import UNDISTURBED
@@ -32,7 +32,7 @@ def _train(grade: Grade, n: int, plan: Plan) -> None:
     run = grade.run(b.train, n, plan, options=uneven(grade.random, n), if_stuck=STUCK)
     _check(plan, run.results)
     if grade.is_simulated and plan.door == COURSES and plan.restart < 0:
-        expect(
+        expect_cost(
             f"the number of all-reduces of 3 buckets in {plan.steps} steps, by rank,",
             *(run.collectives, [3 * plan.steps] * n),
             "They are those of reduce: the hook itself sends nothing, and calls reduce once for "

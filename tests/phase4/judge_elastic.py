@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from distlab.launch import LaunchError
 from distlab.sim import Options
 from distlab.util.text import counted
@@ -291,7 +291,7 @@ def test_gradients_travel_once(grade: Grade) -> None:
         )
     most = 2 * (num_ranks - 1) * (width + 1) * FLOAT
     sent = (sum(longer.bytes_sent) - sum(run.bytes_sent)) / 3
-    check(
+    check_cost(
         sent <= 1.1 * most + 4000,
         f"in each step, {num_ranks} ranks together sent {sent:,.0f} bytes; an all-reduce of "
         f"{(width + 1) * FLOAT:,} bytes of gradients takes {most:,.0f}. Gradients travel once per "
@@ -307,7 +307,7 @@ def test_the_state_travels_once(grade: Grade) -> None:
         run = grade.run(b.start, num_ranks, root, plan, if_stuck=STUCK)
     state_bytes = 2 * (plan.width + 1) * FLOAT
     for rank, received in enumerate(run.bytes_received):
-        check(
+        check_cost(
             received <= 1.1 * state_bytes + 4000,
             f"rank {rank} received {received:,.0f} bytes when it began, where the state has "
             f"{state_bytes:,}: rank 0 sends it to each of the others once.",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from judging.checks import check_silent, uneven
 from judging.expect import check_small, expect, expect_on_all_ranks, results_in_group
 from phase4 import fault_tolerance as b
@@ -183,7 +183,7 @@ def test_messages_to_the_store(grade: Grade) -> None:
     of_poll = "Two for each rank are enough, to look whether there is a report and to read it."
     for kind, most, cause in (("report", 1, of_report), ("poll", 2 * 3, of_poll)):
         for names in calls[kind]:
-            check(
+            check_cost(
                 len(names) <= most,
                 f"a {kind} of 3 ranks called {len(names)} methods of the store, {names}; "
                 f"{most} should be enough. {cause}",

@@ -8,7 +8,7 @@ import pytest
 from distlab.grade import Grade, check, task
 from distlab.util.text import counted, joined, verb
 from judging.checks import MEASURED, ON_CPU, check_refused, check_silent, is_close
-from judging.expect import check_small, expect, expect_on_all_ranks, results_in_group
+from judging.expect import check_small, expect, expect_cost, expect_on_all_ranks, results_in_group
 from phase4 import monitoring as b
 from phase4.monitoring import Event, Story, Times, Verdict
 
@@ -131,7 +131,7 @@ def test_waiting_for_the_slowest_rank_is_communication(grade: Grade) -> None:
             "The default clock is time.perf_counter, and waiting for the network is communication.",
             1e-3,
         )
-    expect(
+    expect_cost(
         "the number of collectives in 3 steps with an all-reduce each, by rank,",
         *(run.collectives, [3] * len(seconds), "A timer needs no communication."),
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distlab.grade import Grade, Run, check, task
 from judging.checks import short_beside, uneven
-from judging.expect import expect, results_in_group
+from judging.expect import expect, expect_cost, results_in_group
 from phase4 import low_ranks as b
 from phase4.compressor_contract import check_mean, check_reduced
 from phase4.low_ranks import MIXED, NOT_WORTH_IT, Plan
@@ -149,7 +149,7 @@ def _check_cost(run: Run, plan: Plan) -> None:
     for rank in range(len(run.results)):
         calls = [e for e in events if e.rank == rank and e.kind == "collective"]
         sizes = [e.num_bytes for e in sorted(calls, key=lambda e: e.start_s)]
-        expect(
+        expect_cost(
             f"rank {rank} of {len(run.results)}, r = {plan.rank}, {plan.dtype}: the bytes of the "
             f"all-reduces of {plan.steps} steps",
             *(sizes, right),

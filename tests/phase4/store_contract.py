@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from distlab.grade import Grade, check, task
+from distlab.grade import Grade, check, check_cost, task
 from distlab.util.text import counted
 from judging.checks import short
 from judging.expect import expect, over
@@ -179,7 +179,7 @@ class StoreContract:
             f"{short(facts['files'])}; it says {reason!r:.200}.",
         )
         older = [name for name in facts["read"] if name < name_of(step)]
-        check(
+        check_cost(
             not older,
             f"{where}: step {step} is loaded, yet files of {older} were read. Reading all that is "
             "kept costs minutes where a checkpoint is large: stop at the first undamaged one.",
@@ -188,7 +188,7 @@ class StoreContract:
 
     def _check_reads(self, times: Mapping[str, int], where: str, twice: str = "") -> None:
         often = [name for name, n in times.items() if n > 1 + (name == twice)]
-        check(
+        check_cost(
             not often or not self.is_one_process,
             f"{where}: a file of {often} was read several times ({dict(times)}). Each checkpoint "
             "that is looked at is read once, and the loaded one twice: that takes minutes where it "

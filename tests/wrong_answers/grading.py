@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distlab.course import Task
+from distlab.grade.checks import costs_last
 from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.plugin import TIMEOUT_S
 from distlab.grade.running import Grade
@@ -112,7 +113,8 @@ def _verdict(
 ) -> Verdict:
     grade = Grade(submission, task, world, TIMEOUT_S, reference=reference(ROOT))
     try:
-        test.body(grade, **case)
+        with costs_last():
+            test.body(grade, **case)
     except Exception as error:
         return verdict_on(error)
     if not grade.runs:

@@ -67,6 +67,7 @@ def test_json_holds_everything() -> None:
         "message": HANGS,
         "points": 0,
         "max_points": 4,
+        "is_part": False,
         "seconds": 0.25,
         "file": "1.5.py",
         "sha256": "ab12",
