@@ -377,7 +377,7 @@ class Simulation:
         is_hang = isinstance(error, Deadlock) and error.kind not in ("key never set", "thread wait")
         if not self.fleet or not is_hang:
             return []
-        return [*self.fleet.communicators.crossed(), *self.fleet.after_hang(HANGS)]
+        return [*self.fleet.communicators.findings(has_ended=False), *self.fleet.after_hang(HANGS)]
 
     def _noted(self, error: SimulationError) -> SimulationError:
         """Add notes to ``error``, beginning with caught errors, which may have caused it."""

@@ -6,7 +6,8 @@ placement       which GPU holds a tensor
 syncs           operations for which the host waits
 hazards         memory used before it is ready, or after it may be used for something else
 device          one rank's host and GPUs, in which its operations run
-communicators   NCCL's communicators: who shares one, in which order it is used
+communicators   NCCL's communicators: who shares one, and who creates it
+orders          the order in which ranks come to collectives and new communicators
 flight_recorder dumps of calls after a hang, as torch writes them
 group           a process group whose calls run on streams
 composites      operations whose C++ code makes tensors beside those of a GPU

@@ -9,16 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distlab.sim.gpu.streams import Reached, Stream
-from distlab.sim.messages.group_names import GroupNames
-from distlab.sim.messages.meetings import Attendance
+from distlab.sim.gpu.orders import Orders
 from distlab.sim.messages.message import Communicator
+from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import rank_names
-
-Call = tuple[object, int]  # (identity of the group, number of the collective)
 
 
 class Choice(NamedTuple):
@@ -48,54 +45,39 @@ class First(NamedTuple):
     site: Site
 
 
-class Open(NamedTuple):
-    """A collective on one rank's stream, and where in its stream."""
-
-    attendance: Attendance
-    stream: Stream
-    number: int
-
-    @property
-    def call(self) -> Call:
-        """The collective that other ranks attend, too."""
-        return self.attendance.meeting.key, self.attendance.meeting.number
-
-
-class Order(NamedTuple):
-    """One rank's order of two collectives on two communicators, which nothing else orders."""
-
-    rank: int
-    first: Open
-    second: Open
-
-
 @dataclass
 class Communicators:
     """All communicators of a world.
 
     Attributes:
         made: Groups that the program has made, by key.
+        orders: Orders in which ranks use them.
     """
 
     made: Mapping[object, MadeGroup] = field(default_factory=dict)
+    orders: Orders = field(default_factory=Orders)
     _firsts: dict[Communicator, dict[int, First]] = field(default_factory=dict)
     _members: dict[Communicator, tuple[int, ...]] = field(default_factory=dict)
     _gpus: dict[tuple[Communicator, int], list[tuple[int, int]]] = field(default_factory=dict)
     _places: dict[tuple[Communicator, int], dict[tuple[int, int], tuple[int, Choice | None]]] = (
         field(default_factory=dict)
     )
-    _open: dict[int, list[Open]] = field(default_factory=dict)
-    _orders: dict[tuple[Call, Call], Order] = field(default_factory=dict)
-    _crossed: dict[tuple[Call, Call], tuple[Order, Order]] = field(default_factory=dict)
 
     def used(
-        self, key: Communicator, members: tuple[int, ...], rank: int, site: Site, *, is_batch: bool
+        self,
+        key: Communicator,
+        members: tuple[int, ...],
+        operation: Pending,
+        *,
+        is_batch: bool,
+        is_eager: bool,
     ) -> None:
         """Note that a rank uses a communicator."""
-        firsts = self._firsts.setdefault(key, {})
-        if rank not in firsts:
-            firsts[rank] = First(is_batch, site)
-            self._members[key] = members
+        firsts, rank = self._firsts.setdefault(key, {}), operation.rank
+        if rank in firsts:
+            return
+        firsts[rank] = First(is_batch and not is_eager, operation.site)
+        self._members[key] = members
 
     def check_place(
         self, key: Communicator, rank: int, gpu: tuple[int, int], choice: Choice | None
@@ -119,29 +101,17 @@ class Communicators:
         if other != rank:
             raise _duplicate(gpu, {rank: choice, other: others_choice})
 
-    def launched(self, rank: int, launched: Open, reached: Reached) -> None:
-        """Compare the order of a rank's collectives on several communicators with other ranks'."""
-        still_open = [o for o in self._open.get(rank, ()) if reached.get(o.stream, 0) < o.number]
-        for earlier in still_open:
-            if earlier.call[0] != launched.call[0]:
-                self._compare(Order(rank, earlier, launched))
-        self._open[rank] = [*still_open, launched]
+    def findings(self, *, has_ended: bool) -> Iterator[str]:
+        """Yield a line for each wrong use.
 
-    def _compare(self, mine: Order) -> None:
-        calls = mine.first.call, mine.second.call
-        self._orders.setdefault(calls, mine)
-        other = self._orders.get(calls[::-1])
-        if other is not None and other.rank != mine.rank:
-            self._crossed.setdefault(calls[::-1], (other, mine))
+        Args:
+            has_ended: True if the world has ended without an error, so no calls are to come.
+        """
+        yield from self.orders.lines(self.made)
+        if has_ended:
+            yield from self._partial()
 
-    def crossed(self) -> Iterator[str]:
-        """Yield a line for each two collectives that ranks launch in opposite orders."""
-        lines = (_crossed(one, other, self.made) for one, other in self._crossed.values())
-        yield from dict.fromkeys(lines)
-
-    def findings(self) -> Iterator[str]:
-        """Yield a line for each wrong use; the world must have ended without an error."""
-        yield from self.crossed()
+    def _partial(self) -> Iterator[str]:
         for key, firsts in self._firsts.items():
             missing = [rank for rank in self._members[key] if rank not in firsts]
             batches = [rank for rank, first in firsts.items() if first.is_batch]
@@ -159,21 +129,6 @@ def _duplicate(gpu: tuple[int, int], ranks: Mapping[int, Choice | None]) -> Runt
     return RuntimeError(
         f"Duplicate GPU detected : ranks {min(ranks)} and {max(ranks)} both use cuda:{number} of "
         f"node {node}. {'. '.join(remedy)}"
-    )
-
-
-def _crossed(one: Order, other: Order, made: Mapping[object, MadeGroup]) -> str:
-    calls = one.first.attendance, one.second.attendance
-    names = GroupNames(calls, made)
-    first, second = (
-        f"{call.title()}{' on ' * bool(names.name(call))}{names.name(call)} ({call.where()})"
-        for call in calls
-    )
-    return (
-        f"rank {one.rank} launches {first} before {second}, and rank {other.rank} the other way "
-        f"round ({other.first.attendance.where()}, then {other.second.attendance.where()}): "
-        "kernels of two communicators may wait for each other for ever; use one order on all "
-        "ranks, or wait for one before the other"
     )
 
 

@@ -21,7 +21,7 @@ from distlab.process_group.moves import alike, nbytes
 from distlab.sim.engine.scheduler import NEVER
 from distlab.sim.gpu import report
 from distlab.sim.gpu.adoption import made_for_gpu
-from distlab.sim.gpu.communicators import Choice, Communicators, Open
+from distlab.sim.gpu.communicators import Choice, Communicators
 from distlab.sim.gpu.device import HostAndGpus, this_device
 from distlab.sim.gpu.flight_recorder import UNCHECKED, FlightRecorder, GroupInfo, write_dumps
 from distlab.sim.gpu.placement import home_of, index_of
@@ -98,7 +98,7 @@ class Fleet:
 
     def gpu_time(self) -> GpuTime:
         """Return where the time went, and what was wrong."""
-        return report.gpu_time(self.devices, list(self.communicators.findings()))
+        return report.gpu_time(self.devices, [*self.communicators.findings(has_ended=True)])
 
 
 class GpuGroup(SimGroup):
@@ -185,7 +185,7 @@ class GpuGroup(SimGroup):
         return self._ranks[self._me]
 
     def _join_communicator(
-        self, key: Communicator, index: int, site: CallSite, *, is_batch: bool
+        self, key: Communicator, index: int, operation: Pending, *, is_batch: bool
     ) -> None:
         members = key.pair or self._ranks
         fleet, (node, local_rank) = self._fleet, self._fleet.places[self._rank]
@@ -193,8 +193,7 @@ class GpuGroup(SimGroup):
         self._used.add(index)
         choice = Choice(index, chosen, local_rank) if chosen and number != local_rank else None
         fleet.communicators.check_place(key, self._rank, (node, number), choice)
-        is_batch = is_batch and not self.is_eager
-        fleet.communicators.used(key, members, self._rank, site[0], is_batch=is_batch)
+        fleet.communicators.used(key, members, operation, is_batch=is_batch, is_eager=self.is_eager)
 
     # Collectives
 
@@ -244,13 +243,13 @@ class GpuGroup(SimGroup):
         if self._recorder:
             self._recorder.collective(self._info, attendance, call)
         key = Communicator(self._key)
-        self._join_communicator(key, index, site, is_batch=False)
+        self._join_communicator(key, index, attendance, is_batch=False)
         channel = self._channel(key, index)
         go = partial(self._arrive, meeting, attendance)
         end = self._launch(channel, [attendance], uses, attendance.title(), site, go)
-        launched = Open(attendance, channel, channel.reached[channel])
-        self._fleet.communicators.launched(
-            self._rank, launched, self._device.current_stream(index).reached
+        reached = self._device.current_stream(index).reached
+        self._fleet.communicators.orders.launched(
+            attendance, key, attendance.meeting.number, channel, reached
         )
         kind = BarrierWork if call.name == "barrier" else GpuWork
         work = work_of(attendance, results, Handles(), self._limit_s, kind)
@@ -344,11 +343,11 @@ class GpuGroup(SimGroup):
         key = Communicator(self._key)
         if batch is None and not self.is_eager:
             key = Communicator(self._key, (min(self._rank, peer), max(self._rank, peer)))
-        self._join_communicator(key, index, site, is_batch=batch is not None)
         if batch is None:
             self._device.clock.advance(self._device.costs.communication_launch_s)
         self._shared.clock.act()
         message = self._message(name, tensors[0], peer, source, tag, site, key)
+        self._join_communicator(key, index, message, is_batch=batch is not None)
         if self._shared.meetings.watcher is not None:
             self._shared.meetings.watcher.sent(message)
         message.turn = StreamTurn(message, is_batch=batch is not None)
