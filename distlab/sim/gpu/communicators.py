@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distlab.sim.gpu.orders import Orders
+from distlab.sim.gpu.streams import Reached
 from distlab.sim.messages.message import Communicator
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.roster import MadeGroup
@@ -68,16 +69,23 @@ class Communicators:
         key: Communicator,
         members: tuple[int, ...],
         operation: Pending,
+        host: Reached,
         *,
         is_batch: bool,
         is_eager: bool,
     ) -> None:
-        """Note that a rank uses a communicator."""
+        """Note that a rank uses a communicator; without a ``device_id``, its first use creates it.
+
+        Args:
+            host: What the rank's host has waited for.
+        """
         firsts, rank = self._firsts.setdefault(key, {}), operation.rank
         if rank in firsts:
             return
         firsts[rank] = First(is_batch and not is_eager, operation.site)
         self._members[key] = members
+        if not is_eager:
+            self.orders.created(operation, key, members, host)
 
     def check_place(
         self, key: Communicator, rank: int, gpu: tuple[int, int], choice: Choice | None

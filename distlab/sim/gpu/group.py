@@ -193,7 +193,14 @@ class GpuGroup(SimGroup):
         self._used.add(index)
         choice = Choice(index, chosen, local_rank) if chosen and number != local_rank else None
         fleet.communicators.check_place(key, self._rank, (node, number), choice)
-        fleet.communicators.used(key, members, operation, is_batch=is_batch, is_eager=self.is_eager)
+        fleet.communicators.used(
+            key,
+            members,
+            operation,
+            self._device.host.reached,
+            is_batch=is_batch,
+            is_eager=self.is_eager,
+        )
 
     # Collectives
 

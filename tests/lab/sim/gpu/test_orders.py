@@ -1,5 +1,6 @@
 """Cycles in the order in which ranks come to collectives and to new communicators."""
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -39,6 +40,12 @@ def wrong(program: Program, num_ranks: int = 2) -> list[str]:
     ran = simulate(program, num_ranks, cluster="dgx-h100", options=NCCL, joined=False)
     assert ran.gpu_time is not None
     return ran.gpu_time.wrong
+
+
+def line_of(program: Any, text: str) -> int:
+    """Return the number of a program's first line that has a text."""
+    lines, first = inspect.getsourcelines(program)
+    return first + next(k for k, line in enumerate(lines) if text in line)
 
 
 def is_documented(line: str) -> bool:
@@ -128,3 +135,106 @@ def test_what_all_ranks_have_come_to_in_one_order_is_forgotten() -> None:
     assert orders._nodes == {}
     assert all(len(uses) <= 2 for uses in orders._open.values())
     assert orders.lines({}) == []
+
+
+# Creation of communicators
+
+
+def hand_over(*, is_warm: bool = False, is_late: bool = False) -> None:
+    """Rank 0 sends before a barrier, and rank 1 receives after it."""
+    rank, x = join(), ones()
+    if is_warm:
+        dist.all_reduce(x)
+    for _ in range(2):
+        if rank == 0 and not is_late:
+            dist.isend(x, 1)  # before
+        dist.barrier()
+        if rank == 0 and is_late:
+            dist.isend(x, 1)
+        if rank == 1:
+            dist.irecv(x, 0).wait()  # after
+
+
+@pytest.mark.filterwarnings("ignore:barrier")
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_pair_whose_communicator_the_other_rank_creates_behind_a_barrier(is_warm: bool) -> None:
+    (line,) = wrong(partial(hand_over, is_warm=is_warm))
+    barrier = f"barrier (call {1 + is_warm} of ranks 0 and 1)"
+    at = {text: f"test_orders.py:{line_of(hand_over, text)}" for text in ("# before", "# after")}
+    assert line.startswith(f"rank 0 calls isend to rank 1 ({at['# before']} in hand_over) before ")
+    assert f"rank 1 {barrier} (test_orders.py:" in line
+    assert f"before irecv from rank 0 ({at['# after']} in hand_over): the first call" in line
+    assert line.endswith("so these hang; make these calls in one order on all ranks")
+    assert is_documented(line) != is_warm
+
+
+@pytest.mark.filterwarnings("ignore:barrier")
+def test_a_pair_whose_communicator_both_ranks_create_behind_a_barrier() -> None:
+    assert wrong(partial(hand_over, is_late=True)) == []
+
+
+def waits_for_a_sum() -> None:
+    """Rank 1 receives only once it has read a sum, to which rank 0 comes behind its send."""
+    rank, x, total = join(), ones(), ones()
+    dist.all_reduce(ones())
+    if rank == 0:
+        dist.isend(x, 1)
+    dist.all_reduce(total)
+    if rank == 1:
+        total.tolist()
+        dist.irecv(x, 0).wait()
+
+
+def does_not_wait_for_a_sum() -> None:
+    rank, x, total = join(), ones(), ones()
+    dist.all_reduce(ones())
+    if rank == 0:
+        dist.isend(x, 1)
+    dist.all_reduce(total)
+    if rank == 1:
+        dist.irecv(x, 0).wait()
+    total.tolist()
+
+
+def test_only_a_host_that_waits_comes_too_late() -> None:
+    (line,) = wrong(waits_for_a_sum)
+    assert "rank 1 all_reduce (call 2 of ranks 0 and 1)" in line
+    assert wrong(does_not_wait_for_a_sum) == []
+
+
+def ring(*, by_parity: bool = False, is_batched: bool = False) -> None:
+    """Send to the right and receive from the left, one message after the other or in a batch."""
+    rank, size, x, y = join(), dist.get_world_size(), ones(), ones()
+    send = dist.P2POp(dist.isend, x, (rank + 1) % size)
+    receive = dist.P2POp(dist.irecv, y, (rank - 1) % size)
+    ops = [receive, send] if by_parity and rank % 2 else [send, receive]
+    works = dist.batch_isend_irecv(ops) if is_batched else [op.op(op.tensor, op.peer) for op in ops]
+    for work in works:
+        work.wait()
+
+
+def test_a_ring_in_which_all_send_first_hangs_in_its_first_messages() -> None:
+    (line,) = wrong(ring, 3)
+    assert line.startswith("rank 0 calls isend to rank 1")
+    assert ", rank 2 isend to rank 0" in line
+    assert ", and rank 1 isend to rank 2" in line
+    assert line.endswith("give the messages of each rank to one batch_isend_irecv")
+    assert wrong(partial(ring, is_batched=True), 3) == []
+    assert wrong(partial(ring, by_parity=True), 4) == []
+
+
+def starts_with_a_batch() -> None:
+    """Rank 1 sums over another group before it takes part in its group's first batch."""
+    rank, other = join(), dist.new_group([0, 1])
+    if rank == 1:
+        dist.all_reduce(ones(), group=other, async_op=True)
+    peer = dist.P2POp(dist.isend if rank == 0 else dist.irecv, ones(), 1 - rank)
+    for work in dist.batch_isend_irecv([peer]):
+        work.wait()
+    if rank == 0:
+        dist.all_reduce(ones(), group=other, async_op=True)
+
+
+def test_a_batch_that_creates_the_communicator_of_its_group_is_called_one() -> None:
+    (line,) = wrong(starts_with_a_batch)
+    assert "before a batch with the irecv from rank 0" in line
