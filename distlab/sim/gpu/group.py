@@ -241,12 +241,12 @@ class GpuGroup(SimGroup):
             self._device.is_used = True
         else:
             index = self._place(call.name, tensors, is_by_torch=site[1])
+        uses = [*((t, False) for t in call.inputs), *((t, True) for t in call.outputs)]
         if index < 0 or self.backend == "gloo":
-            self._leave_gpu(tensors)
+            self._use_on_host(call.name, uses)
             return super()._take_part(call, results)
         self._device.clock.advance(self._device.costs.communication_launch_s)
         meeting, attendance = self._posted(call, site)
-        uses = [*((t, False) for t in call.inputs), *((t, True) for t in call.outputs)]
         if self._recorder:
             self._recorder.collective(self._info, attendance, call)
         key = Communicator(self._key)
@@ -276,10 +276,15 @@ class GpuGroup(SimGroup):
         block, self._block = self._block, None
         return block
 
-    def _leave_gpu(self, tensors: Sequence[Tensor]) -> None:
-        """Wait for the GPU, from which gloo copies the tensors."""
-        if any(index_of(tensor) >= 0 for tensor in tensors):
-            self._device.sync("gloo's copy to the host", None, self._shared.places.call_site()[0])
+    def _use_on_host(self, name: str, uses: Uses) -> None:
+        """Let gloo use tensors: it waits for those of a GPU, and takes the host's as they are."""
+        device = self._device
+        if any(index_of(tensor) >= 0 for tensor, _ in uses):
+            device.sync("gloo's copy to the host", None, self._shared.places.call_site()[0])
+        for tensor, is_write in uses:
+            home = home_of(tensor)
+            if home is not None and home.index < 0 and home.accesses:
+                device.host_uses(tensor, home, name, is_write=is_write)
 
     def _posted(self, call: Call, site: CallSite) -> tuple[Meeting, Attendance]:
         shared = self._shared
@@ -343,7 +348,7 @@ class GpuGroup(SimGroup):
         index = self._place(name, tensors, is_by_torch=site[1])
         batch = self._fleet.batches.get(self._rank)
         if index < 0 or self.backend == "gloo":
-            self._leave_gpu(tensors)
+            self._use_on_host(name, [(tensor, name == "recv") for tensor in tensors])
             return super()._post(name, tensors, peer, source, tag)
         if peer < 0:
             raise RuntimeError(f"ProcessGroupNCCL does not support {name} from any source")

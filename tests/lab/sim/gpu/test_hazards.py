@@ -564,6 +564,68 @@ def a_batch_of_messages_is_used_before_wait() -> None:
         work.wait()
 
 
+# Gloo, which takes memory of the host as it is
+
+
+@case
+def gloo_sums_a_copy_too_early() -> None:
+    group, y = dist.new_group(backend="gloo"), pinned()
+    y.copy_(ones(4), non_blocking=True)  # !
+    dist.all_reduce(y, group=group)  # !
+    y.sum()
+
+
+@case
+def gloo_sums_a_copy_that_has_arrived() -> None:
+    group, y = dist.new_group(backend="gloo"), pinned()
+    y.copy_(ones(4), non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    dist.all_reduce(y, group=group)
+
+
+@case
+def gloo_overwrites_what_is_still_copied_to_the_gpu() -> None:
+    group, x = dist.new_group(backend="gloo"), pinned()
+    y = x.to("cuda", non_blocking=True)  # !
+    dist.all_gather([x, torch.ones(4)], torch.ones(4), group=group)  # !
+    y.add_(1)
+
+
+@case
+def gloo_only_reads_what_is_still_copied_to_the_gpu() -> None:
+    group, x = dist.new_group(backend="gloo"), pinned()
+    y = x.to("cuda", non_blocking=True)
+    dist.all_gather([torch.ones(4), torch.ones(4)], x, group=group)
+    y.add_(1)
+
+
+@case
+def gloo_sends_a_copy_too_early() -> None:
+    group, y = dist.new_group(backend="gloo"), pinned()
+    if dist.get_rank() == 0:
+        y.copy_(ones(4), non_blocking=True)  # !
+        dist.isend(y, 1, group=group).wait()  # !
+    else:
+        dist.recv(y, 0, group=group)
+
+
+@case
+def gloo_receives_over_a_copy_too_early() -> None:
+    group, y = dist.new_group(backend="gloo"), pinned()
+    if dist.get_rank() == 0:
+        dist.send(y, 1, group=group)
+    else:
+        y.copy_(ones(4), non_blocking=True)  # !
+        dist.irecv(y, 0, group=group).wait()  # !
+
+
+@case
+def gloo_copies_tensors_of_the_gpu_by_itself() -> None:
+    group, x = dist.new_group(backend="gloo"), ones(4)
+    dist.all_reduce(x, group=group)
+    x.add_(1)
+
+
 # Memory that is freed
 
 
