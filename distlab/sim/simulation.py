@@ -238,12 +238,13 @@ class Simulation:
 
     @contextlib.contextmanager
     def _findings_told(self) -> Iterator[None]:
-        """Add to an error what the sanitizer has found: it may be the cause."""
+        """Add to an error what was found until then: it may be the cause."""
         try:
             yield
         except SimulationError as error:
-            lines = [f"  {line}" for line in self._findings()]
-            error.note((), ["found by --sanitize until then:", *lines] if lines else [])
+            wrong = self.fleet.wrong(has_ended=False) if self.fleet else []
+            error.note((), _until_then("wrong on GPUs", wrong))
+            error.note((), _until_then("found by --sanitize", self._findings()))
             raise
 
     @contextlib.contextmanager
@@ -377,7 +378,7 @@ class Simulation:
         is_hang = isinstance(error, Deadlock) and error.kind not in ("key never set", "thread wait")
         if not self.fleet or not is_hang:
             return []
-        return [*self.fleet.communicators.findings(has_ended=False), *self.fleet.after_hang(HANGS)]
+        return self.fleet.after_hang(HANGS)
 
     def _noted(self, error: SimulationError) -> SimulationError:
         """Add notes to ``error``, beginning with caught errors, which may have caused it."""
@@ -396,6 +397,11 @@ class Simulation:
             hang = self._after_hang(error)
             error.note(causes, (*questions, *self.handles.notes(ended), *daemons, *hang))
         return error
+
+
+def _until_then(heading: str, found: Sequence[str]) -> list[str]:
+    """Return lines to put below an error."""
+    return [f"{heading} until then:", *(f"  {line}" for line in found)] if found else []
 
 
 def simulate(

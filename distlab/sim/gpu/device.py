@@ -111,7 +111,8 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         )
         self._kind = gpu
         Host.__init__(self, clock, places, num_gpus, costs, has_tracks=has_tracks)
-        self._local_rank, self.hazards = local, Hazards(self.streams)
+        self._local_rank = local
+        self.hazards = Hazards(self.streams, clock.scheduler.is_ending)
         self._grave = Grave(self.hazards.add)
         self.memory.on_resize = self._resized
 
@@ -429,11 +430,16 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         Args:
             with_host: True if the stream also uses memory of the host.
         """
-        number = stream.reached[stream]
         for tensor, home, is_write in uses:
             if home is not None and (with_host or home.index >= 0):
-                access = Access(stream, number, Span.of(tensor), is_write, op.name, site)
-                self.hazards.use(home, access)
+                self.use(tensor, home, stream, op.name, site, is_write=is_write)
+
+    def use(
+        self, tensor: Tensor, home: Home, stream: Stream, text: str, site: Site, *, is_write: bool
+    ) -> None:
+        """Note that the latest work of a stream reads or writes a tensor."""
+        access = Access(stream, stream.reached[stream], Span.of(tensor), is_write, text, site)
+        self.hazards.use(home, access)
 
     def _use_on_host(self, op: Operation, uses: Sequence[Use]) -> None:
         """Look for a host's use of memory that a GPU still copies."""

@@ -96,9 +96,18 @@ class Fleet:
         gone = [rank.number for rank in ranks if rank.has_left]
         return write_dumps(self.recorders, gone, self.watchdog)
 
+    def wrong(self, *, has_ended: bool) -> list[str]:
+        """Return a line for each wrong use, of memory or of communicators.
+
+        Args:
+            has_ended: True if the world has ended without an error, so nothing more is to come.
+        """
+        found = report.wrong(self.devices, has_ended=has_ended)
+        return [*found, *self.communicators.findings(has_ended=has_ended)]
+
     def gpu_time(self) -> GpuTime:
         """Return where the time went, and what was wrong."""
-        return report.gpu_time(self.devices, [*self.communicators.findings(has_ended=True)])
+        return report.gpu_time(self.devices, self.wrong(has_ended=True))
 
 
 class GpuGroup(SimGroup):

@@ -45,15 +45,18 @@ class Hazards:
 
     Args:
         streams: All streams of the rank.
+        is_ending: Function that returns whether the rank is being ended. Its waits are cut short
+            then, so what it does afterwards is no fault of the program.
     """
 
-    def __init__(self, streams: Iterable[Stream]) -> None:
-        self._streams = streams
+    def __init__(self, streams: Iterable[Stream], is_ending: Callable[[], bool]) -> None:
+        self._streams, self._is_ending = streams, is_ending
         self._counts: Counter[Hazard] = Counter()
 
     def add(self, hazard: Hazard) -> None:
         """Count a wrong use."""
-        self._counts[hazard] += 1
+        if not self._is_ending():
+            self._counts[hazard] += 1
 
     def __iter__(self) -> Iterator[tuple[Hazard, int]]:
         return iter(self._counts.items())

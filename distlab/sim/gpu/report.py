@@ -14,22 +14,32 @@ from distlab.sim.results.gpu_time import GpuTime, HostWait, OnTrack, RankTime, m
 
 
 def gpu_time(devices: Sequence[HostAndGpus], wrong: Sequence[str]) -> GpuTime:
-    """Return times, tracks and findings of all ranks.
+    """Return times and tracks of all ranks.
 
     Args:
         devices: Host and GPUs of each rank.
-        wrong: Lines on wrong uses of communicators.
+        wrong: Lines on wrong uses.
     """
     ranks, waits, tracks = [], [], []
-    lines: list[tuple[int, str, int]] = []
     for rank, device in enumerate(devices):
         usage = device.usage
         ranks.append(_times(usage))
         waits += [HostWait(rank, *key, *astuple(sync)) for key, sync in usage.syncs.items()]
         tracks += list(_tracks(rank, device))
-        lines += [(rank, line, 1) for line in _unused(usage)]
+    return GpuTime(ranks, waits, [*wrong], tracks)
+
+
+def wrong(devices: Sequence[HostAndGpus], *, has_ended: bool) -> Iterator[str]:
+    """Yield a line for each wrong use of memory, and for ranks that use no GPU.
+
+    Args:
+        has_ended: True if the world has ended without an error, so nothing more is to come.
+    """
+    lines: list[tuple[int, str, int]] = []
+    for rank, device in enumerate(devices):
+        lines += [(rank, line, 1) for line in _unused(device.usage) if has_ended]
         lines += [(rank, hazard.line(), count) for hazard, count in device.hazards]
-    return GpuTime(ranks, waits, [*merged(iter(lines)), *wrong], tracks)
+    return merged(iter(lines))
 
 
 def _times(usage: Usage) -> RankTime:

@@ -163,6 +163,7 @@ def _read_by_host(tensor: Tensor, text: str) -> Tensor:
         stream, site = device.current_stream(home.index), device.places.call_site()[0]
         device.await_bytes(home, Span.of(tensor), False, stream)
         device.launch(stream, device.costs.shortest_kernel_s, text, site)
+        device.use(tensor, home, stream, text, site, is_write=False)
         device.sync(text, [stream], site)
     else:
         device.host_uses(tensor, home, text, is_write=False)

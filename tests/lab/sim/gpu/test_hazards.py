@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.sim import Options, simulate
+from distlab.sim import Options, SimulationError, simulate
 
 Case = Callable[[], object]
 CASES: list[Case] = []
@@ -484,6 +484,14 @@ def read_before_wait() -> None:
 
 
 @case
+def read_as_a_list_before_wait() -> None:
+    x = ones(4)
+    work = dist.all_reduce(x, async_op=True)  # !
+    x.tolist()  # !
+    work.wait()
+
+
+@case
 def a_column_is_read_before_wait() -> None:
     x = ones(4, 4)
     work = dist.all_reduce(x, async_op=True)  # !
@@ -714,3 +722,54 @@ def test_what_is_received_is_read_after_wait_also_by_column() -> None:
 
     ran = simulate(program, 2, cluster="dgx-h100", options=Options(semantics="nccl"))
     assert ran.results == [[4.0] * 4] * 2
+
+
+# Runs that fail
+
+
+def reads_sizes_in_flight(*, fails: bool) -> None:
+    x = ones(4)
+    work = dist.all_reduce(x, async_op=True)
+    x.tolist()
+    if fails:
+        raise ValueError("negative size")
+    if dist.get_rank() == 0:
+        dist.barrier()
+    work.wait()
+
+
+@pytest.mark.filterwarnings("ignore:barrier")
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_was_wrong_until_an_error_or_a_deadlock_is_told_below_it(fails: bool) -> None:
+    with pytest.raises(SimulationError) as caught:
+        found_in(lambda: reads_sizes_in_flight(fails=fails))
+    error, below = str(caught.value).split("\nwrong on GPUs until then:\n")
+    assert ("negative size" if fails else "deadlock") in error
+    assert "  ranks 0 and 1  test_hazards.py:" in below or "  rank 0  test_hazards.py:" in below
+    assert ".tolist() reads what all_reduce (call 1 of ranks 0 and 1) writes" in below
+
+
+def uses_no_gpu_and_fails() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    raise ValueError(f"not yet moved: {(weight @ weight).device}")
+
+
+def reads_a_copy_when_its_wait_is_cut_short() -> None:
+    y = ones(4).to("cpu", non_blocking=True)
+    dist.all_reduce(ones(4))
+    try:
+        torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            dist.barrier()
+    finally:
+        y.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:barrier")
+@pytest.mark.parametrize(
+    "program", [uses_no_gpu_and_fails, reads_a_copy_when_its_wait_is_cut_short]
+)
+def test_what_a_run_that_fails_did_not_come_to_is_not_held_against_it(program: Case) -> None:
+    with pytest.raises(SimulationError) as caught:
+        found_in(program)
+    assert "wrong on GPUs" not in str(caught.value)
