@@ -5,6 +5,7 @@ accesses        which bytes an operation uses, on which stream
 placement       which GPU holds a tensor
 syncs           operations for which the host waits
 hazards         memory used before it is ready, or after it may be used for something else
+strays          tensors on the GPU of another rank
 device          one rank's host and GPUs, in which its operations run
 communicators   NCCL's communicators: who shares one, and who creates it
 orders          the order in which ranks come to collectives and new communicators

@@ -330,6 +330,8 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
 
     def _allocate(self, home: Home, stream: Stream, num_bytes: int) -> None:
         home.stream, home.grave, home.num_bytes = stream, self._grave, num_bytes
+        if num_bytes and stream.index not in self.usage.placed:
+            self.usage.placed[stream.index] = self.places.call_site()
 
     def _resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Note that a storage gets new memory; FSDP frees and restores parameters so.

@@ -102,7 +102,8 @@ class Fleet:
         Args:
             has_ended: True if the world has ended without an error, so nothing more is to come.
         """
-        found = report.wrong(self.devices, has_ended=has_ended)
+        nodes = [node for node, _ in self.places]
+        found = report.wrong(self.devices, nodes, has_ended=has_ended)
         return [*found, *self.communicators.findings(has_ended=has_ended)]
 
     def gpu_time(self) -> GpuTime:

@@ -42,6 +42,7 @@ class Host:
         streams: All streams of the rank.
         is_used: True once the program has used a GPU.
         chosen_at: Line of the last ``torch.cuda.set_device`` of each GPU.
+        chosen: Number of the GPU that the program has chosen last; empty if it never does.
         sync_debug_mode: 1 to warn, and 2 to raise, where the host waits.
     """
 
@@ -56,6 +57,7 @@ class Host:
         self.host = Stream("the host", -1)
         self.is_used = False
         self.chosen_at: dict[int, Site] = {}
+        self.chosen: tuple[int, ...] = ()
         self.sync_debug_mode = 0
         self._defaults: dict[int, Stream] = {}
         self._sides: dict[int, Stream] = {}
@@ -128,6 +130,7 @@ class Host:
         """
         self.begin_use(index)
         self._local.index, self.is_used = index, True
+        self.chosen = (index,)
 
     def begin_use(self, index: int) -> None:
         """Settle which GPUs the program sees, and raise unless ``index`` is one of them."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from distlab.sim.engine.trace import Event
 from distlab.sim.gpu.device import HostAndGpus
+from distlab.sim.gpu.strays import strays
 from distlab.sim.gpu.streams import Stream
 from distlab.sim.gpu.usage import Usage, Work
 from distlab.sim.reporting.report import place
@@ -29,16 +30,21 @@ def gpu_time(devices: Sequence[HostAndGpus], wrong: Sequence[str]) -> GpuTime:
     return GpuTime(ranks, waits, [*wrong], tracks)
 
 
-def wrong(devices: Sequence[HostAndGpus], *, has_ended: bool) -> Iterator[str]:
-    """Yield a line for each wrong use of memory, and for ranks that use no GPU.
+def wrong(
+    devices: Sequence[HostAndGpus], nodes: Sequence[int], *, has_ended: bool
+) -> Iterator[str]:
+    """Yield a line for each wrong use of memory, and of GPUs: none at all, or another rank's.
 
     Args:
+        nodes: Node of each rank.
         has_ended: True if the world has ended without an error, so nothing more is to come.
     """
     lines: list[tuple[int, str, int]] = []
     for rank, device in enumerate(devices):
         lines += [(rank, line, 1) for line in _unused(device.usage) if has_ended]
         lines += [(rank, hazard.line(), count) for hazard, count in device.hazards]
+    if has_ended:
+        lines += [(rank, line, 1) for rank, line in strays(devices, nodes)]
     return merged(iter(lines))
 
 

@@ -1,11 +1,13 @@
 """The time of one rank's GPUs, and the waits of its host."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distlab.sim.gpu.streams import Communication, Moment, Stream
-from distlab.sim.reporting.sites import Site
+from distlab.sim.gpu.syncs import COPIES
+from distlab.sim.reporting.sites import CallSite, Site
 
 
 class WaitKey(NamedTuple):
@@ -53,6 +55,8 @@ class Usage:
         exposed_s: Time for which default streams waited for communication.
         late_s: Time for which streams with no communication to wait for had no work.
         num_kernels: Number of kernels and copies.
+        kernels: Number of kernels, without copies, by the number of their GPU.
+        placed: Call that first put a tensor on each GPU.
         syncs: Waits of the host by place and reason.
         tracks: All work on streams, if ``has_tracks``.
         first_parameter: Line that made or used the first parameter on the host.
@@ -64,6 +68,8 @@ class Usage:
     late_s: float = 0.0
     waits_s: float = 0.0
     num_kernels: int = 0
+    kernels: Counter[int] = field(default_factory=Counter)
+    placed: dict[int, CallSite] = field(default_factory=dict)
     syncs: dict[WaitKey, HostSync] = field(default_factory=dict)
     tracks: list[Work] = field(default_factory=list)
     has_tracks: bool = False
@@ -87,6 +93,8 @@ class Usage:
     ) -> None:
         """Note a kernel or copy of ``seconds`` that is about to be put on a stream."""
         self.num_kernels += 1
+        if name not in COPIES:
+            self.kernels[stream.index] += 1
         self.busy_s += seconds
         self.exposed_s += exposed_s
         idle_s = 0.0 if stream.moment.after else max(0.0, host_s - stream.moment.known_s)
