@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from distlab.cli.streams import watched_stderr
+from distlab.util.text import counted
 
 if TYPE_CHECKING:
     from distlab.sim import Cluster, Faults, Options, Simulated
@@ -208,6 +209,9 @@ def sim(
     with _exits_reported_once(), _told_also_after_an_error(observer):
         simulated = run_script(script, own_arguments, num_ranks, world, options)
     typer.echo(f"\n{summary(simulated, has_sources=assumed)}\n")
+    if ranks and len(simulated.results) != ranks:
+        started = counted(len(simulated.results), "rank")
+        typer.echo(f"{script} started {started} itself, whatever --ranks {ranks} says.\n")
     if only_defines(script):
         typer.echo(f"No rank did anything: {script} defines functions, but calls none.\n")
     heading = title or title_of(script)

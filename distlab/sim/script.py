@@ -19,7 +19,12 @@ from distlab.sim.isolation.mains import Program, as_program
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.simulation import simulate
-from distlab.sim.starting import has_main_guard, run_parent, starts_its_own_ranks
+from distlab.sim.starting import (
+    has_main_guard,
+    run_parent,
+    starts_its_own_ranks,
+    would_start_ranks,
+)
 
 _GPU = re.compile(r"cuda(:\d*)?|(cpu:gloo,)?(cuda:)?nccl")  # strings that a program passes to torch
 
@@ -32,7 +37,8 @@ def run_script(
     ``sys.argv``, ``sys.path`` and ``os.environ`` are as under torchrun. ``exit()`` and
     ``exit(0)`` end a rank normally. Ranks see no GPUs, even if the machine has some.
 
-    If the script starts its own ranks, it decides how many there are. If it does so several times,
+    If the script starts its own ranks, it decides how many there are. A script that can do either
+    does so if it starts processes before it asks for RANK. If it does so several times,
     the result is that of the last time.
 
     Raises:
@@ -40,14 +46,16 @@ def run_script(
             ranks without a main guard.
     """
     tree, code = _compiled(script)
-    if starts_its_own_ranks(tree) and not has_main_guard(tree):
+    starts, is_guarded = starts_its_own_ranks(tree), has_main_guard(tree)
+    if starts and not is_guarded:
         raise SimulationError(
             f"{script} starts its own ranks, which would start more: put the lines that start them "
             'under if __name__ == "__main__":'
         )
     with as_program(script, code, arguments) as program:
-        if starts_its_own_ranks(tree):
-            return run_parent(program, cluster, options, num_ranks)
+        first = program, cluster, options, num_ranks
+        if starts or (starts is None and is_guarded and would_start_ranks(*first)):
+            return run_parent(*first)
         return simulate(
             _be_main,
             num_ranks,
@@ -61,7 +69,7 @@ def run_script(
 
 def chooses_its_ranks(script: Path) -> bool:
     """Return whether a script starts its own ranks, and so decides how many there are."""
-    return starts_its_own_ranks(_compiled(script)[0])
+    return bool(starts_its_own_ranks(_compiled(script)[0]))
 
 
 def title_of(script: Path) -> str:

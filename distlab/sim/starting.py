@@ -2,9 +2,12 @@
 
 import ast
 import os
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import ModuleType
+from typing import Any, NoReturn
 
 from distlab.sim.gpu.cuda import install_for_parent
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
@@ -18,20 +21,21 @@ from distlab.util.replacing import replace_until
 _STARTS = {"spawn", "start_processes", "Process"}
 _JOINS = {"init_process_group", "init_device_mesh"}
 _PLACES = {"RANK", "LOCAL_RANK"}  # variables that only a launcher sets
+_OF_LAUNCHERS = {*_PLACES, "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
-def starts_its_own_ranks(tree: ast.Module) -> bool:
+def starts_its_own_ranks(tree: ast.Module) -> bool | None:
     """Return whether a script runs without a launcher, and starts processes that join a group.
 
-    A script that reads RANK or LOCAL_RANK from the environment and does not set it itself is run
-    by a launcher, even if it can start processes, too.
+    Returns None for a script that can start processes, but also names RANK or LOCAL_RANK without
+    setting it: what it does may depend on its arguments, so ``would_start_ranks`` has to try.
     """
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     if not names & _STARTS or not names & _JOINS:
         return False
     places = [node for node in ast.walk(tree) if _is_place(node)]
-    return not places or bool(_assigned(tree))
+    return True if not places or _assigned(tree) else None
 
 
 def _is_place(node: ast.AST) -> bool:
@@ -70,12 +74,62 @@ def run_parent(
         SimulationError: a world failed, the script started no ranks, or the cluster has fewer GPUs.
     """
     worlds = _Worlds(program, cluster, options)
-    with noted(Children(worlds.simulate)), ExitStack() as undo:
+    _run_first(program, worlds.simulate, cluster, options, num_ranks)
+    return worlds.last()
+
+
+def _run_first(
+    program: Program,
+    simulate_children: Callable[[list[Child]], object],
+    cluster: Cluster,
+    options: Options,
+    num_ranks: int,
+) -> None:
+    """Run a script as the process that starts the ranks."""
+    with noted(Children(simulate_children)), ExitStack() as undo:
         if options.semantics == "nccl" and cluster.gpu:
             num_gpus = min(cluster.gpus_per_node, num_ranks)
             install_for_parent(partial(replace_until, undo), cluster.gpu.name, num_gpus)
         program.run()
-    return worlds.last()
+
+
+_SPAWNS, _IS_LAUNCHED = 17, 18  # exit statuses of the copy that tries a script
+
+
+def would_start_ranks(*first: Any) -> bool:
+    """Return whether a script starts ranks before it asks for its place in the environment.
+
+    A copy of this process runs the script without input and output, and ends when it knows. Files
+    that the script writes until then are written.
+
+    Args:
+        first: Arguments of ``run_parent``.
+    """
+    pid = os.fork()
+    if not pid:
+        _try(*first)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == _SPAWNS
+
+
+def _try(program: Program, *settings: Any) -> NoReturn:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    sys.stdout = sys.stderr = open(nowhere, "w", encoding="utf-8")  # noqa: SIM115
+    environ: Any = os.environ
+    environ._data = _Watched(environ._data)
+    with suppress(BaseException):
+        _run_first(program, lambda _: os._exit(_SPAWNS), *settings)
+    os._exit(_IS_LAUNCHED)
+
+
+class _Watched(dict[bytes, bytes]):
+    """An environment in which asking for a place that nobody has set ends the process."""
+
+    def __getitem__(self, name: bytes) -> bytes:
+        if name not in self and name.decode() in _OF_LAUNCHERS:
+            os._exit(_IS_LAUNCHED)
+        return super().__getitem__(name)
 
 
 class _Worlds:

@@ -521,8 +521,10 @@ def _patch_spawning(of_ranks: OfRanks, rank_states: RankStates) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError(
             f"rank {rank_states.current} cannot start processes by torch.multiprocessing.spawn: "
-            "distlab sim has started the ranks already, because the script reads RANK or "
-            "LOCAL_RANK, or does not call spawn itself"
+            "distlab sim has started the ranks already, as torchrun does, because the script asks "
+            "for RANK, LOCAL_RANK or WORLD_SIZE before, joins a group before, or imports what "
+            "calls spawn. If it asks for the number of its node, set that: RANK=0 WORLD_SIZE=1 "
+            "distlab sim …"
         )
 
     spawning = sys.modules["torch.multiprocessing.spawn"]  # the package's name is its function

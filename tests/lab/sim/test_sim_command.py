@@ -196,6 +196,7 @@ if __name__ == "__main__":
     assert lines[0] == "once"
     assert sorted(lines[1:4]) == ["0 3.0 1", "1 3.0 1", "2 3.0 1"]
     assert "3 ranks" in printed
+    assert "starts.py started 3 ranks itself, whatever --ranks 8 says." in printed
     assert "main function" not in printed
 
 
@@ -254,25 +255,51 @@ if __name__ == "__main__":
     ]
 
 
-def test_a_script_for_launchers_runs_as_under_one_even_if_it_can_start_ranks(
-    tmp_path, capsys
-) -> None:
-    script = tmp_path / "both.py"
-    script.write_text("""
+BOTH = """
 import os
+import sys
 import torch.distributed as dist
 import torch.multiprocessing as mp
 def main(rank, size):
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    print(dist.get_rank(), dist.get_world_size())
+    dist.init_process_group("gloo", "tcp://127.0.0.1:29500", rank=rank, world_size=size)
+    print(dist.get_rank(), dist.get_world_size(), flush=True)
 if __name__ == "__main__":
-    if "RANK" in os.environ:
+    print("once")
+    if {condition}:
         main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     else:
         mp.spawn(main, args=(2,), nprocs=2)
-""")
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "arguments", "lines"),
+    [
+        ("'RANK' in os.environ", [], ["0 3", "1 3", "2 3", "once", "once", "once"]),
+        ("'launched' in sys.argv", ["launched"], ["0 3", "1 3", "2 3", "once", "once", "once"]),
+        ("'launched' in sys.argv", [], ["0 2", "1 2", "once"]),
+    ],
+)
+def test_a_script_that_can_do_both_starts_ranks_unless_it_asks_for_its_place_before(
+    tmp_path: Path, capfd, condition: str, arguments: list[str], lines: list[str]
+) -> None:
+    script = tmp_path / "both.py"
+    script.write_text(BOTH.format(condition=condition))
+    run(script, *arguments, ranks=3)
+    assert sorted(capfd.readouterr().out.splitlines()) == lines
+
+
+def test_a_script_may_read_its_node_s_number_where_somebody_has_set_it(
+    tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "node.py"
+    script.write_text(BOTH.format(condition="int(os.environ['RANK'])"))
+    with pytest.raises(RankError, match="If it asks for the number of its node, set that: RANK=0"):
+        run(script, ranks=2)
+    monkeypatch.setenv("RANK", "0")
+    capfd.readouterr()
     run(script, ranks=3)
-    assert sorted(capsys.readouterr().out.splitlines()) == ["0 3", "1 3", "2 3"]
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 2", "1 2", "once"]
 
 
 ONE_PER_GPU = """

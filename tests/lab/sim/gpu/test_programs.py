@@ -99,12 +99,12 @@ class Halves(nn.Module):
         return self.halves[dist.get_rank()](x)
 
 
-@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view", "fp16_hook"])
+@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view", "with_hook"])
 def test_ddp(option: str) -> None:
     def program(device: torch.device) -> Any:
-        options = {} if option == "fp16_hook" else {option: True}
+        options = {} if option == "with_hook" else {option: True}
         model = ddp(mlp(device), device, bucket_cap_mb=0.001, **options)
-        if option == "fp16_hook":
+        if option == "with_hook":
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return train(model, torch.optim.AdamW(model.parameters()), device)
 
