@@ -23,7 +23,8 @@ from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import clauses
 
-MAX_OPEN = 1_000  # uses of one rank, and nodes of one search
+MAX_OPEN = 100  # collectives of one rank that are remembered
+MAX_NODES = 1_000  # nodes of one search, and nodes after one
 _KERNELS = (
     "kernels of {} communicators may wait for each other for ever; use one order on all ranks, or "
     "wait for one before the other"
@@ -73,7 +74,7 @@ class Node:
         """Return the orders on a shortest way to another node; [] if there is none."""
         ways: dict[Node, list[Order]] = {self: []}
         queue = deque([self])
-        while queue and len(ways) < MAX_OPEN:
+        while queue and len(ways) < MAX_NODES:
             node = queue.popleft()
             for later, order in node.after.items():
                 if later is end:
@@ -190,7 +191,12 @@ class Orders:
         for earlier in behind:
             self._link(Order(earlier, use))
         use.node.come(use.operation.rank)
-        self._open[use.operation.rank] = [*self._unsettled(use), use][-MAX_OPEN:]
+        uses = [*self._unsettled(use), use]
+        calls = [u for u in uses if u.stream is not None]
+        self._open[use.operation.rank] = [
+            *(u for u in uses if u.stream is None),
+            *calls[-MAX_OPEN:],
+        ]
 
     def _link(self, order: Order) -> None:
         """Add an order or, if it closes a cycle, note that: the graph has none."""
@@ -198,7 +204,7 @@ class Orders:
         if way := second.way_to(first):
             cycle = _from_lowest_rank([*way, order])
             self._cycles.setdefault((_is_of_hosts(cycle), _places(cycle)), cycle)
-        elif second not in first.after:
+        elif second not in first.after and len(first.after) < MAX_NODES:
             first.after[second] = order
             second.before.add(first)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.sim import Options, simulate
-from distlab.sim.gpu.orders import MAX_OPEN, Orders
+from distlab.sim.gpu.orders import MAX_NODES, MAX_OPEN, Orders
 from distlab.sim.gpu.streams import Stream
 from distlab.sim.messages.message import Communicator
 from distlab.sim.messages.pending import Pending
@@ -135,6 +135,18 @@ def test_what_all_ranks_have_come_to_in_one_order_is_forgotten() -> None:
     assert orders._nodes == {}
     assert all(len(uses) <= 2 for uses in orders._open.values())
     assert orders.lines({}) == []
+
+
+def test_a_rank_that_is_far_ahead_is_remembered_only_in_part() -> None:
+    orders, streams = Orders(), [Stream(f"stream {k}", 0) for k in range(2)]
+    orders.created(Launched(0, (0, 1)), Communicator("pair"), (0, 1), {})
+    for number in range(MAX_NODES):
+        for group, on in enumerate(streams):
+            on.next_number()
+            orders.launched(Launched(0, (0, 1)), Communicator(group), number, on, {})
+    uses = orders._open[0]
+    assert len(uses) == 1 + MAX_OPEN
+    assert len(uses[0].node.after) == MAX_NODES
 
 
 # Creation of communicators
