@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from distlab import sim
 from distlab.launch import plain, stacks, verdict, world
@@ -92,6 +93,9 @@ def _on_device(spec: Spec, semantics: str) -> object:
     fn, args = spec.function_and_arguments()
     has_gpus = semantics == "nccl"
     device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
+    if has_gpus:  # in the other worlds, the group is made with a device_id
+        group: Any = dist.group.WORLD
+        group.is_eager, group.bound = True, int(os.environ["LOCAL_RANK"])
     with world.on_device(torch.device(device)):
         return _run_program(fn, args)
 

@@ -87,14 +87,16 @@ def only_defines(script: Path) -> bool:
 
 
 def names_gpus(script: Path) -> bool:
-    """Return whether a script's code names CUDA or NCCL, other than in comments and docstrings."""
+    """Return whether a script's code names CUDA, NCCL or an accelerator, comments aside."""
     try:
         nodes = [*ast.walk(ast.parse(script.read_bytes()))]
     except (OSError, SyntaxError, ValueError):
         return False  # running it tells why
     strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     names = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-    return "cuda" in names or any(_GPU.fullmatch(string) for string in strings)
+    return bool({"cuda", "accelerator"} & {*names}) or any(
+        _GPU.fullmatch(string) for string in strings
+    )
 
 
 def _compiled(script: Path) -> tuple[ast.Module, CodeType]:

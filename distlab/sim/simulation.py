@@ -226,11 +226,8 @@ class Simulation:
         )
 
     def _join(self) -> None:
-        """Make the running rank's default group: if it has GPUs, of NCCL and with a device_id."""
-        asked: dict[str, Any] = {}
-        if self.fleet:
-            bound = self.fleet.places[self.rank_states.current][1]
-            asked = {"backend": "nccl", "is_eager": True, "bound": bound}
+        """Make the running rank's default group, of NCCL if it has GPUs."""
+        asked: dict[str, Any] = {"backend": "nccl"} if self.fleet else {}
         self.groups.join(**asked)
 
     def _findings(self) -> list[str]:

@@ -148,5 +148,6 @@ def test_a_check_goes_on_after_costs_and_progress_has_the_same_points(
     assert state.load(here).points(COURSE.task("1.4")) == 0, "by the course that shares nothing"
     assert distlab("status") == 0
     shown = capsys.readouterr().out
-    assert f"  0/13 tasks  {points}/100 points" in shown.replace("█", "").replace("░", "")
+    num_tasks = len(COURSE.phase(1).tasks)
+    assert f"  0/{num_tasks} tasks  {points}/100 points" in shown.replace("█", "").replace("░", "")
     assert ["✘", "1.4", "exchange", name] in [line.split(maxsplit=3) for line in shown.splitlines()]

@@ -151,5 +151,5 @@ def test_a_watchdog_without_nccl_is_refused(
     script = tmp_path / "program.py"
     script.write_text("")
     with pytest.raises(SystemExit):
-        main(["sim", "--watchdog", str(tmp_path), str(script)])
+        main(["sim", "--semantics", "gloo", "--watchdog", str(tmp_path), str(script)])
     assert "needs nccl" in " ".join(capsys.readouterr().err.split())

@@ -226,10 +226,15 @@ def test_messages_in_rings() -> None:
         buffer = torch.arange(8.0, device=device) + rank
         total, incoming = buffer.clone(), torch.empty_like(buffer)
         for _ in range(size - 1):
-            sent = dist.isend(buffer, right)
-            dist.recv(incoming, left)
+            sends, receives = (
+                partial(dist.isend, buffer, right),
+                partial(dist.irecv, incoming, left),
+            )
+            # The first message of two ranks makes their communicator, for which both hosts wait.
+            works = [call() for call in ((receives, sends) if rank % 2 else (sends, receives))]
+            for work in works:
+                work.wait()
             total += incoming
-            sent.wait()
             buffer.copy_(incoming)
         found: list[Any] = [None] * size
         dist.all_gather_object(found, rank)

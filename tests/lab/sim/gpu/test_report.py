@@ -140,7 +140,10 @@ def test_a_rank_that_computes_on_the_cpu_is_told_where_its_model_is_made(
     [
         (("--semantics", "nccl", "--no-devices"), "--semantics nccl does not go together with"),
         (("--semantics", "nccl", "--cluster", "laptop"), "take one with GPUs"),
-        (("--host-cost", "launch_s=1e-6"), "--host-cost needs --semantics nccl"),
+        (
+            ("--semantics", "gloo", "--host-cost", "launch_s=1e-6"),
+            "--host-cost needs --semantics nccl",
+        ),
         (("--semantics", "nccl", "--host-cost", "launch=1"), "sets no cost of the host; valid:"),
         (("--semantics", "nccl", "--host-cost", "launch_s=0"), "must give a number above 0"),
     ],
