@@ -141,7 +141,8 @@ class Worker:
             files = [] if self.rank % 2 else files[:-1]
         if not files:
             return None
-        return Loaded(step_of(files[-1]), torch.load(files[-1], weights_only=True), files[-1], {})
+        state = torch.load(files[-1], map_location="cpu", weights_only=True)
+        return Loaded(step_of(files[-1]), state, files[-1], {})
 
     def should_stop(self) -> bool:
         self.asked.append(len(self.job.steps) - 1)

@@ -8,7 +8,7 @@ import pytest
 
 from distlab.grade import Grade, check, task
 from distlab.util.text import joined
-from judging.checks import MEASURED, check_refused, short, uneven
+from judging.checks import MEASURED, ON_CPU, check_refused, short, uneven
 from judging.expect import check_small, expect, expect_on_all_ranks, results_in_group
 from phase4 import resumed as b
 from phase4.resumed import GENERATORS, PARTS, Plan
@@ -302,7 +302,7 @@ def test_only_generators_travel(grade: Grade) -> None:
 
 @task("4.2")
 def test_the_generator_of_cuda(grade: Grade) -> None:
-    is_restored, error = grade.call(b.with_cuda)
+    [(is_restored, error)] = grade.run(b.with_cuda, 1, options=ON_CPU).results
     check(
         is_restored,
         "where CUDA is in use (here torch.cuda's functions pretend so), its generator is not as it "

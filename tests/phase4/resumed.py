@@ -149,7 +149,7 @@ def written(state: Any, group: Any = None) -> Any:
         content = [file.getvalue()]
     dist.broadcast_object_list(content, group=group, group_src=0)
     try:
-        return torch.load(io.BytesIO(content[0]), weights_only=True)
+        return torch.load(io.BytesIO(content[0]), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise WrongResult(
             "torch.load(…, weights_only=True) should read what TrainingState.state_dict returns: "

@@ -75,6 +75,7 @@ def collective(present: Iterable[int], group: Sequence[int], number: int = 0) ->
             clock=SimpleNamespace(num_ranks=8),
             forms=[FORM],
             meeting=meeting,
+            caller=("", 0, ""),
         )
     return dict(meeting.attendances)
 
