@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phase4_production.given import EXIT_STOPPED, Group, Job, Loaded
 
@@ -118,12 +119,21 @@ def _start(job: Job, load: Callable[[], Loaded | None], group: Group) -> _Reache
     def found() -> tuple[int, dict[str, Any]]:
         loaded = load()
         if loaded is None:
-            return 0, {"job": job.state_dict(), "epoch": 0, "position": 0}
+            return 0, {"job": _on_cpu(job.state_dict()), "epoch": 0, "position": 0}
         return loaded.step, loaded.state
 
     step, state = _on_rank_0(found, group)
     job.load_state_dict(state["job"])
     return _Reached(step, state["epoch"], state["position"])
+
+
+def _on_cpu(state: Any) -> Any:
+    """Return a state with its tensors on the CPU: else all ranks would put them on rank 0's GPU."""
+    if isinstance(state, dict):
+        return {key: _on_cpu(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_on_cpu(value) for value in state]
+    return state.cpu() if isinstance(state, Tensor) else state
 
 
 def _save(
