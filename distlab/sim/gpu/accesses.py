@@ -74,6 +74,14 @@ class Access(NamedTuple):
     text: str
     site: Site
 
+    def conflicts_with(self, earlier: "Access") -> bool:
+        """Return whether both use the same bytes and one of them writes."""
+        return (self.is_write or earlier.is_write) and self.span.meets(earlier.span)
+
+    def takes_place_of(self, earlier: "Access") -> bool:
+        """Return whether all that conflicts with ``earlier``, which was before, conflicts here."""
+        return (self.is_write or not earlier.is_write) and self.span.covers(earlier.span)
+
 
 class Operation(Protocol):
     """The parts of communication that flights use."""

@@ -6,6 +6,7 @@ vector clocks of ``streams`` tell whether they are, whatever the durations, as i
 that torch has for CUDA.
 """
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -69,18 +70,24 @@ class Hazards:
         if not home.accesses:
             home.accesses = [access]
             return
-        stream, span, is_write = access.stream, access.span, access.is_write
         kept = []
         for earlier in home.accesses:
-            if stream.has_reached(earlier.stream, earlier.number):
-                is_over = (is_write or not earlier.is_write) and span.covers(earlier.span)
-            else:
-                is_over = (is_write or earlier.is_write) and span.meets(earlier.span)
-                if is_over:
+            if access.stream.has_reached(earlier.stream, earlier.number):
+                is_over = access.takes_place_of(earlier)
+            elif is_over := access.conflicts_with(earlier):
+                # A stream without an order is told of once; another one needs an order of its own.
+                if not _is_known(earlier, access.stream, home.accesses):
                     self.add(_hazard(earlier, access, self._streams))
+                is_over = access.is_write
             if not is_over:
                 kept.append(earlier)
         home.accesses = [*kept[1 - MAX_ACCESSES :], access]
+
+
+def _is_known(earlier: Access, stream: Stream, accesses: Iterable[Access]) -> bool:
+    """Return whether a use on ``stream`` has been compared with ``earlier`` before."""
+    since = itertools.dropwhile(lambda access: access is not earlier, accesses)
+    return any(use.stream is stream and use.conflicts_with(earlier) for use in since)
 
 
 def _hazard(earlier: Access, later: Access, streams: Iterable[Stream]) -> Hazard:
