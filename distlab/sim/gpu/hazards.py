@@ -7,6 +7,7 @@ that torch has for CUDA.
 """
 
 import itertools
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from distlab.sim.gpu.streams import Stream
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 
+_CALL_NUMBER = re.compile(r"(?<=\(call )\d+")
 MAX_ACCESSES = 64  # accesses that are remembered of one storage
 _AS_WRITTEN = {"_local_scalar_dense": "item()", "_to_copy": "to()"}  # names of operations
 SMALL_BYTES = 2**20  # torch's allocator reuses smaller blocks only for small tensors
@@ -53,11 +55,13 @@ class Hazards:
     def __init__(self, streams: Iterable[Stream], is_ending: Callable[[], bool]) -> None:
         self._streams, self._is_ending = streams, is_ending
         self._counts: Counter[Hazard] = Counter()
+        self._first: dict[Hazard, Hazard] = {}
 
     def add(self, hazard: Hazard) -> None:
-        """Count a wrong use."""
+        """Count a wrong use; those of later calls in a loop count as the first one."""
         if not self._is_ending():
-            self._counts[hazard] += 1
+            anywhere = hazard._replace(text=_CALL_NUMBER.sub("", hazard.text))
+            self._counts[self._first.setdefault(anywhere, hazard)] += 1
 
     def __iter__(self) -> Iterator[tuple[Hazard, int]]:
         return iter(self._counts.items())
@@ -105,7 +109,8 @@ def _remedy(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:
         return f"synchronize {earlier.stream.name}, or an event behind the copy, before"
     if later.stream.name.startswith("NCCL"):
         return f"let the current stream wait for {earlier.stream.name} before the call"
-    return f"let {later.stream.name} wait for {earlier.stream.name}: wait_stream() or wait_event()"
+    order = f"let {later.stream.name} wait for {earlier.stream.name}"
+    return f"{order}: wait_stream(), or wait_event() of an event recorded behind that line"
 
 
 def _wait_for(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:

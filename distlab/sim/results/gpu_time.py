@@ -1,5 +1,6 @@
 """Where the time of hosts and GPUs went, and what would be wrong on GPUs."""
 
+import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -129,7 +130,14 @@ def _cost(waits: Sequence[HostWait]) -> tuple[float, float]:
 def _row(waits: Sequence[HostWait]) -> tuple[str, ...]:
     ranks, worst = rank_names([wait.rank for wait in waits]), waits[0]
     times = seconds_text(worst.waited_s), seconds_text(worst.idle_s)
-    return place(worst.site), worst.reason, f"{worst.count:,}", *times, ranks
+    return place(worst.site), _operation(worst), f"{worst.count:,}", *times, ranks
+
+
+def _operation(wait: HostWait) -> str:
+    """Return the operation that waits, as the program writes it: ``if x`` calls no ``item()``."""
+    line = linecache.getline(wait.site[0], wait.site[1])
+    is_hidden = wait.reason in (".item()", ".tolist()") and wait.reason[:-2] not in line
+    return "a value that the host needs" if line and is_hidden else wait.reason
 
 
 def merged(lines: Iterator[tuple[int, str, int]]) -> Iterator[str]:
