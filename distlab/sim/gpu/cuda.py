@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.sim.gpu.device import HostAndGpus, this_device
-from distlab.sim.gpu.streams import Mark, Stream
+from distlab.sim.gpu.streams import Mark, Stream, WaitedEvent
+from distlab.sim.reporting.sites import Site
 from distlab.util.replacing import Replace
 
 _CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
@@ -130,15 +131,20 @@ class Event:
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **_: Any) -> None:
         self.has_timing = enable_timing
         self.mark: Mark | None = None
+        self._recorded: tuple[Stream, Site] | None = None
 
     def record(self, stream: CudaStream | None = None) -> None:
         device = rank_device()
         wanted = stream.stream if stream else device.current_stream()
         self.mark = Mark.of(wanted, device.host_s())
+        self._recorded = wanted, device.places.call_site()[0]
 
     def wait(self, stream: CudaStream | None = None) -> None:
+        device = rank_device()
+        waiting = stream.stream if stream else device.current_stream()
+        waiting.waited = WaitedEvent(self._recorded, device.places.call_site()[0])
         if self.mark is not None:
-            self.mark.hold([stream.stream if stream else rank_device().current_stream()])
+            self.mark.hold([waiting])
 
     def query(self) -> bool:
         return self.mark is None or _is_past(self.mark)

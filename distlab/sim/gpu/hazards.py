@@ -110,7 +110,22 @@ def _remedy(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:
     if later.stream.name.startswith("NCCL"):
         return f"let the current stream wait for {earlier.stream.name} before the call"
     order = f"let {later.stream.name} wait for {earlier.stream.name}"
-    return f"{order}: wait_stream(), or wait_event() of an event recorded behind that line"
+    return _of_event(earlier, later) or f"{order}: wait_stream() or wait_event()"
+
+
+def _of_event(earlier: Access, later: Access) -> str:
+    """Return why the event for which the later stream waits does not order them, and a remedy."""
+    event, name = later.stream.waited, earlier.stream.name
+    if event is None:
+        return ""
+    waits = f"{later.stream.name} waits ({place(event.waited_at)}) for an event that was"
+    if event.recorded is None:
+        return f"{waits} not recorded yet: record it on {name} first, behind that line"
+    stream, site = event.recorded
+    if stream is later.stream:
+        return f"{waits} recorded on itself ({place(site)}): record it on {name}, behind that line"
+    early = f"{waits} recorded ({place(site)}) before that: wait for one that is recorded behind it"
+    return early if stream is earlier.stream else ""
 
 
 def _wait_for(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:

@@ -10,7 +10,9 @@ not known yet, but it is known how long after the communication's end it will be
 """
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from distlab.sim.reporting.sites import Site
 
 
 class Communication(Protocol):
@@ -82,14 +84,16 @@ class Stream:
 
     Attributes:
         moment: End of the work so far.
+        waited: The latest event that the program has made it wait for.
     """
 
-    __slots__ = ("index", "moment", "name", "reached")
+    __slots__ = ("index", "moment", "name", "reached", "waited")
 
     def __init__(self, name: str, index: int, reached: Reached | None = None) -> None:
         self.name, self.index = name, index
         self.moment = Moment()
         self.reached: Reached = {**(reached or {})}
+        self.waited: WaitedEvent | None = None
 
     def next_number(self) -> int:
         """Return the number of the stream's next work."""
@@ -106,6 +110,17 @@ class Stream:
     def has_reached(self, stream: "Stream", number: int) -> bool:
         """Return whether a stream's work is certain to be done before this stream's next work."""
         return stream is self or self.reached.get(stream, 0) >= number
+
+
+class WaitedEvent(NamedTuple):
+    """An event that a stream waits for, and the lines of the program that say so.
+
+    Attributes:
+        recorded: Stream and line of the latest record; None if it had never been recorded.
+    """
+
+    recorded: tuple[Stream, Site] | None
+    waited_at: Site
 
 
 class Mark:

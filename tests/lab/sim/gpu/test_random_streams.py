@@ -29,7 +29,8 @@ def pairs_in(wrong: list[str]) -> dict[str, set[Pair]]:
     """Return the pairs of lines in findings, by program."""
     pairs: dict[str, set[Pair]] = defaultdict(set)
     for finding in wrong:
-        (file, one), (other_file, other) = re.findall(r"(program_\d+\.py):(\d+)", finding)
+        places = re.findall(r"(program_\d+\.py):(\d+)", finding)
+        (file, one), (other_file, other) = places[:2]  # the remedy may name more
         assert file == other_file
         pairs[file].add((int(other), int(one)))
     return pairs
