@@ -27,6 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # binds group.WORLD, so never import it inside a rank
 import torch.distributed.rpc
 import torch.multiprocessing
+from torch.distributed.tensor import _redistribute as redistribution
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.gpu.cuda import index_from
@@ -109,6 +110,7 @@ def installed(host: RankHost) -> Iterator[None]:
         host.threads.install(replace)
         host.profiler.install(replace)
         _patch_swapping(replace)
+        _patch_redistribution(replace, host.rank_states)
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)
         if host.fleet is None:
@@ -501,6 +503,23 @@ def _patch_swapping(replace: Replace) -> None:
     because a swap exchanges contents and not objects.
     """
     replace(torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: []))
+
+
+def _patch_redistribution(replace: Replace, rank_states: RankStates) -> None:
+    """Let each rank plan how to redistribute a DTensor: plans depend on the sizes of its shards.
+
+    torch keeps plans and planners per process.
+    """
+
+    @functools.cache
+    def plan(_rank: int, *specs: Any) -> Any:
+        return redistribution._gen_transform_infos_non_cached(*specs)
+
+    def plan_of_rank(*specs: Any) -> Any:
+        return plan(rank_states.current, *specs)
+
+    replace(redistribution, "_gen_transform_infos", plan_of_rank)
+    replace(redistribution, "get_redistribute_planner", redistribution.DTensorRedistributePlanner)
 
 
 def _patch_rpc(of_ranks: OfRanks, rank_states: RankStates) -> None:

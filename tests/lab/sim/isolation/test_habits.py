@@ -2,6 +2,7 @@
 
 import time
 import timeit
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from programs import me
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils import benchmark
 
 from distlab import launch
@@ -46,6 +48,22 @@ def shards_before_it_has_memory() -> list[int]:
 def test_sharded_parameters_move_from_meta() -> None:
     simulated = simulate(shards_before_it_has_memory, 2, cluster="dgx-h100")
     assert simulated.results == [[8, 2], [8, 2]]
+
+
+# Shards of unequal sizes
+
+
+def gathers_uneven_shards(device: str) -> bool:
+    mesh, whole = init_device_mesh(device, (2, 2)), torch.arange(15.0).view(5, 3)
+    sharded = distribute_tensor(whole.to(device), mesh, [Shard(0), Shard(0)])
+    return torch.equal(sharded.full_tensor().cpu(), whole)
+
+
+@pytest.mark.parametrize(("device", "semantics"), [("cpu", "gloo"), ("cuda", "nccl")])
+def test_ranks_gather_shards_of_unequal_sizes(device: str, semantics: Any) -> None:
+    options = Options(semantics=semantics)
+    ran = simulate(gathers_uneven_shards, 4, device, cluster="dgx-h100", options=options)
+    assert all(ran.results)
 
 
 # Waiting for time to pass
