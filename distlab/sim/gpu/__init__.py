@@ -11,6 +11,7 @@ communicators   NCCL's communicators: who shares one, and who creates it
 orders          the order in which ranks come to collectives and new communicators
 flight_recorder dumps of calls after a hang, as torch writes them
 group           a process group whose calls run on streams
+shards          random numbers of sharded tensors
 composites      operations whose C++ code makes tensors beside those of a GPU
 tensors, cuda   what torch shows of it to the program
 """

@@ -5,7 +5,16 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from distlab.sim.gpu import autocast, batchnorm, composites, cuda, loading, storages, tensors
+from distlab.sim.gpu import (
+    autocast,
+    batchnorm,
+    composites,
+    cuda,
+    loading,
+    shards,
+    storages,
+    tensors,
+)
 from distlab.util.replacing import replace_until
 
 
@@ -30,6 +39,7 @@ def install(undo: contextlib.ExitStack, is_in_rank: Callable[[], bool], name: st
     tensors.install(replace)
     storages.install(replace)
     loading.install(replace)
+    shards.install(replace)
     cuda.install(replace, of_ranks, name)
     autocast.install(undo, of_ranks)
     batchnorm.install(undo)

@@ -27,6 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # binds group.WORLD, so never import it inside a rank
 import torch.distributed.rpc
 import torch.multiprocessing
+from torch.distributed.tensor import _random as sharded_random
 from torch.distributed.tensor import _redistribute as redistribution
 
 from distlab.sim.engine.clock import Clock
@@ -135,6 +136,7 @@ def _restore_afterwards(undo: contextlib.ExitStack) -> None:
     undo.callback(set_warning_state, warning_state())
     undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
     undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+    undo.callback(setattr, sharded_random, "_rng_tracker", sharded_random._rng_tracker)
     undo.callback(_set_deterministic, torch.are_deterministic_algorithms_enabled())
     undo.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(1)  # otherwise each rank gets its own thread pool

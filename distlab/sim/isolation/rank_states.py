@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import _random as sharded_random
 
 from distlab.sim.engine.scheduler import Strand
 from distlab.sim.hardware.topology import Place
@@ -75,7 +76,7 @@ class RankState:
     There is only one torch generator, so its state is copied at every hand-over. Each rank has its
     own objects for everything else: the generators of ``random`` and numpy, the environment, its
     host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if redirected, the
-    default dtype, and the program's modules (see ``modules``).
+    default dtype, DTensor's tracker of random numbers, and the program's modules (see ``modules``).
     """
 
     def __init__(self, rank: int, place: Place, seed: int, common: Mapping[bytes, bytes]) -> None:
@@ -89,6 +90,7 @@ class RankState:
         self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
         self.streams = sys.stdout, sys.stderr
         self.dtype = torch.get_default_dtype()
+        self.rng_tracker: Any = None
         self.folder = ""  # current folder; "" for the process's original one
         self.own_modules: set[str] = set()  # names of modules of which the rank has its own copy
         self._modules: dict[str, ModuleType] = {}  # these copies, while another rank runs
@@ -110,6 +112,7 @@ class RankState:
         self.warnings = _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
         self.streams = sys.stdout, sys.stderr
         self.dtype = _get_dtype()
+        self.rng_tracker = sharded_random._rng_tracker
         if self.own_modules:
             self._modules = self.take_modules()
 
@@ -124,6 +127,7 @@ class RankState:
         _set_torch_rng(self.torch_rng)
         _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = self.warnings
         sys.stdout, sys.stderr = self.streams
+        sharded_random._rng_tracker = self.rng_tracker
         if _get_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
         if self._modules:
