@@ -64,8 +64,18 @@ def home_of(tensor: Tensor) -> Home | None:
         tensor = stored(tensor)
         if tensor.layout is not _STRIDED:
             return None
-    home: Home | None = getattr(tensor.untyped_storage(), "_home", None)
+    try:
+        home: Home | None = getattr(tensor.untyped_storage(), "_home", None)
+    except NotImplementedError:  # torch.func has wrapped it
+        return _home_of_wrapped(tensor)
     return home
+
+
+def _home_of_wrapped(tensor: Tensor) -> Home | None:
+    functorch: Any = torch._C._functorch
+    if not functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return home_of(functorch.get_unwrapped(tensor))
 
 
 def index_of(tensor: Tensor) -> int:
