@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.algorithms.join import Join
 
 from distlab.mpi.ending import Ending
 from distlab.mpi.group import MpiGroup
 from distlab.mpi.runtime import runtime
 from distlab.mpi.work import MpiWork, Steps
+from distlab.process_group.joining import keeping_work
 
 T = TypeVar("T")
 
@@ -38,6 +40,8 @@ def init_process_group(timeout_s: float | None) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as under torchrun: the ranks share the cores
     if TORCH_NAME.upper() not in vars(dist.Backend):
+        join: Any = Join
+        join.notify_join_context = staticmethod(keeping_work(Join.notify_join_context))
         dist.Backend.register_backend(TORCH_NAME, _make_group, extended_api=True, devices=["cpu"])
     store = _shared_store(here.comm)
     dist.init_process_group(

@@ -27,9 +27,11 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.nn.functional  # binds group.WORLD, so never import it inside a rank
 import torch.distributed.rpc
 import torch.multiprocessing
+from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import _random as sharded_random
 from torch.distributed.tensor import _redistribute as redistribution
 
+from distlab.process_group.joining import keeping_work
 from distlab.sim.engine.clock import Clock
 from distlab.sim.gpu.cuda import index_from
 from distlab.sim.gpu.group import Fleet
@@ -111,6 +113,7 @@ def installed(host: RankHost) -> Iterator[None]:
         host.threads.install(replace)
         host.profiler.install(replace)
         _patch_swapping(replace)
+        replace(Join, "notify_join_context", staticmethod(keeping_work(Join.notify_join_context)))
         _patch_redistribution(replace, host.rank_states)
         _patch_process(of_ranks, host)
         _patch_host(of_ranks, host.rank_states)

@@ -14,7 +14,6 @@ import torch
 from programs import me, size
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
@@ -153,13 +152,16 @@ def ddp_with_communication_hooks() -> object:
 
 @training
 def ddp_joins_uneven_inputs() -> object:
-    model = DistributedDataParallel(layers(2))
-    optimizer = momentum(model)
-    with Join([model]):
-        for inputs, targets in batches(1 + me() % 2):
-            mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-    return state_of(model)
+    states = []
+    for by_all_ranks in (True, False):
+        model = DistributedDataParallel(layers(2))
+        optimizer = momentum(model)
+        with model.join(divide_by_initial_world_size=by_all_ranks):
+            for inputs, targets in batches(1 + me() % 2):
+                mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+        states.append(state_of(model))
+    return states
 
 
 # --- shards of states, parameters and tensors ----------------------------------------------------
