@@ -12,6 +12,7 @@ the host's clock stays where it is.
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from distlab.sim.gpu import syncs
 from distlab.sim.gpu.accesses import Access, Flight, Span, stored
 from distlab.sim.gpu.adoption import made_for_gpu
 from distlab.sim.gpu.costs import Costs
-from distlab.sim.gpu.hazards import Grave, Hazards
+from distlab.sim.gpu.hazards import Grave, Hazards, in_one_batch
 from distlab.sim.gpu.host import Host
 from distlab.sim.gpu.mixtures import mixture_error
 from distlab.sim.gpu.placement import Home, home_of, host_home, index_of, pin, put_on, renew
@@ -397,6 +398,19 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
             home.flights = [flight for flight in home.flights if not flight.operation.is_done]
             home.flights += [Flight(p, span, is_write, channel, number) for p in pendings]
         return start, end
+
+    def compare_batch(
+        self, names: Sequence[str], tensors: Sequence[tuple[Tensor, bool]], site: Site
+    ) -> None:
+        """Look for messages of one batch that use the same memory, since they run together."""
+        by_home: dict[Home, list[tuple[str, Span, bool]]] = {}
+        for name, (tensor, is_write) in zip(names, tensors, strict=True):
+            if home := home_of(tensor):
+                by_home.setdefault(home, []).append((name, Span.of(tensor), is_write))
+        for uses in by_home.values():
+            for one, other in combinations(uses, 2):
+                if (one[2] or other[2]) and one[1].meets(other[1]):
+                    self.hazards.add(in_one_batch(one[0], other[0], site))
 
     # Order
 

@@ -421,6 +421,8 @@ class GpuGroup(SimGroup):
         self._shared.clock.act()
         if self._recorder:
             self._recorder.end_batch(self._info, batch.messages)
+        names = [f"i{message.name} {message.toward()}" for message in batch.messages]
+        self._device.compare_batch(names, batch.uses, site[0])
         text = f"a batch of {len(batch.messages)} messages"
         go = partial(self._send, batch.messages)
         tensors = [tensor for tensor, _ in batch.uses]

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from distlab.sim.engine.trace import NOWHERE
 from distlab.sim.gpu.accesses import Access
 from distlab.sim.gpu.placement import Home
 from distlab.sim.gpu.streams import Stream
@@ -137,6 +138,12 @@ def _wait_for(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:
                 "wait_stream() or wait_event()"
             )
     return "call wait() on its handle before"
+
+
+def in_one_batch(one: str, other: str, site: Site) -> Hazard:
+    """Return the hazard of two messages that are sent at the same time; one of them writes."""
+    text = f"{one} and {other} of one batch use the same memory at the same time"
+    return Hazard(text, site, NOWHERE, "receive into another tensor")
 
 
 class Grave:

@@ -586,6 +586,14 @@ def a_batch_of_messages_is_used_before_wait() -> None:
 
 
 @case
+def a_batch_sends_and_receives_in_parts_of_a_buffer() -> None:
+    x, peer = ones(2, 4), 1 - dist.get_rank()
+    ops = [dist.P2POp(dist.isend, x[0], peer), dist.P2POp(dist.irecv, x[1], peer)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+@case
 def gloo_sums_a_copy_too_early() -> None:
     group, y = dist.new_group(backend="gloo"), pinned()
     y.copy_(ones(4), non_blocking=True)  # !
@@ -736,6 +744,24 @@ def test_the_remedy_says_why_the_event_orders_nothing(program: Case, remedy: str
     (line,) = found_in(program)
     line = re.sub(r"[^ (]*test_hazards.py:\d+ in \w+", "LINE", line)
     assert f"stream 1 waits (LINE) for an event that was {remedy}" in line
+
+
+def receives_what_it_sends() -> None:
+    x, peer = ones(4), 1 - dist.get_rank()
+    ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, x, peer)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def test_messages_of_one_batch_run_at_the_same_time() -> None:
+    lines = found_in(receives_what_it_sends)
+    for rank, line in enumerate(lines):
+        peer = 1 - rank
+        assert line.endswith(
+            f": isend to rank {peer} and irecv from rank {peer} of one batch use the same memory "
+            "at the same time: receive into another tensor"
+        )
+    assert len(lines) == 2
 
 
 def test_what_is_received_is_read_after_wait_also_by_column() -> None:
