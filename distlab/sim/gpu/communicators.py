@@ -59,7 +59,6 @@ class Communicators:
     orders: Orders = field(default_factory=Orders)
     _firsts: dict[Communicator, dict[int, First]] = field(default_factory=dict)
     _members: dict[Communicator, tuple[int, ...]] = field(default_factory=dict)
-    _gpus: dict[tuple[Communicator, int], list[tuple[int, int]]] = field(default_factory=dict)
     _places: dict[tuple[Communicator, int], dict[tuple[int, int], tuple[int, Choice | None]]] = (
         field(default_factory=dict)
     )
@@ -88,26 +87,32 @@ class Communicators:
             self.orders.created(operation, key, members, host)
 
     def check_place(
-        self, key: Communicator, rank: int, gpu: tuple[int, int], choice: Choice | None
+        self,
+        key: Communicator,
+        number: int,
+        rank: int,
+        members: tuple[int, ...],
+        gpu: tuple[int, int],
+        choice: Choice | None,
     ) -> None:
-        """Raise if two ranks of a communicator use one GPU.
-
-        The n-th GPU of each rank is in the n-th of NCCL's communicators that stand behind ``key``.
+        """Raise if two ranks use one GPU in a collective, or in messages.
 
         Args:
+            number: Number of the collective in its group. For a message it is negative: each rank
+                counts down the GPUs that it uses, as the n-th GPUs of all ranks share one of NCCL's
+                communicators.
             gpu: Node and number on it.
             choice: How the rank has come to use the GPU, unless that is as it should be.
 
         Raises:
             RuntimeError: Another rank has the same GPU; NCCL ends with this error, too.
         """
-        gpus = self._gpus.setdefault((key, rank), [])
-        if gpu not in gpus:
-            gpus.append(gpu)
-        places = self._places.setdefault((key, gpus.index(gpu)), {})
+        places = self._places.setdefault((key, number), {})
         other, others_choice = places.setdefault(gpu, (rank, choice))
         if other != rank:
             raise _duplicate(gpu, {rank: choice, other: others_choice})
+        if len(places) == len(members):
+            del self._places[key, number]
 
     def findings(self, *, has_ended: bool) -> Iterator[str]:
         """Yield a line for each wrong use.

@@ -139,7 +139,7 @@ class GpuGroup(SimGroup):
     ) -> None:
         super().__init__(shared, ranks, rank, key, name, limit_s)
         self._fleet, self.backend, self.is_eager, self.bound = fleet, backend, is_eager, bound
-        self._used: set[int] = set()  # GPUs of the calls so far
+        self._used: dict[int, int] = {}  # GPUs of the calls so far, numbered
         self._device = fleet.devices[ranks[rank]]
         self._recorder = fleet.recorders.get(ranks[rank])
         self._info = GroupInfo(name, ranks, limit_s)
@@ -199,10 +199,12 @@ class GpuGroup(SimGroup):
     ) -> None:
         members = key.pair or self._ranks
         fleet, (node, local_rank) = self._fleet, self._fleet.places[self._rank]
-        number, chosen = self._device.visible()[index], self._device.chosen_at.get(index)
-        self._used.add(index)
-        choice = Choice(index, chosen, local_rank) if chosen and number != local_rank else None
-        fleet.communicators.check_place(key, self._rank, (node, number), choice)
+        gpu, chosen = self._device.visible()[index], self._device.chosen_at.get(index)
+        choice = Choice(index, chosen, local_rank) if chosen and gpu != local_rank else None
+        number = -1 - self._used.setdefault(index, len(self._used))
+        if isinstance(operation, Attendance):
+            number = operation.meeting.number
+        fleet.communicators.check_place(key, number, self._rank, members, (node, gpu), choice)
         fleet.communicators.used(
             key,
             members,

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from distlab.sim import Deadlock, Faults, Mismatch, Options, RankError, SimulationError, simulate
 from distlab.sim.collectives.algorithms import plan, plan_uneven
+from distlab.sim.gpu.communicators import Communicators
 from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.messages.message import Communicator
 
 Program = Callable[..., object]
 GPUS = Options(semantics="nccl")
@@ -326,8 +329,37 @@ def swaps_gpus() -> None:
     dist.all_reduce(ones())
 
 
-def test_a_rank_that_changes_its_gpu_gets_a_communicator_of_its_own() -> None:
-    assert wrong(swaps_gpus) == []
+def leaves_a_gpu_to_another_rank() -> None:
+    rank = join()
+    for numbers in ((0, 1, 2), (3, 1, 2), (0, 3, 2)):
+        dist.barrier(device_ids=[numbers[rank]])
+
+
+@pytest.mark.parametrize(
+    ("program", "num_ranks"), [(swaps_gpus, 2), (leaves_a_gpu_to_another_rank, 3)]
+)
+def test_a_rank_that_changes_its_gpu_gets_a_communicator_of_its_own(
+    program: Program, num_ranks: int
+) -> None:
+    assert wrong(program, num_ranks) == []
+
+
+def returns_to_a_gpu() -> None:
+    rank = join()
+    for numbers in ((0, 1), (1, 0), (0, 0)):
+        dist.barrier(device_ids=[numbers[rank]])
+
+
+def test_two_ranks_on_one_gpu_are_refused_in_a_later_call_too() -> None:
+    text = report(returns_to_a_gpu, kind=RankError)
+    assert "Duplicate GPU detected : ranks 0 and 1 both use cuda:0 of node 0" in text
+
+
+def test_the_gpus_of_a_collective_are_forgotten_once_all_ranks_have_come() -> None:
+    communicators, key = Communicators(), Communicator("a group")
+    for number, rank in product(range(3), range(2)):
+        communicators.check_place(key, number, rank, (0, 1), (0, rank), None)
+    assert communicators._places == {}
 
 
 def barrier_on_a_missing_gpu() -> None:
