@@ -95,7 +95,7 @@ def _on_device(spec: Spec, semantics: str) -> object:
     device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
     if has_gpus:  # in the other worlds, the group is made with a device_id
         group: Any = dist.group.WORLD
-        group.is_eager, group.bound = True, int(os.environ["LOCAL_RANK"])
+        group.bound = int(os.environ["LOCAL_RANK"])
     with world.on_device(torch.device(device)):
         return _run_program(fn, args)
 

@@ -119,8 +119,8 @@ class GpuGroup(SimGroup):
     Args:
         fleet: GPUs of all ranks.
         backend: Name that the program gave: "nccl", "gloo" or "" for both.
-        is_eager: True if the communicator exists from the start, because of a ``device_id``.
-        bound: Number of the GPU of that ``device_id``; -1 without one.
+        bound: Number of the GPU of a ``device_id``, because of which the communicator exists from
+            the start; -1 without one.
     """
 
     def __init__(
@@ -134,11 +134,10 @@ class GpuGroup(SimGroup):
         *,
         fleet: Fleet,
         backend: str = "",
-        is_eager: bool = False,
         bound: int = -1,
     ) -> None:
         super().__init__(shared, ranks, rank, key, name, limit_s)
-        self._fleet, self.backend, self.is_eager, self.bound = fleet, backend, is_eager, bound
+        self._fleet, self.backend, self.bound = fleet, backend, bound
         self._used: dict[int, int] = {}  # GPUs of the calls so far, numbered
         self._device = fleet.devices[ranks[rank]]
         self._recorder = fleet.recorders.get(ranks[rank])
@@ -211,7 +210,7 @@ class GpuGroup(SimGroup):
             operation,
             self._device.host.reached,
             is_batch=is_batch,
-            is_eager=self.is_eager,
+            is_eager=self.bound >= 0,
         )
 
     # Collectives
@@ -365,7 +364,7 @@ class GpuGroup(SimGroup):
         if peer < 0:
             raise RuntimeError(f"ProcessGroupNCCL does not support {name} from any source")
         key = Communicator(self._key)
-        if batch is None and not self.is_eager:
+        if batch is None and self.bound < 0:
             key = Communicator(self._key, (min(self._rank, peer), max(self._rank, peer)))
         if batch is None:
             self._device.clock.advance(self._device.costs.communication_launch_s)

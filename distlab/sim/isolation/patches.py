@@ -268,13 +268,13 @@ def _asked(host: RankHost, backend: object, device_id: object) -> dict[str, Any]
     if host.fleet is None:
         return {}
     name, default_group = str(backend or "").lower(), host.rank_states.tables.default_pg
-    is_eager, bound = device_id is not None, -1 if device_id is None else index_from(device_id)
+    bound = -1 if device_id is None else index_from(device_id)
     if default_group is not None:  # a new group takes over what it is not given
-        name, is_eager = name or default_group.backend, is_eager or default_group.is_eager
+        name = name or default_group.backend
         bound = default_group.bound if device_id is None else bound
     if ":" in name or name == "undefined":
         name = ""
-    return {"backend": name, "is_eager": is_eager, "bound": bound}
+    return {"backend": name, "bound": bound}
 
 
 def _patch_backends(replace: Replace, host: RankHost) -> None:
