@@ -155,12 +155,15 @@ class Places:
             maker = self._maker(innermost, frame)
         elif maker not in INDIRECT:
             maker = ""
+        return self._site(frame), is_by_torch, maker
+
+    def _site(self, frame: FrameType) -> Site:
         code, instruction = frame.f_code, frame.f_lasti
         known = self._sites.get((id(code), instruction))
         if known is None:
             site = code.co_filename, frame.f_lineno, _function_name(frame)
             known = self._sites[id(code), instruction] = code, site
-        return known[1], is_by_torch, maker
+        return known[1]
 
     def line(self) -> Site:
         """Return the program's innermost line; much cheaper than ``call_site``."""
@@ -174,12 +177,15 @@ class Places:
     def caller(self) -> Site:
         """Return the line from which the program called its innermost function; else that line."""
         frame: FrameType | None = sys._getframe(1)
-        in_program: list[FrameType] = []
-        while frame is not None and len(in_program) < 2:
-            if self.kind(frame.f_code.co_filename) == PROGRAM:
-                in_program.append(frame)
+        kind_of, innermost = self._kinds.get, None
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not kind_of(file) and self.kind(file) == PROGRAM:
+                if innermost is not None:
+                    return self._site(frame)
+                innermost = frame
             frame = frame.f_back
-        return self.call_site(in_program[-1])[0] if in_program else ("", 0, "")
+        return ("", 0, "") if innermost is None else self._site(innermost)
 
     def _maker(self, inner: FrameType, program: FrameType) -> str:
         """Return the name of the torch function through which the program made this call.
