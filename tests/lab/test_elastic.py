@@ -112,6 +112,7 @@ class Agents:
         self.folder, self.logs = folder, logs
         self.port = free_port()
         self.agents: list[subprocess.Popen[bytes]] = []
+        self.killed: set[int] = set()
 
     def start(self) -> None:
         """Add a node; the first one hosts the rendezvous, because it is never killed."""
@@ -125,7 +126,9 @@ class Agents:
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
             "--rdzv-id=elastic",
             "--local-addr=127.0.0.1",
-            "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,"
+            # An agent that is silent for ten seconds counts as dead. On a busy machine, less may
+            # drop a living one from a new round, and the others wait for its address in vain.
+            "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10,"
             f"is_host={is_host}",
         )
         command = [sys.executable, "-m", "torch.distributed.run", *options]
@@ -145,24 +148,33 @@ class Agents:
             )
 
     def wait_for(self, world_size: int, more_steps: int, trained: Callable[[], bool]) -> None:
-        """Wait until a new start with this many workers has done some steps."""
+        """Wait until a new start with this many workers has done some steps, or an agent ends."""
 
         def otherwise() -> str:
             codes = [agent.poll() for agent in self.agents]
             return f"no {world_size} workers with {more_steps} steps: {codes}\n{self.told()}"
 
-        wait_until(trained, otherwise)
+        wait_until(lambda: self.has_lost_one() or trained(), otherwise)
+        assert not self.has_lost_one(), otherwise()
+
+    def has_lost_one(self) -> bool:
+        """Return whether an agent has ended that was not killed."""
+        return any(
+            index not in self.killed and agent.poll() is not None
+            for index, agent in enumerate(self.agents)
+        )
 
     def kill(self, index: int) -> None:
         """Kill a node's agent and worker, as a power failure would."""
+        self.killed.add(index)
         agent = psutil.Process(self.agents[index].pid)
         gone = [agent, *agent.children(recursive=True)]
         for process in gone:
             process.kill()
 
     def told(self) -> str:
-        """Return what all agents and workers have printed."""
-        return "".join(path.read_text() for path in sorted(self.logs.iterdir()))
+        """Return what all agents and workers have printed, below the names of the files."""
+        return "".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.logs.iterdir()))
 
 
 @pytest.fixture
