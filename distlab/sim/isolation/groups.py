@@ -15,6 +15,7 @@ from distlab.sim.messages.limits import group_limit_s
 from distlab.sim.messages.meetings import FOUNDING
 from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.messages.store import SimStore
+from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import CallSite
 
 BACKEND = "sim"
@@ -54,7 +55,8 @@ class Groups:
         self._everyone = tuple(range(num_ranks))
         self._global_ranks = {rank: rank for rank in self._everyone}
         self._joins = [0] * num_ranks  # number of times that each rank has joined
-        self._ports: dict[int, tuple[int, str]] = {}  # of each join: the first rank, and its port
+        # Of each join: the first rank, its port, and the line at which it joins.
+        self._ports: dict[int, tuple[int, str, str]] = {}
 
     def check_port(self, port: str) -> None:
         """Check that the running rank, which is about to join, meets the others at one port.
@@ -62,13 +64,14 @@ class Groups:
         Raises:
             RuntimeError: Another rank has another port; on real processes, both wait in vain.
         """
-        rank = self._shared.clock.current.number
-        other, first = self._ports.setdefault(self._joins[rank], (rank, port))
+        rank, line = self._shared.clock.current.number, place(self._shared.places.line())
+        mine = (rank, port, line)
+        other, first, others_line = self._ports.setdefault(self._joins[rank], mine)
         if port != first:
             raise RuntimeError(
-                f"rank {rank} would meet the others at port {port}, but rank {other} does at port "
-                f"{first}: both wait until the time limit. Choose the port once, before the ranks "
-                "start, and pass it on as MASTER_PORT"
+                f"rank {rank} would meet the others at port {port} ({line}), but rank {other} does "
+                f"at port {first} ({others_line}): both wait until the time limit. Choose the port "
+                "once, before the ranks start, and pass it on as MASTER_PORT"
             )
 
     def join(self, timeout: timedelta | None = None, **asked: Any) -> None:

@@ -30,7 +30,9 @@ def joins_at_a_port_of_its_own() -> None:
 
 
 def test_ranks_that_choose_different_ports_never_meet() -> None:
-    with pytest.raises(RankError, match=r"rank 1 would meet .* at port 29501, but rank 0"):
+    line = r"\(test_habits\.py:\d+ in joins_at_a_port_of_its_own\)"
+    told = rf"rank 1 would meet .* at port 29501 {line}, but rank 0 does at port 29500 {line}: both"
+    with pytest.raises(RankError, match=told):
         simulate(joins_at_a_port_of_its_own, 2)
 
 
