@@ -120,7 +120,7 @@ def installed(host: RankHost) -> Iterator[None]:
         if host.fleet is None:
             _patch_gpus(of_ranks, host.rank_states)
         else:
-            _patch_backends(replace, host)
+            _patch_backends(replace)
         _patch_rpc(of_ranks, host.rank_states)
         _patch_spawning(of_ranks, host.rank_states)
         _patch_generators(of_ranks, host.rank_states)
@@ -277,15 +277,29 @@ def _asked(host: RankHost, backend: object, device_id: object) -> dict[str, Any]
     return {"backend": name, "bound": bound}
 
 
-def _patch_backends(replace: Replace, host: RankHost) -> None:
-    """Make ``get_backend`` return what the program asked for, instead of "sim"."""
+def _patch_backends(replace: Replace) -> None:
+    """Let ``get_backend`` and ``barrier`` see the backend and the GPU that the program asked for.
+
+    torch would find the GPU as the group's ``bound_device_id``, but then it splits groups, too.
+    """
+    barrier = dist.barrier
 
     def get_backend(group: Any = None) -> dist.Backend:
         members: Any = c10d._group_or_default_group(group)
         return dist.Backend(members.backend or "undefined")
 
+    @functools.wraps(barrier)
+    def on_bound_gpu(
+        group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None
+    ) -> Any:
+        bound = getattr(c10d._group_or_default_group(group), "bound", -1)
+        if device_ids is None and bound >= 0:
+            device_ids = [bound]
+        return barrier(group, async_op, device_ids, timeout)
+
     for owner in (dist, c10d):
         replace(owner, "get_backend", get_backend)
+        replace(owner, "barrier", on_bound_gpu)
 
 
 def _port_of(url: object) -> str:

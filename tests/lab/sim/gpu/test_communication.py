@@ -3,7 +3,9 @@
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -321,6 +323,29 @@ def test_a_barrier_runs_on_the_gpu_that_torch_chooses() -> None:
     assert gpus_of_calls(bound=2) == ["cuda:3", "cuda:1", "cuda:3"]
     assert gpus_of_calls(bound=2, ids=4) == ["cuda:5", "cuda:1", "cuda:3"]
     assert gpus_of_calls() == ["cuda:1"] * 3  # no call before it: that of the rank's number
+
+
+def advice_in_barriers(*, is_eager: bool) -> list[str]:
+    """Return torch's warnings in a barrier of all ranks, one of a new group and one with a GPU."""
+    join(is_eager=is_eager)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.barrier()
+        dist.barrier(dist.new_group([0, 1]), async_op=True).wait()
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+    return [str(warning.message) for warning in caught]
+
+
+def test_torch_advises_a_device_id_in_a_barrier_only_where_there_is_none() -> None:
+    def told(*, is_eager: bool) -> list[list[str]]:
+        program = partial(advice_in_barriers, is_eager=is_eager)
+        return simulate(program, 2, cluster="dgx-h100", options=GPUS, joined=False).results
+
+    assert told(is_eager=True) == [[], []]
+    ((first, second), others) = told(is_eager=False)
+    assert first == second
+    assert first.startswith("barrier(): using the device under current context")
+    assert others == []
 
 
 def swaps_gpus() -> None:
