@@ -168,25 +168,13 @@ def sim(
         _check_outputs(outputs)
         world, num_ranks = _world(cluster, nodes, ranks)
         faults = _faults(fault or (), seed, world, num_ranks)
-        capacity_bytes = _capacity(memory_gib, no_devices)
-        costs = _host_costs(host_cost or ())
-        refused = {
-            "--no-devices": no_devices,
-            "--overlap-cost": overlap_cost > 0,
-            "--p2p-order": p2p_order != "free",
-            "a cluster without GPUs": world.gpu is None,
-        }
+        options = _options(faults, memory_gib, host_cost or (), no_devices=no_devices)
+        refused = _refused(world, p2p_order, overlap_cost, no_devices=no_devices)
         if semantics == "auto":
-            asks = bool(host_cost or watchdog) or _names_gpus(script)
-            semantics = "nccl" if asks and not any(refused.values()) else "gloo"
+            semantics = _fitting(script, refused, is_asked=bool(host_cost or watchdog))
         _check_semantics(semantics, refused, has_costs=bool(host_cost))
-
-    from distlab.sim import Options
-    from distlab.sim.results.summary import summary
-    from distlab.sim.script import only_defines, run_script, title_of
-
-    with _usage_errors(context):
-        options = Options(
+        options = replace(
+            options,
             algorithm=algorithm,
             eager_bytes=eager_bytes,
             p2p_order=p2p_order,
@@ -194,34 +182,77 @@ def sim(
             is_sanitized=sanitize,
             watchdog=str(watchdog or ""),
             seed=seed,
-            has_devices=False if no_devices else True if capacity_bytes else None,
-            capacity_bytes=capacity_bytes,
             overlap_cost=overlap_cost,
-            faults=faults,
             semantics=semantics,
-            costs=costs,
         )
+    simulated, observer = _run(context, script, own_arguments, num_ranks, options, world, against)
+    _report(simulated, script, ranks, has_sources=assumed)
+    _write(simulated, title, script, outputs)
+    _tell_findings(simulated, observer, is_sanitized=sanitize)
+
+
+def _options(
+    faults: "Faults", memory_gib: float | None, host_cost: Sequence[str], *, no_devices: bool
+) -> "Options":
+    """Return options that need more than to be passed on."""
+    from distlab.sim import Options
+
+    capacity_bytes = _capacity(memory_gib, no_devices)
+    has_devices = False if no_devices else True if capacity_bytes else None
+    return Options(
+        faults=faults,
+        has_devices=has_devices,
+        capacity_bytes=capacity_bytes,
+        costs=_host_costs(host_cost),
+    )
+
+
+def _run(
+    context: typer.Context,
+    script: Path,
+    arguments: Sequence[str],
+    num_ranks: int,
+    options: "Options",
+    world: "Cluster",
+    against: str | None,
+) -> "tuple[Simulated[None], Against | None]":
+    """Run a script; also return what has compared its ranks with one, if they were compared."""
+    from distlab.sim.script import run_script
+
     observer = None
     with _exits_reported_once():
         if against:
-            observer = _beside_one(context, script, own_arguments, num_ranks, options, world)
+            observer = _beside_one(context, script, arguments, num_ranks, options, world)
             options = replace(options, observer=observer)
     with _exits_reported_once(), _told_also_after_an_error(observer):
-        simulated = run_script(script, own_arguments, num_ranks, world, options)
-    typer.echo(f"\n{summary(simulated, has_sources=assumed)}\n")
+        return run_script(script, arguments, num_ranks, world, options), observer
+
+
+def _report(
+    simulated: "Simulated[None]", script: Path, ranks: int | None, *, has_sources: bool
+) -> None:
+    """Print what the run took."""
+    from distlab.sim.results.summary import summary
+    from distlab.sim.script import only_defines
+
+    typer.echo(f"\n{summary(simulated, has_sources=has_sources)}\n")
     if ranks and len(simulated.results) != ranks:
         started = counted(len(simulated.results), "rank")
         typer.echo(f"{script} started {started} itself, whatever --ranks {ranks} says.\n")
     if only_defines(script):
         typer.echo(f"No rank did anything: {script} defines functions, but calls none.\n")
-    heading = title or title_of(script)
-    _write(simulated, heading, outputs)
+
+
+def _tell_findings(
+    simulated: "Simulated[None]", observer: "Against | None", *, is_sanitized: bool
+) -> None:
+    """Print what was wrong; if anything was, exit with 1."""
     if observer:
         _tell_against(observer)
-    if sanitize:
+    if is_sanitized:
         typer.echo("\n".join(_lines_of(simulated.findings)))
     is_wrong = simulated.gpu_time and simulated.gpu_time.wrong
-    if is_wrong or (sanitize and simulated.findings) or (observer and observer.differs):
+    if is_wrong or simulated.findings or (observer and observer.differs):
         raise typer.Exit(1)
 
 
@@ -370,10 +401,24 @@ def _host_costs(texts: Sequence[str]) -> "Costs":
         raise ValueError(f"--host-cost: {error}") from None
 
 
-def _names_gpus(script: Path) -> bool:
+def _refused(
+    world: "Cluster", p2p_order: str, overlap_cost: float, *, no_devices: bool
+) -> dict[str, bool]:
+    """Return what GPUs as NCCL programs see them do not go together with, and if it is given."""
+    return {
+        "--no-devices": no_devices,
+        "--overlap-cost": overlap_cost > 0,
+        "--p2p-order": p2p_order != "free",
+        "a cluster without GPUs": world.gpu is None,
+    }
+
+
+def _fitting(script: Path, refused: dict[str, bool], *, is_asked: bool) -> Literal["gloo", "nccl"]:
+    """Return the semantics that fit a script and the options."""
     from distlab.sim.script import names_gpus
 
-    return names_gpus(script)
+    wants_gpus = is_asked or names_gpus(script)
+    return "nccl" if wants_gpus and not any(refused.values()) else "gloo"
 
 
 def _check_semantics(semantics: str, refused: dict[str, bool], *, has_costs: bool) -> None:
@@ -406,10 +451,17 @@ def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster,
     return cluster, num_ranks
 
 
-def _write(simulated: "Simulated[None]", title: str, outputs: dict[str, Path | None]) -> None:
+def _write(
+    simulated: "Simulated[None]",
+    title: str | None,
+    script: Path,
+    outputs: dict[str, Path | None],
+) -> None:
     """Write the requested files, and say how to look at them."""
     from distlab.sim.results import diagram, exports
+    from distlab.sim.script import title_of
 
+    heading = title or title_of(script)
     trace, links, plot, gantt = outputs.values()
     if trace and trace.suffix:
         exports.write_trace(simulated, trace)
@@ -421,8 +473,8 @@ def _write(simulated: "Simulated[None]", title: str, outputs: dict[str, Path | N
         exports.write_links(simulated, links)
         typer.echo(f"{links}: bytes per link")
     if plot:
-        diagram.space_time(simulated, title).savefig(plot)
+        diagram.space_time(simulated, heading).savefig(plot)
         typer.echo(f"{plot}: who did what when")
     if gantt:
-        diagram.gantt(simulated, title).savefig(gantt)
+        diagram.gantt(simulated, heading).savefig(gantt)
         typer.echo(f"{gantt}: where the time went")
