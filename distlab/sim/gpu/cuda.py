@@ -156,6 +156,7 @@ class Event:
         device = rank_device()
         event = Stream("an event", device.index)
         event.moment, event.reached = self.mark.moment.copy(), {**self.mark.reached}
+        device.host.waited = WaitedEvent(self._recorded, device.places.call_site()[0])
         _sync("Event.synchronize()", [event])
 
     def elapsed_time(self, end: "Event") -> float:

@@ -106,12 +106,13 @@ def _hazard(earlier: Access, later: Access, streams: Iterable[Stream]) -> Hazard
 def _remedy(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:
     if earlier.stream.name.startswith("NCCL"):
         return _wait_for(earlier, later, streams)
+    if remedy := _of_event(earlier, later):
+        return remedy
     if later.stream.index < 0:
         return f"synchronize {earlier.stream.name}, or an event behind the copy, before"
     if later.stream.name.startswith("NCCL"):
         return f"let the current stream wait for {earlier.stream.name} before the call"
-    order = f"let {later.stream.name} wait for {earlier.stream.name}"
-    return _of_event(earlier, later) or f"{order}: wait_stream() or wait_event()"
+    return f"let {later.stream.name} wait for {earlier.stream.name}: wait_stream() or wait_event()"
 
 
 def _of_event(earlier: Access, later: Access) -> str:

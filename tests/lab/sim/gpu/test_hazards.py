@@ -151,7 +151,7 @@ def an_event_that_was_never_recorded_orders_nothing() -> None:
 
 
 @case
-def an_event_that_is_recorded_on_the_stream_that_waits() -> None:
+def an_event_recorded_on_the_stream_that_waits() -> None:
     x, side, event = ones(4), torch.cuda.Stream(), torch.cuda.Event()
     x.add_(1)  # !
     event.record(side)
@@ -446,6 +446,15 @@ def the_host_waits_for_the_event_of_a_copy() -> None:
 
 
 @case
+def the_host_waits_for_an_event_before_a_copy() -> None:
+    x, target, event = ones(4), pinned(), torch.cuda.Event()
+    event.record()
+    target.copy_(x, non_blocking=True)  # !
+    event.synchronize()
+    target.sum()  # !
+
+
+@case
 def the_host_waits_for_copies_that_block_or_are_not_pinned() -> None:
     x, y = ones(4), torch.ones(4)
     for host, non_blocking in ((y, False), (y, True), (pinned(), False)):
@@ -735,15 +744,19 @@ def test_the_report_names_both_uses_and_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("program", "remedy"),
     [
-        (an_event_orders_only_what_came_before_it, "recorded (LINE) before that"),
-        (an_event_that_was_never_recorded_orders_nothing, "not recorded yet"),
-        (an_event_that_is_recorded_on_the_stream_that_waits, "recorded on itself (LINE)"),
+        (an_event_orders_only_what_came_before_it, "stream 1 / recorded (LINE) before that"),
+        (an_event_that_was_never_recorded_orders_nothing, "stream 1 / not recorded yet"),
+        (
+            an_event_recorded_on_the_stream_that_waits,
+            "stream 1 / recorded on itself (LINE)",
+        ),
+        (the_host_waits_for_an_event_before_a_copy, "the host / recorded (LINE) before that"),
     ],
 )
 def test_the_remedy_says_why_the_event_orders_nothing(program: Case, remedy: str) -> None:
     (line,) = found_in(program)
     line = re.sub(r"[^ (]*test_hazards.py:\d+ in \w+", "LINE", line)
-    assert f"stream 1 waits (LINE) for an event that was {remedy}" in line
+    assert remedy.replace(" / ", " waits (LINE) for an event that was ") in line
 
 
 def receives_what_it_sends() -> None:
