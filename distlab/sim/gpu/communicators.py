@@ -18,6 +18,8 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import rank_names
 
+Gpu = tuple[int, int]  # node, and number on it
+
 
 class Choice(NamedTuple):
     """A rank's choice of another GPU than that of its LOCAL_RANK.
@@ -59,8 +61,9 @@ class Communicators:
     orders: Orders = field(default_factory=Orders)
     _firsts: dict[Communicator, dict[int, First]] = field(default_factory=dict)
     _members: dict[Communicator, tuple[int, ...]] = field(default_factory=dict)
-    _places: dict[tuple[Communicator, int], dict[tuple[int, int], tuple[int, Choice | None]]] = (
-        field(default_factory=dict)
+    _gpus: dict[tuple[Communicator, int], list[Gpu]] = field(default_factory=dict)
+    _places: dict[tuple[Communicator, int], dict[Gpu, tuple[int, Choice | None]]] = field(
+        default_factory=dict
     )
 
     def used(
@@ -89,30 +92,38 @@ class Communicators:
     def check_place(
         self,
         key: Communicator,
-        number: int,
+        number: int | None,
         rank: int,
         members: tuple[int, ...],
-        gpu: tuple[int, int],
+        gpu: Gpu,
         choice: Choice | None,
     ) -> None:
-        """Raise if two ranks use one GPU in a collective, or in messages.
+        """Raise if the ranks of a collective, or of messages, are on GPUs that do not go together.
+
+        The n-th GPU of each rank is in the n-th of NCCL's communicators that stand behind ``key``.
 
         Args:
-            number: Number of the collective in its group. For a message it is negative: each rank
-                counts down the GPUs that it uses, as the n-th GPUs of all ranks share one of NCCL's
-                communicators.
-            gpu: Node and number on it.
+            number: Number of the collective in its group; None for a message.
             choice: How the rank has come to use the GPU, unless that is as it should be.
 
         Raises:
-            RuntimeError: Another rank has the same GPU; NCCL ends with this error, too.
+            RuntimeError: Another rank has the same GPU, for which NCCL has this error, too; or one
+                rank is on another of its GPUs than before and another rank is not, which hangs.
         """
-        places = self._places.setdefault((key, number), {})
+        gpus = self._gpus.setdefault((key, rank), [])
+        if gpu not in gpus:
+            gpus.append(gpu)
+        nth = gpus.index(gpu)
+        call = (key, -1 - nth if number is None else number)
+        places = self._places.setdefault(call, {})
         other, others_choice = places.setdefault(gpu, (rank, choice))
         if other != rank:
             raise _duplicate(gpu, {rank: choice, other: others_choice})
+        for theirs, (peer, _) in places.items():
+            if self._gpus[key, peer].index(theirs) != nth:
+                raise _apart(rank, nth, gpus) if nth else _apart(peer, 1, self._gpus[key, peer])
         if len(places) == len(members):
-            del self._places[key, number]
+            del self._places[call]
 
     def findings(self, *, has_ended: bool) -> Iterator[str]:
         """Yield a line for each wrong use.
@@ -132,7 +143,7 @@ class Communicators:
                 yield _partial_first(firsts[batches[0]].site, batches, missing)
 
 
-def _duplicate(gpu: tuple[int, int], ranks: Mapping[int, Choice | None]) -> RuntimeError:
+def _duplicate(gpu: Gpu, ranks: Mapping[int, Choice | None]) -> RuntimeError:
     node, number = gpu
     chosen = [choice.text(rank) for rank, choice in sorted(ranks.items()) if choice]
     remedy = chosen or [
@@ -142,6 +153,16 @@ def _duplicate(gpu: tuple[int, int], ranks: Mapping[int, Choice | None]) -> Runt
     return RuntimeError(
         f"Duplicate GPU detected : ranks {min(ranks)} and {max(ranks)} both use cuda:{number} of "
         f"node {node}. {'. '.join(remedy)}"
+    )
+
+
+def _apart(rank: int, nth: int, gpus: Sequence[Gpu]) -> RuntimeError:
+    return RuntimeError(
+        f"rank {rank} is on cuda:{gpus[nth][1]} in this call, and was on cuda:{gpus[0][1]} in "
+        "earlier ones of the group. NCCL makes a communicator for each GPU: this rank waits for "
+        "the others to make a second one, and they wait for it in the first, so this hangs. "
+        "all_gather_object and its like use torch.cuda.current_device(): call "
+        "torch.cuda.set_device(local_rank) before init_process_group, and stay on that GPU"
     )
 
 

@@ -138,7 +138,7 @@ class GpuGroup(SimGroup):
     ) -> None:
         super().__init__(shared, ranks, rank, key, name, limit_s)
         self._fleet, self.backend, self.bound = fleet, backend, bound
-        self._used: dict[int, int] = {}  # GPUs of the calls so far, numbered
+        self._used: set[int] = set()  # GPUs of the calls so far
         self._device = fleet.devices[ranks[rank]]
         self._recorder = fleet.recorders.get(ranks[rank])
         self._info = GroupInfo(name, ranks, limit_s)
@@ -200,9 +200,8 @@ class GpuGroup(SimGroup):
         fleet, (node, local_rank) = self._fleet, self._fleet.places[self._rank]
         gpu, chosen = self._device.visible()[index], self._device.chosen_at.get(index)
         choice = Choice(index, chosen, local_rank) if chosen and gpu != local_rank else None
-        number = -1 - self._used.setdefault(index, len(self._used))
-        if isinstance(operation, Attendance):
-            number = operation.meeting.number
+        number = operation.meeting.number if isinstance(operation, Attendance) else None
+        self._used.add(index)
         fleet.communicators.check_place(key, number, self._rank, members, (node, gpu), choice)
         fleet.communicators.used(
             key,
