@@ -89,8 +89,9 @@ class Simulation:
             buffers,
             eager_bytes=options.eager_bytes,
             p2p_order=options.p2p_order,
-            has_tags=not self.fleet,
         )
+        if self.fleet:
+            self.fleet.crossings = self.mailbox.crossings
         self.steps, self.sanitizer = self._make_watchers()
         self.meetings = Meetings(
             self.clock, traffic, buffers, self._plan, self.places, self.sanitizer
@@ -344,7 +345,9 @@ class Simulation:
         self.trace.waited_twice = table([*self.handles.twice])
         if self.sanitizer:
             self.sanitizer.note_unwaited(self.trace.unwaited)
-            self.sanitizer.note_crossed(self.mailbox.crossed.values())
+            told = self.mailbox.crossings.changed_places() if self.fleet else []
+            crossed = self.mailbox.crossings.lines()
+            self.sanitizer.note_crossed(text for text in crossed if text not in told)
 
     def _standstill_error(self) -> SimulationError:
         if self.failures.first:

@@ -26,6 +26,7 @@ from distlab.sim.gpu.device import HostAndGpus, this_device
 from distlab.sim.gpu.flight_recorder import UNCHECKED, FlightRecorder, GroupInfo, write_dumps
 from distlab.sim.gpu.placement import home_of, index_of
 from distlab.sim.gpu.streams import Mark, Stream
+from distlab.sim.messages.crossings import Crossings
 from distlab.sim.messages.group import Shared, SimGroup
 from distlab.sim.messages.meetings import DISPUTE_S, Attendance, Meeting
 from distlab.sim.messages.message import Communicator, Message, StreamTurn
@@ -72,6 +73,7 @@ class Fleet:
         devices: Host and GPUs of each rank.
         places: (node, number on it) of the GPU of each rank.
         batches: The batch that each rank is posting.
+        crossings: Messages that met with different tags.
         recorders: Flight recorder of each rank; none without a watchdog.
         watchdog: Folder for the dumps of flight recorders after a hang, or None.
     """
@@ -81,6 +83,7 @@ class Fleet:
     communicators: Communicators = field(default_factory=Communicators)
     batches: dict[int, Batch] = field(default_factory=dict)
     channels: dict[tuple[int, int, Communicator], Stream] = field(default_factory=dict)
+    crossings: Crossings = field(default_factory=Crossings)
     recorders: dict[int, FlightRecorder] = field(default_factory=dict)
     watchdog: Path | None = None
 
@@ -97,14 +100,15 @@ class Fleet:
         return write_dumps(self.recorders, gone, self.watchdog)
 
     def wrong(self, *, has_ended: bool) -> list[str]:
-        """Return a line for each wrong use, of memory or of communicators.
+        """Return a line for each wrong use, of memory, communicators or tags.
 
         Args:
             has_ended: True if the world has ended without an error, so nothing more is to come.
         """
         nodes = [node for node, _ in self.places]
         found = report.wrong(self.devices, nodes, has_ended=has_ended)
-        return [*found, *self.communicators.findings(has_ended=has_ended)]
+        of_communicators = self.communicators.findings(has_ended=has_ended)
+        return [*found, *of_communicators, *self.crossings.changed_places()]
 
     def gpu_time(self) -> GpuTime:
         """Return where the time went, and what was wrong."""

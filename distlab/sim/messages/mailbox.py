@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from distlab.process_group.call import describe
+from distlab.sim.messages.crossings import NO_TAGS, Crossings
 from distlab.sim.messages.limits import closed_error
-from distlab.sim.messages.message import Lanes, Message
+from distlab.sim.messages.message import Communicator, Lanes, Message
 from distlab.sim.messages.pending import ANY_SOURCE, Buffers
 from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.report import mismatch
@@ -24,7 +25,6 @@ from distlab.sim.reporting.sites import Site
 
 SIZES = "A send and its recv need the same number of elements and the same dtype."
 ORDER = "Messages from one rank to another with the same tag meet in the order of the calls."
-NO_TAGS = "NCCL ignores tags: messages from one rank to another meet in the order of the calls."
 MAX_TAKEN = 8  # number of messages taken by any-source recvs to remember, per receiver
 Pair = tuple[object, int, int]  # (group, lower rank, higher rank)
 Address = tuple[object, int, int, int]  # (group, source, destination, tag)
@@ -37,13 +37,12 @@ class Mailbox:
     Args:
         eager_bytes: Size of the largest send that is buffered.
         p2p_order: "pair" or "free", as in ``Options``. With "pair", tags do not count.
-        has_tags: False if tags never count.
 
     Attributes:
         lanes: Streams in which messages wait their turn; None if they start when they are posted.
         closed: For each closed connection, the rank and the message that timed out on it.
         held: Messages that a GPU's stream has yet to get to, as keys.
-        crossed: For each send and recv that met with different tags, their sites and a text.
+        crossings: Sends and recvs that met with different tags.
     """
 
     def __init__(
@@ -53,18 +52,16 @@ class Mailbox:
         *,
         eager_bytes: int,
         p2p_order: str,
-        has_tags: bool = True,
     ) -> None:
         self._traffic, self._buffers, self._eager_bytes = traffic, buffers, eager_bytes
         self.lanes = Lanes(self._start) if p2p_order == "pair" else None
-        self._has_tags = has_tags and self.lanes is None
         self._sends: dict[Address, deque[Message]] = defaultdict(deque)
         self._recvs: dict[Address, deque[Message]] = defaultdict(deque)
         self._has_any_source = False  # True once a recv from any rank has been posted
         self._numbers = count()
         self.closed: dict[Pair, tuple[int, str]] = {}  # rank that timed out, and its message
         self.held: dict[Message, None] = {}
-        self.crossed: dict[tuple[Site, Site], str] = {}
+        self.crossings = Crossings()
         # For each receiving rank, messages taken by any-source recvs, with those recvs' sites.
         self._taken: dict[int, deque[tuple[Taken, Site]]] = {}
 
@@ -137,8 +134,9 @@ class Mailbox:
             self.deliver(send, recv, recv.posted_s)
 
     def _tag(self, message: Message) -> int:
-        """Return the tag by which a message is matched."""
-        return message.tag if self._has_tags else 0
+        """Return the tag by which a message is matched: with NCCL, all have the same."""
+        is_of_nccl = self.lanes is not None or isinstance(message.key, Communicator)
+        return 0 if is_of_nccl else message.tag
 
     def close(self, late: Message) -> None:
         """Close the connection that ``late`` uses, as gloo does when a wait times out.
@@ -193,7 +191,7 @@ class Mailbox:
 
     def _pair(self, send: Message, recv: Message, later: Message) -> None:
         if send.tag != recv.tag:
-            self._note_crossed(send, recv)
+            self.crossings.note(send, recv)
         if send.form != recv.form and not _fit(send.tensor, recv.tensor):
             earlier = recv if later is send else send
             order = ORDER if send.tag == recv.tag else NO_TAGS
@@ -211,14 +209,6 @@ class Mailbox:
             taken = self._taken.setdefault(recv.rank, deque(maxlen=MAX_TAKEN))
             taken.append(((recv.key, send.rank, recv.tag, recv.form), recv.site))
         send.meet(recv)
-
-    def _note_crossed(self, send: Message, recv: Message) -> None:
-        """Note a send and a recv with different tags, which meet only on NCCL."""
-        self.crossed.setdefault(
-            (send.site, recv.site),
-            f"rank {recv.rank} receives with tag {recv.tag} ({recv.where()}) what rank {send.rank} "
-            f"sent with tag {send.tag} ({send.where()}). {NO_TAGS}",
-        )
 
     def _swapped_tag(self, send: Message, recv: Message, later: Message) -> str:
         """Return a hint about swapped tags if a message with another tag would fit; else ""."""

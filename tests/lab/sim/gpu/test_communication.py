@@ -5,8 +5,10 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from distlab.sim.messages.message import Communicator
 
 Program = Callable[..., object]
 GPUS = Options(semantics="nccl")
+DOCUMENT = Path(__file__).parents[4] / "docs/simulator.md"
 
 
 def join(*, is_eager: bool = False) -> int:
@@ -55,6 +58,66 @@ def wrong(program: Program, num_ranks: int = 2) -> list[str]:
 
 
 # Messages
+
+
+def sends_with_tags(sent: list[int], received: list[int], *, is_batched: bool = False) -> list[int]:
+    """Send each tag as a value, and return the values that came, in the order of their tags."""
+    rank, came = join(), {tag: torch.zeros(4, device="cuda") for tag in received}
+    if rank == 0:
+        ops = [dist.P2POp(dist.isend, tag * ones(), 1, tag=tag) for tag in sent]
+    else:
+        ops = [dist.P2POp(dist.irecv, came[tag], 0, tag=tag) for tag in received]
+    calls = dist.batch_isend_irecv if is_batched else lambda ops: [_call(op) for op in ops]
+    for work in calls(ops):
+        work.wait()
+    return [int(came[tag][0]) for tag in sorted(received)]
+
+
+def _call(op: dist.P2POp) -> Any:
+    return op.op(op.tensor, op.peer, tag=op.tag)
+
+
+@pytest.mark.parametrize("is_sanitized", [False, True])
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_messages_received_in_another_order_than_they_were_sent(
+    is_batched: bool, is_sanitized: bool
+) -> None:
+    program = partial(sends_with_tags, [0, 1, 2], [1, 2, 0], is_batched=is_batched)
+    options = replace(GPUS, is_sanitized=is_sanitized)
+    ran = simulate(program, 2, cluster="dgx-h100", options=options, joined=False)
+    assert ran.results[1] == [2, 0, 1]
+    assert ran.findings == []
+    assert ran.gpu_time is not None
+    (line,) = ran.gpu_time.wrong
+    assert line.startswith("rank 1 receives with tag 1 (test_communication.py:")
+    assert "what rank 0 sent with tag 0 (test_communication.py:" in line
+    assert line.endswith("Post the receives in the order of the sends.")
+    assert re.sub(r" \(\w+\.py:\d+ in \w+\)", "", line) in DOCUMENT.read_text()
+
+
+def swaps_tags_by_gloo() -> list[float]:
+    rank, group, came = join(), dist.new_group(backend="gloo"), [torch.zeros(1) for _ in range(2)]
+    if rank == 0:
+        works = [dist.isend(torch.full((1,), float(tag)), 1, group, tag) for tag in range(2)]
+    else:
+        works = [dist.irecv(came[tag], 0, group, tag) for tag in (1, 0)]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    return [float(x) for x in came]
+
+
+def test_tags_count_in_a_group_of_gloo() -> None:
+    ran = simulate(swaps_tags_by_gloo, 2, cluster="dgx-h100", options=GPUS, joined=False)
+    assert ran.results[1] == [0.0, 1.0]
+    assert ran.gpu_time is not None
+    assert ran.gpu_time.wrong == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"), [([0, 1, 2], [0, 1, 2]), ([5], [0]), ([0, 1, 2], [1, 2, 3])]
+)
+def test_tags_that_only_differ_do_no_harm(sent: list[int], received: list[int]) -> None:
+    assert wrong(partial(sends_with_tags, sent, received)) == []
 
 
 def sends_alone() -> None:
