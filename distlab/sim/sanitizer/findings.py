@@ -6,7 +6,8 @@ from distlab.sim.reporting.report import WHO
 from distlab.util.text import rank_names
 
 MAX_SHOWN = 20
-CAUSES = ("alias", "order", "crossing", "cut", "in flight")  # kinds of mistakes that lead to others
+# Kinds of mistakes that lead to others.
+CAUSES = ("alias", "order", "crossing", "cut", "in flight", "scaler")
 Mistake = tuple[str, Hashable]
 
 

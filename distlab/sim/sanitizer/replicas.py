@@ -73,7 +73,8 @@ class Replicas:
         """Judge steps to which only some ranks have come; called at the end of the world."""
         for step in self._recorder.unfinished():
             self.judge(step)
-        self._judge_results()
+        if not self._findings.has("scaler"):
+            self._judge_results()
         self._judge_norms(Step(("", 0, ""), 0, norms={**self._recorder.norms()}), [])
         self._report_unfed()
         self._shared.ended()
@@ -94,6 +95,8 @@ class Replicas:
 
     def judge(self, step: Step) -> None:
         """Compare the ranks before a step."""
+        if self._findings.has("scaler"):
+            return None  # the ranks no longer take the same steps
         if step.is_ddp and len({*step.total_syncs.values()}) > 1:
             return None if self._recorder.leaves_early else self._report_skipped(step)
         alike = _alike(step)

@@ -32,6 +32,7 @@ from distlab.sim.sanitizer.in_flight import InFlight
 from distlab.sim.sanitizer.mesh_copies import MeshCopies
 from distlab.sim.sanitizer.recorder import Norm, Recorder
 from distlab.sim.sanitizer.replicas import Replicas
+from distlab.sim.sanitizer.scalers import Scalers
 from distlab.sim.sanitizer.steps import Steps
 from distlab.util.replacing import Replace, replace_until
 
@@ -67,6 +68,7 @@ class Sanitizer:
         self._in_flight = InFlight(self.findings, places, open_handles, steps.number)
         self._recorder = Recorder(steps.parameters, rank_states.num_ranks)
         self._replicas = Replicas(self.findings, self._recorder)
+        self._scalers = Scalers(self.findings, rank_states, places, unnoticed)
         self._mesh_copies = MeshCopies(self.findings, steps.parameters)
         steps.listeners += [self._stepped, self._mesh_copies.steps]
         steps.listeners_after += [self._recorder.stepped, self._mesh_copies.stepped]
@@ -77,6 +79,7 @@ class Sanitizer:
         with contextlib.ExitStack() as undo:
             replace = partial(replace_until, undo)
             self._draws.install(replace)
+            self._scalers.install(replace)
             self._watch_clipping(replace)
             self._watch_losses(replace)
             self._watch_wrapping(replace)
@@ -85,6 +88,7 @@ class Sanitizer:
             yield
             self._calls.ended()
             self._draws.ended()
+            self._scalers.ended()
             self._replicas.ended()
             self._mesh_copies.ended()
 
