@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 BYTES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
 MAX_RUNS = 6  # if there are more runs of ranks, only the first three and the last are shown
+MAX_DIGITS = 17  # significant digits of a float
 
 Units = Sequence[tuple[str, float]]
 
@@ -109,6 +110,14 @@ def _digits(value: float) -> str:
     """Return a number with three significant digits."""
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
+
+
+def told_apart(numbers: Sequence[float], digits: int) -> list[str]:
+    """Return numbers with so many significant digits, or more if they look equal otherwise."""
+    texts = [f"{number:.{digits}g}" for number in numbers]
+    if digits < MAX_DIGITS and len({*texts}) < len({*numbers}):
+        return told_apart(numbers, digits + 1)
+    return texts
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from distlab.util.text import (
     did_you_mean,
     rank_names,
     seconds_text,
+    told_apart,
 )
 
 
@@ -73,3 +74,18 @@ def test_a_line_is_shortened_in_its_paths_before_its_reason() -> None:
     assert clipped(line, len(line)) == line
     assert clipped(line, 60) == "raised OSError: …/step-3.pt: the file is damaged"
     assert clipped("raised OSError: it is damaged", 20) == "raised OS…is damaged"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "texts"),
+    [
+        ([0.25, 3], ["0.25", "3"]),
+        ([0.0115012, 0.0115034], ["0.011501", "0.011503"]),
+        ([0.1, 0.1], ["0.1", "0.1"]),
+        ([float("nan"), float("nan")], ["nan", "nan"]),
+    ],
+)
+def test_numbers_get_the_digits_that_tell_them_apart(
+    numbers: list[float], texts: list[str]
+) -> None:
+    assert told_apart(numbers, 3) == texts

@@ -30,7 +30,7 @@ from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Digest, Parameters, digest, distinct_names
 from distlab.sim.sanitizer.values import is_equal, is_equal_not_by_chance, some_of
-from distlab.util.text import joined, rank_names
+from distlab.util.text import joined, rank_names, told_apart
 
 Ranks = tuple[int, ...]
 Key = tuple[int, Ranks, str]  # optimizer, ranks that hold copies, name of the parameter
@@ -164,7 +164,7 @@ class MeshCopies:
             ("copies", site),
             f"step {moment.number}: {rank_names(ranks)} hold copies of the same shards, which "
             f"differ {when} it, and were never equal again: {some_of([p.name for p in group])} "
-            f"(norm {joined([f'{norm:.6g}' for norm in group[0].norms[:MAX_NORMS]])}). "
+            f"(norm {joined(told_apart(group[0].norms[:MAX_NORMS], 6))}). "
             "Average gradients over the mesh's replicas, too, and begin with equal parameters; "
             f"{place(site)}",
         )

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, MutableMapping, Sequence
+from math import isnan, nan
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -116,7 +117,7 @@ class Digest(NamedTuple):
     """A tensor's values, for comparison.
 
     Attributes:
-        key: Hash of the bytes.
+        key: Hash of the bytes, in which all NaNs are equal.
         is_constant: True if all elements are equal, as those of a new bias are.
         has_equal_rows: True if all rows are equal, as where one is repeated.
         norm: Euclidean norm, for reports.
@@ -141,11 +142,13 @@ def digest(tensor: Tensor | None) -> Digest | None:
         return None
     is_constant = bool((values == values[0]).all())
     wide = (torch.view_as_real(values).flatten() if values.is_complex() else values).double()
+    norm = float(wide.norm())
+    kept = wide.masked_fill(wide.isnan(), nan) if isnan(norm) else values
     return Digest(
-        hash(values.view(torch.uint8).numpy().tobytes()),
+        hash(kept.view(torch.uint8).numpy().tobytes()),
         is_constant,
         local.dim() > 1 and bool((local == local[:1]).all()),
-        float(wide.norm()),
+        norm,
         _projection(wide),
     )
 

@@ -26,6 +26,11 @@ class Norm(NamedTuple):
     site: Site
     parameters: Sequence[ref[Tensor]]
 
+    @property
+    def factor(self) -> float:
+        """The factor by which it scaled the gradients."""
+        return 1.0 if self.total <= self.limit else self.limit / self.total
+
 
 @dataclass
 class Step:

@@ -15,6 +15,7 @@ as new biases are. Then:
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import isnan
 
 from distlab.sim.reporting.report import WHO, place
 from distlab.sim.sanitizer.findings import Findings
@@ -22,7 +23,7 @@ from distlab.sim.sanitizer.parameters import Digest
 from distlab.sim.sanitizer.recorder import Recorder, Step
 from distlab.sim.sanitizer.shared import Shared, with_one_loss
 from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chance, names_of
-from distlab.util.text import joined, rank_names
+from distlab.util.text import joined, rank_names, told_apart
 
 _NO_SYNC = (
     " DistributedDataParallel has averaged nothing since the last step: its forward passes ran "
@@ -39,7 +40,7 @@ _SOME_SYNCS = (
 def _cause_of_drift(step: Step, ranks: Sequence[int]) -> str:
     rates, states = ({of[rank] for rank in ranks} for of in (step.rates, step.num_states))
     if len(rates) > 1:
-        return f"Their learning rates are {joined([f'{r:g}' for r in sorted(rates)])}."
+        return f"Their learning rates are {joined(told_apart(sorted(rates), 6))}."
     if len(states) > 1:
         return (
             "Their optimizers began it with state, such as momentum, of "
@@ -160,13 +161,15 @@ class Replicas:
         if any({*ranks} <= {*others} for others in self._reported):
             return
         self._reported.add(ranks)
-        norms = [v.gradient.norm if v.gradient else 0.0 for v in wrong[0][:2]]
+        gradients = [v.gradient for v in wrong[0]]
+        other = next(k for k, g in enumerate(gradients) if not is_equal([gradients[0], g]))
+        norms = told_apart([g.norm if g else 0.0 for g in (gradients[0], gradients[other])], 4)
         advice = self._advice(step, ranks, wrong) if step.is_ddp else ""
         self._findings.add(
             ("gradients", (step.site, ranks)),
             f"step {step.number}: {len(wrong)} of {num_present} gradients differ between "
             f"{rank_names(ranks)}, whose parameters are equal: {names_of(wrong)} (norm "
-            f"{norms[0]:.4g} on rank {ranks[0]}, {norms[1]:.4g} on rank {ranks[1]}). They were not "
+            f"{norms[0]} on rank {ranks[0]}, {norms[1]} on rank {ranks[other]}). They were not "
             f"averaged; {place(step.site)}.{advice}",
         )
 
@@ -274,19 +277,20 @@ class Replicas:
                 self._report_norms(step, ranks)
 
     def _report_norms(self, step: Step, ranks: Sequence[int]) -> None:
-        norms = [step.norms[rank][0] for rank in ranks if len(step.norms[rank]) == 1]
+        norms = {rank: step.norms[rank][0] for rank in ranks if len(step.norms[rank]) == 1}
         if len(norms) < max(2, len(ranks)) or _have_own_heads(step, ranks):
             return
-        totals = [norm.total for norm in norms]
-        is_scaled = any(norm.total > norm.limit for norm in norms)
-        if is_scaled and max(totals) > min(totals) * (1 + 1e-5):
-            factors = [n.limit / n.total if n.total > n.limit else 1.0 for n in norms[:2]]
+        first, *_, last = sorted(ranks, key=lambda rank: _nan_last(norms[rank].total))
+        is_scaled = any(norm.factor != 1 for norm in norms.values())
+        if is_scaled and _are_apart(norms[first].total, norms[last].total):
+            pair = sorted([first, last])
+            factors = told_apart([norms[rank].factor for rank in pair], 3)
             self._findings.add(
-                ("norm", norms[0].site),
-                f"clip_grad_norm_ scaled the gradients by {factors[0]:.3g} on rank {ranks[0]} and "
-                f"by {factors[1]:.3g} on rank {ranks[1]}: each took the norm of its own gradients, "
+                ("norm", norms[first].site),
+                f"clip_grad_norm_ scaled the gradients by {factors[0]} on rank {pair[0]} and "
+                f"by {factors[1]} on rank {pair[1]}: each took the norm of its own gradients, "
                 "instead of the norm over all shards, or before they were averaged; "
-                f"{place(norms[0].site)}",
+                f"{place(norms[first].site)}",
             )
 
     def _judge_syncs(self, step: Step) -> None:
@@ -317,6 +321,15 @@ class Replicas:
         """Return whether ranks have made collective calls since an optimizer's last step."""
         last = {rank: self._recorder.begun[rank, optimizer][0] for rank in ranks}
         return any(self._recorder.num_calls[rank] > last[rank].num_calls[rank] for rank in ranks)
+
+
+def _nan_last(norm: float) -> tuple[bool, float]:
+    return isnan(norm), norm
+
+
+def _are_apart(least: float, most: float) -> bool:
+    """Return whether norms differ by more than rounding; NaN differs from all numbers."""
+    return isnan(most) != isnan(least) or most > least * (1 + 1e-5)
 
 
 def _have_own_heads(step: Step, ranks: Sequence[int]) -> bool:

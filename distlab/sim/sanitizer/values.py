@@ -1,6 +1,7 @@
 """Values and gradients of one parameter on several ranks."""
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ def are_far_apart(digests: Sequence[Digest | None]) -> bool:
     along = [d.projection for d in digests if d]
     if len(norms) < len(digests):
         return False
+    if not all(map(isfinite, norms)):
+        return any(map(isfinite, norms))
     is_far = max(norms) - min(norms) > FAR * max(norms)
     return is_far or max(along) - min(along) > FAR_ALONG * max(norms)
 

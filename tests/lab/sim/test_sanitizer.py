@@ -1,5 +1,6 @@
 """``--sanitize`` names mistakes that end without an error, and nothing in right programs."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,48 @@ def clips_before_averaging() -> None:
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
     average(net)
     sgd(net).step()
+
+
+def has_a_nan_of_its_own() -> None:
+    net = model()
+    optimizer = sgd(net)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        average(net)
+        optimizer.step()
+        if (dist.get_rank(), step) == (1, 1):
+            nn.init.constant_(net[2].bias, float("nan"))
+
+
+def clips_a_shard_with_nan() -> None:
+    shard = nn.Parameter(torch.zeros(4))
+    shard.grad = torch.full((4,), [3.0, float("nan")][dist.get_rank()])
+    nn.utils.clip_grad_norm_([shard], 1.0)
+    torch.optim.SGD([shard], lr=0.1).step()
+
+
+def clips_shards_of_nearly_equal_norms() -> None:
+    clips_a_number([1.0, 1.0, 1.00004][dist.get_rank()])
+
+
+def clips_a_number(norm: float) -> None:
+    shard = nn.Parameter(torch.zeros(1))
+    shard.grad = torch.full((1,), norm)
+    nn.utils.clip_grad_norm_([shard], 0.1)
+    torch.optim.SGD([shard], lr=0.1).step()
+
+
+def has_nans_of_two_kinds() -> None:
+    """Both are NaN, with another sign."""
+    net = model()
+    optimizer = sgd(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        average(net)
+        optimizer.step()
+        nn.init.constant_(net[2].bias, float("-nan" if dist.get_rank() else "nan"))
 
 
 def repeats_an_epoch() -> None:
@@ -628,6 +671,8 @@ WRONG: dict[Callable[[], None], str] = {
     clips_the_shard_that_its_owner_gets: "each took the norm of its own gradients",
     clips_the_shard_of_an_average: "each took the norm of its own gradients",
     clips_each_shard: "scaled the gradients by 0.183 on rank 0 and by 0.0758 on rank 1",
+    clips_a_shard_with_nan: "scaled the gradients by 0.167 on rank 0 and by nan on rank 1",
+    has_a_nan_of_its_own: "step 3: ranks 0 and 1 were equal before step 2, and differ now: 2.bias",
     averages_after_the_step: "They are averaged only after it.",
     skips_a_step: "step 3: rank 1 had averaged gradients 4 times before it, and rank 0 3 times",
     clips_before_averaging: "each took the norm of its own gradients, instead of",
@@ -645,6 +690,27 @@ WRONG: dict[Callable[[], None], str] = {
     leaves_a_shared_gradient_in_parts: "step 1: 0.weight and 0.bias had equal values on ranks 0",
     drops_the_same_elements: "step 1: ranks 0 and 1 drop the same elements",
 }
+
+
+def test_factors_are_told_apart() -> None:
+    (line,) = findings(clips_shards_of_nearly_equal_norms, 3)
+    assert "scaled the gradients by 0.1 on rank 0 and by 0.099996 on rank 2" in line
+
+
+def differs_on_the_last_rank() -> None:
+    net = model()
+    net(data()).square().sum().backward()
+    average(net)
+    assert net[2].bias.grad is not None
+    net[2].bias.grad *= 1 + (dist.get_rank() // 2) / 1e5
+    sgd(net).step()
+
+
+def test_the_norms_of_two_ranks_that_differ_are_named() -> None:
+    (line,) = findings(differs_on_the_last_rank, 3)
+    norms = re.search(r"norm (\S+) on rank 0, (\S+) on rank 2\)", line)
+    assert norms is not None
+    assert norms[1] != norms[2]
 
 
 def trains_on_shares(share: Callable[[int], int]) -> None:
@@ -1266,6 +1332,7 @@ def measures_throughput() -> None:
 
 
 RIGHT = [
+    has_nans_of_two_kinds,
     counts_samples_once,
     gathers_samples_and_cuts_them_off,
     measures_throughput,
