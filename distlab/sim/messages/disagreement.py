@@ -57,7 +57,7 @@ def disagreement(calls: Sequence[RankCall]) -> Mismatch:
         sides.setdefault(call.key(), []).append(call)
     ordered = list(sides.values())
     rows = shorten(_merged(calls), MAX_ROWS)
-    by_torch = advice_for(call.maker for call in calls)
+    by_torch = advice_for({call.rank: call.maker for call in calls})
     if len({call.name for call in calls}) > 1:
         names = [(side, side[0].name) for side in ordered]
         same = "Every rank of a group must make the same collective calls in the same order."

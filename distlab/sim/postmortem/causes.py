@@ -12,7 +12,7 @@ from distlab.sim.postmortem import thread_waits, ways_out
 from distlab.sim.postmortem.group_hints import wrong_group
 from distlab.sim.postmortem.standstill import MAX_CLAUSES, Standstill, find_cycle
 from distlab.sim.reporting.errors import DeadlockKind
-from distlab.sim.reporting.torch_calls import advice_for
+from distlab.sim.reporting.torch_calls import advice_for, advice_if_ended
 from distlab.util.text import lowered, rank_names, verb
 
 
@@ -56,7 +56,7 @@ def find_causes(still: Standstill) -> list[Cause]:
 def _knot(still: Standstill, ranks: list[int]) -> Cause:
     """Return the cause of a knot; it may be a lock that a communicating thread holds."""
     cause = _knot_of_calls(still, ranks)
-    if by_torch := advice_for(still.blocked[rank].maker for rank in ranks):
+    if by_torch := advice_for({rank: still.blocked[rank].maker for rank in ranks}):
         # The program cannot change the order of torch's own messages.
         is_cycle = cause.kind == "send/recv cycle"
         cause = cause._replace(advice=by_torch if is_cycle else f"{by_torch} {cause.advice}")
@@ -104,16 +104,18 @@ def _why_early(wait: Pending, ranks: Sequence[int], ended: Sequence[int]) -> str
     if isinstance(wait, Founding):
         return f"{FOUND_TOGETHER}, and {who} returned without doing so."
     if wait.maker:
-        return f"{advice_for([wait.maker])} Why did {who} return before?"
+        return advice_if_ended(wait.maker, ended)
     if isinstance(wait, Attendance):
         return (
             f"Why did {who} return before call {wait.meeting.number + 1} of this group? Fewer "
-            "batches, an early return, or a call under an `if` on the rank?"
+            "batches, a decision to stop that each rank makes alone, an early return, or a call "
+            "under an `if` on the rank?"
         )
     missing, surplus = ("send", "receive") if wait.name == "recv" else ("recv", "send")
     return (
-        f"Is a {missing} missing on {who}, or is there an early return? "
-        f"Or {verb(ranks, 'do', 'does')} {rank_names(ranks)} {surplus} once too often?"
+        f"Is a {missing} missing on {who}, or is there an early return (fewer batches, or a "
+        f"decision to stop that each rank makes alone)? Or {verb(ranks, 'do', 'does')} "
+        f"{rank_names(ranks)} {surplus} once too often?"
     )
 
 

@@ -6,20 +6,22 @@ broadcast_object_list's broadcast                sizes, before the objects
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 
 import torch.distributed.distributed_c10d as c10d
 
+from distlab.util.text import rank_names, verb
+
+_BACKWARD, _FORWARD = r"\.backward$", r"^DistributedDataParallel\.forward$"
 _ADVICE = (  # (pattern of a function's name, advice); the first match counts
     (
-        r"\.backward$",
+        _BACKWARD,
         "torch makes this call for the gradients, in backward(): all ranks have to run the same "
         "backward passes, with gradients for the same parameters. Is one left out, in no_sync(), "
-        "frozen, or not used on every rank (find_unused_parameters=True)? Ranks with fewer batches "
-        "need join().",
+        "frozen, or not used on every rank (find_unused_parameters=True)?",
     ),
     (
-        r"^DistributedDataParallel\.forward$",
+        _FORWARD,
         "DistributedDataParallel makes this call in forward(), for buffers or buckets: all ranks "
         "have to run it equally often. To run the model on one rank alone, call its .module.",
     ),
@@ -65,14 +67,40 @@ _ADVICE = (  # (pattern of a function's name, advice); the first match counts
 INDIRECT = frozenset(name for name in dir(c10d) if re.search("_object|coalesc", name))
 
 
-def advice_for(makers: Iterable[str]) -> str:
+def advice_for(makers: Mapping[int, str]) -> str:
     """Return advice on calls that torch's functions made, or "" if the program made all of them.
 
     Args:
-        makers: For each call, the name of the torch function that made it; "" for the program.
+        makers: For each rank, the name of the torch function that made its call; "" for the
+            program.
     """
-    names = dict.fromkeys(filter(None, makers))
-    fitting = (
-        text.format(name) for name in names for pattern, text in _ADVICE if re.search(pattern, name)
+    names = dict.fromkeys(filter(None, makers.values()))
+    advice = next(filter(None, map(_advice_on, names)), "")
+    past = [rank for rank, maker in makers.items() if not maker or maker in INDIRECT]
+    if past and any(re.search(_BACKWARD, name) for name in names):
+        who = verb(past, "have they", "has it")
+        unused = "no gradients in this step (no_sync(), frozen or unused parameters)"
+        return f"{past_the_steps(past)} Or {who} {unused}?"
+    return advice
+
+
+def _advice_on(maker: str) -> str:
+    return next(text.format(maker) for pattern, text in _ADVICE if re.search(pattern, maker))
+
+
+def advice_if_ended(maker: str, ended: Collection[int]) -> str:
+    """Return advice on a call of torch's, for which ranks that have ended would be needed."""
+    if re.search(_BACKWARD, maker):
+        return past_the_steps(ended)
+    if re.search(_FORWARD, maker):
+        return f"{past_the_steps(ended)} If not: {_advice_on(maker)}"
+    return f"{_advice_on(maker)} Why did {rank_names(ended)} return before?"
+
+
+def past_the_steps(ranks: Collection[int]) -> str:
+    """Ask why ranks take no more steps, though others do."""
+    return (
+        f"{rank_names(ranks).capitalize()} {verb(ranks, 'are', 'is')} past these steps: "
+        f"{verb(ranks, 'have they', 'has it')} fewer batches (use Join, or as many batches on each "
+        "rank), or does each rank decide alone when to stop (all-reduce or broadcast the decision)?"
     )
-    return next(fitting, "")

@@ -1,6 +1,7 @@
 """Calls that torch makes internally are named after the function that the program called."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -90,7 +91,47 @@ def test_what_has_made_a_call_is_named(fn: Callable[[], object], name: str) -> N
     ],
 )
 def test_what_it_asks_of_the_program(maker: str, says: str) -> None:
-    assert says in advice_for(["", maker])
+    assert says in advice_for({0: maker, 1: maker})
+
+
+def has_fewer_batches(*, sums: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    for _ in range(3 - min(dist.get_rank(), 1)):
+        model(torch.ones(2, 2)).sum().backward()
+    if sums:
+        dist.all_reduce(torch.ones(1))
+
+
+def has_fewer_batches_before_a_list_of_objects() -> None:
+    has_fewer_batches(sums=False)
+    dist.broadcast_object_list([0], 0)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        partial(has_fewer_batches, sums=False),
+        partial(has_fewer_batches, sums=True),
+        has_fewer_batches_before_a_list_of_objects,
+    ],
+)
+def test_ranks_that_take_fewer_steps_are_asked_why(fn: Callable[[], object]) -> None:
+    says = report(fn, 3)
+    assert "Ranks 1 and 2 are past these steps: have they fewer batches (use Join" in says
+    assert "does each rank decide alone when to stop" in says
+    assert "find_unused_parameters" not in says
+
+
+def test_ranks_that_go_back_alike_are_not_asked_for_batches() -> None:
+    both = {0: "Tensor.backward", 1: "Tensor.backward"}
+    assert "find_unused_parameters" in advice_for(both)
+    assert "batches" not in advice_for(both)
+
+
+def test_a_rank_that_has_returned_before_a_forward_pass_is_asked_why() -> None:
+    says = report(validates_alone)
+    assert "Rank 1 is past these steps: has it fewer batches" in says
+    assert "If not: DistributedDataParallel makes this call in forward()" in says
 
 
 def reduces_on_a_default_device() -> None:
