@@ -16,6 +16,12 @@ TWO_CALLS = (
     "If these are two different calls of the program, the ranks make them in another order, or one "
     "of them skips one."
 )
+_OF_PARTS = ("all_gather", "gather", "reduce_scatter")  # whose parts programs want to be uneven
+_PAD = (
+    "Where ranks have unequal numbers of elements, gather these numbers first, pad to the largest, "
+    "and cut the result."
+)
+_LIST = "On NCCL, a list of tensors of the right sizes would do, too."
 
 
 class RankCall(NamedTuple):
@@ -71,10 +77,20 @@ def disagreement(calls: Sequence[RankCall]) -> Mismatch:
     advice = f"In one collective call all ranks must give the same {joined(words)}."
     if by_torch:
         advice = by_torch
-    elif len({call.row.where for call in calls}) > 1 or is_shape:
+    elif len({call.row.where for call in calls}) > 1:
         advice += f" {TWO_CALLS}"
+    elif is_shape:
+        advice += f"{_on_parts(calls[0], words)} {TWO_CALLS}"
     kind: Any = "shape or dtype mismatch" if is_shape else "operation mismatch"
     return mismatch(kind, f"{calls[0].name} {_headline(details)}", rows, advice)
+
+
+def _on_parts(call: RankCall, words: Sequence[str]) -> str:
+    """Return advice on parts of unequal sizes; "" if the call has none."""
+    if call.name not in _OF_PARTS or words != ["size"] or isinstance(call.values["size"], list):
+        return ""
+    has_lists = call.values["device"] == "cuda" and call.name != "gather"
+    return f" {_PAD} {_LIST}" if has_lists else f" {_PAD}"
 
 
 def _headline(sides: Sequence[tuple[Sequence[RankCall], str]]) -> str:

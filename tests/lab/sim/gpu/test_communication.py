@@ -322,6 +322,11 @@ def gathers_other_sizes() -> None:
     dist.all_gather(parts, ones(sizes[dist.get_rank()]))
 
 
+def gathers_what_it_has() -> None:
+    mine = ones(2 + join())
+    dist.all_gather([torch.empty_like(mine) for _ in range(2)], mine)
+
+
 def gathers_into_a_wrong_place() -> None:
     join()
     dist.all_gather([ones(1), ones(3)], ones(2))
@@ -336,6 +341,10 @@ def gathers_uneven_by_gloo() -> None:
 def test_lists_that_do_not_fit_are_refused() -> None:
     text = report(gathers_other_sizes, kind=Mismatch)
     assert "all_gather with size [1, 3] on rank 0, but with size [1, 2] on rank 1" in text
+    assert "pad to the largest" not in text
+    assert "On NCCL, a list of tensors of the right sizes" in report(
+        gathers_what_it_has, kind=Mismatch
+    )
     text = report(gathers_into_a_wrong_place, kind=RankError)
     assert "the one at index 0 has the shape of the input, (2,); got [(1,), (3,)]" in text
     text = report(gathers_uneven_by_gloo, kind=RankError)

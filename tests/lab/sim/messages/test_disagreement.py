@@ -109,6 +109,37 @@ def forgets_group_in_one_branch() -> None:
         dist.broadcast(torch.ones(2), root, group=mine)
 
 
+def gathers_what_it_has() -> None:
+    mine = torch.ones(4 + me())
+    dist.all_gather([torch.empty_like(mine) for _ in range(size())], mine)
+
+
+def scatters_what_it_has() -> None:
+    mine = torch.ones(4 + me())
+    dist.reduce_scatter(torch.empty_like(mine), [mine] * size())
+
+
+@pytest.mark.parametrize("program", [gathers_what_it_has, scatters_what_it_has])
+def test_ranks_that_have_unequal_parts_are_told_to_pad(program: Callable[[], object]) -> None:
+    with pytest.raises(Mismatch, match="pad to the largest, and cut the result") as caught:
+        simulate(program, 2)
+    assert "NCCL" not in str(caught.value)
+
+
+def test_parts_cannot_be_padded_at_two_lines_or_where_nothing_is_gathered() -> None:
+    for program in (gathers_at_two_lines, waits_later):
+        with pytest.raises(Mismatch) as caught:
+            simulate(program, 2)
+        assert "pad" not in str(caught.value)
+
+
+def gathers_at_two_lines() -> None:
+    if me():
+        dist.all_gather([torch.ones(2)] * 2, torch.ones(2))
+    else:
+        dist.all_gather([torch.ones(3)] * 2, torch.ones(3))
+
+
 FORGOTTEN = "is group= missing, or wrong, in the calls of ranks 0 and 2?"
 
 
