@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from distlab.sim.gpu.streams import Reached, Stream
 from distlab.sim.messages.group_names import GroupNames
+from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Communicator, Message
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.roster import MadeGroup
+from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import clauses
 
@@ -105,14 +107,20 @@ class Use(NamedTuple):
         """Return whether whoever has reached so much comes after it."""
         return self.stream is None or reached.get(self.stream, 0) >= self.number
 
-    def text(self, names: GroupNames) -> str:
+    def site(self, *, is_outer: bool) -> Site:
+        """Return its line or, of a collective, the line that called its function."""
+        if is_outer and isinstance(self.operation, Attendance):
+            return self.operation.caller
+        return self.operation.site
+
+    def text(self, names: GroupNames, *, is_outer: bool) -> str:
         """Return its name and line, such as ``barrier (call 1 of ranks 0-3) (train.py:9)``."""
         operation, group = self.operation, names.name(self.operation)
         name = operation.title()
         if isinstance(operation, Message):
             batch = "" if self.communicator.pair else "a batch with the "
             name = f"{batch}i{name} {operation.toward()}"
-        return f"{name}{' on ' * bool(group)}{group} ({operation.where()})"
+        return f"{name}{' on ' * bool(group)}{group} ({place(self.site(is_outer=is_outer))})"
 
 
 class Order(NamedTuple):
@@ -125,6 +133,12 @@ class Order(NamedTuple):
     def rank(self) -> int:
         """The rank that has this order."""
         return self.first.operation.rank
+
+    @property
+    def is_of_one_line(self) -> bool:
+        """True if one function makes both calls, which its callers tell apart."""
+        inner, outer = ({use.site(is_outer=of) for use in self} for of in (False, True))
+        return len(inner) == 1 < len(outer)
 
     def places(self) -> tuple[int, Site, Site]:
         """Return the rank and both its lines."""
@@ -212,10 +226,10 @@ class Orders:
         """Return a line for each cycle.
 
         The first collective of a communicator creates it, too. If the same calls form a cycle of
-        kernels, only that is told.
+        creations, which is certain to hang, only that is told.
         """
         told: dict[Places, Cycle] = {}
-        for (_, places), cycle in sorted(self._cycles.items(), key=lambda item: item[0][0]):
+        for (_, places), cycle in sorted(self._cycles.items(), key=lambda item: not item[0][0]):
             told.setdefault(places, cycle)
         return [_line(cycle, made) for cycle in told.values()]
 
@@ -230,20 +244,22 @@ def _places(cycle: Cycle) -> Places:
 
 
 def _is_of_hosts(cycle: Cycle) -> bool:
-    return any(order.first.stream is None for order in cycle)
+    """Return whether a host waits in each order, so that nothing else can happen."""
+    return all(order.first.stream is None or order.second.stream is None for order in cycle)
 
 
 def _line(cycle: Cycle, made: Mapping[object, MadeGroup]) -> str:
     is_of_hosts = _is_of_hosts(cycle)
     names = GroupNames((order.first.operation for order in cycle), made)
-    texts = [(order.first.text(names), order.second.text(names)) for order in cycle]
+    is_outer = any(order.is_of_one_line for order in cycle)
+    texts = [[use.text(names, is_outer=is_outer) for use in order] for order in cycle]
     verb = " calls" if is_of_hosts else " launches"
     orders = [
         f"rank {order.rank}{'' if k else verb} {first} before {second}"
         for k, (order, (first, second)) in enumerate(zip(cycle, texts, strict=True))
     ]
     if len(cycle) == 2 and not is_of_hosts:
-        places = (use.operation.where() for use in cycle[1])
+        places = (place(use.site(is_outer=is_outer)) for use in cycle[1])
         orders[1] = f"rank {cycle[1].rank} the other way round ({', then '.join(places)})"
     return f"{clauses(orders)}: {_harm(cycle, is_of_hosts=is_of_hosts)}"
 

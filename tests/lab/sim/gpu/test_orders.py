@@ -88,17 +88,55 @@ def grid(has_row_first: Callable[[int], bool], *, is_eager: bool, waits: bool = 
         reduce_over(groups if has_row_first(rank) else groups[::-1], waits=waits)
 
 
-@pytest.mark.parametrize("is_eager", [True, False])
-def test_a_cycle_of_four_groups_of_which_no_two_ranks_share_two(is_eager: bool) -> None:
+KERNELS = (
+    "kernels of {} communicators may wait for each other for ever; use one order on all ranks, "
+    "or wait for one before the other"
+)
+CREATION = "so these hang; make these calls in one order on all ranks"
+
+
+@pytest.mark.parametrize(
+    ("is_eager", "verb", "harm"),
+    [(True, "launches", KERNELS.format(4)), (False, "calls", CREATION)],
+)
+def test_a_cycle_of_four_groups_of_which_no_two_ranks_share_two(
+    is_eager: bool, verb: str, harm: str
+) -> None:
     (line,) = wrong(partial(grid, lambda rank: rank % 3 == 0, is_eager=is_eager), 4)
-    assert line.startswith("rank 0 launches all_reduce (call 1 of ranks 0 and 1) (test_orders.py:")
+    assert line.startswith(f"rank 0 {verb} all_reduce (call 1 of ranks 0 and 1) (test_orders.py:")
     assert "before all_reduce (call 1 of ranks 0 and 2) (test_orders.py:" in line
     assert "rank 2 all_reduce (call 1 of ranks 0 and 2)" in line
     assert ", and rank 1 all_reduce (call 1 of ranks 1 and 3)" in line
-    assert line.endswith(
-        "kernels of 4 communicators may wait for each other for ever; use one order on all ranks, "
-        "or wait for one before the other"
+    assert line.endswith(harm)
+
+
+def reduces_in_a_helper(*, is_eager: bool) -> None:
+    rank, works = join(is_eager=is_eager), list[Any]()
+    ends = dist.new_group([0, 2])
+
+    def reduce(group: Any = None) -> None:
+        works.append(dist.all_reduce(ones(), group=group, async_op=True))
+
+    if rank == 0:
+        reduce(ends)  # before
+    reduce()  # all
+    if rank == 2:
+        reduce(ends)  # behind
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.parametrize(("is_eager", "harm"), [(True, KERNELS.format("two")), (False, CREATION)])
+def test_callers_are_named_where_one_function_makes_all_calls(is_eager: bool, harm: str) -> None:
+    (line,) = wrong(partial(reduces_in_a_helper, is_eager=is_eager), 3)
+    before, everywhere, behind = (
+        f"(test_orders.py:{line_of(reduces_in_a_helper, text)} in reduces_in_a_helper)"
+        for text in ("# before", "# all", "# behind")
     )
+    assert f"all_reduce (call 1 of ranks 0 and 2) {before}" in line
+    assert f"all_reduce (call 1 of ranks 0-2) {everywhere}" in line
+    assert behind[1:-1] in line
+    assert line.endswith(harm)
 
 
 @pytest.mark.parametrize("has_row_first", [lambda _: True, lambda r: r < 2, lambda r: r % 2 == 0])
