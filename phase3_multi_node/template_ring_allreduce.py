@@ -99,7 +99,7 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
         group: the ranks that take part; all by default.
 
     Cost: 2(N-1) messages per rank, each of one chunk, to its right neighbour; together, they carry
-        2(N-1)/N of the bytes of ``x``, the least that any all-reduce can send.
+        2(N-1)/N of the bytes of ``x``, the least that any all-reduce can send if only ranks add.
         2(N-1)α + 2(N-1)/N·nβ seconds for n bytes; no collective; one chunk of extra memory.
     Source: Patarasuk and Yuan 2009, section 3.
     """
