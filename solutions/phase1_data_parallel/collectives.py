@@ -19,12 +19,12 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
     """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``.
 
     The send and the receive do not wait for each other, so ranks cannot deadlock, whatever the
-    order of their calls. This holds even on NCCL, which runs operations between two ranks one at a
-    time (even ``isend`` and ``irecv``) unless they are started together.
+    order of their calls. This holds even with NCCL, where torch runs operations between two ranks
+    one at a time (even ``isend`` and ``irecv``) unless they are started together.
 
     Args:
         outgoing: contiguous tensor; not changed. The caller may overwrite it as soon as the call
-            returns.
+            returns (with NCCL: by operations on the current stream).
         dst: the rank that receives ``outgoing``; not this rank.
         incoming: contiguous tensor with the shape and dtype of the tensor that ``src`` sends; they
             may differ from those of ``outgoing``. On return it holds what arrived. It must not
@@ -56,7 +56,8 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
 
     Args:
         x: contiguous tensor with the same shape and dtype on all ranks; overwritten except on
-            ``src``. The caller may overwrite it as soon as the call returns.
+            ``src``. The caller may overwrite it as soon as the call returns (with NCCL: by
+            operations on the current stream).
         src: the rank that has the data.
         group: the ranks that take part; all by default.
 
