@@ -41,7 +41,8 @@ NUM_ROWS = 512  # number of images to train on
 MAX_COLUMNS = 80  # maximum width of a drawing; wider ones are folded
 PORTS = range(15_000, 30_000)  # below the ports that the system assigns to clients
 
-# torchrun's variables that identify a process, and what MPICH's and Open MPI's mpirun call them.
+# torchrun's environment variables, and the names that the mpirun of MPICH and that of Open MPI use
+# for the same values.
 MPIRUN = {
     "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK"),
     "WORLD_SIZE": ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
