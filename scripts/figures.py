@@ -4,11 +4,13 @@
     python scripts/figures.py broadcast       only those whose names begin with broadcast
 
 Each figure shows a function of ``scripts/phaseN.py``, run as ``distlab sim`` would run it, and is
-written to ``phaseN_*/figures/NAME.svg``. figures.csv lists the figures.
+written to ``phaseN_*/figures/NAME.svg``. figures.csv lists the figures. One more, of the
+collectives, belongs to all phases and is written to ``docs/images``.
 """
 
 import csv
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+from collectives_picture import Panel, picture
 from matplotlib import figure as matplotlib_figure
-from matplotlib import rcParams
+from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 
 from distlab.explore import IDEAL
-from distlab.sim import GPU, Cluster, Options, Simulated
+from distlab.sim import GPU, Cluster, Options, Simulated, simulate
 from distlab.sim.device.device import Device
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.trace import Event
@@ -215,6 +218,37 @@ STREAMS = StreamsFigure(
 )
 
 
+@dataclass(frozen=True)
+class CollectivesFigure(Figure):
+    """A picture of what the ranks hold before and after each collective."""
+
+    @property
+    def path(self) -> Path:
+        """Path of the picture, which docs/start.md shows."""
+        return ROOT / f"docs/images/{self.name}.svg"
+
+    def draw(self) -> None:
+        """Draw a panel for each collective; the letters stay text, which a test can read."""
+        with rc_context({"svg.fonttype": "none"}):
+            self._save(picture(self.panels()))
+
+    def panels(self) -> dict[str, Panel]:
+        """Run the program's collectives, and return what each rank held before and after."""
+        program = runpy.run_path(str(ROOT / self.subject))
+        run = simulate(program["run_all"], self.ranks, cluster=self.cluster)
+        return {name: [result[name] for result in run.results] for name in run.results[0]}
+
+
+COLLECTIVES = CollectivesFigure(
+    "collectives",
+    "Before and after each collective",
+    4,
+    cluster="laptop",
+    subject="examples/first_steps/collectives.py",
+    phase=1,
+)
+
+
 def _listed() -> Iterator[Figure]:
     """Yield the figures of figures.csv."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as file:
@@ -224,7 +258,7 @@ def _listed() -> Iterator[Figure]:
             yield Figure(row["name"], row["title"], *numbers)
 
 
-FIGURES = (*_listed(), MEMORY, STREAMS)
+FIGURES = (*_listed(), MEMORY, STREAMS, COLLECTIVES)
 
 
 def main() -> None:
