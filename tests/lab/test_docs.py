@@ -1,10 +1,13 @@
-"""Links lead somewhere, commands exist, and the first hour's commands print what it shows."""
+"""Links lead somewhere, commands exist, and those of two pages print what the pages show."""
 
 import ast
+import importlib
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 ROOT = Path(__file__).parents[2]
 COURSE = load(ROOT)
 README = ROOT / "README.md"
+START = ROOT / "docs/start.md"
 FIRST_HOUR = ROOT / "docs/first_hour.md"
 FOLDERS = ("*.md", "docs/*.md", "phase*/guidelines.md", "examples/*/*.md")
 PAGES = sorted(page for pattern in FOLDERS for page in ROOT.glob(pattern))
@@ -245,6 +249,58 @@ def test_the_first_hour_is_what_the_commands_print(capfd: pytest.CaptureFixture[
             main(words)
         printed = "".join(capfd.readouterr()).rstrip("\n") + "\n"
         assert re.fullmatch(pattern(output), printed), f"{command} printed\n{printed}"
+
+
+# --- the first program ---------------------------------------------------------------------------
+
+TIMEOUT_S = 120  # only a hang takes this long
+
+
+def shown_by_torchrun(words: list[str]) -> str:
+    """Run a script as ``torchrun`` does, without GPUs; return what it printed, in order."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return "".join(sorted(done.stdout.splitlines(keepends=True)))
+
+
+def test_the_first_program_prints_what_the_page_shows(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    steps = list(replayed(START.read_text(encoding="utf-8")))
+    assert [command.split()[0] for _, command, _ in steps] == ["torchrun", "distlab", "distlab"]
+    for _, command, output in steps:
+        name, *words = shlex.split(command)
+        if name == "torchrun":
+            assert shown_by_torchrun(words) == output
+            continue
+        with pytest.raises(SystemExit):
+            main(words)
+        printed = "".join(capfd.readouterr()).rstrip("\n") + "\n"
+        assert re.fullmatch(pattern(output), printed), f"{command} printed\n{printed}"
+
+
+def test_the_first_program_is_shown_as_it_is() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", START.read_text(encoding="utf-8"), re.DOTALL)
+    assert f"\n{shown}\n" in (ROOT / "examples/first_steps/hello.py").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_collectives_is_that_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    figure = importlib.import_module("figures").COLLECTIVES
+    wanted: list[str] = []
+    for name, panel in figure.panels().items():
+        wanted.append(name)
+        for rank, (before, after) in enumerate(panel):
+            wanted += [str(rank), *filter(None, [*before, *after])]
+    drawn = re.findall(r">([^<>\n]+)</text>", figure.path.read_text(encoding="utf-8"))
+    assert drawn == wanted, "python scripts/figures.py collectives draws it again"
 
 
 # --- the site ------------------------------------------------------------------------------------
