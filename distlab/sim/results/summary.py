@@ -224,10 +224,10 @@ def _slowest(ranks: Sequence[Totals | GpuTotals]) -> list[int]:
 
 def _size(simulated: Simulated[Any]) -> str:
     cluster = simulated.cluster
-    gpu = f" ({cluster.gpu.name})" if cluster.gpu else ""
+    slots = f"GPUs ({cluster.gpu.name})" if cluster.gpu else "processes"
     return (
         f"{counted(len(simulated.results), 'rank')} on {cluster.nodes} x "
-        f"{cluster.gpus_per_node} GPUs{gpu}, "
+        f"{cluster.gpus_per_node} {slots}, "
         f"{cluster.topology}: {seconds_text(simulated.seconds)}"
     )
 
