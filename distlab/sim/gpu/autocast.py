@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
+from distlab.sim.gpu.device import await_values
 from distlab.sim.gpu.placement import index_of
 
 _KEY = "AutocastCPU"
@@ -162,10 +163,16 @@ def _has_dtype(args: Sequence[Any]) -> bool:
 
 
 def _sparing(kernel: Any, op: Kernel) -> Kernel:
-    """Return the CPU's kernel of an operation, without effect on the host under CUDA's autocast."""
+    """Return the CPU's kernel of an operation, without effect on the host under CUDA's autocast.
+
+    It casts leaves while it holds a lock of the process. A rank that waited there for a message
+    would keep the rank that sends it from casting, so it waits before.
+    """
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_enabled("cuda") or any(map(_is_cast, (*args, *kwargs.values()))):
+        values = (*args, *kwargs.values())
+        if not _is_enabled("cuda") or any(map(_is_cast, values)):
+            await_values(value for value in values if isinstance(value, Tensor))
             return kernel.call_boxed(keys, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             return op(*args, **kwargs)

@@ -150,6 +150,24 @@ def test_cpu_autocast_is_torchs_own_in_a_world_and_after_it() -> None:
     assert main() == outside == [torch.bfloat16, torch.bfloat16]
 
 
+def test_ranks_cast_leaves_while_others_wait_for_them() -> None:
+    def main() -> Tensor:
+        rank = dist.get_rank()
+        torch.cuda.set_device(rank)
+        layer = nn.Linear(4, 4, bias=False, device="cuda")
+        nn.init.eye_(layer.weight)
+        x = torch.ones(2, 4, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            if rank > 0:
+                dist.recv(x, rank - 1)
+            x = layer(x.requires_grad_()).float()
+            if rank < 2:
+                dist.send(x.detach() + 1, rank + 1)
+        return x.detach().cpu()
+
+    assert [result[0, 0].item() for result in on_gpus(main, 3).results] == [1, 2, 3]
+
+
 def test_a_step_with_a_gradient_scaler_waits_once_and_skips_infinite_gradients() -> None:
     def main() -> tuple[float, bool]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
