@@ -45,7 +45,9 @@ _SIMULATOR = __file__.rpartition("gpu")[0], process_group.__file__.rpartition("_
 
 
 def _is_between(file: str) -> bool:
-    return file.startswith((*_SIMULATOR, "<")) or file.endswith(("_ops.py", "_stats.py"))
+    return file.startswith((*_SIMULATOR, "<")) or file.endswith(
+        ("_ops.py", "_stats.py", "_device.py")
+    )
 
 
 def _place(tensors: Any) -> int:

@@ -11,7 +11,7 @@ the host's clock stays where it is.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -51,6 +51,20 @@ def this_device() -> "HostAndGpus | None":
     """Return the device of the calling thread's rank; None outside a rank."""
     device: HostAndGpus | None = getattr(_thread, "device", None)
     return device
+
+
+def await_values(tensors: Iterable[Tensor | None]) -> None:
+    """Wait for communication that fills tensors, as an operation on them would.
+
+    The simulator has to, before it looks at the values of GPUs: a stream that waits for a
+    collective holds back neither the host nor the simulator.
+    """
+    device = this_device()
+    for tensor in tensors:
+        local: Any = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+        if device and local is not None and (home := home_of(local)) and home.flights:
+            stream = device.working_stream(home.index) if home.index >= 0 else device.host
+            device.await_bytes(home, Span.of(local), False, stream)
 
 
 class Use(NamedTuple):

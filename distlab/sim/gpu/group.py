@@ -170,7 +170,8 @@ class GpuGroup(SimGroup):
         if index < 0 and self.backend == "nccl" and tensors and not tensors[0].is_meta:
             raise RuntimeError(
                 f"{name}: No backend type associated with device type cpu. The group is NCCL's, "
-                "which takes tensors of GPUs only: move it there, or make a group with gloo"
+                "which takes tensors of GPUs only: move it there, or let gloo take those of the "
+                'host, by init_process_group("cpu:gloo,cuda:nccl")'
             )
         if index >= 0:
             for tensor in [t for t, i in zip(tensors, indices, strict=True) if i < 0]:

@@ -126,8 +126,11 @@ def _of_event(earlier: Access, later: Access) -> str:
     stream, site = event.recorded
     if stream is later.stream:
         return f"{waits} recorded on itself ({place(site)}): record it on {name}, behind that line"
-    early = f"{waits} recorded ({place(site)}) before that: wait for one that is recorded behind it"
-    return early if stream is earlier.stream else ""
+    if stream is earlier.stream:
+        return f"{waits} recorded ({place(site)}) before that: wait for one that is recorded behind"
+    elsewhere = f"{waits} recorded on {stream.name} ({place(site)})"
+    is_of_host = later.stream.index < 0
+    return f"{elsewhere}: record it on {name}, behind that line" if is_of_host else ""
 
 
 def _wait_for(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:

@@ -1,6 +1,7 @@
 """Where the time of hosts and GPUs went, and what would be wrong on GPUs."""
 
 import linecache
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -89,6 +90,16 @@ class GpuTime:
         dearest = sorted(map(_dearest_first, places.values()), key=_cost, reverse=True)
         return [_row(waits) for waits in dearest]
 
+    def sync_remedies(self) -> list[str]:
+        """Return what to do about the program's own lines that wait again and again."""
+        waits = (w for w in self.host_waits if w.count > 1 and w.idle_s > 0)
+        repeated = [wait.reason for wait in waits if ", in " not in wait.reason]
+        return [
+            f"{name}: {remedy}"
+            for (name, pattern), remedy in _REMEDIES.items()
+            if any(re.search(pattern, reason) for reason in repeated)
+        ]
+
     def bottleneck(self, launch_s: float) -> str:
         """Return a sentence if GPUs wait for hosts more than for all else; "" if they do not.
 
@@ -117,6 +128,18 @@ _HOST_BOUND = (
     "than launching kernels: it sleeps, loads data, or waits for another rank, a store or a thread."
 )
 SYNC_HEADINGS = ("place", "waits in", "times", "waited", "GPU idle", "")
+
+
+_REMEDIES = {
+    ("a value", r"item|tolist|copy to the host"): (
+        "add up on the GPU, and read the sum once; choose with torch.where instead of an if"
+    ),
+    ("a copy from pageable memory", "from pageable"): "pin_memory() and non_blocking=True",
+    ("a result of unknown size", r"mask|nonzero|unique|bincount|repeat_interleave"): (
+        "keep the size, with torch.where, weights of 0, or the option that gives the size"
+    ),
+    ("an index on the host", "index on the host"): "put the index on the GPU once",
+}
 
 
 def _dearest_first(waits: Sequence[HostWait]) -> list[HostWait]:

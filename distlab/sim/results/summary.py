@@ -187,6 +187,7 @@ def _on_gpus(on_gpus: GpuTime, launch_s: float) -> list[list[str]]:
             shown.append(f"and {counted(len(rows) - SYNCS, 'more place')}")
         heading = "host syncs: there the host waits for the GPU, which may then run out of work"
         parts = _listed(heading, shown)
+        parts += _listed("what helps where a line waits again and again:", on_gpus.sync_remedies())
     if sentence := on_gpus.bottleneck(launch_s):
         parts.append([sentence])
     return [*parts, *(_listed("wrong on GPUs:", on_gpus.wrong))]

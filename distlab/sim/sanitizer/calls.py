@@ -255,7 +255,8 @@ class Calls:
             self._findings.add(
                 ("order", site),
                 "ranks make the same calls in another order, so different tensors meet: as call "
-                f"{number + 1}, rank {first} {ours[number]}, and rank {rank} {theirs[number]}; "
+                f"{number + 1}, rank {first} {ours[number]}, and rank {rank} {theirs[number]}. Use "
+                "one order on all ranks, and give zeros where a rank has nothing to average; "
                 f"{place(site)}",
             )
             return

@@ -30,7 +30,7 @@ _NO_SYNC = (
     "inside no_sync() (there it decides), its forward was not called (but that of the module "
     "inside), its hook sent nothing, or a parameter that got no gradient kept a bucket waiting."
 )
-_AFTER_THE_STEP = " They are averaged only after it."
+_AFTER_THE_STEP = " They are averaged only after it, or with other ranks."
 _SOME_SYNCS = (
     " DistributedDataParallel averaged only some of the backward passes since the last step: the "
     "last one, and its forward pass, must run outside no_sync()."
@@ -40,7 +40,10 @@ _SOME_SYNCS = (
 def _cause_of_drift(step: Step, ranks: Sequence[int]) -> str:
     rates, states = ({of[rank] for rank in ranks} for of in (step.rates, step.num_states))
     if len(rates) > 1:
-        return f"Their learning rates are {joined(told_apart(sorted(rates), 6))}."
+        return (
+            f"Their learning rates are {joined(told_apart(sorted(rates), 6))}: give schedulers the "
+            "same numbers on all ranks, such as an averaged loss."
+        )
     if len(states) > 1:
         return (
             "Their optimizers began it with state, such as momentum, of "
@@ -299,8 +302,8 @@ class Replicas:
             self._findings.add(
                 ("no_sync", step.site),
                 f"step {step.number}: DistributedDataParallel averaged gradients in {most} "
-                "backward passes for one step, which is right and slow: run all but the last one, "
-                f"each with its forward pass, inside no_sync(); {place(step.site)}",
+                "backward passes for one step, where one is enough: run all but the last one, each "
+                f"with its forward pass, inside no_sync(); {place(step.site)}",
             )
 
     def _report_unsynced(self, ranks: tuple[int, ...], step: Step) -> None:

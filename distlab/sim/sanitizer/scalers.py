@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distlab.sim.gpu.device import await_values
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Places, Site
@@ -69,8 +70,10 @@ class Scalers:
         def step_and_note(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
             if not self._rank_states.is_in_rank() or not scaler.is_enabled():
                 return step(scaler, optimizer, *args, **kw)
+            tensors = _tensors(optimizer)
+            await_values(tensors)
             with self._unnoticed():
-                state = _state(optimizer)
+                state = _state(tensors)
             result = step(scaler, optimizer, *args, **kw)
             site = self._places.call_site()[0]
             with self._unnoticed():
@@ -117,10 +120,14 @@ class Scalers:
         )
 
 
-def _state(optimizer: Optimizer) -> State:
-    """Return what tells an optimizer's parameters and gradients from others; () if unknown."""
-    params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors = [x for p in params for x in (p, p.grad)]
+def _tensors(optimizer: Optimizer) -> list[Tensor | None]:
+    """Return an optimizer's parameters and gradients."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [x for p in parameters for x in (p, p.grad)]
+
+
+def _state(tensors: Sequence[Tensor | None]) -> State:
+    """Return what tells tensors from others; () if it is unknown."""
     digests = [*map(digest, tensors)]
     are_known = all(d or x is None for d, x in zip(digests, tensors, strict=True))
     return tuple(d.key if d else 0 for d in digests) if are_known else ()

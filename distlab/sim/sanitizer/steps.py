@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distlab.sim.gpu.device import await_values
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.results.simulated import Observer, StepOf
@@ -24,6 +25,7 @@ from distlab.sim.sanitizer.parameters import Parameters, distinct_names
 
 Listener = Callable[[int, StepOf, Optimizer, Site], object]
 ListenerAfter = Callable[[int, int], object]
+_LAST_HOOK = -1  # key of a hook of an optimizer; torch's keys are not negative
 
 
 class Steps:
@@ -71,7 +73,7 @@ class Steps:
         hooks = (
             register_module_parameter_registration_hook(self._registered),
             register_module_module_registration_hook(self._held),
-            register_optimizer_step_pre_hook(self._steps),
+            register_optimizer_step_pre_hook(self._will_step),
             register_optimizer_step_post_hook(self._stepped),
         )
         try:
@@ -88,12 +90,19 @@ class Steps:
         if held is not None:
             self.parameters.hold(module, name, held)
 
+    def _will_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Look at the step after the optimizer's own hooks: they may still average gradients."""
+        if self._rank_states.is_in_rank():
+            hooks = optimizer._optimizer_step_pre_hooks
+            hooks.pop(_LAST_HOOK, None)
+            hooks[_LAST_HOOK] = self._steps
+
     def _steps(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._rank_states.is_in_rank():
-            return
         site = self._places.call_site()[0]
         rank = self._rank_states.current
         self._stepping.add(rank)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        await_values(x for p in parameters for x in (p, p.grad))
         with self._unnoticed():
             at = self._count(rank, optimizer)
             for listener in self.listeners:
@@ -102,6 +111,7 @@ class Steps:
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         if not self._rank_states.is_in_rank():
             return
+        optimizer._optimizer_step_pre_hooks.pop(_LAST_HOOK, None)
         rank = self._rank_states.current
         self._stepping.discard(rank)
         with self._unnoticed():

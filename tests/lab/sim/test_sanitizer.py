@@ -673,7 +673,7 @@ WRONG: dict[Callable[[], None], str] = {
     clips_each_shard: "scaled the gradients by 0.183 on rank 0 and by 0.0758 on rank 1",
     clips_a_shard_with_nan: "scaled the gradients by 0.167 on rank 0 and by nan on rank 1",
     has_a_nan_of_its_own: "step 3: ranks 0 and 1 were equal before step 2, and differ now: 2.bias",
-    averages_after_the_step: "They are averaged only after it.",
+    averages_after_the_step: "They are averaged only after it, or with other ranks.",
     skips_a_step: "step 3: rank 1 had averaged gradients 4 times before it, and rank 0 3 times",
     clips_before_averaging: "each took the norm of its own gradients, instead of",
     repeats_an_epoch: "ranks 0 and 1 went through a DistributedSampler again, still in epoch 0",
@@ -1331,7 +1331,30 @@ def measures_throughput() -> None:
     dist.all_reduce(processed)
 
 
+def averages_in_a_hook_of_the_step() -> None:
+    net = model()
+    optimizer = sgd(net)
+    optimizer.register_step_pre_hook(lambda *_: average(net))
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        optimizer.step()
+
+
+def averages_by_the_last_call_before_the_step() -> None:
+    net = model()
+    optimizer = sgd(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (net(data()).square().sum() / dist.get_world_size()).backward()
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
 RIGHT = [
+    averages_in_a_hook_of_the_step,
+    averages_by_the_last_call_before_the_step,
     has_nans_of_two_kinds,
     counts_samples_once,
     gathers_samples_and_cuts_them_off,
@@ -1395,6 +1418,33 @@ RIGHT = [
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 def test_a_right_program_gets_no_finding(program: Callable[[], None]) -> None:
     assert findings(program) == []
+
+
+ON_CPU = {  # their meshes, gradient edges or numbers are on the CPU
+    goes_back_from_an_edge_of_the_graph,
+    shards_what_begins_alike,
+    trains_shards_on_parts_of_the_data,
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "program",
+    [program for program in RIGHT if program not in ON_CPU],
+    ids=lambda program: program.__name__,
+)
+def test_a_right_program_gets_no_finding_on_gpus(program: Callable[[], None]) -> None:
+    def on_gpu() -> None:
+        with torch.device("cuda", dist.get_rank()):
+            torch.cuda.set_device(dist.get_rank())
+            program()
+
+    options = Options(is_sanitized=True, semantics="nccl")
+    ran = simulate(on_gpu, 2, cluster="dgx-h100", options=options)
+    assert ran.findings == []
+    assert ran.gpu_time is not None
+    assert ran.gpu_time.wrong == []
 
 
 def test_sums_that_each_rank_rounds_otherwise_are_no_finding() -> None:
