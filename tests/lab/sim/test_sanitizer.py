@@ -647,7 +647,7 @@ WRONG: dict[Callable[[], None], str] = {
     averages_each_micro_batch: "averaged gradients in 3 backward passes for one step",
     starts_with_other_weights: "their gradients, but began with different parameters: 0.weight",
     starts_with_other_adapters: "step 2: ranks 0 and 1 average their gradients, but began with",
-    has_a_rate_of_its_own: "Their learning rates are 0.1 and 0.2.",
+    has_a_rate_of_its_own: "Their learning rates are 0.1 and 0.2: ",
     decays_weights_on_one_rank: "step 1: ranks 0 and 1 were equal before it, the last one, with "
     "equal gradients, and differ after it: 0.weight",
     trains_on_the_same_data: "ranks 0 and 1 computed the same gradients",
