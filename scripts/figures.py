@@ -12,7 +12,7 @@ import csv
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from distlab.sim import GPU, Cluster, Options, Simulated, simulate
 from distlab.sim.device.device import Device
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.trace import Event
+from distlab.sim.hardware.topology import Place
 from distlab.sim.results.diagram import space_time
 from distlab.sim.script import run_script
 from distlab.sim.simulation import Simulation
@@ -63,8 +64,8 @@ class Figure:
     def run(self) -> Simulated[None]:
         """Simulate the function ``subject``."""
         program = ROOT / f"scripts/phase{self.phase}.py"
-        is_preset = isinstance(self.cluster, str)
-        world = Cluster.preset(self.cluster) if is_preset else self.cluster
+        cluster = self.cluster
+        world = cluster if isinstance(cluster, Cluster) else Cluster.preset(cluster)
         return run_script(program, [self.subject], self.ranks, world, Options())
 
     @property
@@ -105,8 +106,8 @@ class MemoryFigure(Figure):
         curves: list[list[tuple[float, int]]] = [[] for _ in range(self.ranks)]
         make_devices = Simulation._make_devices
 
-        def make_watched_devices(simulation: Simulation) -> list[Device]:
-            devices = make_devices(simulation)
+        def make_watched_devices(simulation: Simulation, places: Sequence[Place]) -> list[Device]:
+            devices = [*make_devices(simulation, places)]
             for device, curve in zip(devices, curves, strict=True):
                 device.advance = partial(_advance, device, device.advance, simulation.clock, curve)
             return devices
