@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import memory_picture
 from collectives_picture import Panel, picture
 from matplotlib import figure as matplotlib_figure
 from matplotlib import rc_context, rcParams
@@ -96,14 +97,15 @@ class MemoryFigure(Figure):
         curves = self.measure()
         for rank, label in self.labels:
             seconds, held = zip(*curves[rank], strict=True)
-            axes.plot([1e3 * s for s in seconds], [n / 2**30 for n in held], label=label)
+            gib = [sum(kinds.values()) / 2**30 for kinds in held]
+            axes.plot([1e3 * s for s in seconds], gib, label=label)
         axes.set(title=self.title, xlabel="virtual time (ms)", ylabel="GiB", ylim=(0, None))
         axes.legend()
         picture.savefig(self.path, metadata={"Date": None})
 
-    def measure(self) -> list[list[tuple[float, int]]]:
+    def measure(self) -> list[list[memory_picture.Moment]]:
         """Return, for each rank, the time in seconds and the live bytes after every operation."""
-        curves: list[list[tuple[float, int]]] = [[] for _ in range(self.ranks)]
+        curves: list[list[memory_picture.Moment]] = [[] for _ in range(self.ranks)]
         make_devices = Simulation._make_devices
 
         def make_watched_devices(simulation: Simulation, places: Sequence[Place]) -> list[Device]:
@@ -121,13 +123,13 @@ def _advance(
     device: Device,
     advance: Callable[[float, str], object],
     clock: Clock,
-    curve: list[tuple[float, int]],
+    curve: list[memory_picture.Moment],
     seconds: float,
     name: str,
 ) -> None:
     """Advance a device by the time of an operation, and record the memory in use after it."""
     advance(seconds, name)
-    curve.append((clock.current.clock_s, device.memory.live_bytes))
+    curve.append((clock.current.clock_s, device.memory.live_by_category))
 
 
 MEMORY = MemoryFigure(
@@ -143,6 +145,33 @@ MEMORY = MemoryFigure(
         (3, "6 segments of 6 layers"),
         (5, "1 segment of 36 layers"),
     ),
+)
+
+
+@dataclass(frozen=True)
+class WhereMemoryGoes(MemoryFigure):
+    """Bars of a GPU's memory, estimated, and the memory of a step over time, measured."""
+
+    def draw(self) -> None:
+        """Draw both; the letters stay text, which a test can read."""
+        with rc_context({"svg.fonttype": "none"}):
+            self._save(self.picture())
+
+    def picture(self) -> matplotlib_figure.Figure:
+        """Return the picture, from a run of the last of the program's steps."""
+        (moments,) = self.measure()
+        held = [kinds["gradients"] for _, kinds in moments]
+        starts = [n for n in range(1, len(held)) if held[n] == 0 < held[n - 1]]
+        return memory_picture.picture(moments[starts[-1] :])
+
+
+WHERE_MEMORY_GOES = WhereMemoryGoes(
+    "where_memory_goes",
+    "Where the memory goes",
+    1,
+    cluster="dgx-h100",
+    subject="memory_of_two_steps",
+    phase=2,
 )
 
 
@@ -259,7 +288,7 @@ def _listed() -> Iterator[Figure]:
             yield Figure(row["name"], row["title"], *numbers)
 
 
-FIGURES = (*_listed(), MEMORY, STREAMS, COLLECTIVES)
+FIGURES = (*_listed(), MEMORY, WHERE_MEMORY_GOES, STREAMS, COLLECTIVES)
 
 
 def main() -> None:

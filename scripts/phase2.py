@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
 from distlab.data.built_in import load_digits
+from distlab.models.gpt import GPT
 from phase2_advanced.given import Batch, Block, Group, LossSum, Schedule, cross_entropy_sum
 from solutions.phase2_advanced import gradient_accumulation, pipeline_parallel, tensor_parallel
 from solutions.phase2_advanced.activation_checkpointing import checkpoint_sequential
@@ -27,6 +28,21 @@ def main() -> None:
     dist.init_process_group()
     globals()[sys.argv[1]]()
     dist.destroy_process_group()
+
+
+# where the memory goes
+
+
+def memory_of_two_steps() -> None:
+    """Take two steps of a GPT with 110 million parameters, on 4 sequences of 1,024 tokens."""
+    with torch.device("meta"):
+        model = GPT(8192, 1024, width=1024, layers=8, heads=16)
+        tokens = torch.zeros(4, 1024, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
 
 
 # gradient_accumulation

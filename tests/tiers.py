@@ -56,6 +56,7 @@ SECOND_TIER = (
     "lab/test_lend_command.py",
     "lab/test_lesson_programs.py",
     "lab/test_lost_workers.py",
+    "lab/test_memory_pictures.py",
     "lab/test_messages_phase2.py",
     "lab/test_methods.py",
     "lab/test_mnist_mpi.py",
