@@ -19,6 +19,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import memory_picture
+import zero_picture
 from collectives_picture import Panel, picture
 from matplotlib import figure as matplotlib_figure
 from matplotlib import rc_context, rcParams
@@ -279,6 +280,32 @@ COLLECTIVES = CollectivesFigure(
 )
 
 
+@dataclass(frozen=True)
+class ZeroFigure(Figure):
+    """A picture of who holds which quarter of the model's state in each stage of ZeRO."""
+
+    def draw(self) -> None:
+        """Draw a panel for each stage; the letters stay text, which a test can read."""
+        with rc_context({"svg.fonttype": "none"}):
+            self._save(zero_picture.picture(self.stages()))
+
+    def stages(self) -> list[list[zero_picture.Held]]:
+        """Run a step with each stage, and return what every rank held."""
+        program = runpy.run_path(str(ROOT / f"scripts/phase{self.phase}.py"))
+        run = simulate(program[self.subject], self.ranks, cluster=self.cluster)
+        return [list(ranks) for ranks in zip(*run.results, strict=True)]
+
+
+ZERO = ZeroFigure(
+    "zero_stages",
+    "Who holds what in the stages of ZeRO",
+    4,
+    cluster="dgx-h100",
+    subject="zero_stages",
+    phase=3,
+)
+
+
 def _listed() -> Iterator[Figure]:
     """Yield the figures of figures.csv."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as file:
@@ -288,7 +315,7 @@ def _listed() -> Iterator[Figure]:
             yield Figure(row["name"], row["title"], *numbers)
 
 
-FIGURES = (*_listed(), MEMORY, WHERE_MEMORY_GOES, STREAMS, COLLECTIVES)
+FIGURES = (*_listed(), MEMORY, WHERE_MEMORY_GOES, STREAMS, COLLECTIVES, ZERO)
 
 
 def main() -> None:

@@ -8,13 +8,13 @@ A torch.distributed program like any other: it calls ``init_process_group`` and 
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from phase3_multi_node.given import node_groups
 from solutions.phase3_multi_node import (
@@ -154,6 +154,81 @@ def fully_sharded() -> None:
     layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
     model = zero.FullyShardedDataParallel(layers, compute_dtype=torch.float32)
     model(torch.ones(256, 256)).sum().backward()
+
+
+Held = dict[str, list[float]]  # by kind and quarter: bytes that a rank holds per parameter
+SIDE = 64  # of the weight; an element's value is the number of its quarter, from 1
+
+
+def zero_stages() -> list[Held]:
+    """Take a step with every stage of ZeRO, and return what this rank holds of its state."""
+    return [_held_by_optimizer(stage) for stage in range(3)] + [_held_by_units()]
+
+
+def _held_by_optimizer(stage: int) -> Held:
+    """Return what is held in stages 0 to 2; in stage 0, every rank is a group by itself."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = alone[dist.get_rank()] if stage == 0 else None
+    wrap = zero.ShardedGradientOptimizer if stage == 2 else zero.ShardedOptimizer
+    model = _numbered_model().bfloat16()
+    optimizer = wrap(model.parameters(), torch.optim.Adam, group=group, lr=0.0, betas=(0.0, 0.0))
+    _backward(model)
+    whole = [param.grad for param in model.parameters() if param.grad is not None]
+    shards = [bucket.shard for bucket in getattr(optimizer, "buckets", [])]
+    gradients = _by_quarter(whole + shards)
+    optimizer.step()
+    state = optimizer.masters + _moments(optimizer.optimizer)
+    return _held([*model.parameters()], gradients, state)
+
+
+def _held_by_units() -> Held:
+    """Return what is held in stage 3."""
+    model = zero.FullyShardedDataParallel(_numbered_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.0, 0.0))
+    _backward(model)
+    gradients = _by_quarter([p.grad for p in model.parameters() if p.grad is not None])
+    optimizer.step()
+    return _held([*model.parameters()], gradients, _moments(optimizer))
+
+
+def _held(parameters: list[nn.Parameter], gradients: list[float], state: list[Tensor]) -> Held:
+    parts = {"parameters": _by_quarter(parameters), "gradients": gradients}
+    return {**parts, "optimizer state": _by_quarter(state)}
+
+
+def _numbered_model() -> nn.Sequential:
+    layer = nn.Linear(SIDE, SIDE, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(_numbers().expand(SIDE, SIDE).T)
+    return nn.Sequential(layer)
+
+
+def _numbers() -> Tensor:
+    """Return the number of its quarter for each row of the weight: 1, …, 1, 2, …, 4."""
+    return torch.arange(1, 5).repeat_interleave(SIDE // 4)
+
+
+def _backward(model: nn.Module) -> None:
+    """Make gradients that are equal to the weight."""
+    output = model(torch.ones(1, SIDE, dtype=torch.bfloat16))
+    (output * _numbers()).sum().backward()
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return Adam's averages; without momentum they are the gradient and its square."""
+    states = optimizer.state.values()
+    return [
+        *(state["exp_avg"] for state in states),
+        *(state["exp_avg_sq"].sqrt() for state in states),
+    ]
+
+
+def _by_quarter(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the bytes per parameter that tensors have for each quarter of the parameters."""
+    sizes = [
+        [int((x == number).sum()) * x.element_size() for x in tensors] for number in range(1, 5)
+    ]
+    return [sum(quarter) / SIDE**2 for quarter in sizes]
 
 
 if __name__ == "__main__":

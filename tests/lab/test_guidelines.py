@@ -25,6 +25,7 @@ PROGRAM = Path("scripts/phase1.py")
 WAITING = "What `wait()` means"
 READINGS = {  # each before a task
     WAITING: "1.14 Remove the host syncs",
+    "The stages of ZeRO": "3.18 Shard the optimizer's state",
 }
 MEMORY = "Where the memory goes"
 TIMEOUT_S = 120

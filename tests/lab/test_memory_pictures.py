@@ -87,3 +87,30 @@ def test_the_measured_gpt_has_as_many_parameters_as_the_text_says() -> None:
     assert f"a GPT with {millions:.0f} million" in section(
         "phase2_advanced", "Where the memory goes"
     ).replace("\n", " ")
+
+
+def test_the_picture_of_zero_is_what_the_ranks_hold(figures: ModuleType) -> None:
+    stages = figures.ZERO.stages()
+    drawn = words(figures.ZERO.path.read_text(encoding="utf-8"))
+    wanted = words_of(figures.zero_picture.picture(stages))
+    assert drawn == wanted, "python scripts/figures.py zero_stages draws it again"
+    held = [{kind: [n > 0 for n in part] for kind, part in ranks[2].items()} for ranks in stages]
+    everything, third = [True] * 4, [False, False, True, False]
+    kinds = ["parameters", "gradients", "optimizer state"]
+    assert held == [
+        {kind: everything if number < 3 - stage else third for number, kind in enumerate(kinds)}
+        for stage in range(4)
+    ]
+
+
+def test_the_table_of_zero_follows_from_the_formulas(figures: ModuleType) -> None:
+    text = section("phase3_multi_node", "The stages of ZeRO")
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
+    measured = [sum(sum(part) for part in ranks[0].values()) for ranks in figures.ZERO.stages()]
+    assert [float(of_four) for _, _, of_four, _ in rows] == measured
+    for _, formula, of_four, of_64 in rows:
+        first, _, divided = formula.rpartition(" + ")
+        whole = float(divided.removesuffix("/N"))
+        for ranks, quoted in ((4, of_four), (64, of_64)):
+            share = whole / ranks if "/N" in divided else whole
+            assert f"{float(first or 0) + share:.3g}" == quoted
