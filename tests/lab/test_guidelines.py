@@ -27,7 +27,7 @@ READINGS = {  # each before a task
     WAITING: "1.14 Remove the host syncs",
     "The stages of ZeRO": "3.18 Shard the optimizer's state",
 }
-MEMORY = "Where the memory goes"
+MEMORY, CHOICE = "Where the memory goes", "Which method when"
 TIMEOUT_S = 120
 
 each_task = pytest.mark.parametrize("task", COURSE.tasks, ids=lambda task: task.id)
@@ -61,7 +61,8 @@ def test_tasks_are_explained_in_order_between_an_introduction_and_an_ending(phas
         if task in numbered:
             numbered.insert(numbered.index(task), heading)
     opening = ["The words", *[MEMORY] * (phase.number == 2), "How to work"]
-    ending = ["The open task"] * bool(phase.challenge) + ["What you have built"]
+    choice = [CHOICE] * (phase.number in (2, 3))
+    ending = ["The open task"] * bool(phase.challenge) + choice + ["What you have built"]
     assert headings == [*opening, *numbered, *ending]
 
 
