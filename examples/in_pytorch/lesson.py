@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,8 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of a model's parameters."""
+def gradients(model: nn.Module) -> list[Any]:
+    """Return the gradients of a model's parameters: tensors, or DTensors."""
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
