@@ -4,6 +4,7 @@ distlab sim --ranks 2 examples/in_pytorch/async_save.py
 torchrun --nproc-per-node 2 examples/in_pytorch/async_save.py
 """
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ def main() -> None:
     load({"x": theirs}, checkpoint_id=Path(folders[0]) / "torch's")
     lesson.compare("yours and x before the changes", [ours], [x - 2])
     lesson.compare("torch's and x before the second change", [theirs], [x - 1])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
     dist.destroy_process_group()
 
 

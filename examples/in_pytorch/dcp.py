@@ -4,6 +4,7 @@ distlab sim --ranks 4 examples/in_pytorch/dcp.py
 torchrun --nproc-per-node 2 examples/in_pytorch/dcp.py
 """
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -45,6 +46,9 @@ def main() -> None:
     for whose in ("yours", "torch's"):
         files = sorted(p.name for p in (folder / whose).rglob("*") if p.is_file())
         lesson.say(f"{whose}: {' '.join(files)}")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
     dist.destroy_process_group()
 
 
