@@ -29,6 +29,7 @@ SECOND_TIER = (
     "lab/sim/collectives/test_fidelity.py",
     "lab/sim/hardware/test_published.py",
     "lab/sim/test_against_gloo.py",
+    "lab/sim/test_in_pytorch.py",
     "lab/sim/test_museum.py",
     "lab/sim/test_torch_suite.py",
     "lab/sim/test_tour.py",
