@@ -15,7 +15,8 @@ def load(name: str, *tasks: str) -> ModuleType:
     """Import a lesson: yours if you have written these tasks, otherwise the solution."""
     try:
         submitted, whose = chosen.find("mine", tasks), "yours"
-    except chosen.NotThereError:
+    except chosen.NotThereError as unwritten:
+        chosen.check_solutions(instead=str(unwritten))
         submitted, whose = chosen.find("solution", tasks), "the solution"
     say(f"{name}: {whose}")
     return chosen.lesson(submitted, name)
