@@ -266,7 +266,9 @@ def shown_by_torchrun(words: list[str]) -> str:
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
-    return "".join(sorted(done.stdout.splitlines(keepends=True)))
+    # Two processes may print into one line, in which case both ends of lines come behind it.
+    lines = re.findall(r"rank .*?(?=rank |\n|\Z)", done.stdout)
+    return "".join(f"{line}\n" for line in sorted(lines))
 
 
 def test_the_first_program_prints_what_the_page_shows(
