@@ -5,10 +5,12 @@
 
 Each figure shows a function of ``scripts/phaseN.py``, run as ``distlab sim`` would run it, and is
 written to ``phaseN_*/figures/NAME.svg``. figures.csv lists the figures. One more, of the
-collectives, belongs to all phases and is written to ``docs/images``.
+collectives, belongs to all phases and is written to ``docs/images``. The pictures in DRAWINGS are
+drawn by functions of their own, from runs or from formulas.
 """
 
 import csv
+import io
 import re
 import runpy
 import sys
@@ -18,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import checkpoint_pictures
 import memory_picture
+import recovery_pictures
 import zero_picture
 from collectives_picture import Panel, picture
 from matplotlib import figure as matplotlib_figure
@@ -73,16 +77,27 @@ class Figure:
     @property
     def path(self) -> Path:
         """Path of the picture that the guidelines link to."""
-        (folder,) = ROOT.glob(f"phase{self.phase}_*")
-        return folder / f"figures/{self.name}.svg"
+        return _path_in_phase(self.phase, self.name)
 
     def draw(self) -> None:
         """Draw the picture."""
         self._save(space_time(self.run(), self.title))
 
     def _save(self, picture: matplotlib_figure.Figure) -> None:
-        picture.savefig(self.path, metadata={"Date": None})
-        self.path.write_text(NEEDLESS.sub("", self.path.read_text()))
+        self.path.write_text(_svg_of(picture))
+
+
+def _path_in_phase(phase: int, name: str) -> Path:
+    """Return the path of a picture in a phase's folder."""
+    (folder,) = ROOT.glob(f"phase{phase}_*")
+    return folder / f"figures/{name}.svg"
+
+
+def _svg_of(picture: matplotlib_figure.Figure) -> str:
+    """Return a picture as the text of an SVG file, without what is needless."""
+    file = io.StringIO()
+    picture.savefig(file, format="svg", metadata={"Date": None})
+    return NEEDLESS.sub("", file.getvalue())
 
 
 @dataclass(frozen=True)
@@ -306,6 +321,36 @@ ZERO = ZeroFigure(
 )
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A picture that a function of its own draws; its letters stay text, which a test can read."""
+
+    name: str
+    phase: int
+    make: Callable[[], matplotlib_figure.Figure]
+
+    @property
+    def path(self) -> Path:
+        """Path of the picture that the guidelines link to."""
+        return _path_in_phase(self.phase, self.name)
+
+    def svg(self) -> str:
+        """Return the picture as it is drawn now."""
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "figures"}):
+            return _svg_of(self.make())
+
+    def draw(self) -> None:
+        """Draw the picture."""
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text(self.svg())
+
+
+DRAWINGS = (
+    Drawing("elastic", 4, recovery_pictures.draw_elastic),
+    Drawing("intervals", 4, checkpoint_pictures.draw_intervals),
+)
+
+
 def _listed() -> Iterator[Figure]:
     """Yield the figures of figures.csv."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as file:
@@ -315,7 +360,15 @@ def _listed() -> Iterator[Figure]:
             yield Figure(row["name"], row["title"], *numbers)
 
 
-FIGURES = (*_listed(), MEMORY, WHERE_MEMORY_GOES, STREAMS, COLLECTIVES, ZERO)
+FIGURES: tuple[Figure | Drawing, ...] = (
+    *_listed(),
+    MEMORY,
+    WHERE_MEMORY_GOES,
+    STREAMS,
+    COLLECTIVES,
+    ZERO,
+    *DRAWINGS,
+)
 
 
 def main() -> None:

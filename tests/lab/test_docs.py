@@ -305,6 +305,25 @@ def test_the_picture_of_the_collectives_is_that_of_a_run(monkeypatch: pytest.Mon
     assert drawn == wanted, "python scripts/figures.py collectives draws it again"
 
 
+def shown_in(svg: str) -> tuple[str, list[float]]:
+    """Return the body of a picture with its numbers replaced, and these numbers, mostly points."""
+    body = svg.partition("</metadata>")[2]  # which names the version of matplotlib
+    number = r"(?<![\w#])-?\d+(?:\.\d+)?"
+    return re.sub(number, "0", body), [float(found) for found in re.findall(number, body)]
+
+
+def test_the_drawn_pictures_are_what_their_functions_draw_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    for drawing in importlib.import_module("figures").DRAWINGS:
+        body, numbers = shown_in(drawing.svg())
+        there, found = shown_in(drawing.path.read_text(encoding="utf-8"))
+        advice = f"python scripts/figures.py {drawing.name} draws it again"
+        assert there == body, advice
+        assert found == pytest.approx(numbers, abs=1), advice
+
+
 # --- the site ------------------------------------------------------------------------------------
 
 
