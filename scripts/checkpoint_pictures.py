@@ -1,11 +1,17 @@
 """Pictures of Phase 4's lessons on checkpoints, for ``scripts/figures.py``."""
 
-from typing import Any
+import os
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from drawing import WIDTH
+from drawing import BLUE, GREEN, WHITE, WIDTH, box, canvas, write
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from solutions.phase4_production.checkpoint import load_checkpoint, save_checkpoint
 from solutions.phase4_production.fault_tolerance import expected_duration_s, young_interval_s
 
 # --- 4.8: how often to save -----------------------------------------------------------------------
@@ -63,3 +69,142 @@ def _label(axes: Axes) -> None:
     for each in (axes, goodput):
         each.spines[["top"]].set_visible(False)
     axes.grid(color="#e3e8ed")
+
+
+# --- 4.1: the steps of a save ---------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """The run's folder after a step of a save."""
+
+    step: str  # such as "fsync state.pt"
+    folder: str  # that is being saved
+    is_named: bool  # whether this name is on the disk
+    files: dict[str, str]  # in it: name -> "memory", "content", or "disk" if its name is there too
+    after_kill: str  # what a load then finds
+    after_power_cut: str
+
+
+class _Watch:
+    """Notes what a save has done after each of its steps."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.moments = run, list[Moment]()
+        self.safe: set[tuple[int, str]] = set()  # inode, and a name of it that is on the disk
+        self.whole: set[int] = set()  # inodes of files whose content is on the disk
+        self.fsync, self.rename = os.fsync, Path.rename
+
+    def sync(self, descriptor: int) -> None:
+        """Call ``os.fsync``; what came before it was a write, if it is a file."""
+        path = self._path_of(descriptor)
+        if path.is_file():
+            self._note(f"write {path.name}")
+        self.fsync(descriptor)
+        if path.is_file():
+            self.whole.add(path.stat().st_ino)
+        else:
+            self.safe.update((child.stat().st_ino, child.name) for child in path.iterdir())
+        folder = "run's folder" if path == self.run else "new folder"
+        name = path.name if path.is_file() else folder
+        self._note(f"fsync {name}")
+
+    def _path_of(self, descriptor: int) -> Path:
+        """Return the path of an open file or folder."""
+        paths = (self.run.parent, self.run, *self.run.rglob("*"))
+        inode = os.fstat(descriptor).st_ino
+        return next(path for path in paths if path.stat().st_ino == inode)
+
+    def renamed(self, path: Path, target: Path) -> Path:
+        """Rename a folder."""
+        self.rename(path, target)
+        self._note("rename")
+        return target
+
+    def _note(self, step: str) -> None:
+        """Note the folder of step 400, if it is there, and what a load would find."""
+        for folder in self.run.glob("*400*"):
+            files = {file.name: self._state(file) for file in sorted(folder.iterdir())[::-1]}
+            is_named = (folder.stat().st_ino, folder.name) in self.safe
+            found = self._found(is_named=True), self._found(is_named)
+            either = " or ".join(sorted(set(found)))
+            self.moments.append(Moment(step, folder.name, is_named, files, found[0], either))
+
+    def _state(self, file: Path) -> str:
+        """Return how much of a file is on the disk."""
+        inode = file.stat().st_ino
+        if inode not in self.whole:
+            return "memory"
+        return "disk" if (inode, file.name) in self.safe else "content"
+
+    def _found(self, is_named: bool) -> str:
+        """Return the step that a load finds, with or without the folder of step 400."""
+        with TemporaryDirectory() as other:
+            ignored = [] if is_named else ["*400*"]
+            copy = shutil.copytree(
+                self.run, Path(other) / "run", ignore=shutil.ignore_patterns(*ignored)
+            )
+            loaded = load_checkpoint(copy)
+        return str(loaded.step) if loaded else "nothing"
+
+
+def run_save() -> list[Moment]:
+    """Save step 400 beside step 300, and return what there was after each step of the save."""
+    with TemporaryDirectory() as parent:
+        run = Path(parent).resolve() / "run"
+        save_checkpoint({"epoch": 3}, run, 300)
+        watch = _Watch(run)
+        with (
+            patch("os.fsync", watch.sync),
+            patch.object(Path, "rename", lambda path, target: watch.renamed(path, target)),
+        ):
+            save_checkpoint({"epoch": 4}, run, 400)
+    return watch.moments
+
+
+ROW, FOLDER, FILES, KILL, CUT = 40, 138, 270, 440, 518  # height of a row; where columns are
+STATES = {"memory": WHITE, "content": BLUE, "disk": GREEN}
+
+
+def draw_save() -> Figure:
+    """Draw a row for each step of a save: what is on the disk, and what a load would find."""
+    moments = run_save()
+    top = 46
+    figure, axes = canvas(height=top + len(moments) * ROW + 34)
+    write(axes, 4, 26, "step", ha="left", bold=True)
+    write(axes, FOLDER, 26, "the new folder", ha="left", bold=True)
+    write(axes, (KILL + CUT) / 2, 10, "a load finds, after", bold=True)
+    write(axes, KILL, 30, "a kill", size=13)
+    write(axes, CUT, 30, "a power cut", size=13)
+    for number, moment in enumerate(moments):
+        _draw_moment(axes, top + number * ROW, moment)
+    _draw_states(axes, top + len(moments) * ROW + 16)
+    return figure
+
+
+def _draw_moment(axes: Axes, y: float, moment: Moment) -> None:
+    """Draw a row."""
+    middle = y + ROW / 2 - 3
+    write(axes, 4, middle, moment.step, ha="left", size=13)
+    box(axes, FOLDER, y, 273, ROW - 6, dashed=not moment.is_named)
+    name = moment.folder.replace("step-00000", "step-…")
+    write(axes, FOLDER + 5, middle, name, ha="left", size=13)
+    x = FILES
+    for file, state in moment.files.items():
+        text, is_in_memory = file.removesuffix(".json"), state == "memory"
+        box(axes, x, y + 5, 66, ROW - 16, text, fill=STATES[state], dashed=is_in_memory, size=13)
+        x += 70
+    for x, found in ((KILL, moment.after_kill), (CUT, moment.after_power_cut)):
+        write(axes, x, middle, found, size=14, bold=found == "400")
+
+
+def _draw_states(axes: Axes, y: float) -> None:
+    """Draw the legend."""
+    texts = {
+        "memory": "in memory only",
+        "content": "content on disk",
+        "disk": "content and name on disk",
+    }
+    for number, (state, text) in enumerate(texts.items()):
+        x = 4 + number * 162
+        box(axes, x, y - 6, 22, 14, fill=STATES[state], dashed=state == "memory")
+        write(axes, x + 30, y, text, ha="left", size=13)

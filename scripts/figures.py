@@ -346,6 +346,8 @@ class Drawing:
 
 
 DRAWINGS = (
+    Drawing("safe_save", 4, checkpoint_pictures.draw_save),
+    Drawing("heartbeats", 4, recovery_pictures.draw_heartbeats),
     Drawing("elastic", 4, recovery_pictures.draw_elastic),
     Drawing("intervals", 4, checkpoint_pictures.draw_intervals),
 )

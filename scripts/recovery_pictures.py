@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +12,12 @@ import torch
 import torch.distributed as dist
 from drawing import (
     BLUE,
+    EMPTY,
     FAINT,
     GREEN,
     GREY,
     INK,
+    ORANGE,
     PURPLE,
     RED,
     arrow,
@@ -27,8 +31,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from distlab.sim import SimulationError, simulate
-from phase4_production.given import Loaded
+from phase4_production.given import Health, Loaded
 from solutions.phase4_production.elastic import run_elastic
+from solutions.phase4_production.fault_tolerance import Heartbeat, HeartbeatMonitor
 
 # --- 4.6: elastic training ------------------------------------------------------------------------
 
@@ -201,3 +206,84 @@ def _draw_checkpoints(axes: Axes, columns: Mapping[tuple[int, int], float]) -> N
     ):
         box(axes, LEFT + x, y + 48, 20, 12, fill=fill)
         write(axes, LEFT + x + 28, y + 54, text, ha="left", size=13)
+
+
+# --- 4.5: heartbeats ------------------------------------------------------------------------------
+
+STEP_S, TIMEOUT_S, END_S = 4.0, 6.0, 31.0  # of a step, and how long a monitor polls
+WORK_S = (1.5, 1.5, 3.6)  # that a rank's own part of a step takes; rank 2 is slow
+DIES_IN_STEP = 5  # rank 1
+SHADES = {"alive": GREEN, "slow": ORANGE, "waiting": BLUE, "silent": "#e79c90"}
+
+
+class Beat(NamedTuple):
+    """A report, which ends a rank's own part of a step."""
+
+    time_s: float
+    rank: int
+    step: int
+
+
+def beats() -> list[Beat]:
+    """Return the reports of three ranks, in order; rank 1 dies before its report of a step."""
+    steps = range(1, DIES_IN_STEP + 1)
+    reports = [Beat((n - 1) * STEP_S + WORK_S[r], r, n) for n in steps for r in range(3)]
+    return sorted(beat for beat in reports if beat[1:] != (1, DIES_IN_STEP))
+
+
+def polls() -> list[tuple[float, list[Health]]]:
+    """Return what the solution's monitor finds, twice a second."""
+    store, now_s = dist.HashStore(), 0.0
+    hearts = [Heartbeat(store, rank) for rank in range(3)]
+    monitor = HeartbeatMonitor(store, 3, timeout_s=TIMEOUT_S, clock=lambda: now_s)
+    coming, found = beats(), []
+    for number in range(int(2 * END_S)):
+        now_s = number / 2
+        while coming and coming[0].time_s <= now_s:
+            beat = coming.pop(0)
+            hearts[beat.rank].beat(beat.step, WORK_S[beat.rank])
+        found.append((now_s, monitor.poll()))
+    return found
+
+
+SECOND, BEATS_TOP, BEATS_LANE = 16.2, 30, 70  # points
+
+
+def draw_heartbeats() -> Figure:
+    """Draw each rank's work and reports, and under them what the monitor says about it."""
+    bottom = BEATS_TOP + 3 * BEATS_LANE
+    figure, axes = canvas(height=bottom + 26)
+    for step in range(1, DIES_IN_STEP + 1):
+        x = _at((step - 1) * STEP_S)
+        line(axes, [x, x], [20, bottom - 8], colour=EMPTY)
+        write(axes, x, 10, f"step {step}", ha="left", size=13, colour=FAINT)
+    for beat in beats():
+        width, y = WORK_S[beat.rank] * SECOND, BEATS_TOP + beat.rank * BEATS_LANE
+        box(axes, _at(beat.time_s) - width, y, width, 22, fill=GREY)
+        axes.plot(_at(beat.time_s), y + 11, "o", color=INK, markersize=8)
+    dies_s = (DIES_IN_STEP - 1) * STEP_S
+    box(axes, _at(dies_s), BEATS_TOP + BEATS_LANE, SECOND, 22, "✗", fill=LOST)
+    for rank in range(3):
+        write(axes, 4, BEATS_TOP + rank * BEATS_LANE + 26, f"rank {rank}", ha="left", bold=True)
+        _draw_verdicts(axes, rank)
+    box(axes, _at(0), bottom + 6, 24, 12, fill=GREY)
+    write(axes, _at(0) + 32, bottom + 12, "own part of a step", ha="left", size=13)
+    axes.plot(_at(11.4), bottom + 12, "o", color=INK, markersize=8)
+    write(axes, _at(11.4) + 10, bottom + 12, "report", ha="left", size=13)
+    return figure
+
+
+def _at(time_s: float) -> float:
+    """Return where a time is drawn."""
+    return 62 + time_s * SECOND
+
+
+def _draw_verdicts(axes: Axes, rank: int) -> None:
+    """Draw a bar for each stretch of time in which the monitor says the same about a rank."""
+    times = [(ranks[rank].status, now_s) for now_s, ranks in polls()]
+    changes = [(status, min(s for _, s in some)) for status, some in groupby(times, itemgetter(0))]
+    ends = [*(now_s for _, now_s in changes[1:]), END_S]
+    y = BEATS_TOP + rank * BEATS_LANE + 28
+    for (status, begin_s), end_s in zip(changes, ends, strict=True):
+        width = (end_s - begin_s) * SECOND
+        box(axes, _at(begin_s), y, width, 22, status, fill=SHADES[status])
