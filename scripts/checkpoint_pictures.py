@@ -2,12 +2,13 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from drawing import BLUE, GREEN, WHITE, WIDTH, box, canvas, write
+from drawing import BLUE, FAINT, GREEN, PURPLE, RED, WHITE, WIDTH, box, canvas, write
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -208,3 +209,93 @@ def _draw_states(axes: Axes, y: float) -> None:
         x = 4 + number * 162
         box(axes, x, y - 6, 22, 14, fill=STATES[state], dashed=state == "memory")
         write(axes, x + 30, y, text, ha="left", size=13)
+
+
+# --- 4.4: saves while training goes on ------------------------------------------------------------
+
+COPY_S, SAVE_S, STEP_S, SHOWN_S = 0.7, 21.0, 5.0, 132.0  # the lesson's copy and save; a step
+
+
+class Bar(NamedTuple):
+    """What happens for a while on a lane: "step", "copy", "save" or "wait"."""
+
+    lane: str
+    kind: str
+    begin_s: float
+    end_s: float
+
+
+def save_at_once(every: int) -> list[Bar]:
+    """Return a training that stops for each save."""
+    bars, now_s = list[Bar](), 0.0
+    while now_s < SHOWN_S:
+        bars.append(Bar("training", "step", now_s, now_s + STEP_S))
+        now_s += STEP_S
+        if sum(bar.kind == "step" for bar in bars) % every == 0:
+            bars.append(Bar("training", "save", now_s, now_s + SAVE_S))
+            now_s += SAVE_S
+    return bars
+
+
+def save_in_a_thread(every: int) -> list[Bar]:
+    """Return a training that stops for each copy, and for a write that has not ended before it."""
+    bars, now_s, free_s = list[Bar](), 0.0, 0.0
+    while now_s < SHOWN_S:
+        bars.append(Bar("training", "step", now_s, now_s + STEP_S))
+        now_s += STEP_S
+        if sum(bar.kind == "step" for bar in bars) % every == 0:
+            begin_s = max(now_s, free_s)
+            bars.append(Bar("training", "wait", now_s, begin_s))
+            now_s, free_s = begin_s + COPY_S, begin_s + COPY_S + SAVE_S
+            bars.append(Bar("training", "copy", begin_s, now_s))
+            bars.append(Bar("thread", "save", now_s, free_s))
+    return bars
+
+
+CASES = {
+    "save at once, every 6 steps": save_at_once(6),
+    "with a thread, every 6 steps": save_in_a_thread(6),
+    "with a thread, every 3 steps": save_in_a_thread(3),
+}
+KINDS = {"step": BLUE, "copy": RED, "save": PURPLE, "wait": WHITE}
+BAR, TITLE, LANE = 22, 32, 28  # heights
+
+
+def draw_async_saves() -> Figure:
+    """Draw three trainings, each with its steps, and what is written beside them."""
+    lanes = {name: list(dict.fromkeys(bar.lane for bar in bars)) for name, bars in CASES.items()}
+    bottom = sum(TITLE + LANE * len(of_case) for of_case in lanes.values())
+    figure, axes = canvas(height=bottom + 24)
+    top = 0
+    for name, bars in CASES.items():
+        done = sum(bar.kind == "step" and bar.end_s <= SHOWN_S for bar in bars)
+        write(axes, 4, top + 12, name, ha="left", bold=True)
+        write(axes, WIDTH - 6, top + 12, f"{done} steps in {SHOWN_S:.0f} s", ha="right")
+        top += TITLE
+        for lane in lanes[name]:
+            _draw_lane(axes, lane, [bar for bar in bars if bar.lane == lane], top - 4)
+            top += LANE
+    _draw_kinds(axes, bottom + 10)
+    return figure
+
+
+def _draw_lane(axes: Axes, name: str, bars: Sequence[Bar], y: float) -> None:
+    """Draw a lane, up to the end of the time that is shown."""
+    write(axes, 4, y + BAR / 2, name, ha="left", size=13, colour=FAINT)
+    scale = (WIDTH - 76) / SHOWN_S
+    for bar in bars:
+        width = (min(bar.end_s, SHOWN_S) - bar.begin_s) * scale
+        if width > 0:
+            is_wait = bar.kind == "wait"
+            x = 70 + bar.begin_s * scale
+            box(axes, x, y, width, BAR, fill=KINDS[bar.kind], dashed=is_wait)
+
+
+def _draw_kinds(axes: Axes, y: float) -> None:
+    """Draw the legend."""
+    texts = {"step": "step", "save": "save to disk", "copy": "copy to the CPU", "wait": "wait"}
+    x = 70.0
+    for kind, text in texts.items():
+        box(axes, x, y - 7, 20, 14, fill=KINDS[kind], dashed=kind == "wait")
+        write(axes, x + 28, y, text, ha="left", size=13)
+        x += 60 + 7.5 * len(text)

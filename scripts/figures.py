@@ -347,6 +347,7 @@ class Drawing:
 
 DRAWINGS = (
     Drawing("safe_save", 4, checkpoint_pictures.draw_save),
+    Drawing("async_saves", 4, checkpoint_pictures.draw_async_saves),
     Drawing("heartbeats", 4, recovery_pictures.draw_heartbeats),
     Drawing("elastic", 4, recovery_pictures.draw_elastic),
     Drawing("intervals", 4, checkpoint_pictures.draw_intervals),

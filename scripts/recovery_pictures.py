@@ -29,6 +29,7 @@ from drawing import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from distlab.sim import SimulationError, simulate
 from phase4_production.given import Health, Loaded
@@ -233,7 +234,7 @@ def beats() -> list[Beat]:
 
 def polls() -> list[tuple[float, list[Health]]]:
     """Return what the solution's monitor finds, twice a second."""
-    store, now_s = dist.HashStore(), 0.0
+    store, now_s = HashStore(), 0.0
     hearts = [Heartbeat(store, rank) for rank in range(3)]
     monitor = HeartbeatMonitor(store, 3, timeout_s=TIMEOUT_S, clock=lambda: now_s)
     coming, found = beats(), []
