@@ -21,6 +21,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import checkpoint_pictures
+import layout_pictures
 import memory_picture
 import recovery_pictures
 import zero_picture
@@ -346,6 +347,7 @@ class Drawing:
 
 
 DRAWINGS = (
+    Drawing("two_nodes", 3, layout_pictures.draw_nodes),
     Drawing("safe_save", 4, checkpoint_pictures.draw_save),
     Drawing("async_saves", 4, checkpoint_pictures.draw_async_saves),
     Drawing("heartbeats", 4, recovery_pictures.draw_heartbeats),
