@@ -347,6 +347,7 @@ class Drawing:
 
 
 DRAWINGS = (
+    Drawing("split_mlp", 2, layout_pictures.draw_split_mlp),
     Drawing("two_nodes", 3, layout_pictures.draw_nodes),
     Drawing("safe_save", 4, checkpoint_pictures.draw_save),
     Drawing("async_saves", 4, checkpoint_pictures.draw_async_saves),

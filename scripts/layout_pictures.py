@@ -1,12 +1,34 @@
 """Pictures of where GPUs, links and parts of matrices are, for ``scripts/figures.py``."""
 
-from drawing import BLUE, FAINT, GREEN, GREY, box, canvas, line, write
+from collections.abc import Sequence
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import torch
+from drawing import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    WHITE,
+    arrow,
+    box,
+    canvas,
+    line,
+    write,
+)
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from distlab.sim import Cluster
+from distlab.sim import Cluster, simulate
+from phase2_advanced.given import MLP
+from solutions.phase2_advanced.tensor_parallel import parallelize_mlp
 
 # --- 3.7: two nodes -------------------------------------------------------------------------------
 
@@ -66,3 +88,112 @@ def _speed(bytes_per_s: float) -> str:
 def _colours(rail: int) -> tuple[str, str]:
     """Return a light and a strong colour of a rail."""
     return to_hex(colormaps["tab20"](2 * rail + 1)), to_hex(colormaps["tab20"](2 * rail))
+
+
+# --- 2.14 to 2.17: a split MLP --------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """The shapes of what a rank holds of an MLP, in the paper's notation: rows by columns."""
+
+    x: torch.Size
+    a: torch.Size  # of ``up``: the transpose of torch's weight
+    h: torch.Size
+    b: torch.Size  # of ``down``
+    y: torch.Size
+
+
+def split_mlp() -> list[Parts]:
+    """Split an MLP of width 2 over two simulated ranks, and return what each of them holds."""
+    return simulate(_split_mlp, 2).results
+
+
+def _split_mlp() -> Parts:
+    """Apply this rank's part of an MLP to three positions."""
+    mlp, x = MLP(2), torch.zeros(3, 2)
+    parallelize_mlp(mlp)
+    hidden: list[Tensor] = []
+    mlp.down.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    y = mlp(x)
+    return Parts(x.shape, mlp.up.weight.T.shape, hidden[0].shape, mlp.down.weight.T.shape, y.shape)
+
+
+SPLIT = (BLUE, ORANGE)  # what only rank 0 or only rank 1 has
+CELL, WHOLE_CELL, BAR = 17, 9, 24  # side of a number, the same in the upper part, width of a bar
+MLP_LANE, WHOLE, PASS = 76, 106, 176  # heights: of a rank, of the upper part, and of a pass
+# Left ends of x, the left bar, x or its gradient on each rank, A, H, B, y on each rank, the right
+# bar, and y
+COLUMNS = (64, 110, 152, 206, 294, 382, 436, 488, 530)
+
+
+def draw_split_mlp() -> Figure:
+    """Draw the matrices and their halves, and both passes on two ranks."""
+    ranks = split_mlp()
+    figure, axes = canvas(height=WHOLE + 2 * PASS)
+    _draw_whole(axes, ranks)
+    for number, name in enumerate(("forward", "backward")):
+        top = WHOLE + number * PASS
+        write(axes, 4, top + 8, name, ha="left", bold=True)
+        for rank, parts in enumerate(ranks):
+            middle = top + 20 + MLP_LANE * (rank + 0.5)
+            write(axes, 4, middle, f"rank {rank}", ha="left", size=13)
+            _draw_rank(axes, middle, rank, parts, is_forward=number == 0)
+        column = COLUMNS[7] if number == 0 else COLUMNS[1]
+        box(axes, column, top + 22, BAR, 2 * MLP_LANE - 4, fill=PURPLE)
+        middle = top + 20 + MLP_LANE
+        look: dict[str, Any] = {"ha": "center", "va": "center", "rotation": 90, "size": 14}
+        axes.text(column + BAR / 2, middle, "all-reduce", color=INK, **look)
+    return figure
+
+
+def _draw_rank(axes: Axes, middle: float, rank: int, parts: Parts, is_forward: bool) -> None:
+    """Draw what a rank computes in a pass."""
+    own, d = SPLIT[rank], "" if is_forward else "d"
+    before, after = (GREEN, own) if is_forward else (own, GREEN)
+    shapes = (
+        (COLUMNS[0], parts.x, f"{d}X", GREEN),
+        (COLUMNS[2], parts.x, "X" if is_forward else f"dX{rank}", before),
+        (COLUMNS[3], parts.a, f"A{rank}", own),
+        (COLUMNS[4], parts.h, f"{d}H{rank}", own),
+        (COLUMNS[5], parts.b, f"B{rank}", own),
+        (COLUMNS[6], parts.y, f"Y{rank}" if is_forward else "dY", after),
+        (COLUMNS[8], parts.y, f"{d}Y", GREEN),
+    )
+    for left, shape, text, fill in shapes:
+        _draw_matrix(axes, left, middle, shape, CELL, fill, text)
+    ends = [(left, left + shape[1] * CELL) for left, shape, _, _ in shapes]
+    bar = COLUMNS[7] if is_forward else COLUMNS[1]
+    ends = sorted([*ends, (bar, bar + BAR)])
+    for (_, end), (begin, _) in pairwise(ends):
+        places = (end + 2, middle), (begin - 2, middle)
+        arrow(axes, *(places if is_forward else places[::-1]))
+
+
+def _draw_matrix(
+    axes: Axes, left: float, middle: float, shape: torch.Size, cell: int, fill: str, text: str = ""
+) -> None:
+    """Draw a matrix with a square for each number, and its name below."""
+    rows, columns = shape
+    top = middle - rows * cell / 2
+    for row, column in product(range(rows), range(columns)):
+        place = left + column * cell, top + row * cell
+        box(axes, *place, cell, cell, fill=fill, edge=WHITE)
+    box(axes, left, top, columns * cell, rows * cell, fill="none")
+    write(axes, left + columns * cell / 2, middle, text, size=14)
+
+
+def _draw_whole(axes: Axes, ranks: Sequence[Parts]) -> None:
+    """Draw the matrices of the whole MLP, in the colours of the ranks that hold their parts."""
+    middle, cell = WHOLE / 2 - 4, WHOLE_CELL
+    write(axes, 4, middle, "whole", ha="left", bold=True)
+    _draw_matrix(axes, 90, middle, ranks[0].x, cell, GREEN, "X")
+    for rank, parts in enumerate(ranks):
+        width = parts.a[1] * cell
+        _draw_matrix(axes, 140 + rank * width, middle, parts.a, cell, SPLIT[rank], f"A{rank}")
+        _draw_matrix(axes, 262 + rank * width, middle, parts.h, cell, SPLIT[rank], f"H{rank}")
+        height = parts.b[0] * cell
+        y = middle + (rank - (len(ranks) - 1) / 2) * height
+        _draw_matrix(axes, 384, y, parts.b, cell, SPLIT[rank], f"B{rank}")
+    _draw_matrix(axes, 432, middle, ranks[0].y, cell, GREEN, "Y")
+    for x in (124, 237, 359, 417):
+        arrow(axes, (x - 12, middle), (x + 10, middle))
