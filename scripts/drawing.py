@@ -5,6 +5,7 @@ that is ``WIDTH`` wide as 0.7 of a pixel, so that texts need a size of at least 
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,14 +33,13 @@ def write(
     text: str,
     *,
     colour: str = INK,
-    ha: str = "center",
+    ha: Literal["left", "center", "right"] = "center",
     size: float = 14,
     bold: bool = False,
 ) -> None:
     """Write a line of text whose middle is at the height ``y``."""
-    weight = "bold" if bold else "normal"
-    look = {"ha": ha, "va": "center_baseline", "size": size, "color": colour, "weight": weight}
-    axes.text(x, y, text, **look)
+    weight: Literal["bold", "normal"] = "bold" if bold else "normal"
+    axes.text(x, y, text, ha=ha, va="center_baseline", size=size, color=colour, weight=weight)
 
 
 def box(

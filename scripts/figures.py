@@ -23,6 +23,7 @@ from unittest.mock import patch
 import checkpoint_pictures
 import layout_pictures
 import memory_picture
+import number_pictures
 import recovery_pictures
 import zero_picture
 from collectives_picture import Panel, picture
@@ -347,6 +348,7 @@ class Drawing:
 
 
 DRAWINGS = (
+    Drawing("gradient_range", 2, number_pictures.draw_ranges),
     Drawing("split_mlp", 2, layout_pictures.draw_split_mlp),
     Drawing("two_nodes", 3, layout_pictures.draw_nodes),
     Drawing("safe_save", 4, checkpoint_pictures.draw_save),
