@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from drawing import BLUE, EMPTY, FAINT, GREEN, INK, ORANGE, PURPLE, canvas, write
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -9,9 +10,7 @@ from matplotlib.patches import Rectangle
 Side = Sequence[str]  # a label for each part that a rank holds, "" where it holds none
 Panel = Sequence[tuple[Side, Side]]  # by rank: before and after
 
-COLOURS = {"a": "#a9c9ee", "b": "#f6c48a", "c": "#a8d8a8", "d": "#dfb3dc"}  # by rank of origin
-INK, FAINT, EMPTY = "#22303c", "#5d6975", "#d5dbe1"
-# All lengths are points. A screen of 400 pixels shows each as 0.7 of a pixel.
+COLOURS = {"a": BLUE, "b": ORANGE, "c": GREEN, "d": PURPLE}  # by rank of origin
 WIDTH, HEIGHT = 27, 24  # of a part
 STRIPE = 8  # height of the colours under a sum
 ARROW = 30  # between before and after
@@ -24,10 +23,7 @@ def picture(panels: Mapping[str, Panel], columns: int = 2) -> Figure:
     width = RANKS + 2 * num_ranks * WIDTH + ARROW
     height = NAME + num_ranks * HEIGHT + BELOW
     size = columns * width + BELOW, -(-len(panels) // columns) * height
-    figure = Figure(figsize=(size[0] / 72, size[1] / 72))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
-    axes.set_axis_off()
+    figure, axes = canvas(height=size[1], width=size[0])
     for number, (name, panel) in enumerate(panels.items()):
         row, column = divmod(number, columns)
         _draw_panel(axes, column * width + RANKS, row * height + NAME, name, panel)
@@ -40,7 +36,7 @@ def _draw_panel(axes: Axes, left: float, top: float, name: str, panel: Panel) ->
     width = len(panel[0][0]) * WIDTH
     for rank, (before, after) in enumerate(panel):
         y = top + rank * HEIGHT
-        _write(axes, left - 10, y + HEIGHT / 2, str(rank), FAINT)
+        write(axes, left - 10, y + HEIGHT / 2, str(rank), colour=FAINT)
         _draw_side(axes, left, y, before)
         _draw_side(axes, left + width + ARROW, y, after)
     start, y = left + width + 4, top + len(panel) * HEIGHT / 2
@@ -60,7 +56,7 @@ def _draw_side(axes: Axes, left: float, top: float, side: Side) -> None:
             _draw_stripes(axes, x, top + HEIGHT - STRIPE)
             middle -= STRIPE / 2
         if label:
-            _write(axes, x + WIDTH / 2, middle, label, INK)
+            write(axes, x + WIDTH / 2, middle, label)
 
 
 def _draw_stripes(axes: Axes, left: float, top: float) -> None:
@@ -70,8 +66,3 @@ def _draw_stripes(axes: Axes, left: float, top: float) -> None:
         stripe = Rectangle((left + number * width, top), width, STRIPE, facecolor=colour)
         stripe.set(edgecolor=FAINT, linewidth=0.5, zorder=2)
         axes.add_patch(stripe)
-
-
-def _write(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
-    """Write a short text in the middle of a box."""
-    axes.text(x, y, text, ha="center", va="center_baseline", size=14, color=colour)
