@@ -5,6 +5,7 @@ that is ``WIDTH`` wide as 0.7 of a pixel, so that texts need a size of at least 
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -77,3 +78,22 @@ def arrow(
     look = {"arrowstyle": "-|>", "color": colour, "linewidth": 2, "mutation_scale": 15}
     look |= {"shrinkA": 0, "shrinkB": 0}  # ends where it is told
     axes.annotate("", end, start, arrowprops=look)
+
+
+def matrix(
+    axes: Axes,
+    left: float,
+    middle: float,
+    shape: Sequence[int],
+    cell: int,
+    fill: str,
+    text: str = "",
+) -> None:
+    """Draw a matrix with a square for each number, and its name below."""
+    rows, columns = shape
+    top = middle - rows * cell / 2
+    for row, column in product(range(rows), range(columns)):
+        place = left + column * cell, top + row * cell
+        box(axes, *place, cell, cell, fill=fill, edge=WHITE)
+    box(axes, left, top, columns * cell, rows * cell, fill="none")
+    write(axes, left + columns * cell / 2, middle, text, size=14)

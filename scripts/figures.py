@@ -25,6 +25,7 @@ import layout_pictures
 import memory_picture
 import number_pictures
 import recovery_pictures
+import sharding_pictures
 import zero_picture
 from collectives_picture import Panel, picture
 from matplotlib import figure as matplotlib_figure
@@ -74,6 +75,7 @@ class Figure:
         program = ROOT / f"scripts/phase{self.phase}.py"
         cluster = self.cluster
         world = cluster if isinstance(cluster, Cluster) else Cluster.preset(cluster)
+        world = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
         return run_script(program, [self.subject], self.ranks, world, Options())
 
     @property
@@ -351,6 +353,7 @@ DRAWINGS = (
     Drawing("gradient_range", 2, number_pictures.draw_ranges),
     Drawing("split_mlp", 2, layout_pictures.draw_split_mlp),
     Drawing("two_nodes", 3, layout_pictures.draw_nodes),
+    Drawing("sharded_unit", 3, sharding_pictures.draw_sharded_unit),
     Drawing("safe_save", 4, checkpoint_pictures.draw_save),
     Drawing("async_saves", 4, checkpoint_pictures.draw_async_saves),
     Drawing("heartbeats", 4, recovery_pictures.draw_heartbeats),

@@ -1,7 +1,7 @@
 """Pictures of where GPUs, links and parts of matrices are, for ``scripts/figures.py``."""
 
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,11 @@ from drawing import (
     INK,
     ORANGE,
     PURPLE,
-    WHITE,
     arrow,
     box,
     canvas,
     line,
+    matrix,
     write,
 )
 from matplotlib import colormaps
@@ -160,7 +160,7 @@ def _draw_rank(axes: Axes, middle: float, rank: int, parts: Parts, is_forward: b
         (COLUMNS[8], parts.y, f"{d}Y", GREEN),
     )
     for left, shape, text, fill in shapes:
-        _draw_matrix(axes, left, middle, shape, CELL, fill, text)
+        matrix(axes, left, middle, shape, CELL, fill, text)
     ends = [(left, left + shape[1] * CELL) for left, shape, _, _ in shapes]
     bar = COLUMNS[7] if is_forward else COLUMNS[1]
     ends = sorted([*ends, (bar, bar + BAR)])
@@ -169,31 +169,18 @@ def _draw_rank(axes: Axes, middle: float, rank: int, parts: Parts, is_forward: b
         arrow(axes, *(places if is_forward else places[::-1]))
 
 
-def _draw_matrix(
-    axes: Axes, left: float, middle: float, shape: torch.Size, cell: int, fill: str, text: str = ""
-) -> None:
-    """Draw a matrix with a square for each number, and its name below."""
-    rows, columns = shape
-    top = middle - rows * cell / 2
-    for row, column in product(range(rows), range(columns)):
-        place = left + column * cell, top + row * cell
-        box(axes, *place, cell, cell, fill=fill, edge=WHITE)
-    box(axes, left, top, columns * cell, rows * cell, fill="none")
-    write(axes, left + columns * cell / 2, middle, text, size=14)
-
-
 def _draw_whole(axes: Axes, ranks: Sequence[Parts]) -> None:
     """Draw the matrices of the whole MLP, in the colours of the ranks that hold their parts."""
     middle, cell = WHOLE / 2 - 4, WHOLE_CELL
     write(axes, 4, middle, "whole", ha="left", bold=True)
-    _draw_matrix(axes, 90, middle, ranks[0].x, cell, GREEN, "X")
+    matrix(axes, 90, middle, ranks[0].x, cell, GREEN, "X")
     for rank, parts in enumerate(ranks):
         width = parts.a[1] * cell
-        _draw_matrix(axes, 140 + rank * width, middle, parts.a, cell, SPLIT[rank], f"A{rank}")
-        _draw_matrix(axes, 262 + rank * width, middle, parts.h, cell, SPLIT[rank], f"H{rank}")
+        matrix(axes, 140 + rank * width, middle, parts.a, cell, SPLIT[rank], f"A{rank}")
+        matrix(axes, 262 + rank * width, middle, parts.h, cell, SPLIT[rank], f"H{rank}")
         height = parts.b[0] * cell
         y = middle + (rank - (len(ranks) - 1) / 2) * height
-        _draw_matrix(axes, 384, y, parts.b, cell, SPLIT[rank], f"B{rank}")
-    _draw_matrix(axes, 432, middle, ranks[0].y, cell, GREEN, "Y")
+        matrix(axes, 384, y, parts.b, cell, SPLIT[rank], f"B{rank}")
+    matrix(axes, 432, middle, ranks[0].y, cell, GREEN, "Y")
     for x in (124, 237, 359, 417):
         arrow(axes, (x - 12, middle), (x + 10, middle))
