@@ -58,9 +58,9 @@ class _Observer:
 def shard_and_gather() -> dict[str, Held]:
     """Run a pass of two sharded layers on two ranks; return what is held after each event."""
     observer = _Observer()
-    methods = {(Unit, "gather"), (Unit, "free"), (Unit, "reduce"), (Order, "pack")}
+    methods = {"gather": Unit, "free": Unit, "reduce": Unit, "pack": Order, "unpack": Order}
     with ExitStack() as stack:
-        for owner, name in (*methods, (Order, "unpack")):
+        for name, owner in methods.items():
             wrapped = observer.wrapped(name, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, wrapped))
         simulate(_pass, 2)
