@@ -30,6 +30,7 @@ SECOND_TIER = (
     "lab/sim/hardware/test_published.py",
     "lab/sim/test_against_gloo.py",
     "lab/sim/test_in_pytorch.py",
+    "lab/sim/test_in_pytorch_34.py",
     "lab/sim/test_museum.py",
     "lab/sim/test_torch_suite.py",
     "lab/sim/test_tour.py",

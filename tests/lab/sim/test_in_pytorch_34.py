@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit"),  # in torch.distributed.optim
 ]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COURSE = load(ROOT)
 FOLDER = "examples/in_pytorch"
 EQUAL = r"equal( up to rounding)?"
