@@ -89,7 +89,7 @@ def matrix(
     fill: str,
     text: str = "",
 ) -> None:
-    """Draw a matrix with a square for each number, and its name below."""
+    """Draw a matrix with a square for each number, and its name in it."""
     rows, columns = shape
     top = middle - rows * cell / 2
     for row, column in product(range(rows), range(columns)):

@@ -74,7 +74,6 @@ class Figure:
         """Simulate the function ``subject``."""
         program = ROOT / f"scripts/phase{self.phase}.py"
         cluster = self.cluster
-        world = cluster if isinstance(cluster, Cluster) else Cluster.preset(cluster)
         world = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
         return run_script(program, [self.subject], self.ranks, world, Options())
 

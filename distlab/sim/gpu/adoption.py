@@ -8,10 +8,11 @@ import sys
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, _ops
 from torch.autograd import graph
 from torch.distributed import utils
 from torch.nn.parallel import distributed
+from torch.utils import _device, _stats
 
 from distlab import process_group
 from distlab.sim.gpu.placement import index_of
@@ -44,10 +45,12 @@ def made_for_gpu(source: int) -> int:
 _SIMULATOR = __file__.rpartition("gpu")[0], process_group.__file__.rpartition("__init__")[0]
 
 
+# torch gives the functions of _ops this name without a folder.
+_OF_TORCH = {_device.__file__, _stats.__file__, _ops.__file__, "_ops.py"}
+
+
 def _is_between(file: str) -> bool:
-    return file.startswith((*_SIMULATOR, "<")) or file.endswith(
-        ("_ops.py", "_stats.py", "_device.py")
-    )
+    return file.startswith((*_SIMULATOR, "<")) or file in _OF_TORCH
 
 
 def _place(tensors: Any) -> int:

@@ -119,10 +119,10 @@ def _is_cast(value: Any) -> bool:
     )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast(value: Any, dtype: torch.dtype) -> Any:
     """Return a tensor of a GPU, or those of a sequence, in a dtype; others stay as they are."""
     if isinstance(value, list | tuple):
-        return [_cast(part, dtype) for part in value]
+        return [cast(part, dtype) for part in value]
     return value.to(dtype) if _is_cast(value) else value
 
 
@@ -139,8 +139,8 @@ def _casting(choose: Callable[[Sequence[Any]], torch.dtype], op: Kernel) -> Kern
             if not _is_enabled("cuda"):
                 return op(*args, **kwargs)
             dtype = choose(args)
-            kwargs = {name: _cast(value, dtype) for name, value in kwargs.items()}
-            return op(*(_cast(value, dtype) for value in args), **kwargs)
+            kwargs = {name: cast(value, dtype) for name, value in kwargs.items()}
+            return op(*(cast(value, dtype) for value in args), **kwargs)
 
     return run
 

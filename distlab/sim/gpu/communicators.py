@@ -107,8 +107,9 @@ class Communicators:
             choice: How the rank has come to use the GPU, unless that is as it should be.
 
         Raises:
-            RuntimeError: Another rank has the same GPU, for which NCCL has this error, too; or one
-                rank is on another of its GPUs than before and another rank is not, which hangs.
+            RuntimeError: Another rank has the same GPU, for which NCCL has this error, too; or in a
+                collective, one rank is on another of its GPUs than before and another rank is not,
+                which hangs.
         """
         gpus = self._gpus.setdefault((key, rank), [])
         if gpu not in gpus:

@@ -20,6 +20,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.library import Library
 from torch.nn.attention import flex_attention
 
+from distlab.sim.gpu.autocast import cast
 from distlab.sim.gpu.device import this_device
 from distlab.util.replacing import replace_until
 
@@ -46,7 +47,7 @@ def _attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``flex_attention``; under autocast in its dtype, with scores in float32."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-        args = (*(tensor.to(dtype) for tensor in args[:3]), *args[3:])
+        args = (*cast(args[:3], dtype), *args[3:])
     with torch.autocast("cuda", enabled=False):
         return math_attention(*args)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.utils.clip_grad
 import torch.optim.optimizer
 import torch.utils._foreach_utils
-from torch import Tensor, nn
+from torch import Tensor, _tensor_str, nn
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
@@ -152,6 +152,17 @@ def _tolist(self: Tensor) -> Any:
     readable = _read_by_host(self, ".tolist()")
     with torch._C.DisableTorchFunction():  # under a default device, torch would call this again
         return _plain_list(readable)
+
+
+def _showing(show: Callable[..., str]) -> Callable[..., str]:
+    """Return torch's function that formats a tensor, which reads a number past all patches."""
+
+    def show_and_wait(tensor: Tensor, **options: Any) -> str:
+        if tensor.dim() == 0:
+            tensor = _read_by_host(tensor, ".item()")
+        return show(tensor, **options)
+
+    return show_and_wait
 
 
 def _read_by_host(tensor: Tensor, text: str) -> Tensor:
@@ -408,6 +419,7 @@ def install(replace: Replace) -> None:
     }
     for name, method in methods.items():
         replace(Tensor, name, method)
+    replace(_tensor_str, "_str", _showing(_tensor_str._str))
     for name in ("tensor", "as_tensor"):
         _replace_builtin(replace, name, _moving(getattr(torch, name)))
     _device_constructors()  # it keeps the functions that it finds first

@@ -537,6 +537,7 @@ def _patch_redistribution(replace: Replace, rank_states: RankStates) -> None:
     def plan_of_rank(*specs: Any) -> Any:
         return plan(rank_states.current, *specs)
 
+    plan_of_rank.cache_clear = plan.cache_clear  # type: ignore[attr-defined]
     replace(redistribution, "_gen_transform_infos", plan_of_rank)
     replace(redistribution, "get_redistribute_planner", redistribution.DTensorRedistributePlanner)
 

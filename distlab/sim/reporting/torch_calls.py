@@ -78,9 +78,14 @@ def advice_for(makers: Mapping[int, str]) -> str:
     advice = next(filter(None, map(_advice_on, names)), "")
     past = [rank for rank, maker in makers.items() if not maker or maker in INDIRECT]
     if past and any(re.search(_BACKWARD, name) for name in names):
-        who = verb(past, "have they", "has it")
-        unused = "no gradients in this step (no_sync(), frozen or unused parameters)"
-        return f"{past_the_steps(past)} Or {who} {unused}?"
+        they = verb(past, "they", "it")
+        return (
+            f"{verb(past, 'Are', 'Is')} {rank_names(past)} past these steps, with fewer batches "
+            "(use Join, or as many batches on each rank), or by a decision to stop that each rank "
+            f"makes alone (all-reduce or broadcast it)? Or {verb(past, 'do', 'does')} {they} make "
+            "a call that the others leave out, or have no gradients in this step (no_sync(), "
+            "frozen or unused parameters)?"
+        )
     return advice
 
 

@@ -25,7 +25,7 @@ from distlab.sim.sanitizer.parameters import digest
 from distlab.util.replacing import Replace
 from distlab.util.text import rank_names
 
-State = tuple[int, ...]
+State = int  # 0 if unknown
 
 
 class _Decision(NamedTuple):
@@ -54,7 +54,9 @@ class Scalers:
             WeakIdKeyDictionary
         )
         self._num_steps: Counter[tuple[int, int]] = Counter()
-        self._looked_at: dict[int, Site] = {}  # by rank, the line of its last unscale_()
+        self._num_optimizers: Counter[int] = Counter()
+        # For each optimizer, the line of its last unscale_().
+        self._looked_at: MutableMapping[Optimizer, Site] = WeakIdKeyDictionary()
         # What the ranks that have come to a step of an optimizer decide.
         self._decisions: defaultdict[tuple[int, int], dict[int, _Decision]] = defaultdict(dict)
 
@@ -64,7 +66,7 @@ class Scalers:
 
         def unscale_and_note(scaler: GradScaler, optimizer: Optimizer) -> None:
             if self._rank_states.is_in_rank():
-                self._looked_at[self._rank_states.current] = self._places.call_site()[0]
+                self._looked_at[optimizer] = self._places.call_site()[0]
             unscale(scaler, optimizer)
 
         def step_and_note(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
@@ -86,10 +88,13 @@ class Scalers:
     def _decided(self, optimizer: Optimizer, state: State, *, is_skip: bool, site: Site) -> None:
         rank = self._rank_states.current
         known = self._numbers[rank]
-        number = known.setdefault(optimizer, len(known))
+        if optimizer not in known:
+            known[optimizer] = self._num_optimizers[rank]
+            self._num_optimizers[rank] += 1
+        number = known[optimizer]
         self._num_steps[rank, number] += 1
         step = number, self._num_steps[rank, number]
-        looked_at = self._looked_at.pop(rank, site)
+        looked_at = self._looked_at.pop(optimizer, site)
         self._decisions[step][rank] = _Decision(state, is_skip, looked_at)
         if len(self._decisions[step]) == self._rank_states.num_ranks:
             self._compare(step[1], self._decisions.pop(step))
@@ -121,16 +126,16 @@ class Scalers:
 
 
 def _tensors(optimizer: Optimizer) -> list[Tensor | None]:
-    """Return an optimizer's parameters and gradients."""
+    """Return an optimizer's gradients, and the parameters that have them."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [x for p in parameters for x in (p, p.grad)]
+    return [x for p in parameters if p.grad is not None for x in (p, p.grad)]
 
 
 def _state(tensors: Sequence[Tensor | None]) -> State:
-    """Return what tells tensors from others; () if it is unknown."""
+    """Return what tells tensors from others."""
     digests = [*map(digest, tensors)]
     are_known = all(d or x is None for d, x in zip(digests, tensors, strict=True))
-    return tuple(d.key if d else 0 for d in digests) if are_known else ()
+    return hash(tuple(d.key if d else 0 for d in digests)) if are_known else 0
 
 
 def _has_found(scaler: GradScaler, optimizer: Optimizer) -> bool:

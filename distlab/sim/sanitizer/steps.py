@@ -3,6 +3,7 @@
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -48,6 +49,7 @@ class Steps:
         )
         self._num_optimizers: Counter[int] = Counter()
         self._stepping: set[int] = set()  # ranks that are in a step now
+        self._hooked: WeakSet[Optimizer] = WeakSet()
 
     def number(self, rank: int) -> int:
         """Return the number of the step that a rank takes now, or else of its next one.
@@ -81,6 +83,8 @@ class Steps:
         finally:
             for hook in hooks:
                 hook.remove()
+            for optimizer in self._hooked:  # those whose last step has raised an error
+                optimizer._optimizer_step_pre_hooks.pop(_LAST_HOOK, None)
 
     def _registered(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
         if parameter is not None and self._rank_states.is_in_rank():
@@ -93,6 +97,7 @@ class Steps:
     def _will_step(self, optimizer: Optimizer, *_: object) -> None:
         """Look at the step after the optimizer's own hooks: they may still average gradients."""
         if self._rank_states.is_in_rank():
+            self._hooked.add(optimizer)
             hooks = optimizer._optimizer_step_pre_hooks
             hooks.pop(_LAST_HOOK, None)
             hooks[_LAST_HOOK] = self._steps
@@ -102,7 +107,8 @@ class Steps:
         rank = self._rank_states.current
         self._stepping.add(rank)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        await_values(x for p in parameters for x in (p, p.grad))
+        # The step itself waits for those that it changes; others may be under way for long.
+        await_values(x for p in parameters if p.grad is not None for x in (p, p.grad))
         with self._unnoticed():
             at = self._count(rank, optimizer)
             for listener in self.listeners:

@@ -5,6 +5,7 @@ because the sum of two numbers is the same in either order. On four ranks, gloo 
 cluster add in different orders.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -160,7 +161,7 @@ def ddp_joins_uneven_inputs() -> object:
             for inputs, targets in batches(1 + me() % 2):
                 mse_loss(model(inputs), targets).backward()
                 optimizer.step()
-        states.append(state_of(model))
+        states.append(state_of(copy.deepcopy(model)))  # it keeps no handle of its last step
     return states
 
 

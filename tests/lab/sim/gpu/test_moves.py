@@ -1,5 +1,6 @@
 """Casts and copies between the host and simulated GPUs, forward and backward."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,3 +48,16 @@ def test_a_model_on_two_gpus_trains_without_explicit_synchronization() -> None:
     time = simulate(main, 1, cluster="dgx-h100", options=NCCL).gpu_time
     assert time is not None
     assert time.wrong == []
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_tensor_that_is_printed_is_read_by_the_host(shape: tuple[int, ...]) -> None:
+    def main() -> str:
+        return str(torch.ones(shape, device="cuda") + 1)
+
+    ran = simulate(main, 1, cluster="dgx-h100", options=Options(semantics="nccl"))
+    (shown,) = ran.results
+    assert shown.startswith("tensor(")
+    assert "cuda:0" in shown
+    assert ran.gpu_time is not None
+    assert sum(wait.count for wait in ran.gpu_time.host_waits) > 0
