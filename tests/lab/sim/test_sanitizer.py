@@ -1,5 +1,6 @@
 """``--sanitize`` names mistakes that end without an error, and nothing in right programs."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -1445,6 +1446,40 @@ def test_a_right_program_gets_no_finding_on_gpus(program: Callable[[], None]) ->
     assert ran.findings == []
     assert ran.gpu_time is not None
     assert ran.gpu_time.wrong == []
+
+
+def steps_beside_a_broadcast(mates: dist.ProcessGroup) -> None:
+    used, unused = (torch.ones(2, device="cuda", requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.SGD([used, unused])
+    used.sum().backward()
+    if dist.get_rank() == 0:
+        dist.broadcast(unused.data, 0, async_op=True).wait()
+        optimizer.step()
+        dist.send(torch.ones(1), 1, group=mates)
+    else:
+        dist.recv(torch.ones(1), 0, group=mates)
+        dist.broadcast(unused.data, 0)
+
+
+def test_a_step_waits_for_nothing_that_it_leaves_alone() -> None:
+    def main() -> None:
+        torch.cuda.set_device(dist.get_rank())
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        steps_beside_a_broadcast(dist.new_group(backend="gloo"))
+
+    simulate(main, 2, cluster="dgx-h100", options=Options(is_sanitized=True, semantics="nccl"))
+
+
+def test_no_hook_stays_in_an_optimizer_whose_step_raises() -> None:
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def main() -> None:
+        optimizers.append(sgd(model()))
+        with contextlib.suppress(ZeroDivisionError):
+            optimizers[0].step(lambda: 1 / 0)
+
+    simulate(main, 1, options=Options(is_sanitized=True))
+    assert not optimizers[0]._optimizer_step_pre_hooks
 
 
 def test_sums_that_each_rank_rounds_otherwise_are_no_finding() -> None:

@@ -1,5 +1,6 @@
 """``--sanitize`` names GradScalers that skip a step on one replica, but not on another."""
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -73,6 +74,26 @@ def test_a_step_that_one_replica_skips_is_named(program: Callable[[], None]) -> 
         "in its own gradients. Average the gradients before unscale_(), or all-reduce found_inf; "
         "test_scalers.py:"
     )
+
+
+def averages_one_of_two_too_late() -> None:
+    late, early = model(), model()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (late, early)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for net, step in ((late, 2), (early, 0)):
+        scaler.scale(net(data(step)).square().sum()).backward()
+    scaler.unscale_(optimizers[0])  # too early
+    scaler.unscale_(optimizers[1])
+    average(late)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+
+
+def test_the_line_is_that_of_the_optimizers_own_unscale() -> None:
+    lines, first = inspect.getsourcelines(averages_one_of_two_too_late)
+    number = next(k for k, line in enumerate(lines, first) if "# too early" in line)
+    (found,) = [line for line in findings(averages_one_of_two_too_late) if "GradScaler" in line]
+    assert f"test_scalers.py:{number} " in found
 
 
 def averages_in_time() -> None:

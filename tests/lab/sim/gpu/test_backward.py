@@ -1,6 +1,7 @@
 """Backward passes on streams: gradients are computed where their forward operations were."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,21 @@ def tracks(ran: Simulated[object], name: str) -> set[str]:
 def model_and_input() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return nn.Linear(8, 8, device="cuda"), torch.ones(4, 8, device="cuda")
+
+
+def test_a_hook_makes_tensors_of_the_host_whatever_its_file_is_called() -> None:
+    code = "def hook(g):\n    made.append(torch.zeros(3).device.type)\n"
+    made: list[str] = []
+
+    def main() -> None:
+        names: dict[str, Any] = {"torch": torch, "made": made}
+        exec(compile(code, "/home/me/my_device.py", "exec"), names)
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        x.register_hook(names["hook"])
+        x.sum().backward()
+
+    simulate(main, 1, cluster="dgx-h100", options=Options(semantics="nccl"))
+    assert made == ["cpu"]
 
 
 def forward_aside() -> None:

@@ -72,6 +72,17 @@ def test_autocast_applies_to_it() -> None:
     assert run(main) is torch.bfloat16
 
 
+def test_autocast_leaves_tensors_of_the_host_alone() -> None:
+    def main() -> torch.dtype:
+        q = query().cpu()
+        with torch.autocast("cuda", torch.bfloat16):
+            out: Any = flex_attention(q, q, q)
+        dtype: torch.dtype = out.dtype
+        return dtype
+
+    assert run(main) is torch.float32
+
+
 def test_a_device_is_shown_inside_vmap() -> None:
     def main() -> Any:
         x = torch.arange(3.0, device="cuda")
