@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drawing import FAINT, INK
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -31,7 +32,6 @@ COLOURS = {
     "attention's scores": "#b98ac0",
     "other": "#c4ccd4",
 }
-INK, FAINT = "#22303c", "#5d6975"
 SIZE = 15  # of letters, in points; a screen of 400 pixels shows a point as 0.7 of a pixel
 
 

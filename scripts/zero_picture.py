@@ -1,8 +1,8 @@
 """Draw which part of the model's state each rank holds with ZeRO, for ``scripts/figures.py``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from drawing import EMPTY, FAINT, INK, canvas, write
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -10,8 +10,6 @@ from matplotlib.patches import Rectangle
 Held = Mapping[str, Sequence[float]]  # by kind and quarter: bytes that a rank holds per parameter
 
 COLOURS = {"parameters": "#7fb0e6", "gradients": "#f6c48a", "optimizer state": "#a8d8a8"}
-INK, FAINT, EMPTY = "#22303c", "#5d6975", "#d5dbe1"
-# All lengths are points. A screen of 400 pixels shows each as 0.7 of a pixel.
 BYTE, HEIGHT, GAP = 14, 20, 8  # width of a byte per parameter, height of a rank, between kinds
 RANKS, NAME, BELOW = 34, 48, 14  # of a panel: left of its parts, above, and below
 LEGEND = 34
@@ -22,10 +20,7 @@ def picture(stages: Sequence[Sequence[Held]], columns: int = 2) -> Figure:
     width = RANKS + 16 * BYTE + 2 * GAP + BELOW
     height = NAME + len(stages[0]) * HEIGHT + BELOW
     size = columns * width, -(-len(stages) // columns) * height + LEGEND
-    figure = Figure(figsize=(size[0] / 72, size[1] / 72))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, size[0]), ylim=(size[1], 0))
-    axes.set_axis_off()
+    figure, axes = canvas(height=size[1], width=size[0])
     for stage, ranks in enumerate(stages):
         row, column = divmod(stage, columns)
         _draw_stage(axes, column * width + RANKS, row * height + NAME, stage, ranks)
@@ -45,13 +40,7 @@ def _draw_stage(axes: Axes, left: float, top: float, stage: int, ranks: Sequence
     axes.text(left, top - 7, sum_of(ranks), size=14, color=INK)
     for rank, held in enumerate(ranks):
         y = top + rank * HEIGHT
-        place: dict[str, Any] = {
-            "ha": "center",
-            "va": "center_baseline",
-            "size": 14,
-            "color": FAINT,
-        }
-        axes.text(left - 12, y + HEIGHT / 2, str(rank), **place)
+        write(axes, left - 12, y + HEIGHT / 2, str(rank), colour=FAINT)
         x = left
         for kind in held:
             width = BYTE * max(max(other[kind]) for other in ranks)
@@ -72,5 +61,5 @@ def _draw_legend(axes: Axes, top: float) -> None:
     x = RANKS
     for kind, colour in COLOURS.items():
         axes.add_patch(Rectangle((x, top + 4), 16, 16, facecolor=colour, edgecolor=FAINT))
-        axes.text(x + 24, top + 12, kind, size=15, va="center_baseline", color=INK)
+        write(axes, x + 24, top + 12, kind, ha="left", size=15)
         x += 60 + 9 * len(kind)
