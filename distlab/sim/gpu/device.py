@@ -59,12 +59,9 @@ def await_values(tensors: Iterable[Tensor | None]) -> None:
     The simulator has to, before it looks at the values of GPUs: a stream that waits for a
     collective holds back neither the host nor the simulator.
     """
-    device = this_device()
-    for tensor in tensors:
-        local: Any = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
-        if device and local is not None and (home := home_of(local)) and home.flights:
-            stream = device.working_stream(home.index) if home.index >= 0 else device.host
-            device.await_bytes(home, Span.of(local), False, stream)
+    if device := this_device():
+        of_rank = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)  # a DTensor's
+        device.await_flights([Use(x, home_of(x), False) for x in of_rank if x is not None])
 
 
 class Use(NamedTuple):
@@ -264,7 +261,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         is_reading = op.name == "_local_scalar_dense"
         uses = [] if op.is_factory else uses  # it reads no more than a shape
         if is_reading or not op.is_free:
-            self._await_flights(uses)
+            self.await_flights(uses)
         index = max(placing.source, placing.target)
         before, self._local.running = self.running, index
         try:
@@ -428,7 +425,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
 
     # Order
 
-    def _await_flights(self, uses: Sequence[Use]) -> None:
+    def await_flights(self, uses: Sequence[Use]) -> None:
         """Wait for the bytes of communication that was ordered before an operation."""
         for tensor, home, is_write in uses:
             if home is not None and home.flights:
