@@ -7,7 +7,7 @@ A message whose tags only differ, as if one rank gave it none, still comes to th
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from distlab.sim.messages.message import Message
@@ -51,21 +51,37 @@ class Crossings:
 
     def lines(self) -> list[str]:
         """Return a text for each pair of lines."""
-        return _one_per_pair_of_lines(iter(self._kept))
+        return _texts(_by_lines(self._kept))
 
     def changed_places(self) -> list[str]:
         """Return a text for each pair of lines where values have changed places."""
+        return _texts(self._changed())
+
+    def others(self) -> list[str]:
+        """Return a text for each pair of lines where none have."""
+        changed = self._changed()
+        return _texts(_by_lines(c for c in self._kept if c.sites not in changed))
+
+    def _changed(self) -> "ByLines":
         met = defaultdict[tuple[Channel, int], set[int]](set)
         for crossing in self._kept:
             met[crossing.channel, crossing.sent].add(crossing.received)
-        return _one_per_pair_of_lines(c for c in self._kept if _comes_back(c, met))
+        return _by_lines(c for c in self._kept if _comes_back(c, met))
 
 
-def _one_per_pair_of_lines(crossings: Iterator[Crossing]) -> list[str]:
-    first: dict[tuple[Site, Site], Crossing] = {}
+ByLines = dict[tuple[Site, Site], Crossing]
+
+
+def _by_lines(crossings: Iterable[Crossing]) -> ByLines:
+    """Return the first crossing of each pair of lines."""
+    first: ByLines = {}
     for crossing in crossings:
         first.setdefault(crossing.sites, crossing)
-    return [crossing.text() for crossing in first.values()]
+    return first
+
+
+def _texts(crossings: ByLines) -> list[str]:
+    return [crossing.text() for crossing in crossings.values()]
 
 
 def _comes_back(crossing: Crossing, met: dict[tuple[Channel, int], set[int]]) -> bool:
