@@ -10,13 +10,14 @@ PYTEST = $(BIN)/python -m pytest -rs -n $(TESTS_AT_ONCE) --no-loadscope-reorder 
 # Suites that run side by side print one after the other, where this make can do that (4.0 and later).
 WHOLE_OUTPUTS := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: setup demo lint format templates test test-all gpu solve docs clean help $(SUITES:%=solve-%)
+.PHONY: setup demo lab lint format templates test test-all gpu solve docs clean help $(SUITES:%=solve-%)
 
 help:
 	@echo "make demo    train a model on real images with 1 and with 4 workers (under a minute)"
 	@echo "make test    grade the solutions, run the tests (4 minutes on two idle cores)"
 	@echo "make test-all    all tests, also those of whole programs on real processes (15 minutes)"
 	@echo "make gpu     run the course on the NVIDIA GPUs of this host; figures in out/gpu"
+	@echo "make lab     open the notebooks in JupyterLab"
 	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files"
 	@echo "make templates   carry signatures, docstrings and given code from the solutions over"
 	@echo "make setup   only set up $(VENV)       make clean    remove $(VENV), out/ and caches"
@@ -42,6 +43,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/python -m distlab demo
+
+lab: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebook]'
+	$(BIN)/jupyter lab
 
 gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py out/gpu

@@ -270,51 +270,51 @@ def hooked(model: nn.Module) -> Any:
 
 
 def profiled(device: torch.device) -> Call:
-    step, folder = CASES["3.12"](device), Path(tempfile.mkdtemp())
+    step, folder = CASES["3.11"](device), Path(tempfile.mkdtemp())
     run = partial(profiling.profile_steps, lambda _: step(), folder)
     return lambda: (profiling.exposed_communication(run()), [])[1]
 
 
 CASES: dict[str, Case] = {  # the keys are task ids
-    "1.3": scatter,
-    "1.4": on_numbers(exchange),
-    "1.5": on_numbers(by_hand.broadcast),
+    "1.5": scatter,
+    "1.3": on_numbers(exchange),
+    "1.4": on_numbers(by_hand.broadcast),
     "1.6": on_numbers(by_hand.all_reduce_naive),
     "1.7": on_numbers(by_hand.all_reduce_recursive_doubling),
     "1.9": trained(broadcast_parameters),
     "1.11": trained(trainer.train_step),
     "1.11 flat": trained(partial(trainer.train_step, average=trainer.average_gradients_flat)),
     "1.12": evaluate,
-    "2.2": trained(lambda *step: accumulation.accumulate_step(*step, 8, loss_sum)),
-    "2.3": trained(
+    "2.1": trained(lambda *step: accumulation.accumulate_step(*step, 8, loss_sum)),
+    "2.2": trained(
         lambda *step: accumulation.accumulate_step_over_ranks(
             *step, 8, max_norm=1.0, loss_sum=loss_sum
         )
     ),
-    "2.5": trained(
+    "2.4": trained(
         lambda model, sgd, batch: mixed_precision.mixed_precision_step(
             *(model, sgd, mixed_precision.LossScaler(256.0), batch),
             dtype=torch.bfloat16,
             loss_sum=loss_sum,
         )
     ),
-    "2.6": differentiated(
+    "2.5": differentiated(
         lambda: mlp(CPU), 32, 64, use=lambda model: partial(checkpointing.checkpoint, model)
     ),
-    "2.9": in_stages,
-    "2.12": in_a_pipeline,
-    "2.17": differentiated(lambda: MLP(64), 2, 16, 64, use=tensors.parallelize_mlp),
-    "2.18": vocabulary,
-    "2.19": block,
-    "3.3": on_numbers(ring.ring_all_reduce),
-    "3.4": on_numbers(partial(ring.segmented_ring_all_reduce, segment_bytes=4096)),
-    "3.5": on_numbers(tree.tree_all_reduce),
-    "3.6": on_numbers(tree.double_binary_tree_all_reduce),
-    "3.8": hierarchical,
-    "3.12": started(our_ddp),
-    "3.18": started(zero_1_or_2),
-    "3.19": started(partial(zero_1_or_2, kind=zero.ShardedGradientOptimizer)),
-    "3.20": started(partial(zero_3, compute_dtype=torch.float32)),
+    "2.8": in_stages,
+    "2.10": in_a_pipeline,
+    "2.15": differentiated(lambda: MLP(64), 2, 16, 64, use=tensors.parallelize_mlp),
+    "2.16": vocabulary,
+    "2.17": block,
+    "3.2": on_numbers(ring.ring_all_reduce),
+    "3.3": on_numbers(partial(ring.segmented_ring_all_reduce, segment_bytes=4096)),
+    "3.4": on_numbers(tree.tree_all_reduce),
+    "3.5": on_numbers(tree.double_binary_tree_all_reduce),
+    "3.7": hierarchical,
+    "3.11": started(our_ddp),
+    "3.12": started(zero_1_or_2),
+    "3.13": started(partial(zero_1_or_2, kind=zero.ShardedGradientOptimizer)),
+    "3.14": started(partial(zero_3, compute_dtype=torch.float32)),
     "4.2": trained(resumed),
     "4.4": saved,
     "4.7": on_numbers(lambda _: torch.tensor(fault_tolerance.StopRequest().agreed())),
@@ -330,7 +330,7 @@ CASES: dict[str, Case] = {  # the keys are task ids
     "4.15": on_numbers(lambda _: torch.tensor(monitoring.throughput(8, 1.0))),
     "4.18": profiled,
 }
-MESSAGES = ("1.3", "1.4", "1.5", "1.6", "1.7", "2.9", "2.12", "3.3", "3.4", "3.5", "3.6")
+MESSAGES = ("1.5", "1.3", "1.4", "1.6", "1.7", "2.8", "2.10", "3.2", "3.3", "3.4", "3.5")
 
 
 # On every rank

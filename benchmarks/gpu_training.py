@@ -124,11 +124,11 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Step]] = {
     "bare loop, reads each loss": _reading,
     "1.11, per parameter": _lesson(trainer.average_gradients),
     "1.11, flat": _lesson(trainer.average_gradients_flat),
-    "2.5": _in_mixed_precision,
+    "2.4": _in_mixed_precision,
     "torch's DDP": partial(step_of, torchs_ddp),
-    "3.12": partial(step_of, our_ddp),
-    "3.18": partial(step_of, zero_1_or_2),
-    "3.20": partial(step_of, zero_3),
+    "3.11": partial(step_of, our_ddp),
+    "3.12": partial(step_of, zero_1_or_2),
+    "3.14": partial(step_of, zero_3),
 }
 
 

@@ -60,7 +60,7 @@ def last_of_calls(name: str, num_calls: int) -> int:
 
 def main(
     ranks: Annotated[int, typer.Option(help="how many simulated ranks")] = 4,
-    only: Annotated[list[str] | None, typer.Option(help="a task, such as 3.12")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="a task, such as 3.11")] = None,
 ) -> None:
     """Count host syncs, messages and bytes of the solutions."""
     names = [name for name in only or cases.CASES if name not in WITHOUT]

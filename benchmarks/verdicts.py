@@ -25,7 +25,7 @@ from distlab.course import Task
 
 ROOT = Path(__file__).parents[1]
 RUNS = 5
-COLD = ("1.1", "1.4")
+COLD = ("1.1", "1.3")
 DISTLAB = [sys.executable, "-m", "distlab"]
 MENU = b"grades on every save"
 LONGEST_S = 60.0

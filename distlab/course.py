@@ -1,9 +1,9 @@
 """The course: its phases, lessons and tasks, as course.toml lists them.
 
 course = load(Path("."))
-task = course.task("1.5")
+task = course.task("1.4")
 task.function, task.template          # "broadcast", phase1_data_parallel/template_collectives.py
-task.guide                            # "guidelines.md#15-broadcast-along-a-tree"
+task.guide                            # "guidelines.md#14-broadcast-along-a-tree"
 """
 
 import re
@@ -26,6 +26,7 @@ FILE = "course.toml"
 HINTS = (1, 2, 3)  # 1: a question; 2: the idea; 3: names to use, and the number of lines
 DIFFICULTIES = range(1, 6)
 LABEL_WIDTH = 32  # minimum width of a column of labels
+LETTERS = "abcdefgh"  # of a task's graded parts
 
 
 Entry = TypeVar("Entry")
@@ -37,10 +38,18 @@ class CourseError(ValueError):
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a task that scores by itself, once the parts before it have passed."""
+
+    title: str
+    points: int
+
+
+@dataclass(frozen=True)
 class Task:
     """One task: a function for the learner to write, or several functions."""
 
-    id: str  # "1.5" is the fifth task of phase 1
+    id: str  # "1.4" is the fifth task of phase 1
     function: str  # its name in the lesson's file; for a method, such as "Trainer.fit"
     title: str
     points: int
@@ -51,12 +60,17 @@ class Task:
     also: tuple[str, ...] = ()  # further functions, written and graded together with the main one
     preload: tuple[str, ...] = ()  # slow modules that the task's tests load
     uses: tuple[str, ...] = ()  # ids of the earlier tasks whose functions the solution calls
+    parts: tuple[Part, ...] = ()  # none: the task is graded as a whole
     share_for_right_values: float = 0.0  # that of the course
 
+    def points_for_values(self, points: int) -> int:
+        """Return the share of ``points`` for right values at too high a cost, rounded down."""
+        return floor(round(points * self.share_for_right_values, 6))
+
     @property
-    def points_for_values(self) -> int:
-        """Points for right values at too high a cost: a share of all points, rounded down."""
-        return floor(round(self.points * self.share_for_right_values, 6))
+    def graded_parts(self) -> dict[str, Part]:
+        """The parts by their letters; a task without parts is part "a" of itself."""
+        return dict(zip(LETTERS, self.parts or (Part(self.title, self.points),), strict=False))
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -161,7 +175,7 @@ class Course:
         return tuple(task for phase in self.phases for task in phase.tasks)
 
     def task(self, id: str) -> Task:
-        """Look up a task by its id, such as "1.5"."""
+        """Look up a task by its id, such as "1.4"."""
         return _look_up("task", id, {task.id: task for task in self.tasks})
 
     def builds_on(self, task: Task) -> tuple[Task, ...]:
@@ -264,7 +278,10 @@ def _task(place: Mapping[str, Any], table: Table) -> Task:
     values = _values(Task, where, table, *place)
     if values["difficulty"] not in DIFFICULTIES:
         raise CourseError(f"{where}: difficulty must be 1 to 5, not {values['difficulty']}")
-    return Task(**values, **place)
+    parts = [Part(**_values(Part, where, part)) for part in _tables(table, "part")]
+    if parts and sum(part.points for part in parts) != values["points"]:
+        raise CourseError(f"{where}: its parts must add up to its {values['points']} points")
+    return Task(**values, **place, parts=tuple(parts))
 
 
 def _values(kind: type, where: str, table: Table, *inherited: str) -> dict[str, Any]:
@@ -320,7 +337,7 @@ def _checked(where: str, field: Field[Any], value: Any) -> Any:
 
 
 def _tables(table: Table, key: str) -> list[dict[str, Any]]:
-    entries = table[key]
+    entries = table.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CourseError(f"{key} must be a list of tables, [[{key}]]")
     return entries

@@ -7,7 +7,7 @@ from distlab import chosen, lessons
 from distlab.sim import Cluster
 from distlab.util.text import unknown_name
 
-TASKS = ("3.21", "3.22", "3.23")
+TASKS = ("3.20", "3.21", "3.22")
 MATMUL_EFFICIENCY, MATMUL_PADDING = 0.81, 190.0  # fitted by benchmarks/plan_fidelity.py
 RING = "Simple"  # NCCL's protocol for long messages
 

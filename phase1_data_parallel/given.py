@@ -25,7 +25,7 @@ Group = dist.ProcessGroup | None  # None: all ranks
 AllReduce = Callable[[Tensor, Group], None]  # sums a tensor over the group, in place
 
 
-# Loading (tasks 1.1 to 1.3)
+# Loading (tasks 1.1, 1.2 and 1.5)
 
 
 class ShardSampler(Sampler[int]):

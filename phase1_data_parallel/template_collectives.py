@@ -2,9 +2,9 @@
 
 They only send and receive messages. Rank numbers are those inside ``group``, not global ones.
 
-Tasks 1.4 to 1.8. Each docstring says what the function promises, the TODO lists what you need for
-it, and guidelines.md explains why and how.
-To grade one task: ``distlab check 1.4``.
+Tasks 1.3, 1.4 and 1.6 to 1.8. Each docstring says what the function promises, the TODO lists what
+you need for it, and guidelines.md explains why and how.
+To grade one task: ``distlab check 1.3``.
 """
 
 import sys
@@ -40,11 +40,11 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
     Cost: one message each way, both at the same time: α + max(bytes out, bytes in)·β seconds; no
         collectives, no barriers.
     """
-    # TODO 1.4: on return ``incoming`` holds what src sent, and ``outgoing`` may be overwritten.
+    # TODO 1.3: on return ``incoming`` holds what src sent, and ``outgoing`` may be overwritten.
     #   Tools: dist.P2POp, dist.batch_isend_irecv, wait. group_peer= is a rank inside the group.
     #   Example: ranks 0, 1 and 2 send their own numbers to the right: they receive 2, 0 and 1.
     #   About 6 lines.
-    raise NotImplementedError("Task 1.4: exchange, see guidelines.md#14-exchange-without-deadlock")
+    raise NotImplementedError("Task 1.3: exchange, see guidelines.md#13-exchange-without-deadlock")
 
 
 def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
@@ -68,11 +68,11 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
         ⌈log2 N⌉ from any one rank; no collectives, and no memory beyond ``x``.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
-    # TODO 1.5: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src and any N must work.
+    # TODO 1.4: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src and any N must work.
     #   Tools: dist.send and dist.recv, with group_dst= and group_src=.
     #   Example: N = 6, whatever src is: 5 messages in 3 rounds, at most 3 of them from src.
     #   About 10 lines.
-    raise NotImplementedError("Task 1.5: broadcast, see guidelines.md#15-broadcast-along-a-tree")
+    raise NotImplementedError("Task 1.4: broadcast, see guidelines.md#14-broadcast-along-a-tree")
 
 
 def all_reduce_naive(x: Tensor, group: Group = None) -> None:

@@ -1,7 +1,7 @@
 """Share samples among ranks: shards of an epoch, loaders over shards, batches from one rank.
 
-Tasks 1.1 to 1.3. Each docstring says what the function promises, the TODO lists what you need for
-it, and guidelines.md explains why and how.
+Tasks 1.1, 1.2 and 1.5. Each docstring says what the function promises, the TODO lists what you
+need for it, and guidelines.md explains why and how.
 To grade one task: ``distlab check 1.1``.
 """
 
@@ -163,9 +163,9 @@ def scatter_batch(
         finished on return. Memory: the other ranks hold only their rows; ``src`` does not copy a
         contiguous batch.
     """
-    # TODO 1.3: every rank returns its rows, or every rank raises the error.
+    # TODO 1.5: every rank returns its rows, or every rank raises the error.
     #   Tools: describe and empty_part (given), dist.broadcast_object_list, Tensor.tensor_split,
     #   dist.isend, dist.recv. group_src= and group_dst= are ranks inside the group.
     #   Example: 10 rows, 4 ranks, src 0: rank 2 receives rows 6 and 7; src sends 6 messages.
     #   About 20 lines.
-    raise NotImplementedError("Task 1.3: scatter_batch, see guidelines.md#13-scatter-a-batch")
+    raise NotImplementedError("Task 1.5: scatter_batch, see guidelines.md#15-scatter-a-batch")

@@ -272,7 +272,7 @@ def checkpointed(
 
     Args:
         chunks: this rank's chunks, which share their parameters with the result.
-        checkpoint: the function from task 2.6.
+        checkpoint: the function from task 2.5.
         train_step: function that trains a copy of the chunks for one step, and returns its meter.
     """
     require_written(checkpoint)

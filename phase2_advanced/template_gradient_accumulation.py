@@ -1,6 +1,6 @@
 """Gradient accumulation: many micro-batches, one optimizer step, one all-reduce.
 
-Tasks 2.1 to 2.3. The docstring says what a function promises, its TODO what you need for it, and
+Tasks 2.1 and 2.2. The docstring says what a function promises, its TODO what you need for it, and
 guidelines.md why and how. To grade one task: ``distlab check 2.1``.
 """
 
@@ -42,7 +42,7 @@ def split_micro_batches(batch: Batch, size: int) -> list[Batch]:
     #   then (1, 4) and (1,).
     #   About 8 lines.
     raise NotImplementedError(
-        "Task 2.1: split_micro_batches, see guidelines.md#21-split-a-batch-into-micro-batches"
+        "Task 2.1: split_micro_batches, see guidelines.md#21-accumulate-gradients"
     )
 
 
@@ -83,14 +83,14 @@ def accumulate_step(
         optimizer state, the batch, and the activations of one micro-batch, which are freed before
         the next forward pass.
     """
-    # TODO 2.2: do one step as if the whole batch had gone through the model at once, and return the
+    # TODO 2.1: do one step as if the whole batch had gone through the model at once, and return the
     #   loss; never hold the activations of two micro-batches.
     #   Tools: split_micro_batches, loss_sum, backward, model.parameters, the optimizer's methods.
     #   Example: losses 1, 2, 3 in one micro-batch and 6 in the next: return 3.0 (not 4.0, the mean
     #   of the means 2 and 6), and each of the four targets weighs 1/4 in the gradient.
     #   About 14 lines.
     raise NotImplementedError(
-        "Task 2.2: accumulate_step, see guidelines.md#22-accumulate-gradients"
+        "Task 2.1: accumulate_step, see guidelines.md#21-accumulate-gradients"
     )
 
 
@@ -141,12 +141,12 @@ def accumulate_step_over_ranks(
         ``accumulate_step``, but with a bucket as large as the gradients instead of the activations
         if the bucket is larger.
     """
-    # TODO 2.3: do one clipped step as one process would on all batches, and return the loss.
-    #   Tools: what you wrote for 2.2, torch.cat, flatten, split, view, norm, the argument
+    # TODO 2.2: do one clipped step as one process would on all batches, and return the loss.
+    #   Tools: what you wrote for 2.1, torch.cat, flatten, split, view, norm, the argument
     #   all_reduce. It sums, and every rank must call it equally often.
     #   Example: rank 0 has 2 targets, each with the gradient (3, 0), and rank 1 one with (0, 12):
     #   the mean is (2, 4), of norm 4.47. With max_norm = 1 the step uses (0.447, 0.894) on both.
     #   About 25 lines; write helper functions.
     raise NotImplementedError(
-        "Task 2.3: accumulate_step_over_ranks, see guidelines.md#23-accumulate-over-ranks"
+        "Task 2.2: accumulate_step_over_ranks, see guidelines.md#22-accumulate-over-ranks"
     )

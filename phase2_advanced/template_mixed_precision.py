@@ -1,7 +1,7 @@
 """Mixed precision: compute in 16 bits, keep and update the weights in 32.
 
-Tasks 2.4 and 2.5. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.4``.
+Tasks 2.3 and 2.4. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 2.3``.
 """
 
 from collections.abc import Sequence
@@ -77,11 +77,11 @@ class LossScaler:
             The scaled loss, in float64 if the loss is in float64, otherwise in float32, because it
             may exceed 65504, the largest finite float16 value.
         """
-        # TODO 2.4: the loss times the scale, as a tensor through which backward can go.
+        # TODO 2.3: the loss times the scale, as a tensor through which backward can go.
         #   Tools: self.value, Tensor.to, torch.promote_types.
         #   Example: a float16 loss of 3.0 with the first scale: 196608.0 in float32 (not inf).
         #   About 1 to 3 lines.
-        raise NotImplementedError("Task 2.4: LossScaler.scale, see guidelines.md#24-scale-the-loss")
+        raise NotImplementedError("Task 2.3: LossScaler.scale, see guidelines.md#23-scale-the-loss")
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Divide the gradients of ``optimizer`` by the scale, and return whether all are finite.
@@ -99,14 +99,14 @@ class LossScaler:
 
         Cost: one all-reduce of one number.
         """
-        # TODO 2.4: divide all gradients once in each step; the same answer on all ranks.
+        # TODO 2.3: divide all gradients once in each step; the same answer on all ranks.
         #   Tools: optimizer.param_groups, Tensor.isfinite, div_, self.all_reduce with self.group,
         #   self.is_finite.
         #   Example: scale 4, gradients [8.0, 2.0] on rank 0 and [inf] on rank 1: rank 0 then has
         #   [2.0, 0.5], and both ranks return False.
         #   About 12 lines; write a helper method.
         raise NotImplementedError(
-            "Task 2.4: LossScaler.unscale, see guidelines.md#24-scale-the-loss"
+            "Task 2.3: LossScaler.unscale, see guidelines.md#23-scale-the-loss"
         )
 
     def step(self, optimizer: Optimizer) -> bool:
@@ -119,11 +119,11 @@ class LossScaler:
             Whether the step was taken. If it was not, the parameters and the optimizer's state are
             unchanged.
         """
-        # TODO 2.4: the optimizer steps on every rank, or on none.
+        # TODO 2.3: the optimizer steps on every rank, or on none.
         #   Tools: what you have written above, optimizer.step.
         #   Example: 3 ranks, a nan on rank 2: no parameter moves, and all 3 return False.
         #   About 4 lines.
-        raise NotImplementedError("Task 2.4: LossScaler.step, see guidelines.md#24-scale-the-loss")
+        raise NotImplementedError("Task 2.3: LossScaler.step, see guidelines.md#23-scale-the-loss")
 
     def update(self) -> None:
         """Adapt the scale to the results of ``unscale`` since the last update.
@@ -134,12 +134,12 @@ class LossScaler:
         0. If ``unscale`` has not been called since the last update, the step counts as good. In any
         case, the next ``unscale`` divides the gradients again.
         """
-        # TODO 2.4: the scale and the count as they should be for the next step.
+        # TODO 2.3: the scale and the count as they should be for the next step.
         #   Tools: the attributes that __init__ sets.
         #   Example: scale 8, interval 2, found good, bad, good, good: 8, 4, 4, 8.
         #   About 8 lines.
         raise NotImplementedError(
-            "Task 2.4: LossScaler.update, see guidelines.md#24-scale-the-loss"
+            "Task 2.3: LossScaler.update, see guidelines.md#23-scale-the-loss"
         )
 
     def state_dict(self) -> dict[str, float]:
@@ -148,13 +148,13 @@ class LossScaler:
         Later calls do not change the returned dict. Results of ``unscale`` since the last update
         are not saved.
         """
-        # TODO 2.4: all that a run which is resumed cannot know from the arguments.
+        # TODO 2.3: all that a run which is resumed cannot know from the arguments.
         #   Tools: the attributes that __init__ sets.
         #   Example: interval 2000, saved after 1,999 good updates: the next good one after loading
         #   doubles the scale.
         #   About 1 to 3 lines.
         raise NotImplementedError(
-            "Task 2.4: LossScaler.state_dict, see guidelines.md#24-scale-the-loss"
+            "Task 2.3: LossScaler.state_dict, see guidelines.md#23-scale-the-loss"
         )
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -165,13 +165,13 @@ class LossScaler:
         Args:
             state: dict returned by ``state_dict`` of a scaler created with the same arguments.
         """
-        # TODO 2.4: this scaler is where the saved one was.
+        # TODO 2.3: this scaler is where the saved one was.
         #   Tools: the attributes that __init__ sets.
         #   Example: saved with scale 1024 after 7 good updates: the scale is 1024, and with
         #   interval 10 the third good update from here doubles it.
         #   About 1 to 2 lines.
         raise NotImplementedError(
-            "Task 2.4: LossScaler.load_state_dict, see guidelines.md#24-scale-the-loss"
+            "Task 2.3: LossScaler.load_state_dict, see guidelines.md#23-scale-the-loss"
         )
 
 
@@ -225,7 +225,7 @@ def mixed_precision_step(
         all trainable parameters, in one bucket of ``reduce_dtype``, with zeros in place of missing
         gradients; and the all-reduce of ``scaler``.
     """
-    # TODO 2.5: one step as one process would do it on all batches, computed in 16 bits.
+    # TODO 2.4: one step as one process would do it on all batches, computed in 16 bits.
     #   Tools: torch.autocast, the arguments scaler, loss_sum and all_reduce, torch.cat,
     #   torch.split, clip_grad_norm_.
     #   Example: losses 1, 2, 3 on rank 0 and 6 on rank 1: a loss of 3.0 on both (not 4.0, the mean
@@ -233,5 +233,5 @@ def mixed_precision_step(
     #   is inf: both ranks skip, and both scales fall from 65536 to 32768.
     #   About 25 lines; write a helper for the bucket.
     raise NotImplementedError(
-        "Task 2.5: mixed_precision_step, see guidelines.md#25-a-step-in-mixed-precision"
+        "Task 2.4: mixed_precision_step, see guidelines.md#24-a-step-in-mixed-precision"
     )

@@ -1,7 +1,7 @@
 """Model parallelism: every rank holds a stage (a run of layers), and one rank works at a time.
 
-Tasks 2.8 and 2.9. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.8``. When both are done, ``torchrun
+Tasks 2.7 and 2.8. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 2.7``. When both are done, ``torchrun
 --nproc-per-node 2 phase2_advanced/template_model_parallel.py`` trains with them.
 """
 
@@ -46,13 +46,13 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
 
     Cost: for L layers, at most about L²·num_stages additions and comparisons.
     """
-    # TODO 2.8: return the cut whose most expensive stage costs least.
+    # TODO 2.7: return the cut whose most expensive stage costs least.
     #   Tools: range, functools.cache for a function that calls itself, accumulate and pairwise of
     #   itertools.
     #   Example: for costs of 3, 3, 2, 6, 1 and 4 in 3 stages, the most expensive stage costs 8.
     #   About 14 lines.
     raise NotImplementedError(
-        "Task 2.8: partition_layers, see guidelines.md#28-cut-a-model-into-stages"
+        "Task 2.7: partition_layers, see guidelines.md#27-cut-a-model-into-stages"
     )
 
 
@@ -75,12 +75,12 @@ def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> li
     Cost: at most two messages for the header, with at most 1,024 bytes in total for up to four
         tensors; then one message for each tensor, with exactly its bytes. No collectives.
     """
-    # TODO 2.9: send a header and the tensors, and return the works without waiting for them.
+    # TODO 2.8: send a header and the tensors, and return the works without waiting for them.
     #   Tools: dist.isend with group=, group_dst=; group_device (given); contiguous; pickle or
     #   numbers of your own for the header.
     #   Example: 10 and 20 numbers in float32 are messages of 40 and 80 bytes after the header.
     #   About 8 lines.
-    raise NotImplementedError("Task 2.9: send_tensors, see guidelines.md#29-run-a-stage")
+    raise NotImplementedError("Task 2.8: send_tensors, see guidelines.md#28-run-a-stage")
 
 
 def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
@@ -94,12 +94,12 @@ def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
         New tensors on ``group_device(group)``, with the values, shapes and dtypes of those sent.
         Each is a leaf, and requires a gradient if the tensor that was sent does.
     """
-    # TODO 2.9: return new tensors with the values, shapes and dtypes of those that were sent.
+    # TODO 2.8: return new tensors with the values, shapes and dtypes of those that were sent.
     #   Tools: dist.recv with group=, group_src=; torch.empty, group_device (given), requires_grad_.
     #   Example: float32 activations that require a gradient and an int64 mask arrive as two leaves,
     #   of which only the first requires a gradient.
     #   About 10 lines.
-    raise NotImplementedError("Task 2.9: recv_tensors, see guidelines.md#29-run-a-stage")
+    raise NotImplementedError("Task 2.8: recv_tensors, see guidelines.md#28-run-a-stage")
 
 
 class StageRunner:
@@ -140,12 +140,12 @@ class StageRunner:
         Cost: the cost of ``send_tensors`` for the result of each stage but the last, and no other
             messages. On return, everything sent has arrived.
         """
-        # TODO 2.9: run this stage between receiving and sending, and remember what backward needs.
+        # TODO 2.8: run this stage between receiving and sending, and remember what backward needs.
         #   Tools: your send_tensors and recv_tensors, wait.
         #   Example: each of 3 ranks multiplies by 2. From 1.0 on rank 0, the last rank returns 8.0,
         #   and the other two return None.
         #   About 8 lines.
-        raise NotImplementedError("Task 2.9: StageRunner.forward, see guidelines.md#29-run-a-stage")
+        raise NotImplementedError("Task 2.8: StageRunner.forward, see guidelines.md#28-run-a-stage")
 
     def backward(self, loss: Tensor | None = None) -> None:
         """Run the backward pass of the last ``forward``, adding to the parameters' gradients.
@@ -160,12 +160,12 @@ class StageRunner:
             return, everything sent has arrived, and no tensor of the step is kept for the next
             step. Tensors kept by an evaluation pass may stay until the next ``forward``.
         """
-        # TODO 2.9: each parameter's grad has grown by what one process would add to it.
+        # TODO 2.8: each parameter's grad has grown by what one process would add to it.
         #   Tools: torch.autograd.backward, x.grad, your send_tensors and recv_tensors, wait.
         #   Example: with y = w·x and x = 5 on rank 0, and loss = 3·y on rank 1, w.grad grows by 15.
         #   About 11 lines.
         raise NotImplementedError(
-            "Task 2.9: StageRunner.backward, see guidelines.md#29-run-a-stage"
+            "Task 2.8: StageRunner.backward, see guidelines.md#28-run-a-stage"
         )
 
 

@@ -1,7 +1,7 @@
 """Pipeline parallelism: schedules as data, and a function that runs any of them.
 
-Tasks 2.10 to 2.13. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.10``. When all are done, ``torchrun
+Tasks 2.9 to 2.11. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 2.9``. When all are done, ``torchrun
 --nproc-per-node 4 phase2_advanced/template_pipeline_parallel.py`` trains with them.
 """
 
@@ -54,12 +54,14 @@ def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965), figure 2(c).
     """
-    # TODO 2.10: return the list of actions of every stage.
+    # TODO 2.9: return the list of actions of every stage.
     #   Tools: Action, range, reversed. print(grid(…)) draws what you return.
     #   Example: 4 stages and 8 micro-batches: 4 lists of 16 actions. Drawn, the schedule is 22
     #   columns wide, and in 6 of these a stage does nothing.
     #   About 4 lines.
-    raise NotImplementedError("Task 2.10: gpipe_schedule, see guidelines.md#210-gpipes-schedule")
+    raise NotImplementedError(
+        "Task 2.9: gpipe_schedule, see guidelines.md#29-two-schedules-gpipe-and-1f1b"
+    )
 
 
 def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -82,14 +84,14 @@ def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1 (PipeDream-Flush).
     """
-    # TODO 2.11: return the list of actions of every stage, within the limits of memory and time.
+    # TODO 2.9: return the list of actions of every stage, within the limits of memory and time.
     #   Tools: Action, range, min, zip. print(grid(…)) draws the schedule, and shows where a stage
     #   gets stuck.
     #   Example: 4 stages and 8 micro-batches: at most 4, 3, 2 and 1 of them are in flight in stages
     #   0 to 3, and the drawing is 22 columns wide, as GPipe's is.
-    #   About 10 lines; put the part that 2.13 can use too in a helper.
+    #   About 10 lines; put the part that 2.11 can use too in a helper.
     raise NotImplementedError(
-        "Task 2.11: one_f_one_b_schedule, see guidelines.md#211-one-forward-one-backward"
+        "Task 2.9: one_f_one_b_schedule, see guidelines.md#29-two-schedules-gpipe-and-1f1b"
     )
 
 
@@ -118,7 +120,7 @@ def run_schedule(
         schedule: schedule of p stages; the same on every rank. Any order of the actions will do if
             it can be run, that is, if ``timeline`` gives every action a start.
         chunks: this rank's v blocks, on ``group_device``; the same number on every rank. They may
-            use ``checkpoint`` from task 2.6.
+            use ``checkpoint`` from task 2.5.
         micro_batches: m micro-batches, 1 or more, of any sizes, on every rank. Only the rank of the
             first block reads the inputs, and only the rank of the last block reads the rest of a
             batch. What a rank does not read may be anything, such as None instead of a whole batch.
@@ -145,14 +147,14 @@ def run_schedule(
         NCCL. A step takes as long as in ``timeline`` if all blocks take equally long, a backward
         pass takes twice as long as a forward pass, and messages take no time.
     """
-    # TODO 2.12: do this rank's actions and its part of all messages; return the mean loss.
-    #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.9;
+    # TODO 2.10: do this rank's actions and its part of all messages; return the mean loss.
+    #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.8;
     #   torch.autograd.backward with a gradient, detach, requires_grad_, dist.broadcast with
     #   group_src=; Counter, for the check.
     #   Example: 1F1B with 4 stages, 8 micro-batches: rank 1 receives 8 outputs and sends 8,
     #   receives 8 gradients and sends 8, and never holds activations of more than 3 micro-batches.
     #   About 100 lines; write a class for what a rank holds.
-    raise NotImplementedError("Task 2.12: run_schedule, see guidelines.md#212-run-any-schedule")
+    raise NotImplementedError("Task 2.10: run_schedule, see guidelines.md#210-run-any-schedule")
 
 
 def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:
@@ -181,13 +183,13 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2.
     """
-    # TODO 2.13: return the list of actions of every stage, within the limits of memory and time.
-    #   Tools: Action, range, your helper of 2.11. print(grid(…)) draws what you return.
+    # TODO 2.11: return the list of actions of every stage, within the limits of memory and time.
+    #   Tools: Action, range, your helper of 2.9. print(grid(…)) draws what you return.
     #   Example: 4 stages of 2 chunks, 8 micro-batches: each stage has 32 actions, the drawing is 38
     #   columns wide, and stages 0 to 3 have at most 11, 9, 7 and 5 passes in flight.
     #   About 8 lines.
     raise NotImplementedError(
-        "Task 2.13: interleaved_schedule, see guidelines.md#213-several-chunks-on-each-stage"
+        "Task 2.11: interleaved_schedule, see guidelines.md#211-several-chunks-on-each-stage"
     )
 
 

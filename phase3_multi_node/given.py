@@ -109,7 +109,7 @@ def start_exchange(
 
 
 def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Group = None) -> None:
-    """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``, as in task 1.4."""
+    """Send ``outgoing`` to ``dst`` while receiving ``incoming`` from ``src``, as in task 1.3."""
     for work in start_exchange(outgoing, dst, incoming, src, group):
         work.wait()
 

@@ -1,7 +1,7 @@
 """Data parallelism that sums gradients in buckets while the backward pass is still running.
 
-Tasks 3.11 and 3.12. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.11``.
+Tasks 3.10 and 3.11. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 3.10``.
 """
 
 from collections import defaultdict, deque
@@ -55,13 +55,13 @@ def assign_buckets(
 
     Source: Li et al. 2020 (arXiv 2006.15704), section 3.2.
     """
-    # TODO 3.11: every index in one bucket, filled from the last parameter to the first.
+    # TODO 3.10: every index in one bucket, filled from the last parameter to the first.
     #   Tools: nbytes, dtype and device of a tensor, collections.defaultdict, sorted.
     #   Example: 10 float32 parameters of 1 kB each, buckets of 4 kB, the first of 2 kB: buckets of
     #   2, 4 and 4 parameters, of which the first is [9, 8].
     #   About 15 lines.
     raise NotImplementedError(
-        "Task 3.11: assign_buckets, see guidelines.md#311-assign-gradients-to-buckets"
+        "Task 3.10: assign_buckets, see guidelines.md#310-assign-gradients-to-buckets"
     )
 
 
@@ -191,9 +191,9 @@ class DistributedDataParallel(nn.Module):
 
         Cost: one broadcast per parameter and per buffer.
         """
-        # TODO 3.12: the same start on all ranks, the first buckets, and a hook on every gradient,
+        # TODO 3.11: the same start on all ranks, the first buckets, and a hook on every gradient,
         #   which moves it into its bucket.
-        #   Tools: super().__init__, broadcast_module (given), assign_buckets (3.11),
+        #   Tools: super().__init__, broadcast_module (given), assign_buckets (3.10),
         #   register_post_accumulate_grad_hook, parameter.grad, torch.zeros, split, view, copy_,
         #   zero_. AccumulateGrad adds in place to a gradient that exists, and makes a new tensor
         #   where it is None.
@@ -201,8 +201,8 @@ class DistributedDataParallel(nn.Module):
         #   2, 4 and 4 MB; of the 10 hooks, the 2nd, 6th and 10th call start an all-reduce.
         #   About 20 lines, and 35 for helper methods.
         raise NotImplementedError(
-            "Task 3.12: DistributedDataParallel.__init__, "
-            "see guidelines.md#312-overlap-the-backward-pass"
+            "Task 3.11: DistributedDataParallel.__init__, "
+            "see guidelines.md#311-overlap-the-backward-pass"
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,13 +211,13 @@ class DistributedDataParallel(nn.Module):
         Nothing is sent, so one rank may evaluate on its own. Under ``torch.no_grad``, gradients
         stay unchanged.
         """
-        # TODO 3.12: the module's result.
+        # TODO 3.11: the module's result.
         #   Tools: self.module.
         #   Example: forward(x, scale=2.0) returns module(x, scale=2.0).
         #   About 1 to 2 lines.
         raise NotImplementedError(
-            "Task 3.12: DistributedDataParallel.forward, "
-            "see guidelines.md#312-overlap-the-backward-pass"
+            "Task 3.11: DistributedDataParallel.forward, "
+            "see guidelines.md#311-overlap-the-backward-pass"
         )
 
     @contextmanager
@@ -232,13 +232,13 @@ class DistributedDataParallel(nn.Module):
         Only the backward pass has to run inside the block; the forward pass may have run anywhere.
         An error inside the block ends it as usual, and propagates.
         """
-        # TODO 3.12: hooks that start nothing while the context is open.
+        # TODO 3.11: hooks that start nothing while the context is open.
         #   Tools: yield, try and finally.
         #   Example: 3 backward passes inside and 1 outside: the all-reduces of one backward pass.
         #   About 5 lines.
         raise NotImplementedError(
-            "Task 3.12: DistributedDataParallel.no_sync, "
-            "see guidelines.md#312-overlap-the-backward-pass"
+            "Task 3.11: DistributedDataParallel.no_sync, "
+            "see guidelines.md#311-overlap-the-backward-pass"
         )
 
     def finish_gradient_synchronization(self) -> None:
@@ -259,14 +259,14 @@ class DistributedDataParallel(nn.Module):
 
         Cost: in the first call, one broadcast of 8 bytes per trainable parameter.
         """
-        # TODO 3.12: the means, also where gradients are missing; after the first step, new buckets.
+        # TODO 3.11: the means, also where gradients are missing; after the first step, new buckets.
         #   Tools: wait, dist.get_world_size, dist.broadcast with group_src=0, group_device (given).
         #   Example: 2 ranks, and a parameter with a gradient of 3.0 on rank 0 that rank 1 does not
         #   use: its gradient is 1.5 on both.
         #   About 8 lines, and 10 for helper methods.
         raise NotImplementedError(
-            "Task 3.12: DistributedDataParallel.finish_gradient_synchronization, "
-            "see guidelines.md#312-overlap-the-backward-pass"
+            "Task 3.11: DistributedDataParallel.finish_gradient_synchronization, "
+            "see guidelines.md#311-overlap-the-backward-pass"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

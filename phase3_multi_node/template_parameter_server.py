@@ -1,7 +1,7 @@
 """Parameter servers: some ranks hold the parameters, and the others send gradients to them.
 
-Tasks 3.13 to 3.17. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.13``.
+Tasks 3.15 to 3.19. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 3.15``.
 """
 
 import threading
@@ -49,13 +49,13 @@ def assign_shards(
     Source: Graham 1969 (largest first: 4/3); Li et al. 2014 (OSDI), for servers that join and
         leave.
     """
-    # TODO 3.13: return name -> server.
+    # TODO 3.15: return name -> server.
     #   Tools: sorted with a key of two values, min with a key, dict.fromkeys.
     #   Example: sizes 7, 6, 5, 4 and 3 on 2 servers: one gets at most 14 bytes, 4/3 of the best
     #   split into 13 and 12.
     #   About 15 lines.
     raise NotImplementedError(
-        "Task 3.13: assign_shards, see guidelines.md#313-assign-parameters-to-servers"
+        "Task 3.15: assign_shards, see guidelines.md#315-assign-parameters-to-servers"
     )
 
 
@@ -77,11 +77,11 @@ def push_pull(
     Cost: one message to each server and one from each; together, they carry the gradients and the
         parameters once.
     """
-    # TODO 3.14: push all gradients and pull all shards.
+    # TODO 3.16: push all gradients and pull all shards.
     #   Tools: start_exchange (given), work.wait.
     #   Example: 3 servers with 100 float32 each: 3 messages of 400 bytes leave, and 3 arrive.
     #   About 6 lines.
-    raise NotImplementedError("Task 3.14: push_pull, see guidelines.md#314-a-synchronous-server")
+    raise NotImplementedError("Task 3.16: push_pull, see guidelines.md#316-a-synchronous-server")
 
 
 def serve_synchronously(
@@ -109,13 +109,13 @@ def serve_synchronously(
     Source: Dean et al. 2012 (DistBelief), section 4, for parameter servers; Chen et al. 2016 (arXiv
         1604.00981), for synchronous updates.
     """
-    # TODO 3.14: serve num_steps steps.
+    # TODO 3.16: serve num_steps steps.
     #   Tools: dist.recv and dist.send with group_src= and group_dst=, torch.empty_like, shard.grad,
     #   optimizer.step.
     #   Example: 3 workers push 3.0, 6.0 and 0.0; the optimizer steps once, with 3.0 in shard.grad.
     #   About 10 lines.
     raise NotImplementedError(
-        "Task 3.14: serve_synchronously, see guidelines.md#314-a-synchronous-server"
+        "Task 3.16: serve_synchronously, see guidelines.md#316-a-synchronous-server"
     )
 
 
@@ -143,13 +143,13 @@ def serve_asynchronously(
         arrived.
     Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
     """
-    # TODO 3.15: serve the workers in the order in which their gradients come.
+    # TODO 3.17: serve the workers in the order in which their gradients come.
     #   Tools: receive_from_any (given), dist.send with group_dst=, shard.grad, optimizer.step.
     #   Example: 3 workers with 4 steps each: 12 steps of the optimizer. With SGD, a learning rate
     #   of 1.0 and gradients of 1.0, parameters of 0.0 end as -12.0.
     #   About 6 lines.
     raise NotImplementedError(
-        "Task 3.15: serve_asynchronously, see guidelines.md#315-an-asynchronous-server"
+        "Task 3.17: serve_asynchronously, see guidelines.md#317-an-asynchronous-server"
     )
 
 
@@ -185,13 +185,13 @@ def serve_with_bounded_staleness(
     Cost: as for ``serve_asynchronously``; a reply that is held back takes no memory.
     Source: Ho et al. 2013 (NIPS), section 2, stale synchronous parallel.
     """
-    # TODO 3.16: serve as in 3.15, but hold replies back until the bound allows them.
-    #   Tools: those of 3.15, and a dict of clocks.
+    # TODO 3.18: serve as in 3.17, but hold replies back until the bound allows them.
+    #   Tools: those of 3.17, and a dict of clocks.
     #   Example: staleness 2, clocks 5, 3 and 4: the first worker has its reply, for 5 - 3 is 2. Its
     #   next gradient makes the clocks 6, 3 and 4: no reply until the second worker's clock is 4.
     #   About 12 lines.
     raise NotImplementedError(
-        "Task 3.16: serve_with_bounded_staleness, see guidelines.md#316-bounded-staleness"
+        "Task 3.18: serve_with_bounded_staleness, see guidelines.md#318-bounded-staleness"
     )
 
 
@@ -232,7 +232,7 @@ def serve_survivors(
         it serves the others. Memory for at most three more tensors of n bytes per worker.
     Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
     """
-    # TODO 3.17: serve every worker by itself, so that none can hold up the others by its death.
+    # TODO 3.19: serve every worker by itself, so that none can hold up the others by its death.
     #   Tools: ThreadPoolExecutor and its map, threading.Condition (notify_all, wait_for),
     #   dist.irecv and dist.isend with the worker and its pair, and
     #   work.wait(timedelta(seconds=timeout_s)), which raises RuntimeError when it is over.
@@ -240,5 +240,5 @@ def serve_survivors(
     #   the other two go on from clock 4 to the end, and are returned.
     #   About 30 lines.
     raise NotImplementedError(
-        "Task 3.17: serve_survivors, see guidelines.md#317-survive-the-death-of-a-worker"
+        "Task 3.19: serve_survivors, see guidelines.md#319-survive-the-death-of-a-worker"
     )

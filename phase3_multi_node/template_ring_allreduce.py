@@ -1,6 +1,6 @@
 """All-reduce around a ring: every rank sends only to its right neighbour, one chunk at a time.
 
-Tasks 3.1 to 3.4. The docstring says what a function promises, its TODO what you need for it, and
+Tasks 3.1 to 3.3. The docstring says what a function promises, its TODO what you need for it, and
 guidelines.md why and how. To grade one task: ``distlab check 3.1``.
 """
 
@@ -86,7 +86,7 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
     #   and 2 numbers.
     #   About 6 lines.
     raise NotImplementedError(
-        "Task 3.2: ring_all_gather, see guidelines.md#32-all-gather-around-a-ring"
+        "Task 3.2: ring_all_gather, see guidelines.md#32-the-second-half-and-the-whole"
     )
 
 
@@ -103,12 +103,12 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
         2(N-1)α + 2(N-1)/N·nβ seconds for n bytes; no collective; one chunk of extra memory.
     Source: Patarasuk and Yuan 2009, section 3.
     """
-    # TODO 3.3: let every rank end with the sum of all x, for the least bytes.
+    # TODO 3.2: let every rank end with the sum of all x, for the least bytes.
     #   Tools: ring_reduce_scatter (3.1), ring_all_gather (3.2).
     #   Example: 1,000 float32 numbers on 4 ranks: each rank sends 6 messages of 1,000 bytes.
     #   About 2 lines.
     raise NotImplementedError(
-        "Task 3.3: ring_all_reduce, see guidelines.md#33-all-reduce-around-a-ring"
+        "Task 3.2: ring_all_reduce, see guidelines.md#32-the-second-half-and-the-whole"
     )
 
 
@@ -137,11 +137,11 @@ def segmented_ring_all_reduce(
         whole elements.
     Source: Hu et al. 2025 (arXiv 2507.04786): NCCL splits the chunks of its rings in this way.
     """
-    # TODO 3.4: do as ring_all_reduce, with the next segment on its way while one is added.
+    # TODO 3.3: do as ring_all_reduce, with the next segment on its way while one is added.
     #   Tools: start_exchange (given), tensor_split, collections.deque, itertools.cycle.
     #   Example: 1,000 float32 numbers on 2 ranks with segments of 512 bytes: chunks of 500 numbers
     #   are 4 segments, and each rank sends 8 messages, of 4,000 bytes in all.
     #   About 20 lines.
     raise NotImplementedError(
-        "Task 3.4: segmented_ring_all_reduce, see guidelines.md#34-overlap-adding-and-receiving"
+        "Task 3.3: segmented_ring_all_reduce, see guidelines.md#33-overlap-adding-and-receiving"
     )

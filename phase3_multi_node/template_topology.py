@@ -1,7 +1,7 @@
 """Two levels of links: which ranks share a host, what messages cost, and how to use that.
 
-Tasks 3.7 to 3.10. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.7``.
+Tasks 3.6 to 3.9. The docstring says what a function promises, its TODO what you need for it, and
+guidelines.md why and how. To grade one task: ``distlab check 3.6``.
 """
 
 import socket
@@ -61,7 +61,7 @@ def discover_topology(
         size, however many ranks there are. A few collectives share the results; their number does
         not depend on ``repeats``.
     """
-    # TODO 3.7: return what all ranks then know of hosts and links.
+    # TODO 3.6: return what all ranks then know of hosts and links.
     #   Tools: socket.gethostname, dist.all_gather_object, dist.send and dist.recv with group_dst=
     #   and group_src=, time.perf_counter, wait_for (given), statistics.median,
     #   dist.broadcast_object_list with group_src=; uint8 tensors on group_device(group) (given).
@@ -69,7 +69,7 @@ def discover_topology(
     #   With 5 repeats, each pair sends 12 messages of each size.
     #   About 30 lines, in three or four functions.
     raise NotImplementedError(
-        "Task 3.7: discover_topology, see guidelines.md#37-discover-the-topology"
+        "Task 3.6: discover_topology, see guidelines.md#36-discover-the-topology"
     )
 
 
@@ -99,7 +99,7 @@ def hierarchical_all_reduce(
             rank per node.
         reduce_scatter, all_reduce, all_gather: functions for the three steps, each called once,
             with the tensor as a positional argument; torch's own by default. Those of tasks 3.1 to
-            3.3 work too.
+            3.2 work too.
 
     Cost: for n bytes on k nodes of g ranks, with α₁ and β₁ inside a node, and α₂ and β₂ between
         nodes, each rank sends 2(k-1)/k · n/g bytes to other nodes. With rings, the time is
@@ -107,13 +107,13 @@ def hierarchical_all_reduce(
         beyond what the three functions use.
     Source: Mikami et al. 2018 (arXiv 1811.05233), the 2D-torus all-reduce.
     """
-    # TODO 3.8: let every rank end with the sum of all x.
+    # TODO 3.7: let every rank end with the sum of all x.
     #   Tools: the three functions that are passed.
     #   Example: 1,000 float32 numbers on 2 nodes of 4 ranks: each rank sends 1,000 bytes to the
     #   other node.
     #   About 3 lines.
     raise NotImplementedError(
-        "Task 3.8: hierarchical_all_reduce, see guidelines.md#38-all-reduce-on-two-levels"
+        "Task 3.7: hierarchical_all_reduce, see guidelines.md#37-all-reduce-on-two-levels"
     )
 
 
@@ -137,11 +137,11 @@ def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
 
     Cost: no communication; about N² comparisons for N ranks.
     """
-    # TODO 3.9: return an order with the fewest slow hops.
+    # TODO 3.8: return an order with the fewest slow hops.
     #   Tools: a loop, min with key=, a set.
     #   Example: [[0, 9, 1, 8], [9, 0, 8, 1], [1, 8, 0, 9], [8, 1, 9, 0]] -> [0, 2, 1, 3].
     #   About 6 lines.
-    raise NotImplementedError("Task 3.9: ring_order, see guidelines.md#39-order-the-ring")
+    raise NotImplementedError("Task 3.8: ring_order, see guidelines.md#38-order-the-ring")
 
 
 def choose_algorithm(num_bytes: int, topology: Topology) -> str:
@@ -154,7 +154,7 @@ def choose_algorithm(num_bytes: int, topology: Topology) -> str:
         "tree"          to the first rank of each host, from these to the very first rank, and back,
                         in binomial trees whose messages always carry the whole tensor:
                         2⌈log₂ g⌉(α₁ + nβ₁) + 2⌈log₂ k⌉(α₂ + nβ₂)
-        "hierarchical"  as in task 3.8, with rings:
+        "hierarchical"  as in task 3.7, with rings:
                         2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂)
 
     The ranks of a host share one NIC: in the ring and the tree, only one of them at a time sends to
@@ -173,11 +173,11 @@ def choose_algorithm(num_bytes: int, topology: Topology) -> str:
 
     Cost: no communication.
     """
-    # TODO 3.10: return the name of the fastest.
+    # TODO 3.9: return the name of the fastest.
     #   Tools: topology.nodes, LinkCost.seconds (given), math.ceil, math.log2, min with key=.
     #   Example: 4 hosts of 2 ranks, 1 MB, α of 5 and 20 µs, 100 and 10 GB/s: ring 455 µs, tree
     #   510 µs, hierarchical 290 µs -> "hierarchical".
     #   About 14 lines.
     raise NotImplementedError(
-        "Task 3.10: choose_algorithm, see guidelines.md#310-choose-the-algorithm"
+        "Task 3.9: choose_algorithm, see guidelines.md#39-choose-the-algorithm"
     )

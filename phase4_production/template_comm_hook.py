@@ -25,7 +25,7 @@ class CompressionHook:
         residual        0.4   -0.2    0.2   -0.4    0.0
 
     The hook has two entry points: one for torch's DistributedDataParallel, and one for the class of
-    task 3.12:
+    task 3.11:
         ddp.register_comm_hook(None, hook)
         DistributedDataParallel(module, all_reduce=hook.all_reduce)
 
@@ -87,7 +87,7 @@ class CompressionHook:
         )
 
     def all_reduce(self, flat: Tensor, group: Group = None) -> Started:
-        """Sum a bucket in place; task 3.12's DistributedDataParallel takes this as ``all_reduce``.
+        """Sum a bucket in place; task 3.11's DistributedDataParallel takes this as ``all_reduce``.
 
         Args:
             flat: the bucket; the gradients of its parameters are views of it.

@@ -30,7 +30,7 @@ from distlab.sim import Cluster, simulate
 from phase2_advanced.given import MLP
 from solutions.phase2_advanced.tensor_parallel import parallelize_mlp
 
-# --- 3.7: two nodes -------------------------------------------------------------------------------
+# --- 3.6: two nodes -------------------------------------------------------------------------------
 
 LEFT, COLUMN, CHIP = 90, 59, 53  # left of the first column; widths of a column and of a box in it
 SWITCH, GPU, NIC = (8, 28), (52, 28), (94, 26)  # in a node: distance from its outer end, and height
@@ -90,7 +90,7 @@ def _colours(rail: int) -> tuple[str, str]:
     return to_hex(colormaps["tab20"](2 * rail + 1)), to_hex(colormaps["tab20"](2 * rail))
 
 
-# --- 2.14 to 2.17: a split MLP --------------------------------------------------------------------
+# --- 2.12 to 2.15: a split MLP --------------------------------------------------------------------
 
 
 class Parts(NamedTuple):

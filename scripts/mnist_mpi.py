@@ -85,7 +85,7 @@ def in_buckets(model: nn.Module, counted: Counted) -> tuple[nn.Module, Callable[
 WAYS: dict[str, Way] = {
     "one by one (1.10)": one_by_one,
     "all at once (1.10)": at_once,
-    "in buckets (3.12)": in_buckets,
+    "in buckets (3.11)": in_buckets,
 }
 
 

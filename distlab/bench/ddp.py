@@ -56,7 +56,7 @@ def measure(lesson: Lesson, sizes: Sizes, repeats: int) -> dict[str, Measured]:
 
 CONTEST = Contest(
     "ddp",
-    ("3.12",),
+    ("3.11",),
     RIVALS,
     Sizes(),
     lambda sizes, ranks, repeats: (

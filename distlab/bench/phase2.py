@@ -116,7 +116,7 @@ def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 PIPELINE = Contest(
     "pipeline",
-    ("2.10", "2.11", "2.12"),
+    ("2.9", "2.10"),
     PIPELINES,
     PipelineSizes(),
     lambda sizes, ranks, repeats: (
@@ -167,7 +167,7 @@ def measure_checkpoints(lesson: Lesson, sizes: MemorySizes, repeats: int) -> dic
 
 MEMORY = Contest(
     "memory",
-    ("2.6", "2.7"),
+    ("2.5", "2.6"),
     CHECKPOINTS,
     MemorySizes(),
     lambda sizes, ranks, repeats: (
@@ -247,7 +247,7 @@ def _split_by_torch(model: nn.Sequential, *, prepare: bool) -> nn.Sequential:
 
 TENSOR_PARALLEL = Contest(
     "tensor_parallel",
-    ("2.17",),
+    ("2.15",),
     SPLITS,
     TensorSizes(),
     lambda sizes, ranks, repeats: (

@@ -218,7 +218,7 @@ def _resident(key: str) -> int:
 
 CONTEST = Contest(
     "zero",
-    ("3.18", "3.19", "3.20"),
+    ("3.12", "3.13", "3.14"),
     RIVALS,
     Sizes(),
     lambda sizes, ranks, repeats: (

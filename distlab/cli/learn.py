@@ -43,7 +43,7 @@ def impl_option(help: str) -> Any:
     return typer.Option("--impl", metavar="template|solution|DIR", help=help)
 
 
-SUCH_AS = "Such as 1.5 or broadcast"
+SUCH_AS = "Such as 1.4 or broadcast"
 SomeTask = Annotated[str | None, task_argument(f"{SUCH_AS}; by default the next one.")]
 SomeTasks = Annotated[list[str] | None, task_argument(f"{SUCH_AS}; by default the next one.")]
 OneTask = Annotated[str, task_argument(f"{SUCH_AS}.")]

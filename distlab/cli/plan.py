@@ -41,7 +41,7 @@ def plan(
 ) -> None:
     """Print the fastest layouts that fit: data, tensor and pipeline parallelism, ZeRO and more.
 
-    Nothing is run or simulated: the functions of tasks 3.21 to 3.23 compute the time and memory.
+    Nothing is run or simulated: the functions of tasks 3.20 to 3.22 compute the time and memory.
     """
     from distlab import planning
     from distlab.sim import Cluster

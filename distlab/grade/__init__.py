@@ -1,6 +1,6 @@
 """The grader: a pytest plugin that judges a learner's functions by their defining properties.
 
-    @task("1.5")
+    @task("1.4")
     def test_every_rank_gets_what_src_has(grade: Grade) -> None:
         run = grade.run(broadcast_my_rank, 4, 2)
         check(run.results == [2.0] * 4, f"all ranks should hold 2.0, they hold {run.results}")

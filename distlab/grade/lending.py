@@ -1,6 +1,6 @@
 """Lend functions: a task may be graded with the solutions' versions of functions it builds on.
 
-Task 1.7 is graded with the solution's ``exchange``, from task 1.4:
+Task 1.7 is graded with the solution's ``exchange``, from task 1.3:
 
     def exchange(…): …                          the learner's, replaced by the solution's
     def all_reduce_recursive_doubling(…): …     the learner's, calls the solution's exchange

@@ -28,7 +28,7 @@ from distlab.grade.outcomes import AlreadyKnown, Outcome, Verdict, verdict_on
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 from distlab.grade.running import Grade
 from distlab.grade.submission import Submission
-from distlab.grade.suites import is_real_too, task_of
+from distlab.grade.suites import in_order_of_parts, is_real_too, part_of, task_of
 from distlab.sim.results.simulated import SEMANTICS
 
 TIMEOUT_S = 10.0  # wall-clock limit of one world; the other limits catch hangs within 2 s
@@ -98,7 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
         UsageError: There is no GPU for nccl, tests would be spread over processes, or the settings
             are not the course's.
     """
-    config.addinivalue_line("markers", "task(id, real=False): the task of course.toml it grades")
+    config.addinivalue_line(
+        "markers", "task(id, part='a', real=False): the task of course.toml it grades"
+    )
     suites.check_settings(config)
     if config.getoption("backend") == "nccl" and not torch.cuda.device_count():
         raise pytest.UsageError("--backend nccl: torch sees no GPU here; see distlab doctor")
@@ -131,7 +133,7 @@ class Grader:
         self.seed = random.SystemRandom().randrange(10_000) if chosen is None else chosen
 
     def _task_filter(self) -> frozenset[str]:
-        """Return the ids of the tasks that ``-k`` selects, as in ``-k "1.1 or 1.4"``.
+        """Return the ids of the tasks that ``-k`` selects, as in ``-k "1.1 or 1.3"``.
 
         Ids must match exactly: ``-k 1.1`` does not select task 1.10. Outside grading suites, ``-k``
         keeps pytest's meaning.
@@ -157,7 +159,11 @@ class Grader:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Count each task's tests before any are deselected; keep those of the selected tasks."""
+        """Count each task's tests before any are deselected; keep those of the selected tasks.
+
+        A task's tests run in the order of its parts, so that ``-x`` ends at the first that fails.
+        """
+        items[:] = in_order_of_parts(items)
         tasks = {task_of(item) for item in items} - {None}
         self._expect(items, sorted({str(task).partition(".")[0] for task in tasks}))
         if self.only and tasks:
@@ -183,8 +189,10 @@ class Grader:
         for item in items:
             task_id = task_of(item)
             if task_id is not None and self._is_asked_for(task_id):
-                listed.task(task_id)  # raises an error for a task that course.toml does not list
-                self.results[task_id].expected += 1
+                parts = listed.task(task_id).graded_parts  # raises an error for an unlisted task
+                if part_of(item) not in parts:
+                    raise pytest.UsageError(f"{item.name}: {task_id} has no part {part_of(item)}")
+                self.results[task_id].expect(part_of(item))
 
     def _is_asked_for(self, task_id: str) -> bool:
         return not self.only or task_id in self.only
@@ -245,7 +253,7 @@ class Grader:
                 report.longrepr = verdict.message
             grade = item.stash.get(_GRADE, None)
             ran = (grade.world, grade.world_size) if grade else ("", 0)
-            result = TestResult(item.name, ran[0], verdict, report.duration, ran[1])
+            result = TestResult(item.name, ran[0], verdict, report.duration, ran[1], part_of(item))
             self.results[task_id].tests.append(result)
             if grade:
                 gpus.merge(self.syncs.setdefault(task_id, {}), grade.gpus.syncs)

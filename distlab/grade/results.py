@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distlab.course import Course, Task, used_by
+from distlab.course import Course, Part, Task, used_by
 from distlab.grade.outcomes import Outcome, Verdict
 
 MAX_HANGS = 2  # after this many, a task's other tests are skipped: each hang takes seconds
@@ -29,11 +29,13 @@ class TestResult:
     verdict: Verdict
     seconds: float
     world_size: int = 0  # number of ranks in the last world
+    part: str = "a"  # letter of the part of its task that it decides
 
     def to_json(self) -> dict[str, Any]:
         """Return the test's entry in a report."""
         return {
             "name": self.name,
+            "part": self.part,
             "world": self.world,
             "outcome": self.verdict.outcome.value,
             "kind": self.verdict.kind,
@@ -52,7 +54,10 @@ class TestResult:
         verdict = Verdict(
             *(outcome, *text, entry["output"], entry["kind"]), missing if is_todo else None
         )
-        return cls(entry["name"], entry["world"], verdict, entry["seconds"], entry["world_size"])
+        return cls(
+            *(entry["name"], entry["world"], verdict),
+            *(entry["seconds"], entry["world_size"], entry["part"]),
+        )
 
 
 @dataclass
@@ -61,6 +66,7 @@ class TaskResult:
 
     Attributes:
         expected: Number of the task's tests in the suite, before any selection.
+        expected_in: The same for each part of a task that is graded in parts, by its letter.
         is_part: True if only part of the suite was collected.
         sha256: Digest of the learner's file.
         lent: Tasks whose functions came from the solutions.
@@ -73,6 +79,12 @@ class TaskResult:
     is_part: bool = False
     tests: list[TestResult] = field(default_factory=list)
     lent: tuple[Task, ...] = ()
+    expected_in: dict[str, int] = field(default_factory=dict)
+
+    def expect(self, part: str) -> None:
+        """Count one more test of the suite."""
+        self.expected += 1
+        self.expected_in[part] = self.expected_in.get(part, 0) + 1
 
     @property
     def verdict(self) -> Verdict:
@@ -95,13 +107,16 @@ class TaskResult:
 
         Grader errors take precedence, followed by failures in the simulated world. Its reports are
         exact, whereas on real processes the same mistake may appear as a crash or a hang. Costs
-        that are too high come last, because values are to be mended first.
+        that are too high come last, because values are to be mended first. Of a task in parts,
+        the first part that fails decides.
         """
         broken = [test for test in self.tests if test.verdict.outcome is Outcome.GRADER_ERROR]
         failed = [test for test in self.tests if test.verdict.outcome is not Outcome.PASSED]
         by_value = [test for test in failed if not test.verdict.is_too_dear]
         exact = [test for test in by_value if test.world == "sim"]
         first = broken or exact or by_value or failed or self.tests
+        part = min(test.part for test in by_value or first)
+        first = [test for test in first if test.part == part] or first
         return max(first, key=lambda test: test.verdict.outcome.severity)
 
     @property
@@ -154,10 +169,26 @@ class TaskResult:
 
     @property
     def points(self) -> int:
-        """Points scored: all, those for right values that cost too much, or none."""
-        if self.is_too_dear:
-            return self.task.points_for_values
-        return self.task.points if self.has_passed else 0
+        """Points scored: all, those of the first parts, those for right values, or none."""
+        return sum(points for points, _ in self.scores.values())
+
+    @property
+    def scores(self) -> dict[str, tuple[int, Part]]:
+        """Points scored in each part, by its letter, and the part.
+
+        A part scores if all its tests have run and passed, and so have those of the parts before
+        it; if only its costs are too high, it scores the course's share for right values.
+        """
+        scores, is_right = {}, True
+        for letter, part in self.task.graded_parts.items():
+            tests = [test for test in self.tests if test.part == letter]
+            failed = [test.verdict for test in tests if test.verdict.outcome is not Outcome.PASSED]
+            expected = self.expected_in.get(letter, 0) if self.task.parts else self.expected
+            is_right &= not self.is_part and 0 < expected == len(tests)
+            is_right &= all(verdict.is_too_dear for verdict in failed)
+            points = self.task.points_for_values(part.points) if failed else part.points
+            scores[letter] = (points if is_right else 0, part)
+        return scores
 
     @property
     def seconds(self) -> float:
@@ -177,11 +208,13 @@ class TaskResult:
             "write_next": missing and {"task": missing[0], "function": missing[1]},
             "points": self.points,
             "max_points": self.task.points,
+            "parts": {letter: points for letter, (points, _) in self.scores.items()},
             "is_part": self.is_part,
             "seconds": round(self.seconds, 3),
             "file": self.file,
             "sha256": self.sha256,
             "tests_expected": self.expected,
+            "tests_expected_in_parts": self.expected_in,
             "tests": [test.to_json() for test in self.tests],
         }
 
@@ -200,6 +233,7 @@ class TaskResult:
             entry["is_part"],
             tests=[TestResult.from_json(test, missing) for test in entry["tests"]],
             lent=tuple(map(course.task, entry["lent"])),
+            expected_in=entry["tests_expected_in_parts"],
         )
 
 

@@ -48,20 +48,35 @@ def check_environment() -> None:
         )
 
 
-def task(task_id: str, *, real: bool = False) -> Any:
+def task(task_id: str, *, part: str = "a", real: bool = False) -> Any:
     """Mark a test as belonging to a task.
 
     Args:
-        task_id: Id in course.toml, such as "1.5".
+        task_id: Id in course.toml, such as "1.4".
+        part: Letter of the part that the test decides, in a task that is graded in parts.
         real: True to run the test on real processes too, after the simulated world.
     """
-    return pytest.mark.task(task_id, real=real)
+    return pytest.mark.task(task_id, part=part, real=real)
 
 
 def task_of(item: pytest.Item) -> str | None:
     """Return the id of the task that a test belongs to."""
     mark = item.get_closest_marker("task")
     return str(mark.args[0]) if mark else None
+
+
+def part_of(item: pytest.Item) -> str:
+    """Return the letter of the part of its task that a test decides."""
+    mark = item.get_closest_marker("task")
+    return str(mark.kwargs.get("part", "a")) if mark else ""
+
+
+def in_order_of_parts(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests with those of each task in the order of its parts, at its first test."""
+    first: dict[str | None, int] = {}
+    for place, item in enumerate(items):
+        first.setdefault(task_of(item) or item.nodeid, place)
+    return sorted(items, key=lambda item: (first[task_of(item) or item.nodeid], part_of(item)))
 
 
 def is_real_too(mark: pytest.Mark) -> bool:

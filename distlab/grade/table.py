@@ -28,7 +28,7 @@ INCOMPLETE = "not all tests of the task were run: no points"
 
 
 def message(result: TaskResult) -> str:
-    """Return ``Task 1.5: …. guidelines.md 1.5``, on one line unless the verdict has several.
+    """Return ``Task 1.4: …. guidelines.md 1.4``, on one line unless the verdict has several.
 
     The message is "" for a task that scores all its points.
     """
@@ -40,11 +40,25 @@ def message(result: TaskResult) -> str:
         return text if result.is_todo else f"Task {task.id} needs another task first. {text}"
     is_drawn = text.rpartition("\n")[2].startswith(" ")  # an indented last line belongs to a table
     report = f"{text}\n" if is_drawn else f"{sentence(text)} "
-    return f"Task {task.id}: {report}{next_step(result)}".rstrip()
+    return f"Task {task.id}{_part(result)}: {report}{next_step(result)}".rstrip()
+
+
+def _part(result: TaskResult) -> str:
+    """Return `` (b, the second call repeats the first)`` for the part that the verdict is about."""
+    if not result.task.parts or not result.tests or result.outcome is Outcome.TODO:
+        return ""
+    letter = result.worst.part
+    return f" ({letter}, {result.task.graded_parts[letter].title})"
+
+
+def parts(result: TaskResult) -> str:
+    """Return ``a 4/4, b 0/3`` for a failed task that is graded in parts, or ""."""
+    scores = result.scores.items() if result.task.parts and result.has_failed else ()
+    return ", ".join(f"{letter} {points}/{part.points}" for letter, (points, part) in scores)
 
 
 def lent(result: TaskResult) -> str:
-    """Return ``graded with the course's 1.4 and 1.6``, or "" if nothing was lent."""
+    """Return ``graded with the course's 1.3 and 1.6``, or "" if nothing was lent."""
     ids = [task.id for task in result.lent]
     return f"graded with the course's {joined(ids)}" if ids else ""
 
@@ -131,7 +145,7 @@ def rows(result: GradeResult) -> Iterator[str]:
         row = f"{label}{name:<15}{points:>8}{task.seconds:>9.1f}"
         cause = result.cause(task)
         remarks = [_fix_first(cause)] if cause else []
-        remarks += [lent(task)] if task.lent else []
+        remarks += [text for text in (parts(task), lent(task)) if text]
         yield f"{row}  {', '.join(remarks)}" if remarks else row
     if any(task.tests and not task.is_complete for task in result.tasks):
         yield f"* {INCOMPLETE}"

@@ -19,6 +19,7 @@ from distlab.learner.folder import CourseFolder
 from distlab.util import files
 
 FILE = "progress.json"
+EDITION = 2  # of the course: a file of another edition numbers its tasks otherwise
 MAX_BYTES = 2**20
 
 
@@ -29,6 +30,7 @@ class Record:
     outcome: str
     digest: str = ""
     is_too_dear: bool = False  # True if it failed by its costs alone
+    earned: int = 0  # points that it scored although it failed
 
 
 @dataclass
@@ -55,9 +57,9 @@ class Progress:
 
     def points(self, task: Task) -> int:
         """Return the points that the task scored when it was last graded."""
-        if self._is_too_dear(task):
-            return task.points_for_values
-        return task.points if self.has_passed(task) else 0
+        if self.has_passed(task):
+            return task.points
+        return self.records[task.id].earned if task.id in self.records else 0
 
     def _is_too_dear(self, task: Task) -> bool:
         return task.id in self.records and self.records[task.id].is_too_dear
@@ -95,7 +97,8 @@ class Progress:
     def save(self) -> None:
         """Write the file atomically, or set ``problem`` if that fails."""
         records = {task_id: asdict(record) for task_id, record in self.records.items()}
-        text = json.dumps({"tasks": records, "hints": self.hints}, indent=2) + "\n"
+        tables = {"edition": EDITION, "tasks": records, "hints": self.hints}
+        text = json.dumps(tables, indent=2) + "\n"
         try:
             self.path.parent.mkdir(exist_ok=True)
             files.write_whole(self.path, text.encode())
@@ -105,17 +108,20 @@ class Progress:
 
 
 def load(folder: CourseFolder) -> Progress:
-    """Read the progress from its file, dropping invalid entries."""
+    """Read the progress from its file, dropping invalid entries and those of other editions."""
     progress = Progress(folder.private / FILE)
     tables: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
         tables = json.loads(files.read_regular(progress.path, MAX_BYTES))
-    tasks = {task.id for task in folder.course.tasks}
+    is_current = isinstance(tables, dict) and tables.get("edition") == EDITION
+    tasks = {task.id for task in folder.course.tasks} if is_current else set[str]()
     for id, record in _entries(tables, "tasks", tasks):
         if isinstance(record, dict) and record.get("outcome") in list(Outcome):
             is_too_dear = record.get("is_too_dear") is True
             digest = str(record.get("digest", ""))
-            progress.records[id] = Record(record["outcome"], digest, is_too_dear)
+            earned = record.get("earned")
+            earned = earned if type(earned) is int and earned >= 0 else 0
+            progress.records[id] = Record(record["outcome"], digest, is_too_dear, earned)
     for id, level in _entries(tables, "hints", tasks):
         if type(level) is int and level in HINTS:
             progress.hints[id] = level
@@ -168,7 +174,8 @@ def remember_results(
     judged = [result for result in results if result.tests]
     records = {
         result.task.id: Record(
-            result.outcome.value, digests.get(result.task.id, ""), result.is_too_dear
+            *(result.outcome.value, digests.get(result.task.id, ""), result.is_too_dear),
+            earned=0 if result.has_passed else result.points,
         )
         for result in judged
         if result.is_complete or result.outcome is not Outcome.PASSED

@@ -126,7 +126,8 @@ def verdict(result: TaskResult) -> str:
     if result.outcome is Outcome.TODO:
         return f"· {task.id} {task.label}: {_what_is_missing(result)}"
     sign = "✔" if result.outcome is Outcome.PASSED else "✘"
-    score = f"{result.points}/{task.points} points, {result.seconds:.1f} s"
+    parts = f": {table.parts(result)}" if table.parts(result) else ""
+    score = f"{result.points}/{task.points} points{parts}, {result.seconds:.1f} s"
     lent = f", {table.lent(result)}" if result.lent else ""
     return f"{sign} {task.id} {task.label}: {result.outcome_name} ({score}{lent})"
 

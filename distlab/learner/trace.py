@@ -118,9 +118,9 @@ def _run(lesson: Any, task_id: str) -> None:
 
 
 BODIES: Mapping[str, Callable[[Any], object]] = {
-    "1.3": lambda lesson: lesson.scatter_batch(_batch() if dist.get_rank() == 0 else None),
-    "1.4": _exchange_round_a_ring,
-    "1.5": lambda lesson: lesson.broadcast(_mine(), 0),
+    "1.5": lambda lesson: lesson.scatter_batch(_batch() if dist.get_rank() == 0 else None),
+    "1.3": _exchange_round_a_ring,
+    "1.4": lambda lesson: lesson.broadcast(_mine(), 0),
     "1.6": lambda lesson: lesson.all_reduce_naive(_mine()),
     "1.7": lambda lesson: lesson.all_reduce_recursive_doubling(_mine()),
     "1.9": lambda lesson: lesson.broadcast_parameters(_two_layers()),

@@ -33,9 +33,9 @@ class Program:
 
 
 PROGRAMS: Mapping[str, Program] = {
-    "1.3": Program(4, f"scatter a batch of {BATCH} over {{n}} ranks"),
-    "1.4": Program(4, "exchange round a ring of {n}", p2p_order="pair"),
-    "1.5": Program(8, "broadcast from rank 0 to {n} ranks"),
+    "1.5": Program(4, f"scatter a batch of {BATCH} over {{n}} ranks"),
+    "1.3": Program(4, "exchange round a ring of {n}", p2p_order="pair"),
+    "1.4": Program(8, "broadcast from rank 0 to {n} ranks"),
     "1.6": Program(4, "naive all-reduce of {n} ranks"),
     "1.7": Program(8, "recursive doubling of {n} ranks"),
     "1.9": Program(4, "parameters to {n} ranks"),

@@ -32,14 +32,14 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "native": (),
     "naive": ("1.6",),
     "recursive_doubling": ("1.7",),
-    "ring": ("3.4",),
-    "tree": ("3.6",),
-    "hierarchical": ("3.8",),
+    "ring": ("3.3",),
+    "tree": ("3.5",),
+    "hierarchical": ("3.7",),
     "shared_memory": (),
-    "parameter_server": ("3.14",),
+    "parameter_server": ("3.16",),
 }
-GRADIENTS = {"buckets": ("3.12",), "per_parameter": ("1.10",), "flat": ("1.10",)}
-STAGES = {0: (), 1: ("3.18",), 2: ("3.19",), 3: ("3.20",)}
+GRADIENTS = {"buckets": ("3.11",), "per_parameter": ("1.10",), "flat": ("1.10",)}
+STAGES = {0: (), 1: ("3.12",), 2: ("3.13",), 3: ("3.14",)}
 COMPRESSORS: dict[str, tuple[str, ...]] = {
     "none": (),
     "top_k": ("4.9", "4.13"),
@@ -85,8 +85,8 @@ def without(services: Sequence[str]) -> str:
 
 def tasks_of(config: Config) -> tuple[str, ...]:
     """Return the ids of the tasks that a configuration chooses."""
-    pipeline = ("2.1", "2.8", "2.9", "2.11", "2.12") if config.parallelism.pp > 1 else ()
-    shards = ("2.17",) if config.parallelism.tp > 1 else ()
+    pipeline = ("2.1", "2.7", "2.8", "2.9", "2.10") if config.parallelism.pp > 1 else ()
+    shards = ("2.15",) if config.parallelism.tp > 1 else ()
     pattern: tuple[str, ...] = ()
     if config.strategy == "course":
         pattern = PATTERNS[config.communication_pattern]

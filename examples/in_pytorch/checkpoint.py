@@ -37,7 +37,7 @@ class Products(TorchDispatchMode):
 def main() -> None:
     """Run three linear layers, and count how often a product is computed."""
     dist.init_process_group()
-    course = lesson.load("activation_checkpointing", "2.6", "2.7")
+    course = lesson.load("activation_checkpointing", "2.5", "2.6")
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     x = torch.randn(4, 8, requires_grad=True)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 def main() -> None:
     """Broadcast, sum and scatter the same numbers in both ways."""
     dist.init_process_group()
-    collectives = lesson.load("collectives", "1.5", "1.6", "1.7")
-    scatter_batch = lesson.load("data_loader", "1.3").scatter_batch
+    collectives = lesson.load("collectives", "1.4", "1.6", "1.7")
+    scatter_batch = lesson.load("data_loader", "1.5").scatter_batch
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
     ours, theirs = x.clone(), x.clone()

@@ -112,7 +112,7 @@ def run_schedule(
         schedule: schedule of p stages; the same on every rank. Any order of the actions will do if
             it can be run, that is, if ``timeline`` gives every action a start.
         chunks: this rank's v blocks, on ``group_device``; the same number on every rank. They may
-            use ``checkpoint`` from task 2.6.
+            use ``checkpoint`` from task 2.5.
         micro_batches: m micro-batches, 1 or more, of any sizes, on every rank. Only the rank of the
             first block reads the inputs, and only the rank of the last block reads the rest of a
             batch. What a rank does not read may be anything, such as None instead of a whole batch.

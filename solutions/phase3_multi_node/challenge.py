@@ -64,7 +64,7 @@ def trees_s(num_bytes: int, topology: Topology) -> float:
 def rings_s(num_bytes: int, topology: Topology) -> float:
     """Return how long rings take for n bytes on k hosts, each with g ranks that share one NIC.
 
-    The formula is 2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂), as in task 3.10.
+    The formula is 2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂), as in task 3.9.
     """
     k, g, inside, between = _links(topology)
     inside_s = 2 * (g - 1) * inside.seconds(num_bytes / g)

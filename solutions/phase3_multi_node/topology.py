@@ -126,7 +126,7 @@ def hierarchical_all_reduce(
             rank per node.
         reduce_scatter, all_reduce, all_gather: functions for the three steps, each called once,
             with the tensor as a positional argument; torch's own by default. Those of tasks 3.1 to
-            3.3 work too.
+            3.2 work too.
 
     Cost: for n bytes on k nodes of g ranks, with α₁ and β₁ inside a node, and α₂ and β₂ between
         nodes, each rank sends 2(k-1)/k · n/g bytes to other nodes. With rings, the time is
@@ -177,7 +177,7 @@ def choose_algorithm(num_bytes: int, topology: Topology) -> str:
         "tree"          to the first rank of each host, from these to the very first rank, and back,
                         in binomial trees whose messages always carry the whole tensor:
                         2⌈log₂ g⌉(α₁ + nβ₁) + 2⌈log₂ k⌉(α₂ + nβ₂)
-        "hierarchical"  as in task 3.8, with rings:
+        "hierarchical"  as in task 3.7, with rings:
                         2(g-1)(α₁ + n/g·β₁) + 2(k-1)(α₂ + n/k·β₂)
 
     The ranks of a host share one NIC: in the ring and the tree, only one of them at a time sends to

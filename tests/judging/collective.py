@@ -2,7 +2,7 @@
 
 A judge states what its task promises, and gets one test for each promise:
 
-    TREE = Contract(task="3.5", name="a_tree", collective=AllReduce("tree_all_reduce"), …)
+    TREE = Contract(task="3.4", name="a_tree", collective=AllReduce("tree_all_reduce"), …)
     globals().update(TREE.tests())
 """
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from distlab.grade import check, task
 
-@task("1.4")
+@task("1.3")
 def test_a_pair_swaps(grade):
     check(grade.run(swap, 2).results == [1.0, 0.0], "The ranks do not swap.")
 
@@ -48,7 +48,7 @@ def add(lesson):
     lesson.all_reduce_recursive_doubling(x)
     return float(x)
 """
-TODO = '    raise NotImplementedError("Task 1.4: exchange, see '
+TODO = '    raise NotImplementedError("Task 1.3: exchange, see '
 DEADLOCK = "    dist.send(outgoing, dst)\n    dist.recv(incoming, src)\n"
 WRONG = "    incoming.copy_(outgoing)\n"
 RIGHT = """    both = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.irecv, incoming, src)]
@@ -102,7 +102,7 @@ def hand_in(folder: Path, **files: str) -> Submission:
 
 
 def write_exchange(here: CourseFolder, body: str) -> None:
-    """Write the template into the course copy, with ``body`` in place of Task 1.4's TODO."""
+    """Write the template into the course copy, with ``body`` in place of Task 1.3's TODO."""
     lines = (ROOT / FILE).read_text().splitlines(keepends=True)
     (place,) = (k for k, line in enumerate(lines) if line.startswith(TODO))
     lines[place] = body
@@ -110,7 +110,7 @@ def write_exchange(here: CourseFolder, body: str) -> None:
 
 
 def grade_as(here: CourseFolder, **outcomes: str) -> None:
-    """Record outcomes such as ``t1_4="passed"``, as if the tasks had been graded."""
+    """Record outcomes such as ``t1_3="passed"``, as if the tasks had been graded."""
     tasks = {here.task(name[1:].replace("_", ".")): text for name, text in outcomes.items()}
     records = {
         task.id: state.Record(outcome, source.digest(here, task)) for task, outcome in tasks.items()

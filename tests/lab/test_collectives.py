@@ -1,4 +1,4 @@
-"""Fit of α and β, and table of times; the suite judges what Tasks 1.4 to 1.8 send and sum."""
+"""Fit of α and β, and table of times; the suite judges what the tasks send and sum."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Task 4.13's hook gives the same losses in Task 3.12's DistributedDataParallel as in torch's."""
+"""Task 4.13's hook gives the same losses in Task 3.11's DistributedDataParallel as in torch's."""
 
 import sys
 from pathlib import Path

@@ -34,12 +34,12 @@ each_template = pytest.mark.parametrize("template", TEMPLATES, ids=str)
 @pytest.mark.parametrize(
     ("id", "label"),
     [
-        ("1.4", "exchange"),
+        ("1.3", "exchange"),
         ("1.13", "Trainer.fit"),
-        ("2.4", "LossScaler"),
-        ("2.9", "StageRunner and 2 more"),
-        ("2.14", "copy_to_tensor_region and 1 more"),
-        ("2.18", "VocabParallelEmbedding and 1 more"),
+        ("2.3", "LossScaler"),
+        ("2.8", "StageRunner and 2 more"),
+        ("2.12", "copy_to_tensor_region and 1 more"),
+        ("2.16", "VocabParallelEmbedding and 1 more"),
     ],
 )
 def test_a_label_names_all_that_there_is_to_write(id: str, label: str) -> None:
@@ -149,7 +149,22 @@ def test_a_share_of_the_points_for_right_values_is_that_of_the_course(
 ) -> None:
     line = f"share_for_right_values = {given}\n" if given else ""
     course = small(tmp_path, line + SMALL)
-    assert [task.points_for_values for task in course.tasks] == [points] * 2
+    assert [task.points_for_values(task.points) for task in course.tasks] == [points] * 2
+
+
+def test_parts_of_a_task_add_up_to_its_points(tmp_path: Path) -> None:
+    parts = "".join(
+        f'[[phase.lesson.task.part]]\ntitle = "{title}"\npoints = {points}\n'
+        for title, points in (("sums", 3), ("overflow", 2))
+    )
+    first = SMALL.index('id = "1.2"')
+    end = SMALL.rindex("[[", 0, first)
+    course = small(tmp_path, SMALL[:end] + parts + SMALL[end:])
+    whole, other = course.tasks
+    assert {letter: part.points for letter, part in whole.graded_parts.items()} == {"a": 3, "b": 2}
+    assert [part.points for part in other.graded_parts.values()] == [other.points]
+    with pytest.raises(CourseError, match=r"task 1\.1: its parts must add up to its 5 points"):
+        small(tmp_path, SMALL[:end] + parts.replace("2", "4") + SMALL[end:])
 
 
 UNFINISHED = SMALL.replace("number = 1\n", "number = 1\nunfinished = true\n", 1)

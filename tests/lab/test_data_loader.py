@@ -1,4 +1,4 @@
-"""Shards of all sizes, and loader errors; the suite judges what Tasks 1.1 to 1.3 load and send."""
+"""Shards of all sizes, and loader errors; the suite judges what the tasks load and send."""
 
 import random
 import warnings

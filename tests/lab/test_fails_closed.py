@@ -57,7 +57,7 @@ def swap(lesson: Any) -> None:
 def verdict_of(folder: Path) -> Verdict:
     """Return the verdict when two ranks swap a number."""
     with pytest.raises(LaunchError) as raised:
-        Grade(Submission(folder), COURSE.task("1.4"), "sim", 2.5).run(swap, 2)
+        Grade(Submission(folder), COURSE.task("1.3"), "sim", 2.4).run(swap, 2)
     return verdict_on(raised.value)
 
 
@@ -129,9 +129,9 @@ average_gradients_flat = average_gradients
 """
 # For each task: one of its tests, the expected outcome, and part of the message.
 AT_ONCE = {
-    "1.3": ("test_scattering_inside_a_group", "passed", ""),
-    "1.4": ("test_both_directions_travel_at_the_same_time", "failed", "message"),
-    "1.5": ("test_broadcast_of_every_kind", "crash", "os._exit(0)"),
+    "1.5": ("test_scattering_inside_a_group", "passed", ""),
+    "1.3": ("test_both_directions_travel_at_the_same_time", "failed", "message"),
+    "1.4": ("test_broadcast_of_every_kind", "crash", "os._exit(0)"),
     "1.6": ("test_naive_gives_all_ranks_the_same_bits", "oom", "memory"),
     "1.9": ("test_each_tensor_travels_once", "hang", "in broadcast_parameters"),
     "1.10": ("test_gradients_inside_a_group", "failed", ""),
@@ -155,7 +155,7 @@ def test_bad_functions_of_one_submission_have_a_verdict_each(tmp_path: Path) -> 
         assert verdicts, f"{test} has no verdict"
         assert all(o == outcome and says in m for o, m in verdicts), f"{test}: {verdicts}"
         assert tasks[task]["points"] == 0, "parts of a task score nothing"
-    assert {t["world"] for t in tasks["1.5"]["tests"]} == {"sim", "gloo"}
+    assert {t["world"] for t in tasks["1.4"]["tests"]} == {"sim", "gloo"}
     assert ended.returncode == 1
     assert len(ended.stdout) < 100_000, "the flood reaches the terminal"
     assert not left_behind()
@@ -164,5 +164,5 @@ def test_bad_functions_of_one_submission_have_a_verdict_each(tmp_path: Path) -> 
 def test_a_template_is_to_be_written(tmp_path: Path) -> None:
     shutil.copytree(ROOT / PHASE, tmp_path / PHASE)
     verdict = verdict_of(tmp_path)
-    assert (verdict.outcome, verdict.missing) == (Outcome.TODO, ("1.4", "exchange"))
+    assert (verdict.outcome, verdict.missing) == (Outcome.TODO, ("1.3", "exchange"))
     assert verdict.details == ""

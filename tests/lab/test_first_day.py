@@ -13,7 +13,7 @@ from distlab.launch import output
 
 
 @pytest.mark.parametrize(
-    "command", ["", "status", "check", "grade", "watch", "trace 1.5", "reset 1.4"]
+    "command", ["", "status", "check", "grade", "watch", "trace 1.4", "reset 1.3"]
 )
 def test_elsewhere_the_line_says_where_to_go(
     command: str,
@@ -60,7 +60,7 @@ def test_a_script_for_the_shell_is_printed(shell: str, capsys: pytest.CaptureFix
 def test_bash_is_offered_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     assert distlab("completion", "bash") == 0
     ask = (
-        f"{capsys.readouterr().out}\nCOMP_WORDS=(distlab check 1.4 bro); COMP_CWORD=3; "
+        f"{capsys.readouterr().out}\nCOMP_WORDS=(distlab check 1.3 bro); COMP_CWORD=3; "
         '_distlab_completion distlab; echo "${COMPREPLY[@]}"'
     )
     beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

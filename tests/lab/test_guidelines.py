@@ -15,7 +15,7 @@ from distlab.sim import Cluster, Options, Simulated
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.results.summary import totals
 from distlab.sim.script import run_script
-from distlab.util.text import seconds_text
+from distlab.util.text import counted, seconds_text
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -25,7 +25,7 @@ PROGRAM = Path("scripts/phase1.py")
 WAITING = "What `wait()` means"
 READINGS = {  # each before a task
     WAITING: "1.14 Remove the host syncs",
-    "The stages of ZeRO": "3.18 Shard the optimizer's state",
+    "The stages of ZeRO": "3.12 Shard the optimizer's state",
 }
 MEMORY, CHOICE = "Where the memory goes", "Which method when"
 TIMEOUT_S = 120
@@ -50,7 +50,26 @@ def section(task: Task) -> str:
     return sections(task.folder)[task.heading]
 
 
+def summary(task: Task) -> str:
+    """Return the lines below a task's heading, as course.toml has them."""
+    stars = "★" * task.difficulty + "☆" * (5 - task.difficulty)
+    names = ", ".join(f"`{name}`" for name in task.names)
+    parts = [
+        f"({letter}) {part.title}, {counted(part.points, 'point')}"
+        for letter, part in task.graded_parts.items()
+    ]
+    return (
+        f"Difficulty {stars} · {task.minutes} minutes · {task.points} points · {names} in "
+        f"`{task.template.name}`" + (f" Graded in parts: {'; '.join(parts)}." if task.parts else "")
+    )
+
+
 # --- the sections --------------------------------------------------------------------------------
+
+
+@each_task
+def test_a_section_begins_with_what_there_is_to_write_and_to_score(task: Task) -> None:
+    assert " ".join(section(task).split()).startswith(summary(task))
 
 
 @each_phase
@@ -88,9 +107,9 @@ def simulated(subject: str, cluster: str, ranks: int) -> Simulated[None]:
 @pytest.mark.parametrize(
     ("id", "subject", "cluster", "ranks", "quoted"),
     [
-        ("1.3", "scatter_batch", "laptop", 4, "305 µs"),
-        ("1.4", "exchange", "laptop", 4, "159 µs"),
-        ("1.5", "broadcast", "laptop", 8, "478 µs"),
+        ("1.5", "scatter_batch", "laptop", 4, "305 µs"),
+        ("1.3", "exchange", "laptop", 4, "159 µs"),
+        ("1.4", "broadcast", "laptop", 8, "478 µs"),
         ("1.6", "all_reduce_naive", "laptop", 8, "1.59 ms"),
         ("1.7", "all_reduce_recursive_doubling", "laptop", 8, "478 µs"),
         ("1.7", "all_reduce_recursive_doubling", "laptop", 6, "638 µs"),
@@ -113,7 +132,7 @@ def test_deadlock_that_is_quoted_is_the_one_that_comes() -> None:
     with pytest.raises(SimulationError) as error:
         simulated("both_send_first", "laptop", 4)
     report = "\n".join(str(error.value).splitlines()[:6])
-    assert f"```\n{report}\n```" in section(COURSE.task("1.4"))
+    assert f"```\n{report}\n```" in section(COURSE.task("1.3"))
 
 
 def test_table_that_is_quoted_is_the_one_that_is_printed(

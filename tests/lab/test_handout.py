@@ -125,8 +125,8 @@ def test_a_handout_overwrites_nothing(target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "old", "new", "reason"),
     [
-        ("1.4", None, None, r"exchange in .* is written.*distlab reset 1\.4"),
-        ("2.9", '"Task 2.9: send_tensors, ', '"written, ', r"send_tensors in .* is written"),
+        ("1.3", None, None, r"exchange in .* is written.*distlab reset 1\.3"),
+        ("2.8", '"Task 2.8: send_tensors, ', '"written, ', r"send_tensors in .* is written"),
     ],
 )
 def test_an_answer_of_a_learner_is_not_handed_out(
@@ -191,8 +191,8 @@ def test_make_test_grades_the_templates_of_a_handout(students: Path) -> None:
 
 def test_grading_works_in_a_handout_and_offers_no_solutions(mine: Path) -> None:
     solve(mine, "collectives")
-    done = distlab(mine, "check", "1.4", "1.9")
-    assert "✔ 1.4 exchange: passed" in done.stdout
+    done = distlab(mine, "check", "1.3", "1.9")
+    assert "✔ 1.3 exchange: passed" in done.stdout
     assert "· 1.9 broadcast_parameters: " in done.stdout
     assert "distlab diff" not in done.stdout
 
@@ -200,9 +200,9 @@ def test_grading_works_in_a_handout_and_offers_no_solutions(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
-        ("diff 1.4 --spoil", 2, "comes without solutions/ to compare with"),
+        ("diff 1.3 --spoil", 2, "comes without solutions/ to compare with"),
         ("diff 1.1", 2, "1.1 has not passed yet: distlab check 1.1\n"),
-        ("trace 1.4 --impl solution", 2, "this copy of the course comes without solutions/"),
+        ("trace 1.3 --impl solution", 2, "this copy of the course comes without solutions/"),
         ("train", 78, "no solutions/: --impl mine takes what you have written"),
         ("demo", 1, "no solutions/: train what you have written with distlab train --impl mine"),
         ("bench pipeline", 1, "no solutions/: --impl mine takes what you have written"),
@@ -243,6 +243,6 @@ def test_a_trainer_that_is_not_written_is_a_line_that_names_the_tasks(mine: Path
     done = distlab(mine, "train", *SHORT)
     assert (done.returncode, done.stdout) == (78, "")
     assert done.stderr.startswith(
-        "error: this needs what you have not written yet: 1.4 exchange, 1.7 all_reduce_recursive"
+        "error: this needs what you have not written yet: 1.3 exchange, 1.7 all_reduce_recursive"
     )
-    assert done.stderr.endswith("Go on with: distlab check 1.4\n")
+    assert done.stderr.endswith("Go on with: distlab check 1.3\n")

@@ -19,7 +19,7 @@ def distlab(folder: Path, *arguments: str, before: str = "") -> "subprocess.Comp
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("command", ["check 1.4", "grade"])
+@pytest.mark.parametrize("command", ["check 1.3", "grade"])
 def test_without_pytest_a_grading_says_what_to_install(command: str) -> None:
     done = distlab(ROOT, *command.split(), before=NO_PYTEST)
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""Task 2.12's judge tolerates rounding to bfloat16; its solution saves headers."""
+"""Task 2.10's judge tolerates rounding to bfloat16; its solution saves headers."""
 
 from collections.abc import Callable
 from functools import partial

@@ -67,12 +67,12 @@ def test_alone_it_says_how_far_the_learner_is_and_what_to_run(
 def test_status_shows_outcomes_and_what_was_edited_since(
     here: CourseFolder, capsys: Printed
 ) -> None:
-    grade_as(here, t1_4="passed", t1_5="hang")
+    grade_as(here, t1_3="passed", t1_4="hang")
     write_exchange(here, RIGHT)
     assert distlab("status") == 0
     lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
-    assert ["✔", "1.4", "exchange", "passed, edited since"] in lines
-    assert ["✘", "1.5", "broadcast", "hang"] in lines
+    assert ["✔", "1.3", "exchange", "passed, edited since"] in lines
+    assert ["✘", "1.4", "broadcast", "hang"] in lines
     assert ["·", "1.6", "all_reduce_naive"] in lines
 
 
@@ -83,10 +83,10 @@ HELPER = "\n\ndef _helper(x):\n    # doubles\n    return x * 2\n"
     ("id", "old", "new", "is_edit"),
     [
         ("1.8", '"Task 1.8: fit_alpha_beta, ', '"Task 1.8: my fit_alpha_beta, ', True),
-        ("1.4", "x * 2", "x * 3", True),
-        ("1.4", "# doubles", "# doubles it", False),
-        ("1.5", '"Task 1.5: broadcast, ', '"Task 1.5: my broadcast, ', True),
-        ("1.4", '"Task 1.5: broadcast, ', '"Task 1.5: my broadcast, ', False),
+        ("1.3", "x * 2", "x * 3", True),
+        ("1.3", "# doubles", "# doubles it", False),
+        ("1.4", '"Task 1.4: broadcast, ', '"Task 1.4: my broadcast, ', True),
+        ("1.3", '"Task 1.4: broadcast, ', '"Task 1.4: my broadcast, ', False),
     ],
 )
 def test_all_that_a_task_is_graded_by_counts_as_edited_and_nothing_else(
@@ -105,8 +105,10 @@ def test_all_that_a_task_is_graded_by_counts_as_edited_and_nothing_else(
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", '{"tasks": 3, "hints": []}'),
-        '{"tasks": {"1.4": {"outcome": "splendid"}, "1.5": 7}, "hints": {"1.4": 9, "1.5": true}}',
+        *("", "[]", '{"edition": 2, "tasks": 3, "hints": []}'),
+        '{"tasks": {"1.3": {"outcome": "passed"}}, "hints": {"1.3": 1}}',  # the first edition's 1.3
+        '{"edition": 2, "tasks": {"1.3": {"outcome": "splendid"}, "1.4": 7}, "hints": {}}',
+        '{"edition": 2, "tasks": {}, "hints": {"1.3": 9, "1.4": true}}',
     ],
 )
 def test_a_state_that_makes_no_sense_is_forgotten(here: CourseFolder, text: str) -> None:
@@ -123,17 +125,17 @@ def test_a_state_that_makes_no_sense_is_forgotten(here: CourseFolder, text: str)
         ("hint broadcst", "there is no task 'broadcst'. Did you mean 'broadcast'?"),
         ("check 2.1", "phase 2 is not in this course's folder yet; there are 1.1 to "),
         ("diff", "no task has passed yet: name one, with --spoil"),
-        ("diff 1.4", "1.4 has not passed yet: distlab check 1.4, or --spoil shows it anyway"),
-        ("reset 1.4", "cannot ask for confirmation here: use distlab reset 1.4 --yes"),
-        ("hint 1.4 --level 4", "--level 4: a task has hints 1 to 3"),
+        ("diff 1.3", "1.3 has not passed yet: distlab check 1.3, or --spoil shows it anyway"),
+        ("reset 1.3", "cannot ask for confirmation here: use distlab reset 1.3 --yes"),
+        ("hint 1.3 --level 4", "--level 4: a task has hints 1 to 3"),
         ("grade --phase 9", "there is no phase '9'. There are: 1"),
         ("grade --impl nowhere", "--impl nowhere: no such folder; use template, solution or a "),
         ("grade --impl tests", "--impl tests: contains none of phase1_data_parallel"),
         ("grade --report xml=a", "with one of json, junit, gradescope, markdown"),
         ("grade --backend x", "'auto', 'sim', 'gloo', 'nccl'"),
-        ("trace 1.13", "there is no picture of 1.13; distlab trace draws 1.3, 1.4, 1.5, 1.6, 1.7"),
-        ("trace 1.4 --ranks 9", "--ranks 9: the simulated laptop has 2 to 8"),
-        ("check 1.4 --world-timeout nan", "nan: must be a number of seconds above 0"),
+        ("trace 1.13", "there is no picture of 1.13; distlab trace draws 1.5, 1.3, 1.4, 1.6, 1.7"),
+        ("trace 1.3 --ranks 9", "--ranks 9: the simulated laptop has 2 to 8"),
+        ("check 1.3 --world-timeout nan", "nan: must be a number of seconds above 0"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(
@@ -150,12 +152,12 @@ def test_a_folder_that_cannot_be_written_is_named_and_nothing_else_fails(
 ) -> None:
     here.private.write_text("not a folder")
     problem = f"your progress cannot be kept in {here.private}: File exists\n"
-    passed = reporting(0, result_of("1.4", "passed"))
+    passed = reporting(0, result_of("1.3", "passed"))
     monkeypatch.setattr(grading, "captured_in", lambda _: passed)
     for arguments, begin, error in (
         ("status", "Phase 1", ""),
-        ("hint 1.4", "1.4 Exchange without", problem),
-        ("check 1.4", "✔ 1.4 exchange: passed", problem),
+        ("hint 1.3", "1.3 Exchange without", problem),
+        ("check 1.3", "✔ 1.3 exchange: passed", problem),
     ):
         assert distlab(*arguments.split()) == 0
         printed = capsys.readouterr()
@@ -168,15 +170,15 @@ def test_a_folder_that_cannot_be_written_is_named_and_nothing_else_fails(
 
 
 def test_each_hint_says_more_and_the_last_says_so(here: CourseFolder, capsys: Printed) -> None:
-    grade_as(here, t1_1="passed", t1_2="passed", t1_3="passed", t1_4="passed")
+    grade_as(here, t1_1="passed", t1_2="passed", t1_5="passed", t1_3="passed")
     titles = []
     for _ in range(4):
         assert distlab("hint") == 0
         printed = capsys.readouterr().out
         titles.append(printed.splitlines()[1])
-    assert printed.startswith("1.5 "), "the next task by default"
+    assert printed.startswith("1.4 "), "the next task by default"
     assert titles == ["Hint 1: a question", "Hint 2: the idea"] + 2 * ["Hint 3: names"]
-    assert "That was the last hint. Read on in phase1_data_parallel/guidelines.md#15-b" in printed
+    assert "That was the last hint. Read on in phase1_data_parallel/guidelines.md#14-b" in printed
     assert distlab("hint", "broadcast", "--level", "1") == 0
     assert "how many ranks have the data, and" in capsys.readouterr().out
 
@@ -190,7 +192,7 @@ def test_diff_compares_the_functions_of_a_task_and_nothing_else(
     here: CourseFolder, capsys: Printed
 ) -> None:
     write_exchange(here, RIGHT)
-    grade_as(here, t1_5="passed", t1_4="passed", t1_6="failed")
+    grade_as(here, t1_4="passed", t1_3="passed", t1_6="failed")
     assert distlab("diff") == 0
     printed = capsys.readouterr().out
     assert printed.startswith("--- yours: exchange\n+++ solution: exchange\n")
@@ -240,8 +242,8 @@ def kept(request: pytest.FixtureRequest, here: CourseFolder) -> CourseFolder:
 
 
 def backup(here: CourseFolder) -> bytes:
-    """Return the content of the only file that a reset of Task 1.4 has backed up."""
-    (old,) = (here.private / "reset" / "1.4").iterdir()
+    """Return the content of the only file that a reset of Task 1.3 has backed up."""
+    (old,) = (here.private / "reset" / "1.3").iterdir()
     return old.read_bytes()
 
 
@@ -255,14 +257,14 @@ def test_reset_puts_one_function_back_and_leaves_all_else_byte_for_byte(
     before = (strange + (kept.root / FILE).read_bytes()).replace(b"\n", end)
     (kept.root / FILE).write_bytes(before)
     (kept.root / FILE).chmod(0o640)
-    grade_as(kept, t1_4="failed")
-    assert distlab("reset", "1.4", "--yes") == 0
+    grade_as(kept, t1_3="failed")
+    assert distlab("reset", "1.3", "--yes") == 0
     assert (kept.root / FILE).read_bytes() == after
     assert (kept.root / FILE).stat().st_mode & 0o777 == 0o640
     assert backup(kept) == before
-    line = "exchange: back to the start. Your old file: .distlab/reset/1.4/"
+    line = "exchange: back to the start. Your old file: .distlab/reset/1.3/"
     assert capsys.readouterr().out.startswith(line)
-    assert state.load(kept).outcome(kept.task("1.4")) == ""
+    assert state.load(kept).outcome(kept.task("1.3")) == ""
 
 
 SECOND = "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zero_()\n"
@@ -283,7 +285,7 @@ def test_reset_replaces_a_broken_file_as_a_whole_and_keeps_it(
     kept: CourseFolder, old: bytes, capsys: Printed
 ) -> None:
     (kept.root / FILE).write_bytes(old)
-    assert distlab("reset", "1.4", "--yes") == 0
+    assert distlab("reset", "1.3", "--yes") == 0
     assert (kept.root / FILE).read_bytes() == (ROOT / FILE).read_bytes()
     assert backup(kept) == old
     assert capsys.readouterr().out.startswith(f"{FILE}: back to the start. Your old file: ")
@@ -291,12 +293,12 @@ def test_reset_replaces_a_broken_file_as_a_whole_and_keeps_it(
 
 def test_reset_of_a_whole_file_forgets_all_its_tasks(kept: CourseFolder) -> None:
     progress = state.load(kept)
-    for task in ("1.3", "1.5"):
+    for task in ("1.5", "1.4"):
         progress.records[task] = state.Record(Outcome.PASSED)
     progress.save()
     (kept.root / FILE).write_text("def broken(:")
-    assert distlab("reset", "1.4", "--yes") == 0
-    assert list(state.load(kept).records) == ["1.3"]
+    assert distlab("reset", "1.3", "--yes") == 0
+    assert list(state.load(kept).records) == ["1.5"]
 
 
 def no_template(here: CourseFolder, _: Patch) -> None:
@@ -334,7 +336,7 @@ def test_a_reset_that_fails_leaves_the_file_as_it_was(
     write_exchange(here, WRONG)
     before = (here.root / FILE).read_bytes()
     spoil(here, monkeypatch)
-    assert distlab("reset", "1.4", "--yes") == code
+    assert distlab("reset", "1.3", "--yes") == code
     assert says in capsys.readouterr().err
     assert (here.root / FILE).read_bytes() == before
     assert list((here.root / FILE).parent.glob(".*")) == []
@@ -355,7 +357,7 @@ def test_reset_asks_first(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     questions: list[str] = []
     monkeypatch.setattr("typer.confirm", questions.append)
-    assert distlab("reset", "1.4") == 1
+    assert distlab("reset", "1.3") == 1
     assert questions == [question]
     assert capsys.readouterr().out == "Nothing was changed.\n"
     assert (here.root / FILE).read_text() == text
@@ -369,18 +371,18 @@ def test_options_are_those_of_the_grader() -> None:
     assert get_args(learn.Backend) == plugin.BACKENDS
 
 
-PASSED_1_4 = result_of("1.4", "passed")
+PASSED_1_4 = result_of("1.3", "passed")
 
 
 @pytest.mark.parametrize(
     ("run", "code"),
     [
         (reporting(0, PASSED_1_4), 0),
-        (reporting(1, PASSED_1_4, result_of("1.5", "todo")), 1),
-        (reporting(0, result_of("1.4", "passed", expected=2)), 1),
+        (reporting(1, PASSED_1_4, result_of("1.4", "todo")), 1),
+        (reporting(0, result_of("1.3", "passed", expected=2)), 1),
         (reporting(4), 2),
         (reporting(0), 3),
-        (reporting(1, result_of("1.4", "grader error")), 3),
+        (reporting(1, result_of("1.3", "grader error")), 3),
         (reporting(2, PASSED_1_4), 3),
         (reporting(-9, PASSED_1_4), 3),
         (reporting(5), 4),
@@ -392,7 +394,7 @@ def test_only_a_complete_report_of_full_marks_is_a_success(
     assert grading.grade(here, [], run).code == code
 
 
-BROADCAST = ("1.5", "broadcast")
+BROADCAST = ("1.4", "broadcast")
 
 
 def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) -> None:
@@ -435,15 +437,15 @@ def check(monkeypatch: Patch, capsys: Printed, result: TaskResult, *options: str
 def test_a_failure_has_its_verdict_its_advice_and_the_next_commands(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
-    failed = result_of("1.4", "hang", details="\n".join(map(str, range(40))), kind="blocked")
+    failed = result_of("1.3", "hang", details="\n".join(map(str, range(40))), kind="blocked")
     lines = check(monkeypatch, capsys, failed)
     assert lines[:2] == [
-        f"✘ 1.4 exchange: hang (0/{here.task('1.4').points} points, 0.1 s)",
-        "Task 1.4: Why. What does this line wait for, and who could end the wait? guidelines.md "
-        "1.4",
+        f"✘ 1.3 exchange: hang (0/{here.task('1.3').points} points, 0.1 s)",
+        "Task 1.3: Why. What does this line wait for, and who could end the wait? guidelines.md "
+        "1.3",
     ]
     assert lines[2].startswith("  … 15 earlier lines; ")
-    assert lines[-1] == "Stuck? distlab hint 1.4   Again: distlab check 1.4"
+    assert lines[-1] == "Stuck? distlab hint 1.3   Again: distlab check 1.3"
     assert "  0" in check(monkeypatch, capsys, failed, "-v")
 
 
@@ -452,18 +454,18 @@ def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
 ) -> None:
     waiting = result_of("1.6", "todo", missing=BROADCAST)
     assert check(monkeypatch, capsys, waiting) == [
-        "· 1.6 all_reduce_naive: needs 1.5 broadcast, which is still to be written",
+        "· 1.6 all_reduce_naive: needs 1.4 broadcast, which is still to be written",
         "Write broadcast in phase1_data_parallel/template_collectives.py.",
-        "Read  phase1_data_parallel/guidelines.md#15-broadcast-along-a-tree",
-        "Run:  distlab check 1.5   or: distlab watch 1.5",
-        "Or take 1.5 from the solutions: distlab check --lend 1.6",
+        "Read  phase1_data_parallel/guidelines.md#14-broadcast-along-a-tree",
+        "Run:  distlab check 1.4   or: distlab watch 1.4",
+        "Or take 1.4 from the solutions: distlab check --lend 1.6",
     ]
-    needs_more = result_of("1.8", "todo", missing=("1.4", "exchange"))
+    needs_more = result_of("1.8", "todo", missing=("1.3", "exchange"))
     assert check(monkeypatch, capsys, needs_more)[-1] == (
-        "Or take 1.4, 1.5 and 1.6 from the solutions: distlab check --lend 1.8"
+        "Or take 1.3, 1.4 and 1.6 from the solutions: distlab check --lend 1.8"
     )
     assert check(monkeypatch, capsys, waiting, "--lend")[-1] == (
-        "Run:  distlab check --lend 1.5   or: distlab watch --lend 1.5"
+        "Run:  distlab check --lend 1.4   or: distlab watch --lend 1.4"
     )
     shutil.rmtree(here.root / "solutions")
     assert not any("--lend" in line for line in check(monkeypatch, capsys, waiting))
@@ -472,22 +474,22 @@ def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
 def test_commands_that_are_printed_lend_where_the_one_that_was_typed_did(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
-    grade_as(here, t1_4="failed")
+    grade_as(here, t1_3="failed")
     lines = check(monkeypatch, capsys, result_of("1.7", "failed"), "--lend")
     assert lines[-1] == "Stuck? distlab hint 1.7   Again: distlab check --lend 1.7"
-    assert any(line.endswith("Fix 1.4 first: distlab check --lend 1.4") for line in lines)
-    lines = check(monkeypatch, capsys, result_of("1.7", "failed", lent=["1.4"]), "--lend")
-    assert not any("Fix 1.4 first" in line for line in lines)
-    passed = result_of("1.7", "passed", lent=["1.4"])
+    assert any(line.endswith("Fix 1.3 first: distlab check --lend 1.3") for line in lines)
+    lines = check(monkeypatch, capsys, result_of("1.7", "failed", lent=["1.3"]), "--lend")
+    assert not any("Fix 1.3 first" in line for line in lines)
+    passed = result_of("1.7", "passed", lent=["1.3"])
     lines = check(monkeypatch, capsys, passed, "--lend")
-    assert lines[0].endswith(" 0.1 s, graded with the course's 1.4)")
+    assert lines[0].endswith(" 0.1 s, graded with the course's 1.3)")
     assert lines[-1] == "Run:  distlab check --lend 1.8   or: distlab watch --lend 1.8"
 
 
 @pytest.mark.parametrize(
     ("id", "kind", "world_size", "line"),
     [
-        ("1.4", "deadlock", 2, "See who waits for whom: distlab trace 1.4 --ranks 2"),
+        ("1.3", "deadlock", 2, "See who waits for whom: distlab trace 1.3 --ranks 2"),
         ("1.7", "all wait", 8, "See who waits for whom: distlab trace 1.7"),
         ("1.7", "wrong", 3, "See who sends what: distlab trace 1.7 --ranks 3"),
         ("1.7", "wrong", 1, ""),
@@ -505,7 +507,7 @@ def test_a_verdict_proposes_the_picture_on_as_many_ranks(
     assert lines[len(failed.advice) :] == [line] * bool(line)
 
 
-@pytest.mark.parametrize("command", ["check 1.4", "grade", "watch 1.4"])
+@pytest.mark.parametrize("command", ["check 1.3", "grade", "watch 1.3"])
 def test_options_of_a_grading_reach_the_grader(
     two_phases: CourseFolder, monkeypatch: Patch, command: str
 ) -> None:
@@ -524,7 +526,7 @@ def test_options_of_a_grading_reach_the_grader(
 def test_several_tasks_are_checked_one_by_one(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
-    ends = {"1.4": (1, "failed"), "1.5": (0, "passed"), "1.6": (3, "grader error")}
+    ends = {"1.3": (1, "failed"), "1.4": (0, "passed"), "1.6": (3, "grader error")}
 
     def run(arguments: list[str]) -> tuple[int, str]:
         id = arguments[arguments.index("-k") + 1]
@@ -532,21 +534,21 @@ def test_several_tasks_are_checked_one_by_one(
         return reporting(code, result_of(id, outcome))(arguments)
 
     monkeypatch.setattr(learn, "_grader", lambda *_: nullcontext(run))
-    assert distlab("check", "1.5", "1.4", "broadcast", "--lend") == 1
+    assert distlab("check", "1.4", "1.3", "broadcast", "--lend") == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines if line.startswith(("✔", "✘"))] == [
-        "✔ 1.5 broadcast: passed",
-        "✘ 1.4 exchange: failed",
+        "✔ 1.4 broadcast: passed",
+        "✘ 1.3 exchange: failed",
     ]
     assert lines[-1].startswith("Run:  distlab check --lend ")
-    assert distlab("check", "1.4", "1.6", "1.5") == 3
+    assert distlab("check", "1.3", "1.6", "1.4") == 3
 
 
 def test_a_failure_of_the_grader_shows_what_pytest_printed(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
     monkeypatch.setattr(grading, "captured_in", lambda _: reporting(3, output="INTERNALERROR> no"))
-    assert distlab("check", "1.4") == 3
+    assert distlab("check", "1.3") == 3
     printed = capsys.readouterr().out
     assert printed.startswith("The grader failed; this is not your fault")
     assert "INTERNALERROR> no" in printed
@@ -562,7 +564,7 @@ def next_id(here: CourseFolder, after: str = "") -> str:
 
 def test_what_is_next_is_of_the_phase_that_was_worked_on_last(two_phases: CourseFolder) -> None:
     assert next_id(two_phases) == "1.1"
-    grade_as(two_phases, t2_1="passed", t1_4="failed")
+    grade_as(two_phases, t2_1="passed", t1_3="failed")
     assert next_id(two_phases) == "2.2"
     grade_as(two_phases, t1_1="passed")
     assert next_id(two_phases) == "1.2"
@@ -573,10 +575,10 @@ def test_what_is_next_is_of_the_phase_that_was_worked_on_last(two_phases: Course
 def test_a_phase_is_finished_before_another_is_begun(two_phases: CourseFolder) -> None:
     first, second = (phase.tasks for phase in two_phases.course.phases[:2])
     passed = state.Record("passed")
-    state.remember(two_phases, {task.id: passed for task in second if task.id != "2.3"})
-    assert next_id(two_phases, second[-1].id) == "2.3"
-    state.remember(two_phases, {"2.3": passed})
-    assert next_id(two_phases) == next_id(two_phases, "2.3") == "1.1"
+    state.remember(two_phases, {task.id: passed for task in second if task.id != "2.2"})
+    assert next_id(two_phases, second[-1].id) == "2.2"
+    state.remember(two_phases, {"2.2": passed})
+    assert next_id(two_phases) == next_id(two_phases, "2.2") == "1.1"
     state.remember(two_phases, {task.id: passed for task in first})
     assert next_id(two_phases) == next_id(two_phases, "1.1") == ""
 
@@ -598,24 +600,24 @@ def typed(*keys: str) -> "Queue[str]":
 def session(
     here: CourseFolder, run: grading.RunPytest, *keys: str, events: "Queue[str] | None" = None
 ) -> tuple[watch.Watch, list[str]]:
-    """Run a session on Task 1.4 to its end; return the session, and all lines that it showed."""
+    """Run a session on Task 1.3 to its end; return the session, and all lines that it showed."""
     lines: list[str] = []
     screen = Screen(lines.extend, lambda: None, lambda: (200, 100))
-    watching = watch.Watch(here, here.task("1.4"), run, screen)
+    watching = watch.Watch(here, here.task("1.3"), run, screen)
     watching.run(events or typed(*keys, watch.QUIT))
     return watching, lines
 
 
-FAILED_1_4 = reporting(1, result_of("1.4", "failed"))
+FAILED_1_4 = reporting(1, result_of("1.3", "failed"))
 MENU = "c check all  q quit    (grades on every save)"
 
 
 def test_n_continues_only_when_the_task_has_passed(here: CourseFolder) -> None:
     watching, lines = session(here, FAILED_1_4, "n")
-    assert watching.task.id == "1.4"
-    assert lines[-3:] == ["1.4 has not passed yet; h shows a hint", "", f"h hint  {MENU}"]
+    assert watching.task.id == "1.3"
+    assert lines[-3:] == ["1.3 has not passed yet; h shows a hint", "", f"h hint  {MENU}"]
     watching, lines = session(here, reporting(0, PASSED_1_4), "n")
-    assert watching.task.id == "1.5", "the one after it, although 1.1 is open too"
+    assert watching.task.id == "1.4", "the one after it, although 1.1 is open too"
     assert f"n next  h hint  d diff  {MENU}" in lines
 
 
@@ -623,7 +625,7 @@ def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
     _, lines = session(here, FAILED_1_4, "h", "h", "d", "c", "?")
     titles = [line for line in lines if line.startswith("Hint")]
     assert titles == ["Hint 1: a question", "Hint 2: the idea"]
-    assert "1.4 has not passed yet: the solution is shown once it has" in lines
+    assert "1.3 has not passed yet: the solution is shown once it has" in lines
     assert any(f"0/{len(COURSE.phases[0].tasks)} tasks" in line for line in lines)
     _, lines = session(here, reporting(0, PASSED_1_4), "d")
     assert "+++ solution: exchange" in lines
@@ -654,10 +656,10 @@ def test_keys_of_a_grading_are_answered_after_it_and_a_save_before_them(
     events = typed(watch.QUIT)
     run, asked = failing_while(events, ["h", "n", watch.SAVED, "h", watch.SAVED], [])
     _, lines = session(here, run, events=events)
-    assert asked == ["1.4", "1.4"]
-    starts = ("grading", "✘", "Hint", "1.4 has not passed")
-    verdict = ["grading 1.4 exchange …", "✘ 1.4 exchange"]
-    refusal = "1.4 has not passed yet; h shows a hint"
+    assert asked == ["1.3", "1.3"]
+    starts = ("grading", "✘", "Hint", "1.3 has not passed")
+    verdict = ["grading 1.3 exchange …", "✘ 1.3 exchange"]
+    refusal = "1.3 has not passed yet; h shows a hint"
     shown = [line.partition(":")[0] for line in lines if line.startswith(starts)]
     assert shown == [*verdict, *verdict, verdict[1], "Hint 1", verdict[1], refusal]
 
@@ -666,7 +668,7 @@ def test_c_shows_each_verdict_as_it_comes_and_q_leaves_in_between(here: CourseFo
     events = typed("c")
     run, asked = failing_while(events, [], [], [], ["q"])
     _, lines = session(here, run, events=events)
-    assert asked == ["1.4", "1.1", "1.2", "1.3"]
+    assert asked == ["1.3", "1.1", "1.2", "1.3"]
     assert [line.partition(" (")[0] for line in lines[-3:]] == [
         "grading all tasks …",
         "✘ 1.1 shard_indices: failed",
@@ -679,14 +681,14 @@ def test_a_hint_leaves_the_verdict_on_the_screen(
     here: CourseFolder, width: int, height: int
 ) -> None:
     details = "\n".join(f"rank {rank} waits" for rank in range(40))
-    run = reporting(1, result_of("1.4", "hang", message="Deadlock.", details=details))
+    run = reporting(1, result_of("1.3", "hang", message="Deadlock.", details=details))
     screens: list[list[str]] = []
     screen = Screen(
         lambda lines: screens[-1].extend(lines), lambda: screens.append([]), lambda: (width, height)
     )
-    watch.Watch(here, here.task("1.4"), run, screen).run(typed("h", "h", watch.QUIT))
+    watch.Watch(here, here.task("1.3"), run, screen).run(typed("h", "h", watch.QUIT))
     for level, shown in zip((1, 2), screens[-2:], strict=True):
-        assert shown[0].startswith("✘ 1.4 exchange: hang")
+        assert shown[0].startswith("✘ 1.3 exchange: hang")
         assert any(line.startswith(f"Hint {level}") for line in shown)
         assert shown[-1].endswith("(grades on every save)")
         assert len(shown) < height

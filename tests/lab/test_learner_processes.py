@@ -44,20 +44,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
 @pytest.mark.usefixtures("forked")
 def test_the_first_hour(here: CourseFolder, capfd: pytest.CaptureFixture[str]) -> None:
     write_exchange(here, DEADLOCK)
-    assert distlab("check", "1.4") == 1
+    assert distlab("check", "1.3") == 1
     printed = capfd.readouterr().out
-    points = here.course.task("1.4").points
-    assert printed.startswith(f"✘ 1.4 exchange: hang (0/{points} points, ")
-    assert "Task 1.4: deadlock" in printed
-    assert "See who waits for whom: distlab trace 1.4 --ranks 2" in printed
+    points = here.course.task("1.3").points
+    assert printed.startswith(f"✘ 1.3 exchange: hang (0/{points} points, ")
+    assert "Task 1.3: deadlock" in printed
+    assert "See who waits for whom: distlab trace 1.3 --ranks 2" in printed
     assert "template_collectives.py:" in printed
-    assert "Stuck? distlab hint 1.4" in printed
+    assert "Stuck? distlab hint 1.3" in printed
     write_exchange(here, RIGHT)
-    assert distlab("watch", "1.4") == 0, "without a terminal, one check"
+    assert distlab("watch", "1.3") == 0, "without a terminal, one check"
     printed = capfd.readouterr().out
-    assert printed.startswith(f"✔ 1.4 exchange: passed ({points}/{points} points, ")
-    assert "distlab diff 1.4" in printed
-    assert "Next: 1.5" in printed
+    assert printed.startswith(f"✔ 1.3 exchange: passed ({points}/{points} points, ")
+    assert "distlab diff 1.3" in printed
+    assert "Next: 1.4" in printed
     assert "\x1b" not in printed
 
 
@@ -69,7 +69,7 @@ def test_verdicts_of_pytest_on_the_templates_count_in_status_too(
         fresh_pytest("tests/test_phase1.py", "-q", *extra, folder=here.root)
     assert distlab("status") == 0
     printed = capfd.readouterr().out
-    assert re.search(r"✔ 1.4 +exchange +passed$", printed, re.MULTILINE), printed
+    assert re.search(r"✔ 1.3 +exchange +passed$", printed, re.MULTILINE), printed
     assert not re.search(r"✔ 1.7", printed)
 
 
@@ -79,8 +79,8 @@ def test_several_tasks_share_one_process(
 ) -> None:
     write_exchange(here, RIGHT)
     before = psutil.Process().children()
-    assert distlab("check", "1.4", "1.5") == grading.NOTHING_RAN, "the suite has no 1.5"
-    assert "✔ 1.4 exchange: passed" in capfd.readouterr().out
+    assert distlab("check", "1.3", "1.4") == grading.NOTHING_RAN, "the suite has no 1.4"
+    assert "✔ 1.3 exchange: passed" in capfd.readouterr().out
     assert psutil.Process().children() == before
 
 
@@ -88,14 +88,14 @@ def test_several_tasks_share_one_process(
 def test_a_save_gets_its_verdict_from_the_warm_process(here: CourseFolder) -> None:
     events: Queue[str] = Queue()
     grader = WarmGrader(here)
-    arguments = grading.for_task(here, here.task("1.4"))
+    arguments = grading.for_task(here, here.task("1.3"))
     outcomes = []
     try:
         with watch.saves_into(events, here):
             for body in (WRONG, DEADLOCK, RIGHT):
                 save_until_noticed(here, body, events)
                 graded = grading.grade(here, arguments, grader)
-                outcomes.append(graded.tasks["1.4"].outcome.value)
+                outcomes.append(graded.tasks["1.3"].outcome.value)
         assert outcomes == ["failed", "hang", "passed"]
     finally:
         grader.close()
@@ -123,7 +123,7 @@ def write_endless(here: CourseFolder) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("command", "number"), [("check 1.4", signal.SIGTERM), ("grade", signal.SIGKILL)]
+    ("command", "number"), [("check 1.3", signal.SIGTERM), ("grade", signal.SIGKILL)]
 )
 def test_nothing_is_left_of_a_grading_that_was_ended(
     here: CourseFolder, command: str, number: signal.Signals
@@ -175,11 +175,11 @@ def read_until(descriptor: int, text: str) -> str:
 
 def test_watch_on_a_terminal_answers_keys_and_leaves_nothing_behind(here: CourseFolder) -> None:
     write_exchange(here, WRONG)
-    with on_a_terminal("watch", "1.4") as (process, terminal):
-        assert "✘ 1.4 exchange: failed" in read_until(terminal, "grades on every save")
+    with on_a_terminal("watch", "1.3") as (process, terminal):
+        assert "✘ 1.3 exchange: failed" in read_until(terminal, "grades on every save")
         os.write(terminal, b"h")
         screen = read_until(terminal, "grades on every save")
-        assert "✘ 1.4 exchange: failed" in screen
+        assert "✘ 1.3 exchange: failed" in screen
         assert "Hint 1: a question" in screen
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
@@ -209,7 +209,7 @@ def test_a_reader_that_has_gone_is_no_error(here: CourseFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "closed", "code"), [("status", "<&- >&- 2>&-", 0), ("diff 1.4", "2>&-", 2)]
+    ("arguments", "closed", "code"), [("status", "<&- >&- 2>&-", 0), ("diff 1.3", "2>&-", 2)]
 )
 def test_closed_streams_leave_the_exit_code_true(
     here: CourseFolder, arguments: str, closed: str, code: int
@@ -223,7 +223,7 @@ def test_closed_streams_leave_the_exit_code_true(
     [
         ("typer", "status"),
         ("inside exec", "status"),
-        ("torch", "trace 1.4 --impl solution"),
+        ("torch", "trace 1.3 --impl solution"),
     ],
 )
 def test_ctrl_c_while_a_module_loads_is_one_line(

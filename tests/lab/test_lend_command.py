@@ -12,14 +12,14 @@ from distlab.learner.folder import CourseFolder
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-TODO = 'raise NotImplementedError("Task 1.4: exchange, see guidelines.md#14-exchange")'
+TODO = 'raise NotImplementedError("Task 1.3: exchange, see guidelines.md#14-exchange")'
 OWN = "def exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zero_()\n\n\n"
 Printed = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CourseFolder:
-    """A copy of the course in which Task 1.7 is right and Task 1.4 is wrong."""
+    """A copy of the course in which Task 1.7 is right and Task 1.3 is wrong."""
     copied = copy_course(tmp_path)
     solved = (ROOT / "solutions" / PHASE / "collectives.py").read_text()
     before, head, rest = solved.partition("def broadcast(")
@@ -37,7 +37,7 @@ def test_a_check_says_what_it_lends_and_remembers_what_passed(
     printed = capsys.readouterr().out
     points = COURSE.task("1.7").points
     assert f"1.7 all_reduce_recursive_doubling: passed ({points}/{points} points, " in printed
-    assert "graded with the course's 1.4)" in printed
+    assert "graded with the course's 1.3)" in printed
     assert state.load(here).outcome(here.task("1.7")) == "passed"
 
 
@@ -49,7 +49,7 @@ def test_what_passed_with_a_loan_stays_when_only_the_loan_is_missing(
     assert distlab("check", "1.7", "--lend") == 0
     capsys.readouterr()
     assert distlab("check", "1.7") == 1
-    assert "1.7 all_reduce_recursive_doubling: needs 1.4 exchange" in capsys.readouterr().out
+    assert "1.7 all_reduce_recursive_doubling: needs 1.3 exchange" in capsys.readouterr().out
     fresh_pytest("tests/test_phase1.py", "-q", "-k", "1.7", folder=here.root)
     assert state.load(here).outcome(here.task("1.7")) == "passed"
 
@@ -57,11 +57,11 @@ def test_what_passed_with_a_loan_stays_when_only_the_loan_is_missing(
 def test_a_whole_grading_lends_too(here: CourseFolder, capfd: Printed) -> None:
     # The report is incomplete, because this suite tests only two tasks.
     assert distlab("grade", "--lend") == 3
-    rows = [line for line in capfd.readouterr().out.splitlines() if line[:4] in ("1.4 ", "1.7 ")]
+    rows = [line for line in capfd.readouterr().out.splitlines() if line[:4] in ("1.3 ", "1.7 ")]
     assert "failed" in rows[0]
     assert "graded with" not in rows[0], "it builds on nothing"
     assert "passed" in rows[1]
-    assert rows[1].endswith("graded with the course's 1.4")
+    assert rows[1].endswith("graded with the course's 1.3")
 
 
 @pytest.mark.parametrize("command", ["check 1.7", "grade"])

@@ -161,9 +161,9 @@ def test_a_mistake_is_one_line_that_names_the_numbers(
 @pytest.mark.parametrize(
     ("lesson", "needs"),
     [
-        ("model_parallel", "2.8 partition_layers"),
-        ("pipeline_parallel", "2.8 partition_layers"),
-        ("tensor_parallel", "2.14 copy_to_tensor_region"),
+        ("model_parallel", "2.7 partition_layers"),
+        ("pipeline_parallel", "2.7 partition_layers"),
+        ("tensor_parallel", "2.12 copy_to_tensor_region"),
     ],
 )
 def test_a_todo_is_one_line_that_names_its_task(run: Run, lesson: str, needs: str) -> None:

@@ -1,4 +1,4 @@
-"""Task 3.17 on real processes: one worker is killed, the other trains to the end."""
+"""Task 3.19 on real processes: one worker is killed, the other trains to the end."""
 
 import os
 import signal

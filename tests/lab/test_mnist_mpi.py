@@ -19,7 +19,7 @@ NUM_STEPS = -(-(NUM_IMAGES // RANKS) // BATCH)  # one image is left over; the la
 HERE: dict[str, Any] = runpy.run_path(SCRIPT)
 PARAMETERS = [*HERE["convnet"]().parameters()]
 CALLS = {"one by one (1.10)": NUM_STEPS * len(PARAMETERS)} | dict.fromkeys(
-    ("all at once (1.10)", "in buckets (3.12)"), NUM_STEPS
+    ("all at once (1.10)", "in buckets (3.11)"), NUM_STEPS
 )
 
 

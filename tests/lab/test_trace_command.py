@@ -26,14 +26,14 @@ def test_the_default_is_the_last_graded_then_the_first_written_then_the_next(
     here: CourseFolder,
 ) -> None:
     assert chosen(here) == "1.3, the next"
-    solution = here.root / here.task("1.4").solution
+    solution = here.root / here.task("1.3").solution
     (here.root / FILE).write_bytes(solution.read_bytes())
-    assert chosen(here) == "1.4, which is written"
+    assert chosen(here) == "1.3, which is written"
     grade_as(here, t1_7="failed")
-    grade_as(here, t1_4="hang")
-    assert chosen(here) == "1.4, the last one graded"
+    grade_as(here, t1_3="hang")
+    assert chosen(here) == "1.3, the last one graded"
     grade_as(here, t1_7="passed")
-    grade_as(here, t1_5="todo", t1_13="failed")
+    grade_as(here, t1_4="todo", t1_13="failed")
     assert chosen(here) == "1.7, the last one graded"
 
 
@@ -43,15 +43,15 @@ def test_every_program_has_its_body() -> None:
 
 def test_what_is_not_written_is_one_line(here: CourseFolder, capfd: Printed) -> None:
     assert distlab("trace") == 1
-    line = f"1.3 scatter_batch is not written yet: write it in {here.task('1.3').template}\n"
+    line = f"1.3 exchange is not written yet: write it in {FILE}\n"
     assert capfd.readouterr() == (line, "")
     text = (here.root / FILE).read_text()
     mark = 'raise NotImplementedError(\n        "Task 1.6'
     assert mark in text
-    calls_1_5 = text.replace(mark, "broadcast(x)\n    " + mark.replace("1.6", ""))
-    (here.root / FILE).write_text(calls_1_5)
+    calls_1_4 = text.replace(mark, "broadcast(x)\n    " + mark.replace("1.6", ""))
+    (here.root / FILE).write_text(calls_1_4)
     assert distlab("trace", "1.6") == 1
-    assert capfd.readouterr().out == f"1.5 broadcast is not written yet: write it in {FILE}\n"
+    assert capfd.readouterr().out == f"1.4 broadcast is not written yet: write it in {FILE}\n"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_run_that_fails_is_reported_with_the_learners_lines_alone(
     here: CourseFolder, capfd: Printed, body: str, says: str
 ) -> None:
     write_exchange(here, body)
-    assert distlab("trace", "1.4", "--ranks", "2") == 1
+    assert distlab("trace", "1.3", "--ranks", "2") == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert says in printed
     assert "/distlab/" not in printed
@@ -80,10 +80,10 @@ def test_a_run_that_fails_is_reported_with_the_learners_lines_alone(
 
 def test_it_draws_what_the_function_sends_and_says_so(here: CourseFolder, capfd: Printed) -> None:
     write_exchange(here, RIGHT)
-    grade_as(here, t1_4="hang")
+    grade_as(here, t1_3="hang")
     assert distlab("trace", "--ranks", "2") == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "1.4 exchange, the last one graded:"
+    assert lines[0] == "1.3 exchange, the last one graded:"
     assert "It does not hang here, on any rank: the tests hang in another case." in lines
-    assert lines[-1] == "out/trace-1.4.png: who did what when"
-    assert (here.root / "out/trace-1.4.png").read_bytes().startswith(b"\x89PNG")
+    assert lines[-1] == "out/trace-1.3.png: who did what when"
+    assert (here.root / "out/trace-1.3.png").read_bytes().startswith(b"\x89PNG")

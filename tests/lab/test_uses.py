@@ -72,12 +72,12 @@ def test_a_task_builds_on_those_that_its_solution_calls(task: Task) -> None:
 
 
 def test_what_it_builds_on_includes_what_that_builds_on() -> None:
-    assert [t.id for t in COURSE.builds_on(COURSE.task("1.8"))] == ["1.4", "1.5", "1.6"]
-    assert COURSE.builds_on(COURSE.task("1.4")) == ()
+    assert [t.id for t in COURSE.builds_on(COURSE.task("1.8"))] == ["1.3", "1.4", "1.6"]
+    assert COURSE.builds_on(COURSE.task("1.3")) == ()
 
 
 def graded(**outcomes: Outcome) -> GradeResult:
-    """Return grading results with one test per task; ``t1_4`` names task 1.4."""
+    """Return grading results with one test per task; ``t1_3`` names task 1.3."""
     tasks = []
     for name, outcome in outcomes.items():
         task = COURSE.task(name[1:].replace("_", "."))
@@ -88,39 +88,39 @@ def graded(**outcomes: Outcome) -> GradeResult:
 
 def test_failures_of_one_cause_say_what_to_fix_first() -> None:
     wrong = Outcome.FAILED
-    result = graded(t1_4=wrong, t1_5=wrong, t1_7=Outcome.HANG, t1_8=wrong)
+    result = graded(t1_3=wrong, t1_4=wrong, t1_7=Outcome.HANG, t1_8=wrong)
     lines = list(table.failures(result, verbose=False))
-    assert "Task 1.4: exchange is wrong. guidelines.md 1.4" in lines
-    assert "Task 1.5: broadcast is wrong. guidelines.md 1.5" in lines, "it builds on nothing"
-    assert "Task 1.7 builds on exchange: fix 1.4 first." in lines
-    assert "Task 1.8 builds on exchange: fix 1.4 first." in lines
+    assert "Task 1.3: exchange is wrong. guidelines.md 1.3" in lines
+    assert "Task 1.4: broadcast is wrong. guidelines.md 1.4" in lines, "it builds on nothing"
+    assert "Task 1.7 builds on exchange: fix 1.3 first." in lines
+    assert "Task 1.8 builds on exchange: fix 1.3 first." in lines
     ends = [line.rpartition("0.1")[2].strip() for line in list(table.rows(result))[1:-1]]
-    assert ends == ["", "", "fix 1.4 first", "fix 1.4 first"]
+    assert ends == ["", "", "fix 1.3 first", "fix 1.3 first"]
     assert "Task 1.8: measure_all_reduce is wrong" in "\n".join(
         table.failures(result, verbose=True)
     )
 
 
 def test_what_is_to_be_written_or_has_passed_is_no_cause() -> None:
-    result = graded(t1_4=Outcome.TODO, t1_7=Outcome.FAILED)
+    result = graded(t1_3=Outcome.TODO, t1_7=Outcome.FAILED)
     assert result.cause(result.tasks[1]) is None
-    result = graded(t1_4=Outcome.FAILED, t1_7=Outcome.PASSED)
+    result = graded(t1_3=Outcome.FAILED, t1_7=Outcome.PASSED)
     assert result.cause(result.tasks[1]) is None
 
 
 def test_a_check_of_one_task_knows_of_the_failure_that_it_builds_on(tmp_path: Path) -> None:
     here = CourseFolder(tmp_path, COURSE)
     task = COURSE.task("1.8")
-    state.remember(here, {"1.4": state.Record("hang"), "1.6": state.Record("failed")})
+    state.remember(here, {"1.3": state.Record("hang"), "1.6": state.Record("failed")})
     failed = grading.Grading(1, graded(t1_8=Outcome.FAILED))
     lines = list(status.fix_first(here, task, failed, state.load(here)))
-    assert lines == ["1.8 builds on exchange, which fails too. Fix 1.4 first: distlab check 1.4"]
+    assert lines == ["1.8 builds on exchange, which fails too. Fix 1.3 first: distlab check 1.3"]
     edited = state.Record("hang", digest="of another file")
-    state.remember(here, {"1.4": edited})
+    state.remember(here, {"1.3": edited})
     lines = list(status.fix_first(here, task, failed, state.load(here)))
     assert lines == [
-        "1.8 builds on exchange, which failed and was edited since. Grade 1.4 again: "
-        "distlab check 1.4"
+        "1.8 builds on exchange, which failed and was edited since. Grade 1.3 again: "
+        "distlab check 1.3"
     ]
     passed = grading.Grading(0, graded(t1_8=Outcome.PASSED))
     assert list(status.fix_first(here, task, passed, state.load(here))) == []

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 1.3, 1.4 and 1.8, and one for task 1.5."""
+"""Bodies (functions that ranks run) for tasks 1.5, 1.3 and 1.8, and one for task 1.4."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +130,7 @@ def scatter_on_device(lesson: Any, kind: Kind, src: int, is_text: bool) -> dict[
     }
 
 
-# Task 1.4: exchange
+# Task 1.3: exchange
 
 
 def exchange_all_kinds(
@@ -176,7 +176,7 @@ def exchange_then_write(lesson: Any) -> list[float]:
     return [at_once, float(incoming.mean())]
 
 
-# Tasks 1.5 and 1.8: broadcast, and measurements
+# Tasks 1.4 and 1.8: broadcast, and measurements
 
 
 def broadcast_twice(lesson: Any, late: int, srcs: Sequence[int]) -> list[float]:

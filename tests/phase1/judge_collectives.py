@@ -1,4 +1,4 @@
-"""Judges tasks 1.3 to 1.7: results, the messages between ranks, rounds and memory."""
+"""Judges tasks 1.5 to 1.7: results, the messages between ranks, rounds and memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -56,13 +56,13 @@ MORE_KINDS = [
 ]
 
 
-@task("1.3", real=True)
+@task("1.5", real=True)
 @pytest.mark.parametrize(("n", "src", "kind"), KINDS, ids=str)
 def test_every_rank_gets_its_rows(grade: Grade, n: int, src: int, kind: b.Kind) -> None:
     _check_kind(grade, n, src, kind)
 
 
-@task("1.3")
+@task("1.5")
 @pytest.mark.parametrize(("n", "src", "kind"), MORE_KINDS, ids=str)
 def test_any_shapes_and_dtypes_arrive(grade: Grade, n: int, src: int | None, kind: b.Kind) -> None:
     _check_kind(grade, n, src, kind)
@@ -160,7 +160,7 @@ def _check_header(run: Run, members: Sequence[int]) -> None:
         )
 
 
-@task("1.3")
+@task("1.5")
 def test_nobody_holds_more_than_it_needs(grade: Grade) -> None:
     n, src, rows = 4, 1, grade.random.randint(100, 200)
     kind = b.Kind(rows, "float32", (10, 25), "int64")
@@ -179,7 +179,7 @@ def test_nobody_holds_more_than_it_needs(grade: Grade) -> None:
     )
 
 
-@task("1.3")
+@task("1.5")
 @pytest.mark.parametrize("what", b.WRONG_BATCHES)
 def test_every_rank_hears_of_a_wrong_batch(grade: Grade, what: str) -> None:
     run = grade.run(b.scatter_what_is_wrong, 3, what, 1, if_stuck=ONLY_SOURCE_RAISES)
@@ -189,7 +189,7 @@ def test_every_rank_hears_of_a_wrong_batch(grade: Grade, what: str) -> None:
     check_refused(alone.results, f"{what} on the source")
 
 
-@task("1.3")
+@task("1.5")
 @pytest.mark.parametrize("is_text", [False, True], ids=["device", "text"])
 def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
     n, src = 3, 1
@@ -212,7 +212,7 @@ def test_rows_arrive_on_the_device(grade: Grade, is_text: bool) -> None:
         )
 
 
-@task("1.3")
+@task("1.5")
 @pytest.mark.parametrize(("src", "rows"), [(1, 8), (None, 4)])
 def test_scattering_inside_a_group(grade: Grade, src: int | None, rows: int) -> None:
     kind = b.Kind(rows, seed=grade.random.randrange(10**6))
@@ -237,7 +237,7 @@ WRONG_RANK = (
 OF_THE_CALLER = "outgoing belongs to the caller, who may need it again: write into incoming only."
 
 
-@task("1.4", real=True)
+@task("1.3", real=True)
 @pytest.mark.parametrize("n", [2, 5])
 def test_a_ring_exchanges_without_deadlock(grade: Grade, n: int) -> None:
     for step in {1, n - 1}:
@@ -245,7 +245,7 @@ def test_a_ring_exchanges_without_deadlock(grade: Grade, n: int) -> None:
         _check_exchanges(grade, ring, are_alike=True)
 
 
-@task("1.4")
+@task("1.3")
 def test_ranks_exchange_with_whom_they_are_told(grade: Grade) -> None:
     dsts = list(range(5))
     while any(dst == rank for rank, dst in enumerate(dsts)) or _is_ring(dsts):
@@ -295,7 +295,7 @@ def _check_one_message_each(run: Run, num_calls: int = 1) -> None:
     )
 
 
-@task("1.4")
+@task("1.3")
 @pytest.mark.parametrize("n", [2, 5])
 def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
     lengths = [grade.random.randrange(5_000, 50_000) for _ in range(n)]
@@ -313,7 +313,7 @@ def test_both_directions_travel_at_the_same_time(grade: Grade, n: int) -> None:
     )
 
 
-@task("1.4")
+@task("1.3")
 def test_outgoing_may_be_written_afterwards(grade: Grade) -> None:
     run, sent = grade.run(b.exchange_then_write, 3, if_stuck=NOT_BATCHED), [2.0, 0.0, 1.0]
     for place, when, cause in (
@@ -324,7 +324,7 @@ def test_outgoing_may_be_written_afterwards(grade: Grade) -> None:
     check_waited(run)
 
 
-@task("1.4")
+@task("1.3")
 def test_exchange_inside_a_group(grade: Grade) -> None:
     ring = [1, 2, 0]
     run = grade.run(
@@ -338,7 +338,7 @@ def test_exchange_inside_a_group(grade: Grade) -> None:
 OF_MESSAGES = "this all-reduce should be made of messages (send, recv, your exchange and broadcast)"
 AT_ONCE = 30  # elements; several messages this short, sent together, take no longer than one
 
-# Task 1.5: broadcast
+# Task 1.4: broadcast
 
 
 def _check_tree(call: Call) -> None:
@@ -361,7 +361,7 @@ def _check_tree(call: Call) -> None:
 
 
 BROADCAST = Contract(
-    task="1.5",
+    task="1.4",
     name="broadcast",
     collective=Broadcast(
         "broadcast",
@@ -384,7 +384,7 @@ BROADCAST = Contract(
 globals().update(BROADCAST.tests())
 
 
-@task("1.5")
+@task("1.4")
 def test_two_broadcasts_do_not_mix(grade: Grade) -> None:
     for srcs in ([0, 3], [0, 5]):
         expect_on_all_ranks(

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 2.6 and 2.7, and the functions they checkpoint."""
+"""Bodies (functions that ranks run) for tasks 2.5 and 2.6, and the functions they checkpoint."""
 
 import sys
 from collections import Counter
@@ -86,7 +86,7 @@ def finished(loss: Tensor, **leaves: Tensor | nn.Module) -> Found:
     return {"loss": loss.item(), "gradients": gradients}
 
 
-# Task 2.6: functions whose results and gradients are compared. If an answer gets them wrong, the
+# Task 2.5: functions whose results and gradients are compared. If an answer gets them wrong, the
 # learner is shown the function's docstring as advice.
 
 
@@ -231,7 +231,7 @@ def run_case(lesson: Any, case: str, seed: int) -> Found:
         return {**CASES[case](checkpoint), "calls": dict(calls)}
 
 
-# Task 2.6: number and arguments of calls
+# Task 2.5: number and arguments of calls
 
 
 class Watched:
@@ -435,7 +435,7 @@ def train_chain(lesson: Any) -> int:
     return sum(p.nbytes for fn in blocks for p in fn.parameters())
 
 
-# Task 2.7: checkpoint_sequential
+# Task 2.6: checkpoint_sequential
 
 
 class Layer(nn.Module):

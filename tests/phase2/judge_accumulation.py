@@ -1,4 +1,4 @@
-"""Judges tasks 2.1 to 2.3: micro-batches, and accumulated steps on one rank and on several."""
+"""Judges tasks 2.1 and 2.2: micro-batches, and accumulated steps on one rank and on several."""
 
 from typing import Any
 
@@ -111,10 +111,10 @@ SIZES = {"one": 1, "two": 2, "three": 3, "whole": 8, "larger": 11}  # a batch ha
 WIDTH, ROWS, COUNTS = 32, 2048, (1, 2, 4, 8)
 
 
-# Task 2.2: accumulated steps on one rank
+# Task 2.1: accumulated steps on one rank
 
 
-@task("2.2")
+@task("2.1")
 @pytest.mark.parametrize("size", SIZES)
 def test_accumulated_steps_are_those_of_the_batch(grade: Grade, size: str) -> None:
     share = b.Share(grade.random.choice([7, 8]) if size != "whole" else 8, SIZES[size])
@@ -147,7 +147,7 @@ TWO_LOSSES = {
 }
 
 
-@task("2.2")
+@task("2.1")
 @pytest.mark.parametrize("what", TWO_LOSSES)
 def test_accumulation_of_two_losses(grade: Grade, what: str) -> None:
     _judge_two_losses(grade, b.ACCUMULATE, (b.Share(grade.random.randint(6, 9), 2),), what)
@@ -168,14 +168,14 @@ def _judge_two_losses(grade: Grade, function: str, shares: tuple[b.Share, ...], 
         _check_step(result, c.two_losses_alone(shares, loss), here, cause)
 
 
-@task("2.2")
+@task("2.1")
 def test_accumulation_without_any_target_is_refused(grade: Grade) -> None:
     for rows in (0, 5):
         results = grade.run(b.step_on_nothing, 1, b.ACCUMULATE, [rows]).results
         c.check_nothing_steps(results, f"a batch of {rows} rows without any target")
 
 
-@task("2.2")
+@task("2.1")
 def test_memory_is_that_of_one_micro_batch(grade: Grade) -> None:
     """Four independent ranks use 1, 2, 4 and 8 micro-batches."""
     args = b.ACCUMULATE, 1, WIDTH, ROWS, COUNTS
@@ -204,7 +204,7 @@ def _bytes_beside(width: int, rows: int, num_gradients: int) -> int:
     return num_gradients * gradients + sum(x.nbytes for x in deep_batch(rows)) + 1024
 
 
-# Task 2.3: accumulated steps on several ranks
+# Task 2.2: accumulated steps on several ranks
 
 
 def _shares(grade: Grade, n: int) -> tuple[b.Share, ...]:
@@ -218,7 +218,7 @@ def _shares(grade: Grade, n: int) -> tuple[b.Share, ...]:
     return tuple(b.Share(0 if r == 1 and n > 2 else x, y) for r, (x, y) in enumerate(pairs))
 
 
-@task("2.3", real=True)
+@task("2.2", real=True)
 def test_ranks_accumulate_as_one_process(grade: Grade) -> None:
     for n in (1, 2, 4) if grade.is_simulated else (3,):
         _judge_ranks(grade, n)
@@ -241,7 +241,7 @@ def _judge_ranks(grade: Grade, n: int) -> None:
         check_collectives(run, calls, IN_ONE_BUCKET)
 
 
-@task("2.3")
+@task("2.2")
 def test_gradients_take_one_all_reduce_a_step(grade: Grade) -> None:
     shares = _shares(grade, len(MEMBERS))
     run = grade.run(
@@ -274,7 +274,7 @@ def test_gradients_take_one_all_reduce_a_step(grade: Grade) -> None:
     c.check_steps(ON_RANKS, results, shares, STEPS)
 
 
-@task("2.3")
+@task("2.2")
 def test_clipping_is_by_the_norm_of_the_mean(grade: Grade) -> None:
     shares = _shares(grade, 3)
     for factor in (grade.random.uniform(0.05, 0.1), 1.02):
@@ -284,26 +284,26 @@ def test_clipping_is_by_the_norm_of_the_mean(grade: Grade) -> None:
         c.check_steps(clipping, run.results, shares, STEPS, max_norm)
 
 
-@task("2.3")
+@task("2.2")
 @pytest.mark.parametrize("what", TWO_LOSSES)
 def test_two_losses_are_accumulated_over_ranks(grade: Grade, what: str) -> None:
     shares = (b.Share(grade.random.randint(4, 6), 2), b.Share(3, 1), b.Share(1, 2))
     _judge_two_losses(grade, b.OVER_RANKS, shares, what)
 
 
-@task("2.3")
+@task("2.2")
 def test_ranks_without_any_target_refuse_together(grade: Grade) -> None:
     args = b.step_on_nothing, 3, b.OVER_RANKS, [0, 2, 4]
     results = grade.run(*args, if_stuck=UNEQUALLY_OFTEN).results
     c.check_nothing_steps(results, "a step where no rank has a target")
 
 
-@task("2.3")
+@task("2.2")
 def test_an_error_of_the_all_reduce_is_passed_on(grade: Grade) -> None:
     c.check_error_passed_on(grade, b.OVER_RANKS)
 
 
-@task("2.3")
+@task("2.2")
 @pytest.mark.parametrize("large", ["activations", "gradients"])
 def test_memory_is_that_of_one_micro_batch_or_one_bucket(grade: Grade, large: str) -> None:
     """Each of four ranks has 1, 2, 4 or 8 micro-batches in each of two steps."""

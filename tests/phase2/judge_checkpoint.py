@@ -1,4 +1,4 @@
-"""Judges tasks 2.6 and 2.7: a checkpointed function gives the results of the plain one."""
+"""Judges tasks 2.5 and 2.6: a checkpointed function gives the results of the plain one."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -30,7 +30,7 @@ def alone(body: Callable[..., Any], *args: object) -> Any:
         return body(lesson, *args)
 
 
-@task("2.6")
+@task("2.5")
 @pytest.mark.parametrize("case", b.CASES)
 def test_gradients_are_those_of_the_plain_function(grade: Grade, case: str) -> None:
     seed = grade.random.randrange(2**31)
@@ -63,7 +63,7 @@ def check_gradients(here: str, expected: Any, found: Any, cause: str) -> None:
         expect(f"{here}: the gradient of {name}", got, wanted, factor + cause, 1e-10)
 
 
-@task("2.6")
+@task("2.5")
 def test_fn_is_called_twice_with_arguments_of_one_kind(grade: Grade) -> None:
     for found in grade.call(b.watch_calls):
         check(
@@ -79,7 +79,7 @@ def test_fn_is_called_twice_with_arguments_of_one_kind(grade: Grade) -> None:
         )
 
 
-@task("2.6")
+@task("2.5")
 def test_without_anything_to_differentiate_fn_is_called_once(grade: Grade) -> None:
     for situation, found in grade.call(b.call_without_gradients).items():
         expect(
@@ -91,7 +91,7 @@ def test_without_anything_to_differentiate_fn_is_called_once(grade: Grade) -> No
         )
 
 
-@task("2.6")
+@task("2.5", part="b")
 def test_a_changed_argument_is_an_error(grade: Grade) -> None:
     for which, error in grade.call(b.change_argument).items():
         check(
@@ -112,7 +112,7 @@ OF_DRAWN = {
 }
 
 
-@task("2.6", real=True)
+@task("2.5", part="b", real=True)
 def test_the_same_random_numbers_are_drawn_twice(grade: Grade) -> None:
     seed = grade.random.randrange(2**31)
     for rank, found in enumerate(grade.run(b.draw, 3, seed).results):
@@ -123,7 +123,7 @@ def test_the_same_random_numbers_are_drawn_twice(grade: Grade) -> None:
             expect(here, found[name], expected[name], OF_DRAWN[name], 1e-9)
 
 
-@task("2.6")
+@task("2.5", part="b")
 def test_autocast_is_as_in_the_first_call(grade: Grade) -> None:
     seed = grade.random.randrange(2**31)
     runs = zip(b.CASTS, grade.call(b.cast, seed), alone(b.cast, seed), strict=True)
@@ -147,7 +147,7 @@ def _text(state: b.Autocast) -> str:
     return f"autocast to {state[0]}" if state[1] else "autocast disabled"
 
 
-@task("2.6")
+@task("2.5")
 def test_only_the_arguments_are_held_between_the_passes(grade: Grade) -> None:
     run = grade.run(b.hold, 1, options=MEASURED)
     found = run.results[0]
@@ -170,7 +170,7 @@ def test_only_the_arguments_are_held_between_the_passes(grade: Grade) -> None:
     )
 
 
-@task("2.6")
+@task("2.5")
 def test_a_chain_takes_little_memory_and_one_more_forward_pass(grade: Grade) -> None:
     run = grade.run(b.train_chain, 1, cluster=COUNTING, options=MEASURED)
     _check_costs(
@@ -193,13 +193,13 @@ def _check_costs(here: str, run: Run, num_layers: int, num_held: int, cause: str
     )
 
 
-# Task 2.7: checkpoint_sequential
+# Task 2.6: checkpoint_sequential
 
 NUM_LAYERS = 36  # layers of the sequence whose memory is measured
 SIZES = [(10, 4), (6, 1), (8, 8), (9, 5), (1, 1), (11, 3)]  # numbers of layers and of segments
 
 
-@task("2.7")
+@task("2.6")
 def test_segments_are_of_equal_size(grade: Grade) -> None:
     seed = grade.random.randrange(2**31)
     by_case, plain = grade.call(b.run_segments, SIZES, seed), alone(b.run_segments, SIZES, seed)
@@ -246,7 +246,7 @@ def _check_sizes(here: str, num_layers: int, segments: int, calls: list[int]) ->
     )
 
 
-@task("2.7")
+@task("2.6")
 @pytest.mark.parametrize("segments", [3, 12])
 def test_memory_is_that_of_inputs_and_one_segment(grade: Grade, segments: int) -> None:
     run = grade.run(b.train_segments, 1, NUM_LAYERS, segments, cluster=COUNTING, options=MEASURED)
@@ -258,7 +258,7 @@ def test_memory_is_that_of_inputs_and_one_segment(grade: Grade, segments: int) -
     )
 
 
-@task("2.7")
+@task("2.6")
 def test_segments_that_cannot_be_are_refused(grade: Grade) -> None:
     for num_layers, segments in [(4, 5), (4, 0), (12, -1), (0, 1)]:
         refusal = grade.call(b.refuse_segments, num_layers, segments)

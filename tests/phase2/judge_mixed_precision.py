@@ -1,4 +1,4 @@
-"""Judges tasks 2.4 and 2.5: a loss scaler and a 16-bit step, whose decisions all ranks share."""
+"""Judges tasks 2.3 and 2.4: a loss scaler and a 16-bit step, whose decisions all ranks share."""
 
 from collections.abc import Sequence
 from math import inf, nan
@@ -22,7 +22,7 @@ WITHOUT_ONE = (
 )
 
 
-@task("2.4")
+@task("2.3")
 def test_a_loss_is_scaled_where_it_fits(grade: Grade) -> None:
     loss, scale = float(grade.random.randint(65, 100)), 1024.0
     for dtype, found in grade.call(s.scale_losses, loss, scale).items():
@@ -44,7 +44,7 @@ def _has_gradient(grade: Grade, n: int) -> list[list[bool]]:
     return [[False] * len(s.SHAPES) if rank == 1 else row for rank, row in enumerate(shares)]
 
 
-@task("2.4", real=True)
+@task("2.3", real=True)
 @pytest.mark.parametrize("n", [1, 4])
 def test_gradients_are_divided_once_and_in_place(grade: Grade, n: int) -> None:
     has_gradient, scale = _has_gradient(grade, n), 2.0 ** grade.random.randint(3, 9)
@@ -54,7 +54,7 @@ def test_gradients_are_divided_once_and_in_place(grade: Grade, n: int) -> None:
         _check_sums(run, n)
 
 
-@task("2.4")
+@task("2.3")
 def test_the_answer_inside_a_group(grade: Grade) -> None:
     has_gradient, scale = _has_gradient(grade, len(MEMBERS)), 2.0 ** grade.random.randint(3, 9)
     results = results_in_group(grade, s.unscale_twice, has_gradient, scale)
@@ -111,7 +111,7 @@ def _check_divided(by_rank: Sequence[Any], has_gradient: list[list[bool]], scale
             )
 
 
-@task("2.4", real=True)
+@task("2.3", real=True)
 def test_one_bad_number_stops_all_ranks(grade: Grade) -> None:
     for n in (1, 3, 5) if grade.is_simulated else (2,):
         ranks = [n - 1, 0, *(grade.random.randrange(n) for _ in range(2))]
@@ -160,7 +160,7 @@ def _arguments(grade: Grade, interval: int) -> dict[str, Any]:
     return {"init_scale": 1.0, **factors, "growth_interval": interval}
 
 
-@task("2.4")
+@task("2.3")
 def test_the_scale_falls_and_rises_as_torchs(grade: Grade) -> None:
     n, interval = 2, grade.random.randint(2, 4)
     arguments, plan = _arguments(grade, interval), _plan(grade, interval, n)
@@ -178,7 +178,7 @@ def test_the_scale_falls_and_rises_as_torchs(grade: Grade) -> None:
             )
 
 
-@task("2.4")
+@task("2.3")
 def test_the_scale_doubles_after_2000_updates_by_default(grade: Grade) -> None:
     expect(
         "the default scale at first, after 1,999 and 2,000 good updates, after an overflow and "
@@ -189,7 +189,7 @@ def test_the_scale_doubles_after_2000_updates_by_default(grade: Grade) -> None:
     )
 
 
-@task("2.4")
+@task("2.3")
 def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
     interval = grade.random.randint(3, 5)
     arguments, n = _arguments(grade, interval), 2
@@ -222,7 +222,7 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
         )
 
 
-@task("2.4")
+@task("2.3")
 def test_an_overflow_in_one_of_two_optimizers(grade: Grade) -> None:
     expect_on_all_ranks(
         "steps taken, weights and scale",
@@ -238,7 +238,7 @@ def test_an_overflow_in_one_of_two_optimizers(grade: Grade) -> None:
     )
 
 
-@task("2.4")
+@task("2.3")
 def test_a_scaler_uses_the_all_reduce_it_is_given(grade: Grade) -> None:
     run = grade.run(inside_group, OUTER_WORLD_SIZE, s.sums_of, if_stuck=STUCK_IN_GROUP)
     for rank, calls in enumerate(of_members(run)):
@@ -277,7 +277,7 @@ def _uneven(grade: Grade, n: int) -> tuple[Share, ...]:
     return tuple(Share(0 if rank == 1 and n > 2 else size, 0) for rank, size in enumerate(rows))
 
 
-@task("2.5", real=True)
+@task("2.4", real=True)
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_mixed_steps_are_those_of_one_process(grade: Grade, n: int) -> None:
     n = min(n, 3) if not grade.is_simulated else n
@@ -316,7 +316,7 @@ def _check_all(by_rank: list[Any], shares: tuple[Share, ...]) -> None:
     c.check_same_on_all(c.described(shares), by_rank, "losses", "norms")
 
 
-@task("2.5")
+@task("2.4")
 def test_mixed_steps_inside_a_group(grade: Grade) -> None:
     shares = _uneven(grade, len(MEMBERS))
     results = results_in_group(grade, b.mixed_steps, shares, STEPS, MAX_NORM)
@@ -328,7 +328,7 @@ def test_mixed_steps_inside_a_group(grade: Grade) -> None:
         )
 
 
-@task("2.5")
+@task("2.4")
 @pytest.mark.parametrize(
     ("dtype", "reduce_dtype"),
     [("float16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")],
@@ -376,7 +376,7 @@ def _check_calls(here: str, found: Any, reduce_dtype: str) -> None:
     check(found["is_group_given"], f"{here} should get the group that the step was given.")
 
 
-@task("2.5")
+@task("2.4")
 def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
     num_steps = grade.random.randint(8, 12)
     small = Small(1.0, 2.0**-13, [1.0, 1.0], [1, 1], num_steps=num_steps)
@@ -390,7 +390,7 @@ def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
     )
 
 
-@task("2.5")
+@task("2.4")
 @pytest.mark.parametrize("reduce_dtype", ["float16", "float32"])
 def test_small_gradients_survive(grade: Grade, reduce_dtype: str) -> None:
     """Gradients of 2**-26 are 0 in float16 unless both the backward pass and the sum scale them."""
@@ -434,7 +434,7 @@ def _check_overflow(by_rank: list[Any], is_bad: list[bool], what: str, scales: l
             expect(f"{here}: {what_loss}", step["loss"], mean, "", 1e-5 * abs(mean))
 
 
-@task("2.5", real=True)
+@task("2.4", real=True)
 def test_an_overflow_on_one_rank_is_skipped_on_all(grade: Grade) -> None:
     for n in (2, 5) if grade.is_simulated else (3,):
         bad = [8.0 * n if rank == n - 1 else 2.0**-10 for rank in range(n)]
@@ -444,14 +444,14 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(grade: Grade) -> None:
         _check_overflow(run.results, [False, True, False], what, [65536.0, 32768.0, 32768.0])
 
 
-@task("2.5")
+@task("2.4")
 def test_an_overflow_in_the_sum_alone_is_skipped(grade: Grade) -> None:
     run = grade.run(b.overflow, 2, [[1.375] * 2, [2.0**-10] * 2], "float16")
     what = "reduce_dtype float16, a scaled gradient of 45056 on each of 2 ranks, 90112 in all"
     _check_overflow(run.results, [True, False], what, [32768.0, 32768.0])
 
 
-@task("2.5")
+@task("2.4")
 def test_gradients_are_divided_before_the_sum(grade: Grade) -> None:
     for rank, (step,) in enumerate(grade.run(b.overflow, 2, [[0.75] * 2], "float16").results):
         expect(
@@ -464,12 +464,12 @@ def test_gradients_are_divided_before_the_sum(grade: Grade) -> None:
         )
 
 
-@task("2.5")
+@task("2.4")
 def test_an_error_of_the_all_reduce_ends_the_step(grade: Grade) -> None:
     c.check_error_passed_on(grade, MIXED)
 
 
-@task("2.5")
+@task("2.4")
 def test_a_mixed_step_without_any_target_is_refused(grade: Grade) -> None:
     results = grade.run(b.step_on_nothing, 3, MIXED, [2, 0, 1], if_stuck=EVERY_CALL).results
     c.check_nothing_steps(results, "a step where no rank has a target")

@@ -1,4 +1,4 @@
-"""Judges tasks 2.10 to 2.13: schedules, and a program that runs any schedule."""
+"""Judges tasks 2.9 to 2.11: schedules, and a program that runs any schedule."""
 
 import re
 from collections import Counter
@@ -123,7 +123,7 @@ def _check_in_flight(here: str, schedule: Schedule, most: list[int], cause: str)
         )
 
 
-@task("2.10")
+@task("2.9")
 def test_gpipe_of_any_size(grade: Grade) -> None:
     for _, m, schedule, here in _schedules(grade, "gpipe_schedule", GPIPE, FORWARD_FIRST):
         forward, backward = ([Action(kind, i) for i in range(m)] for kind in "FB")
@@ -135,7 +135,7 @@ def test_gpipe_of_any_size(grade: Grade) -> None:
             )
 
 
-@task("2.11")
+@task("2.9")
 def test_1f1b_holds_few_micro_batches(grade: Grade) -> None:
     for p, _, schedule, here in _schedules(grade, "one_f_one_b_schedule", {}, ""):
         _check_in_flight(
@@ -145,7 +145,7 @@ def test_1f1b_holds_few_micro_batches(grade: Grade) -> None:
         )
 
 
-@task("2.11")
+@task("2.9")
 def test_1f1b_takes_no_longer_than_gpipe(grade: Grade) -> None:
     """Each drawing shows the only order that achieves both its memory use and its length."""
     for p, m, schedule, here in _schedules(grade, "one_f_one_b_schedule", ONE_F_ONE_B, DIFFER):
@@ -174,7 +174,7 @@ def _interleaved(grade: Grade) -> Iterator[tuple[int, int, int, Schedule, str]]:
         yield *size, schedule, here
 
 
-@task("2.13")
+@task("2.11")
 def test_interleaving_divides_the_bubble(grade: Grade) -> None:
     for p, m, v, schedule, here in _interleaved(grade):
         _check_length(
@@ -185,7 +185,7 @@ def test_interleaving_divides_the_bubble(grade: Grade) -> None:
         )
 
 
-@task("2.13")
+@task("2.11")
 def test_interleaving_holds_no_more_than_it_needs(grade: Grade) -> None:
     for p, _, v, schedule, here in _interleaved(grade):
         most = [(v - 1) * p + 2 * (p - 1 - stage) + 1 for stage in range(p)]
@@ -196,7 +196,7 @@ def test_interleaving_holds_no_more_than_it_needs(grade: Grade) -> None:
         )
 
 
-@task("2.13")
+@task("2.11")
 def test_interleaving_refuses_a_remainder(grade: Grade) -> None:
     for p, m in ((2, 3), (4, 6), (grade.random.randint(3, 7), 1)):
         refusal = grade.call(refused, "interleaved_schedule", p, m, 2)
@@ -330,7 +330,7 @@ def _factor(one: list[float], other: list[float]) -> float | None:
 # Results
 
 
-@task("2.12", real=True)
+@task("2.10", real=True)
 def test_gradients_are_those_of_one_process(grade: Grade) -> None:
     forwards, backwards = ([Action(kind, i) for i in range(4)] for kind in "FB")
     run, _ = _pipelines(grade, [forwards + backwards for _ in range(3)])
@@ -338,18 +338,18 @@ def test_gradients_are_those_of_one_process(grade: Grade) -> None:
         check_waited(run)
 
 
-@task("2.12")
+@task("2.10")
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 2), (5, 2, 2), (8, 3, 1)])
 def test_any_schedule_that_can_be_run_is_run(grade: Grade, p: int, m: int, v: int) -> None:
     _pipelines(grade, d.shuffled(grade.random, p, m, v))
 
 
-@task("2.12")
+@task("2.10")
 def test_models_of_many_kinds(grade: Grade) -> None:
     _pipelines(grade, d.drawn(d.ONE_F_ONE_B_3_4), kinds=KINDS[1:])
 
 
-@task("2.12")
+@task("2.10")
 def test_a_pipeline_inside_a_group(grade: Grade) -> None:
     cases = [(d.written(d.drawn(d.ONE_F_ONE_B_3_4)), _sizes(grade, 4), "dense")]
     _check_cases(results_in_group(grade, b.run_pipelines, cases), cases)
@@ -358,7 +358,7 @@ def test_a_pipeline_inside_a_group(grade: Grade) -> None:
 # Order, messages
 
 
-@task("2.12")
+@task("2.10", part="b")
 @pytest.mark.parametrize("p", [2, 3])
 def test_messages_may_go_one_after_the_other(grade: Grade, p: int) -> None:
     drawings = (d.INTERLEAVED_2_4_2,) if p == 2 else (d.GPIPE_3_4, d.ONE_F_ONE_B_3_4)
@@ -374,7 +374,7 @@ SENT = {
 }
 
 
-@task("2.12")
+@task("2.10", part="b")
 @pytest.mark.parametrize("name", SENT)
 def test_each_output_and_each_gradient_is_sent_once(grade: Grade, name: str) -> None:
     text, kind = SENT[name]
@@ -418,7 +418,7 @@ IDEAL = {
 }
 
 
-@task("2.12")
+@task("2.10", part="b")
 @pytest.mark.parametrize("name", IDEAL)
 def test_time_and_memory_are_those_of_the_schedule(grade: Grade, name: str) -> None:
     text, m, v = IDEAL[name]
@@ -447,7 +447,7 @@ def test_time_and_memory_are_those_of_the_schedule(grade: Grade, name: str) -> N
     )
 
 
-@task("2.12")
+@task("2.10", part="b")
 def test_nothing_is_kept_of_a_micro_batch_that_is_done(grade: Grade) -> None:
     few, many = 2, 6
     two, six = (
@@ -490,7 +490,7 @@ UNCHECKED = (
 )
 
 
-@task("2.12")
+@task("2.10", part="c")
 def test_what_is_no_schedule_is_refused(grade: Grade) -> None:
     texts = [*(text for _, text, _ in BROKEN), *OTHERS.values()]
     run = grade.run(b.refusals, 2, texts, 3, if_stuck=UNCHECKED)

@@ -1,4 +1,4 @@
-"""Judges tasks 2.14 and 2.19: regions with one operation forward and its counterpart backward."""
+"""Judges tasks 2.12 and 2.17: regions with one operation forward and its counterpart backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -125,17 +125,17 @@ def _calls(function: str, n: int) -> dict[str, c.Calls]:
 
 
 OF_SUMS, OF_JOINS = (COPY, REDUCE), (GATHER, SCATTER)
-test_a_region_sums_one_way_and_passes_on_the_other = task("2.14", real=True)(
+test_a_region_sums_one_way_and_passes_on_the_other = task("2.12", real=True)(
     over(OF_SUMS, _judge_region)
 )
-test_regions_inside_a_group = task("2.14")(over(OF_SUMS, _judge_region_in_group))
-test_a_region_joins_positions_one_way_and_sums_the_other = task("2.19", real=True)(
+test_regions_inside_a_group = task("2.12")(over(OF_SUMS, _judge_region_in_group))
+test_a_region_joins_positions_one_way_and_sums_the_other = task("2.17", real=True)(
     over(OF_JOINS, _judge_region)
 )
-test_sequence_regions_inside_a_group = task("2.19")(over(OF_JOINS, _judge_region_in_group))
+test_sequence_regions_inside_a_group = task("2.17")(over(OF_JOINS, _judge_region_in_group))
 
 
-@task("2.19")
+@task("2.17")
 def test_positions_that_cannot_be_split_are_refused(grade: Grade) -> None:
     run = grade.run(
         *(b.refused_positions, 4, 10),

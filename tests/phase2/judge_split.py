@@ -1,4 +1,4 @@
-"""Judges tasks 2.15 to 2.19: modules split over ranks give the results of the full modules."""
+"""Judges tasks 2.13 to 2.17: modules split over ranks give the results of the full modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -246,7 +246,7 @@ def _plain(method: Callable[[Grade], None]) -> Callable[[Grade], None]:
     return test
 
 
-# Tasks 2.15 and 2.16: linear layers
+# Tasks 2.13 and 2.14: linear layers
 
 
 def _linear(layer: str, grade: Grade, n: int) -> list[b.Case]:
@@ -276,7 +276,7 @@ def _dtypes(case: b.Case) -> list[b.Case]:
     return [replace(case, dtype=dtype) for dtype in ("float32", "bfloat16")]
 
 
-# Task 2.17: an MLP and attention
+# Task 2.15: an MLP and attention
 
 
 def _module(function: str, grade: Grade, n: int, **more: Any) -> b.Case:
@@ -300,7 +300,7 @@ def _variants_of_module(function: str, grade: Grade, n: int) -> list[b.Case]:
     ]
 
 
-# Task 2.18: an embedding
+# Task 2.16: an embedding
 
 
 def _embedding(grade: Grade, n: int) -> list[b.Case]:
@@ -310,7 +310,7 @@ def _embedding(grade: Grade, n: int) -> list[b.Case]:
     return [*cases, *([b.Case(b.EMBEDDING, (2 * n, 3), ())] if n == 1 else [])]
 
 
-# Task 2.19: a block
+# Task 2.17: a block
 
 
 def _block(grade: Grade, n: int, **more: Any) -> b.Case:
@@ -333,22 +333,22 @@ def _variants_of_block(grade: Grade, n: int) -> list[b.Case]:
 
 CONTRACTS = [
     Contract(
-        *("2.15", "a_column_parallel_layer", partial(_linear, b.COLUMN)),
+        *("2.13", "a_column_parallel_layer", partial(_linear, b.COLUMN)),
         variants=partial(_variants_of_linear, b.COLUMN),
         refused=[(4, b.Case(b.COLUMN, (8, 10), (1,)), "10")],
     ),
     Contract(
-        *("2.16", "a_row_parallel_layer", partial(_linear, b.ROW)),
+        *("2.14", "a_row_parallel_layer", partial(_linear, b.ROW)),
         variants=partial(_variants_of_linear, b.ROW),
         refused=[(4, b.Case(b.ROW, (10, 8), (1,)), "10")],
     ),
     Contract(
-        *("2.17", "an_mlp", lambda grade, n: [_module(b.MLP_SPLIT, grade, n)]),
+        *("2.15", "an_mlp", lambda grade, n: [_module(b.MLP_SPLIT, grade, n)]),
         variants=partial(_variants_of_module, b.MLP_SPLIT),
         refused=[(8, b.Case(b.MLP_SPLIT, (3, 1), (1, 2)), "12")],
     ),
     Contract(
-        *("2.17", "attention", lambda grade, n: [_module(b.ATTENTION_SPLIT, grade, n)]),
+        *("2.15", "attention", lambda grade, n: [_module(b.ATTENTION_SPLIT, grade, n)]),
         variants=partial(_variants_of_module, b.ATTENTION_SPLIT),
         refused=[  # an even split of the rows would cut a head in half
             (2, b.Case(b.ATTENTION_SPLIT, (12, 3), (1, 2)), "3"),
@@ -356,7 +356,7 @@ CONTRACTS = [
         ],
     ),
     Contract(
-        *("2.18", "an_embedding", _embedding),
+        *("2.16", "an_embedding", _embedding),
         variants=lambda _, n: [
             *_dtypes(b.Case(b.EMBEDDING, (3 * n, 3), (4,))),
             b.Case(b.EMBEDDING, (3 * n, 3), (4,), frozen=("weight",)),
@@ -364,7 +364,7 @@ CONTRACTS = [
         refused=[(4, b.Case(b.EMBEDDING, (10, 4), (1,)), "10")],
     ),
     Contract(
-        *("2.19", "a_block", lambda grade, n: [_block(grade, n)]),
+        *("2.17", "a_block", lambda grade, n: [_block(grade, n)]),
         variants=_variants_of_block,
         refused=[(2, b.Case(b.BLOCK_SPLIT, (12, 3), (1, 2)), "3")],
     ),
@@ -373,7 +373,7 @@ for contract in CONTRACTS:
     globals().update(contract.tests())
 
 
-# Task 2.18: a cross-entropy; no rank ever holds the logits of the whole vocabulary
+# Task 2.16: a cross-entropy; no rank ever holds the logits of the whole vocabulary
 
 
 CAUSE = (
@@ -427,7 +427,7 @@ def _judge_losses(grade: Grade, n: int, case: b.Scores) -> None:
         _check_numbers(run, case)
 
 
-@task("2.18", real=True)
+@task("2.16", real=True)
 def test_a_cross_entropy_is_split_by_tokens(grade: Grade) -> None:
     for n in c.sizes_for(grade):
         shape = grade.random.choice(((5,), (3, 7), (1, 5)))
@@ -436,14 +436,14 @@ def test_a_cross_entropy_is_split_by_tokens(grade: Grade) -> None:
         _judge_losses(grade, n, b.Scores(n, ()))  # one token per rank
 
 
-@task("2.18")
+@task("2.16")
 def test_losses_have_the_dtype_of_the_logits_and_are_finite(grade: Grade) -> None:
     _judge_losses(grade, 2, b.Scores(6, (5,), dtype="float32"))
     _judge_losses(grade, 3, b.Scores(6, (3, 4), scale=2000.0, is_transposed=True))
     _judge_losses(grade, 3, b.Scores(6, (3, 4), offset=-2000.0))
 
 
-@task("2.18")
+@task("2.16")
 def test_a_cross_entropy_is_split_inside_a_group(grade: Grade) -> None:
     case = b.Scores(6, (7,), has_ignored=True)
     _check_losses(case, results_in_group(grade, b.loss_case, case), f" inside {list(MEMBERS)}")

@@ -1,4 +1,4 @@
-"""Judges tasks 2.8 and 2.9: cuts into stages, the stages' messages, and their results."""
+"""Judges tasks 2.7 and 2.8: cuts into stages, the stages' messages, and their results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from judging.groups import MEMBERS
 from phase2 import stages as b
 from phase2.stages import ALL_TRAINED, NUM_BLOCKS, SOME_FROZEN, Plan, train_alone
 
-# Task 2.8: partition_layers
+# Task 2.7: partition_layers
 
 Costs = Sequence[float]
 FIXED: list[tuple[list[float], int]] = [
@@ -45,7 +45,7 @@ FEW_TIMES = 10  # cutting L layers may take this many times L²·stages steps
 ONLY_ONCE = "Work out each part of the model only once."
 
 
-@task("2.8")
+@task("2.7")
 def test_the_most_expensive_stage_costs_least(grade: Grade) -> None:
     random = grade.random
     sizes = [(layers, p) for layers in range(1, 10) for p in range(1, layers + 1)]
@@ -98,7 +98,7 @@ def _least_largest(costs: Costs, p: int) -> float:
     return best[-1]
 
 
-@task("2.8")
+@task("2.7")
 @pytest.mark.parametrize(("num_layers", "p"), [(200, 16), (200, 2)])
 def test_a_deep_model_is_cut_at_once(grade: Grade, num_layers: int, p: int) -> None:
     costs: list[float] = [grade.random.randint(1, 99) for _ in range(num_layers)]
@@ -118,7 +118,7 @@ def test_a_deep_model_is_cut_at_once(grade: Grade, num_layers: int, p: int) -> N
     )
 
 
-@task("2.8")
+@task("2.7")
 def test_impossible_numbers_are_refused(grade: Grade) -> None:
     for num_layers, p in ((6, 7), (0, 1), (12, 96), (3, 0), (5, -2)):
         what = f"to cut {counted(num_layers, 'layer')} into {counted(p, 'stage')}"
@@ -126,7 +126,7 @@ def test_impossible_numbers_are_refused(grade: Grade) -> None:
         check_refused([refusal], what, str(num_layers), str(p))
 
 
-# Task 2.9: send_tensors, recv_tensors
+# Task 2.8: send_tensors, recv_tensors
 
 SENDS_STUCK = (
     "Every rank calls send_tensors first, and recv_tensors before it waits for the works: "
@@ -144,7 +144,7 @@ CAUSES = {
 }
 
 
-@task("2.9", real=True)
+@task("2.8", real=True)
 @pytest.mark.parametrize("n", [2, 3])
 def test_any_tensors_arrive(grade: Grade, n: int) -> None:
     run = grade.run(b.pass_around, n, options=uneven(grade.random, n), if_stuck=SENDS_STUCK)
@@ -213,12 +213,12 @@ def _check_messages(here: str, found: Sequence[int], sent: Sequence[Sequence[int
         )
 
 
-@task("2.9")
+@task("2.8")
 def test_messages_inside_a_group(grade: Grade) -> None:
     _check_arrived(results_in_group(grade, b.pass_around))
 
 
-# Task 2.9: StageRunner
+# Task 2.8: StageRunner
 
 STAGES_STUCK = (
     "Each forward sends to the next rank, and each backward sends a gradient back for every tensor "
@@ -237,7 +237,7 @@ def _cuts(random: Random, n: int) -> list[int]:
     return [0, *sorted(random.sample(range(1, NUM_BLOCKS), n - 1)), NUM_BLOCKS]
 
 
-@task("2.9", real=True)
+@task("2.8", real=True)
 def test_stages_compute_what_one_process_does(grade: Grade) -> None:
     for n in (1, 2, 8) if grade.is_simulated else (3,):
         _judge_training(grade, n)
@@ -258,7 +258,7 @@ def _judge_training(grade: Grade, n: int) -> None:
         _check_messages(here, _sizes_sent(run, src, dst), sent)
 
 
-@task("2.9")
+@task("2.8")
 def test_stages_inside_a_group(grade: Grade) -> None:
     cuts = _cuts(grade.random, len(MEMBERS))
     _check_training(results_in_group(grade, b.train_all, PLANS, cuts), cuts)
@@ -306,7 +306,7 @@ def _sent(plan: Plan, cuts: Sequence[int], src: int, dst: int) -> list[list[int]
     return [sizes for sizes in needed if sizes]
 
 
-@task("2.9")
+@task("2.8")
 def test_no_tensor_is_kept_for_the_next_step(grade: Grade) -> None:
     one, four = (grade.run(b.train_long, 3, steps, options=MEASURED) for steps in (1, 4))
     for rank, found in enumerate(four.results):

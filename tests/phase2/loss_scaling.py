@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for task 2.4."""
+"""Bodies (functions that ranks run) for task 2.3."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 2.10 to 2.13, their models, and an ideal cluster."""
+"""Bodies (functions that ranks run) for tasks 2.9 to 2.11, their models, and an ideal cluster."""
 
 from collections.abc import Sequence
 from itertools import chain

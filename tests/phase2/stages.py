@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 2.8 and 2.9, and a model to cut into stages."""
+"""Bodies (functions that ranks run) for tasks 2.7 and 2.8, and a model to cut into stages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -185,7 +185,7 @@ def train_alone(plan: Plan) -> Alone:
     return alone
 
 
-# Task 2.8: cuts into stages
+# Task 2.7: cuts into stages
 
 Cut = list[list[int]]  # start and stop of each stage
 
@@ -239,7 +239,7 @@ def tallied_cut(lesson: Any, costs: Sequence[float], num_stages: int) -> dict[st
     return {"cut": cut, "count": Tallied.count}
 
 
-# Task 2.9: messages
+# Task 2.8: messages
 
 
 def tensors_of(rank: int) -> list[Tensor]:
@@ -317,7 +317,7 @@ def _description_of(x: Tensor) -> dict[str, Any]:
     }
 
 
-# Task 2.9: stages
+# Task 2.8: stages
 
 FIVE = (
     "whose stages pass on five tensors. Two of them, tokens and a mask, require no gradient, and "

@@ -1,4 +1,4 @@
-"""Checks for tasks 2.2, 2.3 and 2.5, which compare steps with those of one process.
+"""Checks for tasks 2.1, 2.2 and 2.4, which compare steps with those of one process.
 
 Ranks must not import this module: a submission can inspect the code that calls it, and must not
 find the expected results there.

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 2.1 to 2.3 and 2.5: split batches, and steps."""
+"""Bodies (functions that ranks run) for tasks 2.1 and 2.2 and 2.4: split batches, and steps."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -248,7 +248,7 @@ def step_without_peers(lesson: Any, function: str) -> str:
     return ""
 
 
-# Tasks 2.2 and 2.3: other models and losses
+# Tasks 2.1 and 2.2: other models and losses
 
 
 class Dropping(nn.Sequential):
@@ -322,7 +322,7 @@ def plain_deep(lesson: Any, width: int, rows: int, counts: Sequence[int]) -> Non
     optimizer.step()
 
 
-# Task 2.5: mixed-precision steps
+# Task 2.4: mixed-precision steps
 
 
 class TorchScaler:

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 2.14 to 2.19: regions, split modules and losses."""
+"""Bodies (functions that ranks run) for tasks 2.12 to 2.17: regions, split modules and losses."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -400,7 +400,7 @@ def refused_split(lesson: Any, case: Case) -> dict[str, Any]:
     return {**refusal, "is_kept": is_kept and not any(m._forward_pre_hooks for m in full.modules())}
 
 
-# Task 2.18: a cross-entropy
+# Task 2.16: a cross-entropy
 
 
 LOSS = "vocab_parallel_cross_entropy"

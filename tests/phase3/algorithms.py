@@ -1,4 +1,4 @@
-"""The body (a function that ranks run) for task 3.10, which chooses algorithms."""
+"""The body (a function that ranks run) for task 3.9, which chooses algorithms."""
 
 from collections.abc import Sequence
 from typing import Any

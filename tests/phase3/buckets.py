@@ -1,4 +1,4 @@
-"""The body (a function that ranks run) for task 3.11, and parameters to put into buckets."""
+"""The body (a function that ranks run) for task 3.10, and parameters to put into buckets."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

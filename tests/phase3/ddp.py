@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for task 3.12, and training in one process to compare with."""
+"""Bodies (functions that ranks run) for task 3.11, and training in one process to compare with."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Bodies for tasks 3.21 to 3.23, which return the results of a lesson as plain numbers."""
+"""Bodies for tasks 3.20 to 3.22, which return the results of a lesson as plain numbers."""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for task 3.20: the order of events, everyday use, states."""
+"""Bodies (functions that ranks run) for task 3.14: the order of events, everyday use, states."""
 
 import inspect
 import time

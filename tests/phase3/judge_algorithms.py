@@ -1,4 +1,4 @@
-"""Judges task 3.10: the chosen algorithm is the fastest by the formulas."""
+"""Judges task 3.9: the chosen algorithm is the fastest by the formulas."""
 
 from math import ceil, log2
 
@@ -52,7 +52,7 @@ def _drawn(grade: Grade, counts: list[int], *, is_tiny: bool = False) -> Case:
     return num_bytes, Topology(tuple(hosts), *links)
 
 
-@task("3.10")
+@task("3.9")
 def test_the_fastest_by_the_formulas_is_chosen(grade: Grade) -> None:
     """Even a few bytes are divided without rounding, since each byte counts."""
     cases = [EXAMPLE, *_clear_cases(grade), *_clear_cases(grade, is_tiny=True)] + [

@@ -1,4 +1,4 @@
-"""Judges task 3.11: gradients in buckets."""
+"""Judges task 3.10: gradients in buckets."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ DEVICES = ("cpu", *b.PRETENDED)
 Buckets = Sequence[Sequence[int]]
 
 
-@task("3.11")
+@task("3.10")
 def test_buckets_are_filled_from_the_last_parameter(grade: Grade) -> None:
     ten, large = tuple(Param(250) for _ in range(10)), grade.random.randint(2001, 3000)
     cases = [
@@ -31,7 +31,7 @@ def test_buckets_are_filled_from_the_last_parameter(grade: Grade) -> None:
     _check_cases(grade, cases)
 
 
-@task("3.11")
+@task("3.10")
 def test_dtypes_and_devices_are_kept_apart(grade: Grade) -> None:
     mixed = (Param(100), Param(100, "bfloat16"), Param(100), Param(100, "bfloat16"))
     waits = (Param(5, "bfloat16"), *(Param(100) for _ in range(8)), Param(5, "bfloat16"))
@@ -47,7 +47,7 @@ def test_dtypes_and_devices_are_kept_apart(grade: Grade) -> None:
     _check_cases(grade, cases)
 
 
-@task("3.11")
+@task("3.10")
 def test_views_and_repeated_parameters_count_by_themselves(grade: Grade) -> None:
     views = Case((Param(40, is_view=True), Param(60), Param(70, is_view=True)), 480, 280)
     twice = Case((Param(10), Param(10, is_same=True), Param(10)), 60, 80)

@@ -1,4 +1,4 @@
-"""Judges task 3.12: training as in one process; bucket contents, times and memory."""
+"""Judges task 3.11: training as in one process; bucket contents, times and memory."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -68,7 +68,7 @@ def _rows(grade: Grade, n: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, steps))
 
 
-@task("3.12", real=True)
+@task("3.11", real=True)
 @pytest.mark.parametrize("n", [1, 3])
 def test_training_equals_one_process(grade: Grade, n: int) -> None:
     plan = Plan(Limits(grade.random.randint(100, 400), 60), _rows(grade, n), is_noted=False)
@@ -80,7 +80,7 @@ def test_training_equals_one_process(grade: Grade, n: int) -> None:
         _check_reduced_by_default(plan, run)
 
 
-@task("3.12")
+@task("3.11")
 def test_training_inside_a_group(grade: Grade) -> None:
     plan = Plan(Limits(grade.random.randint(100, 400), 60), _rows(grade, len(MEMBERS)))
     run = grade.run(*(inside_group, OUTER_WORLD_SIZE, b.train, [plan]), if_stuck=STUCK_IN_GROUP)
@@ -154,7 +154,7 @@ def _why(name: str, expected: Any, got: Any, own: Any, plan: Plan) -> str:
     )
 
 
-@task("3.12")
+@task("3.11")
 def test_ranks_start_as_rank_0(grade: Grade) -> None:
     first = b.state_of(Odd(1))
     for rank, result in enumerate(grade.run(b.start, 3).results):
@@ -169,7 +169,7 @@ def test_ranks_start_as_rank_0(grade: Grade) -> None:
             expect(f"{here}: {what}", got, expected, cause)
 
 
-@task("3.12")
+@task("3.11")
 def test_a_rank_evaluates_alone(grade: Grade) -> None:
     run = grade.run(
         *(b.evaluate_alone, 3),
@@ -181,7 +181,7 @@ def test_a_rank_evaluates_alone(grade: Grade) -> None:
     expect_on_all_ranks(what, run.results, [], "forward should leave gradients as they are, None.")
 
 
-@task("3.12")
+@task("3.11")
 def test_no_sync_accumulates_without_a_message(grade: Grade) -> None:
     rows = ((6, 6), (6, 6))  # two steps, since the bucket order changes after the first
     for hows in (b.ACCUMULATIONS[:1], b.ACCUMULATIONS[1:]):
@@ -218,7 +218,7 @@ def _expected(limits: Limits, step: int, by_rank: Sequence[Any]) -> list[list[st
     return [[names[i] for i in bucket] for bucket in buckets_of(Case(tuple(params), *limits))]
 
 
-@task("3.12")
+@task("3.11")
 def test_buckets_are_those_of_assign_buckets(grade: Grade) -> None:
     bounds = (grade.random.randint(150, 250), 60), (2**20, 2**20), (8, 8)
     plans = [Plan(Limits(*bound), ((2, 2),) * 3) for bound in bounds]
@@ -290,7 +290,7 @@ LONGEST_S = {"slow computation": 2e-3, "slow links": 1e-4}  # longest backward p
 CLOCK_S = 15e-6  # time taken by all readings of the simulated clock
 
 
-@task("3.12")
+@task("3.11")
 @pytest.mark.parametrize("kind", LONGEST_S)
 def test_buckets_travel_during_the_backward_pass(grade: Grade, kind: str) -> None:
     longest_s = LONGEST_S[kind]
@@ -354,7 +354,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4f} ms"
 
 
-@task("3.12")
+@task("3.11")
 def test_gradients_are_where_parameters_are(grade: Grade) -> None:
     by_rank = grade.run(b.on_another_device, 2, options=ON_CPU).results
     right = {"weight": "xpu:0", "bias": "xpu:0"}
@@ -362,7 +362,7 @@ def test_gradients_are_where_parameters_are(grade: Grade) -> None:
     expect_on_all_ranks("the devices of the gradients of a model on xpu:0", by_rank, right, cause)
 
 
-@task("3.12")
+@task("3.11")
 def test_gradients_take_no_second_memory(grade: Grade) -> None:
     num_layers, width = 10, grade.random.randint(60, 90)
     weight = 4 * width**2

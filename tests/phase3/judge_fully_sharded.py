@@ -1,4 +1,4 @@
-"""Judges task 3.20: values, memory, bytes, message order, everyday use and states."""
+"""Judges task 3.14: values, memory, bytes, message order, everyday use and states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,17 +38,17 @@ IN_A_PASS = {  # number of units whose bytes may be held, and a description
 # Values
 
 
-@task("3.20", real=True)
+@task("3.14", real=True)
 def test_a_fully_sharded_model_trains_as_plain(grade: Grade) -> None:
     check_trains_as_plain(grade, FULLY, zero.CASES_IN_SHARDS)
 
 
-@task("3.20")
+@task("3.14")
 def test_a_fully_sharded_model_inside_a_group(grade: Grade) -> None:
     check_trains_in_group(grade, FULLY)
 
 
-@task("3.20")
+@task("3.14")
 def test_shards_are_kept_in_32_bits(grade: Grade) -> None:
     for n in (1, 3):
         by_rank = check_small_updates(grade, FULLY, n, "only what is gathered may be rounded.")
@@ -57,7 +57,7 @@ def test_shards_are_kept_in_32_bits(grade: Grade) -> None:
             expect(what, result["dtypes"], ["torch.bfloat16", "torch.float32"])
 
 
-@task("3.20")
+@task("3.14")
 def test_gradients_are_summed_in_the_dtype_that_was_asked_for(grade: Grade) -> None:
     for rank, gradient in enumerate(grade.run(b.reduce_in_float32, 2, if_stuck=STUCK).results):
         check(
@@ -71,7 +71,7 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for(grade: Grade) -> N
 # Memory
 
 
-@task("3.20")
+@task("3.14")
 @pytest.mark.parametrize("num_frozen", [0, zero.LAYERS])
 def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None:
     n = 4
@@ -102,7 +102,7 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
 # Bytes and time
 
 
-@task("3.20")
+@task("3.14")
 @pytest.mark.parametrize("n", [2, 3])
 def test_units_travel_three_times(grade: Grade, n: int) -> None:
     layers, layer = b.SENT_LAYERS, zero.WIDTH**2
@@ -128,7 +128,7 @@ def test_units_travel_three_times(grade: Grade, n: int) -> None:
             )
 
 
-@task("3.20")
+@task("3.14", part="b")
 def test_the_next_unit_comes_while_one_computes(grade: Grade) -> None:
     check_overlap(
         *(grade, FULLY, {}, 4),
@@ -185,7 +185,7 @@ def _check_drawn(here: str, expected: list[str], got: list[str], why: str) -> No
     )
 
 
-@task("3.20")
+@task("3.14", part="b")
 def test_units_come_in_the_order_of_the_figure(grade: Grade) -> None:
     n = 2
     run = grade.run(b.draw, n, cluster=SLOW, options=MEASURED, if_stuck=STUCK)
@@ -219,7 +219,7 @@ IN_USE = {  # name of a result -> right values, and the likely cause of wrong on
 }
 
 
-@task("3.20")
+@task("3.14")
 def test_a_model_is_used_as_ever(grade: Grade) -> None:
     n = 2
     by_rank = grade.run(b.use_every_day, n, if_stuck=STUCK).results
@@ -236,7 +236,7 @@ def test_a_model_is_used_as_ever(grade: Grade) -> None:
 # States
 
 
-@task("3.20")
+@task("3.14")
 @pytest.mark.parametrize("kind", ["plain", "tied", "frozen", zero.TWO])
 def test_states_fit_any_number_of_ranks(grade: Grade, kind: str) -> None:
     state, dtypes = b.whole_numbers(kind), b.dtypes_of(kind)

@@ -1,4 +1,4 @@
-"""Judges task 3.8: sums, bits, traffic between nodes, seconds and memory."""
+"""Judges task 3.7: sums, bits, traffic between nodes, seconds and memory."""
 
 import time
 from collections import Counter
@@ -164,7 +164,7 @@ def _shape(nodes: int, gpus: int) -> str:
     return f"{counted(nodes, 'node')} of {counted(gpus, 'rank')}"
 
 
-@task("3.8", real=True)
+@task("3.7", real=True)
 def test_every_rank_has_the_sum_of_all_nodes(grade: Grade) -> None:
     variants = [BY_TORCH, BY_RINGS]
     for nodes, gpus in SHAPES if grade.is_simulated else [(2, 2)]:
@@ -175,7 +175,7 @@ def test_every_rank_has_the_sum_of_all_nodes(grade: Grade) -> None:
         check_results(by_rank, variants, KINDS, exact, f"{_shape(nodes, gpus)}, hosts {hosts}: ")
 
 
-@task("3.8")
+@task("3.7")
 def test_nodes_inside_a_larger_world(grade: Grade) -> None:
     run = grade.run(sum_kinds_of_members, OUTER_WORLD_SIZE, if_stuck=STUCK)
     members = [run.results[rank] for node in OUTER_NODES for rank in node]
@@ -183,7 +183,7 @@ def test_nodes_inside_a_larger_world(grade: Grade) -> None:
     check_results(members, [BY_RINGS], KINDS, exact, where)
 
 
-@task("3.8")
+@task("3.7")
 def test_all_ranks_have_the_same_bits(grade: Grade) -> None:
     by_rank = grade.run(sum_fractions, 6, _hosts(2, 3), if_stuck=STUCK).results
     for rank, sums in enumerate(by_rank):
@@ -191,7 +191,7 @@ def test_all_ranks_have_the_same_bits(grade: Grade) -> None:
             check_same_bits(f"rank {rank} of 6, {dtype}", got, first)
 
 
-@task("3.8")
+@task("3.7")
 @pytest.mark.parametrize(
     ("nodes", "gpus", "numbering"),
     [(2, 4, "block"), (3, 2, "cyclic"), (4, 1, "block"), (1, 4, "block")],
@@ -230,7 +230,7 @@ def test_little_crosses_between_nodes(grade: Grade, nodes: int, gpus: int, numbe
     )
 
 
-@task("3.8")
+@task("3.7")
 @pytest.mark.parametrize(("nodes", "gpus"), [(2, 3), (3, 2)])
 def test_each_function_takes_the_step_that_is_its_own(grade: Grade, nodes: int, gpus: int) -> None:
     hosts = _hosts(nodes, gpus, grade.random.choice(("block", "cyclic")))

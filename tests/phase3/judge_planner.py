@@ -1,4 +1,4 @@
-"""Judges tasks 3.21 and 3.22: the formulas of memory and time."""
+"""Judges tasks 3.20 and 3.21: the formulas of memory and time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def _check_formula(grade: Grade, function: str, formula: Formula) -> None:
             )
 
 
-# Task 3.21: memory
+# Task 3.20: memory
 
 
 def _of_a_layer(grade: Grade) -> list[Any]:
@@ -105,13 +105,13 @@ MEMORY = {
 }
 
 
-@task("3.21")
+@task("3.20")
 @pytest.mark.parametrize("function", [*MEMORY])
 def test_memory_is_that_of_the_formulas(grade: Grade, function: str) -> None:
     _check_formula(grade, function, MEMORY[function])
 
 
-# Task 3.22: time
+# Task 3.21: time
 
 
 def _timed(grade: Grade) -> list[Any]:
@@ -170,7 +170,7 @@ TIME = {
 }
 
 
-@task("3.22")
+@task("3.21")
 @pytest.mark.parametrize("function", [*TIME])
 def test_time_is_that_of_the_formulas(grade: Grade, function: str) -> None:
     _check_formula(grade, function, TIME[function])

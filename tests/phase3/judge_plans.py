@@ -1,4 +1,4 @@
-"""Judges task 3.23: all valid layouts, those that fit, and the fastest first."""
+"""Judges task 3.22: all valid layouts, those that fit, and the fastest first."""
 
 from collections import Counter
 from itertools import pairwise
@@ -43,7 +43,7 @@ def _drawn_case(random: Random) -> Case:
     return model, machine, random.choice((7, 12, 30, 40, 64, 96))
 
 
-@task("3.23")
+@task("3.22")
 def test_layouts_are_all_that_are_valid(grade: Grade) -> None:
     cases = _cases(grade)
     for case, rows in zip(cases, grade.call(b.layouts_of, cases), strict=True):
@@ -86,7 +86,7 @@ def _tight(grade: Grade) -> tuple[Case, list[Plan]]:
     return (model, machine._replace(memory_bytes=needs[place]), 16), plans
 
 
-@task("3.23")
+@task("3.22")
 def test_plans_are_all_that_fit(grade: Grade) -> None:
     (model, machine, batch_size), plans = _tight(grade)
     smallest = min(plan.memory.total for plan in plans)
@@ -145,7 +145,7 @@ def _check_estimate(name: str, layout: Layout, mine: Any, right: Any) -> None:
     )
 
 
-@task("3.23")
+@task("3.22")
 def test_the_fastest_comes_first(grade: Grade) -> None:
     case, plans = _tight(grade)
     fit = [plan for plan in plans if plan.memory.total <= case[1].memory_bytes]
@@ -164,7 +164,7 @@ def test_the_fastest_comes_first(grade: Grade) -> None:
         )
 
 
-@task("3.23")
+@task("3.22")
 def test_what_cannot_fit_is_refused(grade: Grade) -> None:
     machine, batch_size = _machine(2, 4), 8
     vocabulary = 50000 + grade.random.randrange(2000)

@@ -1,4 +1,4 @@
-"""Judges tasks 3.1 to 3.4: chunks, sums, senders and receivers, rounds and memory."""
+"""Judges tasks 3.1 to 3.3: chunks, sums, senders and receivers, rounds and memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -190,7 +190,7 @@ GATHER = Contract(
 globals().update(GATHER.tests())
 
 
-# Task 3.3: ring_all_reduce
+# Task 3.2: ring_all_reduce
 
 
 def _check_all_reduce(call: Call) -> None:
@@ -226,7 +226,7 @@ def _check_bytes_of_all_reduce(call: Call) -> None:
 
 
 REDUCE = Contract(
-    task="3.3",
+    task="3.2",
     name="all_reduce",
     collective=AllReduce("ring_all_reduce", advice=CHUNKS_ARE_VIEWS),
     traffic=_check_all_reduce,
@@ -240,7 +240,7 @@ REDUCE = Contract(
 globals().update(REDUCE.tests())
 
 
-# Task 3.4: segmented_ring_all_reduce
+# Task 3.3: segmented_ring_all_reduce
 
 FEW_BYTES = 20  # a segment of 2 float64, 5 float32 or 20 uint8 numbers
 SEGMENT = 4096  # elements
@@ -296,7 +296,7 @@ class _Segmented(Contract):
 
 
 SEGMENTED = _Segmented(
-    task="3.4",
+    task="3.3",
     name="segments",
     collective=AllReduce(
         "segmented_ring_all_reduce",
@@ -317,20 +317,20 @@ SEGMENTED = _Segmented(
 globals().update(SEGMENTED.tests())
 
 
-@task("3.4")
+@task("3.3")
 def test_a_chunk_that_is_short_enough_is_one_segment(grade: Grade) -> None:
     kind = Kind((uneven_size(grade.random),))
     SEGMENTED.check_call(grade, 3, SEGMENTED.collective.cut_into(2**20), kind)
 
 
-@task("3.4")
+@task("3.3")
 @pytest.mark.parametrize(("n", "keywords"), [(3, {}), (4, {"segment_bytes": 8})], ids=["3", "4"])
 def test_segments_of_any_length(grade: Grade, n: int, keywords: dict[str, int]) -> None:
     args = [replace(SEGMENTED.collective, keywords=keywords)], [*SEGMENTED.kinds], exact
     check_results(grade.run(use, n, *args, if_stuck=RING["stuck"]).results, *args)
 
 
-@task("3.4")
+@task("3.3")
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_next_segment_travels_while_one_is_added(grade: Grade, n: int) -> None:
     chunk_elements = SEGMENTS * SEGMENT

@@ -1,4 +1,4 @@
-"""Judges task 3.9: crossings at each level of the tree, and the number of comparisons."""
+"""Judges task 3.8: crossings at each level of the tree, and the number of comparisons."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -97,7 +97,7 @@ def _common(place: Place, other: Place) -> int:
     return next((k for k, (a, b) in enumerate(zip(place, other)) if a != b), len(place))  # noqa: B905
 
 
-@task("3.9")
+@task("3.8")
 def test_each_part_of_the_tree_is_entered_once(grade: Grade) -> None:
     cases = []
     drawn = [_drawn(grade.random, grade.random.randint(1, 3)) for _ in range(NUM_DRAWN)]
@@ -147,7 +147,7 @@ def _check_crossings(where: str, order: list[int], places: list[Place], level: i
     )
 
 
-@task("3.9")
+@task("3.8")
 def test_the_order_takes_about_n_squared_comparisons(grade: Grade) -> None:
     num_ranks, places = 60, _places([[3] * 5] * 4)
     grade.random.shuffle(places)

@@ -1,4 +1,4 @@
-"""Judges tasks 3.14 to 3.17: servers' steps and replies, waiting, and dead workers."""
+"""Judges tasks 3.16 to 3.19: servers' steps and replies, waiting, and dead workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -86,12 +86,12 @@ PACES_S = 10e-3, 13.1e-3, 41.3e-3, 17.9e-3, 23.3e-3  # no two gradients arrive s
 LARGE = 300_000  # elements; more than 2^20 bytes in 32 bits
 
 
-# Task 3.14: push_pull
+# Task 3.16: push_pull
 
 NUM_STEPS, NUM_ELEMENTS = 3, 10
 
 
-@task("3.14", real=True)
+@task("3.16", real=True)
 @pytest.mark.parametrize(("num_servers", "num_workers"), [(1, 1), (4, 1), (3, 5), (2, 2)])
 def test_a_worker_pushes_to_all_servers_and_pulls(
     grade: Grade, num_servers: int, num_workers: int
@@ -158,7 +158,7 @@ def _check_pushed(messages: Sequence[int], servers: Sequence[int]) -> None:
     )
 
 
-@task("3.14")
+@task("3.16")
 def test_a_worker_inside_a_group(grade: Grade) -> None:
     by_rank = results_in_group(grade, b.push_and_pull, [1], 10, "float64", 2, options=ON_CPU)
     _check_pulled(by_rank, [1], f", inside the group {list(MEMBERS)}")
@@ -227,18 +227,18 @@ def _tests_of(
     }
 
 
-# Task 3.14: serve_synchronously
+# Task 3.16: serve_synchronously
 
-globals().update(_tests_of("3.14", "synchronous", SYNCHRONOUS, 3, INTO_THE_SAME))
+globals().update(_tests_of("3.16", "synchronous", SYNCHRONOUS, 3, INTO_THE_SAME))
 
 
-@task("3.14")
+@task("3.16")
 @pytest.mark.parametrize("num_workers", [1, 2, 7])
 def test_a_synchronous_server_steps_with_the_mean(grade: Grade, num_workers: int) -> None:
     judge(grade, _plan(grade, SYNCHRONOUS, num_workers, pauses_s=()), STUCK[SYNCHRONOUS])
 
 
-@task("3.14")
+@task("3.16")
 def test_a_synchronous_step_takes_a_message_in_and_one_out_per_worker(grade: Grade) -> None:
     plan = Plan(SYNCHRONOUS, (0,), (1, 2, 3, 4), 3, LARGE)
     run = grade.run(b.serve_and_count, 5, plan, cluster=UNIFORM, if_stuck=STUCK[SYNCHRONOUS])
@@ -250,12 +250,12 @@ def test_a_synchronous_step_takes_a_message_in_and_one_out_per_worker(grade: Gra
     )
 
 
-# Task 3.15: serve_asynchronously
+# Task 3.17: serve_asynchronously
 
-globals().update(_tests_of("3.15", "asynchronous", ASYNCHRONOUS, 2, INTO_THE_SAME))
+globals().update(_tests_of("3.17", "asynchronous", ASYNCHRONOUS, 2, INTO_THE_SAME))
 
 
-@task("3.15")
+@task("3.17")
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 def test_each_gradient_is_a_step_and_is_answered(grade: Grade, num_workers: int) -> None:
     plan = _plan(grade, ASYNCHRONOUS, num_workers, num_steps=6)
@@ -273,13 +273,13 @@ def test_each_gradient_is_a_step_and_is_answered(grade: Grade, num_workers: int)
         )
 
 
-# Task 3.16: serve_with_bounded_staleness
+# Task 3.18: serve_with_bounded_staleness
 
 NOTED = "Note whose reply is held back, and not the parameters: it gets the newest."
-globals().update(_tests_of("3.16", "bounded", BOUNDED, 2, NOTED, 1))
+globals().update(_tests_of("3.18", "bounded", BOUNDED, 2, NOTED, 1))
 
 
-@task("3.16")
+@task("3.18")
 @pytest.mark.parametrize(
     ("staleness", "pauses_ms"),
     [
@@ -300,7 +300,7 @@ def test_replies_are_held_back_by_the_bound_alone(
     judge(grade, plan, STUCK[BOUNDED], if_late=NOT_HELD)
 
 
-# Task 3.17: serve_survivors
+# Task 3.19: serve_survivors
 
 TIMEOUT_S = 60e-3
 LONG_S = 10.0
@@ -331,7 +331,7 @@ def _judge_survivors(grade: Grade, plan: Plan, **settings: Any) -> None:
     judge(grade, plan, STUCK_BY_DEATH if plan.deaths else STUCK[SURVIVORS], **settings)
 
 
-@task("3.17")
+@task("3.19")
 @pytest.mark.parametrize("deaths", DEATHS)
 def test_the_others_go_on_without_the_dead(grade: Grade, deaths: str) -> None:
     plan = _survivors(DEATHS[deaths], grade.random.randrange(2))
@@ -341,32 +341,32 @@ def test_the_others_go_on_without_the_dead(grade: Grade, deaths: str) -> None:
     _judge_survivors(grade, plan, if_late=LATE)
 
 
-@task("3.17")
+@task("3.19")
 def test_parameters_do_not_change_while_they_are_sent(grade: Grade) -> None:
     plan = _survivors({}, 6, pauses_s=(0.0, 1e-3, 2e-3, 3e-3))
     for options in (uneven(grade.random, 5), late_replies(plan)):
         _judge_survivors(grade, plan, options=options)
 
 
-@task("3.17")
+@task("3.19")
 def test_parameters_do_not_change_while_they_are_copied(grade: Grade) -> None:
     _judge_survivors(grade, _survivors({}, 6, pauses_s=(3e-3,) * 4, step_s=1e-3, copy_s=2.5e-3))
 
 
-@task("3.17")
+@task("3.19")
 def test_every_worker_is_served_from_the_start(grade: Grade) -> None:
     plan = Plan(SURVIVORS, (0,), tuple(range(1, 16)), 2, 20, (5e-3,) * 15, (0, TIMEOUT_S))
     _judge_survivors(grade, plan)
 
 
-@task("3.17")
+@task("3.19")
 @pytest.mark.parametrize("staleness", [0, 6])
 def test_a_slow_worker_is_not_dead(grade: Grade, staleness: int) -> None:
     plan = _survivors({}, staleness, pauses_s=(5e-3, 5e-3, 5e-3, 50e-3))
     _judge_survivors(grade, plan, if_late=LATE)
 
 
-@task("3.17", real=True)
+@task("3.19", real=True)
 def test_a_connection_closes(grade: Grade) -> None:
     for step, when in ((0, BEFORE_PUSH), (2, BEFORE_PUSH), (2, BEFORE_PULL)):
         plan = Plan(
@@ -383,12 +383,12 @@ def _long_s(grade: Grade) -> float:
     return 1.0 if grade.is_simulated else 60.0
 
 
-@task("3.17", real=True)
+@task("3.19", real=True)
 def test_nobody_dies(grade: Grade) -> None:
     _judge_kinds(grade, SURVIVORS, 1, _long_s(grade))
 
 
-@task("3.17")
+@task("3.19")
 def test_every_server_survives_by_itself(grade: Grade) -> None:
     """Workers are named by their ranks in the world; rank 2 is neither server nor worker."""
     plan = Plan(
@@ -399,7 +399,7 @@ def test_every_server_survives_by_itself(grade: Grade) -> None:
     _judge_survivors(grade, plan, if_late=LATE, world_size=6)
 
 
-@task("3.17")
+@task("3.19")
 def test_survivors_need_three_tensors_each(grade: Grade) -> None:
     plan = Plan(*(SURVIVORS, (0,), (1, 2, 3), 4, LARGE), (1e-3, 2e-3, 3e-3), (1, TIMEOUT_S))
     judge_memory(grade, plan, 3 * 3, "Those are 3 for each worker: use the memory again.")

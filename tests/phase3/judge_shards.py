@@ -1,4 +1,4 @@
-"""Judges task 3.13: balance, moves when servers join or leave, and agreement between ranks."""
+"""Judges task 3.15: balance, moves when servers join or leave, and agreement between ranks."""
 
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -72,7 +72,7 @@ def _servers(random: Random, num_servers: int) -> tuple[int, ...]:
     return tuple(random.sample(range(12), num_servers))
 
 
-@task("3.13")
+@task("3.15")
 def test_shares_are_nearly_as_small_as_they_can_be(grade: Grade) -> None:
     random = grade.random
     cases = [
@@ -183,7 +183,7 @@ def _check_moves(case: Case, assigned: Assigned) -> None:
         )
 
 
-@task("3.13")
+@task("3.15")
 def test_what_any_assignment_becomes(grade: Grade) -> None:
     """Any previous assignment is possible, as servers and names come and go."""
     random = grade.random

@@ -1,4 +1,4 @@
-"""Judges task 3.7: the ranks' hosts, and the costs of messages, also on noisy links and on GPUs."""
+"""Judges task 3.6: the ranks' hosts, and the costs of messages, also on noisy links and on GPUs."""
 
 import socket
 import time
@@ -169,7 +169,7 @@ def _sizes(grade: Grade) -> tuple[int, int]:
 # Hosts and costs
 
 
-@task("3.7")
+@task("3.6")
 @pytest.mark.parametrize(
     ("nodes", "gpus", "n", "numbering"),
     [
@@ -267,7 +267,7 @@ def _are_close(some: list[float], others: list[float]) -> bool:
 GROUPS = (0, 1, 4), (1, 2, 4), (0, 1, 2, 4), (0, 3, 4, 5), (2, 5), (1, 3)  # rank r is on host r % 3
 
 
-@task("3.7")
+@task("3.6")
 def test_pairs_are_found_wherever_they_are(grade: Grade) -> None:
     cluster = _cluster(grade, 3, 2, "cyclic")
     arguments = {"sizes_bytes": _sizes(grade), "repeats": 1}
@@ -280,7 +280,7 @@ def test_pairs_are_found_wherever_they_are(grade: Grade) -> None:
         _check_costs(members, cluster)
 
 
-@task("3.7", real=True)
+@task("3.6", real=True)
 def test_ranks_of_one_machine_share_a_host(grade: Grade) -> None:
     run = grade.run(discover, 3, {"repeats": 2}, if_stuck=STUCK)
     _check_hosts(run.results)
@@ -342,7 +342,7 @@ def _check_one_pair(counts: Counter[Any], where: str, sizes: Sequence[int], repe
     )
 
 
-@task("3.7")
+@task("3.6")
 def test_collectives_only_share_what_was_found(grade: Grade) -> None:
     cluster = _cluster(grade, 2, 2)
     few, many = (
@@ -359,7 +359,7 @@ def test_collectives_only_share_what_was_found(grade: Grade) -> None:
 # Times that differ
 
 
-@task("3.7")
+@task("3.6")
 @pytest.mark.parametrize("repeats", [1, 4, 5])
 def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
     cluster, sizes = _cluster(grade, 1, 2), tuple(sorted(_sizes(grade), reverse=repeats % 2 == 0))
@@ -390,7 +390,7 @@ def test_the_median_counts_on_a_noisy_link(grade: Grade, repeats: int) -> None:
     )
 
 
-@task("3.7")
+@task("3.6")
 def test_noise_makes_no_cost_negative(grade: Grade) -> None:
     sizes = (1000, 2000)
     for noisy, (place, below) in zip(sizes, ((1, "β"), (0, "α")), strict=True):
@@ -408,7 +408,7 @@ def test_noise_makes_no_cost_negative(grade: Grade) -> None:
         )
 
 
-@task("3.7")
+@task("3.6")
 def test_gpus_are_waited_for(grade: Grade) -> None:
     arguments = {"sizes_bytes": (1000, 2000), "repeats": 2}
     result = grade.run(discover_on_gpus, 2, arguments, options=ON_CPU, if_stuck=STUCK).results[0]

@@ -1,4 +1,4 @@
-"""Judges tasks 3.5 and 3.6: sums, bits, edges, rounds, bandwidth, latency and memory."""
+"""Judges tasks 3.4 and 3.5: sums, bits, edges, rounds, bandwidth, latency and memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _twice(num_elements: int, n: int) -> Counter[int]:
     return Counter({num_elements: 2 * (n - 1)})
 
 
-# Task 3.5: tree_all_reduce
+# Task 3.4: tree_all_reduce
 
 
 def _check_up_and_down(call: Call) -> None:
@@ -120,7 +120,7 @@ def _up_and_down(edges: Sequence[Edge]) -> tuple[list[Edge], list[Edge]]:
 
 
 TREE = Contract(
-    task="3.5",
+    task="3.4",
     name="a_tree",
     collective=AllReduce("tree_all_reduce"),
     worlds=(2, 3, 4, 5, 6, 7, 8, 16, 1),
@@ -141,10 +141,10 @@ TREE = Contract(
 globals().update(TREE.tests())
 
 
-# Task 3.6: double_tree
+# Task 3.5: double_tree
 
 
-@task("3.6")
+@task("3.5")
 def test_no_rank_has_more_than_two_children_and_no_path_is_long(grade: Grade) -> None:
     sizes = [*range(1, 36), grade.random.randrange(36, 100), 127, 128, 129]
     run = grade.run(trees_of, 2, sizes)
@@ -204,7 +204,7 @@ def _depth(parents: Sequence[int], rank: int) -> int:
     return len(parents)
 
 
-# Task 3.6: double_binary_tree_all_reduce
+# Task 3.5: double_binary_tree_all_reduce
 
 # Bytes, not latency, should account for most of the time.
 FAST = Cluster(1, 32, latency_s=5e-7, nvlink_bytes_per_s=1 / BYTE_S)
@@ -261,7 +261,7 @@ class _DoubleTree(Contract):
 
 
 DOUBLE = _DoubleTree(
-    task="3.6",
+    task="3.5",
     name="a_double_tree",
     collective=AlongTrees(
         "double_binary_tree_all_reduce",
@@ -288,7 +288,7 @@ DOUBLE = _DoubleTree(
 globals().update(DOUBLE.tests())
 
 
-@task("3.6")
+@task("3.5")
 @pytest.mark.parametrize(("n", "segment_bytes"), [(5, 2**17), (16, 440_000)])
 def test_a_large_tensor_takes_little_more_than_its_bytes_twice(
     grade: Grade, n: int, segment_bytes: int
@@ -309,7 +309,7 @@ def test_a_large_tensor_takes_little_more_than_its_bytes_twice(
     )
 
 
-@task("3.6")
+@task("3.5")
 @pytest.mark.parametrize("n", [8, 24])
 def test_a_small_tensor_takes_logarithmically_many_steps(grade: Grade, n: int) -> None:
     run = _timed(grade, n, grade.random.randrange(10, 30), 2**20, SMALL)
@@ -329,7 +329,7 @@ def _timed(grade: Grade, n: int, num_elements: int, segment_bytes: int, cluster:
     return run
 
 
-@task("3.6")
+@task("3.5")
 @pytest.mark.parametrize("n", [2, 5])
 def test_any_size_is_cut_into_segments(grade: Grade, n: int) -> None:
     variants = [DOUBLE.collective.cut_into(num_bytes) for num_bytes in (8, 20, 64)]

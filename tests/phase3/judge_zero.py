@@ -1,4 +1,4 @@
-"""Judges tasks 3.18 and 3.19; task 3.20 shares the checks of values and overlap."""
+"""Judges tasks 3.12 and 3.13; task 3.14 shares the checks of values and overlap."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -284,17 +284,17 @@ def _tests_of(
     }
 
 
-# Task 3.18: ShardedOptimizer
+# Task 3.12: ShardedOptimizer
 
-globals().update(_tests_of("3.18", "states", STATE, (4, 12), 2, has_buckets=False))
-
-
-# Task 3.19: Reduction and ShardedGradientOptimizer
-
-globals().update(_tests_of("3.19", "gradients", GRADIENTS, (2, 14), 3, has_buckets=True))
+globals().update(_tests_of("3.12", "states", STATE, (4, 12), 2, has_buckets=False))
 
 
-@task("3.19")
+# Task 3.13: Reduction and ShardedGradientOptimizer
+
+globals().update(_tests_of("3.13", "gradients", GRADIENTS, (2, 14), 3, has_buckets=True))
+
+
+@task("3.13")
 def test_one_reduction_is_under_way_at_a_time(grade: Grade) -> None:
     run = grade.run(b.start_twice, 3, cluster=UNIFORM, if_stuck=STUCK)
     events = run.trace.events if run.trace else []
@@ -341,7 +341,7 @@ def check_overlap(
     )
 
 
-@task("3.19")
+@task("3.13")
 def test_buckets_are_reduced_while_the_backward_pass_goes_on(grade: Grade) -> None:
     check_overlap(
         *(grade, GRADIENTS, {"bucket_bytes": LAYER_BYTES}, 3),

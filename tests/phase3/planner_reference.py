@@ -1,4 +1,4 @@
-"""The graders' versions of the formulas of tasks 3.21 to 3.23, and cases to try them on."""
+"""The graders' versions of the formulas of tasks 3.20 to 3.22, and cases to try them on."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 3.14 to 3.17: parameter servers and their workers.
+"""Bodies (functions that ranks run) for tasks 3.16 to 3.19: parameter servers and their workers.
 
 The gradients of worker i of W are -1 at every W-th element from i on, and 0 elsewhere. After SGD
 with a learning rate of 1, the parameters show how many gradients of each worker have been applied.
@@ -271,7 +271,7 @@ def serve_some_who_leave(lesson: Any, plan: Plan) -> dict[str, Any] | None:
     return seen
 
 
-# Task 3.14: push_pull
+# Task 3.16: push_pull
 
 
 def push_and_pull(

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 3.18 to 3.20.
+"""Bodies (functions that ranks run) for tasks 3.12 to 3.14.
 
 The classes in these tasks share a contract, and each of them shards more than the one before.
 """

@@ -30,7 +30,7 @@ BUCKETS = (
 BUCKET_BYTES = 240
 NOT_FINITE = math.nan, math.inf, -math.inf
 GRAIN, FRACTION = 8.0, 1 / 128  # units of sent values, and of gradients
-TORCHS, COURSES = "torch's DistributedDataParallel", "that of task 3.12"
+TORCHS, COURSES = "torch's DistributedDataParallel", "that of task 3.11"
 
 
 class Plan(NamedTuple):
@@ -175,7 +175,7 @@ class Torchs:
 
 
 class Courses:
-    """A short version of task 3.12's data parallelism.
+    """A short version of task 3.11's data parallelism.
 
     It sums buckets in place, and the gradients are views of the buckets.
     """

@@ -311,6 +311,14 @@ def crash_states(recorder: Recorder, end: int) -> Iterator[tuple[int, bool, Stat
             yield from ((count, True, state) for state in states)
 
 
+def kill_states(recorder: Recorder) -> Iterator[tuple[int, bool, State]]:
+    """Yield what is left if the process is killed after each number of events: all it has done."""
+    trees = [recorder.start, *(event.tree for event in recorder.events)]
+    for count, tree in enumerate(trees):
+        (state,) = Disk(tree).states()
+        yield count, False, state
+
+
 def build(state: State, folder: Path) -> None:
     """Make a folder that holds ``state``."""
     folder.mkdir(parents=True)

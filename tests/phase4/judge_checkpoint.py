@@ -62,6 +62,11 @@ CHECKPOINTS = StoreContract(
     },
     damages=partial(draw_damages, num_flips=30),
     is_one_process=True,
+    parts={
+        "survive_a_kill": "b",
+        "survive_a_crash": "c",
+        "that_are_newest_and_undamaged_stay": "d",
+    },
 )
 globals().update(CHECKPOINTS.tests())
 
@@ -80,21 +85,21 @@ def test_loading_runs_no_code(grade: Grade) -> None:
 FULL = {"the disk is full": 0, "the disk fills up": 2000, "the folder can't be made": None}
 
 
-@task("4.1")
+@task("4.1", part="b")
 @pytest.mark.parametrize("what", FULL)
 def test_a_full_disk_loses_nothing(grade: Grade, what: str) -> None:
     facts = _call(grade, b.save_where_it_fails, FULL[what])
     _check_failure(facts, what, "" if FULL[what] is None else os.strerror(errno.EFBIG))
 
 
-@task("4.1")
+@task("4.1", part="c")
 def test_a_sync_that_fails_loses_nothing(grade: Grade) -> None:
     for place, facts in enumerate(_call(grade, b.save_where_a_sync_fails), start=1):
         what = f"sync {place} of the save says that the disk is broken"
         _check_failure(facts, what, os.strerror(errno.EIO))
 
 
-@task("4.1")
+@task("4.1", part="d")
 def test_what_was_saved_stays_if_an_old_one_does(grade: Grade) -> None:
     facts = _call(grade, b.save_where_an_old_one_stays)
     check_load(

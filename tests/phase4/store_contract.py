@@ -4,7 +4,7 @@ Tasks 4.1 and 4.3 make the same promises about crashes, damage and which checkpo
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -66,6 +66,7 @@ class StoreContract:
     damages: Callable[[Random], Sequence[Damage]]  # draws ways to damage a checkpoint
     is_one_process: bool  # True if a single process writes one file and a manifest
     advice: str = ""  # likely cause of damage after a crash
+    parts: Mapping[str, str] = field(default_factory=dict)  # letters of the task's parts, by test
 
     @property
     def saves(self) -> str:
@@ -75,13 +76,27 @@ class StoreContract:
     def tests(self) -> dict[str, Callable[..., None]]:
         """Return the tests by name, marked as tests of the task."""
         tests: dict[str, Callable[..., None]] = {
+            "survive_a_kill": over(["after each operation"], self._test_kill),
             "survive_a_crash": over(self.crashes, self._test_crash),
             "that_are_damaged_are_skipped": over(["each in turn"], self._test_damage),
             "that_are_all_damaged_are_an_error": over(["all"], self._test_all_damaged),
             "that_are_newest_and_undamaged_stay": over(self.kept, self._test_kept),
             "are_not_overwritten": over(["undamaged"], self._test_again),
         }
-        return {f"test_{self.name}_{n}": task(self.task)(test) for n, test in tests.items()}
+        if not self.is_one_process:  # several ranks: the crash covers the kill
+            del tests["survive_a_kill"]
+        return {
+            f"test_{self.name}_{n}": task(self.task, part=self.parts.get(n, "a"))(test)
+            for n, test in tests.items()
+        }
+
+    def _test_kill(self, grade: Grade, _: str) -> None:
+        plan = next(iter(self.crashes.values()))
+        facts = self.run(grade, "crash", plan, True)[0]
+        for state in facts["states"]:
+            done = facts["operations"][: state["done"]]
+            when = f"if the process is killed after {'; '.join(done[-5:]) or 'nothing'},"
+            self._check_state(plan, state, when, "What is done stays done when a process dies.")
 
     def _test_crash(self, grade: Grade, what: str) -> None:
         plan = self.crashes[what]
@@ -95,7 +110,7 @@ class StoreContract:
                 f"save of {what}: if the power fails after {len(done)} of {len(operations)} "
                 f"operations ({'; '.join(done[-5:]) or 'nothing'}),"
             )
-            self._check_state(plan, state, when)
+            self._check_state(plan, state, when, RULES)
             if state["is_end"]:
                 check_load(
                     *(state, plan.step, f"save of {what}: if the power fails when it has returned"),
@@ -112,7 +127,7 @@ class StoreContract:
             "says that all others are complete, so it must not be there before they are.",
         )
 
-    def _check_state(self, plan: Plan, state: Facts, when: str) -> None:
+    def _check_state(self, plan: Plan, state: Facts, when: str, rules: str) -> None:
         """Check a state that a crash during the save may leave."""
         names = {path.split("/")[1] for path in state["files"]}
         others = sorted(name for name in names if not name.startswith(("step-", ".step-")))
@@ -126,7 +141,7 @@ class StoreContract:
         check(
             not broken,
             f"{when} a damaged checkpoint may be found: {short(broken)}. Left are {_files(state)}. "
-            f"{RULES} Give a checkpoint its name when its files are safe, and take it away before "
+            f"{rules} Give a checkpoint its name when its files are safe, and take it away before "
             f"they go. {self.advice}",
         )
         before = [step for step in plan.there if step not in plan.damaged]

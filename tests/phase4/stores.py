@@ -25,6 +25,7 @@ from phase4.file_history import (
     Tree,
     build,
     crash_states,
+    kill_states,
     open_in,
     reads_in,
     recorded,
@@ -168,10 +169,13 @@ class Store:
 # Crashes
 
 
-def crash(store: Store, plan: Plan) -> Facts:
+def crash(store: Store, plan: Plan, is_killed: bool = False) -> Facts:
     """Save, and load from every state that a crash may leave, during the save and after it.
 
     Rank 0's disk is slow, so that the other ranks get as far ahead as they can.
+
+    Args:
+        is_killed: True if only the process dies, so that all that it has done stays done.
 
     Returns:
         The operations of the save, in words; the folder after it; whether the path was right; and
@@ -196,7 +200,7 @@ def crash(store: Store, plan: Plan) -> Facts:
     is_right = str(path) == str(store.folder / name_of(plan.step))
     undamaged = [step for step in plan.there if step not in plan.damaged]
     intact = _contents(recorder.start, undamaged) | _contents(recorder.seen, [plan.step])
-    states = crash_states(recorder, min(recorder.returns))
+    states = kill_states(recorder) if is_killed else crash_states(recorder, min(recorder.returns))
     loads = [_after_a_crash(store, alone, intact, *state) for state in states]
     operations = [event.text for event in recorder.events]
     facts = {"operations": operations, "left": listing(store.folder)}

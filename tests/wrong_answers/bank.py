@@ -61,7 +61,7 @@ class Answer:
 
     @property
     def id(self) -> str:
-        """The task and the name, as in ``1.4 all_send_first``."""
+        """The task and the name, as in ``1.3 all_send_first``."""
         return f"{self.task.id} {self.name}"
 
     def lesson(self) -> str:
@@ -100,7 +100,7 @@ def path_of(bank: Path, task: Task) -> Path:
 
 
 def load_equivalents() -> list[Answer]:
-    """Read the mutants that no test can tell from the solution; tables are ``["1.5".NAME]``."""
+    """Read the mutants that no test can tell from the solution; tables are ``["1.4".NAME]``."""
     return [
         _answer(COURSE.task(id), name, True, entry)
         for id, entries in _tables(EQUIVALENTS).items()

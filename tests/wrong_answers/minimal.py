@@ -1,6 +1,6 @@
 """Find the fewest wrong answers of our own bank that prove all that the bank proves.
 
-python tests/wrong_answers/minimal.py --only 1.4 --jobs 2         # prints answers that can go
+python tests/wrong_answers/minimal.py --only 1.3 --jobs 2         # prints answers that can go
 python tests/wrong_answers/minimal.py --jobs 2 --write            # also removes them from the bank
 
 An answer proves that its test can fail, that a judge's line is reached, and that a sentence of
@@ -52,7 +52,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="TASK", default="", help="one task, such as 1.4")
+    parser.add_argument("--only", metavar="TASK", default="", help="one task, such as 1.3")
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes")
     parser.add_argument("--write", action="store_true", help="remove the others from the bank")
     return parser.parse_args()

@@ -2,7 +2,7 @@
 
 python tests/wrong_answers/table.py > table.md                 # a row for each task
 python tests/wrong_answers/table.py --bank DIR -v    # another bank; -v shows rejected answers too
-python tests/wrong_answers/table.py --only 1.4 --jobs 2
+python tests/wrong_answers/table.py --only 1.3 --jobs 2
 
 An answer of the course's own bank is run against every test of its task; a right answer is run on
 real processes too. An answer of another bank is run only in the simulated world, until a test
@@ -63,7 +63,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--bank", metavar="DIR", type=Path, default=bank.OWN, help="another bank")
-    parser.add_argument("--only", metavar="TASK", default="", help="one task, such as 1.4")
+    parser.add_argument("--only", metavar="TASK", default="", help="one task, such as 1.3")
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="processes")
     parser.add_argument("-v", "--verbose", action="store_true", help="also what was rejected, why")
     return parser.parse_args()

@@ -87,7 +87,7 @@ class TorchDDP(Strategy):
 
 
 class CourseDDP(TorchDDP):
-    """The DistributedDataParallel of task 3.12, with an all-reduce of Phase 3."""
+    """The DistributedDataParallel of task 3.11, with an all-reduce of Phase 3."""
 
     def distribute(self, model: nn.Module) -> None:
         """Wrap the model with the all-reduce that ``communication_pattern`` names."""

@@ -16,7 +16,7 @@ SERVER = 0
 
 
 class ParameterServer(Strategy):
-    """Task 3.14: in every step, workers push gradients and pull parameters."""
+    """Task 3.16: in every step, workers push gradients and pull parameters."""
 
     def distribute(self, model: nn.Module) -> None:
         """Lay the parameters out in one flat tensor, which the server updates."""

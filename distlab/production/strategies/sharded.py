@@ -134,7 +134,7 @@ def policy_of(config: Config) -> MixedPrecisionPolicy:
 
 
 class ShardedOptimizer(Strategy):
-    """ZeRO stages 1 and 2: tasks 3.18 and 3.19."""
+    """ZeRO stages 1 and 2: tasks 3.12 and 3.13."""
 
     def distribute(self, model: nn.Module) -> None:
         """Move the parameters into flat memory; each rank updates its shard."""
@@ -153,7 +153,7 @@ class ShardedOptimizer(Strategy):
             self.sharded.step()
         if self.config.clip_norm and not self.has_clipped:
             raise ConfigError(
-                "clip_norm clips what reduce_gradients returns, and step of task 3.18 or 3.19 has "
+                "clip_norm clips what reduce_gradients returns, and step of task 3.12 or 3.13 has "
                 "not called it: call self.reduce_gradients() in step, or leave clip_norm out"
             )
 
@@ -167,9 +167,9 @@ class ShardedOptimizer(Strategy):
 
 
 def sharded_optimizer(strategy: Strategy) -> Any:
-    """Return the optimizer of task 3.18 or 3.19 for this rank's part of the model.
+    """Return the optimizer of task 3.12 or 3.13 for this rank's part of the model.
 
-    With ``communication_pattern: ring``, the optimizer of 3.18 uses the ring of 3.1 for gradients.
+    With ``communication_pattern: ring``, the optimizer of 3.12 uses the ring of 3.1 for gradients.
     """
     config, lesson = strategy.config, strategy.lessons("zero")
     cls = {1: lesson.ShardedOptimizer, 2: lesson.ShardedGradientOptimizer}[config.zero_redundancy]
@@ -207,7 +207,7 @@ def gradients_into(sharded: Any) -> None:
 
 
 class FullySharded(InShards):
-    """ZeRO stage 3: task 3.20."""
+    """ZeRO stage 3: task 3.14."""
 
     def distribute(self, model: nn.Module) -> None:
         """Shard the parameters; each unit is gathered only while it computes."""

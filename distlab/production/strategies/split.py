@@ -104,7 +104,7 @@ class Split(CourseDDP):
         return self.config.parallelism.pp > 1
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, num_samples: int) -> Tensor:
-        """Run the micro-batches through the stages, as in task 2.12."""
+        """Run the micro-batches through the stages, as in task 2.10."""
         if not self.is_pipeline:
             return super().forward_backward(inputs, targets, num_samples)
         pipeline = self.lessons("pipeline_parallel")

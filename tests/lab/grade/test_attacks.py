@@ -79,7 +79,7 @@ def attack(folder: Path, world: str, *, at_import: str = "", body: str = "pass")
     (folder / PHASE).mkdir()
     text = f"{at_import}\ndef exchange(outgoing, dst, incoming, src, group=None):\n    {body}\n"
     (folder / PHASE / "collectives.py").write_text(text)
-    task, right = course.load(ROOT).task("1.4"), reference(ROOT)
+    task, right = course.load(ROOT).task("1.3"), reference(ROOT)
     grade = Grade(Submission(folder), task, world, TIMEOUT_S, reference=right)
     try:
         results = grade.run(calls_it, 2).results

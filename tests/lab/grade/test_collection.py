@@ -23,11 +23,11 @@ from distlab.grade import check, task
 def nothing(lesson):
     return 1
 
-@task("1.4")
+@task("1.3")
 def test_that_breaks(grade):
     {body}
 
-@task("1.5")
+@task("1.4")
 def test_that_passes(grade):
     grade.call(nothing)
 """
@@ -74,11 +74,11 @@ def test_one_test_asked_for_by_name_does_not_earn_the_points_of_its_task(
     assert "not all tests of the task were run: no points" in ended.stdout
     assert "broadcast" not in ended.stdout, "only what was asked for is in the table"
     (task,) = ET.parse(junit).getroot()
-    assert (task.get("name"), task.get("errors")) == ("1.4 exchange", "1"), "CI must not be green"
+    assert (task.get("name"), task.get("errors")) == ("1.3 exchange", "1"), "CI must not be green"
 
 
 def test_tasks_are_picked_by_their_ids(pytest_run: Run) -> None:
-    ended = pytest_run("-k", "1.1 or 1.4", "--collect-only")
+    ended = pytest_run("-k", "1.1 or 1.3", "--collect-only")
     assert ended.returncode == 5, ended.stdout
     tests = re.findall(r"::(\w+)", ended.stdout)
     assert {"test_ranks_take_turns", "test_exchange_inside_a_group"} <= set(tests)
@@ -91,15 +91,15 @@ def test_an_error_of_the_grader_ends_with_its_own_code(pytest_run: Run, tmp_path
     ended = pytest_run("--report", f"json={report}", suite=suite)
     assert ended.returncode == 3, ended.stdout
     found = {task["id"]: task["outcome"] for task in json.loads(report.read_text())["tasks"]}
-    assert (found["1.4"], found["1.5"]) == ("grader error", "passed")
+    assert (found["1.3"], found["1.4"]) == ("grader error", "passed")
 
 
 def test_tests_that_pytest_left_out_are_not_run(pytest_run: Run, tmp_path: Path) -> None:
     suite, report = my_suite(tmp_path, "check(False, 'wrong')"), tmp_path / "report.json"
-    ended = pytest_run("-x", "-k", "1.4 or 1.5", "--report", f"json={report}", suite=suite)
+    ended = pytest_run("-x", "-k", "1.3 or 1.4", "--report", f"json={report}", suite=suite)
     assert ended.returncode == 1, ended.stdout
     found = {task["id"]: task["outcome"] for task in json.loads(report.read_text())["tasks"]}
-    assert found == {"1.4": "failed", "1.5": "not run"}
+    assert found == {"1.3": "failed", "1.4": "not run"}
 
 
 @pytest.mark.parametrize("path", [".", "/dev/null/report.json"])

@@ -23,7 +23,7 @@ SOLUTIONS = ROOT / "solutions"
 KEEPS_ITS_OWN = (
     "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incoming.zero_()\n"
 )
-LENT = "graded with the course's 1.4"
+LENT = "graded with the course's 1.3"
 
 
 def loan(task: str, *passed: str) -> Loan:
@@ -45,7 +45,7 @@ Table = dict[str, dict[str, Any]]  # a report's tasks, by id
 
 @pytest.fixture(scope="module")
 def wrong_exchange(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hand-in in which Task 1.4 is wrong; everything else is copied from the solutions."""
+    """A hand-in in which Task 1.3 is wrong; everything else is copied from the solutions."""
     folder = tmp_path_factory.mktemp("handed_in")
     solved = (SOLUTIONS / PHASE / "collectives.py").read_text()
     before, head, behind = solved.partition("def broadcast(")
@@ -55,7 +55,7 @@ def wrong_exchange(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def graded(fresh_pytest: FreshPytest, folder: Path, report: Path, *options: str) -> Table:
     done = fresh_pytest(
-        *("tests/test_phase1.py", "--impl", folder, "-k", "1.4 or 1.7 or 1.8", *options),
+        *("tests/test_phase1.py", "--impl", folder, "-k", "1.3 or 1.7 or 1.8", *options),
         *("--report", f"json={report}", "-q"),
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -67,15 +67,15 @@ def test_with_a_loan_it_costs_its_own_points_on_simulated_and_on_real_ranks(
 ) -> None:
     tasks = graded(fresh_pytest, wrong_exchange, tmp_path / "a.json", "--lend")
     assert {id: task["outcome"] for id, task in tasks.items()} == {
-        "1.4": "failed",
+        "1.3": "failed",
         "1.7": "passed",
         "1.8": "passed",
     }
     assert {test["world"] for test in tasks["1.7"]["tests"]} == {"sim", "gloo"}
     assert {id: task["lent"] for id, task in tasks.items()} == {
-        "1.4": [],
-        "1.7": ["1.4"],
-        "1.8": ["1.4", "1.5", "1.6"],  # 1.5 and 1.6 were not run; 1.7 passed, so it is not lent
+        "1.3": [],
+        "1.7": ["1.3"],
+        "1.8": ["1.3", "1.4", "1.6"],  # 1.4 and 1.6 were not run; 1.7 passed, so it is not lent
     }
     assert tasks["1.8"]["points"] == COURSE.task("1.8").points
 
@@ -84,16 +84,16 @@ def test_with_a_loan_it_costs_its_own_points_on_simulated_and_on_real_ranks(
 
 
 def test_what_a_task_builds_on_is_lent_and_not_the_task_itself() -> None:
-    assert [task.id for task in loan("1.7").tasks] == ["1.4"]
-    assert [task.id for task in loan("1.8").tasks] == ["1.4", "1.5", "1.6"]
-    assert loan_for(COURSE.task("1.4"), COURSE, SOLUTIONS, ()) is None
+    assert [task.id for task in loan("1.7").tasks] == ["1.3"]
+    assert [task.id for task in loan("1.8").tasks] == ["1.3", "1.4", "1.6"]
+    assert loan_for(COURSE.task("1.3"), COURSE, SOLUTIONS, ()) is None
 
 
 def test_a_class_is_lent_whole() -> None:
-    assert [task.id for task in loan("2.19").tasks] == ["2.14", "2.15", "2.16"]
-    assert [task.id for task in loan("2.19", "2.14", "2.15").tasks] == ["2.16"]
-    assert [task.id for task in loan("2.12").tasks] == ["2.9"]
-    assert "RowParallelLinear" not in loan("2.19").hidden
+    assert [task.id for task in loan("2.17").tasks] == ["2.12", "2.13", "2.14"]
+    assert [task.id for task in loan("2.17", "2.12", "2.13").tasks] == ["2.14"]
+    assert [task.id for task in loan("2.10").tasks] == ["2.8"]
+    assert "RowParallelLinear" not in loan("2.17").hidden
 
 
 # --- how a loan reaches the learner's function ---------------------------------------------------
@@ -212,9 +212,9 @@ def test_an_error_inside_a_lent_function_names_the_learner_s_line(tmp_path: Path
 
 
 def a_result(outcome: Outcome) -> GradeResult:
-    """Return results in which Task 1.4 failed, and 1.7 was graded with the course's 1.4."""
+    """Return results in which Task 1.3 failed, and 1.7 was graded with the course's 1.3."""
     tasks = []
-    for task_id, verdict in (("1.4", Outcome.FAILED), ("1.7", outcome)):
+    for task_id, verdict in (("1.3", Outcome.FAILED), ("1.7", outcome)):
         task = COURSE.task(task_id)
         test = TestResult("test_it", "sim", Verdict(verdict, "It is wrong."), 0.1)
         result = TaskResult(task, "file.py", "", expected=1, tests=[test])

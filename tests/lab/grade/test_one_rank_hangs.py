@@ -38,7 +38,7 @@ def test_a_hang_of_rank_5_alone_names_it_and_its_line(
     phase = tmp_path / "phase1_data_parallel"
     phase.mkdir()
     (phase / "collectives.py").write_text(LESSON.format(hang=HANGS[kind]))
-    task, right = course.load(ROOT).task("1.4"), reference(ROOT)
+    task, right = course.load(ROOT).task("1.3"), reference(ROOT)
     grade = Grade(Submission(tmp_path), task, world, TIMEOUT_S, reference=right)
     with pytest.raises(RankHung) as raised:
         grade.run(exchange_once, 8, if_stuck="Who waits?")

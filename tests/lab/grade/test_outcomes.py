@@ -11,8 +11,8 @@ from distlab.grade.outcomes import OUTPUT_CHARACTERS, Outcome, Verdict, verdict_
 from distlab.grade.results import TaskResult, TestResult
 from distlab.launch import RankFailed, RankHung
 
-TASK = course.load(Path(__file__).parents[3]).task("1.5")
-TODO = "Task 1.5: broadcast, see guidelines.md#15-broadcast-along-a-tree"
+TASK = course.load(Path(__file__).parents[3]).task("1.4")
+TODO = "Task 1.4: broadcast, see guidelines.md#14-broadcast-along-a-tree"
 
 
 def raised(name: str, text: str) -> RankFailed:
@@ -34,7 +34,7 @@ HANG = Verdict(Outcome.HANG, "4 of 4 wait in recv")
 def test_only_the_error_of_a_template_is_a_todo() -> None:
     verdict = verdict_on(raised("NotImplementedError", TODO))
     assert (verdict.outcome, verdict.message) == (Outcome.TODO, TODO)
-    assert (verdict.kind, verdict.missing) == ("todo", ("1.5", "broadcast"))
+    assert (verdict.kind, verdict.missing) == ("todo", ("1.4", "broadcast"))
     other = verdict_on(raised("NotImplementedError", "Module is missing forward"))
     assert other.outcome is Outcome.FAILED
     assert "rank 0 of 2 raised NotImplementedError: Module is missing" in other.message
@@ -63,15 +63,15 @@ def test_after_two_hangs_the_rest_is_known() -> None:
 def test_a_task_of_which_nothing_was_run_scores_nothing_and_is_not_the_graders_fault() -> None:
     task = a_task(expected=3)
     assert (task.outcome, task.points) == (Outcome.NOT_RUN, 0)
-    expected = "Task 1.5: none of its tests were run, because pytest ended first."
+    expected = "Task 1.4: none of its tests were run, because pytest ended first."
     assert table.message(task) == expected
     assert a_task(expected=0).outcome is Outcome.GRADER_ERROR
 
 
 def test_a_task_that_waits_for_another_one_says_for_which() -> None:
-    missing = "Task 1.4: exchange, see guidelines.md#14-exchange"
+    missing = "Task 1.3: exchange, see guidelines.md#14-exchange"
     needs = a_task(("sim", verdict_on(raised("NotImplementedError", missing))))
-    assert table.message(needs) == f"Task 1.5 needs another task first. {missing}"
+    assert table.message(needs) == f"Task 1.4 needs another task first. {missing}"
     assert not needs.is_known, "a test that does without may tell more"
     own = a_task(("sim", verdict_on(raised("NotImplementedError", TODO))))
     assert (table.message(own), own.is_known) == (TODO, True)
@@ -91,7 +91,7 @@ def test_a_hang_is_explained_by_what_kind_it_is() -> None:
         assert (verdict.outcome, verdict.kind) == (Outcome.HANG, kind)
         return table.next_step(a_task(("gloo", verdict)))
 
-    assert advice("deadlock") == "guidelines.md 1.5"
+    assert advice("deadlock") == "guidelines.md 1.4"
     assert "Does this loop ever end, or" in advice("endless loop")
     assert "What does this line wait for" in advice("blocked")
     assert "--world-timeout" in advice("time is up")

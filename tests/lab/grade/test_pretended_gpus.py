@@ -5,10 +5,10 @@ from pretended_gpus import NUM_GPUS
 from processes import ROOT, FreshPytest
 
 # All tasks with a test in a world of one rank, and 4.18, whose worlds are simulated on one GPU.
-ON_ONE = "1.9 or 1.11 or 1.12 or 1.13 or 2.4 or 2.5 or 3.12 or 4.18"
+ON_ONE = "1.9 or 1.11 or 1.12 or 1.13 or 2.3 or 2.4 or 3.11 or 4.18"
 # Some of the tasks with a test in processes; the judges of the others still send CPU tensors.
-ON_SEVERAL = "1.5 or 1.6 or 1.7 or 1.11 or 1.12 or 1.13 or 2.3 or 2.4"
-ON_SEVERAL += " or 3.1 or 3.2 or 3.3 or 3.4 or 3.5 or 3.6 or 3.8 or 3.12 or 4.9 or 4.10 or 4.11"
+ON_SEVERAL = "1.4 or 1.6 or 1.7 or 1.11 or 1.12 or 1.13 or 2.2 or 2.3"
+ON_SEVERAL += " or 3.1 or 3.2 or 3.3 or 3.4 or 3.5 or 3.7 or 3.11 or 4.9 or 4.10 or 4.11"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from distlab.grade import report_paths, reports
 from distlab.grade.outcomes import Outcome, Verdict
 from distlab.grade.results import GradeResult, TaskResult, TestResult
 
-TASK = course.load(Path(__file__).parents[3]).task("1.5")
+TASK = course.load(Path(__file__).parents[3]).task("1.4")
 RESULT = GradeResult(
     "here",
     [

@@ -26,13 +26,13 @@ def a_task(task_id: str, verdict: Verdict) -> TaskResult:
 
 
 def a_result(verdict: Verdict) -> GradeResult:
-    """Return results in which Task 1.4 has passed and Task 1.5 has this verdict."""
-    tasks = [a_task("1.4", Verdict(Outcome.PASSED)), a_task("1.5", verdict)]
+    """Return results in which Task 1.3 has passed and Task 1.4 has this verdict."""
+    tasks = [a_task("1.3", Verdict(Outcome.PASSED)), a_task("1.4", verdict)]
     return GradeResult("here", tasks, 1.5, {"python": "3.11"}, {"phase1/a.py": "ab12"}, 7)
 
 
 HANG = Verdict(Outcome.HANG, "rank 1 waits", "  a.py:3  dist.recv(x)", "hello\n", kind="all wait")
-HANGS = "Task 1.5: rank 1 waits. guidelines.md 1.5"
+HANGS = "Task 1.4: rank 1 waits. guidelines.md 1.4"
 
 
 def written(kind: str, verdict: Verdict) -> Any:
@@ -56,7 +56,7 @@ def test_json_holds_everything() -> None:
     }
     assert found["tasks"][0]["message"] == ""
     assert found["tasks"][1] == {
-        "id": "1.5",
+        "id": "1.4",
         "function": "broadcast",
         "outcome": "hang",
         "kind": "all wait",
@@ -67,14 +67,17 @@ def test_json_holds_everything() -> None:
         "message": HANGS,
         "points": 0,
         "max_points": 4,
+        "parts": {"a": 0},
         "is_part": False,
         "seconds": 0.25,
-        "file": "1.5.py",
+        "file": "1.4.py",
         "sha256": "ab12",
         "tests_expected": 1,
+        "tests_expected_in_parts": {},
         "tests": [
             {
                 "name": "test_it[sim]",
+                "part": "a",
                 "world": "sim",
                 "outcome": "hang",
                 "kind": "all wait",
@@ -119,7 +122,7 @@ def test_gradescope_shows_a_grader_error_to_instructors_alone() -> None:
 def test_junit_counts_by_kind(outcome: Outcome, element: str, count: str) -> None:
     passed, other = ET.fromstring(written("junit", Verdict(outcome, "why", "more")))
     assert (passed.get("name"), passed.get("tests"), passed.get(count)) == (
-        "1.4 exchange",
+        "1.3 exchange",
         "1",
         "0",
     )
@@ -148,17 +151,17 @@ def test_a_report_without_format_or_path_is_refused(option: str) -> None:
 
 
 def test_a_report_that_is_read_again_has_the_same_verdicts() -> None:
-    missing = ("1.4", "exchange")
+    missing = ("1.3", "exchange")
     verdicts = (
-        Verdict(Outcome.TODO, "Task 1.4: exchange, see …", "a\nb", "hello\n", missing=missing),
+        Verdict(Outcome.TODO, "Task 1.3: exchange, see …", "a\nb", "hello\n", missing=missing),
         Verdict(Outcome.PASSED),
         HANG,
     )
     tasks = [
         TaskResult(TASKS.task(id), "a.py", "ab", 1, tests=[TestResult("a", "sim", verdict, 0.25)])
-        for id, verdict in zip(("1.5", "1.6", "1.7"), verdicts, strict=True)
+        for id, verdict in zip(("1.4", "1.6", "1.7"), verdicts, strict=True)
     ]
-    tasks[0].lent, tasks[1].is_part = (TASKS.task("1.4"),), True
+    tasks[0].lent, tasks[1].is_part = (TASKS.task("1.3"),), True
     not_run = TaskResult(TASKS.task("1.8"), "", "", expected=3)
     result = GradeResult("here", [*tasks, not_run], 1.5)
     text = reports.FORMATS["json"](result)
@@ -189,7 +192,7 @@ LOOP = "  collectives.py:101  while True:"
 
 
 def shown(verdict: Verdict) -> list[str]:
-    """Return the lines that Gradescope shows for Task 1.5 with this verdict."""
+    """Return the lines that Gradescope shows for Task 1.4 with this verdict."""
     return str(written("gradescope", verdict)["tests"][1]["output"]).splitlines()
 
 
@@ -206,5 +209,5 @@ def test_the_line_comes_first_then_the_message_then_all_that_is_known(
 ) -> None:
     first, message, *rest = shown(Verdict(outcome, "Why.", details))
     assert first == place
-    assert message.startswith("Task 1.5: Why.")
+    assert message.startswith("Task 1.4: Why.")
     assert rest == details.splitlines()

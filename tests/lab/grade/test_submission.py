@@ -22,7 +22,7 @@ IMPORTS = f"from {PHASE}.template_collectives import exchange\n"
 TERABYTE = 10**12
 
 
-def grade_of(handed_in: Submission, task: str = "1.4") -> Grade:
+def grade_of(handed_in: Submission, task: str = "1.3") -> Grade:
     return Grade(handed_in, COURSE.task(task), "sim", TIMEOUT_S)
 
 
@@ -30,7 +30,7 @@ def where_from(lesson: Any) -> str:
     return str(inspect.unwrap(lesson.exchange).__code__.co_filename)
 
 
-def verdict_of(handed_in: Submission, task: str = "1.4") -> Verdict:
+def verdict_of(handed_in: Submission, task: str = "1.3") -> Verdict:
     with pytest.raises(LaunchError) as raised:
         grade_of(handed_in, task).call(where_from)
     return verdict_on(raised.value)
@@ -55,12 +55,12 @@ def test_files_are_found_under_both_names(tmp_path: Path, name: str) -> None:
 def test_what_is_given_comes_from_the_course(tmp_path: Path, theirs: str | None) -> None:
     mine = f"from {PHASE}.given import finish as exchange\n"
     files = {"collectives": mine} if theirs is None else {"collectives": mine, "given": theirs}
-    grade = grade_of(hand_in(tmp_path, **files), "1.4")
+    grade = grade_of(hand_in(tmp_path, **files), "1.3")
     assert grade.call(where_from) == str(ROOT / PHASE / "given.py")
 
 
 def test_a_lesson_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    verdict = verdict_of(hand_in(tmp_path, collectives="", template_collectives=""), "1.4")
+    verdict = verdict_of(hand_in(tmp_path, collectives="", template_collectives=""), "1.3")
     assert verdict.outcome is Outcome.IMPORT_ERROR
     assert "keep one of them" in verdict.message
 
@@ -69,7 +69,7 @@ def test_a_folder_that_is_called_solutions_is_not_the_solutions(tmp_path: Path) 
     folder = tmp_path / "solutions"
     hand_in(folder, collectives=f"from solutions.{PHASE}.collectives import exchange\n")
     (folder / "__init__.py").write_text("")
-    verdict = verdict_of(submission.find(str(folder), ROOT), "1.4")
+    verdict = verdict_of(submission.find(str(folder), ROOT), "1.3")
     assert verdict.outcome is Outcome.IMPORT_ERROR
     assert "must not import solutions" in verdict.message
     assert submission.find("solution", ROOT).is_solution
@@ -77,7 +77,7 @@ def test_a_folder_that_is_called_solutions_is_not_the_solutions(tmp_path: Path) 
 
 @pytest.mark.parametrize("module", ["phase1.reference", "tests.phase1.judge_trainer"])
 def test_what_judges_a_submission_is_not_for_it(tmp_path: Path, module: str) -> None:
-    verdict = verdict_of(hand_in(tmp_path, collectives=f"import {module}\n"), "1.4")
+    verdict = verdict_of(hand_in(tmp_path, collectives=f"import {module}\n"), "1.3")
     assert verdict.outcome is Outcome.IMPORT_ERROR
     assert f"must not import {module}" in verdict.message
 
@@ -85,7 +85,7 @@ def test_what_judges_a_submission_is_not_for_it(tmp_path: Path, module: str) -> 
 def test_a_file_that_was_saved_as_utf_16_is_named_and_what_to_do(tmp_path: Path) -> None:
     handed_in = hand_in(tmp_path, template_collectives="")
     (tmp_path / PHASE / "template_collectives.py").write_bytes("x = 1\n".encode("utf-16-le"))
-    verdict = verdict_of(handed_in, "1.4")
+    verdict = verdict_of(handed_in, "1.3")
     assert verdict.outcome is Outcome.IMPORT_ERROR
     assert "template_collectives.py, line 1: " in verdict.message
     assert "save it as UTF-8, not as UTF-16" in verdict.message
