@@ -23,7 +23,7 @@ from distlab.sim.gpu.group import Fleet, GpuGroup
 from distlab.sim.gpu.mixtures import note_on
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.hardware.topology import Place
-from distlab.sim.isolation import host, modules, patches
+from distlab.sim.isolation import host, loaders, modules, patches
 from distlab.sim.isolation.exits import Exits, deaths_due
 from distlab.sim.isolation.groups import Groups
 from distlab.sim.isolation.profiler import SharedProfiler
@@ -250,7 +250,9 @@ class Simulation:
         dying = deaths_due(
             self.options.faults, self.scheduler, self.clock, self.rank_states, self.exits
         )
-        with patches.installed(self), host.prepared(), dying, contextlib.ExitStack() as watching:
+        with contextlib.ExitStack() as watching:
+            for prepared in (patches.installed(self), host.prepared(), loaders.ended(), dying):
+                watching.enter_context(prepared)
             if self.fleet and self.cluster.gpu:
                 surface.install(watching, self.rank_states.is_in_rank, self.cluster.gpu.name)
             if self.steps:

@@ -1,12 +1,14 @@
 """A rank's threads wait in virtual time and share the rank's state."""
 
 import asyncio
+import gc
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -251,3 +253,24 @@ def loads_in_a_process(began_s: float) -> list[int]:
 
 def test_a_data_loaders_process_lives_in_real_time() -> None:
     assert simulate(loads_in_a_process, 2, time.monotonic()).results == [[2, 2]] * 2
+
+
+def keeps_its_loader() -> None:
+    loader: Any = DataLoader(Clocked(), batch_size=2, num_workers=1, persistent_workers=True)
+    loader.itself = loader  # so that only the collector frees it
+    assert len(list(loader)) == 2
+
+
+def test_a_loaders_process_that_a_rank_leaves_behind_ends_when_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_late, join = [], BaseProcess.join
+
+    def noted(process: BaseProcess, timeout: float | None = None) -> None:
+        join(process, timeout)
+        is_late.append(process.is_alive())
+
+    monkeypatch.setattr(BaseProcess, "join", noted)
+    simulate(keeps_its_loader, 2)
+    gc.collect()
+    assert is_late == [False, False], "torch waits 5 s for a process, and then kills it"
