@@ -2,9 +2,8 @@
 
 They only send and receive messages. Rank numbers are those inside ``group``, not global ones.
 
-Tasks 1.3, 1.4 and 1.6 to 1.8. Each docstring says what the function promises, the TODO lists what
-you need for it, and guidelines.md explains why and how.
-To grade one task: ``distlab check 1.3``.
+Tasks 1.3, 1.4 and 1.6 to 1.8. Each docstring says what the function promises, its TODO gives an
+example, and guidelines.md explains why and how. To grade one task: ``distlab check 1.3``.
 """
 
 import sys
@@ -41,7 +40,6 @@ def exchange(outgoing: Tensor, dst: int, incoming: Tensor, src: int, group: Grou
         collectives, no barriers.
     """
     # TODO 1.3: on return ``incoming`` holds what src sent, and ``outgoing`` may be overwritten.
-    #   Tools: dist.P2POp, dist.batch_isend_irecv, wait. group_peer= is a rank inside the group.
     #   Example: ranks 0, 1 and 2 send their own numbers to the right: they receive 2, 0 and 1.
     #   About 6 lines.
     raise NotImplementedError("Task 1.3: exchange, see guidelines.md#13-exchange-without-deadlock")
@@ -69,7 +67,6 @@ def broadcast(x: Tensor, src: int = 0, group: Group = None) -> None:
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     # TODO 1.4: all ranks hold what src had, after ⌈log2 N⌉ rounds. Any src and any N must work.
-    #   Tools: dist.send and dist.recv, with group_dst= and group_src=.
     #   Example: N = 6, whatever src is: 5 messages in 3 rounds, at most 3 of them from src.
     #   About 10 lines.
     raise NotImplementedError("Task 1.4: broadcast, see guidelines.md#14-broadcast-along-a-tree")
@@ -88,7 +85,6 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
         collectives; one extra tensor of the size of ``x`` on rank 0, none elsewhere.
     """
     # TODO 1.6: all ranks hold the sum, which rank 0 has computed.
-    #   Tools: dist.send, dist.recv, one tensor of the size of ``x`` on rank 0, your broadcast.
     #   Example: three ranks hold 1, 2 and 4: all hold 7 at the end, after four messages.
     #   About 9 lines.
     raise NotImplementedError(
@@ -122,7 +118,6 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
     """
     # TODO 1.7: all ranks hold the sum, after log2 N rounds if N is a power of two, otherwise after
     #   two more rounds than for the largest power of two below N.
-    #   Tools: your exchange, dist.send and dist.recv, one more tensor of the size of ``x``.
     #   Example: N = 6: 12 messages in 4 rounds; ranks 0 and 1 send 3 each, ranks 4 and 5 one each.
     #   About 20 lines.
     raise NotImplementedError(
@@ -180,8 +175,6 @@ def measure_all_reduce(
         results.
     """
     # TODO 1.8: return the table of seconds, and α and 1/β of its column "exchange".
-    #   Tools: time.perf_counter, _exchange_in_ring and finish (given), median, dist.barrier, your
-    #   all-reduces and fit_alpha_beta.
     #   Example: α = 7 µs, 1/β = 13 GB/s, 4 ranks, 40,000 bytes: exchange takes 10.1 µs,
     #   all_reduce_naive 50.4 µs, the time of 3 + 2 messages.
     #   About 35 lines, with a helper of your own.
@@ -209,7 +202,6 @@ def fit_alpha_beta(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> tupl
         that 1/β is finite. Both are floats.
     """
     # TODO 1.8: return α and β of the line through the measured points.
-    #   Tools: numpy.
     #   Example: as above; and [1000, 2000] bytes in [1, 3] µs: α = 0, β = 15/13 ns per byte.
     #   About 7 lines.
     raise NotImplementedError(

@@ -1,8 +1,7 @@
 """Share samples among ranks: shards of an epoch, loaders over shards, batches from one rank.
 
-Tasks 1.1, 1.2 and 1.5. Each docstring says what the function promises, the TODO lists what you
-need for it, and guidelines.md explains why and how.
-To grade one task: ``distlab check 1.1``.
+Tasks 1.1, 1.2 and 1.5. Each docstring says what the function promises, its TODO gives an example,
+and guidelines.md explains why and how. To grade one task: ``distlab check 1.1``.
 """
 
 import numpy as np
@@ -67,7 +66,6 @@ def shard_indices(
     # TODO 1.1: return the samples of this rank, as the table above shows them.
     #   Every rank computes the order of the epoch by itself, without messages. Reject invalid
     #   arguments (see Raises).
-    #   Tools: a numpy generator of your own, slices.
     #   Example: 10 samples, 4 ranks, not shuffled: rank 3 gets [3, 7, 1], with drop_last [3, 7].
     #   About 10 lines.
     raise NotImplementedError("Task 1.1: shard_indices, see guidelines.md#11-shard-the-data-set")
@@ -122,8 +120,6 @@ def build_loader(
     # TODO 1.2: return a ShardLoader that yields this rank's share of every global batch.
     #   ShardSampler and ShardLoader are given. You decide how large a share is, what becomes of an
     #   incomplete batch and which global batches to reject, and make the loader ready for epoch 0.
-    #   Tools: dist.get_rank, dist.get_world_size, ShardSampler, ShardLoader, torch.Generator,
-    #   torch.cuda.is_available.
     #   Example: 1,437 samples, global batch 64, 4 ranks: 22 batches of 16 on every rank.
     #   About 20 lines, half of them for the errors.
     raise NotImplementedError(
@@ -164,8 +160,6 @@ def scatter_batch(
         contiguous batch.
     """
     # TODO 1.5: every rank returns its rows, or every rank raises the error.
-    #   Tools: describe and empty_part (given), dist.broadcast_object_list, Tensor.tensor_split,
-    #   dist.isend, dist.recv. group_src= and group_dst= are ranks inside the group.
     #   Example: 10 rows, 4 ranks, src 0: rank 2 receives rows 6 and 7; src sends 6 messages.
     #   About 20 lines.
     raise NotImplementedError("Task 1.5: scatter_batch, see guidelines.md#15-scatter-a-batch")

@@ -1,8 +1,7 @@
 """What a GPU does meanwhile: a step for which the host waits once, and batches copied ahead.
 
-Tasks 1.14 and 1.15. Each docstring says what the function promises, the TODO lists what you need
-for it, and guidelines.md explains why and how.
-To grade one task: ``distlab check 1.14``.
+Tasks 1.14 and 1.15. Each docstring says what the function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 1.14``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -62,8 +61,6 @@ def train_step_ahead(
         without a gradient on this rank counts as zeros; a frozen one is left as it is.
     """
     # TODO 1.14: do the step; the last line is the only one that needs a value from the GPU.
-    #   Tools: summed_loss and count_targets (given), argmax, backward, torch.cat,
-    #   dist.all_reduce, torch.linalg.vector_norm, clamp, torch.where, torch.stack, tolist.
     #   Example: losses 1, 2, 3 on rank 0 and 6 on rank 1, whose gradients add up to (6, 0) and
     #   (6, 16): loss 3.0, g = (3, 4), norm 5.0. With max_norm=1, the optimizer gets (0.6, 0.8).
     #   About 22 lines.
@@ -107,8 +104,6 @@ class Prefetcher:
             batch (the copies of a host that is further ahead are further ahead, too).
         """
         # TODO 1.15: yield the batches, each ready for the caller's stream, and one copied ahead.
-        #   Tools: self.stream, torch.cuda.stream, torch.cuda.current_stream, pin_memory, to with
-        #   non_blocking, record_event, wait_event, record_stream, map_tensors (given).
         #   Example: of 3 batches, 2 have been taken from the loader when the first is yielded, and
         #   3 when the second and the third are.
         #   About 20 lines, with helper methods.

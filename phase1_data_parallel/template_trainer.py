@@ -1,8 +1,7 @@
 """Data-parallel training: equal parameters, averaged gradients, one step, exact evaluation.
 
-Tasks 1.9 to 1.13. Each docstring says what the function promises, the TODO lists what you need for
-it, and guidelines.md explains why and how.
-To grade one task: ``distlab check 1.9``.
+Tasks 1.9 to 1.13. Each docstring says what the function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 1.9``.
 """
 
 import time
@@ -49,8 +48,6 @@ def broadcast_parameters(module: nn.Module, src: int = 0, group: Group = None) -
         layers share is sent once.
     """
     # TODO 1.9: all ranks hold src's values in the same tensor objects as before.
-    #   Tools: module.parameters, module.buffers, your broadcast, which needs contiguous memory. Not
-    #   every parameter is contiguous, and autograd must not record the write.
     #   Example: Linear(2, 2) and BatchNorm1d(2) have 4 parameters and 3 buffers: 7 broadcasts.
     #   About 5 lines.
     raise NotImplementedError(
@@ -79,8 +76,6 @@ def average_gradients(
     """
     # TODO 1.10: every trainable parameter's gradient is the mean over all ranks.
     #   All ranks make the same calls in the same order, whatever gradients they have.
-    #   Tools: module.parameters, requires_grad, grad, the argument all_reduce, which sums and needs
-    #   contiguous memory. Not every gradient is contiguous.
     #   Example: 2 ranks, one with a gradient of 1.0 and one without: 0.5 on both. A frozen
     #   parameter is not touched.
     #   About 8 lines.
@@ -108,7 +103,6 @@ def average_gradients_flat(
         before the backward pass has ended.)
     """
     # TODO 1.10: as above, but with a single call of all_reduce, or none if nothing is trainable.
-    #   Tools: torch.cat, flatten, torch.split, view, the helpers of average_gradients.
     #   Example: gradients of 6 and 2 numbers on 4 ranks: one all-reduce of 8 numbers on each.
     #   About 10 lines.
     raise NotImplementedError(
@@ -161,8 +155,6 @@ def train_step(
         float64 whatever dtype the model computes in; and the all-reduces of ``average``.
     """
     # TODO 1.11: do one step as one process would on all batches; return its loss.
-    #   Tools: summed_loss and count_targets (given), the arguments all_reduce and average,
-    #   backward.
     #   Example: losses 1, 2, 3 on rank 0 and 6 on rank 1: return 3.0 on both (not 4.0, the mean of
     #   the means 2 and 6), and each of the four samples weighs 1/4 in the gradient.
     #   About 12 lines.
@@ -205,8 +197,6 @@ def evaluate(
         numbers.
     """
     # TODO 1.12: return loss and accuracy as one process would compute them.
-    #   Tools: Subset, DataLoader, batches_on, evaluation_mode, summed_loss and count_targets
-    #   (given), dist.all_reduce.
     #   Example: 10 samples, 4 ranks, 7 right answers: accuracy 0.7 and 10 targets on every rank.
     #   About 15 lines.
     raise NotImplementedError("Task 1.12: evaluate, see guidelines.md#112-evaluate-exactly")
@@ -281,9 +271,6 @@ class Trainer:
             one broadcast per buffer and the evaluation's all-reduce.
         """
         # TODO 1.13: train, evaluate after every epoch, return the same history on every rank.
-        #   Tools: your build_loader, broadcast_parameters, broadcast and evaluate; self.step(batch)
-        #   (it calls your train_step), self.log, batches_on and EpochResult (given),
-        #   time.perf_counter.
         #   Example: 1,437 images, global batch 64: 22 losses in each EpochResult, also on 4 ranks.
         #   About 35 lines; write helper methods.
         raise NotImplementedError(

@@ -1,7 +1,7 @@
 """Activation checkpointing: keep a function's inputs, recompute its intermediate results.
 
-Tasks 2.5 and 2.6. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.5``.
+Tasks 2.5 and 2.6. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 2.5``.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,10 +57,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, section 4.
     """
     # TODO 2.5: return what fn returns; the backward pass has only the arguments to begin with.
-    #   Tools: take_tensors and generators_of (given), torch.autograd.Function, save_for_backward,
-    #   detach, torch.enable_grad, torch.autograd.backward; torch.autocast and the functions that
-    #   tell its state, such as torch.is_autocast_enabled.
-    #   torch.utils.checkpoint is not a tool here.
+    #   Without torch.utils.checkpoint.
     #   Example: 4 layers with activations of 1 MiB each: between the two passes 1 MiB is kept, the
     #   argument, instead of 4 MiB; after the backward pass each layer has been called twice.
     #   About 50 lines, with a class and its helpers.
@@ -98,7 +95,6 @@ def checkpoint_sequential(layers: Sequence[nn.Module], segments: int, x: Tensor)
     """
     # TODO 2.6: return what the last layer returns; at most the inputs of all segments and the
     #   activations of one segment are in memory at once.
-    #   Tools: your checkpoint, nn.Sequential.
     #   Example: 16 layers with activations of 1 MiB each, 4 segments: at most about 4 inputs and 4
     #   activations at once, 8 MiB instead of 16.
     #   About 8 lines.

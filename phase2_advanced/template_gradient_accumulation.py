@@ -1,7 +1,7 @@
 """Gradient accumulation: many micro-batches, one optimizer step, one all-reduce.
 
-Tasks 2.1 and 2.2. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.1``.
+Tasks 2.1 and 2.2. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 2.1``.
 """
 
 from math import inf
@@ -37,7 +37,6 @@ def split_micro_batches(batch: Batch, size: int) -> list[Batch]:
             numbers of rows (the message gives these numbers).
     """
     # TODO 2.1: return consecutive rows, at most size at a time, as views of all tensors.
-    #   Tools: len, range, slices of a tensor, tuple.
     #   Example: 7 rows of inputs (7, 4) and targets (7,), size 3: shapes (3, 4) and (3,) twice,
     #   then (1, 4) and (1,).
     #   About 8 lines.
@@ -85,7 +84,6 @@ def accumulate_step(
     """
     # TODO 2.1: do one step as if the whole batch had gone through the model at once, and return the
     #   loss; never hold the activations of two micro-batches.
-    #   Tools: split_micro_batches, loss_sum, backward, model.parameters, the optimizer's methods.
     #   Example: losses 1, 2, 3 in one micro-batch and 6 in the next: return 3.0 (not 4.0, the mean
     #   of the means 2 and 6), and each of the four targets weighs 1/4 in the gradient.
     #   About 14 lines.
@@ -142,8 +140,6 @@ def accumulate_step_over_ranks(
         if the bucket is larger.
     """
     # TODO 2.2: do one clipped step as one process would on all batches, and return the loss.
-    #   Tools: what you wrote for 2.1, torch.cat, flatten, split, view, norm, the argument
-    #   all_reduce. It sums, and every rank must call it equally often.
     #   Example: rank 0 has 2 targets, each with the gradient (3, 0), and rank 1 one with (0, 12):
     #   the mean is (2, 4), of norm 4.47. With max_norm = 1 the step uses (0.447, 0.894) on both.
     #   About 25 lines; write helper functions.

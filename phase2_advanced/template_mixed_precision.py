@@ -1,7 +1,7 @@
 """Mixed precision: compute in 16 bits, keep and update the weights in 32.
 
-Tasks 2.3 and 2.4. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.3``.
+Tasks 2.3 and 2.4. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 2.3``.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,6 @@ class LossScaler:
             may exceed 65504, the largest finite float16 value.
         """
         # TODO 2.3: the loss times the scale, as a tensor through which backward can go.
-        #   Tools: self.value, Tensor.to, torch.promote_types.
         #   Example: a float16 loss of 3.0 with the first scale: 196608.0 in float32 (not inf).
         #   About 1 to 3 lines.
         raise NotImplementedError("Task 2.3: LossScaler.scale, see guidelines.md#23-scale-the-loss")
@@ -100,8 +99,6 @@ class LossScaler:
         Cost: one all-reduce of one number.
         """
         # TODO 2.3: divide all gradients once in each step; the same answer on all ranks.
-        #   Tools: optimizer.param_groups, Tensor.isfinite, div_, self.all_reduce with self.group,
-        #   self.is_finite.
         #   Example: scale 4, gradients [8.0, 2.0] on rank 0 and [inf] on rank 1: rank 0 then has
         #   [2.0, 0.5], and both ranks return False.
         #   About 12 lines; write a helper method.
@@ -120,7 +117,6 @@ class LossScaler:
             unchanged.
         """
         # TODO 2.3: the optimizer steps on every rank, or on none.
-        #   Tools: what you have written above, optimizer.step.
         #   Example: 3 ranks, a nan on rank 2: no parameter moves, and all 3 return False.
         #   About 4 lines.
         raise NotImplementedError("Task 2.3: LossScaler.step, see guidelines.md#23-scale-the-loss")
@@ -135,7 +131,6 @@ class LossScaler:
         case, the next ``unscale`` divides the gradients again.
         """
         # TODO 2.3: the scale and the count as they should be for the next step.
-        #   Tools: the attributes that __init__ sets.
         #   Example: scale 8, interval 2, found good, bad, good, good: 8, 4, 4, 8.
         #   About 8 lines.
         raise NotImplementedError(
@@ -149,7 +144,6 @@ class LossScaler:
         are not saved.
         """
         # TODO 2.3: all that a run which is resumed cannot know from the arguments.
-        #   Tools: the attributes that __init__ sets.
         #   Example: interval 2000, saved after 1,999 good updates: the next good one after loading
         #   doubles the scale.
         #   About 1 to 3 lines.
@@ -166,7 +160,6 @@ class LossScaler:
             state: dict returned by ``state_dict`` of a scaler created with the same arguments.
         """
         # TODO 2.3: this scaler is where the saved one was.
-        #   Tools: the attributes that __init__ sets.
         #   Example: saved with scale 1024 after 7 good updates: the scale is 1024, and with
         #   interval 10 the third good update from here doubles it.
         #   About 1 to 2 lines.
@@ -226,8 +219,6 @@ def mixed_precision_step(
         gradients; and the all-reduce of ``scaler``.
     """
     # TODO 2.4: one step as one process would do it on all batches, computed in 16 bits.
-    #   Tools: torch.autocast, the arguments scaler, loss_sum and all_reduce, torch.cat,
-    #   torch.split, clip_grad_norm_.
     #   Example: losses 1, 2, 3 on rank 0 and 6 on rank 1: a loss of 3.0 on both (not 4.0, the mean
     #   of the means 2 and 6). A scaled gradient of 131072 that rank 1 computes in float16, where it
     #   is inf: both ranks skip, and both scales fall from 65536 to 32768.

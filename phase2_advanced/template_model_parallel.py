@@ -1,8 +1,8 @@
 """Model parallelism: every rank holds a stage (a run of layers), and one rank works at a time.
 
-Tasks 2.7 and 2.8. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.7``. When both are done, ``torchrun
---nproc-per-node 2 phase2_advanced/template_model_parallel.py`` trains with them.
+Tasks 2.7 and 2.8. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 2.7``. When both are done,
+``torchrun --nproc-per-node 2 phase2_advanced/template_model_parallel.py`` trains with them.
 """
 
 import argparse
@@ -47,8 +47,6 @@ def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
     Cost: for L layers, at most about L²·num_stages additions and comparisons.
     """
     # TODO 2.7: return the cut whose most expensive stage costs least.
-    #   Tools: range, functools.cache for a function that calls itself, accumulate and pairwise of
-    #   itertools.
     #   Example: for costs of 3, 3, 2, 6, 1 and 4 in 3 stages, the most expensive stage costs 8.
     #   About 14 lines.
     raise NotImplementedError(
@@ -76,8 +74,6 @@ def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> li
         tensors; then one message for each tensor, with exactly its bytes. No collectives.
     """
     # TODO 2.8: send a header and the tensors, and return the works without waiting for them.
-    #   Tools: dist.isend with group=, group_dst=; group_device (given); contiguous; pickle or
-    #   numbers of your own for the header.
     #   Example: 10 and 20 numbers in float32 are messages of 40 and 80 bytes after the header.
     #   About 8 lines.
     raise NotImplementedError("Task 2.8: send_tensors, see guidelines.md#28-run-a-stage")
@@ -95,7 +91,6 @@ def recv_tensors(src: int, group: Group = None) -> list[Tensor]:
         Each is a leaf, and requires a gradient if the tensor that was sent does.
     """
     # TODO 2.8: return new tensors with the values, shapes and dtypes of those that were sent.
-    #   Tools: dist.recv with group=, group_src=; torch.empty, group_device (given), requires_grad_.
     #   Example: float32 activations that require a gradient and an int64 mask arrive as two leaves,
     #   of which only the first requires a gradient.
     #   About 10 lines.
@@ -141,7 +136,6 @@ class StageRunner:
             messages. On return, everything sent has arrived.
         """
         # TODO 2.8: run this stage between receiving and sending, and remember what backward needs.
-        #   Tools: your send_tensors and recv_tensors, wait.
         #   Example: each of 3 ranks multiplies by 2. From 1.0 on rank 0, the last rank returns 8.0,
         #   and the other two return None.
         #   About 8 lines.
@@ -161,7 +155,6 @@ class StageRunner:
             step. Tensors kept by an evaluation pass may stay until the next ``forward``.
         """
         # TODO 2.8: each parameter's grad has grown by what one process would add to it.
-        #   Tools: torch.autograd.backward, x.grad, your send_tensors and recv_tensors, wait.
         #   Example: with y = w·x and x = 5 on rank 0, and loss = 3·y on rank 1, w.grad grows by 15.
         #   About 11 lines.
         raise NotImplementedError(

@@ -1,8 +1,8 @@
 """Pipeline parallelism: schedules as data, and a function that runs any of them.
 
-Tasks 2.9 to 2.11. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.9``. When all are done, ``torchrun
---nproc-per-node 4 phase2_advanced/template_pipeline_parallel.py`` trains with them.
+Tasks 2.9 to 2.11. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 2.9``. When all are done,
+``torchrun --nproc-per-node 4 phase2_advanced/template_pipeline_parallel.py`` trains with them.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def gpipe_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965), figure 2(c).
     """
     # TODO 2.9: return the list of actions of every stage.
-    #   Tools: Action, range, reversed. print(grid(…)) draws what you return.
+    #   print(grid(…)) draws what you return.
     #   Example: 4 stages and 8 micro-batches: 4 lists of 16 actions. Drawn, the schedule is 22
     #   columns wide, and in 6 of these a stage does nothing.
     #   About 4 lines.
@@ -85,8 +85,7 @@ def one_f_one_b_schedule(num_stages: int, num_micro_batches: int) -> Schedule:
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.1 (PipeDream-Flush).
     """
     # TODO 2.9: return the list of actions of every stage, within the limits of memory and time.
-    #   Tools: Action, range, min, zip. print(grid(…)) draws the schedule, and shows where a stage
-    #   gets stuck.
+    #   print(grid(…)) draws the schedule, and shows where a stage gets stuck.
     #   Example: 4 stages and 8 micro-batches: at most 4, 3, 2 and 1 of them are in flight in stages
     #   0 to 3, and the drawing is 22 columns wide, as GPipe's is.
     #   About 10 lines; put the part that 2.11 can use too in a helper.
@@ -148,9 +147,6 @@ def run_schedule(
         pass takes twice as long as a forward pass, and messages take no time.
     """
     # TODO 2.10: do this rank's actions and its part of all messages; return the mean loss.
-    #   Tools: timeline and group_device (given); send_tensors and recv_tensors of 2.8;
-    #   torch.autograd.backward with a gradient, detach, requires_grad_, dist.broadcast with
-    #   group_src=; Counter, for the check.
     #   Example: 1F1B with 4 stages, 8 micro-batches: rank 1 receives 8 outputs and sends 8,
     #   receives 8 gradients and sends 8, and never holds activations of more than 3 micro-batches.
     #   About 100 lines; write a class for what a rank holds.
@@ -184,7 +180,7 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2.
     """
     # TODO 2.11: return the list of actions of every stage, within the limits of memory and time.
-    #   Tools: Action, range, your helper of 2.9. print(grid(…)) draws what you return.
+    #   print(grid(…)) draws what you return.
     #   Example: 4 stages of 2 chunks, 8 micro-batches: each stage has 32 actions, the drawing is 38
     #   columns wide, and stages 0 to 3 have at most 11, 9, 7 and 5 passes in flight.
     #   About 8 lines.

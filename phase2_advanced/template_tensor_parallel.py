@@ -1,8 +1,8 @@
 """Tensor parallelism: every layer on all ranks, each rank with its slice of the weights.
 
-Tasks 2.12 to 2.17. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 2.12``. When all are done, ``torchrun
---nproc-per-node 2 phase2_advanced/template_tensor_parallel.py`` trains with them.
+Tasks 2.12 to 2.17. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 2.12``. When all are done,
+``torchrun --nproc-per-node 2 phase2_advanced/template_tensor_parallel.py`` trains with them.
 """
 
 import argparse
@@ -41,9 +41,6 @@ def copy_to_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     Source: Shoeybi et al. 2019, section 3, the operator f.
     """
     # TODO 2.12: x forward, the sum of the ranks' gradients backward.
-    #   Tools: torch.autograd.Function, dist.all_reduce, which sums in place. Give it contiguous
-    #   memory: the simulator refuses any other, and gloo sums it wrong without an error. y.sum(),
-    #   for one, sends back a gradient that is not contiguous.
     #   Example: x = 5.0 on 2 ranks, and gradients of 1.0 and 3.0: y = 5.0, and x.grad = 4.0 on
     #   both.
     #   About 10 lines.
@@ -72,7 +69,6 @@ def reduce_from_tensor_region(x: Tensor, group: Group = None) -> Tensor:
     Source: Shoeybi et al. 2019, section 3, the operator g.
     """
     # TODO 2.12: the sum over the ranks forward, the gradient as it comes backward.
-    #   Tools: as above.
     #   Example: x = 1.0 and 3.0 on 2 ranks, and a gradient of 1.0 on both: y = 4.0 and x.grad = 1.0
     #   on both (not 2.0).
     #   About 8 lines.
@@ -112,8 +108,6 @@ class ColumnParallelLinear(nn.Module):
         """
         # TODO 2.13: keep this rank's rows of the weight and entries of the bias, and nothing else
         #   of full.
-        #   Tools: super().__init__, nn.Parameter, dist.get_rank, dist.get_world_size, chunk. What
-        #   chunk returns is a view, which keeps the whole tensor in memory.
         #   Example: Linear(4, 6) on 3 ranks: weight (2, 4) and bias (2,), 10 numbers instead of 30.
         #   About 10 lines.
         raise NotImplementedError(
@@ -139,8 +133,6 @@ class ColumnParallelLinear(nn.Module):
             ``x`` requires one. Both are in the dtype of ``x``.
         """
         # TODO 2.13: this rank's outputs, or all of them, with the gradients of the full layer.
-        #   Tools: torch.nn.functional.linear, your copy_to_tensor_region, dist.all_gather. After
-        #   the gather all ranks compute the same: what is the gradient of this rank's part?
         #   Example: Linear(4, 6) on 3 ranks, x (5, 4): y (5, 2), with gather_output (5, 6).
         #   About 5 lines, and 12 for the gather.
         raise NotImplementedError(
@@ -176,7 +168,6 @@ class RowParallelLinear(nn.Module):
                 the same message, which names both numbers.
         """
         # TODO 2.14: keep this rank's columns of the weight, and the whole bias.
-        #   Tools: as for ColumnParallelLinear.
         #   Example: Linear(6, 4) on 3 ranks: weight (4, 2) and bias (4,), 12 numbers instead of 28.
         #   About 5 lines.
         raise NotImplementedError(
@@ -201,7 +192,6 @@ class RowParallelLinear(nn.Module):
         """
         # TODO 2.14: the output of the full layer on every rank, with the gradients of the full
         #   layer.
-        #   Tools: torch.nn.functional.linear, your reduce_from_tensor_region.
         #   Example: partial products 1.0 and 2.0 on 2 ranks, and a bias of 10.0: 13.0 on both (not
         #   23.0).
         #   About 2 lines.
@@ -237,7 +227,6 @@ def parallelize_mlp(mlp: MLP, group: Group = None) -> None:
     Source: Shoeybi et al. 2019, section 3.
     """
     # TODO 2.15: the layers of mlp are replaced, with one all-reduce forward and one backward.
-    #   Tools: your ColumnParallelLinear and RowParallelLinear.
     #   Example: MLP(8) on 2 ranks: up.weight (16, 8) and down.weight (8, 16) on each.
     #   About 2 lines.
     raise NotImplementedError(
@@ -272,8 +261,6 @@ def parallelize_attention(attention: Attention, group: Group = None) -> None:
     Source: Shoeybi et al. 2019, section 3.
     """
     # TODO 2.15: the layers of attention are replaced, with one all-reduce forward and one backward.
-    #   Tools: your layers and regions, setattr, register_forward_pre_hook, which may replace what a
-    #   module is called with.
     #   Example: Attention(8, heads=4) on 2 ranks: query.weight (4, 8), which is 2 heads, on each.
     #   About 12 lines.
     raise NotImplementedError(
@@ -306,7 +293,6 @@ class VocabParallelEmbedding(nn.Module):
                 the same message, which names both numbers.
         """
         # TODO 2.16: keep this rank's rows of the weight.
-        #   Tools: as for ColumnParallelLinear.
         #   Example: Embedding(6, 4) on 3 ranks: weight (2, 4), of tokens 2 and 3 on rank 1.
         #   About 3 lines.
         raise NotImplementedError(
@@ -329,8 +315,6 @@ class VocabParallelEmbedding(nn.Module):
             backward pass.
         """
         # TODO 2.16: the embeddings of all tokens on every rank.
-        #   Tools: torch.nn.functional.embedding, which refuses a row that is not there; where,
-        #   masked_fill, your reduce_from_tensor_region.
         #   Example: 6 tokens on 3 ranks, token 3: row 1 of rank 1, plus zeros of ranks 0 and 2.
         #   About 6 lines.
         raise NotImplementedError(
@@ -364,8 +348,6 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
     Source: Shoeybi et al. 2019, section 3.
     """
     # TODO 2.16: the losses of the full logits on every rank, from three numbers per target.
-    #   Tools: amax, dist.all_reduce with ReduceOp.MAX, exp, gather, log, your
-    #   reduce_from_tensor_region.
     #   Example: logits [0.0] and [ln 3] on 2 ranks, target 1: ln(4/3) = 0.288 on both.
     #   About 12 lines.
     raise NotImplementedError(
@@ -396,7 +378,6 @@ def gather_from_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     Source: Korthikanti et al. 2022, section 4.2.2, the operator g.
     """
     # TODO 2.17: all positions forward, this rank's part of the summed gradient backward.
-    #   Tools: torch.autograd.Function, dist.all_gather, dist.reduce_scatter, torch.cat, chunk.
     #   Example: (1, 1, 1) with 5.0 and 7.0 on 2 ranks, gradients [1, 2] and [10, 20]: y = [5, 7] on
     #   both, and x.grad = 11 on rank 0 and 22 on rank 1.
     #   About 15 lines.
@@ -429,7 +410,6 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: Group = None) -> Tensor:
     Source: Korthikanti et al. 2022, section 4.2.2, the operator g-bar.
     """
     # TODO 2.17: this rank's positions of the sum forward, all positions' gradients backward.
-    #   Tools: as above.
     #   Example: [1, 2] and [10, 20] on 2 ranks: y = 11 on rank 0 and 22 on rank 1; gradients of 5
     #   and 7: x.grad = [5, 7] on both.
     #   About 5 lines.
@@ -472,8 +452,6 @@ def parallelize_block(block: Block, group: Group = None, gather_again: bool = Fa
     Source: Korthikanti et al. 2022, section 4.2.2.
     """
     # TODO 2.17: as in 2.15, with positions split wherever the weights are not.
-    #   Tools: your layers and sequence regions, setattr, register_forward_pre_hook, and
-    #   register_hook on a parameter, which may replace the gradient that arrives.
     #   Example: (1, 8, E) on 2 ranks: each norm sees (1, 4, E), and attention computes with (1, 8,
     #   E).
     #   About 25 lines.

@@ -1,8 +1,8 @@
 """Automatic sharding: how much memory and time a layout needs, and which layout is the fastest.
 
-Tasks 3.20 to 3.22. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.20``. When all are done, ``distlab
-plan --impl mine`` plans with them.
+Tasks 3.20 to 3.22. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 3.20``. When all are done,
+``distlab plan --impl mine`` plans with them.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,6 @@ def parameters_per_rank(model: Transformer, layout: Layout) -> float:
     Source: Narayanan et al. 2021, section 5.1, equation 2.
     """
     # TODO 3.20: the first stage's layers and embeddings, divided by t.
-    #   Tools: arithmetic alone.
     #   Example: l = 4, h = 64, V = s = 128, t = p = 2: (2 · 49,984 + 16,384) / 2 = 58,176.
     #   About 4 lines.
     raise NotImplementedError(
@@ -78,7 +77,6 @@ def activation_bytes_per_layer(
     Source: Korthikanti et al. 2022, section 4, table 2.
     """
     # TODO 3.20: the row of the table that ``checkpointing`` names.
-    #   Tools: arithmetic alone.
     #   Example: s = 128, b = 1, h = 64, a = 4, t = 1: 606,208 bytes, 278,528 and 16,384.
     #   About 6 lines.
     raise NotImplementedError(
@@ -107,7 +105,6 @@ def layers_in_flight(model: Transformer, layout: Layout, batch_size: int) -> flo
     Source: Narayanan et al. 2021, section 2.2; Korthikanti et al. 2022, section 4.2.
     """
     # TODO 3.20: the forward passes that are ahead, times the layers of a chunk.
-    #   Tools: Layout.micro_batches, min.
     #   Example: 8 layers, p = 4, v = 1: 8 layers with 4 micro-batches or more, 4 with 2.
     #   About 3 lines.
     raise NotImplementedError(
@@ -141,7 +138,6 @@ def estimate_memory(model: Transformer, layout: Layout, batch_size: int) -> Memo
     Source: Rajbhandari et al. 2020, section 5; Korthikanti et al. 2022, section 4.
     """
     # TODO 3.20: the six parts.
-    #   Tools: the three functions above, Memory.
     #   Example: Ψ = 1 billion, d = 4, ZeRO 1: 2 GB of parameters, 2 of gradients and 3 of optimizer
     #   state.
     #   About 12 lines.
@@ -170,7 +166,6 @@ def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> f
         The sum of these times, in seconds: nothing overlaps.
     """
     # TODO 3.21: two products and the memory traffic of all heads of the rank.
-    #   Tools: matmul_seconds, whose ``count`` is that of equal products.
     #   Example: s = h = 1024, a = 16, b = t = 1, 100 TFLOP/s, 1 TB/s, no padding: 21 + 21 + 151
     #   = 194 µs.
     #   About 5 lines.
@@ -201,7 +196,6 @@ def forward_seconds(model: Transformer, layout: Layout, machine: Machine) -> flo
         The sum of these times, in seconds: nothing overlaps, and messages are not included.
     """
     # TODO 3.21: four products, memory traffic, and attention.
-    #   Tools: matmul_seconds, attention_seconds.
     #   Example: as above, 258 µs of products, 40 of memory traffic and 194 of attention: 491 µs.
     #   About 7 lines.
     raise NotImplementedError(
@@ -243,8 +237,6 @@ def estimate_step_time(
     Source: Narayanan et al. 2021, sections 2 and 3.
     """
     # TODO 3.21: the five parts.
-    #   Tools: forward_seconds, attention_seconds, parameters_per_rank, matmul_seconds,
-    #   ring_seconds, send_seconds, StepTime; helpers of your own keep it short.
     #   Example: F = 1 ms, M = 0, k = 6, p = 4, v = 2: the bubble takes 3 / 2 · 6 · 3 = 27 ms.
     #   About 35 lines.
     raise NotImplementedError(
@@ -278,7 +270,6 @@ def layouts(model: Transformer, machine: Machine, batch_size: int) -> Iterator[L
         be valid.
     """
     # TODO 3.22: every valid layout once.
-    #   Tools: divisors, math.gcd, itertools.product, yield.
     #   Example: 1 GPU, 1 layer, 1 sequence: 3 layouts, which differ in checkpointing.
     #   About 14 lines.
     raise NotImplementedError(
@@ -310,7 +301,6 @@ def plan(model: Transformer, machine: Machine, batch_size: int) -> list[Plan]:
     Cost: one memory estimate per layout, and one time estimate for each that fits.
     """
     # TODO 3.22: the layouts that fit, sorted.
-    #   Tools: layouts, estimate_memory, estimate_step_time, Plan, sorted.
     #   Example: layouts of 2.0 s and 60 GB, 1.8 s and 70 GB, and 1.5 s and 90 GB on GPUs of 80 GB:
     #   the second, then the first.
     #   About 18 lines.

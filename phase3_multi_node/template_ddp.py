@@ -1,7 +1,7 @@
 """Data parallelism that sums gradients in buckets while the backward pass is still running.
 
-Tasks 3.10 and 3.11. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.10``.
+Tasks 3.10 and 3.11. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 3.10``.
 """
 
 from collections import defaultdict, deque
@@ -56,7 +56,6 @@ def assign_buckets(
     Source: Li et al. 2020 (arXiv 2006.15704), section 3.2.
     """
     # TODO 3.10: every index in one bucket, filled from the last parameter to the first.
-    #   Tools: nbytes, dtype and device of a tensor, collections.defaultdict, sorted.
     #   Example: 10 float32 parameters of 1 kB each, buckets of 4 kB, the first of 2 kB: buckets of
     #   2, 4 and 4 parameters, of which the first is [9, 8].
     #   About 15 lines.
@@ -193,10 +192,6 @@ class DistributedDataParallel(nn.Module):
         """
         # TODO 3.11: the same start on all ranks, the first buckets, and a hook on every gradient,
         #   which moves it into its bucket.
-        #   Tools: super().__init__, broadcast_module (given), assign_buckets (3.10),
-        #   register_post_accumulate_grad_hook, parameter.grad, torch.zeros, split, view, copy_,
-        #   zero_. AccumulateGrad adds in place to a gradient that exists, and makes a new tensor
-        #   where it is None.
         #   Example: 10 float32 parameters of 1 MB, buckets of 4 MB, the first of 2 MB: tensors of
         #   2, 4 and 4 MB; of the 10 hooks, the 2nd, 6th and 10th call start an all-reduce.
         #   About 20 lines, and 35 for helper methods.
@@ -212,7 +207,6 @@ class DistributedDataParallel(nn.Module):
         stay unchanged.
         """
         # TODO 3.11: the module's result.
-        #   Tools: self.module.
         #   Example: forward(x, scale=2.0) returns module(x, scale=2.0).
         #   About 1 to 2 lines.
         raise NotImplementedError(
@@ -233,7 +227,6 @@ class DistributedDataParallel(nn.Module):
         An error inside the block ends it as usual, and propagates.
         """
         # TODO 3.11: hooks that start nothing while the context is open.
-        #   Tools: yield, try and finally.
         #   Example: 3 backward passes inside and 1 outside: the all-reduces of one backward pass.
         #   About 5 lines.
         raise NotImplementedError(
@@ -260,7 +253,6 @@ class DistributedDataParallel(nn.Module):
         Cost: in the first call, one broadcast of 8 bytes per trainable parameter.
         """
         # TODO 3.11: the means, also where gradients are missing; after the first step, new buckets.
-        #   Tools: wait, dist.get_world_size, dist.broadcast with group_src=0, group_device (given).
         #   Example: 2 ranks, and a parameter with a gradient of 3.0 on rank 0 that rank 1 does not
         #   use: its gradient is 1.5 on both.
         #   About 8 lines, and 10 for helper methods.

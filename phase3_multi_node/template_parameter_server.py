@@ -1,7 +1,7 @@
 """Parameter servers: some ranks hold the parameters, and the others send gradients to them.
 
-Tasks 3.15 to 3.19. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.15``.
+Tasks 3.15 to 3.19. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 3.15``.
 """
 
 import threading
@@ -50,7 +50,6 @@ def assign_shards(
         leave.
     """
     # TODO 3.15: return name -> server.
-    #   Tools: sorted with a key of two values, min with a key, dict.fromkeys.
     #   Example: sizes 7, 6, 5, 4 and 3 on 2 servers: one gets at most 14 bytes, 4/3 of the best
     #   split into 13 and 12.
     #   About 15 lines.
@@ -78,7 +77,6 @@ def push_pull(
         parameters once.
     """
     # TODO 3.16: push all gradients and pull all shards.
-    #   Tools: start_exchange (given), work.wait.
     #   Example: 3 servers with 100 float32 each: 3 messages of 400 bytes leave, and 3 arrive.
     #   About 6 lines.
     raise NotImplementedError("Task 3.16: push_pull, see guidelines.md#316-a-synchronous-server")
@@ -110,8 +108,6 @@ def serve_synchronously(
         1604.00981), for synchronous updates.
     """
     # TODO 3.16: serve num_steps steps.
-    #   Tools: dist.recv and dist.send with group_src= and group_dst=, torch.empty_like, shard.grad,
-    #   optimizer.step.
     #   Example: 3 workers push 3.0, 6.0 and 0.0; the optimizer steps once, with 3.0 in shard.grad.
     #   About 10 lines.
     raise NotImplementedError(
@@ -144,7 +140,6 @@ def serve_asynchronously(
     Source: Dean et al. 2012 (DistBelief), section 4.1, Downpour SGD; Recht et al. 2011 (Hogwild).
     """
     # TODO 3.17: serve the workers in the order in which their gradients come.
-    #   Tools: receive_from_any (given), dist.send with group_dst=, shard.grad, optimizer.step.
     #   Example: 3 workers with 4 steps each: 12 steps of the optimizer. With SGD, a learning rate
     #   of 1.0 and gradients of 1.0, parameters of 0.0 end as -12.0.
     #   About 6 lines.
@@ -186,7 +181,6 @@ def serve_with_bounded_staleness(
     Source: Ho et al. 2013 (NIPS), section 2, stale synchronous parallel.
     """
     # TODO 3.18: serve as in 3.17, but hold replies back until the bound allows them.
-    #   Tools: those of 3.17, and a dict of clocks.
     #   Example: staleness 2, clocks 5, 3 and 4: the first worker has its reply, for 5 - 3 is 2. Its
     #   next gradient makes the clocks 6, 3 and 4: no reply until the second worker's clock is 4.
     #   About 12 lines.
@@ -233,9 +227,6 @@ def serve_survivors(
     Source: Li et al. 2014 (OSDI), section 4, for workers that leave.
     """
     # TODO 3.19: serve every worker by itself, so that none can hold up the others by its death.
-    #   Tools: ThreadPoolExecutor and its map, threading.Condition (notify_all, wait_for),
-    #   dist.irecv and dist.isend with the worker and its pair, and
-    #   work.wait(timedelta(seconds=timeout_s)), which raises RuntimeError when it is over.
     #   Example: staleness 1, clocks 3, 3 and 2, and nothing comes from the third worker in time:
     #   the other two go on from clock 4 to the end, and are returned.
     #   About 30 lines.

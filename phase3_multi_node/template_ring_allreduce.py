@@ -1,7 +1,7 @@
 """All-reduce around a ring: every rank sends only to its right neighbour, one chunk at a time.
 
-Tasks 3.1 to 3.3. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.1``.
+Tasks 3.1 to 3.3. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 3.1``.
 """
 
 from collections import deque
@@ -48,7 +48,6 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
     Source: Patarasuk and Yuan 2009, section 3; Thakur, Rabenseifner and Gropp 2005, section 4.3.
     """
     # TODO 3.1: add up the chunks on their way round the ring, and return this rank's.
-    #   Tools: x.view(-1).tensor_split, exchange (given), torch.empty_like, +=.
     #   Example: 10 numbers on 4 ranks are chunks of 3, 3, 2 and 2. Rank 1 sends 3 messages, of 3, 2
     #   and 2 numbers, and returns a view of 3 numbers.
     #   About 9 lines.
@@ -81,7 +80,6 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.1 (ring algorithm).
     """
     # TODO 3.2: let every rank end with the chunks of all.
-    #   Tools: x.view(-1).tensor_split, exchange (given).
     #   Example: 10 numbers on 4 ranks are chunks of 3, 3, 2 and 2. Rank 1 sends 3 messages, of 3, 3
     #   and 2 numbers.
     #   About 6 lines.
@@ -104,7 +102,6 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
     Source: Patarasuk and Yuan 2009, section 3.
     """
     # TODO 3.2: let every rank end with the sum of all x, for the least bytes.
-    #   Tools: ring_reduce_scatter (3.1), ring_all_gather (3.2).
     #   Example: 1,000 float32 numbers on 4 ranks: each rank sends 6 messages of 1,000 bytes.
     #   About 2 lines.
     raise NotImplementedError(
@@ -138,7 +135,6 @@ def segmented_ring_all_reduce(
     Source: Hu et al. 2025 (arXiv 2507.04786): NCCL splits the chunks of its rings in this way.
     """
     # TODO 3.3: do as ring_all_reduce, with the next segment on its way while one is added.
-    #   Tools: start_exchange (given), tensor_split, collections.deque, itertools.cycle.
     #   Example: 1,000 float32 numbers on 2 ranks with segments of 512 bytes: chunks of 500 numbers
     #   are 4 segments, and each rank sends 8 messages, of 4,000 bytes in all.
     #   About 20 lines.

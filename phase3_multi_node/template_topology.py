@@ -1,7 +1,7 @@
 """Two levels of links: which ranks share a host, what messages cost, and how to use that.
 
-Tasks 3.6 to 3.9. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.6``.
+Tasks 3.6 to 3.9. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 3.6``.
 """
 
 import socket
@@ -62,9 +62,6 @@ def discover_topology(
         not depend on ``repeats``.
     """
     # TODO 3.6: return what all ranks then know of hosts and links.
-    #   Tools: socket.gethostname, dist.all_gather_object, dist.send and dist.recv with group_dst=
-    #   and group_src=, time.perf_counter, wait_for (given), statistics.median,
-    #   dist.broadcast_object_list with group_src=; uint8 tensors on group_device(group) (given).
     #   Example: hosts a, b, a, b: ranks 0 and 2 can play inside, ranks 0 and 1 between the hosts.
     #   With 5 repeats, each pair sends 12 messages of each size.
     #   About 30 lines, in three or four functions.
@@ -108,7 +105,6 @@ def hierarchical_all_reduce(
     Source: Mikami et al. 2018 (arXiv 1811.05233), the 2D-torus all-reduce.
     """
     # TODO 3.7: let every rank end with the sum of all x.
-    #   Tools: the three functions that are passed.
     #   Example: 1,000 float32 numbers on 2 nodes of 4 ranks: each rank sends 1,000 bytes to the
     #   other node.
     #   About 3 lines.
@@ -138,7 +134,6 @@ def ring_order(seconds: Sequence[Sequence[float]]) -> list[int]:
     Cost: no communication; about N² comparisons for N ranks.
     """
     # TODO 3.8: return an order with the fewest slow hops.
-    #   Tools: a loop, min with key=, a set.
     #   Example: [[0, 9, 1, 8], [9, 0, 8, 1], [1, 8, 0, 9], [8, 1, 9, 0]] -> [0, 2, 1, 3].
     #   About 6 lines.
     raise NotImplementedError("Task 3.8: ring_order, see guidelines.md#38-order-the-ring")
@@ -174,7 +169,6 @@ def choose_algorithm(num_bytes: int, topology: Topology) -> str:
     Cost: no communication.
     """
     # TODO 3.9: return the name of the fastest.
-    #   Tools: topology.nodes, LinkCost.seconds (given), math.ceil, math.log2, min with key=.
     #   Example: 4 hosts of 2 ranks, 1 MB, α of 5 and 20 µs, 100 and 10 GB/s: ring 455 µs, tree
     #   510 µs, hierarchical 290 µs -> "hierarchical".
     #   About 14 lines.

@@ -1,7 +1,7 @@
 """All-reduce along trees: partial sums go up to the root, and the whole sum comes back down.
 
-Tasks 3.4 and 3.5. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.4``.
+Tasks 3.4 and 3.5. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 3.4``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,6 @@ def tree_all_reduce(x: Tensor, group: Group = None) -> None:
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.2 (binomial tree).
     """
     # TODO 3.4: let every rank end with the sum, by way of rank 0.
-    #   Tools: dist.send, dist.recv, torch.empty_like, +=.
     #   Example: 6 ranks hold 1, 2, 4, 8, 16 and 32. Ranks 1, 2, 4 send 2, 12 and 48 up, and all
     #   hold 63 after 10 messages.
     #   About 15 lines.
@@ -70,7 +69,6 @@ def double_tree(world_size: int) -> tuple[list[int], list[int]]:
     Source: Sanders, Speck and Träff 2009.
     """
     # TODO 3.5: return the parents of all ranks in both trees.
-    #   Tools: Python's own lists and ints alone.
     #   Example: double_tree(3) may be ([1, -1, 1], [2, 2, -1]).
     #   About 12 lines.
     raise NotImplementedError("Task 3.5: double_tree, see guidelines.md#35-two-trees-each-for-half")
@@ -106,8 +104,6 @@ def double_binary_tree_all_reduce(
     Source: Sanders, Speck and Träff 2009; NCCL's trees.
     """
     # TODO 3.5: sum both halves at the same time, each along its tree.
-    #   Tools: double_tree, tensor_split, dist.P2POp, dist.batch_isend_irecv, torch.empty_like. Give
-    #   all messages that a rank starts in a step to one call, and it is right on NCCL too.
     #   Example: 1,000 float32 numbers on 4 ranks with segments of 512 bytes: halves of 500 numbers
     #   are 4 segments of 125, and each way takes 5 steps.
     #   About 50 lines, with your own helpers.

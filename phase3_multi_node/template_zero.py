@@ -1,7 +1,7 @@
 """ZeRO: optimizer state, gradients and parameters, each stored only once across all ranks.
 
-Tasks 3.12 to 3.14. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 3.12``.
+Tasks 3.12 to 3.14. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 3.12``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,8 +95,6 @@ class ShardedOptimizer(SavesShard):
         """
         # TODO 3.12: flat parameters with the values of rank 0, a master of this rank's shard of
         #   each, and an optimizer of these; then hold_gradients.
-        #   Tools: self.cut, Flat with its data, shard and views, dist.broadcast with group_src=,
-        #   _master_of. param.data = … gives a parameter other memory.
         #   Example: 10 parameters in one part on 4 ranks: flat.data has 12 elements, each master
         #   3.
         #   About 10 lines.
@@ -120,7 +118,6 @@ class ShardedOptimizer(SavesShard):
         the flat tensors.
         """
         # TODO 3.12: zeros in self.gradients, and each param.grad a view of its place there.
-        #   Tools: Flat.views, zero_. An assignment to param.grad moves it.
         #   Example: two parameters of 4 and 3 elements, one flat gradient: a view of its first 4
         #   elements and one of the next 3.
         #   About 4 lines.
@@ -140,7 +137,6 @@ class ShardedOptimizer(SavesShard):
         Cost: one reduce-scatter per part: (N-1)/N·Ψ elements sent, in their own dtype.
         """
         # TODO 3.12: this rank's shard of the mean of each flat gradient.
-        #   Tools: reduce_scatter, which returns a view of what it is called with; div_.
         #   Example: gradients (1, 2, 3, 4) and (11, 22, 33, 44) on 2 ranks: (6, 12) on rank 0
         #   and (18, 24) on rank 1.
         #   About 2 lines.
@@ -162,8 +158,6 @@ class ShardedOptimizer(SavesShard):
         """
         # TODO 3.12: parameters that are equal on all ranks, updated with the mean of the
         #   gradients.
-        #   Tools: self.reduce_gradients, self.optimizer.step, which reads master.grad,
-        #   Flat.shard, copy_, all_gather.
         #   Example: SGD with lr=0.5, parameters (1, 1), gradients (1, 2) and (3, 4) on 2 ranks:
         #   (0, -0.5) on both.
         #   About 7 lines.
@@ -195,8 +189,6 @@ class Reduction:
             use: function to call later with this rank's shard (k,) of the mean over the ranks.
         """
         # TODO 3.13: a reduce-scatter that has been started, and what is needed to finish it.
-        #   Tools: self.finish, start_reduce_scatter, own_chunk, self.pending. Until it has ended,
-        #   whole must live; its own chunk is a view that keeps it alive.
         #   Example: whole of 6 elements on 2 ranks: use is called with 3, not before the next
         #   start or finish.
         #   About 3 lines.
@@ -207,7 +199,6 @@ class Reduction:
     def finish(self) -> None:
         """Wait for the reduce-scatter in progress, if any, and pass its shard to ``use``."""
         # TODO 3.13: nothing under way; of what was, the mean is used.
-        #   Tools: wait, of the work; div_.
         #   Example: two calls in a row: use has been called once.
         #   About 5 lines.
         raise NotImplementedError(
@@ -264,7 +255,6 @@ class ShardedGradientOptimizer(ShardedOptimizer):
     def cut(self, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return the parameters bucket by bucket, the last parameters first."""
         # TODO 3.13: the parameters of each bucket, each parameter once.
-        #   Tools: dict.fromkeys, assign_buckets with self.bucket_bytes for every bucket.
         #   Example: parameters of 8, 4 and 4 bytes, bucket_bytes 8: the third and the second one,
         #   then the first.
         #   About 3 lines.
@@ -276,8 +266,6 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         """Make an empty bucket for each part, and register ``take`` as a hook of each parameter."""
         # TODO 3.13: self.reduction, self.buckets, and take called for each gradient as soon as
         #   a backward pass has made it.
-        #   Tools: Reduction, Bucket, functools.partial,
-        #   Tensor.register_post_accumulate_grad_hook.
         #   Example: 3 parameters in 2 buckets: 3 hooks, of which two pass the same bucket.
         #   About 5 lines.
         raise NotImplementedError(
@@ -297,7 +285,6 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         """
         # TODO 3.13: the gradient in its bucket; a full bucket on its way to bucket.shard, which
         #   adds up; and end_backward called when the pass ends.
-        #   Tools: Bucket.put, is_full and take; self.reduction; at_end_of_backward.
         #   Example: a bucket of two parameters: the second call starts one reduce-scatter.
         #   About 4 lines.
         raise NotImplementedError(
@@ -310,7 +297,6 @@ class ShardedGradientOptimizer(ShardedOptimizer):
         Afterwards, no bucket holds a gradient, and no reduce-scatter is in progress.
         """
         # TODO 3.13: all buckets empty, and no reduce-scatter under way.
-        #   Tools: Bucket.is_empty, self.reduction.
         #   Example: of the two parameters of a bucket one was used: the bucket leaves now, with 0
         #   for the other.
         #   About 4 lines.
@@ -407,8 +393,6 @@ class FullyShardedDataParallel(nn.Module):
         # TODO 3.14: the module's result, for inputs in compute_dtype. What autograd saves
         #   passes through the hooks of self.order. The uses that an earlier pass left in
         #   self.order.to_come are forgotten, and at the end, whatever happens, nothing is whole.
-        #   Tools: cast_floats, saved_tensors_hooks, self.order with its pack, unpack, to_come and
-        #   free_all.
         #   Example: a batch in float32 and labels in int64: the module sees bfloat16 and int64.
         #   About 7 lines.
         raise NotImplementedError(
@@ -520,7 +504,6 @@ class Unit:
         """Call the unit's own ``forward`` with whole parameters, which are freed afterwards."""
         # TODO 3.14: the result of forward, computed with whole parameters. Whatever happens,
         #   the model has None in their places afterwards, and they are freed.
-        #   Tools: self.order.goes_forward, Whole.apply, self.put, try and finally.
         #   Example: a unit of two parameters: put gets two tensors, then two times None.
         #   self.number has become 1 more.
         #   About 8 lines.
@@ -535,7 +518,6 @@ class Unit:
         """
         # TODO 3.14: self.whole, into which all-gathers write, and self.works, which can be
         #   waited for.
-        #   Tools: self._room_for, start_all_gather. What is sent has the dtype to compute in.
         #   Example: a shard of 3 elements in float32 on 4 ranks: 12 elements in bfloat16; 6 bytes
         #   from each rank.
         #   About 3 lines.
@@ -546,7 +528,6 @@ class Unit:
     def gather(self) -> None:
         """Make all parameters whole: start to gather them if necessary, and wait."""
         # TODO 3.14: all parameters are here.
-        #   Tools: self.start_to_gather, self._wait.
         #   Example: two calls in a row: one all-gather for each flat.
         #   About 2 lines.
         raise NotImplementedError(
@@ -556,7 +537,6 @@ class Unit:
     def free(self) -> None:
         """Free the whole parameters; only the shards remain."""
         # TODO 3.14: nothing of self.whole is held by the unit, nor under way.
-        #   Tools: self._wait.
         #   Example: after start_to_gather and free, self.whole and self.works are [].
         #   About 2 lines.
         raise NotImplementedError(
@@ -586,8 +566,6 @@ class Unit:
         """
         # TODO 3.14: the parameters freed; for each trained shard, a reduce-scatter of the
         #   gradients, 0 where there is none; end_backward called when the pass ends.
-        #   Tools: self.free, self.by_flat, Flat.packed, self.order.reduction, self._accumulate,
-        #   at_end_of_backward. Finish one reduction before the gradients of the next are packed.
         #   Example: parameters of 4 and 3 elements on 2 ranks, of which the second was not used:
         #   8 elements leave, the last 4 of them 0.
         #   About 10 lines.
@@ -603,7 +581,6 @@ class Unit:
     def whole_state(self) -> dict[str, Tensor]:
         """Return the whole parameters, in the dtype of the shards, by their names in the model."""
         # TODO 3.14: all shards gathered in their own dtype, as parameters by their paths.
-        #   Tools: self._room_for, all_gather, self.views, self.slots.
         #   Example: a tied parameter in two places: two names, one tensor.
         #   About 6 lines.
         raise NotImplementedError(
@@ -613,7 +590,6 @@ class Unit:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards out of whole parameters."""
         # TODO 3.14: this rank's part of what state holds in each shard.
-        #   Tools: self.by_flat, which takes parameters in the order of their slots; Flat, copy_.
         #   Example: parameters of 4 and 3 elements on 2 ranks: rank 1 keeps the last 3 elements
         #   and a padding.
         #   About 4 lines.
@@ -675,7 +651,6 @@ class Order:
     def goes_forward(self, unit: Unit) -> None:
         """Gather a unit for its forward pass, and start to gather the one after it."""
         # TODO 3.14: the unit gathered, and the one after it on its way.
-        #   Tools: Unit.gather, Unit.start_to_gather, self.units.
         #   Example: three units, unit 1 goes forward: unit 1 is here, unit 2 on its way; for unit
         #   2, none is.
         #   About 4 lines.
@@ -692,8 +667,6 @@ class Order:
         """
         # TODO 3.14: the unit gathered; at the first call for a use, that use taken out of
         #   to_come, frozen units freed but this one, and the one before it on its way.
-        #   Tools: Unit.gather, free and start_to_gather, requires_grad of the shards,
-        #   at_end_of_backward with self.end_backward.
         #   Example: to_come holds units 0, 1 and 2, and unit 2 goes back: 0 and 1 remain, unit 1
         #   is on its way.
         #   About 11 lines.

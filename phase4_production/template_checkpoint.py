@@ -1,7 +1,7 @@
 """Checkpoints: what a run leaves behind so that another can continue from it.
 
-Tasks 4.1, 4.3 and 4.4. The docstring says what a function promises, its TODO what you need for it,
-and guidelines.md why and how. To grade one task: ``distlab check 4.1``.
+Tasks 4.1, 4.3 and 4.4. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 4.1``.
 """
 
 import hashlib
@@ -73,8 +73,6 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
     Source: Pillai et al. 2014 (OSDI), for what file systems do to programs that sync too little.
     """
     # TODO 4.1: write the checkpoint under another name, and give it its own when it is durable.
-    #   Tools: torch.save, io.BytesIO, os.fsync, os.open and os.O_RDONLY for folders, json.dumps,
-    #   hashlib.sha256, Path.mkdir, Path.rename, shutil.rmtree.
     #   Example: keep=3, and there are steps 1, 2, 3 (damaged) and 4: after step 5, those of 2 to 5
     #   are left, and after step 6 those of 4 to 6.
     #   About 60 lines, with functions for what is done more than once.
@@ -104,7 +102,6 @@ def load_checkpoint(folder: Path) -> Loaded | None:
     Cost: each checkpoint that is examined is read once, and the loaded one twice.
     """
     # TODO 4.1: find the newest checkpoint whose files are those of its manifest, and load it.
-    #   Tools: Path.glob, sorted, json.loads, hashlib.sha256, torch.load, Loaded (given).
     #   Example: steps 1, 2 and 3, and state.pt of 3 is a byte too short: step 2, and 3 was skipped.
     #   About 35 lines, with functions for what is done more than once.
     raise NotImplementedError(
@@ -157,8 +154,6 @@ def save_sharded(
         crashes.
     """
     # TODO 4.3: save all shards as one checkpoint, or raise on all ranks.
-    #   Tools: what you wrote for 4.1; dist.all_gather_object, and dist.broadcast_object_list with
-    #   group_src; values.view(torch.uint8).numpy(), whose bytes a file can write.
     #   Example: 1000 elements of float32 on each of 4 ranks: four files of 4000 bytes. The disk of
     #   rank 2 is full: all four raise "rank 2: [Errno 28] No space left on device".
     #   About 60 lines with helpers, of which load_sharded uses half.
@@ -199,7 +194,6 @@ def load_sharded(
         files that hold a part of what it wants.
     """
     # TODO 4.3: agree on a checkpoint, find where the wanted elements lie, and read these alone.
-    #   Tools: what you wrote above; file.seek, file.read, and torch.frombuffer of a bytearray.
     #   Example: rank 0 has saved w[0:5] in float32, rank 1 w[5:10]. Who wants w[3:7] reads 8 bytes
     #   of the first file from byte 12 on, and the first 8 of the second.
     #   About 45 lines with helpers.
@@ -233,7 +227,6 @@ class AsyncCheckpointer:
                 its step, in another thread, so it must not call collectives.
         """
         # TODO 4.4: keep ``write``, and that nothing is being written and nothing has failed.
-        #   Tools: none.
         #   Example: AsyncCheckpointer(write).write_s is 0.0.
         #   About 4 lines.
         raise NotImplementedError(
@@ -259,8 +252,6 @@ class AsyncCheckpointer:
             of its own elements; and the time to copy the state.
         """
         # TODO 4.4: wait for the write before, copy the state, and start a thread that writes.
-        #   Tools: threading.Thread, time.perf_counter, tensor.detach().to("cpu", copy=True); a
-        #   function that calls itself for dicts, lists and tuples.
         #   Example: the copy takes 0.5 s and the write 20 s: ``save`` returns after 0.5 s.
         #   About 24 lines with helpers.
         raise NotImplementedError(
@@ -277,7 +268,6 @@ class AsyncCheckpointer:
         that write then goes unreported.
         """
         # TODO 4.4: wait for the thread; if its write failed, raise that error, but only once.
-        #   Tools: thread.join, raise … from ….
         #   Example: the disk is full at step 300: "step 300 is not saved: [Errno 28] No space …".
         #   About 7 lines.
         raise NotImplementedError(
@@ -287,7 +277,6 @@ class AsyncCheckpointer:
     def __enter__(self) -> "AsyncCheckpointer":
         """Return self."""
         # TODO 4.4: return self.
-        #   Tools: none.
         #   Example: ``with AsyncCheckpointer(write) as saver`` gives 1 object its name.
         #   About 2 lines.
         raise NotImplementedError(
@@ -298,7 +287,6 @@ class AsyncCheckpointer:
     def __exit__(self, *error: object) -> None:
         """Wait as ``wait`` does, even after an error inside the ``with`` statement."""
         # TODO 4.4: wait for what is still being written.
-        #   Tools: what you wrote above.
         #   Example: the with statement ends 20 s after ``save``, if the write takes as long.
         #   About 2 lines.
         raise NotImplementedError(

@@ -1,7 +1,7 @@
 """A hook that lets data parallelism send compressed gradients without losing anything.
 
-Task 4.13. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade it: ``distlab check 4.13``.
+Task 4.13. The docstring says what a function promises, its TODO gives an example, and guidelines.md
+explains why and how. To grade it: ``distlab check 4.13``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,6 @@ class CompressionHook:
         """Start without residuals; nothing is sent."""
         # TODO 4.13: keep the arguments, and begin without residuals; torch asks a hook for
         #   __name__ and __qualname__, which an object has to be given.
-        #   Tools: module.named_parameters.
         #   Example: for a Linear layer, there are 2 names, weight and bias, and 0 residuals.
         #   About 5 lines.
         raise NotImplementedError(
@@ -79,7 +78,6 @@ class CompressionHook:
             again.
         """
         # TODO 4.13: average the gradients in the buffer, and return a future of the buffer.
-        #   Tools: bucket.buffer, bucket.parameters, as_strided, torch.futures.Future, set_result.
         #   Example: 2 ranks have 0.4 and 1.4, and reduce sends whole numbers: both get 0.5.
         #   About 35 lines with what all_reduce needs, too.
         raise NotImplementedError(
@@ -101,7 +99,6 @@ class CompressionHook:
             ValueError: ``flat`` has elements that belong to no parameter's gradient.
         """
         # TODO 4.13: find the gradients in the bucket, average them, and make it a sum.
-        #   Tools: data_ptr, nbytes, dist.get_world_size.
         #   Example: 2 ranks have 0.4 and 1.4, and reduce sends whole numbers: flat holds 1.0 then.
         #   About 16 lines with a helper.
         raise NotImplementedError(
@@ -116,7 +113,6 @@ class CompressionHook:
         that of ``reduce`` if ``reduce`` has a ``state_dict``.
         """
         # TODO 4.13: return copies of the residuals, with the state of reduce.
-        #   Tools: clone, getattr or hasattr.
         #   Example: after a step with a Linear layer it holds 2 residuals.
         #   About 3 lines.
         raise NotImplementedError(
@@ -127,7 +123,6 @@ class CompressionHook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of the same rank; the state is not changed."""
         # TODO 4.13: take copies of the residuals, and pass its part to reduce.
-        #   Tools: clone, hasattr.
         #   Example: a state with 2 residuals is loaded: the next step adds these 2.
         #   About 3 lines.
         raise NotImplementedError(

@@ -1,7 +1,7 @@
 """Elastic training: workers come and go, and the result is the same as without failures.
 
-Task 4.6. The docstring says what the function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade it: ``distlab check 4.6``.
+Task 4.6. The docstring says what the function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade it: ``distlab check 4.6``.
 """
 
 from collections.abc import Callable
@@ -84,8 +84,6 @@ def run_elastic(
         start.
     """
     # TODO 4.6: train step by step from the newest checkpoint on; return the number of steps.
-    #   Tools: numpy.random.default_rng([seed, epoch]).permutation, dist.broadcast_object_list,
-    #     dist.all_reduce, dist.get_rank, dist.get_world_size, EXIT_STOPPED (given).
     #   Example: 9 samples, global batches of 4, 2 epochs: 6 steps, of 4, 4, 1, 4, 4 and 1 samples.
     #     On 3 ranks, the shares of a step of 4 are 2, 1 and 1; those of a step of 1 are 1, 0 and 0.
     #   About 60 lines with all helpers.

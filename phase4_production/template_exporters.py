@@ -1,7 +1,7 @@
 """Exporters: where the metrics of a run go.
 
-Task 4.17. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade it: ``distlab check 4.17``.
+Task 4.17. The docstring says what a function promises, its TODO gives an example, and guidelines.md
+explains why and how. To grade it: ``distlab check 4.17``.
 """
 
 import errno
@@ -58,8 +58,6 @@ class PrometheusExporter:
                 which is at most 65535.
         """
         # TODO 4.17: keep the labels as text, and serve the newest page in a thread.
-        #   Tools: ThreadingHTTPServer, its handle_error, BaseHTTPRequestHandler, its log_message
-        #   and timeout, threading.Thread, errno.EADDRINUSE, OverflowError, which port 70000 raises.
         #   Example: a value of 1 line feed stands as 2 characters, backslash and n.
         #   About 45 lines with handler and server.
         raise NotImplementedError(
@@ -84,7 +82,6 @@ class PrometheusExporter:
         escaped. NaN and the infinities are spelled NaN, +Inf and -Inf.
         """
         # TODO 4.17: make the new page, and put it in the place of the old one.
-        #   Tools: re.sub, repr, str.encode.
         #   Example: the name 5xx/rate becomes _5xx_rate, and the value inf is +Inf.
         #   About 18 lines with helpers.
         raise NotImplementedError(
@@ -99,7 +96,6 @@ class PrometheusExporter:
         port in use until the child ends.
         """
         # TODO 4.17: end the thread's loop, and close the socket.
-        #   Tools: shutdown and server_close of the server.
         #   Example: after close, another exporter can take port 9400.
         #   About 2 lines.
         raise NotImplementedError(
@@ -134,7 +130,6 @@ class JsonlWriter:
                 file stays unchanged.
         """
         # TODO 4.17: cut off what must go, and open the file to append.
-        #   Tools: os.truncate, which leaves what it keeps where it is; Path.open.
         #   Example: the steps 8, 9 and 10 are there, and resume_after=8: only that of 8 stays.
         #   About 16 lines with helpers.
         raise NotImplementedError(
@@ -153,7 +148,6 @@ class JsonlWriter:
             step: training step, not below that of the previous line.
         """
         # TODO 4.17: append one line, and flush it.
-        #   Tools: json.dumps, math.isfinite.
         #   Example: step 7 with a loss of 2.5: {"step": 7, "loss": 2.5}.
         #   About 6 lines with a helper.
         raise NotImplementedError(
@@ -163,7 +157,6 @@ class JsonlWriter:
     def close(self) -> None:
         """Close the file."""
         # TODO 4.17: close the file.
-        #   Tools: none.
         #   Example: after 2 writes, the file ends with the 2nd.
         #   About 1 to 2 lines.
         raise NotImplementedError(
@@ -179,7 +172,6 @@ def read_jsonl(path: Path) -> list[Record]:
             unfinished. The message names the file and the line, counted from 1.
     """
     # TODO 4.17: return a Record for each line, or raise.
-    #   Tools: json.loads, float, which reads "NaN" and "Infinity" too, Record (given).
     #   Example: {"step": 7, "loss": "NaN"} is Record(7, {"loss": nan}).
     #   About 10 lines with a helper.
     raise NotImplementedError("Task 4.17: read_jsonl, see guidelines.md#417-where-the-numbers-go")
@@ -197,7 +189,6 @@ class TensorBoardWriter:
                 points of later steps that are already there. With None, it hides none.
         """
         # TODO 4.17: open a SummaryWriter.
-        #   Tools: SummaryWriter and its purge_step: the first step to hide.
         #   Example: resume_after=8 hides what is there of step 9 and later.
         #   About 2 lines.
         raise NotImplementedError(
@@ -207,7 +198,6 @@ class TensorBoardWriter:
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a point to the curve of each metric; once this returns, TensorBoard can show it."""
         # TODO 4.17: add a point for each metric, and flush.
-        #   Tools: add_scalar and flush of the SummaryWriter.
         #   Example: 2 metrics are 2 points, both at the same step.
         #   About 3 lines.
         raise NotImplementedError(
@@ -217,7 +207,6 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Close the file, and end the thread that writes into it."""
         # TODO 4.17: close the SummaryWriter.
-        #   Tools: none.
         #   Example: a folder with 1 file more than before.
         #   About 1 to 2 lines.
         raise NotImplementedError(

@@ -1,7 +1,7 @@
 """Fault tolerance: notice that a rank is gone, and continue without it.
 
-Tasks 4.5, 4.7 and 4.8. The docstring says what a function promises, its TODO what you need for it,
-and guidelines.md why and how. To grade one task: ``distlab check 4.5``.
+Tasks 4.5, 4.7 and 4.8. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 4.5``.
 """
 
 import math
@@ -30,7 +30,6 @@ class Heartbeat:
             rank: rank that reports.
         """
         # TODO 4.5: keep the store and where this rank reports.
-        #   Tools: none.
         #   Example: rank 3 may report under the key "heartbeat/3".
         #   About 2 lines.
         raise NotImplementedError(
@@ -50,7 +49,6 @@ class Heartbeat:
         Cost: one message to the store, which waits for no other rank.
         """
         # TODO 4.5: write the report into the store, such that no two reports are equal.
-        #   Tools: store.set, which takes two strings.
         #   Example: the 7th report, of step 6, after 0.25 s of work: "7 6 0.25".
         #   About 2 lines.
         raise NotImplementedError(
@@ -91,7 +89,6 @@ class HeartbeatMonitor:
                 hosts may be ahead or behind, so times are never sent.
         """
         # TODO 4.5: keep the arguments, and for each rank when the monitor has begun.
-        #   Tools: dataclasses.dataclass for what is known of a rank.
         #   Example: 3 ranks, clock() is 100.0: each was seen at 100.0, with step -1.
         #   About 10 lines with the dataclass.
         raise NotImplementedError(
@@ -117,7 +114,6 @@ class HeartbeatMonitor:
         Cost: at most two messages to the store for each rank; it never waits for a rank.
         """
         # TODO 4.5: read what is new, count slow reports, and tell the status of each rank.
-        #   Tools: store.check, store.get, statistics.median_low, Health (given).
         #   Example: busy_s is 0.1, 0.1, 0.1 and 0.5 on 4 ranks: the median is 0.1, and 0.5 > 0.2.
         #   About 28 lines with helpers.
         raise NotImplementedError(
@@ -154,7 +150,6 @@ class StopRequest:
             group: the ranks that stop together; all ranks by default.
         """
         # TODO 4.7: keep the arguments, and that no signal has come.
-        #   Tools: none.
         #   Example: StopRequest().agreed() is False on all ranks.
         #   About 3 lines.
         raise NotImplementedError(
@@ -164,7 +159,6 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         """Catch the signals from now on; a caught signal is only noted, and the step continues."""
         # TODO 4.7: catch the signals, and keep what handled them before; return self.
-        #   Tools: signal.signal, which returns the handler before.
         #   Example: two signals are caught, so two handlers are kept.
         #   About 2 lines, and 2 for the handler.
         raise NotImplementedError(
@@ -174,7 +168,6 @@ class StopRequest:
     def __exit__(self, *error: object) -> None:
         """Restore the previous handlers of the signals."""
         # TODO 4.7: put the handlers back.
-        #   Tools: signal.signal.
         #   Example: after 2 signals were caught, 2 handlers are put back.
         #   About 2 lines.
         raise NotImplementedError(
@@ -190,7 +183,6 @@ class StopRequest:
         Cost: one all-reduce of at most 8 bytes. On NCCL, the host also waits for all its kernels.
         """
         # TODO 4.7: return whether a signal has come on any rank.
-        #   Tools: torch.tensor, dist.all_reduce, dist.ReduceOp, group_device (given).
         #   Example: the ranks hold 0, 1 and 0: all get 1.
         #   About 4 lines.
         raise NotImplementedError(
@@ -209,7 +201,6 @@ class StopRequest:
             SystemExit: always, with EXIT_STOPPED, which is 75: nothing has failed, so run it again.
         """
         # TODO 4.7: save, wait for all ranks, and exit.
-        #   Tools: dist.barrier, SystemExit, EXIT_STOPPED (given).
         #   Example: rank 2 saves for 3 s, the others for 1 s: all exit after 3 s, with 75.
         #   About 3 lines.
         raise NotImplementedError(
@@ -235,7 +226,6 @@ def young_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> f
     Source: Young 1974 (CACM).
     """
     # TODO 4.8: return Young's interval.
-    #   Tools: math.sqrt.
     #   Example: a save of 2 s and one node that fails every 100 s: 20 s.
     #   About 2 lines.
     raise NotImplementedError("Task 4.8: young_interval_s, see guidelines.md#48-how-often-to-save")
@@ -261,7 +251,6 @@ def daly_interval_s(save_s: float, node_mtbf_s: float, num_nodes: int = 1) -> fl
     Source: Daly 2006 (FGCS 22), equation 37.
     """
     # TODO 4.8: return Daly's interval.
-    #   Tools: math.sqrt, young_interval_s.
     #   Example: a save of 2 s and one node that fails every 100 s: 18.69 s.
     #   About 6 lines.
     raise NotImplementedError("Task 4.8: daly_interval_s, see guidelines.md#48-how-often-to-save")
@@ -299,7 +288,6 @@ def expected_duration_s(
     Source: Daly 2006 (FGCS 22), equation 13.
     """
     # TODO 4.8: return the expected duration.
-    #   Tools: math.exp, math.expm1.
     #   Example: 1000 s of work, intervals of 20 s, a save of 2 s, a restart of 10 s, and one node
     #   that fails every 100 s: 1360 s.
     #   About 3 lines.

@@ -1,7 +1,7 @@
 """Gradient compression: send part of the gradient, or a rounded one, now and the rest later.
 
-Tasks 4.9 to 4.11. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.9``.
+Tasks 4.9 to 4.11. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 4.9``.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,6 @@ def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
     Source: Aji and Heafield 2017 (EMNLP); Lin et al. 2018 (ICLR).
     """
     # TODO 4.9: send this rank's k largest entries to all, and average what all have sent.
-    #   Tools: torch.topk, torch.Tensor.int, dist.all_gather, torch.Tensor.index_add_.
     #   Example: fraction 0.01 of 1,000,000 entries: k is 10,000, and a rank sends 80,000 bytes to
     #   each other one, instead of the 4,000,000 of the whole gradient.
     #   About 12 lines.
@@ -72,7 +71,6 @@ def reduce_with_feedback(
     Source: Seide et al. 2014 (Interspeech); Stich et al. 2018 (NeurIPS).
     """
     # TODO 4.9: add the residual, reduce, and keep what was not sent.
-    #   Tools: torch.Tensor.copy_.
     #   Example: gradient 4, 3 plus residual 0, 3 is 4, 6. If 0, 6 is sent, the residual is 4, 0.
     #   About 4 lines.
     raise NotImplementedError(
@@ -112,7 +110,6 @@ def random_k(
     Source: Stich et al. 2018 (NeurIPS).
     """
     # TODO 4.10: draw k places, and average the entries there.
-    #   Tools: torch.randperm, dist.all_reduce.
     #   Example: 1,000,000 entries, fraction 0.01, 8 ranks: a rank sends 70,000 bytes along a ring.
     #   About 7 lines.
     raise NotImplementedError(
@@ -145,8 +142,6 @@ def threshold(gradient: Tensor, least: float, group: Group = None) -> Reduced:
     Source: Strom 2015 (Interspeech).
     """
     # TODO 4.10: send the entries that are large enough, and average what all have sent.
-    #   Tools: torch.nonzero, dist.all_reduce, dist.ReduceOp, torch.nn.functional.pad, group_device
-    #   (given), and those of top_k.
     #   Example: three ranks with 2, 0 and 5 such entries: each sends 5 values and 5 indices.
     #   About 4 lines, and those that it shares with top_k.
     raise NotImplementedError(
@@ -171,8 +166,6 @@ class Int8:
             no finite number.
         """
         # TODO 4.11: return the codes and the scale.
-        #   Tools: torch.round, torch.where, torch.Tensor.view, which reads the bytes
-        #   as another dtype.
         #   Example: the code -3 is the byte 253.
         #   About 4 lines.
         raise NotImplementedError(
@@ -192,7 +185,6 @@ class Int8:
             0 stays 0, unless the scale is below 1e-38, where float32 has few digits.
         """
         # TODO 4.11: return codes times scale.
-        #   Tools: torch.Tensor.view.
         #   Example: the byte 253 with the scale 0.02 is -0.06.
         #   About 1 or 2 lines.
         raise NotImplementedError(
@@ -217,7 +209,6 @@ class Sign:
             ``decode`` returns no finite number.
         """
         # TODO 4.11: return the packed signs and the scale.
-        #   Tools: torch.nn.functional.pad, shifts of uint8.
         #   Example: 10 numbers take 2 bytes; 6 bits of the last one mean nothing.
         #   About 4 lines.
         raise NotImplementedError(
@@ -236,7 +227,6 @@ class Sign:
             The numbers, (n,), in float32.
         """
         # TODO 4.11: unpack the signs, and return as many as there are.
-        #   Tools: shifts of uint8, torch.where.
         #   Example: + - + + with the scale 2 is 2, -2, 2, 2.
         #   About 2 lines.
         raise NotImplementedError(
@@ -274,8 +264,6 @@ def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
         Seide et al. 2014 (Interspeech).
     """
     # TODO 4.11: send each owner its chunk in codes, average there, and send all the mean in codes.
-    #   Tools: torch.Tensor.tensor_split, dist.all_to_all_single (on uint8), torch.Tensor.view,
-    #   dist.all_gather.
     #   Example: 1,000,000 entries, Int8, 8 ranks: two times 7 rows of 125,004 bytes.
     #   About 20 lines.
     raise NotImplementedError(

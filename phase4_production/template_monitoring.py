@@ -1,7 +1,7 @@
 """Monitoring: where a step's time goes, how well hardware is used, and which ranks are slow.
 
-Tasks 4.14 to 4.16. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade one task: ``distlab check 4.14``.
+Tasks 4.14 to 4.16. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade one task: ``distlab check 4.14``.
 """
 
 import math
@@ -55,7 +55,6 @@ class StepTimer:
                 the call that starts them returns.
         """
         # TODO 4.14: keep the arguments, and that no part is open; the first step begins now.
-        #   Tools: none.
         #   Example: made at 100.0 s, first end_step at 100.25 s: step_s is 0.25.
         #   About 4 lines, and 10 for helpers.
         raise NotImplementedError(
@@ -81,7 +80,6 @@ class StepTimer:
         Cost: no communication.
         """
         # TODO 4.14: count the time from enter to exit, but not that of parts inside.
-        #   Tools: yield, try and finally.
         #   Example: compute from 0 to 10 ms, communication inside from 4 to 7 ms: 7 ms and 3 ms.
         #   About 8 lines.
         raise NotImplementedError(
@@ -98,7 +96,6 @@ class StepTimer:
             loader: iterable of batches, perhaps empty.
         """
         # TODO 4.14: yield the batches; all waiting for the loader is data.
-        #   Tools: iter, next, StopIteration, self.part.
         #   Example: a loader of 3 batches is asked 4 times, and each of these waits counts.
         #   About 9 lines.
         raise NotImplementedError(
@@ -118,7 +115,6 @@ class StepTimer:
         Cost: no communication.
         """
         # TODO 4.14: return the times of this step, and begin the next one with none.
-        #   Tools: StepTimes (given).
         #   Example: a step of 100 ms with 20 ms of data: StepTimes(0.1, 0.02, 0.0, 0.0).
         #   About 6 lines.
         raise NotImplementedError(
@@ -138,7 +134,6 @@ def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
     Cost: one collective, to which each rank contributes 32 bytes.
     """
     # TODO 4.14: return the times of every rank.
-    #   Tools: torch.tensor, dist.all_gather, group_device (given), StepTimes (given).
     #   Example: on 3 ranks, a list of 3 StepTimes; this rank's own is at dist.get_rank(group).
     #   About 5 lines.
     raise NotImplementedError(
@@ -164,7 +159,6 @@ def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
     Cost: at most two collectives, to which each rank contributes at most 16 bytes in all.
     """
     # TODO 4.15: return the samples of all ranks over the time of the slowest.
-    #   Tools: torch.tensor, dist.all_gather or dist.all_reduce, group_device (given).
     #   Example: samples 32, 32 and 0 in 0.5, 0.4 and 0.1 s: 64 / 0.5 s = 128 samples/s.
     #   About 3 lines, and 4 for a helper.
     raise NotImplementedError(
@@ -194,7 +188,6 @@ def count_flops(step: Callable[[], object]) -> int:
         that torch's counter does not know, such as the attention kernel for CPUs.
     """
     # TODO 4.15: call the step and return its FLOPs.
-    #   Tools: FlopCounterMode, its argument display and its get_total_flops.
     #   Example: Linear(4, 3) on 8 samples takes 192 FLOPs forward, and 192 for its weight.
     #   About 3 lines.
     raise NotImplementedError(
@@ -223,7 +216,6 @@ def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = Non
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
     # TODO 4.15: return the FLOPs of all ranks over what all their devices could have done.
-    #   Tools: torch.tensor, dist.all_gather or dist.all_reduce, group_device (given).
     #   Example: two ranks of 2e12 FLOPs in 10 ms, at peaks of 1e15 FLOP/s: 4e12 / 2e13 = 0.2.
     #   About 3 lines.
     raise NotImplementedError("Task 4.15: mfu, see guidelines.md#415-throughput-mfu-and-memory")
@@ -240,7 +232,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         Bytes. The system's ``ru_maxrss`` counts KiB on Linux and bytes on macOS.
     """
     # TODO 4.15: return the peak of that device, in bytes.
-    #   Tools: torch.cuda.max_memory_allocated, resource.getrusage, sys.platform.
     #   Example: on Linux, ru_maxrss = 250,000 means 256,000,000 bytes.
     #   About 4 lines.
     raise NotImplementedError(
@@ -269,7 +260,6 @@ class StragglerDetector:
                 median rank; at least 1.
         """
         # TODO 4.16: keep the arguments, and that no step was seen.
-        #   Tools: none.
         #   Example: with window=50, the first 49 calls of add return [].
         #   About 2 lines.
         raise NotImplementedError(
@@ -299,7 +289,6 @@ class StragglerDetector:
             24 bytes.
         """
         # TODO 4.16: keep the step; with a full window, gather medians and judge all ranks by them.
-        #   Tools: median_low, dist.all_gather, group_device (given), Straggler (given).
         #   Example: own work of 110, 220 and 110 ms, factor 1.3: rank 1 is at 2.0, above 1.3.
         #   About 14 lines, and 7 for helpers.
         raise NotImplementedError(

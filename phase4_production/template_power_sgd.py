@@ -1,7 +1,7 @@
 """PowerSGD: send two thin factors of a gradient instead of the gradient itself.
 
-Task 4.12. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade it: ``distlab check 4.12``.
+Task 4.12. The docstring says what a function promises, its TODO gives an example, and guidelines.md
+explains why and how. To grade it: ``distlab check 4.12``.
 """
 
 import zlib
@@ -29,7 +29,6 @@ def orthogonalize(matrix: Tensor) -> None:
         matrix: (n, r) with n >= r, in float32 or float64.
     """
     # TODO 4.12: write orthonormal columns over those of the matrix.
-    #   Tools: torch.linalg.qr, copy_.
     #   Example: the column (3, 4) becomes (0.6, 0.8), or (-0.6, -0.8).
     #   About 2 lines.
     raise NotImplementedError(
@@ -60,7 +59,6 @@ class PowerSGD:
     def __init__(self, rank: int, group: Group = None, seed: int = 0) -> None:
         """Store the settings; nothing is sent."""
         # TODO 4.12: store the arguments, and an empty container for each parameter's Q.
-        #   Tools: none.
         #   Example: before the first step, it holds no Q.
         #   About 2 lines.
         raise NotImplementedError(
@@ -97,8 +95,6 @@ class PowerSGD:
         compressed.
         """
         # TODO 4.12: average P and the rest, orthogonalize P, average Q and keep it, return P Qᵀ.
-        #   Tools: split, reshape, torch.cat, dist.all_reduce, orthogonalize, torch.randn with a
-        #   torch.Generator, zlib.crc32, Reduced (given).
         #   Example: a weight of 12 · 10, a bias of 12 and r = 2: the first all-reduce has 24 + 12
         #   elements, the second 20.
         #   About 45 lines with helpers.
@@ -109,7 +105,6 @@ class PowerSGD:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what a later run needs to continue bit for bit."""
         # TODO 4.12: return a copy of what is kept from step to step.
-        #   Tools: clone.
         #   Example: after a step with the weight of 12 · 10 and r = 2, it holds one Q of 10 · 2.
         #   About 2 lines.
         raise NotImplementedError(
@@ -119,7 +114,6 @@ class PowerSGD:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, which is not changed."""
         # TODO 4.12: keep a copy of what is in the state.
-        #   Tools: clone.
         #   Example: a state with 3 matrices of Q is loaded; the next step begins with these 3.
         #   About 2 lines.
         raise NotImplementedError(

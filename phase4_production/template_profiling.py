@@ -1,7 +1,7 @@
 """Profiling: what a rank's steps consist of, and what they wait for.
 
-Task 4.18. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade it: ``distlab check 4.18``.
+Task 4.18. The docstring says what a function promises, its TODO gives an example, and guidelines.md
+explains why and how. To grade it: ``distlab check 4.18``.
 """
 
 import json
@@ -50,7 +50,6 @@ def profile_steps(
         at least five digits. The trace is in Chrome's format. On return, the profiler is off again.
     """
     # TODO 4.18: run the steps under the profiler, and write the trace of this rank.
-    #   Tools: profile, schedule (its repeat), on_trace_ready, export_chrome_trace, profiler.step.
     #   Example: wait=1, warmup=1, active=3: 5 steps, and the events ProfilerStep#2, #3 and #4.
     #   About 10 lines.
     raise NotImplementedError(
@@ -89,7 +88,6 @@ def exposed_communication(trace: Path) -> Exposed:
         ValueError: the trace holds no step; the message names the file.
     """
     # TODO 4.18: measure what communication and computation cover, in the steps alone.
-    #   Tools: json.loads, sorted.
     #   Example: covered are 5 ms by communication, 6 ms by computation and 9 ms by either of them:
     #   9 - 6 = 3 ms are exposed.
     #   About 45 lines with helpers.

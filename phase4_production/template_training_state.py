@@ -1,7 +1,7 @@
 """The whole state of a run, from which the run can resume bit for bit.
 
-Task 4.2. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade it: ``distlab check 4.2``.
+Task 4.2. The docstring says what a function promises, its TODO gives an example, and guidelines.md
+explains why and how. To grade it: ``distlab check 4.2``.
 """
 
 import random
@@ -48,7 +48,6 @@ class ResumableSampler:
             group: the ranks that share the samples; all ranks by default.
         """
         # TODO 4.2: keep the arguments, and where the run is: at the beginning of epoch 0.
-        #   Tools: none.
         #   Example: 10 samples, global batches of 4: epoch 0, position 0.
         #   About 4 lines.
         raise NotImplementedError(
@@ -66,7 +65,6 @@ class ResumableSampler:
         trained on. The random generators of the process are neither used nor changed.
         """
         # TODO 4.2: yield this rank's part of each batch, from the position on.
-        #   Tools: torch.Generator, its manual_seed, torch.randperm, split, tensor_split, tolist.
         #   Example: position 4, the rest is 4 1 8 3 5 6, on 3 ranks: rank 0 gets [4, 1] and [5],
         #     rank 2 [3] and [].
         #   About 6 lines.
@@ -77,7 +75,6 @@ class ResumableSampler:
     def __len__(self) -> int:
         """Return how many global batches are left in the epoch."""
         # TODO 4.2: count the global batches that are left, a shorter last one too.
-        #   Tools: none.
         #   Example: 10 samples, global batches of 4, position 4: 2.
         #   About 2 lines.
         raise NotImplementedError(
@@ -87,7 +84,6 @@ class ResumableSampler:
     def advance(self) -> None:
         """Record that a global batch was trained on; after the last one, the next epoch begins."""
         # TODO 4.2: move the position by a global batch; after the last one, begin an epoch.
-        #   Tools: none.
         #   Example: 10 samples, global batches of 4, position 8 in epoch 0: epoch 1, position 0.
         #   About 4 lines.
         raise NotImplementedError(
@@ -102,7 +98,6 @@ class ResumableSampler:
             trained on; ``seed`` and ``num_samples``.
         """
         # TODO 4.2: return the four numbers by their names.
-        #   Tools: none.
         #   Example: {"epoch": 0, "position": 4, "seed": 0, "num_samples": 10}.
         #   About 3 lines.
         raise NotImplementedError(
@@ -119,7 +114,6 @@ class ResumableSampler:
             ValueError: the number of samples differs; the message names both numbers.
         """
         # TODO 4.2: refuse the state of another number of samples; take over the rest.
-        #   Tools: ValueError.
         #   Example: a state of 10 samples where there are 12: the error names 10 and 12.
         #   About 7 lines.
         raise NotImplementedError(
@@ -149,7 +143,6 @@ class TrainingState:
             group: the ranks that train together; all ranks by default.
         """
         # TODO 4.2: keep the arguments.
-        #   Tools: none.
         #   Example: 2 parts, "model" and "sampler": both are kept by name.
         #   About 2 lines.
         raise NotImplementedError(
@@ -172,8 +165,6 @@ class TrainingState:
         most 40 kB, to each of the others; the parts are not sent.
         """
         # TODO 4.2: gather all ranks' generators, and return them with the states of the parts.
-        #   Tools: dist.all_gather_object, random.getstate, np.random.get_state, tolist,
-        #     torch.get_rng_state, torch.cuda.get_rng_state, torch.cuda.is_initialized.
         #   Example: 6 parts on 3 ranks: 6 states of parts, and 3 of generators, on all ranks.
         #   About 16 lines, with helpers.
         raise NotImplementedError(
@@ -202,8 +193,6 @@ class TrainingState:
         Cost: no communication, and a copy of one part at a time.
         """
         # TODO 4.2: compare the names, load copies of the parts, then set this rank's generators.
-        #   Tools: copy.deepcopy, random.setstate, np.random.set_state, torch.set_rng_state,
-        #     torch.cuda.set_rng_state; random.seed, np.random.seed and torch.manual_seed.
         #   Example: saved on 3 ranks: on 3, rank 2 gets the third; on 2, both are seeded anew.
         #   About 24 lines, with helpers.
         raise NotImplementedError(

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 MAX_WIDTH = 100
 TO_FILL_IN = "state the result."
 HEADER = """
-Task {ids}. The docstring says what a function promises, its TODO what you need for it, and
-guidelines.md why and how. To grade it: ``distlab check {id}``.
+Task {ids}. The docstring says what a function promises, its TODO gives an example, and
+guidelines.md explains why and how. To grade it: ``distlab check {id}``.
 """
 
 
@@ -138,9 +138,7 @@ class _Merge:
     def _body_of_stub(self, name: str, indent: str) -> str:
         """Return the template's TODO, or one to fill in, and the statement that raises an error."""
         task, stub = self.stubs[name], self.template.names.get(name)
-        todo = (
-            f"{indent}# TODO {task.id}: {TO_FILL_IN}\n{indent}#   Tools: \n{indent}#   Example: \n"
-        )
+        todo = f"{indent}# TODO {task.id}: {TO_FILL_IN}\n{indent}#   Example: \n"
         if isinstance(stub, ast.FunctionDef):
             todo = "".join(self.template.lines[_end(stub.body[0]) : _start(stub.body[-1])])
         return todo + _error(f"Task {task.id}: {name}, ", f"see {task.guide}", indent)
