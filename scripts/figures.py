@@ -43,8 +43,9 @@ from distlab.sim.script import run_script
 from distlab.sim.simulation import Simulation
 
 ROOT = Path(__file__).resolve().parents[1]
-# Needless parts, half of each file: decimals after the second, clip paths, and trailing spaces.
-NEEDLESS = re.compile(r'(?<=\d\.\d\d)\d+| clip-path="[^"]*"| (?=\n)')
+# Needless parts, half of each file: decimals after the second (but not in the size of letters),
+# clip paths, and trailing spaces.
+NEEDLESS = re.compile(r'(?<=\d\.\d\d)(?<!scale\(0\.\d\d)\d+| clip-path="[^"]*"| (?=\n)')
 
 
 SLOW_LINKS = Cluster(  # sending a unit of ``fully_sharded`` takes a third as long as computing it

@@ -114,3 +114,11 @@ def test_the_table_of_zero_follows_from_the_formulas(figures: ModuleType) -> Non
         for ranks, quoted in ((4, of_four), (64, of_64)):
             share = whole / ranks if "/N" in divided else whole
             assert f"{float(first or 0) + share:.3g}" == quoted
+
+
+def test_letters_that_are_drawn_as_shapes_keep_their_size(figures: ModuleType) -> None:
+    picture = Figure(figsize=(2, 1))
+    picture.text(0.1234567, 0.5, "rank")
+    drawn = figures._svg_of(picture)
+    assert re.findall(r'scale\(([^)]*)\)"/>\n', drawn)[:1] == ["0.015625"]
+    assert "1234567" not in drawn
