@@ -56,6 +56,9 @@ WorldTimeout = Annotated[
         show_default=False,
     ),
 ]
+Semantics = Annotated[
+    Literal["gloo", "nccl"], typer.Option(help="nccl: the simulated world has GPUs.")
+]
 Lend = Annotated[
     bool,
     typer.Option("--lend", help="Take what it builds on from the solutions, where yours fails."),
@@ -106,12 +109,13 @@ def check(
     world_timeout: WorldTimeout = None,
     lend: Lend = False,
     verbose: Verbose = False,
+    semantics: Semantics = "gloo",
 ) -> None:
     """Grade one or more tasks, and say what to do next."""
     here = folder.find()
     chosen = list(dict.fromkeys(here.task(name) for name in tasks or ())) or [choose(here, None)]
     options = [*grading.world_timeout(world_timeout), *grading.lend_option(here, lend)]
-    options += [grading.VERBOSE] * verbose
+    options += ["--semantics", semantics, *[grading.VERBOSE] * verbose]
     with _grader(here, len(chosen)) as run:
         codes = [_check(here, task, run, options, is_alone=len(chosen) == 1) for task in chosen]
     if len(chosen) > 1:
@@ -162,9 +166,7 @@ def grade(
     backend: Annotated[
         Backend, typer.Option(help="auto: simulated, and real where a test says so.")
     ] = "auto",
-    semantics: Annotated[
-        Literal["gloo", "nccl"], typer.Option(help="nccl: the simulated world has GPUs.")
-    ] = "gloo",
+    semantics: Semantics = "gloo",
     report: Annotated[
         list[str] | None,
         typer.Option(metavar="FORMAT=PATH", help=f"{', '.join(report_paths.HEADS)}; repeatable."),
@@ -187,10 +189,15 @@ def grade(
     raise typer.Exit(graded.code)
 
 
-def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend = False) -> None:
+def watch(
+    task: SomeTask = None,
+    world_timeout: WorldTimeout = None,
+    lend: Lend = False,
+    semantics: Semantics = "gloo",
+) -> None:
     """Grade the current task on every save, or only once if there is no terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        check([task] if task else None, world_timeout, lend)
+        check([task] if task else None, world_timeout, lend, semantics=semantics)
         return
     from distlab.learner import watch as watching
     from distlab.learner.grader_server import WarmGrader
@@ -198,6 +205,7 @@ def watch(task: SomeTask = None, world_timeout: WorldTimeout = None, lend: Lend 
     here = folder.find()
     first = choose(here, task)
     options = [*grading.world_timeout(world_timeout), *grading.lend_option(here, lend)]
+    options += ["--semantics", semantics]
     events: watching.Events = Queue()
     grader = WarmGrader(here)
     try:

@@ -519,8 +519,10 @@ def test_options_of_a_grading_reach_the_grader(
 
     for name in ("captured_in", "shown_in"):
         monkeypatch.setattr(grading, name, lambda _: run)
-    assert distlab(*command.split(), "--world-timeout", "7.5") == grading.NOTHING_RAN
-    assert asked[asked.index("--world-timeout") + 1] == "7.5"
+    options = ("--world-timeout", "7.5", "--semantics", "nccl")
+    assert distlab(*command.split(), *options) == grading.NOTHING_RAN
+    for name, value in zip(options[::2], options[1::2], strict=True):
+        assert asked[asked.index(name) + 1] == value
 
 
 def test_several_tasks_are_checked_one_by_one(
