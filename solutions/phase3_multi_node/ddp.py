@@ -258,12 +258,13 @@ class DistributedDataParallel(nn.Module):
         The call first starts to sum the buckets that still lack gradients: this rank may have used
         only some parameters, or run no backward pass outside ``no_sync``. Afterwards, a trainable
         parameter that no rank used has a gradient of zeros, not None; a frozen parameter has no
-        gradient.
+        gradient. The gradients are still views of the buckets that were summed.
 
-        The first call also determines the buckets of all later steps. To get them,
-        ``assign_buckets`` is given the parameters in the reverse of the order in which their
-        gradients arrived on rank 0, outside ``no_sync``. Gradients that did not arrive there count
-        as the last to arrive, in the order that was assumed for the first step.
+        The first call also determines the buckets of all later steps, which replace the others when
+        the next backward pass begins. To get them, ``assign_buckets`` is given the parameters in
+        the reverse of the order in which their gradients arrived on rank 0, outside ``no_sync``.
+        Gradients that did not arrive there count as the last to arrive, in the order that was
+        assumed for the first step (the reverse of the module's).
 
         Cost: in the first call, one broadcast of 8 bytes per trainable parameter.
         """

@@ -49,11 +49,11 @@ def discover_topology(
     Returns:
         The topology, the same on all ranks: each rank's host name (``socket.gethostname()``), in
         the order of the ranks in the group, and the cost of a message, α and β, between two ranks
-        of a host and between two hosts. A cost is None if there are no such ranks. An α or β that
-        noise makes negative becomes 0.
+        of a host and between two hosts. A cost is None if there are no such ranks. Where noise
+        makes α or β negative, that number is replaced by 0, and the other stays as it is.
 
-    Cost: one pair of ranks inside a host and one pair between hosts exchange messages, one pair
-        after the other, while all other ranks wait. Each pair sends 2(repeats + 1) messages of each
+    Cost: first a pair of ranks inside a host exchanges messages, then a pair between hosts, while
+        all other ranks wait. Each pair sends 2(repeats + 1) messages of each
         size, however many ranks there are. A few collectives share the results; their number does
         not depend on ``repeats``.
     """

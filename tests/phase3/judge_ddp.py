@@ -256,9 +256,10 @@ def _check_buckets(here: str, step: int, result: dict[str, Any], expected: list[
         f"{which} Trainable parameters only, a shared one once.",
     )
     expect(
-        f"{here}: the parameters whose gradients lie in each bucket that was reduced",
+        f"{here}, after the step: the parameters whose gradients lie in each summed bucket",
         *([sorted(names) for names in result["names"]], [sorted(bucket) for bucket in expected]),
-        f"Gradients should be views of the buckets, so that nothing is copied. {which}",
+        "Gradients should be views of the buckets, so that nothing is copied, until the next "
+        f"backward pass begins: new buckets are made only then. {which}",
     )
 
 
