@@ -490,8 +490,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group =
     """Return the cross-entropy of each target, from logits that are split over the ranks.
 
     No rank ever holds the logits of the whole vocabulary, and none sends its own logits. Up to
-    rounding, the loss is log(sum of exp(z - m)) - (z_t - m), where z are the logits of all ranks,
-    m is the largest of them, and z_t is the target's logit.
+    rounding, the losses are those of ``F.cross_entropy`` for the logits of all ranks together.
 
     Args:
         logits: tensor (…, V / N), the logits of this rank's part of the vocabulary (r·V/N to
