@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -153,6 +154,35 @@ def test_program_of_the_reading_prints_the_times_that_are_quoted(
     (lines,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     program = (ROOT / command.split()[-1]).read_text(encoding="utf-8")
     assert [line for line in lines.splitlines() if f"    {line}\n" not in program] == []
+
+
+def after_wait() -> Iterator[tuple[str, str]]:
+    """Yield each command that runs after_wait.py on simulated GPUs, and its output."""
+    for phase in COURSE.phases:
+        for block in re.findall(r"^```console\n(.*?)^```$", text_of(phase.folder), re.M | re.S):
+            if "after_wait.py" in block:
+                for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+                    command, _, quoted = part.partition("\n")
+                    yield command, quoted
+
+
+@pytest.mark.parametrize(
+    ("command", "quoted"), [pytest.param(*both, id=both[0].split()[-1]) for both in after_wait()]
+)
+def test_what_follows_from_wait_is_printed(
+    command: str, quoted: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, *words = command.split()
+    assert name == "distlab"
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
+    with pytest.raises(SystemExit):
+        main(words)
+    lines = [
+        r"(.*\n)*?" if line == "…" else ".*".join(map(re.escape, line.split("…"))) + r"\n"
+        for line in quoted.splitlines()
+    ]
+    printed = capfd.readouterr().out
+    assert re.fullmatch("".join(lines), printed), printed
 
 
 def test_program_at_the_end_trains(tmp_path: Path) -> None:
