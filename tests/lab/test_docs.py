@@ -324,6 +324,30 @@ def test_the_drawn_pictures_are_what_their_functions_draw_now(
         assert found == pytest.approx(numbers, abs=1), advice
 
 
+# --- the operator's view -------------------------------------------------------------------------
+
+
+def test_the_flight_recorder_names_the_rank_that_the_page_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/operators.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("\n## The flight recorder\n")
+    (block,) = re.findall(r"^```console\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    (simulated, hang), (read, missing) = (
+        part.partition("\n")[::2] for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+    )
+    with pytest.raises(SystemExit):
+        main(shlex.split(simulated)[1:])
+    printed = "".join(capfd.readouterr())
+    assert re.fullmatch(pattern(hang), printed.rstrip("\n") + "\n"), printed
+    module = "torch.distributed.flight_recorder.fr_trace"
+    words = [sys.executable, "-m", module, *shlex.split(read)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert re.fullmatch(pattern(missing), done.stdout + done.stderr), done
+
+
 # --- the site ------------------------------------------------------------------------------------
 
 
