@@ -136,6 +136,7 @@ def _restore_afterwards(undo: contextlib.ExitStack) -> None:
     # Redirections on several ranks may overlap, and so leave these streams changed.
     undo.callback(setattr, sys, "stdout", sys.stdout)
     undo.callback(setattr, sys, "stderr", sys.stderr)
+    undo.callback(setattr, sys, "argv", sys.argv)
     undo.callback(set_warning_state, warning_state())
     undo.callback(torch.default_generator.set_state, torch.default_generator.get_state())
     undo.callback(torch.set_default_dtype, torch.get_default_dtype())

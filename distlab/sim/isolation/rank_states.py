@@ -75,8 +75,9 @@ class RankState:
 
     There is only one torch generator, so its state is copied at every hand-over. Each rank has its
     own objects for everything else: the generators of ``random`` and numpy, the environment, its
-    host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if redirected, the
-    default dtype, DTensor's tracker of random numbers, and the program's modules (see ``modules``).
+    host name, the state that ``warnings.catch_warnings`` changes, ``sys.stdout`` if redirected,
+    ``sys.argv``, the default dtype, DTensor's tracker of random numbers, and the program's modules
+    (see ``modules``).
     """
 
     def __init__(self, rank: int, place: Place, seed: int, common: Mapping[bytes, bytes]) -> None:
@@ -89,6 +90,7 @@ class RankState:
         self.variables = {**common, **_encoded(numbers)}
         self.warnings: WarningState = ([*warnings.filters], *warning_state()[1:])
         self.streams = sys.stdout, sys.stderr
+        self.arguments = [*sys.argv]
         self.dtype = torch.get_default_dtype()
         self.rng_tracker: Any = None
         self.folder = ""  # current folder; "" for the process's original one
@@ -110,7 +112,7 @@ class RankState:
         """Save the process's current state as this rank's state."""
         self.torch_rng = _get_torch_rng()
         self.warnings = _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl
-        self.streams = sys.stdout, sys.stderr
+        self.streams, self.arguments = (sys.stdout, sys.stderr), sys.argv
         self.dtype = _get_dtype()
         self.rng_tracker = sharded_random._rng_tracker
         if self.own_modules:
@@ -126,7 +128,7 @@ class RankState:
         world.__dict__, _environ._data = self.tables, self.variables
         _set_torch_rng(self.torch_rng)
         _warnings.filters, _warnings.showwarning, _warnings._showwarnmsg_impl = self.warnings
-        sys.stdout, sys.stderr = self.streams
+        (sys.stdout, sys.stderr), sys.argv = self.streams, self.arguments
         sharded_random._rng_tracker = self.rng_tracker
         if _get_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)

@@ -52,6 +52,22 @@ def test_the_default_dtype_is_the_ranks_own() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
+def takes_an_argument() -> tuple[str, list[str]]:
+    taken = sys.argv.pop(1)
+    dist.barrier()
+    sys.argv = [*sys.argv, str(me())]
+    dist.barrier()
+    return taken, sys.argv
+
+
+def test_arguments_are_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["script.py", "a", "b"]
+    monkeypatch.setattr(sys, "argv", given)
+    results = simulate(takes_an_argument, 3).results
+    assert results == [("a", ["script.py", "b", str(rank)]) for rank in range(3)]
+    assert sys.argv is given == ["script.py", "a", "b"]
+
+
 def works_in(folders: list[str]) -> list[str]:
     seen = [os.getcwd()]
     if me() < len(folders):
