@@ -17,6 +17,7 @@ These costs are deliberate approximations:
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -143,7 +144,7 @@ def describe(func: OpOverload[..., Any]) -> Operation:
     return Operation(
         name=name,
         flops=_formula(func),
-        is_composite=_has_kernel(func.name(), "CompositeImplicitAutograd"),  # type: ignore[no-untyped-call]
+        is_composite=_is_composite(func.name()),  # type: ignore[no-untyped-call]
         is_view=func.is_view and func.namespace == "aten",
         is_free=is_free,
         is_factory=name in _FACTORIES,
@@ -157,6 +158,13 @@ def describe(func: OpOverload[..., Any]) -> Operation:
         written=tuple(position for position, argument in writes if not argument.kwarg_only),
         out_names=out_names,
     )
+
+
+def _is_composite(name: str) -> bool:
+    """Return whether an operation consists of others; those of TorchScript are unknown there."""
+    with suppress(RuntimeError):
+        return _has_kernel(name, "CompositeImplicitAutograd")
+    return False
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -65,3 +65,26 @@ def test_a_world_says_once_that_nothing_is_compiled_and_restores_torchs_function
     assert [str(warning.message)[:13] for warning in warned] == ["torch.compile"]
     assert warned[0].filename == __file__
     assert torch.compile is before
+
+
+class WithPlaces(nn.Module):
+    """Adds a buffer that is a view."""
+
+    places: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.ones(4, 2).unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.places
+
+
+@pytest.mark.parametrize("semantics", ["gloo", "nccl"])
+def test_modules_can_be_exported(semantics: Any) -> None:
+    def exports() -> float:
+        exported = torch.export.export(WithPlaces(), (torch.ones(1, 4, 2),))
+        return exported.module()(torch.ones(1, 4, 2)).sum().item()
+
+    options = Options(semantics=semantics)
+    assert simulate(exports, 2, cluster="dgx-h100", options=options).results == [16.0, 16.0]
