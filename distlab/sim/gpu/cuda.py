@@ -4,37 +4,25 @@ Random numbers of GPUs come from the CPU's generator of the rank, so that a prog
 numbers on both.
 """
 
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
+from uuid import NAMESPACE_OID, uuid5
 
 import torch
 import torch.distributed as dist
 
-from distlab.sim.gpu.device import HostAndGpus, this_device
+from distlab.sim.gpu import allocator
+from distlab.sim.gpu.device import rank_device, this_device
+from distlab.sim.gpu.properties import Properties, chip_of, properties
 from distlab.sim.gpu.streams import Mark, Stream, WaitedEvent
 from distlab.sim.reporting.sites import Site
 from distlab.util.replacing import Replace
 
-_CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
 _VERSION = "12.8"  # of CUDA
-
-
-def rank_device() -> HostAndGpus:
-    """Return the device of the calling thread's rank.
-
-    Raises:
-        RuntimeError: The thread belongs to no rank.
-    """
-    device = this_device()
-    if device is None:
-        raise RuntimeError(
-            "only the threads of a simulated rank have GPUs: put what uses one into the function "
-            "that the ranks run"
-        )
-    return device
 
 
 def index_from(device: Any) -> int:
@@ -204,6 +192,19 @@ def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     return run_on_streams
 
 
+def _of_host(begin: Callable[..., None]) -> Callable[..., None]:
+    """Return a profile's beginning that records the host, where all that is simulated runs.
+
+    Without a GPU, torch's C++ code prints a page for each operation of a profile of CUDA.
+    """
+
+    @wraps(begin)
+    def begin_on_host(*args: Any, use_cuda: bool = False, **settings: Any) -> None:
+        begin(*args, **{**settings, "use_cpu": True, "use_device": None})
+
+    return begin_on_host
+
+
 def _is_past(mark: Mark) -> bool:
     device = rank_device()
     device.clock.poll(lambda: mark)
@@ -242,22 +243,20 @@ class CurrentDevice:
         rank_device().choose(self.prev_idx)
 
 
-def _properties(name: str) -> Any:
-    device = rank_device()
-    major, minor = _capability(name)
-    memory = device.memory.capacity_bytes or 0
-    return SimpleNamespace(
-        name=name,
-        major=major,
-        minor=minor,
-        total_memory=memory,
-        multi_processor_count=132,
-        warp_size=32,
-    )
+def _properties(name: str, device: Any = None) -> Properties:
+    host, index = rank_device(), index_from(device)
+    host.begin_use(index)
+    number = host.visible()[index]
+    uuid = uuid5(NAMESPACE_OID, f"{socket.gethostname()} GPU {number}")
+    memory_bytes = host.memory.capacity_bytes or 0
+    return properties(name, memory_bytes, host.kind.memory_bytes_per_s, uuid, number)
 
 
-def _capability(name: str) -> tuple[int, int]:
-    return next((c for part, c in _CAPABILITIES.items() if part in name), (9, 0))
+def _sleep(cycles: int) -> None:
+    host = rank_device()
+    seconds = cycles / (chip_of(host.kind.name).clock_mhz * 1e6)
+    stream = host.working_stream(host.index)
+    host.launch(stream, seconds * host.slowdown, "_sleep", host.places.call_site()[0])
 
 
 def _memory_stats() -> dict[str, int]:
@@ -314,9 +313,14 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing, because a simulated GPU has no such thing."""
 
 
+def _succeed(*_: Any, **__: Any) -> int:
+    return 0  # CUDA's code for success
+
+
 def surface(name: str) -> Mapping[str, Any]:
     """Return the attributes of ``torch.cuda`` for ranks whose GPUs are called ``name``."""
-    return {**_DEVICES, **_STREAMS, **_MEMORY, **_RANDOM_NUMBERS, **_properties_of(name)}
+    of_memory = {**_MEMORY, **allocator.SURFACE}
+    return {**_DEVICES, **_STREAMS, **of_memory, **_RANDOM_NUMBERS, **_properties_of(name)}
 
 
 _DEVICES: Mapping[str, Any] = {
@@ -349,6 +353,7 @@ _STREAMS: Mapping[str, Any] = {
     "CUDAGraph": _refuse_graphs,
     "graph": _refuse_graphs,
     "make_graphed_callables": _refuse_graphs,
+    "_sleep": _sleep,
     "set_sync_debug_mode": _set_sync_debug_mode,
     "get_sync_debug_mode": lambda: rank_device().sync_debug_mode,
 }
@@ -382,15 +387,34 @@ _RANDOM_NUMBERS: Mapping[str, Any] = {
 def _properties_of(name: str) -> Mapping[str, Any]:
     return {
         "get_device_name": lambda device=None: name,
-        "get_device_capability": lambda device=None: _capability(name),
-        "get_arch_list": lambda: ["sm_{}{}".format(*_capability(name))],
-        "get_device_properties": lambda device=None: _properties(name),
+        "get_device_capability": lambda device=None: chip_of(name).capability,
+        "get_arch_list": lambda: ["sm_{}{}".format(*chip_of(name).capability)],
+        "get_device_properties": partial(_properties, name),
     }
+
+
+_CUDART = SimpleNamespace(
+    cudaError=SimpleNamespace(success=0),
+    cudaGetErrorString=str,
+    cudaProfilerStart=_succeed,
+    cudaProfilerStop=_succeed,
+    cudaHostRegister=_succeed,
+    cudaHostUnregister=_succeed,
+    cudaMemGetInfo=lambda device=None: _free_and_total(),
+)
+_OF_ALLOCATORS = (
+    *("empty_cache", "memory_stats", "memory_allocated", "memory_reserved"),
+    *("max_memory_allocated", "max_memory_reserved"),
+    *("reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+)
 
 
 def _accelerator(cuda: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the attributes of ``torch.accelerator``."""
     return {
+        **{name: cuda[name] for name in _OF_ALLOCATORS},
+        "empty_host_cache": _nothing,
+        "get_memory_info": cuda["mem_get_info"],
         "is_available": cuda["is_available"],
         "device_count": cuda["device_count"],
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
@@ -400,6 +424,7 @@ def _accelerator(cuda: Mapping[str, Any]) -> Mapping[str, Any]:
         "set_device_idx": cuda["set_device"],
         "current_stream": cuda["current_stream"],
         "set_stream": cuda["set_stream"],
+        "device_index": lambda index: CurrentDevice(index),
         "synchronize": cuda["synchronize"],
     }
 
@@ -413,18 +438,18 @@ def install(replace: Replace, of_ranks: Callable[[Any, str, Any], None], name: s
         name: Name of the GPUs.
     """
     shown = surface(name)
-    classes = ("StreamContext", "Stream", "Event", "device", "stream")
-    for attribute, value in shown.items():
-        (replace if attribute in classes else of_ranks)(torch.cuda, attribute, value)
+    for owner in (torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
+        for attribute, value in shown.items():
+            if hasattr(owner, attribute):
+                (replace if isinstance(value, type) else of_ranks)(owner, attribute, value)
     for attribute, value in _accelerator(shown).items():
         if hasattr(torch.accelerator, attribute):
             of_ranks(torch.accelerator, attribute, value)
-    for owner in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
-        for attribute, value in shown.items():
-            if hasattr(owner, attribute):
-                (replace if attribute in classes else of_ranks)(owner, attribute, value)
     of_ranks(torch._C, "_get_accelerator", lambda check=None: torch.device("cuda"))
     replace(torch.version, "cuda", _VERSION)
+    replace(torch.cuda, "_cudart", _CUDART)
+    profiling: Any = torch.autograd.profiler.profile
+    replace(profiling, "__init__", _of_host(profiling.__init__))
     replace(torch, "Stream", CudaStream)
     replace(torch, "Event", Event)
     replace(torch.cuda, "default_generators", _generators())
@@ -446,7 +471,8 @@ def install_for_parent(replace: Replace, name: str, num_gpus: int) -> None:
     counted = {"device_count": lambda: num_gpus, "_lazy_init": rank_device}
     shown = {**surface(name), **counted, "is_initialized": lambda: False}
     for attribute, value in shown.items():
-        replace(torch.cuda, attribute, value)
+        if hasattr(torch.cuda, attribute):
+            replace(torch.cuda, attribute, value)
     for attribute, value in _accelerator(shown).items():
         if hasattr(torch.accelerator, attribute):
             replace(torch.accelerator, attribute, value)

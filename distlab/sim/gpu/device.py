@@ -53,6 +53,21 @@ def this_device() -> "HostAndGpus | None":
     return device
 
 
+def rank_device() -> "HostAndGpus":
+    """Return the device of the calling thread's rank.
+
+    Raises:
+        RuntimeError: The thread belongs to no rank.
+    """
+    device = this_device()
+    if device is None:
+        raise RuntimeError(
+            "only the threads of a simulated rank have GPUs: put what uses one into the function "
+            "that the ranks run"
+        )
+    return device
+
+
 def await_values(tensors: Iterable[Tensor | None]) -> None:
     """Wait for communication that fills tensors, as an operation on them would.
 
@@ -99,6 +114,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         has_tracks: True to remember the work of every stream, for pictures and traces.
 
     Attributes:
+        kind: Kind of the GPUs.
         hazards: Wrong uses of memory.
     """
 
@@ -121,7 +137,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
             capacity_bytes=capacity_bytes,
             slowdown=slowdown,
         )
-        self._kind = gpu
+        self.kind = gpu
         Host.__init__(self, clock, places, num_gpus, costs, has_tracks=has_tracks)
         self._local_rank = local
         self.hazards = Hazards(self.streams, clock.scheduler.is_ending)
@@ -369,7 +385,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         if copy is not None:
             seconds: float = out.nbytes / self.costs.copy_bytes_per_s
         else:
-            seconds = self._seconds(self._kind, cost or op_cost(op, args, kwargs, out))
+            seconds = self._seconds(self.kind, cost or op_cost(op, args, kwargs, out))
         return max(seconds, self.costs.shortest_kernel_s) * self.slowdown
 
     # Communication

@@ -11,6 +11,7 @@ from distlab.sim.gpu import (
     composites,
     cuda,
     loading,
+    one_process,
     shards,
     storages,
     tensors,
@@ -41,6 +42,7 @@ def install(undo: contextlib.ExitStack, is_in_rank: Callable[[], bool], name: st
     loading.install(replace)
     shards.install(replace)
     cuda.install(replace, of_ranks, name)
+    one_process.install(of_ranks)
     autocast.install(undo, of_ranks)
     batchnorm.install(undo)
     composites.install(undo)
