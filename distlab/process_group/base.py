@@ -125,6 +125,10 @@ class BaseGroup(dist.ProcessGroup):
         num_bytes = moves.nbytes(like) * num_parts
         return self._meet(Call(name, must_agree, num_bytes, inputs, outputs, root or 0, op))
 
+    def can_scale(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a sum may scale its inputs: False, as only NCCL can."""
+        return False
+
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> dist.Work:
         """Start the group's next collective; the work's future holds ``results``."""
         raise NotImplementedError
@@ -139,7 +143,7 @@ class BaseGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce over all ranks, in place; several tensors count as one call."""
         op = moves.op_of(opts)
-        check_reduction(op, tensors)
+        check_reduction(op, tensors, can_scale=self.can_scale(tensors))
         can_be_sparse = self.adds_sparse and op == dist.ReduceOp.SUM
         check_contiguous("all_reduce", tensors, or_channels_last=True, or_sparse=can_be_sparse)
         return self._meet_alike("all_reduce", tensors, tensors, tensors, op=op)
@@ -148,7 +152,7 @@ class BaseGroup(dist.ProcessGroup):
         """Reduce to the root; the tensors of other ranks keep their values."""
         op, root = moves.op_of(opts), _root_of(opts)
         tensors = moves.as_reals(op, tensors)
-        check_reduction(op, tensors)
+        check_reduction(op, tensors, can_scale=self.can_scale(tensors))
         check_contiguous("reduce", tensors, or_channels_last=True)
         outputs = tensors if self._me == root else ()
         return self._meet_alike("reduce", tensors, tensors, outputs, root=root, op=op)
@@ -234,7 +238,7 @@ class BaseGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any
     ) -> dist.Work:
         outputs, inputs = moves.as_reals(op, outputs), moves.as_reals(op, inputs)
-        check_reduction(op, outputs)
+        check_reduction(op, outputs, can_scale=self.can_scale(outputs))
         check_contiguous("reduce_scatter", [*outputs, *inputs])
         must_agree: dict[str, object] = {"op": op_name(op), **moves.alike(outputs)}
         if len({tensor.numel() for tensor in inputs}) > 1:

@@ -25,24 +25,34 @@ _REDUCIBLE: dict[Any, tuple[torch.dtype, ...]] = {
     dist.ReduceOp.BOR: _INTEGERS,
     dist.ReduceOp.BXOR: _INTEGERS,
 }
+_REDUCIBLE_BY_NCCL = {**_REDUCIBLE, dist.ReduceOp.PREMUL_SUM: _FLOATS}
+
+
+def kind_of(op: Any) -> Any:
+    """Return the kind of a reduction; a ReduceOp wraps it, for a scaled sum with the factor."""
+    return getattr(op, "op", op)
 
 
 def op_name(op: Any) -> str:
     """Return the name of a reduction, such as ``SUM``."""
-    return str(op).rpartition(".")[2]
+    return str(kind_of(op)).rpartition(".")[2]
 
 
-def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
+def check_reduction(op: Any, tensors: Sequence[Tensor], *, can_scale: bool = False) -> None:
     """Check that both gloo and NCCL support a reduction of these tensors.
 
+    Args:
+        can_scale: True if NCCL alone matters, which has scaled sums.
+
     Raises:
-        RuntimeError: The reduction exists only in NCCL (scaled sums), or rejects the dtype.
+        RuntimeError: The reduction exists only in NCCL, or rejects the dtype.
     """
-    if op not in _REDUCIBLE:
+    kind, reducible = kind_of(op), _REDUCIBLE_BY_NCCL if can_scale else _REDUCIBLE
+    if kind not in reducible:
         known = ", ".join(sorted(map(op_name, _REDUCIBLE)))
         raise RuntimeError(f"only NCCL has the reduction {op_name(op)}: use one of {known}")
     for tensor in tensors:
-        if tensor.dtype not in _REDUCIBLE[op]:
+        if tensor.dtype not in reducible[kind]:
             raise RuntimeError(
                 f"gloo and NCCL have no {op_name(op)} of {tensor.dtype}: convert the tensor first"
             )

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.process_group.call import Call, describe
-from distlab.process_group.checks import check_contiguous
+from distlab.process_group.checks import check_contiguous, kind_of
 
 Calls = Sequence[Call]
 
 _OPERATORS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,  # the sum is divided afterwards
+    dist.ReduceOp.PREMUL_SUM: torch.add,  # each input is multiplied before
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
@@ -30,9 +31,12 @@ _OPERATORS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def op_of(opts: Any) -> Any:
-    """Return the reduction in a call's options, or a sum if there are no options."""
+    """Return the reduction in a call's options, or a sum if there are no options.
+
+    It is the kind of reduction or, for a scaled sum, the object that also holds the factor.
+    """
     op = opts.reduceOp if opts else dist.ReduceOp.SUM
-    return getattr(op, "op", op)  # a ReduceOp object wraps the kind of reduction
+    return op if kind_of(op) == dist.ReduceOp.PREMUL_SUM else kind_of(op)
 
 
 def as_reals(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -94,11 +98,20 @@ def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tenso
     return list(torch.split(tensor, list(splits) if splits else [rows // size] * size))
 
 
-def _reduced(op: Any, tensors: Sequence[Tensor]) -> Tensor:
+def _reduced(calls: Calls, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the reduction of one tensor of each call."""
+    op = kind_of(calls[0].op)
     shape = tensors[0].shape  # the other tensors may be shaped differently
     same = [x if x.is_sparse else x.reshape(shape) for x in (tensor.detach() for tensor in tensors)]
+    if op == dist.ReduceOp.PREMUL_SUM:
+        same = [_scaled(x, call.op) for x, call in zip(same, calls, strict=True)]
     total = fold(_OPERATORS[op], same)
     return total / len(tensors) if op == dist.ReduceOp.AVG else total
+
+
+def _scaled(x: Tensor, op: Any) -> Tensor:
+    _, factor = op.__getstate__()  # a number or a tensor
+    return torch.mul(x, factor).to(x.dtype)
 
 
 def _write(output: Tensor, value: Tensor) -> None:
@@ -121,7 +134,7 @@ def broadcast(calls: Calls) -> None:
 def all_reduce(calls: Calls) -> None:
     """Reduce the ranks' tensors, and write the result to every rank."""
     for tensors in zip(*(call.inputs for call in calls), strict=True):
-        total = _reduced(calls[0].op, tensors)
+        total = _reduced(calls, tensors)
         for tensor in tensors:
             _write(tensor, total)
 
@@ -130,7 +143,7 @@ def reduce(calls: Calls) -> None:
     """Reduce the ranks' tensors, and write the result to the root."""
     outputs = calls[calls[0].root].outputs
     for output, *tensors in zip(outputs, *(call.inputs for call in calls), strict=True):
-        _write(output, _reduced(calls[0].op, tensors))
+        _write(output, _reduced(calls, tensors))
 
 
 def all_gather(calls: Calls) -> None:
@@ -158,7 +171,7 @@ def scatter(calls: Calls) -> None:
 def reduce_scatter(calls: Calls) -> None:
     """Reduce the k-th tensors of all ranks, and write the result to rank k."""
     by_part = zip(*(call.inputs for call in calls), strict=True)
-    totals = [_reduced(calls[0].op, tensors) for tensors in by_part]
+    totals = [_reduced(calls, tensors) for tensors in by_part]
     for k, call in enumerate(calls):
         for output, total in zip(call.outputs, totals[k :: len(calls)], strict=True):
             _write(output, total)

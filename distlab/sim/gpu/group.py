@@ -6,7 +6,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from distlab.process_group.moves import alike, nbytes
 from distlab.sim.engine.scheduler import NEVER
 from distlab.sim.gpu import report
 from distlab.sim.gpu.adoption import made_for_gpu
+from distlab.sim.gpu.backend import NcclOptions, ProcessGroupNCCL
 from distlab.sim.gpu.communicators import Choice, Communicators
 from distlab.sim.gpu.device import HostAndGpus, this_device
 from distlab.sim.gpu.flight_recorder import UNCHECKED, FlightRecorder, GroupInfo, write_dumps
@@ -28,6 +29,7 @@ from distlab.sim.gpu.placement import home_of, index_of
 from distlab.sim.gpu.streams import Mark, Stream
 from distlab.sim.messages.crossings import Crossings
 from distlab.sim.messages.group import Shared, SimGroup
+from distlab.sim.messages.limits import seconds_of
 from distlab.sim.messages.meetings import DISPUTE_S, Attendance, Meeting
 from distlab.sim.messages.message import Communicator, Message, StreamTurn
 from distlab.sim.messages.pending import Pending
@@ -125,6 +127,7 @@ class GpuGroup(SimGroup):
         backend: Name that the program gave: "nccl", "gloo" or "" for both.
         bound: Number of the GPU of a ``device_id``, because of which the communicator exists from
             the start; -1 without one.
+        options: NCCL's options that the program gave, or None.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class GpuGroup(SimGroup):
         fleet: Fleet,
         backend: str = "",
         bound: int = -1,
+        options: NcclOptions | None = None,
     ) -> None:
         super().__init__(shared, ranks, rank, key, name, limit_s)
         self._fleet, self.backend, self.bound = fleet, backend, bound
@@ -146,12 +150,32 @@ class GpuGroup(SimGroup):
         self._device = fleet.devices[ranks[rank]]
         self._recorder = fleet.recorders.get(ranks[rank])
         self._info = GroupInfo(name, ranks, limit_s)
+        self._options = options
         self._block: Block | None = None
 
     @property
     def _device_types(self) -> list[torch.device]:
         names = {"nccl": ["cuda"], "gloo": ["cpu", "cuda"]}.get(self.backend, ["cpu", "cuda"])
         return [torch.device(name) for name in names]
+
+    @cached_property
+    def _nccl(self) -> ProcessGroupNCCL:
+        timeout = timedelta(seconds=self._info.timeout_s)
+        return ProcessGroupNCCL(self, self._options, timeout)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return NCCL's part of the group or, for tensors of the host and on gloo, the group."""
+        own = super()._get_backend(device)
+        return own if device.type == "cpu" or self.backend == "gloo" else self._nccl
+
+    def limit(self, timeout: timedelta) -> None:
+        """Set the time limit of later operations."""
+        self._limit_s = seconds_of(timeout)
+        self._info = self._info._replace(limit_s=self._limit_s)
+
+    def can_scale(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a sum may scale its inputs, as NCCL can."""
+        return self.backend != "gloo" and all(index_of(x) >= 0 for x in tensors)
 
     # Where a call runs
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from distlab.sim.gpu import (
     autocast,
+    backend,
     batchnorm,
     composites,
     cuda,
@@ -43,6 +44,7 @@ def install(undo: contextlib.ExitStack, is_in_rank: Callable[[], bool], name: st
     shards.install(replace)
     cuda.install(replace, of_ranks, name)
     one_process.install(of_ranks)
+    backend.install(undo)
     autocast.install(undo, of_ranks)
     batchnorm.install(undo)
     composites.install(undo)

@@ -236,7 +236,7 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         elif min(rank, world_size) < 0:
             raise AssertionError("rank and world_size must be given with a store")
         host.exits.joined(host.rank_states.current)
-        host.groups.join(timeout, **_asked(host, backend, settings.get("device_id")))
+        host.groups.join(timeout, **_asked(host, backend, settings))
         _share_loss_handlers(undo)
 
     new_group = c10d.new_group
@@ -247,8 +247,8 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         if len(positional) > 2:
             backend, positional[2] = positional[2], None
         if host.fleet is not None:
-            device_id = kwargs.pop("device_id", None)
-            host.groups.asked[host.rank_states.current] = _asked(host, backend, device_id)
+            host.groups.asked[host.rank_states.current] = _asked(host, backend, kwargs)
+            kwargs.pop("device_id", None)
         return new_group(*positional, **{**kwargs, "backend": None})
 
     def monitored_barrier(
@@ -264,10 +264,11 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         replace_until(undo, owner, "monitored_barrier", monitored_barrier)  # torch's own needs gloo
 
 
-def _asked(host: RankHost, backend: object, device_id: object) -> dict[str, Any]:
+def _asked(host: RankHost, backend: object, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a group that depend on what the program asked for."""
     if host.fleet is None:
         return {}
+    device_id = settings.get("device_id")
     name, default_group = str(backend or "").lower(), host.rank_states.tables.default_pg
     bound = -1 if device_id is None else index_from(device_id)
     if default_group is not None:  # a new group takes over what it is not given
@@ -275,7 +276,7 @@ def _asked(host: RankHost, backend: object, device_id: object) -> dict[str, Any]
         bound = default_group.bound if device_id is None else bound
     if ":" in name or name == "undefined":
         name = ""
-    return {"backend": name, "bound": bound}
+    return {"backend": name, "bound": bound, "options": settings.get("pg_options")}
 
 
 def _patch_backends(replace: Replace) -> None:

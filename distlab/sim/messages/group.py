@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,22 @@ class SimGroup(BaseGroup):
     def _device_types(self) -> list[torch.device]:
         """Devices whose tensors the group can send; asynchronous checkpoints require ``cpu``."""
         return [torch.device(name) for name in ("cpu", "cuda", "meta")]
+
+    supports_splitting = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: the group has no memory of its own."""
+        return False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what carries tensors of a device: a group is its own backend.
+
+        Raises:
+            RuntimeError: The group carries none; the text is torch's.
+        """
+        if torch.device(device.type) not in self._device_types:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
 
     # Point to point
 
