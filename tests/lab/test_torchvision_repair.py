@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,21 @@ def test_everything_runs_after_the_repair_even_if_an_import_failed_before() -> N
         print(repaired is import_torchvision() is torchvision, torch.ops.torchvision.nms)
     """)
     assert printed == "(1, 3)\nTrue torchvision.nms"
+
+
+def test_a_simulated_program_imports_torchvision_by_itself(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import torchvision\nprint(torchvision.models.resnet18.__name__)\n")
+    printed = run_fresh(f"""
+        import sys
+        from pathlib import Path
+        from distlab.sim import Cluster, Options
+        from distlab.sim.script import run_script
+        before = [*sys.meta_path]
+        run_script(Path({str(script)!r}), [], 2, Cluster(1, 2), Options())
+        assert sys.meta_path == before
+    """)
+    assert printed == "resnet18\nresnet18"
 
 
 @pytest.mark.parametrize(

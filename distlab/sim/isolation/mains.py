@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 
+import torch
+
+from distlab.sim.gpu.host import VISIBLE
+from distlab.torchvision_repair import repairing
+from distlab.util.replacing import replace_until
+
 
 class Mains(threading.local):
     """The ``__main__`` of each thread: the command's own, unless the thread has set another one."""
@@ -67,23 +73,40 @@ def allowed_to_exit() -> Iterator[None]:
 def as_program(script: Path, code: CodeType, arguments: Sequence[str]) -> Iterator[Program]:
     """Make the process look as if Python had been started with the script."""
     names = ("__main__", "__mp_main__")  # the second is that of multiprocessing's children
-    before = sys.argv, sys.path, os.environ.get("CUDA_VISIBLE_DEVICES")
+    before = sys.argv, sys.path
     modules = {name: sys.modules[name] for name in names if name in sys.modules}
     mains = Mains(sys.modules["__main__"])
     sys.argv = [str(script), *arguments]
     sys.path = [str(script.resolve().parent), *sys.path]
     sys.modules.update(dict.fromkeys(names, _dispatcher(mains)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hides real GPUs: simulated ones compute on the CPU
     try:
-        yield Program(script, code, mains)
+        with _gpus_hidden(), repairing():
+            yield Program(script, code, mains)
     finally:
-        sys.argv, sys.path, devices = before
+        sys.argv, sys.path = before
         del sys.modules["__mp_main__"]
         sys.modules.update(modules)
-        if devices is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
+
+@contextlib.contextmanager
+def _gpus_hidden() -> Iterator[None]:
+    """Hide the machine's GPUs from CUDA, as simulated ones compute on the CPU.
+
+    The program sees the variable as it was, since the simulated GPUs are all there.
+    """
+    os.putenv(VISIBLE, "")  # unlike os.environ, which the program reads
+    with contextlib.ExitStack() as undo:
+        undo.callback(_reset, VISIBLE)
+        replace_until(undo, torch.cuda, "_device_count_nvml", lambda: -1)  # torch asks CUDA, then
+        yield
+
+
+def _reset(name: str) -> None:
+    """Let what this process starts see a variable as Python does."""
+    if name in os.environ:
+        os.putenv(name, os.environ[name])
+    else:
+        os.unsetenv(name)
 
 
 def _dispatcher(mains: Mains) -> ModuleType:

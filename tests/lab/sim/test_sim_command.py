@@ -57,6 +57,25 @@ def test_a_script_is_main_and_sees_its_own_arguments(write, capsys) -> None:
     ]
 
 
+@pytest.mark.parametrize("given", [None, "0,1"])
+def test_the_variable_of_visible_gpus_is_the_users(given, tmp_path, monkeypatch, capfd) -> None:
+    """CUDA itself, like what the script starts, sees none of the machine's GPUs."""
+    name, script = "CUDA_VISIBLE_DEVICES", tmp_path / "script.py"
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    shown = f"echo child=${{{name}-unset}}"
+    script.write_text(
+        "import os, subprocess\n"
+        f"print(os.environ.get('{name}'), flush=True)\n"
+        f"subprocess.run(['sh', '-c', '{shown}'])\n"
+    )
+    run(script, ranks=1)
+    assert capfd.readouterr().out == f"{given}\nchild=\n"
+    os.system(shown)
+    assert capfd.readouterr().out == f"child={given or 'unset'}\n"
+
+
 def test_globals_and_classes_belong_to_one_rank(write) -> None:
     run(
         write("""
