@@ -379,7 +379,8 @@ class Simulation:
         is_hang = isinstance(error, Deadlock) and error.kind not in ("key never set", "thread wait")
         if not self.fleet or not is_hang:
             return []
-        return self.fleet.after_hang(HANGS)
+        messages = (*self.mailbox.unmatched(), *self.mailbox.waiting())
+        return self.fleet.after_hang(HANGS, [*messages, *self.meetings.leftovers()])
 
     def _noted(self, error: SimulationError) -> SimulationError:
         """Add notes to ``error``, beginning with caught errors, which may have caused it."""

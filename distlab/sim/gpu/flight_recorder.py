@@ -1,8 +1,9 @@
 """Flight recorders: each rank's latest NCCL calls, written as torch writes them after a hang.
 
-NCCL never notices that ranks disagree: they wait, until torch's watchdog ends them after 10 minutes
-and each rank dumps its calls into a file. ``torchfrtrace FOLDER`` compares these files and names
-the first calls that differ. Their format is version 2.10 of torch's ``FlightRecorder``.
+NCCL never notices that ranks disagree: they wait, until torch's watchdog ends them after the
+timeout of the group, and each rank dumps its calls into a file. ``torchfrtrace FOLDER`` compares
+these files and names the first calls that differ. Their format is version 2.10 of torch's
+``FlightRecorder``.
 """
 
 import pickle
@@ -22,7 +23,7 @@ from distlab.sim.messages.meetings import Attendance
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import Pending
 from distlab.sim.reporting.sites import PROGRAM, Places
-from distlab.util.text import rank_names, verb
+from distlab.util.text import counted, rank_names, verb
 
 TIMEOUT_S = 600.0  # torch's default for NCCL
 PREFIX = "nccl_trace_rank_"
@@ -30,10 +31,10 @@ VERSION = "2.10"
 MAX_ENTRIES = 2_000  # as in torch
 UNCHECKED = (
     "NCCL compares nothing: on GPUs, this hangs or gives wrong numbers, until torch's watchdog "
-    "ends the ranks after 10 minutes. TORCH_DISTRIBUTED_DEBUG=DETAIL compares collectives."
+    "ends the ranks after {}. TORCH_DISTRIBUTED_DEBUG=DETAIL compares collectives."
 )
 HANGS = (
-    "On GPUs, the ranks hang without a word until torch's watchdog ends them after 10 minutes. "
+    "On GPUs, the ranks hang without a word until torch's watchdog ends them after {}. "
     "--watchdog FOLDER writes its flight recorder dumps."
 )
 _STATES = ("scheduled", "started", "completed")
@@ -180,6 +181,12 @@ class FlightRecorder:
             },
             "entries": [recorded.entry() for recorded in self.calls],
         }
+
+
+def minutes(timeout_s: float) -> str:
+    """Return a timeout as text, such as ``10 minutes`` or ``90 s``."""
+    whole, rest = divmod(timeout_s, 60)
+    return f"{timeout_s:g} s" if rest or not whole else counted(int(whole), "minute")
 
 
 def write_dumps(

@@ -3,7 +3,7 @@
 # torch's stubs declare overloads of the C++ class; c10d calls only the methods below from Python.
 # mypy: disable-error-code="override,assignment"
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -24,7 +24,14 @@ from distlab.sim.gpu.adoption import made_for_gpu
 from distlab.sim.gpu.backend import NcclOptions, ProcessGroupNCCL
 from distlab.sim.gpu.communicators import Choice, Communicators
 from distlab.sim.gpu.device import HostAndGpus, this_device
-from distlab.sim.gpu.flight_recorder import UNCHECKED, FlightRecorder, GroupInfo, write_dumps
+from distlab.sim.gpu.flight_recorder import (
+    TIMEOUT_S,
+    UNCHECKED,
+    FlightRecorder,
+    GroupInfo,
+    minutes,
+    write_dumps,
+)
 from distlab.sim.gpu.placement import home_of, index_of
 from distlab.sim.gpu.streams import Mark, Stream
 from distlab.sim.messages.crossings import Crossings
@@ -78,6 +85,7 @@ class Fleet:
         crossings: Messages that met with different tags.
         recorders: Flight recorder of each rank; none without a watchdog.
         watchdog: Folder for the dumps of flight recorders after a hang, or None.
+        timeouts_s: Time after which torch's watchdog ends an operation, by key of its group.
     """
 
     devices: Sequence[HostAndGpus]
@@ -88,15 +96,22 @@ class Fleet:
     crossings: Crossings = field(default_factory=Crossings)
     recorders: dict[int, FlightRecorder] = field(default_factory=dict)
     watchdog: Path | None = None
+    timeouts_s: dict[object, float] = field(default_factory=dict)
 
     def begin_batch(self, rank: int, num_messages: int) -> None:
         """Make the rank's next messages start together."""
         self.batches[rank] = Batch(num_messages)
 
-    def after_hang(self, text: str) -> list[str]:
-        """Return lines on what happens on GPUs now: a text or, with a watchdog, on its dumps."""
+    def after_hang(self, text: str, pendings: Iterable[Pending]) -> list[str]:
+        """Return lines on what happens on GPUs now: a text or, with a watchdog, on its dumps.
+
+        Args:
+            text: Text with a place for the time after which the watchdog ends the ranks.
+            pendings: Operations of which the first that is late ends them.
+        """
         if self.watchdog is None:
-            return [text]
+            timeouts_s = (self.timeouts_s.get(_group_of(p), TIMEOUT_S) for p in pendings)
+            return [text.format(minutes(min(timeouts_s, default=TIMEOUT_S)))]
         ranks = self.devices[0].clock.scheduler.ranks
         gone = [rank.number for rank in ranks if rank.has_left]
         return write_dumps(self.recorders, gone, self.watchdog)
@@ -117,6 +132,14 @@ class Fleet:
         return report.gpu_time(self.devices, self.wrong(has_ended=True))
 
 
+def _group_of(pending: Pending) -> object:
+    """Return the key of the group of an operation."""
+    if isinstance(pending, Attendance):
+        return pending.meeting.key
+    key = pending.key if isinstance(pending, Message) else None
+    return key.group if isinstance(key, Communicator) else key
+
+
 class GpuGroup(SimGroup):
     """One rank's view of a group of ranks with GPUs.
 
@@ -128,6 +151,8 @@ class GpuGroup(SimGroup):
         bound: Number of the GPU of a ``device_id``, because of which the communicator exists from
             the start; -1 without one.
         options: NCCL's options that the program gave, or None.
+        watchdog: Timeout that the program gave, after which torch's watchdog ends the ranks, or
+            None.
     """
 
     def __init__(
@@ -143,13 +168,15 @@ class GpuGroup(SimGroup):
         backend: str = "",
         bound: int = -1,
         options: NcclOptions | None = None,
+        watchdog: timedelta | None = None,
     ) -> None:
         super().__init__(shared, ranks, rank, key, name, limit_s)
         self._fleet, self.backend, self.bound = fleet, backend, bound
         self._used: set[int] = set()  # GPUs of the calls so far
         self._device = fleet.devices[ranks[rank]]
         self._recorder = fleet.recorders.get(ranks[rank])
-        self._info = GroupInfo(name, ranks, limit_s)
+        self._info = GroupInfo(name, ranks, seconds_of(watchdog) if watchdog else limit_s)
+        fleet.timeouts_s[key] = self._info.timeout_s
         self._options = options
         self._block: Block | None = None
 
@@ -172,6 +199,7 @@ class GpuGroup(SimGroup):
         """Set the time limit of later operations."""
         self._limit_s = seconds_of(timeout)
         self._info = self._info._replace(limit_s=self._limit_s)
+        self._fleet.timeouts_s[self._key] = self._limit_s
 
     def can_scale(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a sum may scale its inputs, as NCCL can."""
@@ -337,17 +365,18 @@ class GpuGroup(SimGroup):
         attendance.posted_s = at_s
         meeting.join(attendance, at_s)
         if attendance.error is not None:
-            raise self._noted(attendance.error)
+            raise self._noted(attendance.error, attendance)
         if meeting.is_disputed:
-            self._shared.clock.scheduler.at(at_s + DISPUTE_S, partial(self._dispute, meeting))
+            dispute = partial(self._dispute, meeting, attendance)
+            self._shared.clock.scheduler.at(at_s + DISPUTE_S, dispute)
 
-    def _dispute(self, meeting: Meeting) -> None:
+    def _dispute(self, meeting: Meeting, attendance: Attendance) -> None:
         if meeting.is_disputed:
-            raise self._noted(meeting.dispute())
+            raise self._noted(meeting.dispute(), attendance)
 
-    def _noted(self, error: Exception) -> Exception:
+    def _noted(self, error: Exception, pending: Pending) -> Exception:
         if isinstance(error, Mismatch):
-            error.note((), self._fleet.after_hang(UNCHECKED))
+            error.note((), self._fleet.after_hang(UNCHECKED, [pending]))
             self._shared.failures.note(error)
         return error
 
@@ -466,7 +495,7 @@ class GpuGroup(SimGroup):
             try:
                 self._shared.mailbox.post(message)
             except Mismatch as error:
-                raise self._noted(error) from None
+                raise self._noted(error, message) from None
 
 
 def _unversioned(tensor: Tensor) -> Tensor:

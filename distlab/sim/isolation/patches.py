@@ -236,20 +236,19 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         elif min(rank, world_size) < 0:
             raise AssertionError("rank and world_size must be given with a store")
         host.exits.joined(host.rank_states.current)
-        host.groups.join(timeout, **_asked(host, backend, settings))
+        asked = _asked(host, backend, {**settings, "timeout": timeout})
+        host.groups.join(timeout, **asked)
         _share_loss_handlers(undo)
 
     new_group = c10d.new_group
 
     def new_simulated_group(*args: Any, **kwargs: Any) -> Any:
-        positional = list(args)
-        backend = kwargs.get("backend")
-        if len(positional) > 2:
-            backend, positional[2] = positional[2], None
+        settings = {**dict(zip(_OF_NEW_GROUP, args, strict=False)), **kwargs}
         if host.fleet is not None:
-            host.groups.asked[host.rank_states.current] = _asked(host, backend, kwargs)
-            kwargs.pop("device_id", None)
-        return new_group(*positional, **{**kwargs, "backend": None})
+            asked = _asked(host, settings.get("backend"), settings)
+            host.groups.asked[host.rank_states.current] = asked
+            settings.pop("device_id", None)
+        return new_group(**{**settings, "backend": None})
 
     def monitored_barrier(
         group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
@@ -264,6 +263,12 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         replace_until(undo, owner, "monitored_barrier", monitored_barrier)  # torch's own needs gloo
 
 
+_OF_NEW_GROUP = (
+    *("ranks", "timeout", "backend", "pg_options"),
+    *("use_local_synchronization", "group_desc", "device_id", "sort_ranks"),
+)
+
+
 def _asked(host: RankHost, backend: object, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a group that depend on what the program asked for."""
     if host.fleet is None:
@@ -276,7 +281,8 @@ def _asked(host: RankHost, backend: object, settings: dict[str, Any]) -> dict[st
         bound = default_group.bound if device_id is None else bound
     if ":" in name or name == "undefined":
         name = ""
-    return {"backend": name, "bound": bound, "options": settings.get("pg_options")}
+    kept = {"options": settings.get("pg_options"), "watchdog": settings.get("timeout")}
+    return {"backend": name, "bound": bound, **kept}
 
 
 def _patch_backends(replace: Replace) -> None:

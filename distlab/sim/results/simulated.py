@@ -63,7 +63,7 @@ class Options:
             communication and kernels run on streams, and tensors are where the program puts them.
         costs: Times of the host with "nccl".
         watchdog: Folder for flight recorder dumps with "nccl": a hang then ends as on GPUs, where
-            torch's watchdog writes them after 10 minutes. "" for no dumps.
+            torch's watchdog writes them after the timeout. "" for no dumps.
         given: Folders or files of the caller's own code. Reports and tracebacks skip this code and
             name the innermost line of the program outside it.
     """

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -139,6 +140,31 @@ def test_a_message_without_its_other_side_blocks_the_host_only_where_it_waits() 
     assert "in sends_alone, waits in torch.cuda.synchronize() at line " in text
     assert "Is a recv missing on rank 1" in text
     assert "until torch's watchdog ends them after 10 minutes" in text
+
+
+@pytest.mark.parametrize(
+    ("of_world", "of_group", "words"),
+    [
+        (timedelta(minutes=30), None, "10 minutes"),
+        (None, timedelta(seconds=90), "90 s"),
+        (None, timedelta(minutes=30), "30 minutes"),
+        (timedelta(minutes=1), "world", "1 minute"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Deadlock, Mismatch])
+def test_the_watchdog_waits_for_the_groups_timeout(
+    of_world: timedelta | None, of_group: Any, words: str, kind: type[SimulationError]
+) -> None:
+    def program() -> None:
+        rank = int(os.environ["RANK"])
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", timeout=of_world)
+        other = None if of_group == "world" else dist.new_group([0, 1], of_group)
+        if kind is Mismatch or rank == 0:
+            dist.all_reduce(ones(4 + rank), group=other)
+        torch.cuda.synchronize()
+
+    assert f"after {words}. " in report(program, kind=kind)
 
 
 def test_values_that_never_come_are_waited_for_where_the_program_needs_them() -> None:
