@@ -170,21 +170,25 @@ class TaskResult:
     @property
     def points(self) -> int:
         """Points scored: all, those of the first parts, those for right values, or none."""
-        return sum(points for points, _ in self.scores.values())
+        return sum(points or 0 for points, _ in self.scores.values())
 
     @property
-    def scores(self) -> dict[str, tuple[int, Part]]:
-        """Points scored in each part, by its letter, and the part.
+    def scores(self) -> dict[str, tuple[int | None, Part]]:
+        """Points scored in each part, by its letter, and the part; None after one that failed.
 
         A part scores if all its tests have run and passed, and so have those of the parts before
         it; if only its costs are too high, it scores the course's share for right values.
         """
-        scores, is_right = {}, True
+        scores: dict[str, tuple[int | None, Part]] = {}
+        is_right = True
         for letter, part in self.task.graded_parts.items():
+            if not is_right:
+                scores[letter] = (None, part)
+                continue
             tests = [test for test in self.tests if test.part == letter]
             failed = [test.verdict for test in tests if test.verdict.outcome is not Outcome.PASSED]
             expected = self.expected_in.get(letter, 0) if self.task.parts else self.expected
-            is_right &= not self.is_part and 0 < expected == len(tests)
+            is_right = not self.is_part and 0 < expected == len(tests)
             is_right &= all(verdict.is_too_dear for verdict in failed)
             points = self.task.points_for_values(part.points) if failed else part.points
             scores[letter] = (points if is_right else 0, part)

@@ -52,9 +52,12 @@ def _part(result: TaskResult) -> str:
 
 
 def parts(result: TaskResult) -> str:
-    """Return ``a 4/4, b 0/3`` for a failed task that is graded in parts, or ""."""
+    """Return ``a 4/4, b 0/3, c –`` for a failed task that is graded in parts, or ""."""
     scores = result.scores.items() if result.task.parts and result.has_failed else ()
-    return ", ".join(f"{letter} {points}/{part.points}" for letter, (points, part) in scores)
+    return ", ".join(
+        f"{letter} –" if points is None else f"{letter} {points}/{part.points}"
+        for letter, (points, part) in scores
+    )
 
 
 def lent(result: TaskResult) -> str:

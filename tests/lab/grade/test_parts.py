@@ -40,12 +40,12 @@ ALL = ("a", PASSED), ("b", PASSED), ("c", PASSED)
     [
         (result_of(*ALL), 8, ""),
         (result_of(*ALL[:2], ("c", WRONG)), 7, "a 4/4, b 3/3, c 0/1"),
-        (result_of(*ALL[:1], ("b", WRONG), ALL[2]), 4, "a 4/4, b 0/3, c 0/1"),
-        (result_of(("a", WRONG), *ALL[1:]), 0, "a 0/4, b 0/3, c 0/1"),
-        (result_of(*ALL, ("a", WRONG)), 0, "a 0/4, b 0/3, c 0/1"),
+        (result_of(*ALL[:1], ("b", WRONG), ALL[2]), 4, "a 4/4, b 0/3, c –"),
+        (result_of(("a", WRONG), *ALL[1:]), 0, "a 0/4, b –, c –"),
+        (result_of(*ALL, ("a", WRONG)), 0, "a 0/4, b –, c –"),
         (result_of(*ALL[:1], ("b", DEAR), ALL[2]), 6, "a 4/4, b 1/3, c 1/1"),
-        (result_of(*ALL[:1], ("b", WRONG), missing="c"), 4, "a 4/4, b 0/3, c 0/1"),
-        (result_of(*ALL[:1], ("b", WRONG), missing="a"), 0, "a 0/4, b 0/3, c 0/1"),
+        (result_of(*ALL[:1], ("b", WRONG), missing="c"), 4, "a 4/4, b 0/3, c –"),
+        (result_of(*ALL[:1], ("b", WRONG), missing="a"), 0, "a 0/4, b –, c –"),
         (result_of(*ALL[:2], missing="c"), 7, ""),
     ],
     ids=["all", "c", "b", "a", "half of a", "b by its cost", "not run", "a not run", "no failure"],
@@ -68,7 +68,7 @@ def test_the_verdict_is_that_of_the_first_part_that_fails() -> None:
     crash = Verdict(Outcome.CRASH, "rank 1 has returned")
     result = result_of(ALL[0], ("c", crash), ("b", WRONG))
     assert table.message(result).startswith("Task 1.4 (b, messages): a value")
-    assert "(4/8 points: a 4/4, b 0/3, c 0/1, " in status.verdict(result)
+    assert "(4/8 points: a 4/4, b 0/3, c –, " in status.verdict(result)
 
 
 def test_costs_of_an_earlier_part_come_after_values_of_a_later_one() -> None:
@@ -83,7 +83,7 @@ def test_points_of_parts_survive_a_report_and_count_as_progress(
     here = copy_course(tmp_path)
     result = result_of(*ALL[:1], ("b", WRONG), missing="c")
     entry = result.to_json()
-    assert entry["parts"] == {"a": 4, "b": 0, "c": 0}
+    assert entry["parts"] == {"a": 4, "b": 0, "c": None}
     again = TaskResult.from_json(entry, COURSE)
     assert [test.part for test in again.tests] == ["a", "b"]
     assert replace_task(again).points == 4
