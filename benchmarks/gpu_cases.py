@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from phase2_advanced.given import MLP, Block
-from phase3_multi_node.given import node_groups
 from phase4_production.given import Piece
 from solutions.phase1_data_parallel import collectives as by_hand
 from solutions.phase1_data_parallel import data_loader, trainer
@@ -239,7 +238,7 @@ def vocabulary(device: torch.device) -> Call:
 
 def hierarchical(device: torch.device) -> Call:
     size = dist.get_world_size()
-    groups = node_groups([f"node{rank // max(size // 2, 1)}" for rank in range(size)])
+    groups = topology.node_groups([f"node{rank // max(size // 2, 1)}" for rank in range(size)])
     return on_numbers(lambda x: topology.hierarchical_all_reduce(x, *groups))(device)
 
 

@@ -172,26 +172,17 @@ def ranks_by_host(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in nodes.values())
 
 
-def node_groups(hosts: Sequence[str]) -> tuple[Group, Group]:
-    """Make this rank's two groups: the ranks of its host, and its counterparts on all hosts.
-
-        hosts     a  a  b  b
-        rank      0  1  2  3     inside: 0 1 | 2 3     across: 0 2 | 1 3
-
-    All ranks of the world call this together, and only once, because groups are expensive to make.
-
-    Args:
-        hosts: host of each rank of the world, with the same number of ranks per host.
-
-    Raises:
-        ValueError: the hosts have different numbers of ranks.
-    """
+def node_groups(hosts: Sequence[str], group: Group = None) -> tuple[Group, Group]:
+    """Make the two groups of task 3.7, for programs that can't wait for yours, like the trainer."""
     nodes = ranks_by_host(hosts)
     if len({len(ranks) for ranks in nodes}) > 1:
         raise ValueError(f"hosts must have equally many ranks, got {[*map(len, nodes)]}")
-    inside, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in nodes])
-    across, _ = dist.new_subgroups_by_enumeration([[*ranks] for ranks in zip(*nodes, strict=True)])
-    return inside, across
+    in_world, own = dist.get_process_group_ranks(group), list[Group]()
+    for part in (*nodes, *zip(*nodes, strict=True)):
+        members = [in_world[rank] for rank in part]
+        made = dist.new_group(members, use_local_synchronization=group is not None)
+        own += [made] if dist.get_rank() in members else []
+    return own[0], own[1]
 
 
 # Gradients that travel during the backward pass

@@ -25,6 +25,7 @@ from phase3_multi_node.given import (
     all_gather,
     all_reduce,
     group_device,
+    ranks_by_host,
     reduce_scatter,
     wait_for,
 )
@@ -67,6 +68,37 @@ def discover_topology(
     #   About 30 lines, in three or four functions.
     raise NotImplementedError(
         "Task 3.6: discover_topology, see guidelines.md#36-discover-the-topology"
+    )
+
+
+def node_groups(hosts: Sequence[str], group: Group = None) -> tuple[Group, Group]:
+    """Make this rank's two groups: the ranks of its host, and its counterparts on all hosts.
+
+        hosts     a  a  b  b
+        rank      0  1  2  3     inside: 0 1 | 2 3     across: 0 2 | 1 3
+
+    All ranks of ``group`` call this together, and only once, because groups are expensive to make.
+
+    Args:
+        hosts: host of each rank of ``group``, in the order of its ranks; the same on all of them.
+            The ranks of a host need not be neighbours.
+        group: the ranks that take part; all by default. With a group, the other ranks of the world
+            know nothing of this call and make no groups.
+
+    Returns:
+        ``inside`` and ``across``, both of which contain this rank. The i-th ranks of all hosts are
+        counterparts.
+
+    Raises:
+        ValueError: the hosts have different numbers of ranks; the message contains these numbers.
+            Raised on all ranks.
+    """
+    # TODO 3.7: return the two groups of this rank.
+    #   Example: hosts b, a, a, b: inside 0 3 | 1 2, across 0 1 | 2 3. If the group has the world's
+    #   ranks 1, 2, 4 and 5, these are 1 5 | 2 4 and 1 2 | 4 5. Hosts b, a, a are refused.
+    #   About 13 lines with a helper.
+    raise NotImplementedError(
+        "Task 3.7: node_groups, see guidelines.md#37-all-reduce-on-two-levels"
     )
 
 

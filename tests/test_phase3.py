@@ -15,6 +15,7 @@ from phase3.judge_tree import *
 
 # topology
 from phase3.judge_topology import *
+from phase3.judge_node_groups import *
 from phase3.judge_hierarchical import *
 from phase3.judge_ring_order import *
 from phase3.judge_algorithms import *

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from phase3_multi_node.given import node_groups
-
 NODES = 2
 
 
@@ -21,9 +19,9 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (NODES, size // NODES), mesh_dim_names=("across", "inside"))
     hosts = [f"host {rank * NODES // size}" for rank in range(size)]
-    for name, given in zip(("inside", "across"), node_groups(hosts), strict=True):
-        of_mesh, of_given = map(dist.get_process_group_ranks, (mesh.get_group(name), given))
-        lesson.say(f"{name}: ranks {of_mesh} of the mesh, {of_given} of node_groups")
+    for name, own in zip(("inside", "across"), topology.node_groups(hosts), strict=True):
+        of_mesh, of_own = map(dist.get_process_group_ranks, (mesh.get_group(name), own))
+        lesson.say(f"{name}: ranks {of_mesh} of the mesh, {of_own} of node_groups")
 
     x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
     ours, theirs = x.clone(), x.clone()

@@ -7,13 +7,17 @@ from math import ceil, log2
 
 from torch import Tensor
 
-from phase3_multi_node.given import AllReduce, Group, LinkCost, Topology, node_groups
+from phase3_multi_node.given import AllReduce, Group, LinkCost, Topology
 from solutions.phase3_multi_node.ring_allreduce import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from solutions.phase3_multi_node.topology import discover_topology, hierarchical_all_reduce
+from solutions.phase3_multi_node.topology import (
+    discover_topology,
+    hierarchical_all_reduce,
+    node_groups,
+)
 from solutions.phase3_multi_node.tree_allreduce import tree_all_reduce
 
 

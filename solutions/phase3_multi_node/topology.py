@@ -21,6 +21,7 @@ from phase3_multi_node.given import (
     all_gather,
     all_reduce,
     group_device,
+    ranks_by_host,
     reduce_scatter,
     wait_for,
 )
@@ -98,6 +99,44 @@ def _ping_pong_s(a: int, b: int, ball: Tensor, group: Group) -> float:
         dist.send(ball, group=group, group_dst=a)
     wait_for(ball.device)
     return time.perf_counter() - start_s
+
+
+def node_groups(hosts: Sequence[str], group: Group = None) -> tuple[Group, Group]:
+    """Make this rank's two groups: the ranks of its host, and its counterparts on all hosts.
+
+        hosts     a  a  b  b
+        rank      0  1  2  3     inside: 0 1 | 2 3     across: 0 2 | 1 3
+
+    All ranks of ``group`` call this together, and only once, because groups are expensive to make.
+
+    Args:
+        hosts: host of each rank of ``group``, in the order of its ranks; the same on all of them.
+            The ranks of a host need not be neighbours.
+        group: the ranks that take part; all by default. With a group, the other ranks of the world
+            know nothing of this call and make no groups.
+
+    Returns:
+        ``inside`` and ``across``, both of which contain this rank. The i-th ranks of all hosts are
+        counterparts.
+
+    Raises:
+        ValueError: the hosts have different numbers of ranks; the message contains these numbers.
+            Raised on all ranks.
+    """
+    nodes = ranks_by_host(hosts)
+    if len({len(ranks) for ranks in nodes}) > 1:
+        raise ValueError(f"hosts must have equally many ranks, got {[*map(len, nodes)]}")
+    return _own_group(nodes, group), _own_group([*zip(*nodes, strict=True)], group)
+
+
+def _own_group(parts: Sequence[Sequence[int]], group: Group) -> Group:
+    """Make a group of each part, on all ranks in the same order; return the one of this rank."""
+    in_world, own = dist.get_process_group_ranks(group), None
+    for part in parts:
+        members = [in_world[rank] for rank in part]
+        made = dist.new_group(members, use_local_synchronization=group is not None)
+        own = made if dist.get_rank() in members else own
+    return own
 
 
 def hierarchical_all_reduce(
