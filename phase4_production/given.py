@@ -3,8 +3,11 @@
 It contains no tasks, so leave it as it is: submissions are graded with the course's own copy.
 """
 
+import errno
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -199,6 +202,95 @@ class Record(NamedTuple):
 
     step: int
     metrics: dict[str, float]
+
+
+# Task 4.17: a page for Prometheus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # by it, Prometheus knows the format
+CLOSE_S = 0.05  # interval at which the server checks whether to stop
+REQUEST_S = 5.0  # how long a client may stay connected without sending anything
+
+
+class PageServer:
+    """Serves a page at ``/metrics``, in a daemon thread that prints nothing.
+
+    Attributes:
+        port: port in use.
+    """
+
+    def __init__(self, page: Callable[[], bytes], port: int = 0, host: str = "127.0.0.1") -> None:
+        """Start serving. Any other path is answered with 404; anything after a ``?`` is ignored.
+
+        Args:
+            page: function that returns the page. It is called for each request, in a thread of that
+                request, while the caller's own thread goes on.
+            port: port to listen on; 0 for any free one.
+            host: address to listen on; the default is for clients on this machine alone.
+
+        Raises:
+            OSError: the server cannot listen. The message names the host, the port and the system's
+                reason, and says what to do.
+        """
+        try:
+            self._server = _Server((host, port), _handler_of(page))
+        except (OSError, OverflowError) as error:  # OverflowError: no such port exists
+            raise OSError(f"no metrics at {host}:{port} ({error}). {_advice(error)}") from error
+        self.port: int = self._server.server_address[1]
+        self._thread = Thread(target=self._server.serve_forever, args=(CLOSE_S,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; when this returns, the port is free.
+
+        A thread that serves a client ends when the client leaves, or says nothing for REQUEST_S.
+        """
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers each client in its own thread."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: a client that leaves before it is answered does not harm training."""
+
+
+def _advice(error: Exception) -> str:
+    """Return what to do about an address on which the server can't listen."""
+    if getattr(error, "errno", None) == errno.EADDRINUSE:
+        return (
+            "Another process listens there, perhaps another rank. Give each rank a port of its "
+            "own, such as 9400 + its local rank, or 0 for any free port."
+        )
+    return (
+        "Check that the host is an address of this machine, and that this user may take the port: "
+        "1024 to 65535, or 0 for any free one."
+    )
+
+
+def _handler_of(page: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
+    """Return a class that answers requests with the current page."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_S
+
+        def do_GET(self) -> None:
+            is_known = self.path.partition("?")[0] == "/metrics"
+            body = page() if is_known else b"metrics are at /metrics\n"
+            self.send_response(200 if is_known else 404)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing: a request every 15 s would fill the log."""
+
+    return Handler
+
+
+# Profiles
 
 
 class Exposed(NamedTuple):

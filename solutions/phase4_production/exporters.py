@@ -1,22 +1,15 @@
 """Exporters: where the metrics of a run go."""
 
-import errno
 import json
 import math
 import os
 import re
-import threading
-from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from phase4_production.given import Record
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-CLOSE_S = 0.05  # interval at which the server checks whether to stop
-REQUEST_S = 5.0  # how long a client may stay connected without sending anything
+from phase4_production.given import PageServer, Record
 
 
 class PrometheusExporter:
@@ -34,11 +27,7 @@ class PrometheusExporter:
     """
 
     def __init__(self, labels: Mapping[str, str], port: int = 0, host: str = "127.0.0.1") -> None:
-        """Start serving, in a daemon thread that prints nothing.
-
-        A request for any path other than ``/metrics`` is answered with 404; anything after a ``?``
-        is ignored. The Content-Type is CONTENT_TYPE. A client that sends nothing for REQUEST_S
-        seconds is disconnected.
+        """Start serving the page, in the way of ``PageServer``; at first, it may be empty.
 
         Args:
             labels: labels of every sample, with legal names and any values.
@@ -47,23 +36,14 @@ class PrometheusExporter:
                 anyone who can reach the port can read the values, without a password.
 
         Raises:
-            OSError: the server cannot listen. The message names the host, the port and the system's
-                reason, and says what to do. If the port is in use, it says to take another port,
-                one for each rank, or 0. Otherwise, it blames no other process, but says to check
-                that the host is an address of this machine, and that this user may use the port,
-                which is at most 65535.
+            OSError: the server cannot listen. The message is that of ``PageServer``: it names the
+                host, the port and the system's reason, says to take another port or 0 if the port
+                is in use, and blames no other process otherwise.
         """
         pairs = [f'{name}="{_escaped(value)}"' for name, value in labels.items()]
         self.labels, self.samples, self.page = ",".join(pairs), dict[str, str](), b""
-        try:
-            self.server = _Server((host, port), _handler_of(lambda: self.page))
-        except (OSError, OverflowError) as error:  # OverflowError: no such port exists
-            raise OSError(f"no metrics at {host}:{port} ({error}). {_advice(error)}") from error
-        self.port: int = self.server.server_address[1]
-        self.thread = threading.Thread(
-            target=self.server.serve_forever, args=(CLOSE_S,), daemon=True
-        )
-        self.thread.start()
+        self.server = PageServer(lambda: self.page, port, host)
+        self.port = self.server.port
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Show these values from now on. A metric that isn't among them keeps its value.
@@ -90,54 +70,10 @@ class PrometheusExporter:
     def close(self) -> None:
         """Stop serving. When this returns, the port is free.
 
-        A thread that serves a client ends when the client leaves or is disconnected. A child
-        process that was forked while the server was running, such as a DataLoader worker, keeps the
-        port in use until the child ends.
+        A child process that was forked while the server was running, such as a DataLoader worker,
+        keeps the port in use until the child ends.
         """
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    """Answers each client in its own thread."""
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: a client that leaves before it is answered does not harm training."""
-
-
-def _advice(error: Exception) -> str:
-    """Return what to do about an address on which the server can't listen."""
-    if getattr(error, "errno", None) == errno.EADDRINUSE:
-        return (
-            "Another process listens there, perhaps another rank. Give each rank a port of its "
-            "own, such as 9400 + its local rank, or 0 for any free port."
-        )
-    return (
-        "Check that the host is an address of this machine, and that this user may take the port: "
-        "1024 to 65535, or 0 for any free one."
-    )
-
-
-def _handler_of(page: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
-    """Return a class that answers requests with the current page."""
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_S
-
-        def do_GET(self) -> None:
-            is_known = self.path.partition("?")[0] == "/metrics"
-            body = page() if is_known else b"metrics are at /metrics\n"
-            self.send_response(200 if is_known else 404)
-            self.send_header("Content-Type", CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Print nothing: a request every 15 s would fill the log."""
-
-    return Handler
+        self.server.close()
 
 
 def _sample(name: str, labels: str, value: str) -> str:

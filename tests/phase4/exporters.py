@@ -22,6 +22,7 @@ from judging.calls import error_of, typed
 from judging.folders import own_folder
 from phase4.file_history import open_in
 from phase4.interleaved import Meetings, threads_left, watched
+from phase4_production.given import REQUEST_S
 
 # Pages, fetched by clients of all kinds
 #
@@ -149,7 +150,7 @@ def say_nothing(lesson: Any) -> tuple[bool, list[str]]:
     """Connect and send nothing; return whether the client is dropped, and the threads left."""
     before = {*threading.enumerate()}
     exporter = lesson.PrometheusExporter({})
-    port, limit_s = _port(exporter), 2 * float(lesson.REQUEST_S)
+    port, limit_s = _port(exporter), 2 * REQUEST_S
     with _short_timeouts(port), socket.create_connection((LOOPBACK, port), limit_s) as client:
         is_dropped = _hears(client, limit_s)
         exporter.close()
@@ -189,7 +190,16 @@ def be_refused(lesson: Any) -> dict[str, Any]:
         texts = [_fetch(port)[2] for port in ports]
         in_use = _refusal(lesson, LOOPBACK, ports[0])
     above, elsewhere = _refusal(lesson, LOOPBACK, ABOVE), _refusal(lesson, FOREIGN, ports[0])
-    return {"ports": ports, "texts": texts, "in use": in_use, "never": [above, elsewhere]}
+    facts = {"ports": ports, "texts": texts, "in use": in_use, "above": above}
+    return facts | ({} if _is_ours(FOREIGN) else {"elsewhere": elsewhere})
+
+
+def _is_ours(host: str) -> bool:
+    """Return whether one can listen at an address; on some machines, at any."""
+    with closing(socket.socket()) as own, suppress(OSError):
+        own.bind((host, 0))
+        return True
+    return False
 
 
 def _refusal(lesson: Any, host: str, port: int) -> dict[str, str]:
@@ -239,8 +249,8 @@ def _port(exporter: Any) -> int:
     port = typed("exporter.port", exporter.port, int)
     if port == 0:
         raise WrongResult(
-            "exporter.port is 0, which was asked for; it should be the port that was taken. The "
-            "server's server_address tells it."
+            "exporter.port is 0, which was asked for; it should be the port that was taken, "
+            "server.port."
         )
     return port
 
