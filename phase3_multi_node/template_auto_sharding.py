@@ -28,9 +28,10 @@ from phase3_multi_node.given import (
 def parameters_per_rank(model: Transformer, layout: Layout) -> float:
     """Return the number of parameters that a rank of the first stage computes with.
 
-    The first stage has l/p layers and the token and position embeddings; the ranks of its tensor
-    group share all of them evenly:
-        (l/p · (12h² + 13h) + (V + s) · h) / t
+    The first stage has l/p layers and the embeddings of V tokens and s positions; the ranks of its
+    tensor group share all of them evenly. A layer has four products, with weights of (h, 3h),
+    (h, h), (h, 4h) and (4h, h) and a bias for each column, and two norms, with a weight and a bias
+    for each of h columns.
         GPT-3, l = 96, h = 12288, V = 51200, s = 2048, t = p = 8  ->  2.80 billion
 
     (In reality, every rank of the group has a full copy of the norms and some biases, about
@@ -46,8 +47,8 @@ def parameters_per_rank(model: Transformer, layout: Layout) -> float:
 
     Source: Narayanan et al. 2021, section 5.1, equation 2.
     """
-    # TODO 3.20: the first stage's layers and embeddings, divided by t.
-    #   Example: l = 4, h = 64, V = s = 128, t = p = 2: (2 · 49,984 + 16,384) / 2 = 58,176.
+    # TODO 3.20: the first stage's layers and embeddings.
+    #   Example: l = 4, h = 64, V = s = 128, t = p = 2: 49,984 in a layer, 58,176 on the rank.
     #   About 4 lines.
     raise NotImplementedError(
         "Task 3.20: parameters_per_rank, see guidelines.md#320-estimate-the-memory"
@@ -59,12 +60,13 @@ def activation_bytes_per_layer(
 ) -> float:
     """Return the bytes that a rank keeps per layer for the backward pass of one micro-batch.
 
-    Each value takes 2 bytes, and each entry of a dropout mask 1 byte. With sequence parallelism, u
-    is t; without it, u is 1:
-        none         sbh · (10/u + 24/t) + 5as²b/t
-        selective    sbh · (10/u + 24/t)              scores, softmax and their dropout are not kept
-        full         2sbh / u                         only the input is kept
-        GPT-3, b = 1, t = 8, with sequence parallelism  ->  359 MB, 107 MB and 6.29 MB
+    The section of this task lists what the operations of a layer keep, and says what the t ranks
+    share. Each value takes 2 bytes, and each entry of a dropout mask 1 byte.
+        checkpointing                                        none   selective      full
+        kept                                                  all   no scores   the input
+        GPT-3, b = 1, t = 8                                579 MB      327 MB   50.3 MB
+        GPT-3, b = 1, t = 8, with sequence parallelism     359 MB      107 MB   6.29 MB
+    "No scores" means no tensor with an entry for each pair of tokens, whatever operation keeps it.
 
     Args:
         model: the transformer.
@@ -76,7 +78,7 @@ def activation_bytes_per_layer(
 
     Source: Korthikanti et al. 2022, section 4, table 2.
     """
-    # TODO 3.20: the row of the table that ``checkpointing`` names.
+    # TODO 3.20: add up what is kept, in full and shared.
     #   Example: s = 128, b = 1, h = 64, a = 4, t = 1: 606,208 bytes, 278,528 and 16,384.
     #   About 6 lines.
     raise NotImplementedError(
@@ -115,16 +117,15 @@ def layers_in_flight(model: Transformer, layout: Layout, batch_size: int) -> flo
 def estimate_memory(model: Transformer, layout: Layout, batch_size: int) -> Memory:
     """Return the peak memory of a rank of the first stage, broken down into its parts.
 
-    In mixed precision with Adam, a parameter takes 2 bytes, its gradient 2, and its optimizer state
-    12 (a copy in float32 and two moments). With Ψ parameters on the rank:
-        parameters     2Ψ    / d with ZeRO 3
-        gradients      2Ψ    / d with ZeRO 2 and 3
-        optimizer     12Ψ    / d with ZeRO 1, 2 and 3
-        activations   bytes per layer, checkpointed as in the layout, times the layers in flight
-        recomputed    activations of one layer without checkpointing, minus those with it
-        logits        4bsV/t if p = 1, else 0 (the last stage has them)
-        Ψ = 7.5 billion, d = 64  ->  the first three parts add up to 120, 31.4, 16.6 and 1.88 GB
-        with ZeRO 0, 1, 2 and 3
+    The rank trains in mixed precision with Adam:
+        parameters    2 bytes each; ZeRO 3 shards them over the d copies
+        gradients     2 bytes each; ZeRO 2 and 3 shard them
+        optimizer     a copy of the parameters in float32, and two moments; ZeRO 1, 2 and 3 shard it
+        activations   what all layers in flight keep, checkpointed as in the layout
+        recomputed    what the one layer that goes backward holds beyond what it has kept
+        logits        (bs, V) in float32, shared by t ranks, on the last stage; 0 if it is another
+        7.5 billion parameters, d = 64  ->  the first three parts add up to 120, 31.4, 16.6 and
+        1.88 GB with ZeRO 0, 1, 2 and 3
 
     Args:
         model, layout: as for the functions above; d · b divides the batch size. None of this is
@@ -149,10 +150,9 @@ def estimate_memory(model: Transformer, layout: Layout, batch_size: int) -> Memo
 def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> float:
     """Return the forward time of attention for one micro-batch, not counting its linear layers.
 
-    A rank computes ba/t heads. For each head:
-        scores     a product of (s, h/a) and (h/a, s)
-        context    a product of (s, s) and (s, h/a)
-        between    softmax and dropout read and write 9s² bytes of GPU memory
+    The t ranks share the a heads of each sequence. A head multiplies queries by keys, which makes
+    scores of (s, s), and these by values. In between, softmax and dropout read and write the scores
+    in the GPU's memory, as the section of this task says.
         GPT-3, b = 1, t = 8, 312 TFLOP/s and 2 TB/s, at full efficiency  ->  0.31 ms
 
     Args:
@@ -177,12 +177,9 @@ def attention_seconds(model: Transformer, layout: Layout, machine: Machine) -> f
 def forward_seconds(model: Transformer, layout: Layout, machine: Machine) -> float:
     """Return how long one micro-batch's forward pass through one layer takes on a rank.
 
-    The time is ``attention_seconds`` plus the time of the following operations, where u is as in
-    ``activation_bytes_per_layer``:
-        products    of (bs, h) and (h, 3h/t): queries, keys and values
-                    of (bs, h/t) and (h/t, h): the output of attention
-                    of (bs, h) and (h, 4h/t), and of (bs, 4h/t) and (4h/t, h): the MLP
-        memory      bsh · 22/u bytes for norms, dropout and sums, and bsh · 16/t bytes for GELU
+    The time is ``attention_seconds``, plus that of the layer's four products on this rank, which
+    are split as in tasks 2.12 to 2.15, plus that of the memory traffic of norms, dropout with sums,
+    and GELU, of which the section of this task has a list.
         GPT-3, b = 1, t = 8, 312 TFLOP/s and 2 TB/s, at full efficiency  ->  3.58 ms, and 3.34 ms
         with sequence parallelism
 
@@ -208,22 +205,28 @@ def estimate_step_time(
 ) -> StepTime:
     """Return how long a step takes, broken down into its parts.
 
-    A stage has k = l/p layers, and m micro-batches pass through it. F is ``forward_seconds``, A is
-    ``attention_seconds``, and backward passes take twice as long as forward passes:
-        a layer      C = 3F, plus A if checkpointing is selective, or plus F if it is full
-                     M = 4 all-reduces of 2bsh bytes among t ranks, or 6 if checkpointing is full
-        compute      m · (k · C + 3 products of (bs, h) and (h, V/t), the logits)
-        tensor       m · k · M
-        pipeline     2vm messages of 2bsh/t bytes between stages; 0 if p = 1
-        bubble       (p - 1) / v · k · (C + M)
-        data         rings of 2Ψ bytes among the d copies: 2 rings with ZeRO 0 and 1, m + 1 with
-                     ZeRO 2, 3m with ZeRO 3; minus up to 2kF seconds, the part that the backward
-                     pass of the last micro-batch hides
+    All micro-batches of a copy pass through the l/p layers of a stage. A backward pass takes twice
+    as long as the forward pass, logits included. Before it, selective checkpointing repeats
+    attention, and full checkpointing repeats the whole forward pass of a layer, messages included.
+        compute      layers and logits; these are products of (bs, h) and (h, V/t)
+        tensor       all-reduces of 2bsh bytes among t ranks, forward and backward: for attention
+                     one each, and for the MLP one each
+        pipeline     messages of 2bsh/t bytes, forward and backward, one for each micro-batch and
+                     chunk; none if p = 1
+        bubble       p - 1 micro-batches, forward and backward through one chunk of a stage, with
+                     the messages of tensor ranks and without logits
+        data         rings of 2Ψ bytes among the d copies, as far as they take longer than one
+                     micro-batch's backward pass through the stage, without what is repeated:
+                     with ZeRO 0 and 1, an all-reduce, or its two halves; with ZeRO 2, gradients
+                     are scattered for each micro-batch, and parameters gathered once; with ZeRO 3,
+                     parameters are gathered for each forward and for each backward pass, too
+        GPT-3, t = p = 8, v = 3, b = 1, m = 64, selective, sequence parallelism, A100s
+                     ->  11.8, 1.43, 0.10, 0.47 and 0 s
 
-    A ring is one reduce-scatter or all-gather, and takes ``ring_seconds``; an all-reduce is two
-    rings. (Sequence parallelism replaces each all-reduce with two rings, which take the same time.)
-    A tensor group spans t neighbouring GPUs, the d copies span dt GPUs, and a pipeline spans dtp
-    GPUs.
+    A ring is one reduce-scatter or all-gather of Ψ parameters or gradients, or of what a layer puts
+    out; an all-reduce is two. (Sequence parallelism replaces each all-reduce with two rings, which
+    take the same time.) A tensor group spans t neighbouring GPUs, the d copies span dt GPUs, and a
+    pipeline spans dtp GPUs.
 
     Args:
         model, layout: as for ``estimate_memory``.

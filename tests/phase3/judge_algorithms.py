@@ -18,7 +18,7 @@ EXAMPLE: Case = (
 
 
 def _predicted(case: Case) -> dict[str, float]:
-    """Return each algorithm's seconds, by the formulas in the lesson's docstring."""
+    """Return each algorithm's seconds, by the formulas that the docstring asks for."""
     n, topology = case
     counts = [len(ranks) for ranks in topology.nodes]
     num_ranks, k, g = sum(counts), len(counts), max(counts)
@@ -116,6 +116,6 @@ _CAUSES = {
     RING: "A ring around all ranks goes on with its slowest link: each of its 2(N-1) steps is as "
     "long as the slowest message in it.",
     TREE: "A tree sends the whole tensor in every round, inside the hosts and between them.",
-    HIERARCHICAL: "On two levels, 2(g-1) messages of n/g bytes travel inside, and then 2(k-1) "
-    "steps follow in which the NIC of a host sends n/k bytes.",
+    HIERARCHICAL: "On two levels, rings inside the hosts take a g-th of the tensor at a time, and "
+    "those across take a k-th of what is left; but all g ranks of a host send over one NIC.",
 }

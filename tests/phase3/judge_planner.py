@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from distlab.grade import Grade, check, task
-from distlab.util.text import bytes_text, seconds_text
+from distlab.util.text import bytes_text, joined, seconds_text
 from phase3 import estimates as b
 from phase3 import planner_reference as reference
 from phase3_multi_node.given import CHECKPOINTING, Layout, Transformer
@@ -22,27 +22,50 @@ class Formula(NamedTuple):
         cases: Draws the arguments.
         text: Formats a number with its unit.
         causes: The likely cause of a wrong number, by part; the key is "" if there are no parts.
+        terms: Returns the terms of the number by name, of which one may be missing.
     """
 
     right: Callable[..., Any]
     cases: Callable[[Grade], list[Any]]
     text: Callable[[float], str]
     causes: Mapping[str, str]
+    terms: Callable[..., Mapping[str, float]] | None = None
 
 
 def _check_formula(grade: Grade, function: str, formula: Formula) -> None:
     cases = formula.cases(grade)
-    for case, numbers in zip(cases, grade.call(b.numbers_of, function, cases), strict=True):
+    found = grade.call(b.numbers_of, function, cases)
+    term = _term(formula, cases, found)
+    for case, numbers in zip(cases, found, strict=True):
         right = formula.right(*case)
         parts = right if isinstance(right, tuple) else (right,)
         for name, expected, number in zip(formula.causes, parts, numbers, strict=True):
             what = f"{function}, {name}" if name else function
             check(
-                abs(number - expected) <= EXACT * abs(expected) + 1e-12,
+                _is_right(number, expected),
                 f"{what}, {reference.case_text(*case)}, should be {formula.text(expected)}; it is "
-                f"{formula.text(number)}.{reference.factor_text(number, expected, *case)} "
+                f"{formula.text(number)}.{reference.factor_text(number, expected, *case)}{term} "
                 f"{formula.causes[name]}",
             )
+
+
+def _is_right(number: float, expected: float) -> bool:
+    return abs(number - expected) <= EXACT * abs(expected) + 1e-12
+
+
+def _term(formula: Formula, cases: list[Any], found: list[list[float]]) -> str:
+    """Name the terms that explain all wrong numbers, each alone: one is left out, or too much."""
+    if formula.terms is None:
+        return ""
+    explained = [
+        reference.explained(number, expected, formula.terms(*case))
+        for case, [number] in zip(cases, found, strict=True)
+        if not _is_right(number, expected := formula.right(*case))
+    ]
+    named = (
+        [text for text in explained[0] if all(text in of for of in explained)] if explained else []
+    )
+    return f" In all cases, the difference is {joined(named, ', or ')}." if named else ""
 
 
 # Task 3.20: memory
@@ -60,20 +83,22 @@ MEMORY = {
         lambda grade: [case[:2] for case in reference.cases(grade.random)],
         "{:,.0f}".format,
         {
-            "": "A stage has l/p layers of 12h² + 13h parameters, the first one also (V + s) · h "
-            "of embeddings, and t ranks share all of them. ZeRO and the micro-batch change nothing "
-            "here."
+            "": "A stage has l/p layers, each with four products and two norms, the first one also "
+            "(V + s) · h of embeddings, and t ranks share all of them. ZeRO and the micro-batch "
+            "change nothing here."
         },
+        reference.parameter_terms,
     ),
     "activation_bytes_per_layer": Formula(
         reference.activations,
         _of_a_layer,
         "{:,.0f} bytes".format,
         {
-            "": "Of a micro-batch, 10sbh bytes are split only by sequence parallelism, 24sbh and "
-            "the scores, 5as²b, by t; full checkpointing keeps 2sbh, the input. The argument says "
-            "what is recomputed, and the layout whether the sequence is split."
+            "": "What lies between the two products of attention, or of the MLP, is split by t, "
+            "all else only by sequence parallelism; full checkpointing keeps the input. The "
+            "argument says what is recomputed, and the layout whether the sequence is split."
         },
+        reference.activation_terms,
     ),
     "layers_in_flight": Formula(
         reference.in_flight,
@@ -135,18 +160,20 @@ TIME = {
         _timed_layers,
         seconds_text,
         {
-            "": "A rank computes ba/t heads, and each has two products and 9s² bytes that go "
-            "through memory."
+            "": "A rank computes ba/t heads, and each has two products, a softmax and a dropout, "
+            "which read and write all scores."
         },
+        reference.attention_terms,
     ),
     "forward_seconds": Formula(
         reference.forward,
         _timed_layers,
         seconds_text,
         {
-            "": "Beside attention there are four products, and bsh · (22/u + 16/t) bytes go "
-            "through memory."
+            "": "Beside attention there are four products, two norms, two dropouts with sums, and "
+            "GELU."
         },
+        reference.forward_terms,
     ),
     "estimate_step_time": Formula(
         reference.step_time,
@@ -156,10 +183,12 @@ TIME = {
             "compute": "Each of m micro-batches goes through l/p layers, three times as long as "
             "forward, and longer by what is recomputed; the logits come on top, once for each "
             "micro-batch.",
-            "tensor": "Each layer has 4 all-reduces of 2bsh bytes for each micro-batch, 6 with "
-            "full checkpointing, between t neighbouring ranks; an all-reduce is two rings.",
-            "pipeline": "A stage passes on 2vm messages of 2bsh/t bytes; pipelines span dtp GPUs, "
-            "and without one there are none.",
+            "tensor": "For each micro-batch, attention and MLP of each layer have an all-reduce of "
+            "2bsh bytes forward, and one backward; what full checkpointing repeats has them once "
+            "more. They are between t neighbouring ranks, and an all-reduce is two rings.",
+            "pipeline": "A stage passes on each micro-batch after each chunk, forward and "
+            "backward, in messages of 2bsh/t bytes; pipelines span dtp GPUs, and without one there "
+            "are none.",
             "bubble": "Stages wait for p - 1 passes through a chunk, a v-th of what one "
             "micro-batch takes in the l/p layers of a stage, messages between tensor ranks "
             "included, logits not.",

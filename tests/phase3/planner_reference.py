@@ -1,6 +1,6 @@
 """The graders' versions of the formulas of tasks 3.20 to 3.22, and cases to try them on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from random import Random
 from typing import Any
@@ -113,6 +113,17 @@ def factor_text(
     return f" That is {times:.3g} times as much."
 
 
+def explained(number: float, expected: float, terms: Mapping[str, float]) -> list[str]:
+    """Name the terms that explain the difference, each alone, and say whether one is missing."""
+    difference = number - expected
+    verb = "left out" if difference < 0 else "too much"
+    return [
+        f"{name}, {verb}"
+        for name, term in terms.items()
+        if term and abs(abs(difference) / term - 1) < 1e-6
+    ]
+
+
 def unsplit(layout: Layout) -> int:
     """Return the divisor for activations that only sequence parallelism splits."""
     return layout.tensor if layout.sequence_parallel else 1
@@ -122,6 +133,41 @@ def parameters(model: Transformer, layout: Layout) -> float:
     layer = 12 * model.width**2 + 13 * model.width
     ends = model.width * model.vocabulary + model.width * model.length
     return (model.layers * layer / layout.pipeline + ends) / layout.tensor
+
+
+def parameter_terms(model: Transformer, layout: Layout) -> dict[str, float]:
+    h, per_layer = model.width, model.layers / layout.pipeline / layout.tensor
+    return {
+        "the weights of queries, keys and values": 3 * h * h * per_layer,
+        "the weights of the output product": h * h * per_layer,
+        "the weights of a product of the MLP": 4 * h * h * per_layer,
+        "the biases of queries, keys and values": 3 * h * per_layer,
+        "the bias of the output, or of the MLP's second product": h * per_layer,
+        "the biases of all products": 9 * h * per_layer,
+        "both norms, or the biases of the MLP's first product": 4 * h * per_layer,
+        "one of two norms": 2 * h * per_layer,
+        "all biases and norms": 13 * h * per_layer,
+        "the embeddings of tokens": model.vocabulary * h / layout.tensor,
+        "the embeddings of positions": model.length * h / layout.tensor,
+    }
+
+
+def activation_terms(
+    model: Transformer, layout: Layout, checkpointing: Checkpointing
+) -> dict[str, float]:
+    if checkpointing == "full":
+        return {}
+    stream = layout.micro_batch * model.length * model.width
+    scores = layout.micro_batch * model.length**2 * model.heads / layout.tensor
+    whole, share = stream / unsplit(layout), stream / layout.tensor
+    inside = {"a mask of the dropout before a sum": whole, "both of these masks": 2 * whole}
+    inside["the input of a norm, or of the first products of attention or MLP"] = 2 * whole
+    inside["the inputs of both norms, or of both first products"] = 4 * whole
+    inside["queries, keys, values or the input of the output product"] = 2 * share
+    inside["the input of GELU or of the second product of the MLP"] = 8 * share
+    pairs = {"the mask of the scores' dropout": scores, "all that belongs to scores": 5 * scores}
+    pairs["the output of softmax or of the scores' dropout"] = 2 * scores
+    return inside | pairs
 
 
 def activations(model: Transformer, layout: Layout, checkpointing: Checkpointing) -> float:
@@ -162,6 +208,38 @@ def attention(model: Transformer, layout: Layout, machine: Machine) -> float:
     inner, s = model.width / model.heads, model.length
     products = matmul_seconds(machine, s, inner, s) + matmul_seconds(machine, s, s, inner)
     return heads * (products + 9 * s * s / machine.memory_bytes_per_s)
+
+
+def attention_terms(model: Transformer, layout: Layout, machine: Machine) -> dict[str, float]:
+    heads = model.heads * layout.micro_batch / layout.tensor
+    inner, s = model.width / model.heads, model.length
+    byte_s = heads * s * s / machine.memory_bytes_per_s
+    return {
+        "one of two products": heads * matmul_seconds(machine, s, inner, s),
+        "softmax": 4 * byte_s,
+        "dropout": 5 * byte_s,
+        "softmax and dropout": 9 * byte_s,
+        "the mask of dropout": byte_s,
+    }
+
+
+def forward_terms(model: Transformer, layout: Layout, machine: Machine) -> dict[str, float]:
+    tokens, h, t = model.length * layout.micro_batch, model.width, layout.tensor
+    byte_s = tokens * h / machine.memory_bytes_per_s
+    whole_s, share_s = byte_s / unsplit(layout), byte_s / t
+    return {
+        "the product for queries, keys and values": matmul_seconds(machine, tokens, h, 3 * h / t),
+        "the output product": matmul_seconds(machine, tokens, h / t, h),
+        "a product of the MLP": matmul_seconds(machine, tokens, h, 4 * h / t),
+        "attention": attention(model, layout, machine),
+        "one of two norms": 4 * whole_s,
+        "both norms": 8 * whole_s,
+        "one dropout with its sum": 7 * whole_s,
+        "both dropouts with their sums": 14 * whole_s,
+        "the masks": 2 * whole_s,
+        "GELU": 16 * share_s,
+        "all that goes through memory": 22 * whole_s + 16 * share_s,
+    }
 
 
 def forward(model: Transformer, layout: Layout, machine: Machine) -> float:
