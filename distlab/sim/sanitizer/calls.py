@@ -201,7 +201,9 @@ class Calls:
         gradients on some ranks are a mistake only between replicas, as DistributedDataParallel has:
         ranks that split a layer share their samples, and may average other gradients by hand.
         """
-        if self._findings.has("cut") or sum(x.numel() for x in members[0].call.inputs) < SMALL:
+        inputs = members[0].call.inputs
+        is_map = not inputs[0].is_floating_point() and not inputs[0].is_complex()  # of used ones
+        if is_map or self._findings.has("cut") or sum(x.numel() for x in inputs) < SMALL:
             return
         by_values: defaultdict[Digest, list[int]] = defaultdict(list)
         for member in members:

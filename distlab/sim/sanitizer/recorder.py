@@ -106,6 +106,10 @@ class Recorder:
         """Note that DistributedDataParallel has averaged gradients in a backward pass."""
         self._syncs[rank].add(torch._C._current_graph_task_id())
 
+    def dropped(self, rank: int) -> None:
+        """Note that a rank has dropped gradients, averaged or not, as zero_grad() does."""
+        self._total_syncs[rank] += len(self._syncs.pop(rank, ()))
+
     def averaged(self, rank: int, parameter: Tensor) -> None:
         """Note that a rank has summed a parameter's gradient by a call of its own."""
         self._averaged[parameter] = True

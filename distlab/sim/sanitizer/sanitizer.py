@@ -1,9 +1,9 @@
 """The sanitizer of a world: it installs the watchers, and passes on what the ranks do."""
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from weakref import ref
 
@@ -82,6 +82,7 @@ class Sanitizer:
             self._scalers.install(replace)
             self._watch_clipping(replace)
             self._watch_losses(replace)
+            self._watch_zeroing(replace)
             self._watch_wrapping(replace)
             self._watch_torchs_ways(replace)
             self._watch_waits(replace)
@@ -201,6 +202,15 @@ class Sanitizer:
             go_back(tensors, *args, **kwargs)
 
         replace(torch.autograd, "backward", note_and_go_back)
+
+    def _watch_zeroing(self, replace: Replace) -> None:
+        def zero_and_note(owner: Any, zero: Callable[..., None], *args: Any, **kw: Any) -> None:
+            if self._rank_states.is_in_rank():
+                self._recorder.dropped(self._rank_states.current)
+            zero(owner, *args, **kw)
+
+        for kind in (Optimizer, nn.Module):
+            replace(kind, "zero_grad", partialmethod(zero_and_note, kind.zero_grad))
 
     def _watch_wrapping(self, replace: Replace) -> None:
         wrap = DistributedDataParallel.__init__

@@ -1353,7 +1353,30 @@ def averages_by_the_last_call_before_the_step() -> None:
         optimizer.step()
 
 
+def uses_one_branch_of_two() -> None:
+    """DistributedDataParallel sums up a map of the parameters that were used, equal on all ranks."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
+    net.forward = lambda x: net["a"](x)  # type: ignore[method-assign]
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    ddp(data()).square().sum().backward()
+    sgd(ddp).step()
+
+
+def leaves_out_a_step_and_its_gradients() -> None:
+    """As a GradScaler does on all ranks, after which zero_grad() drops what was averaged."""
+    ddp = DistributedDataParallel(model())
+    optimizer = sgd(ddp)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(data()).square().sum().backward()
+        if step != 1:
+            optimizer.step()
+
+
 RIGHT = [
+    uses_one_branch_of_two,
+    leaves_out_a_step_and_its_gradients,
     averages_in_a_hook_of_the_step,
     averages_by_the_last_call_before_the_step,
     has_nans_of_two_kinds,
