@@ -29,6 +29,12 @@ def joined(items: Sequence[str], last: str = " and ") -> str:
     return last.join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
 
 
+def some_of(names: Sequence[str], limit: int = 4) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - limit
+    return joined([*names[:limit], f"{more} more"] if more > 0 else [*names])
+
+
 def clauses(items: Sequence[str]) -> str:
     """Join clauses, as in ``a``, ``a, and b`` or ``a, b, and c``."""
     return joined(items, ", and ")

@@ -7,6 +7,7 @@ The watchers see what all ranks do, and compare it:
     cuts         tensors that left autograd in a collective, and came back into the loss
     steps        optimizer steps, for those below
     recorder     what each rank does from one step to the next, for the next two
+    ddp          models in DistributedDataParallel, for the next one
     replicas     parameters and gradients of ranks that train the same model, before each step
     shared       those that ranks with different models have in common
     mesh_copies  copies of the shards of DTensors, as in hybrid sharding

@@ -4,7 +4,7 @@ import linecache
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from math import isfinite
 from pathlib import Path
 from types import FrameType
@@ -52,6 +52,7 @@ class Calls:
         self,
         findings: Findings,
         parameters: Parameters,
+        groups_of_ddp: Collection[object],
         rank_states: RankStates,
         places: Places,
     ) -> None:
@@ -71,7 +72,7 @@ class Calls:
         # Calls of DistributedDataParallel and of FSDP that are open.
         self._of_ddp: set[Attendance] = set()
         self._of_fsdp: set[Attendance] = set()
-        self.groups_of_ddp: set[object] = set()
+        self._groups_of_ddp = groups_of_ddp
 
     def posted(self, attendance: Attendance) -> bool:
         """Look at a call of the running rank; return whether DistributedDataParallel makes it."""
@@ -88,7 +89,7 @@ class Calls:
     def _is_of_ddp(self, attendance: Attendance) -> bool:
         """Return whether DistributedDataParallel averages gradients in this backward pass."""
         is_in_backward = torch._C._current_graph_task_id() != -1
-        is_its_group = attendance.meeting.key in self.groups_of_ddp
+        is_its_group = attendance.meeting.key in self._groups_of_ddp
         is_candidate = attendance.name == "all_reduce" and is_its_group and is_in_backward
         return is_candidate and _is_called_by_autograd()
 

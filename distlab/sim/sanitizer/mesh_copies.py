@@ -29,8 +29,8 @@ from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Digest, Parameters, digest, distinct_names
-from distlab.sim.sanitizer.values import is_equal, is_equal_not_by_chance, some_of
-from distlab.util.text import joined, rank_names, told_apart
+from distlab.sim.sanitizer.values import is_equal, is_equal_not_by_chance
+from distlab.util.text import joined, rank_names, some_of, told_apart
 
 Ranks = tuple[int, ...]
 Key = tuple[int, Ranks, str]  # optimizer, ranks that hold copies, name of the parameter

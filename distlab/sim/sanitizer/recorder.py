@@ -7,12 +7,13 @@ from typing import NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
+from distlab.sim.sanitizer.ddp import Wrappings
 from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
 from distlab.sim.sanitizer.values import Values
 from distlab.sim.sanitizer.visits import Followed, Visits
@@ -68,12 +69,11 @@ class Recorder:
         by_hand: Ranks that have averaged gradients by a call of their own, with the optimizer's
             number.
         have_summed: Ranks that may have averaged gradients by a call.
-        averaged_over: For each rank, the ranks over which its DistributedDataParallel averages.
         spoke_at_length: Ranks that have exchanged a long tensor since their last step.
     """
 
-    def __init__(self, parameters: Parameters, num_ranks: int) -> None:
-        self._parameters, self._num_ranks = parameters, num_ranks
+    def __init__(self, parameters: Parameters, wrappings: Wrappings, num_ranks: int) -> None:
+        self._parameters, self._wrappings, self._num_ranks = parameters, wrappings, num_ranks
         self.visits, self.gathered = Visits(), Visits(are_gathered=True)
         self.returned = Followed()
         self.sends_messages = self.leaves_early = self.averages_parameters = False
@@ -81,7 +81,6 @@ class Recorder:
         self.begun: dict[tuple[int, int], tuple[Step, list[ref[Tensor]]]] = {}
         self.by_hand: set[tuple[int, int]] = set()
         self.have_summed: set[int] = set()
-        self.averaged_over: dict[int, set[int]] = {}
         self.spoke_at_length: set[int] = set()
         self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
         self._steps: dict[tuple[int, int], Step] = {}  # those to which not all ranks have come
@@ -90,17 +89,10 @@ class Recorder:
         self._syncs: defaultdict[int, set[int]] = defaultdict(set)  # backward passes, by rank
         self._total_syncs: Counter[int] = Counter()
         self._averaged: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # by the program
-        self._in_ddp: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
         self._optimizer_of: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # the last one
         # Optimizers of ranks whose parameters have had no gradient yet, and those whose have.
         self._unfed: dict[tuple[int, int], tuple[int, Site]] = {}
         self._fed: set[tuple[int, int]] = set()
-
-    def wrapped(self, module: nn.Module, rank: int, ranks: Sequence[int]) -> None:
-        """Note the parameters of a module that DistributedDataParallel averages over ranks."""
-        self.averaged_over.setdefault(rank, set()).update(ranks)
-        for parameter in module.parameters():
-            self._in_ddp[parameter] = True
 
     def synced(self, rank: int) -> None:
         """Note that DistributedDataParallel has averaged gradients in a backward pass."""
@@ -147,7 +139,7 @@ class Recorder:
         step.values[rank] = [self._values(*pair) for pair in zip(names, params, strict=True)]
         step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
         step.num_states[rank] = len(optimizer.state)
-        step.is_ddp = step.is_ddp or any(p in self._in_ddp for p in params)
+        step.is_ddp = step.is_ddp or any(self._wrappings.of(p) for p in params)
         self.begun[rank, at.optimizer] = step, [*map(ref, params)]
         self._note_events(rank, step)
         if len(step.values) < self._num_ranks:
@@ -185,7 +177,7 @@ class Recorder:
         """Return whether a rank has exchanged only gradients of parameters that it did not clip."""
         clipped = (parameter() for norm in norms for parameter in norm.parameters)
         are_shared = any(
-            p is not None and (p in self._averaged or p in self._in_ddp) for p in clipped
+            p is not None and (p in self._averaged or self._wrappings.of(p)) for p in clipped
         )
         return not (are_shared or self.sends_messages or rank in self._have_exchanged)
 
@@ -199,11 +191,12 @@ class Recorder:
             self._unfed[key] = count + 1, site
 
     def _values(self, name: str, parameter: Tensor) -> Values:
-        holder = self._parameters.holder(parameter)
+        holder, wrapped = self._parameters.holder(parameter), self._wrappings.of(parameter)
         is_sharded = any(place.is_shard() for place in getattr(parameter, "placements", ()))
         return Values(
             name,
-            parameter in self._in_ddp,
+            wrapped.stepped() if wrapped else None,
+            self._wrappings.frozen.get(parameter),
             parameter.shape,
             None if is_sharded else digest(parameter),
             None if is_sharded else digest(parameter.grad),

@@ -25,16 +25,7 @@ from distlab.sim.sanitizer.shared import Shared, with_one_loss
 from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chance, names_of
 from distlab.util.text import joined, rank_names, told_apart
 
-_NO_SYNC = (
-    " DistributedDataParallel has averaged nothing since the last step: its forward passes ran "
-    "inside no_sync() (there it decides), its forward was not called (but that of the module "
-    "inside), its hook sent nothing, or a parameter that got no gradient kept a bucket waiting."
-)
 _AFTER_THE_STEP = " They are averaged only after it, or with other ranks."
-_SOME_SYNCS = (
-    " DistributedDataParallel averaged only some of the backward passes since the last step: the "
-    "last one, and its forward pass, must run outside no_sync()."
-)
 
 
 def _cause_of_drift(step: Step, ranks: Sequence[int]) -> str:
@@ -167,7 +158,7 @@ class Replicas:
         gradients = [v.gradient for v in wrong[0]]
         other = next(k for k, g in enumerate(gradients) if not is_equal([gradients[0], g]))
         norms = told_apart([g.norm if g else 0.0 for g in (gradients[0], gradients[other])], 4)
-        advice = self._advice(step, ranks, wrong) if step.is_ddp else ""
+        advice = _advice(step, ranks, wrong) if step.is_ddp else ""
         self._findings.add(
             ("gradients", (step.site, ranks)),
             f"step {step.number}: {len(wrong)} of {num_present} gradients differ between "
@@ -175,18 +166,6 @@ class Replicas:
             f"{norms[0]} on rank {ranks[0]}, {norms[1]} on rank {ranks[other]}). They were not "
             f"averaged; {place(step.site)}.{advice}",
         )
-
-    def _advice(self, step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]]) -> str:
-        """Return why DistributedDataParallel has not averaged gradients."""
-        if not any(column[0].is_in_ddp for column in wrong):
-            return " DistributedDataParallel does not contain these parameters."
-        averaged = self._recorder.averaged_over.get(ranks[0], {*ranks})
-        if not {*ranks} <= averaged:
-            return (
-                f" DistributedDataParallel averages over {rank_names(averaged)} alone on rank "
-                f"{ranks[0]}: give it a process_group of all ranks with the same parameters."
-            )
-        return _SOME_SYNCS if any(step.num_syncs.values()) else _NO_SYNC
 
     def _judge_start(self, step: Step) -> None:
         """Report ranks whose gradients are equal, but whose parameters were not from the start.
@@ -324,6 +303,32 @@ class Replicas:
         """Return whether ranks have made collective calls since an optimizer's last step."""
         last = {rank: self._recorder.begun[rank, optimizer][0] for rank in ranks}
         return any(self._recorder.num_calls[rank] > last[rank].num_calls[rank] for rank in ranks)
+
+
+def _advice(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]]) -> str:
+    """Return why DistributedDataParallel has not averaged gradients."""
+    uses = next((column[0].ddp for column in wrong if column[0].ddp), None)
+    if uses is None:
+        return _left_out(wrong)
+    averaged = uses.model.ranks
+    if not {*ranks} <= {*averaged}:
+        return (
+            f" DistributedDataParallel averages over {rank_names(averaged)} alone on rank "
+            f"{ranks[0]}: give it a process_group of all ranks with the same parameters."
+        )
+    values = step.values[ranks[0]]
+    lacking = [v.name for v in values if v.ddp is uses and v.gradient is None]
+    return f" DistributedDataParallel has not done it: {uses.why_not(lacking)}"
+
+
+def _left_out(wrong: Sequence[Sequence[Values]]) -> str:
+    """Return why DistributedDataParallel averages none of these parameters' gradients."""
+    if model := wrong[0][0].left_out_by:
+        return (
+            " They required no gradient when DistributedDataParallel was made, so it leaves them "
+            f"out: let them require one before; {place(model.made_at)}."
+        )
+    return " DistributedDataParallel does not contain these parameters."
 
 
 def _nan_last(norm: float) -> tuple[bool, float]:

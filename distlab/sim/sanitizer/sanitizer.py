@@ -8,12 +8,11 @@ from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
@@ -26,6 +25,7 @@ from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.calls import SMALL, WITHOUT_ROOT, Calls, goes_back_through_ranks
 from distlab.sim.sanitizer.cuts import Cuts, Operations
+from distlab.sim.sanitizer.ddp import Wrappings
 from distlab.sim.sanitizer.draws import Draws, Unnoticed
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.in_flight import InFlight
@@ -62,11 +62,14 @@ class Sanitizer:
     ) -> None:
         self.findings = Findings()
         self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
-        self._calls = Calls(self.findings, steps.parameters, rank_states, places)
         self._cuts = Cuts(self.findings)
         self._draws = Draws(self.findings, rank_states, places, unnoticed)
         self._in_flight = InFlight(self.findings, places, open_handles, steps.number)
-        self._recorder = Recorder(steps.parameters, rank_states.num_ranks)
+        self._wrappings = Wrappings(rank_states, places)
+        self._calls = Calls(
+            self.findings, steps.parameters, self._wrappings.groups, rank_states, places
+        )
+        self._recorder = Recorder(steps.parameters, self._wrappings, rank_states.num_ranks)
         self._replicas = Replicas(self.findings, self._recorder)
         self._scalers = Scalers(self.findings, rank_states, places, unnoticed)
         self._mesh_copies = MeshCopies(self.findings, steps.parameters)
@@ -83,7 +86,8 @@ class Sanitizer:
             self._watch_clipping(replace)
             self._watch_losses(replace)
             self._watch_zeroing(replace)
-            self._watch_wrapping(replace)
+            self._wrappings.install(replace)
+            undo.callback(register_module_forward_pre_hook(self._wrappings.called).remove)
             self._watch_torchs_ways(replace)
             self._watch_waits(replace)
             yield
@@ -211,17 +215,6 @@ class Sanitizer:
 
         for kind in (Optimizer, nn.Module):
             replace(kind, "zero_grad", partialmethod(zero_and_note, kind.zero_grad))
-
-    def _watch_wrapping(self, replace: Replace) -> None:
-        wrap = DistributedDataParallel.__init__
-
-        def wrap_and_note(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            wrap(ddp, module, *args, **kwargs)
-            ranks = dist.get_process_group_ranks(ddp.process_group)
-            self._recorder.wrapped(module, self._rank_states.current, ranks)
-            self._calls.groups_of_ddp.add(ddp.process_group._key)
-
-        replace(DistributedDataParallel, "__init__", wrap_and_note)
 
     def _watch_torchs_ways(self, replace: Replace) -> None:
         """Note what makes ranks step with other gradients, or take fewer steps, without mistake."""

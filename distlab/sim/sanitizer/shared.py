@@ -23,8 +23,8 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.recorder import Step
-from distlab.sim.sanitizer.values import Values, are_far_apart, is_equal, some_of
-from distlab.util.text import rank_names
+from distlab.sim.sanitizer.values import Values, are_far_apart, is_equal
+from distlab.util.text import rank_names, some_of
 
 Ranks = tuple[int, ...]
 Columns = Sequence[Sequence[Values]]  # for each parameter, its values on all ranks

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from distlab.sim.sanitizer.ddp import Uses, Wrapped
 from distlab.sim.sanitizer.parameters import Digest
-from distlab.util.text import joined
+from distlab.util.text import some_of
 
-MAX_NAMES = 4
 FAR = 1e-2  # of a norm; rounding makes norms of gradients of 16 bits differ by less
 FAR_ALONG = 0.1  # of a norm; the same for their projections
 
@@ -18,6 +18,8 @@ class Values(NamedTuple):
     """A parameter before a step.
 
     Attributes:
+        ddp: What was done with its model in DistributedDataParallel; None if it is in none.
+        left_out_by: Its model there, if it required no gradient when that was wrapped.
         holder: Number that tells the module that holds it from others on the same rank.
         is_of_norm: True if that module is a layer norm or the like, which is never split.
         is_sharded: True if it is a DTensor of which each rank has a part; such parts are not
@@ -28,7 +30,8 @@ class Values(NamedTuple):
     """
 
     name: str
-    is_in_ddp: bool
+    ddp: Uses | None
+    left_out_by: Wrapped | None
     shape: torch.Size
     value: Digest | None
     gradient: Digest | None
@@ -66,9 +69,3 @@ def are_far_apart(digests: Sequence[Digest | None]) -> bool:
 def names_of(columns: Sequence[Sequence[Values]]) -> str:
     """Return the names of parameters, each of which is given by its values on several ranks."""
     return some_of([column[0].name for column in columns])
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    more = len(names) - MAX_NAMES
-    return joined([*names[:MAX_NAMES], f"{more} more"] if more > 0 else [*names])

@@ -95,6 +95,43 @@ def steps_inside_no_sync() -> None:
     sgd(ddp).step()
 
 
+def calls_the_module_inside() -> None:
+    net = model()
+    ddp = DistributedDataParallel(net)
+    net(data()).square().sum().backward()
+    sgd(ddp).step()
+
+
+def leaves_out_small_buckets(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    done = torch.futures.Future[Tensor]()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def has_a_hook_that_averages_nothing() -> None:
+    ddp = DistributedDataParallel(model())
+    ddp.register_comm_hook(None, leaves_out_small_buckets)
+    ddp(data()).square().sum().backward()
+    sgd(ddp).step()
+
+
+def unfreezes_a_layer_too_late() -> None:
+    net = model()
+    net[2].requires_grad_(requires_grad=False)
+    ddp = DistributedDataParallel(net)
+    net[2].requires_grad_()
+    ddp(data()).square().sum().backward()
+    sgd(ddp).step()
+
+
+def goes_back_twice_from_one_forward_pass() -> None:
+    ddp = DistributedDataParallel(model())
+    loss = ddp(data()).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    sgd(ddp).step()
+
+
 def averages_each_micro_batch() -> None:
     ddp = DistributedDataParallel(model())
     for part in data().split(2):
@@ -643,8 +680,13 @@ WRONG: dict[Callable[[], None], str] = {
     forgets_the_layer_before_experts: "step 1: 1.weight and 1.bias had equal values on ranks 0",
     forgets_a_norm_before_split_sequences: "step 1: 1.weight and 1.bias had equal values on ranks",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
-    leaves_a_layer_out: "DistributedDataParallel has averaged nothing since the last step",
-    steps_inside_no_sync: "DistributedDataParallel has averaged nothing since the last step",
+    leaves_a_layer_out: "waited for the gradients of b.weight and b.bias, which",
+    steps_inside_no_sync: "its forward passes ran inside no_sync(), test_sanitizer.py:93 in steps",
+    calls_the_module_inside: "not called, but that of the module inside, test_sanitizer.py:",
+    has_a_hook_that_averages_nothing: "its communication hook, leaves_out_small_buckets at test_",
+    unfreezes_a_layer_too_late: "They required no gradient when DistributedDataParallel was made, "
+    "so it leaves them out: let them require one before; test_sanitizer.py:",
+    goes_back_twice_from_one_forward_pass: "it averages in the first backward pass after",
     averages_each_micro_batch: "averaged gradients in 3 backward passes for one step",
     starts_with_other_weights: "their gradients, but began with different parameters: 0.weight",
     starts_with_other_adapters: "step 2: ranks 0 and 1 average their gradients, but began with",
@@ -1354,7 +1396,7 @@ def averages_by_the_last_call_before_the_step() -> None:
 
 
 def uses_one_branch_of_two() -> None:
-    """DistributedDataParallel sums up a map of the parameters that were used, equal on all ranks."""
+    """DistributedDataParallel sums up a map of the parameters in use, equal on all ranks."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
     net.forward = lambda x: net["a"](x)  # type: ignore[method-assign]
