@@ -4,7 +4,7 @@ import linecache
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from math import isfinite
 from pathlib import Path
 from types import FrameType
@@ -161,6 +161,15 @@ class Calls:
         """Return the parameters whose gradients a rank gives, in order."""
         storage = storage_of(member.call.inputs[0])
         return [owner] if owner else self._joined.get(storage, []) if storage else []
+
+    def taken(self, members: Sequence[Attendance]) -> Iterator[tuple[Tensor, Site]]:
+        """Yield the parameters whose gradients ranks give, even joined, and the lines."""
+        for member in members:
+            tensors = member.call.inputs if member.call.is_coalesced else member.call.inputs[:1]
+            for tensor in tensors:
+                owner = self._parameters.of_gradient(member.rank, tensor)
+                for taken in self._owners(member, owner):
+                    yield taken.values, member.site
 
     def _note_gradients(
         self, key: object, members: Sequence[Attendance], owners: Sequence[Owner | None]

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distlab.sim.reporting.report import place
+from distlab.sim.reporting.sites import Site
+
 MAX_DEPTH = 100  # of modules in one another, which may contain themselves
 _DIRECTION = torch.randn(1021, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Storage = torch.UntypedStorage
@@ -23,6 +26,8 @@ class Parameters:
         self._by_rank: defaultdict[int, list[ref[Tensor]]] = defaultdict(list)
         # The module that holds a parameter or a module, and under which name.
         self._holders: MutableMapping[Held, tuple[ref[nn.Module], str]] = WeakIdKeyDictionary()
+        # The line that put a parameter or a module in the place of another one.
+        self._replaced_at: MutableMapping[Held, Site] = WeakIdKeyDictionary()
 
     def register(self, rank: int, holder: nn.Module, name: str, parameter: Tensor) -> None:
         """Note that a rank has registered a parameter in a module."""
@@ -32,6 +37,20 @@ class Parameters:
     def hold(self, holder: nn.Module, name: str, held: Held) -> None:
         """Note that a module holds a parameter or another module."""
         self._holders[held] = ref(holder), name
+
+    def replaces(self, held: Held, site: Site) -> None:
+        """Note that a parameter or a module comes in the place of another one."""
+        self._replaced_at[held] = site
+
+    def replacement(self, parameter: Tensor) -> str:
+        """Return text on what was replaced in a model by a parameter or a module with it, or ""."""
+        held: Held | None = parameter
+        for _ in self._path(parameter):
+            if held in self._replaced_at and held is not None:
+                name = _joined(self._path(held))
+                return f"{name} was replaced at {place(self._replaced_at[held])}"
+            held = self.holder(held)
+        return ""
 
     def has_any(self, rank: int) -> bool:
         """Return whether a rank has registered parameters."""
@@ -60,9 +79,9 @@ class Parameters:
             held = holder()
         return names
 
-    def holder(self, parameter: Tensor) -> nn.Module | None:
-        """Return the module that holds a parameter, or None."""
-        return self._holders[parameter][0]() if parameter in self._holders else None
+    def holder(self, held: Held | None) -> nn.Module | None:
+        """Return the module that holds a parameter or a module, or None."""
+        return self._holders[held][0]() if held is not None and held in self._holders else None
 
     def of_gradient(self, rank: int, tensor: Tensor) -> "Owner | None":
         """Return the parameter whose whole gradient a tensor is, or None."""

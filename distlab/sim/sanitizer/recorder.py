@@ -69,6 +69,7 @@ class Recorder:
         by_hand: Ranks that have averaged gradients by a call of their own, with the optimizer's
             number.
         have_summed: Ranks that may have averaged gradients by a call.
+        taken_at: For each parameter whose gradient a collective took, the line of that.
         spoke_at_length: Ranks that have exchanged a long tensor since their last step.
     """
 
@@ -81,6 +82,7 @@ class Recorder:
         self.begun: dict[tuple[int, int], tuple[Step, list[ref[Tensor]]]] = {}
         self.by_hand: set[tuple[int, int]] = set()
         self.have_summed: set[int] = set()
+        self.taken_at: MutableMapping[Tensor, Site] = WeakIdKeyDictionary()
         self.spoke_at_length: set[int] = set()
         self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
         self._steps: dict[tuple[int, int], Step] = {}  # those to which not all ranks have come
@@ -197,6 +199,8 @@ class Recorder:
             name,
             wrapped.stepped() if wrapped else None,
             self._wrappings.frozen.get(parameter),
+            self.taken_at.get(parameter),
+            self._parameters.replacement(parameter),
             parameter.shape,
             None if is_sharded else digest(parameter),
             None if is_sharded else digest(parameter.grad),

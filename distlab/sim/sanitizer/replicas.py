@@ -158,7 +158,7 @@ class Replicas:
         gradients = [v.gradient for v in wrong[0]]
         other = next(k for k, g in enumerate(gradients) if not is_equal([gradients[0], g]))
         norms = told_apart([g.norm if g else 0.0 for g in (gradients[0], gradients[other])], 4)
-        advice = _advice(step, ranks, wrong) if step.is_ddp else ""
+        advice = _advice(step, ranks, wrong) if step.is_ddp else _not_taken(step, ranks, wrong)
         self._findings.add(
             ("gradients", (step.site, ranks)),
             f"step {step.number}: {len(wrong)} of {num_present} gradients differ between "
@@ -319,6 +319,16 @@ def _advice(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]])
     values = step.values[ranks[0]]
     lacking = [v.name for v in values if v.ddp is uses and v.gradient is None]
     return f" DistributedDataParallel has not done it: {uses.why_not(lacking)}"
+
+
+def _not_taken(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]]) -> str:
+    """Say that no collective has ever taken gradients, if others went through one; else ""."""
+    taken_at = next((v.taken_at for v in step.values[ranks[0]] if v.taken_at), None)
+    if taken_at is None or any(v.taken_at for column in wrong for v in column):
+        return ""
+    replacement = next((column[0].replacement for column in wrong if column[0].replacement), "")
+    more = f" {replacement}: list the parameters after that." if replacement else ""
+    return f" No collective took them; the others went through {place(taken_at)}.{more}"
 
 
 def _left_out(wrong: Sequence[Sequence[Values]]) -> str:

@@ -133,6 +133,7 @@ class Sanitizer:
         self._in_flight.met(members)
         if any(x.numel() > SMALL for member in members for x in member.call.inputs):
             self._mesh_copies.spoke(member.rank for member in members)
+        self._recorder.taken_at.update(self._calls.taken(members))
         for rank, parameter in self._calls.met(key, members):
             self._recorder.averaged(rank, parameter)
 

@@ -22,7 +22,7 @@ from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.results.simulated import Observer, StepOf
 from distlab.sim.sanitizer.draws import Unnoticed
-from distlab.sim.sanitizer.parameters import Parameters, distinct_names
+from distlab.sim.sanitizer.parameters import Held, Parameters, distinct_names
 
 Listener = Callable[[int, StepOf, Optimizer, Site], object]
 ListenerAfter = Callable[[int, int], object]
@@ -88,11 +88,17 @@ class Steps:
 
     def _registered(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
         if parameter is not None and self._rank_states.is_in_rank():
+            self._note_replacement(module._parameters.get(name), parameter)
             self.parameters.register(self._rank_states.current, module, name, parameter)
 
     def _held(self, module: nn.Module, name: str, held: nn.Module | None) -> None:
         if held is not None:
+            self._note_replacement(module._modules.get(name), held)
             self.parameters.hold(module, name, held)
+
+    def _note_replacement(self, before: Held | None, held: Held) -> None:
+        if before is not None and before is not held and self._rank_states.is_in_rank():
+            self.parameters.replaces(held, self._places.call_site()[0])
 
     def _will_step(self, optimizer: Optimizer, *_: object) -> None:
         """Look at the step after the optimizer's own hooks: they may still average gradients."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from distlab.sim.reporting.sites import Site
 from distlab.sim.sanitizer.ddp import Uses, Wrapped
 from distlab.sim.sanitizer.parameters import Digest
 from distlab.util.text import some_of
@@ -20,6 +21,8 @@ class Values(NamedTuple):
     Attributes:
         ddp: What was done with its model in DistributedDataParallel; None if it is in none.
         left_out_by: Its model there, if it required no gradient when that was wrapped.
+        taken_at: Line at which a collective took its gradient, or None.
+        replacement: Text on what was replaced in the model when it came, or "".
         holder: Number that tells the module that holds it from others on the same rank.
         is_of_norm: True if that module is a layer norm or the like, which is never split.
         is_sharded: True if it is a DTensor of which each rank has a part; such parts are not
@@ -32,6 +35,8 @@ class Values(NamedTuple):
     name: str
     ddp: Uses | None
     left_out_by: Wrapped | None
+    taken_at: Site | None
+    replacement: str
     shape: torch.Size
     value: Digest | None
     gradient: Digest | None
