@@ -51,6 +51,7 @@ class Step:
     num_calls: dict[int, int] = field(default_factory=dict)  # before it; see Recorder
     is_ddp: bool = False
     own_norms: set[int] = field(default_factory=set)  # ranks that clipped what they may own
+    back_through: set[tuple[int, ...]] = field(default_factory=set)  # groups; see Recorder
 
 
 class Recorder:
@@ -65,6 +66,7 @@ class Recorder:
         visits: Data that ranks have sent one another by all_to_all.
         gathered: The same, with data that an all_gather has brought.
         returned: Gradients that the backward passes of layers have brought from other ranks.
+        back_through: Groups whose ranks have gone back through one another's layers.
         begun: For each rank and optimizer, the last step, and the parameters in it.
         by_hand: Ranks that have averaged gradients by a call of their own, with the optimizer's
             number.
@@ -77,6 +79,7 @@ class Recorder:
         self._parameters, self._wrappings, self._num_ranks = parameters, wrappings, num_ranks
         self.visits, self.gathered = Visits(), Visits(are_gathered=True)
         self.returned = Followed()
+        self.back_through: set[tuple[int, ...]] = set()
         self.sends_messages = self.leaves_early = self.averages_parameters = False
         self.num_calls: Counter[int] = Counter()
         self.begun: dict[tuple[int, int], tuple[Step, list[ref[Tensor]]]] = {}
@@ -143,6 +146,7 @@ class Recorder:
         step.num_states[rank] = len(optimizer.state)
         step.is_ddp = step.is_ddp or any(self._wrappings.of(p) for p in params)
         self.begun[rank, at.optimizer] = step, [*map(ref, params)]
+        step.back_through |= self.back_through
         self._note_events(rank, step)
         if len(step.values) < self._num_ranks:
             return None

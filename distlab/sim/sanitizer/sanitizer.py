@@ -126,6 +126,7 @@ class Sanitizer:
             self._recorder.synced(attendance.rank)
         elif goes_back_through_ranks():
             self._recorder.returned.mark(attendance.call)
+            self._recorder.back_through.add(tuple(sorted(attendance.group)))
 
     def met(self, key: object, members: Sequence[Attendance]) -> None:
         """Look at a collective call of all ranks of a group, before its tensors change."""

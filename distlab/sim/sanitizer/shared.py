@@ -8,7 +8,9 @@ Nothing declares which parameters are shared, so there has to be a reason to tak
 - ranks with different parameters have computed the same loss, so they compute it together;
 - or the others are sharded DTensors;
 - or ranks give another parameter equal gradients, and get gradients back from other ranks, as
-  through split sequences or experts.
+  through split sequences or experts;
+- or ranks get gradients back from one another, and all parameters are equal but those in layers
+  that see what an all_gather or an all_to_all has brought from all ranks.
 
 Then parameters with equal values are shared. A mistake is one whose gradients differ, and whose
 values are never equal again: until then, ranks may average it later.
@@ -38,6 +40,10 @@ _KEPT = (
     "though these ranks go back through one another's layers, and keep other parameters equal. Sum "
     "their gradients over the ranks, too"
 )
+_AROUND = (
+    "though these ranks go back through one another's layers, and only layers that see what all of "
+    "them give differ, as in sequence parallelism. Sum their gradients over the ranks, too"
+)
 
 
 @dataclass
@@ -65,7 +71,7 @@ class Shared:
         for rank, mine in sorted(step.values.items()):
             by_layout[_layout(mine)].append(rank)
         for layout, alike in by_layout.items():
-            for ranks, reason in _groups(alike, step.values, step.losses):
+            for ranks, reason in _groups(alike, step):
                 self._suspect((step.optimizer, ranks, layout), step, reason)
 
     def _suspect(self, key: Key, step: Step, reason: str) -> None:
@@ -96,19 +102,18 @@ class Shared:
         )
 
 
-def _groups(
-    alike: Sequence[int],
-    values: Mapping[int, Sequence[Values]],
-    losses: Mapping[int, Sequence[float]],
-) -> Iterator[tuple[Ranks, str]]:
+def _groups(alike: Sequence[int], step: Step) -> Iterator[tuple[Ranks, str]]:
     """Yield sets of ranks that may share parameters, and why, given those of one layout."""
-    if any(v.is_sharded for v in values[alike[0]]):
+    if any(v.is_sharded for v in step.values[alike[0]]):
         yield tuple(alike), _BESIDE
         return
-    for ranks in with_one_loss(alike, losses):
+    for ranks in with_one_loss(alike, step.losses):
         yield ranks, _TOGETHER
-    for ranks in _that_keep_equal(alike, values):
+    for ranks in _that_keep_equal(alike, step.values):
         yield ranks, _KEPT
+    for ranks in step.back_through:
+        if {*ranks} <= {*alike}:
+            yield ranks, _AROUND
 
 
 def _that_keep_equal(alike: Iterable[int], values: Mapping[int, Sequence[Values]]) -> list[Ranks]:
@@ -153,6 +158,8 @@ def _suspects(columns: Columns, reason: str) -> list[str]:
     has_dtensors = reason == _BESIDE
     if not has_dtensors and all(is_equal(v.value for v in column) for column in columns):
         return []  # the ranks are replicas
+    if reason == _AROUND:
+        return _around(columns)
     equal = [column for column in columns if is_equal(v.value for v in column)]
     split = {c[0].holder for c in columns if not is_equal(v.value for v in c)}
     drawn = {column[0].holder for column in equal if _is_drawn(column[0])}
@@ -165,6 +172,18 @@ def _suspects(columns: Columns, reason: str) -> list[str]:
     ]
     wrong = [column for column in shared if are_far_apart([v.gradient for v in column])]
     return [c[0].name for c in wrong if reason != _KEPT or not any(map(_may_be_own, c))]
+
+
+def _around(columns: Columns) -> list[str]:
+    """Return the names of parameters around split layers whose gradients differ.
+
+    If any parameter there is another one on each rank, so may be those that begin alike.
+    """
+    around = [column for column in columns if not any(v.is_of_gathered for v in column)]
+    if not all(is_equal(v.value for v in column) for column in around):
+        return []
+    wrong = [column for column in around if are_far_apart([v.gradient for v in column])]
+    return [column[0].name for column in wrong if all(v.has_come_back for v in column)]
 
 
 def _may_be_own(parameter: Values) -> bool:

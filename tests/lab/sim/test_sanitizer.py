@@ -606,6 +606,25 @@ def trains_a_norm_before_split_sequences(forgotten: int = 0) -> None:
         optimizer.step()
 
 
+def forgets_norms_around_split_layers() -> None:
+    trains_norms_around_split_layers(sums_norm=False)
+
+
+def trains_norms_around_split_layers(*, sums_norm: bool = True) -> None:
+    """Each rank has a part of the sequence, and, between two exchanges, a part of two layers."""
+    norm, bias = nn.LayerNorm(4), nn.Parameter(torch.zeros(4))
+    torch.manual_seed(1 + dist.get_rank())
+    up, down = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+    optimizer = torch.optim.SGD([bias, *nn.ModuleList([norm, up, down]).parameters()], 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        hidden = Scattered.apply(down(up(Gathered.apply(norm(data()))).relu())) + bias
+        (hidden - data()).square().sum().backward()
+        for parameter in [bias, *norm.parameters()] if sums_norm else [bias]:
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
 def clips_the_slice_of_a_split_layer() -> None:
     embedding, half, head, optimizer = split_model()
     predicts_with_a_split_layer(embedding, half, head)
@@ -692,6 +711,8 @@ WRONG: dict[Callable[[], None], str] = {
     averages_one_of_two_models: "equal parameters, and step with gradients that were never "
     "averaged, and differ: weight and bias",
     forgets_the_layer_before_experts: "step 1: 1.weight and 1.bias had equal values on ranks 0",
+    forgets_norms_around_split_layers: "step 1: 0.weight and 0.bias had equal values on ranks 0 "
+    "and 1, got different gradients, and have differed since, though",
     forgets_a_norm_before_split_sequences: "step 1: 1.weight and 1.bias had equal values on ranks",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
     leaves_a_layer_out: "waited for the gradients of b.weight and b.bias, which",
@@ -1167,6 +1188,46 @@ class Scattered(torch.autograd.Function):
         return Gathered.forward(_, gradient)
 
 
+def talks_to_other_agents() -> None:
+    """Each rank has a policy and a loss of its own, and goes back through what the others heard."""
+    torch.manual_seed(1 + dist.get_rank())
+    policy = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = sgd(policy, lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        said = policy[:2](data())
+        heard = Scattered.apply(Gathered.apply(said).repeat(1, 1)) / dist.get_world_size()
+        policy[2](said + heard).square().sum().backward()
+        optimizer.step()
+
+
+def compares_towers_of_their_own() -> None:
+    """Two encoders of one shape are trained against each other, each for a loss of its own."""
+    torch.manual_seed(1 + dist.get_rank())
+    tower = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    optimizer = sgd(tower, lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        mine = tower(data())
+        (mine @ Gathered.apply(mine).T).logsumexp(1).sum().backward()
+        optimizer.step()
+
+
+def averages_norms_around_split_layers_at_times() -> None:
+    """The shards are never averaged, and the norms after each second step."""
+    norm = nn.LayerNorm(4)
+    torch.manual_seed(1 + dist.get_rank())
+    up, down = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+    optimizer = sgd(nn.ModuleList([norm, up, down]), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        Scattered.apply(down(up(Gathered.apply(norm(data()))))).square().sum().backward()
+        optimizer.step()
+        for parameter in norm.parameters() if step % 2 else ():
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size()
+
+
 def trains_a_head_with_a_norm_of_its_own() -> None:
     """Hooks average the trunk's gradients during the backward pass."""
     trunk = model()
@@ -1431,6 +1492,10 @@ def leaves_out_a_step_and_its_gradients() -> None:
 
 
 RIGHT = [
+    trains_norms_around_split_layers,
+    averages_norms_around_split_layers_at_times,
+    talks_to_other_agents,
+    compares_towers_of_their_own,
     uses_one_branch_of_two,
     leaves_out_a_step_and_its_gradients,
     averages_in_a_hook_of_the_step,
