@@ -162,6 +162,7 @@ class Meeting:
         """Return the running rank's part, with which it has yet to join."""
         kind = Founding if call is FOUNDING else Attendance
         attendance = kind(self, call, site)
+        self._world.splits.count(self.key, attendance.rank, attendance.lines)
         if self._world.watcher is not None:
             self._world.watcher.posted(attendance)
         if self._world.buffers.is_strict:
@@ -208,11 +209,19 @@ class Meeting:
         )
         if any(map(self._thread, present)) or self._has_several_threads():
             error.args = (f"{error}\n{THREADS}",)
+        elif uneven := self._uneven(present):
+            error.note([uneven], ())
         elif shift := self._world.splits.shift(self.key, ((a.rank, a.lines) for a in present)):
             error.note([shift], ())
         elif waiting := self._waiting_elsewhere(present[0].name):
             error.note([waiting], ())
         return error
+
+    def _uneven(self, present: Sequence[Attendance]) -> str:
+        """Return a note if some ranks go through a loop once more while others are past it."""
+        are_apart = len({attendance.lines for attendance in present}) > 1
+        ranks = [attendance.rank for attendance in present]
+        return self._world.splits.uneven(self.key, ranks) if are_apart else ""
 
     def _waiting_elsewhere(self, name: str) -> str:
         """Return a hint if a rank waits for a present one in such a call on another group."""

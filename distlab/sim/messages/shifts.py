@@ -7,16 +7,19 @@
 A correct program may also make one call at two lines, for instance if the root has a line of its
 own. In such a program, however, either no rank uses another rank's line, or all ranks take turns
 and use both lines equally often.
+
+Ranks with unequal numbers of batches make a call at one line, in a loop, more often than others.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
-from distlab.util.text import clauses, rank_names
+from distlab.util.text import clauses, rank_names, verb
 
+MODULE = "<module>"
 MAX_KEPT = 8  # calls kept per group, each made at a different set of lines
 
 
@@ -54,12 +57,40 @@ class Split(NamedTuple):
 
 
 class Splits:
-    """For each group, the first calls that ranks made at different lines."""
+    """For each group, the first calls that ranks made at different lines, and how often at each."""
 
     def __init__(self) -> None:
         self._by_group: dict[object, dict[frozenset[Site], Split]] = {}
         # For each group and rank, how often the rank made such a call at each line.
         self._uses: dict[object, dict[int, Counter[Site]]] = {}
+        # For each group and place, how often each rank made any call there.
+        self._counts: defaultdict[object, defaultdict[Lines, Counter[int]]] = defaultdict(
+            lambda: defaultdict(Counter)
+        )
+
+    def count(self, key: object, rank: int, lines: Lines) -> None:
+        """Count a call that a rank makes."""
+        self._counts[key][lines][rank] += 1
+
+    def uneven(self, key: object, ranks: Sequence[int]) -> str:
+        """Return a note on the only place at which all ranks call, but not equally often; or ""."""
+        uneven = [
+            (lines, by_rank)
+            for lines, by_rank in self._counts[key].items()
+            if all(by_rank[rank] for rank in ranks) and len({by_rank[rank] for rank in ranks}) > 1
+        ]
+        if len(uneven) != 1:
+            return ""
+        (site, caller), counts = uneven[0]
+        fewest, most = (f(counts[rank] for rank in ranks) for f in (min, max))
+        few, many = ([rank for rank in ranks if counts[rank] == n] for n in (fewest, most))
+        called = f", called at {place(caller)}," if caller[2] != MODULE else ""
+        return (
+            f"{rank_names(many).capitalize()} {verb(many, 'have', 'has')} made the call at "
+            f"{place(site)}{called} {most} times, and {rank_names(few)} {fewest} times: do they "
+            "have equally many batches, or does a `continue`, an `if` or an early return leave "
+            "some out?"
+        )
 
     def note(self, key: object, number: int, lines: Mapping[int, Lines]) -> None:
         """Record a call made at different lines; keep only the first call for each set of lines."""

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from distlab.sim.messages.meetings import Attendance, Founding
 from distlab.sim.messages.message import Message
-from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.store import KeyWait
 from distlab.sim.messages.thread_wait import ThreadWait
 from distlab.sim.postmortem import thread_waits, ways_out
@@ -89,7 +88,7 @@ def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
         words += f" ({still.sentences(running)})"
     if still.killed.isdisjoint(ended):
         hint = wrong_group(still, ranks, ranks)
-        advice = _why_early(still.blocked[ranks[0]], ranks, ended)
+        advice = _why_early(still, ranks, ended)
         advice = f"{hint} If not: {lowered(advice)}" if hint else advice
     else:
         advice = (
@@ -99,14 +98,15 @@ def _peer_ended(still: Standstill, ranks: list[int]) -> Cause:
     return Cause("peer ended", ended, ranks, words, advice)
 
 
-def _why_early(wait: Pending, ranks: Sequence[int], ended: Sequence[int]) -> str:
-    who = rank_names(ended)
+def _why_early(still: Standstill, ranks: Sequence[int], ended: Sequence[int]) -> str:
+    wait, who = still.blocked[ranks[0]], rank_names(ended)
     if isinstance(wait, Founding):
         return f"{FOUND_TOGETHER}, and {who} returned without doing so."
     if wait.maker:
         return advice_if_ended(wait.maker, ended)
     if isinstance(wait, Attendance):
-        return (
+        uneven = still.history.splits.uneven(wait.meeting.key, [*ranks, *ended])
+        return uneven or (
             f"Why did {who} return before call {wait.meeting.number + 1} of this group? Fewer "
             "batches, a decision to stop that each rank makes alone, an early return, or a call "
             "under an `if` on the rank?"

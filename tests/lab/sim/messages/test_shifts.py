@@ -84,3 +84,46 @@ def test_lines_of_their_own_are_no_shift(program: Callable[[], None]) -> None:
     with pytest.raises(Deadlock) as caught:
         simulate(program, 2)
     assert "of the group was made" not in str(caught.value)
+
+
+def evaluates(num_batches: int) -> None:
+    for _ in range(num_batches):
+        dist.all_reduce(torch.ones(1))
+    dist.barrier()
+
+
+def test_ranks_with_unequal_numbers_of_batches_are_counted() -> None:
+    with pytest.raises(
+        Mismatch,
+        match=r"Rank 0 has made the call at test_shifts.py:\d+ in evaluates, called at .* 4 times, "
+        "and ranks 1 and 2 3 times: do they have equally many batches",
+    ):
+        simulate(lambda: evaluates([4, 3, 3][dist.get_rank()]), 3)
+
+
+def leaves_out_a_batch() -> None:
+    for batch in range(4):
+        if (dist.get_rank(), batch) == (1, 2):
+            continue
+        sum_of(torch.ones(1))
+
+
+def test_a_batch_that_one_rank_leaves_out_is_counted() -> None:
+    with pytest.raises(Deadlock, match="4 times, and rank 1 3 times: do they have equally many"):
+        simulate(leaves_out_a_batch, 3)
+
+
+def calls_in_either_branch() -> None:
+    for batch in range(3):
+        if batch > dist.get_rank():
+            dist.all_reduce(torch.ones(1))
+        else:
+            dist.all_reduce(torch.zeros(1))
+    if dist.get_rank():
+        dist.barrier()
+
+
+def test_calls_in_two_branches_are_not_counted() -> None:
+    with pytest.raises(Deadlock) as caught:
+        simulate(calls_in_either_branch, 2)
+    assert "equally many batches" not in str(caught.value)
