@@ -30,7 +30,7 @@ from distlab.sim.gpu.adoption import made_for_gpu
 from distlab.sim.gpu.costs import Costs
 from distlab.sim.gpu.hazards import Grave, Hazards, in_one_batch
 from distlab.sim.gpu.host import Host
-from distlab.sim.gpu.mixtures import mixture_error
+from distlab.sim.gpu.mixtures import attribute_on_host, mixture_error
 from distlab.sim.gpu.placement import Home, home_of, host_home, index_of, pin, put_on, renew
 from distlab.sim.gpu.streams import Communication, Mark, Moment, Stream
 from distlab.sim.gpu.usage import Work
@@ -233,7 +233,9 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         homes = {index: next(_homes_on(index, uses), None) for index in indices}
         visible = self.visible()
         own = visible.index(self._local_rank) if self._local_rank in visible else -1
-        return mixture_error(op.name, homes, own, self.clock.current.number)
+        of_host = (x for x, home, _ in uses if x.dim() and (home is None or home.index < 0))
+        texts = filter(None, map(attribute_on_host, of_host)) if -1 in indices else iter(())
+        return mixture_error(op.name, homes, own, self.clock.current.number, next(texts, ""))
 
     def _placing(
         self, op: Operation, source: int, args: Sequence[Any], kwargs: dict[str, Any]

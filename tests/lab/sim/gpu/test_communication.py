@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distlab.sim import Deadlock, Faults, Mismatch, Options, RankError, SimulationError, simulate
 from distlab.sim.collectives.algorithms import plan, plan_uneven
@@ -549,6 +549,20 @@ def test_the_error_for_two_devices_says_where_the_tensor_comes_from(
     text = report(adds_to(make), kind=RankError)
     assert "Expected all tensors to be on the same device" in text
     assert re.search(rf"\(in add\)\n\n{note}", text)
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cos = torch.ones(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.cos[: len(x)]
+
+
+def test_an_attribute_that_stays_on_the_cpu_is_named() -> None:
+    text = report(lambda: Turning().to("cuda")(ones()), kind=RankError)
+    assert "\n\nThe one on cpu is self.cos of Turning, a plain attribute: .to() moves only" in text
 
 
 def own_gpu_by_environment() -> tuple[int, str, float]:
