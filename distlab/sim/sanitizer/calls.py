@@ -35,7 +35,7 @@ SUMMING = ("all_reduce", "reduce_scatter")
 JOINING = "aten.cat.default"
 SMALL = 4  # elements; a shorter tensor may be equal on all ranks by chance
 
-_OF_DDP = (
+_OF_REPLICAS = (
     "do all of them train on the same data? Give the DataLoader a DistributedSampler, or each rank "
     "other data."
 )
@@ -186,7 +186,8 @@ class Calls:
         is_of_ddp = not self._of_ddp.isdisjoint(members)
         is_of_fsdp = self._of_fsdp.issuperset(members)
         if len(members) > 1 and (are_all or is_of_ddp or is_of_fsdp):
-            self._look_for_same_data(members, is_of_ddp=is_of_ddp)
+            advice = _OF_REPLICAS if is_of_ddp or is_of_fsdp else _BY_HAND
+            self._look_for_same_data(members, advice, is_of_ddp=is_of_ddp)
 
     def _note_crossing(
         self, key: object, members: Sequence[Attendance], owners: Sequence[Owner]
@@ -204,7 +205,9 @@ class Calls:
             number = len(self._lines[key][ranks[0]])
             self._crossings[key] = _Crossing(number, ranks, titles, members[0].site)
 
-    def _look_for_same_data(self, members: Sequence[Attendance], *, is_of_ddp: bool) -> None:
+    def _look_for_same_data(
+        self, members: Sequence[Attendance], advice: str, *, is_of_ddp: bool
+    ) -> None:
         """Report gradients that are equal on several ranks before they are summed.
 
         They are, too, if all gradients have been cut between the samples and the loss. Equal
@@ -222,16 +225,11 @@ class Calls:
                 by_values[found].append(member.rank)
         for found, ranks in by_values.items():
             if len(ranks) == len(members) or (is_of_ddp and len(ranks) > 1):
-                self._report_same_data(found, ranks, members[0].site, is_of_ddp=is_of_ddp)
-
-    def _report_same_data(
-        self, found: Digest, ranks: Sequence[int], site: Site, *, is_of_ddp: bool
-    ) -> None:
-        self._findings.add(
-            ("same data", site),
-            f"{rank_names(ranks)} computed the same gradients (norm {found.norm:.4g}) before "
-            f"averaging them: {_OF_DDP if is_of_ddp else _BY_HAND} {place(site)}",
-        )
+                self._findings.add(
+                    ("same data", members[0].site),
+                    f"{rank_names(ranks)} computed the same gradients (norm {found.norm:.4g}) "
+                    f"before averaging them: {advice} {place(members[0].site)}",
+                )
 
     def ended(self) -> None:
         """Compare the order of all calls; called at the end of the world."""

@@ -729,7 +729,7 @@ WRONG: dict[Callable[[], None], str] = {
     decays_weights_on_one_rank: "step 1: ranks 0 and 1 were equal before it, the last one, with "
     "equal gradients, and differ after it: 0.weight",
     trains_on_the_same_data: "ranks 0 and 1 computed the same gradients",
-    trains_shards_on_the_same_data: "ranks 0 and 1 computed the same gradients",
+    trains_shards_on_the_same_data: "do all of them train on the same data? Give the DataLoader",
     sums_gradients_in_another_order: "as call 1, rank 0 averages the gradient of 0.weight (p",
     joins_gradients_in_another_order: "in call 1, rank 0 averages that of 0.weight (parameter 1), "
     "and rank 1 that of 1.bias (parameter 4)",
