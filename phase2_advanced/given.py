@@ -5,6 +5,7 @@ It contains no task, so leave it as it is: submissions are graded with the cours
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Batch = tuple[Tensor, ...]  # inputs (B, …), targets (B, …), and any other tensors with B rows
 Group = dist.ProcessGroup | None  # None: all ranks
-LossSum = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor]]  # -> loss, number of targets
 
 
 class AllReduce(Protocol):
@@ -29,22 +29,43 @@ def all_reduce(x: Tensor, group: Group = None) -> None:
     dist.all_reduce(x, group=group)
 
 
-def cross_entropy_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
-    """Return the summed cross-entropy of a batch, and the number of its targets.
+@dataclass(frozen=True)
+class LossSum:
+    """A loss that is summed over targets, and that can count them before the model has run.
+
+        loss_sum.count(batch)                       ->  how many targets the batch has
+        loss, num_targets = loss_sum(model, batch)  ->  the sum of their losses, and how many
 
     Args:
-        model: the model; maps inputs to logits (…, classes).
-        batch: inputs, and targets (…) int64; a target of -100 does not count.
-
-    Returns:
-        A scalar in the logits' dtype, ready for ``backward``, and the number of targets: an int,
-        or, on a GPU, an int64 tensor there, because the host would have to wait for a number.
+        sum_of: function that runs the model on a batch, and returns the sum of the losses, a scalar
+            ready for ``backward``.
+        count: function that returns the number of targets in any rows of a batch. It runs no model
+            and reads no inputs, which may be None. The number is an int or, on a GPU, an int64
+            tensor there, because the host would have to wait for an int.
     """
+
+    sum_of: Callable[[nn.Module, Batch], Tensor]
+    count: Callable[[Batch], int | Tensor]
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
+        """Return the sum of the losses of a batch, and the number of its targets."""
+        return self.sum_of(model, batch), self.count(batch)
+
+
+def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     inputs, targets = batch[:2]
     logits: Tensor = model(inputs)
-    total = cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
-    count = torch.count_nonzero(targets != -100)
-    return total, count if count.is_cuda else int(count)
+    return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+def _count_labels(batch: Batch) -> int | Tensor:
+    count = torch.count_nonzero(batch[1] != -100)
+    return count if count.is_cuda else int(count)
+
+
+# The cross-entropy of logits (…, classes) and targets (…) int64, in the dtype of the logits. A
+# target of -100 does not count.
+cross_entropy_sum = LossSum(_cross_entropy, _count_labels)
 
 
 # Mixed precision

@@ -6,7 +6,8 @@ A torch.distributed program like any other: it calls ``init_process_group`` and 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ def step_in_float16() -> None:
 
 def step_in_float32() -> None:
     """Take the same step without autocast."""
-    _step_of_two_layers(_without_autocast)
+    _step_of_two_layers(replace(cross_entropy_sum, sum_of=_without_autocast))
 
 
 def _step_of_two_layers(loss_sum: LossSum) -> None:
@@ -90,9 +91,9 @@ def _step_of_two_layers(loss_sum: LossSum) -> None:
     mixed_precision_step(model, optimizer, LossScaler(), batch, loss_sum=loss_sum)
 
 
-def _without_autocast(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+def _without_autocast(model: nn.Module, batch: Batch) -> Tensor:
     with torch.autocast("cpu", enabled=False):
-        return cross_entropy_sum(model, batch)
+        return cross_entropy_sum.sum_of(model, batch)
 
 
 def precisions() -> None:
@@ -123,7 +124,10 @@ def _share_of_digits() -> Batch:
 SMALL_WEIGHT, NUM_STEPS, LR = 1e-4, 60, 0.01
 
 
-def _losses(model: nn.Module, scaler: LossScaler, loss_sum: LossSum) -> list[float]:
+def _losses(
+    model: nn.Module, scaler: LossScaler, sum_of: Callable[[nn.Module, Batch], Tensor]
+) -> list[float]:
+    loss_sum = replace(cross_entropy_sum, sum_of=sum_of)
     optimizer, batch = torch.optim.Adam(model.parameters(), lr=LR), _share_of_digits()
     steps = [
         mixed_precision_step(model, optimizer, scaler, batch, loss_sum=loss_sum)
@@ -132,13 +136,12 @@ def _losses(model: nn.Module, scaler: LossScaler, loss_sum: LossSum) -> list[flo
     return [step.loss / SMALL_WEIGHT for step in steps]
 
 
-def _small_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+def _small_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Return the loss with a small weight, as if it were one of several losses."""
-    loss, num_targets = cross_entropy_sum(model, batch)
-    return SMALL_WEIGHT * loss, num_targets
+    return SMALL_WEIGHT * cross_entropy_sum.sum_of(model, batch)
 
 
-def _small_loss_in_float32(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+def _small_loss_in_float32(model: nn.Module, batch: Batch) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return _small_loss(model, batch)
 

@@ -85,7 +85,8 @@ GONE = "Are gradients from before the step gone?"
 ALONE = c.Contract(
     b.ACCUMULATE,
     with_zeros=False,
-    of_length="Divide the sum of all gradients once, by the number of targets that count.",
+    of_length="Divide once, by the number of targets of the whole batch: either each loss before "
+    "its backward pass, or the sum of all gradients.",
     of_end=GONE,
     of_unused="Nothing uses it: it gets no gradient, so that weight decay leaves it as it is.",
 )
@@ -93,7 +94,7 @@ ON_RANKS = c.Contract(
     b.OVER_RANKS,
     with_zeros=True,
     of_length="Sum up over micro-batches and ranks, and divide once, by the number of targets of "
-    "all ranks.",
+    "all ranks: either each loss before its backward pass, or the sum of all gradients.",
     of_end=GONE,
     of_unused="No rank uses it: it has a gradient of zeros, so that weight decay changes it.",
 )
@@ -233,8 +234,8 @@ def _judge_ranks(grade: Grade, n: int) -> None:
         calls = run.collectives
         judge = check if min(calls) < STEPS else check_cost
         judge(
-            all(STEPS <= count <= 2 * STEPS for count in calls),
-            f"{STEPS} steps need one all-reduce each, and perhaps another of two numbers; the "
+            all(STEPS <= count <= 3 * STEPS for count in calls),
+            f"{STEPS} steps need one all-reduce each, and perhaps two more of one number; the "
             f"numbers of collectives by rank are {calls}. "
             f"{UNEQUALLY_OFTEN if len({*calls}) > 1 else IN_ONE_BUCKET}",
         )
@@ -257,12 +258,12 @@ def test_gradients_take_one_all_reduce_a_step(grade: Grade) -> None:
         judge(
             len(large) == STEPS
             and sum(sizes) == STEPS * (TRAINABLE + 2)
-            and len(sizes) - len(large) <= STEPS
+            and len(sizes) - len(large) <= 2 * STEPS
             and result["is_group_given"],
             f"{c.described(shares)}, rank {rank}: in {STEPS} steps, the all_reduce given should be "
             f"called {STEPS} times, with the group given and the {TRAINABLE} numbers of all "
             "gradients (trainable parameters only, shared ones once) in one flat bucket. Two more "
-            "are the loss and the number of targets, in the bucket or in a call of their own. It "
+            "are the loss and the number of targets, in the bucket or in calls of their own. It "
             f"was called with {short(sizes)} numbers"
             f"{', and without the group' * (not result['is_group_given'])}.",
         )
@@ -289,6 +290,18 @@ def test_clipping_is_by_the_norm_of_the_mean(grade: Grade) -> None:
 def test_two_losses_are_accumulated_over_ranks(grade: Grade, what: str) -> None:
     shares = (b.Share(grade.random.randint(4, 6), 2), b.Share(3, 1), b.Share(1, 2))
     _judge_two_losses(grade, b.OVER_RANKS, shares, what)
+
+
+@task("2.2")
+def test_a_single_trainable_parameter_is_enough(grade: Grade) -> None:
+    shares = (b.Share(grade.random.randint(3, 5), 2), b.Share(3, 2))
+    results = grade.run(b.step_of_one_parameter, 2, b.OVER_RANKS, shares).results
+    for rank, state in enumerate(results):
+        check(
+            is_close(c.one_parameter_alone(shares), state, c.TOLERANCE),
+            f"{c.described(shares)}, rank {rank}, a model with one trainable parameter: after a "
+            "step, the weights should be those of one process.",
+        )
 
 
 @task("2.2")

@@ -140,11 +140,14 @@ def micro_batch(number: int, rows: int, kind: str = "dense") -> Batch:
     return inputs, targets, weights
 
 
-def weighted_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    """Return a loss that uses all three tensors of a batch, and a count of 3 targets per row."""
+def _weighted_sum(model: nn.Module, batch: Batch) -> Tensor:
     inputs, targets, weights = batch
     errors = (model(inputs) - targets[..., None]).square().sum(dim=(1, 2))
-    return (errors * weights).sum(), 3 * len(weights)
+    return (errors * weights).sum()
+
+
+# A loss that uses all three tensors of a batch, and counts 3 targets per row.
+weighted_sum = LossSum(_weighted_sum, lambda batch: 3 * len(batch[2]))
 
 
 def loss_of(kind: str) -> LossSum:
@@ -156,7 +159,7 @@ def alone(num_blocks: int, sizes: Sequence[int], kind: str) -> dict[str, Any]:
     blocks = [block(number, num_blocks, kind) for number in range(num_blocks)]
     model, batches = nn.Sequential(*blocks), [micro_batch(*one, kind) for one in enumerate(sizes)]
     found = [loss_of(kind)(model, batch) for batch in batches]
-    total, count = torch.stack([loss for loss, _ in found]).sum(), sum(n for _, n in found)
+    total, count = torch.stack([loss for loss, _ in found]).sum(), sum(int(n) for _, n in found)
     means = torch.stack([loss / n for loss, n in found])
     return {
         "loss": float(total.detach()) / count,
@@ -192,8 +195,13 @@ CAUSES = {
 }
 
 NO_TARGETS = {
-    "division": "Only the last block's rank knows the loss and the number of targets: all ranks "
-    "need them."
+    "division": "Only the last block's rank knows the loss and the number of targets: every rank "
+    "that divides needs them."
+}
+NOT_READ = {
+    "NoneType": "Only the rank of the first block reads the inputs. Only the rank of the last "
+    "block reads the rest of a batch, and counts its targets. Elsewhere, None may stand in their "
+    "place."
 }
 
 Case = tuple[str, Sequence[int], str]  # schedule as drawn; rows of micro-batches; kind of model
@@ -211,7 +219,12 @@ def _run_pipeline(
     calls: list[int] = []
     loss_sum = _noted(loss_of(kind), calls)
     case = f"of a {kind} model, with micro-batches of {[*sizes]} rows"
-    with case_told(case), cause_told(CAUSES), cause_told(NO_TARGETS, ZeroDivisionError):
+    with (
+        case_told(case),
+        cause_told(CAUSES),
+        cause_told(NO_TARGETS, ZeroDivisionError),
+        cause_told(NOT_READ, TypeError),
+    ):
         for _ in range(CALLS):
             loss = lesson.run_schedule(drawn(text), chunks, batches, loss_sum, **given_group(group))
     number = typed("run_schedule", loss, float)
@@ -220,15 +233,15 @@ def _run_pipeline(
 
 
 def _noted(loss_sum: LossSum, calls: list[int]) -> LossSum:
-    """Wrap a loss function so that each call appends its number of targets to ``calls``."""
+    """Wrap a loss so that each call appends its number of targets to ``calls``."""
 
-    def noted(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    def noted(model: nn.Module, batch: Batch) -> Tensor:
         loss, count = loss_sum(model, batch)
-        calls.append(count)
-        return loss, count
+        calls.append(int(count))
+        return loss
 
     noted.__name__ = "loss_sum"  # the name appears in error texts
-    return noted
+    return LossSum(noted, loss_sum.count)
 
 
 def _mine(text: str, sizes: Sequence[int], kind: str, group: Any) -> tuple[list[nn.Module], Any]:
@@ -297,8 +310,11 @@ def _wide_block() -> nn.Sequential:
     return nn.Sequential(Shift(), ends[0], *inside, ends[1])
 
 
-def _squares(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-    return model(batch[0]).square().sum(), len(batch[1])
+def _sum_of_squares(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0]).square().sum()
+
+
+SQUARES = LossSum(_sum_of_squares, lambda batch: len(batch[1]))
 
 
 def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -> float:
@@ -306,7 +322,7 @@ def run_ideal(lesson: Any, text: str, num_micro_batches: int, num_chunks: int) -
     torch.manual_seed(dist.get_rank())
     chunks = [_wide_block() for _ in range(num_chunks)]
     batches = [(torch.ones(ROWS, NARROW),) * 2 for _ in range(num_micro_batches)]
-    loss = lesson.run_schedule(drawn(text), chunks, batches, _squares)
+    loss = lesson.run_schedule(drawn(text), chunks, batches, SQUARES)
     return typed("run_schedule", loss, float)
 
 
@@ -327,5 +343,5 @@ def run_one_at_a_time(lesson: Any, num_micro_batches: int) -> float:
     chunks = [nn.Sequential(nn.Linear(KEPT_WIDTH, KEPT_WIDTH), nn.Tanh())]
     batches = [(torch.ones(KEPT_ROWS, KEPT_WIDTH),) * 2] * num_micro_batches
     schedule = one_at_a_time(p, num_micro_batches)
-    loss = lesson.run_schedule(schedule, chunks, batches, _squares)
+    loss = lesson.run_schedule(schedule, chunks, batches, SQUARES)
     return typed("run_schedule", loss, float)

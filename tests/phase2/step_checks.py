@@ -48,6 +48,18 @@ def steps_alone(
     return {"losses": losses, "norms": norms, "state": state_of(model)}
 
 
+@cache
+def one_parameter_alone(shares: Shares) -> dict[str, Any]:
+    """Take a step in one process with a model that has only one trainable parameter."""
+    model, parts = b.with_one_parameter(), [b.batch_of(x, r, 0) for r, x in enumerate(shares)]
+    optimizer = _sgd(model)
+    optimizer.zero_grad()
+    total, count = cross_entropy_sum(model, tuple(map(torch.cat, zip(*parts, strict=True))))
+    (total / count).backward()
+    optimizer.step()
+    return state_of(model)
+
+
 class Part(NamedTuple):
     """A micro-batch's contribution to the first step: its gradient, loss and target count."""
 
@@ -92,7 +104,7 @@ def two_losses_alone(shares: Shares, loss: b.Loss) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         model = b.Dropping()
         sums = [loss.sum_of(model, part) for part in _split(whole, shares)]
-    total, count = torch.stack([part for part, _ in sums]).sum(), sum(n for _, n in sums)
+    total, count = torch.stack(sums).sum(), loss.num_targets(whole)
     (total / count).backward()
     _sgd(model).step()
     return {"loss": float(total.detach()) / count, "state": state_of(model)}
@@ -223,6 +235,11 @@ def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
         "the mean of the micro-batches' means, in which those with few targets count too much": (
             fmean(every)
         ),
+        "the sum of the ranks' means: divide each sum by the number of targets of all ranks, not "
+        "by the rank's own": sum(of_ranks),
+        "the sum of the micro-batches' means: divide each sum by the number of targets of the "
+        "whole batch, not by the micro-batch's own": sum(every),
+        "the mean divided by the number of targets once more": total / targets**2,
         "the mean over all targets, also those that do not count": (
             total / (sum(share.rows for share in shares) * b.LENGTH)
         ),

@@ -28,7 +28,7 @@ from judging.models import (
     two_groups,
 )
 from judging.tensors import own_device
-from phase2_advanced.given import cross_entropy_sum
+from phase2_advanced.given import LossSum, cross_entropy_sum
 
 ACCUMULATE, OVER_RANKS, MIXED = (
     "accumulate_step",
@@ -162,12 +162,14 @@ def mixed_steps(
 ) -> dict[str, Any]:
     """Take steps with mixed_precision_step; results are exact because the model is in float64.
 
-    If there is a group, a loss function that records its calls is passed, too.
+    If there is a group, a loss and an all-reduce that record their calls are passed, too.
     """
     rank, scaler, results = dist.get_rank(group), TorchScaler(2.0**10, 2, group), list[Any]()
     more, sums = {"reduce_dtype": torch.float64, "max_norm": max_norm}, list[list[float]]()
+    reduced = NotedAllReduce()
     if group is not None:
-        more |= {"group": group, "loss_sum": _noting(sums, cross_entropy_sum)}
+        loss_sum = _noting(sums, cross_entropy_sum)
+        more |= {"group": group, "loss_sum": loss_sum, "all_reduce": reduced}
 
     def step(model: nn.Module, optimizer: Any, whole: Any) -> Any:
         found = lesson.mixed_precision_step(model, optimizer, scaler, whole, **more)
@@ -183,6 +185,7 @@ def mixed_steps(
         "norms": list(norms),
         "updates": updates,
         "num_losses": len(sums),
+        "num_calls": len(reduced.sizes) + scaler.num_sums,
     }
 
 
@@ -215,13 +218,26 @@ def _steps(
     }
 
 
+def with_one_parameter() -> Worn:
+    """Make a model that has only one trainable parameter."""
+    model = Worn().requires_grad_(False)
+    model.first.weight.requires_grad_()
+    return model
+
+
+def step_of_one_parameter(lesson: Any, function: str, shares: Sequence[Share]) -> dict[str, Any]:
+    """Take a step with a model that has only one trainable parameter; return the parameters."""
+    rank, model = dist.get_rank(), with_one_parameter()
+    _step(lesson, function, model, batch_of(shares[rank], rank, 0))
+    return state_of(model)
+
+
 def step_on_nothing(lesson: Any, function: str, sizes: Sequence[int]) -> dict[str, Any]:
     """Take a step without targets; return its error, and whether parameters changed.
 
     Only one of the model's parameters is trainable.
     """
-    model = Worn().requires_grad_(False)
-    model.first.weight.requires_grad_()
+    model = with_one_parameter()
     before, (inputs, targets) = state_of(model), batch_of(Share(sizes[dist.get_rank()], 1), 0, 0)
     whole = inputs, torch.full_like(targets, IGNORED)
     refusal = refusal_of(lambda: _step(lesson, function, model, whole))
@@ -277,19 +293,23 @@ class Loss(NamedTuple):
 
     factor: float = 1.0
 
-    def sum_of(self, model: nn.Module, part: Sequence[Tensor]) -> tuple[Tensor, int]:
-        inputs, labels, values, counts = part
+    def sum_of(self, model: nn.Module, part: Sequence[Tensor]) -> Tensor:
+        inputs, labels, values, _ = part
         logits = model(inputs)
         squares = (logits[:, 0] - values).square().sum()
         total = cross_entropy(logits, labels, reduction="sum") + 0.3 * squares
-        return total * self.factor, int(counts.sum())
+        return total * self.factor
+
+    def num_targets(self, part: Sequence[Tensor]) -> int:
+        *_, counts = part
+        return int(counts.sum())
 
 
 def two_losses(lesson: Any, function: str, shares: Sequence[Share], loss: Loss) -> dict[str, Any]:
     """Take a step on the rank's rows of a batch; return its result, and the calls of the loss."""
     rank, model, calls = dist.get_rank(), Dropping(), list[tuple[bool, list[int]]]()
 
-    def noted(given: nn.Module, part: Sequence[Tensor]) -> tuple[Tensor, int]:
+    def noted(given: nn.Module, part: Sequence[Tensor]) -> Tensor:
         calls.append((given is model, [len(tensor) for tensor in part]))
         return loss.sum_of(given, part)
 
@@ -298,7 +318,8 @@ def two_losses(lesson: Any, function: str, shares: Sequence[Share], loss: Loss) 
     part = tuple(tensor.split(rows)[rank] for tensor in whole)
     step = getattr(lesson, function)
     torch.manual_seed(shares[rank].rows)
-    mean = returned(function, step(model, sgd(model), part, shares[rank].size, loss_sum=noted))
+    loss_sum = LossSum(noted, loss.num_targets)
+    mean = returned(function, step(model, sgd(model), part, shares[rank].size, loss_sum=loss_sum))
     return {"loss": float(mean), "state": state_of(model), "calls": calls}
 
 
@@ -336,7 +357,7 @@ class TorchScaler:
             "cpu", init_scale=init_scale, growth_interval=growth_interval
         )
         self._is_finite: dict[Any, bool] = {}
-        self.group, self.num_updates = group, 0
+        self.group, self.num_updates, self.num_sums = group, 0, 0
         # Use the scaler once, because it creates its state only then.
         self._scaler.scale(torch.zeros((), device=own_device(group)))
 
@@ -353,6 +374,7 @@ class TorchScaler:
             by_device = self._scaler._found_inf_per_device(optimizer)
             num_bad = sum(by_device.values(), torch.zeros(1, device=own_device(self.group)))
             dist.all_reduce(num_bad, group=self.group)
+            self.num_sums += 1
             for flag in by_device.values():
                 flag.copy_(num_bad[0])
             self._is_finite[optimizer] = num_bad.item() == 0
@@ -403,14 +425,14 @@ class Noted(nn.Module):
         return logits
 
 
-def weighted(by_rank: Sequence[float]) -> Callable[..., tuple[Tensor, int]]:
+def weighted(by_rank: Sequence[float]) -> LossSum:
     """Make a loss whose gradient with respect to each output is the rank's factor."""
 
-    def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
+    def sum_of(model: nn.Module, whole: Any) -> Tensor:
         factor = by_rank[dist.get_rank()]
-        return model(whole[0]).float().sum() * factor, len(whole[0])
+        return model(whole[0]).float().sum() * factor
 
-    return loss_sum
+    return LossSum(sum_of, lambda whole: len(whole[0]))
 
 
 def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) -> dict[str, Any]:
@@ -421,18 +443,18 @@ def step_noted(lesson: Any, dtype: str, reduce_dtype: str, group: Any = None) ->
     kept = [(id(p), p.data_ptr()) for p in model.parameters()]
     scaler = TorchScaler(8.0, group=group)
 
-    def loss_sum(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
+    def noted(model: nn.Module, whole: Any) -> Tensor:
         device = own_device().type
         now = str(torch.get_autocast_dtype(device))[6:]
         autocast.append((torch.is_autocast_enabled(device), now))
-        loss, count = cross_entropy_sum(model, whole)
-        return loss.half(), count
+        return cross_entropy_sum.sum_of(model, whole).half()
 
     whole = torch.ones(3, FEATURES), torch.tensor([0, 1, 2])
     chosen = {"dtype": dtype, "reduce_dtype": reduce_dtype}.items()
     defaults = {"dtype": "float16", "reduce_dtype": "float32"}.items()
     more = {name: DTYPES[value] for name, value in chosen - defaults}
     step = partial(lesson.mixed_precision_step, model, sgd(model), scaler, whole, **more)
+    loss_sum = LossSum(noted, cross_entropy_sum.count)
     _result(step(loss_sum=loss_sum, all_reduce=reduced, group=group))
     both = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
     return {
@@ -501,12 +523,12 @@ def overflow(lesson: Any, by_step: list[list[float]], reduce_dtype: str) -> list
     return found
 
 
-def _noting(sums: list[list[float]], loss_sum: Any) -> Any:
+def _noting(sums: list[list[float]], loss_sum: LossSum) -> LossSum:
     """Wrap ``loss_sum`` so that each call appends its results to ``sums``."""
 
-    def noted(model: nn.Module, whole: Any) -> tuple[Tensor, int]:
+    def noted(model: nn.Module, whole: Any) -> Tensor:
         loss, num_targets = loss_sum(model, whole)
-        sums.append([loss.item(), num_targets])
-        return loss, num_targets
+        sums.append([loss.item(), int(num_targets)])
+        return loss
 
-    return noted
+    return LossSum(noted, loss_sum.count)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab import lessons
 from distlab.models.gpt import Attention, FeedForward
 from distlab.production.errors import ConfigError
 from distlab.production.models import (
@@ -115,7 +116,9 @@ class Split(CourseDDP):
         schedule = pipeline.one_f_one_b_schedule(stages, len(micro_batches))
         with self.autocast(), self.accumulating(is_last=False):
             mean = pipeline.run_schedule(
-                schedule, [self.module], micro_batches, self._loss, self.mesh.stages
+                *(schedule, [self.module], micro_batches),
+                lessons.given_2.LossSum(self._loss, lambda batch: len(batch[1])),
+                self.mesh.stages,
             )
         weight = len(inputs) * self.num_replicas / num_samples
         for parameter in self.module.parameters():
@@ -165,9 +168,9 @@ class Split(CourseDDP):
             if self.tied is not None:
                 dist.broadcast(self.tied.detach(), group=self.mesh.ends, group_src=0)
 
-    def _loss(self, stage: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    def _loss(self, stage: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch[:2]
-        return self.loss_sum(stage(inputs), targets), len(targets)
+        return self.loss_sum(stage(inputs), targets)
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor | None:
