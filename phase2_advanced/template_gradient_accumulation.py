@@ -67,16 +67,18 @@ def accumulate_step(
             the optimizer leaves it alone. Gradients may be kept or cleared after the step.
         batch: inputs, targets, and whatever else ``loss_sum`` reads. It is not changed.
         size: rows per micro-batch, as for ``split_micro_batches``.
-        loss_sum: function called once for each micro-batch, in order, with the model and all
-            tensors of the micro-batch. It returns the sum of the losses, which may be of several
-            kinds, and the number of targets. A micro-batch without targets may still have a loss,
-            and then this loss and its gradient count too.
+        loss_sum: called once for each micro-batch, in order, with the model and all tensors of the
+            micro-batch. It returns the sum of the losses, which may be of several kinds, and the
+            number of targets. A micro-batch without targets may still have a loss, and then this
+            loss and its gradient count too. ``loss_sum.count(batch)`` counts targets without a
+            pass, and may be called any number of times.
 
     Returns:
         The mean loss per target of the batch, before the step.
 
     Raises:
-        ValueError: the batch has no targets; the parameters are left unchanged.
+        ValueError: the batch has no targets; the parameters are left unchanged. It may be raised
+            before the first pass or after the last one.
 
     Cost: one forward and one backward pass over each micro-batch. Memory: parameters, gradients,
         optimizer state, the batch, and the activations of one micro-batch, which are freed before
@@ -130,14 +132,14 @@ def accumulate_step_over_ranks(
 
     Raises:
         ValueError: the same on every rank, if no rank has any targets; the parameters are left
-            unchanged.
+            unchanged. It may be raised before the first pass or after the all-reduce.
 
     Cost: the passes of ``accumulate_step``, and one all-reduce of the gradients of all trainable
         parameters in one flat bucket, however many micro-batches there are; a parameter that two
-        layers share counts once. The sum of the losses and the number of targets may travel in the
-        bucket or share one more all-reduce; nothing else is sent. Memory: as for
-        ``accumulate_step``, but with a bucket as large as the gradients instead of the activations
-        if the bucket is larger.
+        layers share counts once. The number of targets and the sum of the losses are one number
+        each. Before the first pass or after the last one, they may travel in the bucket, share an
+        all-reduce or have one each; nothing else is sent. Memory: as for ``accumulate_step``, but
+        with a bucket as large as the gradients instead of the activations if the bucket is larger.
     """
     # TODO 2.2: do one clipped step as one process would on all batches, and return the loss.
     #   Example: rank 0 has 2 targets, each with the gradient (3, 0), and rank 1 one with (0, 12):

@@ -200,8 +200,8 @@ def mixed_precision_step(
             divided by B. A sum that overflows in this dtype counts as a non-finite gradient.
         max_norm: the largest norm allowed for the unscaled gradient, over all parameters together;
             a larger gradient is scaled down to this norm.
-        loss_sum: function that returns the sum of this rank's losses and the number of its
-            targets; called once on every rank, under autocast.
+        loss_sum: returns the sum of this rank's losses and the number of its targets; called once
+            on every rank, under autocast. ``loss_sum.count(batch)`` counts targets without a pass.
         all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
@@ -212,16 +212,18 @@ def mixed_precision_step(
 
     Raises:
         ValueError: the same on every rank, if no rank has any targets; the parameters are left
-            unchanged.
+            unchanged. It may be raised before the forward pass or after an all-reduce.
 
-    Cost: one all-reduce of two numbers, in float32 or float64; one all-reduce of the gradients of
-        all trainable parameters, in one bucket of ``reduce_dtype``, with zeros in place of missing
-        gradients; and the all-reduce of ``scaler``.
+    Cost: one all-reduce of the gradients of all trainable parameters, in one bucket of
+        ``reduce_dtype``, with zeros in place of missing gradients; the all-reduce of ``scaler``;
+        and the number of targets and the sum of the losses, in float32 or float64, in one
+        all-reduce of two numbers or in two of one number each. The number of targets may be an
+        int64.
     """
     # TODO 2.4: one step as one process would do it on all batches, computed in 16 bits.
-    #   Example: losses 1, 2, 3 on rank 0 and 6 on rank 1: a loss of 3.0 on both (not 4.0, the mean
-    #   of the means 2 and 6). A scaled gradient of 131072 that rank 1 computes in float16, where it
-    #   is inf: both ranks skip, and both scales fall from 65536 to 32768.
+    #   Example: two ranks with a target and a gradient of 0.75 each, scale 65536, a sum in float16:
+    #   it is 49152 (not 98304, which is inf), and both step. A scaled gradient of 131072 that rank
+    #   1 computes in float16 is inf: both skip, and both scales fall from 65536 to 32768.
     #   About 25 lines; write a helper for the bucket.
     raise NotImplementedError(
         "Task 2.4: mixed_precision_step, see guidelines.md#24-a-step-in-mixed-precision"

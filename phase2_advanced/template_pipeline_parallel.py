@@ -123,9 +123,10 @@ def run_schedule(
         micro_batches: m micro-batches, 1 or more, of any sizes, on every rank. Only the rank of the
             first block reads the inputs, and only the rank of the last block reads the rest of a
             batch. What a rank does not read may be anything, such as None instead of a whole batch.
-        loss_sum: function called once for each micro-batch, on the rank of the last block, with
-            this block as the model and a batch whose inputs are the output of the block before it.
-            It must count at least one target in all micro-batches together.
+        loss_sum: called once for each micro-batch, on the rank of the last block, with this block
+            as the model and a batch whose inputs are the output of the block before it. There,
+            ``loss_sum.count(micro_batch)`` counts targets without a pass; it reads no inputs. All
+            micro-batches together have at least one target.
         group: the ranks that hold the stages, in order; all by default.
 
     Returns:
@@ -139,8 +140,8 @@ def run_schedule(
             message names the action, such as ``B1``, or any one of them if there are several.
 
     Cost: at most one ``send_tensors`` call for each output and each gradient that a block on
-        another rank needs, and one broadcast or all-reduce of two numbers. A gradient needs no
-        header: it has the shape and the dtype of its output. An output that requires no gradient
+        another rank needs, and one broadcast or all-reduce of one or two numbers. A gradient needs
+        no header: it has the shape and the dtype of its output. An output that requires no gradient
         gets none: an empty list may be sent in its place, or nothing. There is no deadlock even if
         sends are synchronous, or if messages between two ranks are sent one at a time, as with
         NCCL. A step takes as long as in ``timeline`` if all blocks take equally long, a backward

@@ -63,47 +63,48 @@ def accumulate_step(
             the optimizer leaves it alone. Gradients may be kept or cleared after the step.
         batch: inputs, targets, and whatever else ``loss_sum`` reads. It is not changed.
         size: rows per micro-batch, as for ``split_micro_batches``.
-        loss_sum: function called once for each micro-batch, in order, with the model and all
-            tensors of the micro-batch. It returns the sum of the losses, which may be of several
-            kinds, and the number of targets. A micro-batch without targets may still have a loss,
-            and then this loss and its gradient count too.
+        loss_sum: called once for each micro-batch, in order, with the model and all tensors of the
+            micro-batch. It returns the sum of the losses, which may be of several kinds, and the
+            number of targets. A micro-batch without targets may still have a loss, and then this
+            loss and its gradient count too. ``loss_sum.count(batch)`` counts targets without a
+            pass, and may be called any number of times.
 
     Returns:
         The mean loss per target of the batch, before the step.
 
     Raises:
-        ValueError: the batch has no targets; the parameters are left unchanged.
+        ValueError: the batch has no targets; the parameters are left unchanged. It may be raised
+            before the first pass or after the last one.
 
     Cost: one forward and one backward pass over each micro-batch. Memory: parameters, gradients,
         optimizer state, the batch, and the activations of one micro-batch, which are freed before
         the next forward pass.
     """
-    optimizer.zero_grad()
-    totals = _accumulate_gradients(model, batch, size, loss_sum)
-    total_loss, num_targets = totals.tolist()  # the step's only wait for a GPU
+    num_targets = int(loss_sum.count(batch))  # waits for a GPU before it has any passes to run
     if not num_targets:
         raise ValueError("accumulate_step: the batch has no target")
 
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= num_targets
+    optimizer.zero_grad()
+    mean = _accumulate_gradients(model, batch, size, loss_sum, num_targets)
     optimizer.step()
-    return float(total_loss / num_targets)
+    return float(mean)
 
 
-def _accumulate_gradients(model: nn.Module, batch: Batch, size: int, loss_sum: LossSum) -> Tensor:
-    """Add the gradients of the summed loss to ``.grad``.
+def _accumulate_gradients(
+    model: nn.Module, batch: Batch, size: int, loss_sum: LossSum, num_targets: int
+) -> Tensor:
+    """Add the gradients of (sum of all losses) / ``num_targets`` to ``.grad``.
 
     Returns:
-        The sum of the losses and the number of targets, in float64 on the model's device.
+        This quotient, a float64 tensor of one element on the model's device.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    mean = torch.zeros(1, dtype=torch.float64, device=next(model.parameters()).device)
     for micro_batch in split_micro_batches(batch, size):
-        loss, count = loss_sum(model, micro_batch)
-        loss.backward()  # frees the activations before the next forward pass
-        totals[0] += loss.detach()
-        totals[1] += count
-    return totals
+        loss, _ = loss_sum(model, micro_batch)
+        share = loss / num_targets
+        share.backward()  # frees the activations before the next forward pass
+        mean += share.detach()
+    return mean
 
 
 def accumulate_step_over_ranks(
@@ -144,31 +145,41 @@ def accumulate_step_over_ranks(
 
     Raises:
         ValueError: the same on every rank, if no rank has any targets; the parameters are left
-            unchanged.
+            unchanged. It may be raised before the first pass or after the all-reduce.
 
     Cost: the passes of ``accumulate_step``, and one all-reduce of the gradients of all trainable
         parameters in one flat bucket, however many micro-batches there are; a parameter that two
-        layers share counts once. The sum of the losses and the number of targets may travel in the
-        bucket or share one more all-reduce; nothing else is sent. Memory: as for
-        ``accumulate_step``, but with a bucket as large as the gradients instead of the activations
-        if the bucket is larger.
+        layers share counts once. The number of targets and the sum of the losses are one number
+        each. Before the first pass or after the last one, they may travel in the bucket, share an
+        all-reduce or have one each; nothing else is sent. Memory: as for ``accumulate_step``, but
+        with a bucket as large as the gradients instead of the activations if the bucket is larger.
     """
-    optimizer.zero_grad()
-    totals = _accumulate_gradients(model, batch, size, loss_sum)
-    gradients = _gradients(model)
-    totals = totals.to(gradients[0])
-    bucket = torch.cat([*(gradient.flatten() for gradient in gradients), totals])
-    all_reduce(bucket, group)
-
-    total_loss, num_targets = bucket[-2:].tolist()
+    num_targets = _count_on_all_ranks(model, batch, loss_sum, all_reduce, group)
     if not num_targets:
         raise ValueError("accumulate_step_over_ranks: the batches of all ranks have no target")
-    mean = bucket[:-2].div_(num_targets)
+
+    optimizer.zero_grad()
+    loss = _accumulate_gradients(model, batch, size, loss_sum, num_targets)
+    gradients = _gradients(model)
+    bucket = torch.cat([*(gradient.flatten() for gradient in gradients), loss.to(gradients[0])])
+    all_reduce(bucket, group)
+
+    mean = bucket[:-1]
     norm = mean.norm()  # the same on all ranks, so either all clip or none do
     mean *= torch.where(norm > max_norm, max_norm / norm, 1.0)  # unlike ``if``, without a wait
     _copy_back(mean, gradients)
     optimizer.step()
-    return float(total_loss / num_targets)
+    return float(bucket[-1])
+
+
+def _count_on_all_ranks(
+    model: nn.Module, batch: Batch, loss_sum: LossSum, all_reduce: AllReduce, group: Group
+) -> int:
+    """Return the number of targets of all ranks' batches."""
+    count = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
+    count += loss_sum.count(batch)
+    all_reduce(count, group)
+    return int(count)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:

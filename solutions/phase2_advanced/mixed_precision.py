@@ -189,8 +189,8 @@ def mixed_precision_step(
             divided by B. A sum that overflows in this dtype counts as a non-finite gradient.
         max_norm: the largest norm allowed for the unscaled gradient, over all parameters together;
             a larger gradient is scaled down to this norm.
-        loss_sum: function that returns the sum of this rank's losses and the number of its
-            targets; called once on every rank, under autocast.
+        loss_sum: returns the sum of this rank's losses and the number of its targets; called once
+            on every rank, under autocast. ``loss_sum.count(batch)`` counts targets without a pass.
         all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 
@@ -201,33 +201,37 @@ def mixed_precision_step(
 
     Raises:
         ValueError: the same on every rank, if no rank has any targets; the parameters are left
-            unchanged.
+            unchanged. It may be raised before the forward pass or after an all-reduce.
 
-    Cost: one all-reduce of two numbers, in float32 or float64; one all-reduce of the gradients of
-        all trainable parameters, in one bucket of ``reduce_dtype``, with zeros in place of missing
-        gradients; and the all-reduce of ``scaler``.
+    Cost: one all-reduce of the gradients of all trainable parameters, in one bucket of
+        ``reduce_dtype``, with zeros in place of missing gradients; the all-reduce of ``scaler``;
+        and the number of targets and the sum of the losses, in float32 or float64, in one
+        all-reduce of two numbers or in two of one number each. The number of targets may be an
+        int64.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
+    count = torch.zeros(1, dtype=torch.int64, device=device)
+    count += loss_sum.count(batch)
+    all_reduce(count, group)
+    num_targets = int(count)  # waits for a GPU before it has any pass to run
+    if not num_targets:
+        raise ValueError("mixed_precision_step: no rank has any target")
+
     optimizer.zero_grad()
     with torch.autocast(device.type, dtype):
-        loss, num_targets = loss_sum(model, batch)
-
-    totals = torch.empty(2, dtype=torch.float64, device=device)
-    totals[0], totals[1] = loss.detach(), num_targets
-    all_reduce(totals, group)
-    (scaler.scale(loss) / totals[1]).backward()
+        loss, _ = loss_sum(model, batch)
+    (scaler.scale(loss) / num_targets).backward()
+    mean = loss.detach().double().view(1) / num_targets
+    all_reduce(mean, group)
     _sum_gradients(parameters, reduce_dtype, all_reduce, group)
 
-    # Reading a number waits for a GPU, so it comes after all of the backward pass is queued.
-    total_loss, total_targets = totals.tolist()
-    if not total_targets:
-        raise ValueError("mixed_precision_step: no rank has any target")
     scaler.unscale(optimizer)
     norm = clip_grad_norm_(parameters, max_norm)
     is_skipped = not scaler.step(optimizer)
     scaler.update()
-    return StepResult(total_loss / total_targets, is_skipped, norm.item())
+    mean_loss, length = torch.cat([mean, norm.view(1)]).tolist()  # one wait for both
+    return StepResult(mean_loss, is_skipped, length)
 
 
 def _sum_gradients(

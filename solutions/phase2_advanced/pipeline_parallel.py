@@ -116,9 +116,10 @@ def run_schedule(
         micro_batches: m micro-batches, 1 or more, of any sizes, on every rank. Only the rank of the
             first block reads the inputs, and only the rank of the last block reads the rest of a
             batch. What a rank does not read may be anything, such as None instead of a whole batch.
-        loss_sum: function called once for each micro-batch, on the rank of the last block, with
-            this block as the model and a batch whose inputs are the output of the block before it.
-            It must count at least one target in all micro-batches together.
+        loss_sum: called once for each micro-batch, on the rank of the last block, with this block
+            as the model and a batch whose inputs are the output of the block before it. There,
+            ``loss_sum.count(micro_batch)`` counts targets without a pass; it reads no inputs. All
+            micro-batches together have at least one target.
         group: the ranks that hold the stages, in order; all by default.
 
     Returns:
@@ -132,8 +133,8 @@ def run_schedule(
             message names the action, such as ``B1``, or any one of them if there are several.
 
     Cost: at most one ``send_tensors`` call for each output and each gradient that a block on
-        another rank needs, and one broadcast or all-reduce of two numbers. A gradient needs no
-        header: it has the shape and the dtype of its output. An output that requires no gradient
+        another rank needs, and one broadcast or all-reduce of one or two numbers. A gradient needs
+        no header: it has the shape and the dtype of its output. An output that requires no gradient
         gets none: an empty list may be sent in its place, or nothing. There is no deadlock even if
         sends are synchronous, or if messages between two ranks are sent one at a time, as with
         NCCL. A step takes as long as in ``timeline`` if all blocks take equally long, a backward
@@ -184,7 +185,9 @@ class _Stage:
         self.chunks.zero_grad()
         self.micro_batches, self.loss_sum, self.group = micro_batches, loss_sum, group
         self.rank, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
-        self.totals = torch.zeros(2, dtype=torch.float64, device=group_device(group))
+        is_last = self.rank == self.num_stages - 1  # no other rank has targets, or needs T
+        self.num_targets = sum(map(loss_sum.count, micro_batches)) if is_last else 0
+        self.mean = torch.zeros(1, dtype=torch.float64, device=group_device(group))
         self.messages = _Messages(_kinds(micro_batches) if self.rank == 0 else [], group)
         self.in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs and outputs
         self.results: dict[Action, list[Tensor]] = {}  # keys: the actions that computed them
@@ -200,9 +203,9 @@ class _Stage:
         if self._next(self.rank, action):
             y = chunk(x)
         else:
-            y, num_targets = self.loss_sum(chunk, (x, *batch[1:]))
-            self.totals[0] += y.detach()
-            self.totals[1] += num_targets
+            loss, _ = self.loss_sum(chunk, (x, *batch[1:]))
+            y = loss / self.num_targets
+            self.mean += loss.detach().double() / self.num_targets
         self.in_flight[action.micro_batch, action.chunk] = x, y
         return [y]
 
@@ -241,14 +244,10 @@ class _Stage:
             self.messages.receive_gradient(next_action, src, y)
 
     def finish(self) -> float:
-        """Divide the summed gradients by the number of targets, and return the mean loss."""
+        """Wait for all messages, and return the mean loss, which the last rank knows."""
         self.messages.wait()
-        dist.broadcast(self.totals, group=self.group, group_src=self.num_stages - 1)
-        loss, num_targets = self.totals.tolist()
-        for parameter in self.chunks.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= num_targets
-        return float(loss / num_targets)
+        dist.broadcast(self.mean, group=self.group, group_src=self.num_stages - 1)
+        return float(self.mean)
 
 
 class _Format(NamedTuple):

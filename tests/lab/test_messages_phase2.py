@@ -28,8 +28,8 @@ OWN_ORDER = "\n@@\n".join(
     for name in ("order_of_its_own_list", "gradients_with_a_header")
 )
 DIVIDED_BY_ZERO = """\
--        loss, num_targets = self.totals.tolist()
-+        loss, num_targets = 1 / 0
+-        return float(self.mean)
++        return float(self.mean) / 0
 """
 
 
