@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -187,18 +187,29 @@ class Wrappings:
         is_backward = torch._C._current_graph_task_id() != -1  # as where a checkpoint recomputes
         if not is_backward and self._rank_states.current not in self._inside:
             uses = wrapped.uses()
-            uses.inside_at = uses.inside_at or self._caller()
+            uses.inside_at = uses.inside_at or self._caller(wrapped)
 
-    def _caller(self) -> Site:
-        """Return the line that called the model, outside the methods of its modules."""
+    def _caller(self, wrapped: Wrapped) -> Site:
+        """Return the line that called a model, outside the methods of its modules.
+
+        The variables of frames are left alone: looking at them keeps tensors alive.
+        """
+        own = {code for module, of in self._of.items() if of is wrapped for code in _codes(module)}
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            owner = frame.f_locals.get("self")
-            is_own = isinstance(owner, nn.Module) and owner in self._of
-            if not is_own and self._places.kind(frame.f_code.co_filename) == PROGRAM:
+            code = frame.f_code
+            if code not in own and self._places.kind(code.co_filename) == PROGRAM:
                 return self._places.call_site(frame)[0]
             frame = frame.f_back
         return self._places.call_site()[0]
+
+
+def _codes(module: nn.Module) -> Iterator[CodeType]:
+    """Yield the code of a module's methods."""
+    for kind in type(module).__mro__:
+        for method in vars(kind).values():
+            if isinstance(method, FunctionType):
+                yield method.__code__
 
 
 def _title(hook: Any) -> str:

@@ -1630,9 +1630,12 @@ def test_sums_that_each_rank_rounds_otherwise_are_no_finding() -> None:
     assert findings(trains_with_a_split_layer, 4) == []
 
 
-def test_a_sanitized_run_takes_the_same_virtual_time_and_memory() -> None:
-    plain = simulate(trains_with_ddp, 2, cluster="dgx-h100")
-    watched = simulate(trains_with_ddp, 2, cluster="dgx-h100", options=Options(is_sanitized=True))
+@pytest.mark.parametrize("program", [trains_with_ddp, calls_the_module_inside])
+def test_a_sanitized_run_takes_the_same_virtual_time_and_memory(
+    program: Callable[[], None],
+) -> None:
+    plain = simulate(program, 2, cluster="dgx-h100")
+    watched = simulate(program, 2, cluster="dgx-h100", options=Options(is_sanitized=True))
     assert watched.seconds == plain.seconds
     assert watched.trace.peak_bytes == plain.trace.peak_bytes
 
