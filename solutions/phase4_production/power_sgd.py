@@ -61,12 +61,15 @@ class PowerSGD:
 
         Each parameter's Q is stored by name and is the starting point the next time that parameter
         appears, regardless of which other pieces share the buffer. Step by step, Q turns towards
-        the directions in which the gradients are largest, even after gradients of zeros. The first
-        Q is random, but depends only on the seed and the name, so it is the same on all ranks.
-        Drawing it does not use torch's global generator.
+        the directions in which the gradients are largest. The first Q is random, but depends only
+        on the seed and the name, so it is the same on all ranks. Drawing it does not use torch's
+        global generator.
 
-        If a NaN or an infinity would spoil a Q, that Q is left unchanged. So a non-finite gradient
-        affects only the mean of that step, which training skips.
+        Two things must not spoil the steps that follow. A column of Q that would become zero is
+        left unchanged, because it may find no direction again: after a gradient of zeros, for
+        example, that is all of Q. And if a NaN or an infinity would get into a Q, all of that Q is
+        left unchanged, so a non-finite gradient affects only the mean of that step, which training
+        skips.
 
         Args:
             gradient: (n,), in float32 or float64. Not changed.
@@ -98,7 +101,8 @@ class PowerSGD:
         own_qs = [_times(matrix.T, p) for matrix, p in zip(matrices.values(), ps, strict=True)]
         qs, _ = self._means(own_qs)
         for name, q, old in zip(matrices, qs, old_qs, strict=True):
-            self.qs[name] = torch.where(q.isfinite().all(), q, old)  # no ``if``: it would wait
+            is_usable = q.isfinite().all() & q.any(dim=0)  # by column
+            self.qs[name] = torch.where(is_usable, q, old)  # no ``if``: it would wait
         mean, sent = torch.empty_like(gradient), torch.empty_like(gradient)
         _fill(mean.split(sizes), is_low, zip(ps, qs, strict=True), rest_means)
         _fill(sent.split(sizes), is_low, zip(ps, own_qs, strict=True), rest)

@@ -55,7 +55,7 @@ def _check_results(plan: Plan, by_rank: Sequence[Any], where: str = "") -> None:
             check_sent = _check_projected if is_low else _check_whole
             for rank, (gradient, of_rank) in enumerate(zip(gradients, sents, strict=True)):
                 check_sent(plan, gradient, of_rank[place].view(shape), f"{what} on rank {rank}")
-            # After zero gradients, Q starts afresh, so that the next mean is not exact.
+            # The step after zero gradients is left to test_a_q_of_zeros_is_not_kept.
             if not is_low or (plan.low_rank and step != plan.zero_step + 1):
                 _check_exact(plan, gradients, means[0][place].view(shape), what, is_low)
 
@@ -190,6 +190,20 @@ def test_the_same_matrix_gets_better_and_better(grade: Grade) -> None:
 
 
 @task("4.12")
+def test_a_q_of_zeros_is_not_kept(grade: Grade) -> None:
+    for before, error in grade.call(b.turn_again, 3).items():
+        check(
+            error <= 1e-3,
+            f"PowerSGD with r = 2: first {before}, and then three times the same matrix of rank "
+            f"2, whose first {b.ROWS_OF_ZEROS} rows are zero. The last mean should be that matrix, "
+            f"and is {error:.0%} off. Where a column of Q is zero, so is that of P = M Q; "
+            "orthogonalize makes a unit vector of it, which may point to a row of zeros, so Mᵀ P "
+            "is zero there again, in every later step. Leave a column of Q that would be zero as "
+            "it was.",
+        )
+
+
+@task("4.12")
 @pytest.mark.parametrize("spoiled", [0, 2])
 def test_a_nan_spoils_no_later_step(grade: Grade, spoiled: int) -> None:
     for rank, facts in enumerate(grade.run(b.spoil_a_step, 2, Plan(MIXED), spoiled).results):
@@ -226,6 +240,18 @@ def test_the_first_q_depends_on_seed_and_name(grade: Grade) -> None:
             "that dropout and shuffling differ from those of a run without compression. Draw Q "
             "with generator=torch.Generator().manual_seed(…).",
         )
+
+
+@task("4.12")
+def test_the_first_q_is_the_same_in_all_processes(grade: Grade) -> None:
+    here, elsewhere = grade.call(b.begin_elsewhere)
+    check(
+        here == elsewhere,
+        "a first step with the same seed and name gives another mean in another process (the test "
+        "changes what hash returns for a text, as a new process does). Python's hash of a text "
+        "differs from process to process, so each rank would begin with a Q of its own. zlib.crc32 "
+        "of the encoded text is the same everywhere.",
+    )
 
 
 @task("4.12")

@@ -107,6 +107,35 @@ def repeat_matrices(lesson: Any, factor: float, steps: int) -> dict[str, list[fl
     return errors
 
 
+ROWS_OF_ZEROS = 4  # more than there are columns of Q
+BEFORE = {  # what comes before the matrix, and the rows of that which are not zero, step by step
+    "a gradient of zeros": [[]],
+    "the same matrix, then a gradient of zeros": [range(MATRIX[0]), []],
+    "a gradient with one row that is not zero": [[ROWS_OF_ZEROS]],
+}
+
+
+def turn_again(lesson: Any, steps: int) -> dict[str, float]:
+    """Average a matrix of rank 2, after gradients that leave zeros in Q.
+
+    Returns:
+        The relative error of the last mean, by what came before.
+    """
+    matrix = _low(MATRIX, 2, 11)
+    matrix[:ROWS_OF_ZEROS] = 0
+    errors = {}
+    for what, kept_rows in BEFORE.items():
+        power_sgd = lesson.PowerSGD(2)
+        for rows in kept_rows:
+            before = torch.zeros_like(matrix)
+            before[[*rows]] = matrix[[*rows]]
+            _mean_of(power_sgd, {"a": before.float()})
+        means = [_mean_of(power_sgd, {"a": matrix.float()}) for _ in range(steps)]
+        error = math.dist(means[-1], matrix.flatten().tolist())
+        errors[what] = error / float(matrix.norm())
+    return errors
+
+
 def spoil_a_step(lesson: Any, plan: Plan, spoiled: int) -> dict[str, Any]:
     """Average with and without an extra step, in which each matrix on rank 0 has a NaN.
 
@@ -153,6 +182,20 @@ def begin(lesson: Any) -> dict[str, Any]:
     }
     means = {how: _mean_of(power_sgd, {name: matrix}) for how, (power_sgd, name) in runs.items()}
     return {"means": means, "is left alone": torch.equal(torch.get_rng_state(), before)}
+
+
+def begin_elsewhere(lesson: Any) -> list[list[float]]:
+    """Take a first step here, and one as in a process in which texts have another hash."""
+    gradients = {"a": falling(MATRIX, 0.9)}
+    here = _mean_of(lesson.PowerSGD(2), gradients)
+    lesson.hash = lambda value: hash(value) ^ (5 * _holds_a_text(value))  # hides the built-in one
+    return [here, _mean_of(lesson.PowerSGD(2), gradients)]
+
+
+def _holds_a_text(value: Any) -> bool:
+    return (
+        any(map(_holds_a_text, value)) if isinstance(value, tuple) else type(value) in (str, bytes)
+    )
 
 
 def go_on(lesson: Any, plan: Plan, saved_after: int) -> dict[str, list[Any]]:
