@@ -107,10 +107,13 @@ class HeartbeatMonitor:
             status      condition; the first that holds decides
             silent      silent_s is above timeout_s, and no rank has a lower step
             waiting     silent_s is above timeout_s, and some rank has a lower step
-            slow        the last ``patience`` reports that polls have seen were all slow: each had a
-                        busy_s above slow_factor times the median of all ranks' newest reports at
-                        that time (of two in the middle, the lower one)
+            slow        the last ``patience`` reports of the rank that polls have seen were slow
             alive       otherwise; a rank that was silent is alive again as soon as it reports
+
+            A report is judged once, in the poll that first sees it, after that poll has read the
+            reports of all ranks. It is slow if its busy_s is above slow_factor times the median of
+            the ranks' newest reports (of two in the middle, the lower one). Ranks that have not
+            reported yet do not count.
 
         Cost: at most two messages to the store for each rank; it never waits for a rank.
         """
@@ -200,7 +203,8 @@ class StopRequest:
         All ranks of the group call this after every step. A signal that arrives during the call
         counts now or in the next step. Once the answer is true, it stays true.
 
-        Cost: one all-reduce of at most 8 bytes. On NCCL, the host also waits for all its kernels.
+        Cost: one all-reduce of at most 8 bytes. On NCCL, the answer must be read from the GPU, so
+            the host also waits for all kernels that it has started.
         """
         received = torch.full((), int(self.received), device=group_device(self.group))
         dist.all_reduce(received, dist.ReduceOp.MAX, group=self.group)
@@ -218,7 +222,8 @@ class StopRequest:
             save: function that saves; called once. Another signal does not interrupt it.
 
         Raises:
-            SystemExit: always, with EXIT_STOPPED, which is 75: nothing has failed, so run it again.
+            SystemExit: with EXIT_STOPPED, which is 75: nothing has failed, so run it again. If
+                ``save`` raises an error, this error propagates instead.
         """
         save()
         dist.barrier(self.group)
@@ -284,11 +289,13 @@ def expected_duration_s(
 
     Work is done in intervals, each of which ends with a save. Failures occur at a constant rate,
     even during saves and restarts. Each failure is followed by a restart, and then the interval
-    starts over. With M for the job's mean time between failures, R for the restart, τ for the
-    interval and δ for the save, work of T seconds takes on average
-        M · e^(R/M) · (e^((τ+δ)/M) − 1) · T/τ
-    A day of training on 1,000 nodes that fail once in 30 days each, with a save of 60 s, a restart
-    of 300 s and an interval of 518 s, takes 33.7 hours.
+    starts over. The number of intervals, work_s / interval_s, need not be whole. The guidelines
+    lead to the formula.
+
+    For example, 1,000 s of work in intervals of 20 s, with a save of 2 s and a failure every 100 s
+    on average, takes 1,230 s if a restart takes no time, and 1,360 s if it takes 10 s. A day of
+    training on 1,000 nodes that fail once in 30 days each, with a save of 60 s, a restart of 300 s
+    and an interval of 518 s, takes 33.7 hours.
 
     Args:
         work_s: duration of the run without saves and failures.

@@ -167,6 +167,21 @@ def fail(lesson: Any) -> dict[str, Any]:
     return {"came out": has_come_out, "too early": too_early, **signals.report()}
 
 
+def fail_to_save(lesson: Any) -> str:
+    """Leave with a save that fails; return the name of the error that comes out, or ""."""
+
+    def save() -> None:
+        raise OSError("no space left")
+
+    Signals()
+    try:
+        with lesson.StopRequest() as stop:
+            stop.leave(save)
+    except (OSError, SystemExit) as error:
+        return type(error).__name__
+    return ""
+
+
 def _request(lesson: Any, plan: Plan, group: Any) -> Any:
     signals = [plan.signals] if plan.signals else []
     return lesson.StopRequest(*signals, **given_group(group))
@@ -245,10 +260,11 @@ def _noted(number: int) -> Any:
 
 
 def seconds(lesson: Any, function: str, calls: Sequence[Sequence[float]]) -> list[float]:
-    """Call a function with positional arguments, the last of which is the number of nodes."""
+    """Call a function with times as floats, and the number of nodes as the last argument."""
     results = []
     for call in calls:
-        arguments = call[:-1] if call[-1] == 1 else call  # one node is the default
+        times_s, num_nodes = [*map(float, call[:-1])], call[-1:]
+        arguments = [*times_s, *(num_nodes if call[-1] != 1 else [])]  # one node is the default
         with case_told("with the arguments " + ", ".join(f"{number:g}" for number in arguments)):
             results.append(float(typed(function, getattr(lesson, function)(*arguments), float)))
     return results

@@ -31,6 +31,10 @@ CAUSES = {  # likely causes of a wrong status, by the right status
     "after patience slow reports in a row, where a poll without a new report counts nothing. A "
     "rank that reports again is alive again.",
 }
+NOT_ZERO = (
+    "Some ranks have not reported yet. They do not count in the median; counted with a busy_s of "
+    "0, they pull it down, and reports that are not slow look slow."
+)
 SILENCE = (
     "silent_s counts on the monitor's clock, from the poll that has seen the last report first "
     "(so no two reports may be equal), and before the first report from the start of the monitor."
@@ -83,8 +87,11 @@ class _Rank:
         return "slow" if len(last) == options["patience"] and all(last) else "alive"
 
 
-def expected(story: Story) -> Iterator[tuple[int, Poll]]:
-    """Yield each poll's position among the events, and its right result."""
+def expected(story: Story, *, is_zero_counted: bool = False) -> Iterator[tuple[int, Poll]]:
+    """Yield each poll's position among the events, and its right result.
+
+    With ``is_zero_counted``, yield the results of a monitor that counts ranks without a report.
+    """
     ranks, now_s = [_Rank() for _ in range(story.num_ranks)], 0.0
     options = {**DEFAULTS, **story.options}
     for place, (kind, *values) in enumerate(story.events, start=1):
@@ -93,7 +100,7 @@ def expected(story: Story) -> Iterator[tuple[int, Poll]]:
         elif kind == "beat":
             ranks[values[0]].unseen = values[1], values[2]
         else:
-            _see(ranks, now_s, options["slow_factor"])
+            _see(ranks, now_s, options["slow_factor"], is_zero_counted)
             yield (
                 place,
                 [
@@ -103,12 +110,14 @@ def expected(story: Story) -> Iterator[tuple[int, Poll]]:
             )
 
 
-def _see(ranks: Sequence[_Rank], now_s: float, factor: float) -> None:
+def _see(ranks: Sequence[_Rank], now_s: float, factor: float, is_zero_counted: bool) -> None:
     new = [rank for rank in ranks if rank.unseen]
     for rank in new:
         assert rank.unseen is not None
         rank.seen_s, (rank.step, rank.busy_s), rank.unseen = now_s, rank.unseen, None
-    median_s = median_low([rank.busy_s for rank in ranks if rank.busy_s is not None] or [0.0])
+    times_s = [rank.busy_s for rank in ranks if rank.busy_s is not None]
+    silent_s = [0.0] * (len(ranks) - len(times_s)) if is_zero_counted else []
+    median_s = median_low([*times_s, *silent_s] or [0.0])
     for rank in new:
         assert rank.busy_s is not None
         rank.was_slow.append(rank.busy_s > factor * median_s)
@@ -116,14 +125,16 @@ def _see(ranks: Sequence[_Rank], now_s: float, factor: float) -> None:
 
 def difference(story: Story, polls: Sequence[Poll]) -> tuple[int, str] | None:
     """Return the number of events up to the first wrong poll and a description of it, or None."""
-    for (place, right), poll in zip(expected(story), polls, strict=True):
+    models = zip(expected(story), expected(story, is_zero_counted=True), polls, strict=True)
+    for (place, right), (_, with_zeros), poll in models:
         for rank, (wanted, actual) in enumerate(zip(right, poll, strict=True)):
             if tuple(actual) != wanted:
                 _, step, silent_s, status = wanted
+                cause = NOT_ZERO if [*map(tuple, poll)] == with_zeros else CAUSES[status]
                 return place, (
                     f"its last poll should say of rank {rank}: step {step}, silent_s {silent_s}, "
                     f"{status!r}; it says: step {actual[1]}, silent_s {actual[2]}, {actual[3]!r}. "
-                    f"{CAUSES[status] if silent_s == actual[2] else SILENCE}"
+                    f"{cause if silent_s == actual[2] else SILENCE}"
                 )
     return None
 
@@ -303,6 +314,16 @@ def test_handlers_come_back_also_after_an_error(grade: Grade) -> None:
     _check_handlers(facts, "after an error inside of the with statement, rank 0")
 
 
+@task("4.7")
+def test_a_save_that_fails(grade: Grade) -> None:
+    error = grade.call(b.fail_to_save)
+    check(
+        error == "OSError",
+        "save raised OSError (no space left), which should come out of leave; out came "
+        f"{error or 'nothing'}. An exit with {EXIT_STOPPED} says that nothing has failed.",
+    )
+
+
 @task("4.7", real=True)
 @pytest.mark.parametrize("is_interrupted", [False, True], ids=["one signal", "two signals"])
 def test_ranks_leave_when_all_have_saved(grade: Grade, is_interrupted: bool) -> None:
@@ -401,8 +422,9 @@ def _duration_s(
 @task("4.8")
 def test_how_long_a_run_takes(grade: Grade) -> None:
     cause = (
-        "There are T/τ intervals; each takes M (e^((τ+δ)/M) − 1) without restarts, and restarts "
-        "make that e^(R/M) times as long."
+        "There are T/τ intervals. What each takes follows from two facts in the guidelines: its "
+        "first try lasts for τ + δ or until a failure; if it fails, R + τ + δ must pass without a "
+        "failure, as often as that takes. The first try has no restart."
     )
     _check_seconds(grade, "expected_duration_s", RUNS, _duration_s, cause, 1e-4)
 
