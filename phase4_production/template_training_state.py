@@ -19,8 +19,9 @@ from phase4_production.given import Group, HasState
 class ResumableSampler:
     """Decides which samples each rank trains on, and keeps track of the position in the epoch.
 
-    For example, 3 ranks train on 10 samples in global batches of 4; each batch is split as evenly
-    as possible:
+    For example, 3 ranks train on 10 samples in global batches of 4. The ranks' shares of a batch
+    differ by at most one sample. Any such split will do; here, batches are cut as by
+    ``tensor_split``:
         order of the epoch   7 2 9 0 | 4 1 8 3 | 5 6
         rank 0               7 2       4 1       5
         rank 1               9         8         6
@@ -154,7 +155,7 @@ class TrainingState:
 
         All ranks of the group call this, between two steps. It does not affect the training that
         follows. The generators are those of ``random``, of NumPy, and of torch, for the CPU and, if
-        CUDA is in use, for the current CUDA device.
+        the process has used CUDA (``torch.cuda.is_initialized()``), for the current CUDA device.
 
         Returns:
             The same state on all ranks. ``torch.load(…, weights_only=True)`` can read this state if
@@ -180,7 +181,7 @@ class TrainingState:
 
         On a different number of ranks, the run can't continue bit for bit, and the generators are
         seeded again. After that, no two ranks draw the same numbers, but each rank draws the same
-        numbers every time the state is loaded on that number of ranks.
+        numbers every time this state is loaded on that number of ranks.
 
         Args:
             state: state of parts with the same names. Neither this call nor training changes it, so

@@ -28,6 +28,7 @@ LOST = {
     "np.random.get_state() do.",
     "torch": "torch's generator for the CPU, of dropout for example, belongs to the state.",
 }
+DRAWN = "The generators belong to the state, and are set after the parts, which may draw numbers."
 Found = Mapping[str, Any]
 
 
@@ -55,7 +56,7 @@ def _check_runs(results: Sequence[Found], where: str = "") -> None:
     for by_rank in zip(*(facts["prints"] for facts in results), strict=True):
         for name, facts, (step, done, prints) in zip(names, results, by_rank, strict=True):
             _check_prints(
-                prints, facts["right"][step], f"{name} has {done} in step {step}", results
+                prints, facts["right"][step], f"{name} has {done} in step {step}", done, results
             )
     for name, facts in zip(names, results, strict=True):
         what = f"{name}: the samples of each step of the interrupted run"
@@ -63,17 +64,27 @@ def _check_runs(results: Sequence[Found], where: str = "") -> None:
 
 
 def _check_prints(
-    prints: Mapping[str, str], right: Mapping[str, str], what: str, results: Sequence[Found]
+    prints: Mapping[str, str],
+    right: Mapping[str, str],
+    what: str,
+    done: str,
+    results: Sequence[Found],
 ) -> None:
     """Compare a rank's parts and generators with those of an uninterrupted run."""
     different = _different(prints, right)
     if not different:
         return
     names = joined([f"the generator of {n}" if n in GENERATORS else n for n in different])
+    has_lost_parts = bool({*different} & {*PARTS} - {"sampler"})
+    lost = [cause for name, cause in LOST.items() if name in different]
+    if done == "saved":
+        cause = "Calling state_dict changes nothing: it neither draws numbers nor trains."
+    elif has_lost_parts:
+        cause = "Every part is saved, and loaded, and a run goes on over the end of an epoch."
+    else:  # a part that draws while it is loaded changes all generators
+        cause = DRAWN if len(lost) >= len(GENERATORS) else " ".join(lost)
     all_of_0 = [of_0[n] for of_0 in results[0]["right"] for n in GENERATORS]
     taken = [n for n in different if n in GENERATORS and prints[n] in all_of_0]
-    only = [] if {*different} & {*PARTS} - {"sampler"} else [n for n in LOST if n in different]
-    cause = LOST[only[0]] if only else "Every part is saved, and loaded."
     if taken and right not in results[0]["right"]:
         cause = (
             f"The generator of {taken[0]} is that of rank 0 now. Each rank draws other numbers, "
@@ -81,9 +92,7 @@ def _check_prints(
         )
     check(
         False,
-        f"{what}, and has other bits then than in a run without a stop: {names}. {cause} Calling "
-        "state_dict changes nothing, a run goes on over the end of an epoch, and generators are "
-        "set after the parts, which may draw while they are loaded.",
+        f"{what}. Its state then differs from that of a run without a stop in {names}. {cause}",
     )
 
 
@@ -305,8 +314,8 @@ def test_the_generator_of_cuda(grade: Grade) -> None:
     [(is_restored, error)] = grade.run(b.with_cuda, 1, options=ON_CPU).results
     check(
         is_restored,
-        "where CUDA is in use (here torch.cuda's functions pretend so), its generator is not as it "
-        "was saved: torch.cuda.get_rng_state belongs to the state too.",
+        "where a process has used CUDA (here torch.cuda's functions pretend so), its generator is "
+        "not as it was saved: torch.cuda.get_rng_state belongs to the state too.",
     )
     check(
         not error,
