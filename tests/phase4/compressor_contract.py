@@ -6,7 +6,7 @@ mean is the same on all ranks, bit for bit, and that few bytes are sent.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import isfinite, isnan
 from random import Random
 from typing import Any
 
@@ -23,6 +23,9 @@ EPSILON = {"float32": 1e-6, "float64": 1e-6, "bfloat16": 1e-2}
 STUCK = (
     "All ranks call the same collectives in the same order, with tensors of the same length: agree "
     "on the length first where it depends on a rank's own values, also where it is 0."
+)
+NOT_SCALED = (
+    "Don't scale by n/k: what is not sent stays in the residual, and is sent in a later step."
 )
 Numbers = list[float]
 CASES = (
@@ -175,11 +178,23 @@ def check_mean(what: str, by_rank: Sequence[Any], epsilon: float) -> None:
         )
 
 
+def factor_of(found: Numbers, right: Numbers) -> float | None:
+    """Return the factor above 1 by which all numbers are too large, or None if there is none."""
+    pairs = [(x, y) for x, y in zip(found, right, strict=True) if x or y]
+    if not pairs or not all(x * y > 0 and isfinite(x) for x, y in pairs):
+        return None
+    ratios = [x / y for x, y in pairs]
+    is_scaled = min(ratios) > 1.01 and max(ratios) < 1.01 * min(ratios)
+    return ratios[0] if is_scaled else None
+
+
 def _why_not(result: Any, sums: Any, right: Any, slack: float) -> str:
     if is_close(result["mean"], sums, slack * 9) and distance(sums, right) > slack:
         return "That is the sum: divide by the number of ranks."
     if is_close(result["mean"], result["sent"], slack):
         return "That is what this rank has sent: where do the others' values come in?"
+    if (factor := factor_of(result["mean"], right)) is not None:
+        return f"Each entry is {factor:.4g} times as large. {NOT_SCALED}"
     return (
         "What travels counts as sent, and nothing else. Each rank's values belong to its own "
         "places, and the sum is divided by the number of ranks, once."

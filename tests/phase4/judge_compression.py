@@ -13,7 +13,7 @@ from distlab.util.text import counted
 from judging.checks import short, short_beside
 from judging.expect import expect
 from phase4 import compressors as b
-from phase4.compressor_contract import CASES, STUCK, Compressor, Numbers
+from phase4.compressor_contract import CASES, NOT_SCALED, STUCK, Compressor, Numbers, factor_of
 from phase4.compressors import Case
 
 # Tasks 4.9 and 4.10: the entries that are sent, and error feedback for those that are not
@@ -35,11 +35,13 @@ def _check_drawn(
     gradient = gradients[rank]
     wrong = [i for i, x in enumerate(sent) if x not in (0, gradient[i])]
     first = wrong[0] if wrong else -1
+    factor = factor_of(sent, [x if y else 0.0 for x, y in zip(gradient, sent, strict=True)])
+    scaled = f"All that is sent is {factor:.4g} times as large. {NOT_SCALED}" if factor else ""
     check(
         not wrong,
         f"{where}: sent should be this rank's gradient at the places that travel, as it is, and 0 "
         f"elsewhere. Entry {first} of the gradient is {short(gradient[first:][:1])}, of sent "
-        f"{short(sent[first:][:1])}. Nothing is scaled or averaged there.",
+        f"{short(sent[first:][:1])}. {scaled or 'Nothing is scaled or averaged there.'}",
     )
     k = number_of(case.n, fraction)
     right, count = min(k, sum(x != 0 for x in gradient)), sum(x != 0 for x in sent)
