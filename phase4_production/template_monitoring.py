@@ -281,7 +281,8 @@ class StragglerDetector:
             values in the middle, the lower one.
 
             own work   the median over the window of the rank's data_s + compute_s
-            ratio      the rank's own work over the median of all ranks' own work; inf if that is 0
+            ratio      the rank's own work over the median of all ranks' own work, in float64; inf
+                       if that median is 0 and the rank's own work is not
             part       data or compute, whichever exceeds the median of all ranks by more seconds,
                        where each rank's value is its median over the window
 

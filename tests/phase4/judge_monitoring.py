@@ -28,6 +28,12 @@ CAUSES_OF_TIMES = {  # likely causes of wrong times, by event in a program; the 
 }
 
 
+COUNTED_TWICE = (
+    "The parts add up to more than the step: the time of an inner part counts for it alone, and "
+    "not for the part around it, too."
+)
+
+
 def _times_in_words(times: Sequence[float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in zip(NAMES, times, strict=True))
 
@@ -40,6 +46,12 @@ def _check_times(
     tolerance: float = 1e-6,
 ) -> None:
     for step, (actual, wanted) in enumerate(zip(times, right, strict=True)):
+        step_s, *parts_s = actual
+        is_counted_twice = sum(parts_s) > step_s + tolerance
+        # Parts that were not set back to 0 add up to more than the step, too.
+        so_far_s = [sum(column) for column in zip(*right[: step + 1], strict=True)][1:]
+        if is_counted_twice and not is_close(parts_s, so_far_s, tolerance):
+            cause = COUNTED_TWICE
         check(
             is_close([*actual], [*wanted], tolerance),
             f"{what}: step {step} should have {_times_in_words(wanted)}; it has "
@@ -301,6 +313,7 @@ def test_the_peak_of_a_gpu(grade: Grade) -> None:
 # Task 4.16: random stories are compared with a model of the detector, ``verdicts_of``
 
 STUCK_MEDIANS = "All ranks call add after every step, and gather their medians in the same one."
+RATIO = 2  # column of a verdict
 CAUSES_OF_VERDICTS = (  # likely causes of wrong ranks, parts and ratios
     "The own work, data_s + compute_s, is added up step by step before its median is taken over "
     "the window, which begins empty; a rank is slow if that is above factor times the median of "
@@ -309,6 +322,13 @@ CAUSES_OF_VERDICTS = (  # likely causes of wrong ranks, parts and ratios
     "The part to blame is the one in which the rank needs more seconds above the median of all "
     "ranks, which need not be its longest one, nor the one with the larger ratio.",
     "The ratio is that of the rank's own work to the median of all ranks, inf if that is 0.",
+)
+ADDS_MEDIANS = (
+    "That is the median of data_s plus the median of compute_s. Add data_s and compute_s in each "
+    "step, and then take the median over the window."
+)
+IN_FLOAT32 = (
+    "The ratio is right up to the rounding of float32: gather the medians in torch.float64."
 )
 
 
@@ -321,17 +341,23 @@ def _check_verdicts(by_rank: Sequence[Sequence[Any]], stories: Sequence[Story]) 
     for place, story in sorted(enumerate(stories), key=lambda pair: len(pair[1].steps)):
         options = ", ".join(f"{name}={value}" for name, value in story.options.items())
         for rank, verdicts in enumerate(by_rank):
-            for step, (verdict, right) in enumerate(
-                zip(verdicts[place], b.verdicts_of(story), strict=True)
+            models = b.verdicts_of(story), b.verdicts_of(story, adds_medians=True)
+            for step, (verdict, right, with_medians) in enumerate(
+                zip(verdicts[place], *models, strict=True)
             ):
                 wrong = _wrong_column(verdict, right)
+                cause = CAUSES_OF_VERDICTS[wrong or 0]
+                if _wrong_column(verdict, with_medians) is None:
+                    cause = ADDS_MEDIANS
+                elif wrong == RATIO and _wrong_column(verdict, right, 1e-5) is None:
+                    cause = IN_FLOAT32
                 where = f"rank {rank} of {len(by_rank)}"
                 check(
                     wrong is None,
                     f"with {options or 'no options'}, data_s and compute_s of the ranks are, step "
                     f"by step, {_last_steps(story, step)}. After that, {where} should hear of "
                     f"{_verdict_in_words(right)}; it hears of {_verdict_in_words(verdict)}. "
-                    f"{CAUSES_OF_VERDICTS[wrong or 0]}",
+                    f"{cause}",
                 )
 
 
@@ -342,14 +368,15 @@ def _last_steps(story: Story, step: int) -> str:
     return omitted + ", ".join(str([*works]) for works in steps)
 
 
-def _wrong_column(verdict: Verdict, right: Verdict) -> int | None:
+def _wrong_column(verdict: Verdict, right: Verdict, tolerance: float = 1e-9) -> int | None:
     """Return the first wrong column of a verdict: 0 for rank, 1 for part, 2 for ratio, or None."""
     if [rank for rank, *_ in verdict] != [rank for rank, *_ in right]:
         return 0
     pairs = [*zip(verdict, right, strict=True)]
     if not all(part in wanted.split(" or ") for (_, part, _), (_, wanted, _) in pairs):
         return 1
-    return None if all(is_close(facts[2], wanted[2]) for facts, wanted in pairs) else 2
+    are_close = (is_close(facts[2], wanted[2], tolerance) for facts, wanted in pairs)
+    return None if all(are_close) else RATIO
 
 
 @task("4.16", real=True)

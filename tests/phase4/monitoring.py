@@ -356,21 +356,27 @@ def _draw_work(random: Random, typical: Sequence[float]) -> Work:
     return data_s, compute_s
 
 
-def verdicts_of(story: Story) -> list[Verdict]:
-    """Return the right verdict after each step; a tie between parts reads "data or compute"."""
+def verdicts_of(story: Story, *, adds_medians: bool = False) -> list[Verdict]:
+    """Return the right verdict after each step; a tie between parts reads "data or compute".
+
+    With ``adds_medians``, return those of a detector whose own work is a sum of two medians.
+    """
     window = int(story.options.get("window", 50))
     ends = range(1, len(story.steps) + 1)
     factor = story.options.get("factor", 1.3)
     return [
-        [] if end % window else _verdict(story.steps[end - window : end], factor) for end in ends
+        [] if end % window else _verdict(story.steps[end - window : end], factor, adds_medians)
+        for end in ends
     ]
 
 
-def _verdict(steps: Sequence[Sequence[Work]], factor: float) -> Verdict:
+def _verdict(steps: Sequence[Sequence[Work]], factor: float, adds_medians: bool) -> Verdict:
     by_rank = [
         _medians([(data_s + compute_s, data_s, compute_s) for data_s, compute_s in of_rank])
         for of_rank in zip(*steps, strict=True)
     ]
+    if adds_medians:
+        by_rank = [[data_s + compute_s, data_s, compute_s] for _, data_s, compute_s in by_rank]
     typical_s, *typical_parts_s = _medians(by_rank)
     stragglers = []
     for rank, (work_s, *parts_s) in enumerate(by_rank):
