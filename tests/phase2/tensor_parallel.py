@@ -138,6 +138,7 @@ def through_region(
     given = [_input_of_region(kind, tensor_of(kind, rank, 0, shapes[0])) for kind in kinds]
     gradients = [tensor_of(kind, rank, 1, shapes[1]) for kind in kinds]
     before = [listed(x) for x in given]
+    arriving = [listed(gradient) for gradient in gradients]
     changes = {f"x {i}": x for i, x in enumerate(given)}
     changes |= {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
     with noting_changes(**changes) as changed:
@@ -149,7 +150,7 @@ def through_region(
             if x.requires_grad:
                 go_backward_with(y, gradient)
     for i, (entry, x) in enumerate(zip(found, given, strict=True)):
-        entry |= {"x": before[i], "gradient": listed(gradients[i]), "x_grad": listed(x.grad)}
+        entry |= {"x": before[i], "gradient": arriving[i], "x_grad": listed(x.grad)}
         entry["changed"] = [name for name in ("x", "gradient") if f"{name} {i}" in changed]
         entry["is_alone"] = not x.requires_grad or is_alone_summed(x)
     return found
