@@ -125,8 +125,8 @@ class BaseGroup(dist.ProcessGroup):
         num_bytes = moves.nbytes(like) * num_parts
         return self._meet(Call(name, must_agree, num_bytes, inputs, outputs, root or 0, op))
 
-    def can_scale(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a sum may scale its inputs: False, as only NCCL can."""
+    def is_for_nccl(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether NCCL alone takes these tensors: False, as gloo's rules hold here too."""
         return False
 
     def _take_part(self, call: Call, results: Sequence[Tensor]) -> dist.Work:
@@ -143,7 +143,7 @@ class BaseGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce over all ranks, in place; several tensors count as one call."""
         op = moves.op_of(opts)
-        check_reduction(op, tensors, can_scale=self.can_scale(tensors))
+        check_reduction(op, tensors, can_scale=self.is_for_nccl(tensors))
         can_be_sparse = self.adds_sparse and op == dist.ReduceOp.SUM
         check_contiguous("all_reduce", tensors, or_channels_last=True, or_sparse=can_be_sparse)
         return self._meet_alike("all_reduce", tensors, tensors, tensors, op=op)
@@ -152,7 +152,7 @@ class BaseGroup(dist.ProcessGroup):
         """Reduce to the root; the tensors of other ranks keep their values."""
         op, root = moves.op_of(opts), _root_of(opts)
         tensors = moves.as_reals(op, tensors)
-        check_reduction(op, tensors, can_scale=self.can_scale(tensors))
+        check_reduction(op, tensors, can_scale=self.is_for_nccl(tensors))
         check_contiguous("reduce", tensors, or_channels_last=True)
         outputs = tensors if self._me == root else ()
         return self._meet_alike("reduce", tensors, tensors, outputs, root=root, op=op)
@@ -185,9 +185,17 @@ class BaseGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """All-gather several tensors as one call."""
-        pairs = zip(outputs, inputs, strict=True)
-        cut = [moves.equal_parts("all_gather", *pair, self.size()) for pair in pairs]
+        cut = self._equal_parts("all_gather", outputs, inputs)
         return self._all_gather([part for parts in cut for part in parts], inputs)
+
+    def _equal_parts(
+        self, name: str, wholes: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> list[Sequence[Tensor]]:
+        any_shape = self.is_for_nccl([*wholes, *parts])
+        return [
+            moves.equal_parts(name, whole, part, self.size(), any_shape=any_shape)
+            for whole, part in zip(wholes, parts, strict=True)
+        ]
 
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -229,8 +237,7 @@ class BaseGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Reduce-scatter several tensors as one call."""
-        pairs = zip(inputs, outputs, strict=True)
-        cut = [moves.equal_parts("reduce_scatter", *pair, self.size()) for pair in pairs]
+        cut = self._equal_parts("reduce_scatter", inputs, outputs)
         parts = [part for parts in cut for part in parts]
         return self._reduce_scatter(outputs, parts, moves.op_of(opts))
 
@@ -238,7 +245,7 @@ class BaseGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any
     ) -> dist.Work:
         outputs, inputs = moves.as_reals(op, outputs), moves.as_reals(op, inputs)
-        check_reduction(op, outputs, can_scale=self.can_scale(outputs))
+        check_reduction(op, outputs, can_scale=self.is_for_nccl(outputs))
         check_contiguous("reduce_scatter", [*outputs, *inputs])
         must_agree: dict[str, object] = {"op": op_name(op), **moves.alike(outputs)}
         if len({tensor.numel() for tensor in inputs}) > 1:

@@ -65,10 +65,13 @@ def alike(tensors: Sequence[Tensor]) -> dict[str, object]:
     return {"size": sizes, "dtype": dtypes}
 
 
-def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[Tensor]:
+def equal_parts(
+    name: str, whole: Tensor, part: Tensor, size: int, *, any_shape: bool = False
+) -> Sequence[Tensor]:
     """Cut ``whole`` into ``size`` flat tensors with as many elements as ``part``.
 
-    Raises: RuntimeError: The number of elements or the dtype does not fit.
+    Args: any_shape: True if NCCL alone matters, which compares only the numbers of elements.
+    Raises: RuntimeError: The number of elements, the dtype or the shape does not fit.
     """
     check_contiguous(name, [whole])
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
@@ -76,7 +79,27 @@ def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> Sequence[T
             f"{name} over {size} ranks needs one tensor {size} times as large as the other, got "
             f"{describe(whole)} and {describe(part)}"
         )
+    if not any_shape:
+        _check_along_dim_0(name, whole, part, size)
     return whole.view(-1).chunk(size) if whole.numel() else [whole] * size
+
+
+def _check_along_dim_0(name: str, whole: Tensor, part: Tensor, size: int) -> None:
+    """Check that ``whole`` has the shape of ``size`` tensors like ``part``, one below another.
+
+    Raises: RuntimeError.
+    """
+    shape, fitting = tuple(part.shape), (size * sum(part.shape[:1]), *part.shape[1:])
+    if not shape:
+        raise RuntimeError(
+            f"{name} over {size} ranks: gloo needs tensors that have a first dim, got one of shape "
+            f"(): pass .view(1) of it, and .view({size}) of the other"
+        )
+    if tuple(whole.shape) != fitting:
+        raise RuntimeError(
+            f"{name} over {size} ranks: beside a tensor of shape {shape}, gloo needs one of shape "
+            f"{fitting}, got {tuple(whole.shape)}: pass .view({', '.join(map(str, fitting))}) of it"
+        )
 
 
 def parts(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[Tensor]:

@@ -201,9 +201,10 @@ class GpuGroup(SimGroup):
         self._info = self._info._replace(limit_s=self._limit_s)
         self._fleet.timeouts_s[self._key] = self._limit_s
 
-    def can_scale(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a sum may scale its inputs, as NCCL can."""
-        return self.backend != "gloo" and all(index_of(x) >= 0 for x in tensors)
+    def is_for_nccl(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether NCCL alone takes these tensors: they are on a GPU, or must be."""
+        is_on_gpu = any(index_of(x) >= 0 for x in tensors)  # torch may have made the others
+        return self.backend == "nccl" or (self.backend != "gloo" and is_on_gpu)
 
     # Where a call runs
 

@@ -339,6 +339,24 @@ def all_gather_refuses_what_does_not_fit() -> object:
 
 
 @call
+def only_shapes_that_follow_dim_0_are_gathered_and_scattered_in_one_tensor() -> object:
+    results: list[object] = []
+    for part, whole in (
+        *(((3,), (3 * size(),)), ((1, 3), (size(), 3)), ((2, 3), (2 * size(), 3))),
+        *(((3,), (size(), 3)), ((2, 3), (size(), 2, 3)), ((2, 3), (6 * size(),))),
+        *(((6,), (2 * size(), 3)), ((2, 3), (2, 3 * size())), ((2, 3), (3 * size(), 2))),
+        *(((1, 1), (size(),)), ((3,), (3 * size(), 1)), ((1, 2, 3), (2 * size(), 3))),
+        *(((2, 3), (1, 2 * size(), 3)), ((0,), (0,)), ((0, 3), (0, 3)), ((0,), (size(), 0))),
+    ):
+        x, [y], z = values(*part), blanks(*part, count=1), torch.zeros(whole)
+        gathers = is_refused(lambda z=z, x=x: dist.all_gather_into_tensor(z, x))
+        scatters = is_refused(lambda y=y, w=whole: dist.reduce_scatter_tensor(y, values(*w)))
+        results.append((part, whole, gathers, z, scatters, y))
+    y = torch.zeros(size())
+    return results, is_refused(lambda: dist.all_gather_into_tensor(y, torch.ones(())))
+
+
+@call
 def gather_to_every_root() -> object:
     results = []
     for root in range(size()):

@@ -340,6 +340,29 @@ def test_the_broadcasts_of_an_uneven_list_run_at_the_same_time() -> None:
     assert max(phase.bytes_on_links) == max(largest.bytes_on_links)
 
 
+def in_one_tensor(device: str) -> list[list[float]]:
+    """All-gather and reduce-scatter 3 numbers as a row and as a column of another tensor."""
+    join()
+    group = dist.new_group(backend="gloo" if device == "cpu" else "nccl")
+    part, rows, column = torch.arange(3.0), torch.zeros(2, 3), torch.arange(6.0).view(6, 1)
+    part, rows, column = (x.to(device) for x in (part, rows, column))
+    dist.all_gather_single(rows, part, group=group)
+    dist.reduce_scatter_single(part, column, group=group)
+    number, numbers = part.sum(), part[:2].clone()
+    dist.all_gather_single(numbers, number, group=group)
+    return [rows.flatten().tolist(), part.tolist(), numbers.tolist()]
+
+
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch before 2.13")
+def test_nccl_compares_numbers_of_elements_where_gloo_compares_shapes() -> None:
+    program = partial(in_one_tensor, "cuda")
+    (first, second) = simulate(program, 2, cluster="dgx-h100", options=GPUS, joined=False).results
+    assert first == [[0.0, 1.0, 2.0] * 2, [0.0, 2.0, 4.0], [6.0, 24.0]]
+    assert second == [[0.0, 1.0, 2.0] * 2, [6.0, 8.0, 10.0], [6.0, 24.0]]
+    text = report(partial(in_one_tensor, "cpu"), kind=RankError)
+    assert "gloo needs one of shape (6,), got (2, 3): pass .view(6) of it" in text
+
+
 def gathers_other_sizes() -> None:
     sizes = [(1, 3), (1, 2)][join()]
     parts = [ones(size) for size in sizes]

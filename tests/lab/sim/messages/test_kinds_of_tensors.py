@@ -12,6 +12,9 @@ from programs import me, neighbours, size
 from distlab import launch
 from distlab.sim import Options, RankError, simulate
 
+# The names of torch 2.13, or the old ones
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 STRIDED = torch.arange(12.0).view(3, 4).t()  # 4 x 3
 
 
@@ -34,6 +37,18 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "scaled sum": (
         lambda: dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0)),
         "only NCCL has the reduction PREMUL_S",
+    ),
+    "all-gather of rows": (
+        lambda: ALL_GATHER(torch.ones(3, 4), torch.ones(4)),
+        "beside a tensor of shape (4,), gloo needs one of shape (12,), got (3, 4): pass .view(12)",
+    ),
+    "reduce-scatter of rows": (
+        lambda: REDUCE_SCATTER(torch.ones(2, 4), torch.ones(3, 2, 4)),
+        "gloo needs one of shape (6, 4), got (3, 2, 4): pass .view(6, 4) of it",
+    ),
+    "all-gather of a number": (
+        lambda: ALL_GATHER(torch.ones(3), torch.ones(())),
+        "pass .view(1) of it, and .view(3) of the other",
     ),
     "sparse": (
         lambda: dist.all_reduce(torch.ones(3).to_sparse(), dist.ReduceOp.MAX),
