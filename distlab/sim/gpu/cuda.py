@@ -5,7 +5,7 @@ numbers on both.
 """
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -450,6 +450,8 @@ def install(replace: Replace, of_ranks: Callable[[Any, str, Any], None], name: s
     replace(torch.cuda, "_cudart", _CUDART)
     profiling: Any = torch.autograd.profiler.profile
     replace(profiling, "__init__", _of_host(profiling.__init__))
+    future: Any = torch.futures.Future
+    replace(future, "__init__", _without_gpus(future.__init__))
     replace(torch, "Stream", CudaStream)
     replace(torch, "Event", Event)
     replace(torch.cuda, "default_generators", _generators())
@@ -476,6 +478,17 @@ def install_for_parent(replace: Replace, name: str, num_gpus: int) -> None:
     for attribute, value in _accelerator(shown).items():
         if hasattr(torch.accelerator, attribute):
             replace(torch.accelerator, attribute, value)
+
+
+def _without_gpus(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a future's ``__init__`` that takes GPUs; torch without CUDA refuses their names."""
+
+    @wraps(init)
+    def init_without(self: Any, *, devices: Sequence[Any] | None = None) -> None:
+        others = [device for device in devices or () if torch.device(device).type != "cuda"]
+        init(self, devices=others)
+
+    return init_without
 
 
 def _generators() -> tuple[torch.Generator, ...]:

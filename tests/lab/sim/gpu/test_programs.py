@@ -111,6 +111,22 @@ def test_ddp(option: str) -> None:
     assert_same(program)
 
 
+def test_a_hook_that_makes_a_future_of_a_gpu_as_torch_asks() -> None:
+    def halve(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().div_(2)
+        devices = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        future.set_result(buffer)
+        return future
+
+    def program(device: torch.device) -> Any:
+        model = ddp(mlp(device), device, bucket_cap_mb=0.001)
+        model.register_comm_hook(None, halve)
+        return train(model, torch.optim.SGD(model.parameters(), 0.1), device)
+
+    assert_same(program)
+
+
 def test_ddp_with_gradients_in_bfloat16() -> None:
     """On the CPU, torch refuses this hook."""
 
