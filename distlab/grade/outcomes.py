@@ -13,6 +13,7 @@ from distlab.launch import (
     RankHung,
     RankOutOfMemory,
 )
+from distlab.util.text import without_repeats
 
 OUTPUT_LINES, OUTPUT_CHARACTERS = 10, 200
 
@@ -69,7 +70,7 @@ class Verdict:
     @property
     def output_tail(self) -> str:
         """The last lines that the ranks printed, each cut after 200 characters."""
-        lines = self.output.rstrip().splitlines()
+        lines = without_repeats(self.output).rstrip().splitlines()
         last = [line[:OUTPUT_CHARACTERS] for line in lines[-OUTPUT_LINES:]]
         return "\n".join(["…", *last] if len(lines) > OUTPUT_LINES else last)
 

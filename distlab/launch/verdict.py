@@ -21,7 +21,7 @@ from distlab.launch.errors import (
 from distlab.launch.limits import Exceeded
 from distlab.launch.protocol import CANNOT_REPORT, Outcome
 from distlab.launch.rank import RankProcess
-from distlab.util.text import clipped, rank_names, signal_name, verb
+from distlab.util.text import clipped, rank_names, signal_name, verb, without_repeats
 
 OUTPUT_LINES, OUTPUT_CHARACTERS = 20, 300
 FATE_CHARACTERS = 120
@@ -180,7 +180,7 @@ def _failed_at_ns(rank: RankProcess) -> int:
 
 
 def _output(rank: RankProcess) -> list[str]:
-    lines = rank.text().rstrip().splitlines()[-OUTPUT_LINES:]
+    lines = without_repeats(rank.text()).rstrip().splitlines()[-OUTPUT_LINES:]
     shown = [f"  {clipped(line, OUTPUT_CHARACTERS)}" for line in lines]
     return ["\n".join([f"The last output of rank {rank.number}:", *shown])] if shown else []
 

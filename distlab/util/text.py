@@ -54,6 +54,23 @@ def clipped(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - end - 1]}…{text[-end:]}"
 
 
+def without_repeats(output: str) -> str:
+    """Return output in which each of Python's warnings comes once, with its line of source.
+
+    Python repeats a warning whenever a program has changed its filters, as torch does.
+    """
+    seen = set[str]()
+
+    def first(match: re.Match[str]) -> str:
+        is_new = match[1] not in seen
+        seen.add(match[1])
+        return match[0] if is_new else ""
+
+    return re.sub(
+        r"^.+:\d+: (\w*Warning: .*)\n(?:  .*(?:\n|$))?", first, output, flags=re.MULTILINE
+    )
+
+
 def lowered(text: str) -> str:
     """Lower-case the first letter of a sentence, for use after a colon; names keep capitals."""
     first = text.split(" ", 1)[0]

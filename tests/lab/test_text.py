@@ -11,6 +11,7 @@ from distlab.util.text import (
     rank_names,
     seconds_text,
     told_apart,
+    without_repeats,
 )
 
 
@@ -67,6 +68,20 @@ def test_sizes_have_binary_units(num_bytes: int, text: str) -> None:
 )
 def test_a_wrong_name_is_answered_with_the_one_it_is_like(wrong: str, answer: str) -> None:
     assert did_you_mean(wrong, ["digits", "CIFAR10"]) == answer
+
+
+def test_a_warning_that_a_program_repeats_is_shown_once() -> None:
+    old, new = (
+        f"/torch/{name}.py:83: FutureWarning: `{name}` is deprecated.\n  return func()\n"
+        for name in ("gather", "scatter")
+    )
+    elsewhere = old.replace("83", "90").replace("func", "other")
+    output = f"step 1\n{old}step 2\n{new}{old}  step 3\n{elsewhere}{new}"
+    assert without_repeats(output) == f"step 1\n{old}step 2\n{new}  step 3\n"
+    assert (
+        without_repeats("loss 3: Warning: 3\nloss 3: Warning: 3")
+        == "loss 3: Warning: 3\nloss 3: Warning: 3"
+    )
 
 
 def test_a_line_is_shortened_in_its_paths_before_its_reason() -> None:
