@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.grade import WrongResult
+from distlab.util.text import lowered
 from judging.calls import refusal_of, returned, typed
 from judging.pretend_device import PretendDevice, device_of
 from judging.tensors import given_group
@@ -136,7 +137,7 @@ def save_where_an_old_one_stays(lesson: Any, root: str) -> Facts:
 
 
 def _failed_save(store: Store, target: Path, keep: int) -> Facts:
-    """Save step 3; return the error, whether the folder is unchanged, and the files left open."""
+    """Save step 3; return the error, whether the folder has changed, and the files left open."""
     before, error, reason = _content_of(store.folder), "", ""
     try:
         store.lesson.save_checkpoint({"model": torch.zeros(100_000)}, target, 3, keep=keep)
@@ -146,9 +147,9 @@ def _failed_save(store: Store, target: Path, keep: int) -> Facts:
         error, reason = "OSError", "; ".join(_reasons(raised))
     except Exception as raised:
         error = error_text(raised)
-    is_same, left = _content_of(store.folder) == before, listing(store.folder)
-    texts = {"error": error, "reason": reason}
-    return {**texts, "same": is_same, "left": left, "open": open_in(store.folder.parent)}
+    after, left = _content_of(store.folder), listing(store.folder)
+    facts = {"error": error, "reason": reason, "left": left, "open": open_in(store.folder.parent)}
+    return {**facts, "same": after == before, "lost": not before.items() <= after.items()}
 
 
 def _reasons(error: BaseException | None) -> Iterator[str]:
@@ -270,6 +271,12 @@ def save_and_load(
     return facts
 
 
+OUTDATED = (
+    "In this test, the ranks 1 and 2 see an outdated list of the folder, with a step 3 that rank 0 "
+    "does not see. Let rank 0 list the folder for all."
+)
+
+
 def load_with_other_lists(lesson: Any, root: str, slices: Slices) -> Facts:
     """Save steps 1 to 3, hide step 3 from rank 0 only, and load."""
     store = Shards(lesson, root, slices).prepare(Plan(0, there=(1, 2, 3)))
@@ -284,7 +291,7 @@ def load_with_other_lists(lesson: Any, root: str, slices: Slices) -> Facts:
     store.on_rank_0(hide_step_3)
     facts = store.load(store.folder if store.rank == 0 else others)
     if facts["error"]:  # raise it here, since the other ranks may be waiting
-        raise WrongResult(f"load_sharded raised {facts['error']}")
+        raise WrongResult(f"{lowered(OUTDATED)} load_sharded raised {facts['error']}")
     return facts
 
 

@@ -125,7 +125,12 @@ def _check_failure(facts: Facts, what: str, reason: str) -> None:
     check(
         facts["same"],
         f"{what}: the checkpoints of steps 1 and 2 should be as before, and nothing else be left; "
-        f"the folder holds {facts['left']}. Remove old ones only after the new one is durable.",
+        f"the folder holds {facts['left']}. "
+        + (
+            "Remove old ones only after the new one is durable."
+            if facts["lost"]
+            else "If a save fails, remove what it has written of its step."
+        ),
     )
     check_closed(facts["open"], f"a save that has failed ({what})")
 
@@ -139,10 +144,12 @@ STUCK = (
 DTYPES = ("float32", "bfloat16", "int64", "float64")
 
 
-def _run(grade: Grade, body: Callable[..., Any], num_ranks: int, *args: object) -> Run:
+def _run(
+    grade: Grade, body: Callable[..., Any], num_ranks: int, *args: object, if_stuck: str = STUCK
+) -> Run:
     """Run a body on ranks that share a root folder."""
     with TemporaryDirectory(prefix="distlab-") as root:
-        return grade.run(body, num_ranks, root, *args, if_stuck=STUCK)
+        return grade.run(body, num_ranks, root, *args, if_stuck=if_stuck)
 
 
 def _cuts(grade: Grade, tensors: dict[str, tuple[int, str]], num_ranks: int) -> list[list[Cut]]:
@@ -211,7 +218,7 @@ def test_shards_inside_a_group(grade: Grade) -> None:
 
 @task("4.3")
 def test_all_go_by_the_list_of_rank_0(grade: Grade) -> None:
-    run = _run(grade, b.load_with_other_lists, 3, _slices(grade, 3))
+    run = _run(grade, b.load_with_other_lists, 3, _slices(grade, 3), if_stuck=b.OUTDATED)
     for rank, facts in enumerate(run.results):
         check_load(
             *(facts, 2),
