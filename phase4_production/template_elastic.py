@@ -44,7 +44,8 @@ def run_elastic(
     Args:
         job: the training job. Its parameters may differ from rank to rank at first: all ranks
             continue from the newest checkpoint that rank 0 finds, or from the state of rank 0's job
-            if it finds none. The job's gradients need not be cleared.
+            if it finds none. The job's gradients need not be cleared. In ``job.step``, a parameter
+            that no rank has used in the step may have zeros or None as its gradient.
         folder: folder of the checkpoints.
         num_samples: samples in an epoch, at least 1. Their indices are 0 to num_samples − 1. Each
             epoch has a different order, which depends only on ``seed`` and the epoch.

@@ -1,6 +1,7 @@
 """Judges task 4.6: every start obeys the contract while workers come and go."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from distlab.grade import Grade, check, check_cost, task
+from distlab.grade import Grade, Run, check, check_cost, task
 from distlab.launch import LaunchError
 from distlab.sim import Options
-from distlab.util.text import counted
+from distlab.util.text import counted, rank_names
 from judging.checks import short, uneven
 from judging.expect import expect, results_in_group
 from phase4 import elastic as b
@@ -37,15 +38,44 @@ def _start(
     grade: Grade, root: str, num_ranks: int, plan: Plan, *, is_group: bool = False
 ) -> list[Worker]:
     """Start workers and run them to their end."""
+    if not is_group:
+        return _run(grade, root, num_ranks, plan).results
+    with _explained(_alone(_first(root), num_ranks)):
+        return results_in_group(grade, b.start, root, plan)
+
+
+def _run(grade: Grade, root: str, num_ranks: int, plan: Plan) -> Run:
+    """Run workers in a world of their own."""
+    options, alone = uneven(grade.random, num_ranks), _alone(_first(root), num_ranks)
+    stuck = f"{alone} {STUCK}".strip()
+    with _explained(alone):
+        return grade.run(b.start, num_ranks, root, plan, options=options, if_stuck=stuck)
+
+
+@contextmanager
+def _explained(alone: str) -> Iterator[None]:
+    """Say what may be the cause if the ranks' calls do not match."""
     try:
-        if is_group:
-            return results_in_group(grade, b.start, root, plan)
-        options = uneven(grade.random, num_ranks)
-        return grade.run(b.start, num_ranks, root, plan, options=options, if_stuck=STUCK).results
+        yield
     except LaunchError as error:
         if "mismatch" in f"{error}":
-            error.args = (f"{APART} What came: {error}", *error.args[1:])
+            error.args = (f"{alone} {APART} What came: {error}".strip(), *error.args[1:])
         raise
+
+
+def _first(root: str) -> int:
+    """Return the step of the newest checkpoint, from which a start goes on; 0 if there is none."""
+    return max(map(b.step_of, Path(root).glob("step-*")), default=0)
+
+
+def _alone(first: int, num_ranks: int) -> str:
+    """Return a question, if ranks that each load on their own find different checkpoints."""
+    if not first or num_ranks == 1:
+        return ""
+    return (
+        f"Rank 0 sees the checkpoint of step {first}, and other ranks see an older list: did "
+        "each rank load on its own? Only rank 0's load counts."
+    )
 
 
 # Stories
@@ -92,9 +122,10 @@ def _live(
     with TemporaryDirectory(prefix="distlab-") as root:
         for place, (num_ranks, ends, at) in enumerate(starts):
             its_plan = plan._replace(ends=ends, at=at)
-            first = max(map(b.step_of, Path(root).glob("step-*")), default=0)
+            first = _first(root)
             story += f"{', then ' if place else ''}{counted(num_ranks, 'worker')}{_how(its_plan)}"
             workers = _start(grade, root, num_ranks, its_plan, is_group=is_group)
+            _check_places(workers, counting[:first])
             steps = _check_steps(workers, its_plan, first)
             _check_end(workers, its_plan, first, story)
             _check_saves(workers, its_plan, first)
@@ -112,13 +143,36 @@ def _how(plan: Plan) -> str:
 # One start: its steps, end and saves
 
 
+def _check_places(workers: Sequence[Worker], done: Sequence[Step]) -> None:
+    """Check that no rank trains on samples of ``done``, the steps before, while rank 0 does not."""
+    trained = {(epoch, sample) for epoch, samples in done for sample in samples}
+    again = [
+        [
+            s
+            for step in worker["steps"]
+            for epoch, part in step
+            for s in part
+            if (epoch, s) in trained
+        ]
+        for worker in workers
+    ]
+    behind = [rank for rank, samples in enumerate(again) if samples]
+    check(
+        not behind or 0 in behind,
+        f"{rank_names(behind)} of {len(workers)} trained again on samples that had their turn in "
+        f"the same epoch up to step {len(done)}, and rank 0 did not: {short(again)}. So the ranks "
+        f"are at different places of the epoch. {_alone(len(done), len(workers))}",
+    )
+
+
 def _check_steps(workers: Sequence[Worker], plan: Plan, first: int) -> list[Step]:
     """Check all ranks' shares in each step after ``first``; return epochs and samples."""
     numbers = [len(worker["steps"]) for worker in workers]
     left = len(plan.sizes) - first
     check(
         len(set(numbers)) == 1,
-        f"all ranks should call job.step() equally often; they do so {numbers} times.",
+        f"all ranks should call job.step() equally often; they do so {numbers} times. "
+        f"{_alone(first, len(workers))}",
     )
     check(
         numbers[0] <= left,
@@ -304,7 +358,7 @@ def test_the_state_travels_once(grade: Grade) -> None:
     num_ranks, plan = 3, Plan(num_epochs=1, width=5000)
     with TemporaryDirectory(prefix="distlab-") as root:
         _start(grade, root, 1, plan)
-        run = grade.run(b.start, num_ranks, root, plan, if_stuck=STUCK)
+        run = _run(grade, root, num_ranks, plan)
     state_bytes = 2 * (plan.width + 1) * FLOAT
     for rank, received in enumerate(run.bytes_received):
         check_cost(
