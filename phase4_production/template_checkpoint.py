@@ -62,8 +62,10 @@ def save_checkpoint(state: Mapping[str, Any], folder: Path, step: int, *, keep: 
         FileExistsError: ``folder`` has an undamaged checkpoint of ``step``, which stays. A damaged
             one is replaced.
         OSError: the disk is full, read-only or broken; the system's reason is kept. In that case,
-            nothing of ``step`` is left, and the other checkpoints are unchanged. But if only the
-            removal of an older checkpoint failed, the new one is complete and stays.
+            nothing of ``step`` is left, and the other checkpoints are unchanged. If the removal of
+            what was written cannot be synced either, a ``.step-…`` name may stay for the next save.
+            But if only the removal of an older checkpoint failed, the new one is complete and
+            stays.
 
     A crash may leave behind names that begin with ``.step-``, and nothing else; the next save
     removes them all. Every file and folder that is opened is closed again, even if the save fails.
@@ -144,12 +146,13 @@ def save_sharded(
         FileExistsError: on all ranks, if ``folder`` has an undamaged checkpoint of ``step``. A
             damaged one is replaced.
         OSError: on all ranks, if any of them could not write. The message names each such rank, as
-            ``rank 3``, and its reason. In that case, what was written for ``step`` is removed, and
-            all other checkpoints are unchanged.
+            ``rank 3`` (its number in ``group`` or in the world), and its reason. In that case, what
+            was written for ``step`` is removed before any rank raises, as by ``save_checkpoint``,
+            and all other checkpoints are unchanged.
 
     Cost: each rank writes its own shards; no elements are sent, and none are read back. If the
-        checkpoints in ``folder`` are read, then by each rank about 1/N of them, once. Memory for at
-        most one more copy of the rank's shards.
+        checkpoints in ``folder`` are read, then by each rank about 1/N of their files, once. Memory
+        for at most one more copy of the rank's shards.
     Source: Rajbhandari et al. 2020 (SC), for sharded states; Pillai et al. 2014 (OSDI), for
         crashes.
     """
@@ -188,10 +191,10 @@ def load_sharded(
         ValueError: on all ranks, if any of them wants something that the newest undamaged
             checkpoint lacks. The message names the tensor, and the missing elements as ``[5:10]``,
             or the number of elements and the dtype if these differ from what was saved. ``wanted``
-            is unchanged.
+            is unchanged. An empty shard of a tensor that was never saved may be refused or ignored.
 
-    Cost: to check the files, each rank reads about 1/N of them once; after that, a rank reads only
-        files that hold a part of what it wants.
+    Cost: to check the files, each rank reads about 1/N of them once, whatever their sizes; after
+        that, a rank reads only files that hold a part of what it wants.
     """
     # TODO 4.3: agree on a checkpoint, find where the wanted elements lie, and read these alone.
     #   Example: rank 0 has saved w[0:5] in float32, rank 1 w[5:10]. Who wants w[3:7] reads 8 bytes
@@ -240,7 +243,8 @@ class AsyncCheckpointer:
 
         Args:
             state: tensors on any device, numbers, strings, and dicts, lists and tuples of them. Not
-                changed; later changes to it do not reach the checkpoint.
+                changed; later changes to it do not reach the checkpoint. A tensor that is in it
+                twice, such as a tied weight, may be copied once or twice.
             step: training step.
 
         Raises:
