@@ -35,7 +35,9 @@ class CompressionHook:
     else is sent.
 
     If the mean of a bucket holds a NaN or an infinity, the residuals of that bucket stay unchanged,
-    because training skips that step. No residual is ever NaN or infinite; such values become 0.
+    because training skips that step. If it is finite as ``reduce`` returns it, and infinite only in
+    a bucket of 16 bits, the residuals may change or not. No residual is ever NaN or infinite; such
+    values become 0.
 
     A residual belongs to a parameter, not to a bucket: torch lays out new buckets after the first
     step, and a restarted program begins with the original ones.
@@ -71,7 +73,9 @@ class CompressionHook:
         Args:
             state: registered state, which is not used.
             bucket: bucket whose gradients are in the order of its parameters. Each gradient is laid
-                out in memory like its parameter, for example in ``channels_last``.
+                out in memory like its parameter, for example in ``channels_last``. The tensors of
+                ``bucket.gradients()`` do not show this: they have the parameters' shapes, but
+                always the strides of rows.
 
         Returns:
             A future of the bucket's buffer, which then holds the mean; torch does not divide it

@@ -262,7 +262,7 @@ def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
         above. Both are in the gradient's dtype.
 
     Cost: at most 2(N-1)(b + 8) bytes, where b is the number of bytes in which the codec encodes a
-        chunk of n/N entries (rounded up).
+        chunk of n/N entries (rounded up). Of the 8, 4 are the scale, and up to 4 may be padding.
 
     Source: Tang et al. 2021 (ICML), where the error of the second rounding is called server error;
         Seide et al. 2014 (Interspeech).
