@@ -95,8 +95,8 @@ def test_no_more_than_two_units_are_whole(grade: Grade, num_frozen: int) -> None
                 "the shards in float32, with gradients and Adam's state of those that are trained, "
                 f"{slack:,.0f} to spare{besides if units else ''}. A whole unit takes "
                 f"{UNIT_BYTES:,} bytes: free it as soon as it has computed, also if it is frozen, "
-                "is only evaluated, or fails, and wait for a reduce-scatter before the next one. In the "
-                "backward pass, the next unit to gather is the one before.",
+                "is only evaluated, or fails, and wait for a reduce-scatter before the next one. "
+                "In the backward pass, the next unit to gather is the one before.",
             )
 
 

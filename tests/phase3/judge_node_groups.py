@@ -24,8 +24,8 @@ CAUSES = {
 }
 OF_SOME_RANKS = (
     "Here the ranks outside of group never come to new_group: tell it to wait for its members "
-    "alone (use_local_synchronization), and let every rank make equally many groups in the same order. "
-    "The ranks that it takes are those of the world, not those inside group."
+    "alone (use_local_synchronization), and let every rank make equally many groups in the same "
+    "order. The ranks that it takes are those of the world, not those inside group."
 )
 OF_GROUP = " hosts has an entry for each rank of the group, and new_group takes ranks of the world."
 
