@@ -53,7 +53,7 @@ def unwritten(tasks: Collection[str]) -> list[Task]:
     for task in here.course.tasks:
         if task.id in tasks:
             needed.update((task, *here.course.builds_on(task)))
-    return [t for t in here.course.tasks if t in needed and source.is_to_write(here, t)]
+    return [t for t in here.course.tasks if t in needed and not source.is_written(here, t)]
 
 
 def _listed(tasks: Sequence[Task]) -> str:

@@ -49,7 +49,7 @@ class Part:
 class Task:
     """One task: a function for the learner to write, or several functions."""
 
-    id: str  # "1.4" is the fifth task of phase 1
+    id: str  # "1.4" is the fourth task of phase 1
     function: str  # its name in the lesson's file; for a method, such as "Trainer.fit"
     title: str
     points: int

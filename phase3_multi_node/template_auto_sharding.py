@@ -215,11 +215,12 @@ def estimate_step_time(
                      chunk; none if p = 1
         bubble       p - 1 micro-batches, forward and backward through one chunk of a stage, with
                      the messages of tensor ranks and without logits
-        data         rings of 2Ψ bytes among the d copies, as far as they take longer than one
-                     micro-batch's backward pass through the stage, without what is repeated:
-                     with ZeRO 0 and 1, an all-reduce, or its two halves; with ZeRO 2, gradients
-                     are scattered for each micro-batch, and parameters gathered once; with ZeRO 3,
-                     parameters are gathered for each forward and for each backward pass, too
+        data         rings of 2Ψ bytes among the d copies, as far as they take longer than twice the
+                     forward time of the stage's layers for one micro-batch (``forward_seconds``,
+                     no logits, no messages): with ZeRO 0 and 1, an all-reduce, or its two
+                     halves; with ZeRO 2, gradients are scattered for each micro-batch, and
+                     parameters gathered once; with ZeRO 3, parameters are gathered for each forward
+                     and for each backward pass, too
         GPT-3, t = p = 8, v = 3, b = 1, m = 64, selective, sequence parallelism, A100s
                      ->  11.8, 1.43, 0.10, 0.47 and 0 s
 

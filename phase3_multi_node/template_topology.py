@@ -127,7 +127,7 @@ def hierarchical_all_reduce(
         across: group of the ranks that have the same index inside their nodes as this rank, one
             rank per node.
         reduce_scatter, all_reduce, all_gather: functions for the three steps, each called once,
-            with the tensor as a positional argument; torch's own by default. Those of tasks 3.1 to
+            with the tensor as a positional argument; torch's own by default. Those of tasks 3.1 and
             3.2 work too.
 
     Cost: for n bytes on k nodes of g ranks, with α₁ and β₁ inside a node, and α₂ and β₂ between

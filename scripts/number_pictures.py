@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from distlab.data import load
 from distlab.models import build
 
-# --- 2.4: gradients and the range of float16 ------------------------------------------------------
+# --- 2.3: gradients and the range of float16 ------------------------------------------------------
 
 SCALE = 2.0**16
 SMALLEST, LARGEST, PER_DECADE = -17, 9, 4  # powers of ten that are shown, and bars in each

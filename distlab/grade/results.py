@@ -113,10 +113,10 @@ class TaskResult:
         broken = [test for test in self.tests if test.verdict.outcome is Outcome.GRADER_ERROR]
         failed = [test for test in self.tests if test.verdict.outcome is not Outcome.PASSED]
         by_value = [test for test in failed if not test.verdict.is_too_dear]
-        exact = [test for test in by_value if test.world == "sim"]
-        first = broken or exact or by_value or failed or self.tests
-        part = min(test.part for test in by_value or first)
-        first = [test for test in first if test.part == part] or first
+        decisive = broken or by_value or failed or self.tests
+        part = min(test.part for test in decisive)
+        in_part = [test for test in decisive if test.part == part]
+        first = [test for test in in_part if test.world == "sim"] or in_part
         return max(first, key=lambda test: test.verdict.outcome.severity)
 
     @property
@@ -126,7 +126,7 @@ class TaskResult:
 
     @property
     def is_complete(self) -> bool:
-        """True if all its tests have run; otherwise, the task scores nothing."""
+        """True if all its tests have run."""
         return 0 < self.expected == len(self.tests) and not self.is_part
 
     @property
@@ -180,7 +180,7 @@ class TaskResult:
         it; if only its costs are too high, it scores the course's share for right values.
         """
         scores: dict[str, tuple[int | None, Part]] = {}
-        is_right = True
+        is_right = not self.is_todo  # nothing of a task counts before all of it is written
         for letter, part in self.task.graded_parts.items():
             if not is_right:
                 scores[letter] = (None, part)

@@ -24,7 +24,7 @@ CRASHES = {
     "left": "Which line ends the process?",
 }
 TOO_DEAR = "The values are right, and they cost too much: "
-INCOMPLETE = "not all tests of the task were run: no points"
+INCOMPLETE = "not all tests of the task were run, and what they decide scores nothing"
 
 
 def message(result: TaskResult) -> str:

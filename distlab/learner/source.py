@@ -90,6 +90,11 @@ def is_to_write(folder: CourseFolder, task: Task) -> bool:
     return task.function in to_write(task, read(folder.root / task.template))
 
 
+def is_written(folder: CourseFolder, task: Task) -> bool:
+    """Return True if no function of a task is still a TODO in the learner's file."""
+    return not {*task.functions} & {*to_write(task, read(folder.root / task.template))}
+
+
 def digest(folder: CourseFolder, task: Task) -> str:
     """Return a digest of the task's functions in the learner's file; "" if it has none of them.
 

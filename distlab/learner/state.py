@@ -59,7 +59,7 @@ class Progress:
         """Return the points that the task scored when it was last graded."""
         if self.has_passed(task):
             return task.points
-        return self.records[task.id].earned if task.id in self.records else 0
+        return min(self.records[task.id].earned, task.points) if task.id in self.records else 0
 
     def _is_too_dear(self, task: Task) -> bool:
         return task.id in self.records and self.records[task.id].is_too_dear

@@ -1,4 +1,4 @@
-"""What follows from ``wait()`` on GPUs, in the programs of four tasks. Predict, then run it.
+"""What follows from ``wait()`` on GPUs, in the programs of five tasks. Predict, then run it.
 
 distlab sim --semantics nccl --ranks 4 examples/simulator/after_wait.py two_inboxes
 """

@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 1.5, 1.3 and 1.8, and one for task 1.4."""
+"""Bodies (functions that ranks run) for tasks 1.3, 1.5 and 1.8, and one for task 1.4."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

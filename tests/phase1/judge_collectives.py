@@ -1,4 +1,4 @@
-"""Judges tasks 1.5 to 1.7: results, the messages between ranks, rounds and memory."""
+"""Judges tasks 1.3 to 1.7: results, the messages between ranks, rounds and memory."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -199,9 +199,9 @@ NO_TARGETS = {
     "that divides needs them."
 }
 NOT_READ = {
-    "NoneType": "Only the rank of the first block reads the inputs. Only the rank of the last "
-    "block reads the rest of a batch, and counts its targets. Elsewhere, None may stand in their "
-    "place."
+    "NoneType": "If the None is a micro-batch's: only the rank of the first block reads the "
+    "inputs. Only the rank of the last block reads the rest of a batch, and counts its targets. "
+    "Elsewhere, None may stand in their place."
 }
 
 Case = tuple[str, Sequence[int], str]  # schedule as drawn; rows of micro-batches; kind of model

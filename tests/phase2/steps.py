@@ -1,4 +1,4 @@
-"""Bodies (functions that ranks run) for tasks 2.1 and 2.2 and 2.4: split batches, and steps."""
+"""Bodies (functions that ranks run) for tasks 2.1, 2.2 and 2.4: split batches, and steps."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -193,7 +193,8 @@ TIME = {
             "micro-batch takes in the l/p layers of a stage, messages between tensor ranks "
             "included, logits not.",
             "data": "The rings of ZeRO's stage, of 2Ψ bytes among d ranks that span dt GPUs, count "
-            "only as far as they take longer than what hides them, 2kF.",
+            "only as far as they take longer than what hides them: twice the forward time of the "
+            "stage's layers for one micro-batch, without logits and messages.",
         },
     ),
 }

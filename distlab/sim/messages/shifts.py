@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
-from distlab.util.text import clauses, rank_names, verb
+from distlab.util.text import clauses, joined, rank_names
 
 MODULE = "<module>"
 MAX_KEPT = 8  # calls kept per group, each made at a different set of lines
@@ -82,14 +82,17 @@ class Splits:
         if len(uneven) != 1:
             return ""
         (site, caller), counts = uneven[0]
-        fewest, most = (f(counts[rank] for rank in ranks) for f in (min, max))
-        few, many = ([rank for rank in ranks if counts[rank] == n] for n in (fewest, most))
+        by_count: dict[int, list[int]] = {}
+        for rank in sorted(ranks, key=lambda rank: -counts[rank]):
+            by_count.setdefault(counts[rank], []).append(rank)
+        times = [
+            f"{'once' if count == 1 else f'{count} times'} on {rank_names(of)}"
+            for count, of in by_count.items()
+        ]
         called = f", called at {place(caller)}," if caller[2] != MODULE else ""
         return (
-            f"{rank_names(many).capitalize()} {verb(many, 'have', 'has')} made the call at "
-            f"{place(site)}{called} {most} times, and {rank_names(few)} {fewest} times: do they "
-            "have equally many batches, or does a `continue`, an `if` or an early return leave "
-            "some out?"
+            f"The call at {place(site)}{called} was made {joined(times)}: do they have equally "
+            "many batches, or does a `continue`, an `if` or an early return leave some out?"
         )
 
     def note(self, key: object, number: int, lines: Mapping[int, Lines]) -> None:

@@ -71,7 +71,7 @@ class Uses:
         others = f"another one, a call of {inside}," if inside else "another one"
         return (
             f"it averages in the first backward pass after a forward pass. Did {others} or the "
-            "program change them then?"
+            "program change the gradients afterwards?"
         )
 
 

@@ -71,6 +71,19 @@ def test_the_verdict_is_that_of_the_first_part_that_fails() -> None:
     assert "(4/8 points: a 4/4, b 0/3, c –, " in status.verdict(result)
 
 
+def test_a_first_part_that_fails_on_real_processes_alone_decides() -> None:
+    result = result_of(("b", WRONG))
+    real = TestResult("test_a", "gloo", verdict_on(Wrong("on gloo")), 0.1, 2, "a")
+    result.tests.append(real)
+    result.expect("a")
+    assert table.message(result).startswith("Task 1.4 (a, values): on gloo")
+
+
+def test_a_task_with_an_unwritten_function_scores_nothing() -> None:
+    todo = Verdict(Outcome.TODO, "broadcast", missing=("1.4", "broadcast"))
+    assert result_of(ALL[0], ("b", todo), missing="c").points == 0
+
+
 def test_costs_of_an_earlier_part_come_after_values_of_a_later_one() -> None:
     result = result_of(("a", DEAR), ALL[1], ("c", WRONG))
     assert (result.verdict, result.points) == (WRONG, 2 + 3)
