@@ -38,7 +38,7 @@ def interleaved(sizes: list[int], block: Callable[[], nn.Module]) -> None:
     """Train on two stages of two blocks; micro-batch i is filled with 1 - i."""
     schedule = pipeline_parallel.interleaved_schedule(2, len(sizes), 2)
     batches = [(torch.full((size, 3), 1.0 - i), torch.ones(1)) for i, size in enumerate(sizes)]
-    pipeline_parallel.run_schedule(schedule, [block(), block()], batches, pipelines._squares)
+    pipeline_parallel.run_schedule(schedule, [block(), block()], batches, pipelines.SQUARES)
 
 
 def test_only_the_first_output_of_a_size_has_a_header() -> None:
