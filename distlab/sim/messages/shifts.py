@@ -89,7 +89,8 @@ class Splits:
             f"{'once' if count == 1 else f'{count} times'} on {rank_names(of)}"
             for count, of in by_count.items()
         ]
-        called = f", called at {place(caller)}," if caller[2] != MODULE else ""
+        is_told = caller[2] != MODULE and caller != site
+        called = f", called at {place(caller)}," if is_told else ""
         return (
             f"The call at {place(site)}{called} was made {joined(times)}: do they have equally "
             "many batches, or does a `continue`, an `if` or an early return leave some out?"

@@ -31,7 +31,7 @@ def barrier_under_an_if() -> None:
     ENDED,
     (1,),
     "ranks 0 and 2 wait in all_reduce (call 4 of ranks 0-2) for rank 1, but rank 1 has returned",
-    "4 times, and rank 1 3 times: do they have equally many batches, or does a `continue`, an `if`",
+    "4 times on ranks 0 and 2 and 3 times on rank 1: do they have equally many batches, or does ",
     "rank 1 returned after 3 calls, the last: all_reduce (call 3 of ranks 0-2), (4,) float32 "
     "broken_ends.py:",
 )
