@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from commands import COURSE, copy_course
 
 from distlab.course import Part
-from distlab.grade import table
+from distlab.grade import table, task
 from distlab.grade.checks import TooDear, Wrong
 from distlab.grade.outcomes import Outcome, Verdict, verdict_on
 from distlab.grade.results import TaskResult, TestResult
+from distlab.grade.suites import in_order_of_parts
 from distlab.learner import state, status
 
 TASK = replace(
@@ -108,3 +111,14 @@ def test_points_of_parts_survive_a_report_and_count_as_progress(
 def replace_task(result: TaskResult) -> TaskResult:
     """Return a result that was read with the course's task, as one of the task in parts."""
     return replace(result, task=TASK)
+
+
+def test_tests_run_in_the_order_of_their_parts() -> None:
+    def item(name: str, *marks: pytest.Mark) -> Any:
+        return SimpleNamespace(nodeid=name, get_closest_marker=lambda _: next(iter(marks), None))
+
+    second, first = (task("1.4", part=part).mark for part in "ba")
+    other = task("1.3").mark
+    items = [item("b", second), item("other", other), item("a", first), item("of the lab")]
+    order = [item.nodeid for item in in_order_of_parts(items)]
+    assert order == ["a", "b", "other", "of the lab"]

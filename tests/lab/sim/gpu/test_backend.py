@@ -1,43 +1,20 @@
 """NCCL's part of a process group: its options, and the sums that only NCCL has."""
 
 import copy
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from own_gpus import ones, refusal, run
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from distlab.sim import Options, RankError, simulate
+from distlab.sim import Options, simulate
 
 torch_dist: Any = dist  # the stubs lack what a build without CUDA lacks
-
-
-def run(main: Callable[[], Any], num_ranks: int = 2) -> list[Any]:
-    options = Options(semantics="nccl")
-    ran = simulate(on_own_gpu, num_ranks, main, cluster="dgx-h100", options=options)
-    assert ran.gpu_time is not None
-    assert ran.gpu_time.wrong == []
-    return ran.results
-
-
-def on_own_gpu(main: Callable[[], Any]) -> Any:
-    torch.cuda.set_device(dist.get_rank())
-    return main()
-
-
-def ones(size: int = 1) -> Tensor:
-    return torch.ones(size, device="cuda")
-
-
-def refusal(main: Callable[[], Any]) -> str:
-    with pytest.raises(RankError) as caught:
-        run(main)
-    return str(caught.value).splitlines()[0]
 
 
 def make_options() -> Any:

@@ -2,40 +2,17 @@
 
 import pickle
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from own_gpus import ones, refusal, run
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from distlab.sim import Options, RankError, simulate
-
-
-def run(main: Callable[[], Any], num_ranks: int = 2, cluster: str = "dgx-h100") -> list[Any]:
-    options = Options(semantics="nccl")
-    ran = simulate(on_own_gpu, num_ranks, main, cluster=cluster, options=options)
-    assert ran.gpu_time is not None
-    assert ran.gpu_time.wrong == []
-    return ran.results
-
-
-def on_own_gpu(main: Callable[[], Any]) -> Any:
-    torch.cuda.set_device(dist.get_rank())
-    return main()
-
-
-def ones(size: int = 1) -> Tensor:
-    return torch.ones(size, device="cuda")
-
-
-def refusal(main: Callable[[], Any]) -> str:
-    with pytest.raises(RankError) as caught:
-        run(main)
-    return str(caught.value).splitlines()[0]
+from distlab.sim import Options, simulate
 
 
 def test_sleep_keeps_the_stream_busy_for_its_cycles() -> None:
