@@ -32,6 +32,7 @@ from distlab.sim.gpu.flight_recorder import (
     minutes,
     write_dumps,
 )
+from distlab.sim.gpu.hazards import too_late
 from distlab.sim.gpu.placement import home_of, index_of
 from distlab.sim.gpu.streams import Mark, Stream
 from distlab.sim.messages.crossings import Crossings
@@ -42,7 +43,7 @@ from distlab.sim.messages.message import Communicator, Message, StreamTurn
 from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.work import Handles, SimWork, work_of
 from distlab.sim.reporting.errors import Mismatch
-from distlab.sim.reporting.sites import CallSite
+from distlab.sim.reporting.sites import CallSite, Site
 from distlab.sim.results.gpu_time import GpuTime
 
 Uses = list[tuple[Tensor, bool]]  # tensors of a call, each with True if it is written
@@ -179,6 +180,7 @@ class GpuGroup(SimGroup):
         fleet.timeouts_s[key] = self._info.timeout_s
         self._options = options
         self._block: Block | None = None
+        self._late_until_s = 0.0  # end of the last operation that outlasted the timeout
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -396,6 +398,7 @@ class GpuGroup(SimGroup):
         start, end = device.launch_communication(channel, pendings, uses, text, site[0])
         for pending in pendings:
             pending.behind = tuple(p for p in start.after if isinstance(p, Pending))
+            pending.then(partial(self._note_if_late, pending, device.host_s(), text, site[0]))
 
         def begin(at_s: float) -> None:
             if not rank.is_killed:
@@ -407,6 +410,13 @@ class GpuGroup(SimGroup):
 
         start.when_known(schedule)
         return end
+
+    def _note_if_late(self, pending: Pending, launched_s: float, text: str, site: Site) -> None:
+        took_s, timeout_s = pending.done_s - launched_s, self._info.timeout_s
+        is_first = launched_s >= self._late_until_s  # those queued behind it are late as well
+        if took_s > timeout_s and is_first and pending.error is None:
+            self._late_until_s = pending.done_s
+            self._device.hazards.add(too_late(text, took_s, minutes(timeout_s), site))
 
     # Messages
 

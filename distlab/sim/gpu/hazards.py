@@ -150,6 +150,16 @@ def in_one_batch(one: str, other: str, site: Site) -> Hazard:
     return Hazard(text, site, NOWHERE, "receive into another tensor")
 
 
+def too_late(text: str, took_s: float, timeout: str, site: Site) -> Hazard:
+    """Return the hazard of communication that torch's watchdog would not have waited for."""
+    text = (
+        f"{text} ends {took_s:.3g} s after its launch, for which torch's watchdog does not wait, "
+        f"as its group has a timeout of {timeout}"
+    )
+    remedy = "give the group a longer timeout=, or let the ranks wait for less time"
+    return Hazard(text, site, NOWHERE, remedy)
+
+
 class Grave:
     """Takes notes of memory that was freed while another stream might still use it.
 

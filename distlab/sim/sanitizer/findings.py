@@ -7,7 +7,7 @@ from distlab.util.text import rank_names
 
 MAX_SHOWN = 20
 # Kinds of mistakes that lead to others.
-CAUSES = ("alias", "order", "crossing", "cut", "in flight", "scaler")
+CAUSES = ("alias", "order", "crossing", "cut", "in flight", "scaler", "declared")
 Mistake = tuple[str, Hashable]
 
 

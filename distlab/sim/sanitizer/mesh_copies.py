@@ -176,16 +176,16 @@ def _holders(parameter: DTensor) -> Iterator[tuple[Ranks, bool]]:
     is_split = any(p.is_shard() for p in placements) and not any(p.is_partial() for p in placements)
     if not is_split:
         return
-    if len(declared := _along(mesh, [p.is_replicate() for p in placements])) > 1:
+    if len(declared := along(mesh, [p.is_replicate() for p in placements])) > 1:
         yield declared, True
     whole = mesh._get_root_mesh()
     mine, names = mesh.mesh_dim_names or (), whole.mesh_dim_names or ()
     for other in names if {*mine} < {*names} else ():
-        if other not in mine and len(ranks := _along(whole, [n == other for n in names])) > 1:
+        if other not in mine and len(ranks := along(whole, [n == other for n in names])) > 1:
             yield ranks, False
 
 
-def _along(mesh: DeviceMesh, are_free: Iterable[bool]) -> Ranks:
+def along(mesh: DeviceMesh, are_free: Iterable[bool]) -> Ranks:
     """Return the ranks of a mesh that share this rank's place along all dimensions but the free."""
     if (coordinate := mesh.get_coordinate()) is None:
         return ()

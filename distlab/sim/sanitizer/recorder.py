@@ -48,7 +48,7 @@ class Step:
     losses: dict[int, list[float]] = field(default_factory=dict)
     num_syncs: dict[int, int] = field(default_factory=dict)
     total_syncs: dict[int, int] = field(default_factory=dict)
-    num_calls: dict[int, int] = field(default_factory=dict)  # before it; see Recorder
+    num_shared: dict[int, int] = field(default_factory=dict)  # before it; see Recorder
     is_ddp: bool = False
     own_norms: set[int] = field(default_factory=set)  # ranks that clipped what they may own
     back_through: set[tuple[int, ...]] = field(default_factory=set)  # groups; see Recorder
@@ -61,8 +61,8 @@ class Recorder:
         sends_messages: True if ranks send one another messages, by which they may average, too.
         leaves_early: True if torch's ``Join`` lets ranks with fewer batches leave out steps.
         averages_parameters: True if one of torch's averagers replaces the average of gradients.
-        num_calls: For each rank, its collective calls that may average parameters: those that
-            DistributedDataParallel does not make in a backward pass.
+        num_shared: For each rank, the elements that it has given to collectives which may average
+            parameters: those that DistributedDataParallel does not call in a backward pass.
         visits: Data that ranks have sent one another by all_to_all.
         gathered: The same, with data that an all_gather has brought.
         returned: Gradients that the backward passes of layers have brought from other ranks.
@@ -71,6 +71,8 @@ class Recorder:
         by_hand: Ranks that have averaged gradients by a call of their own, with the optimizer's
             number.
         have_summed: Ranks that may have averaged gradients by a call.
+        sums: For each rank, the groups in which it may have summed gradients since its last
+            backward pass began.
         taken_at: For each parameter whose gradient a collective took, the line of that.
         spoke_at_length: Ranks that have exchanged a long tensor since their last step.
     """
@@ -81,10 +83,11 @@ class Recorder:
         self.returned = Followed()
         self.back_through: set[tuple[int, ...]] = set()
         self.sends_messages = self.leaves_early = self.averages_parameters = False
-        self.num_calls: Counter[int] = Counter()
+        self.num_shared: Counter[int] = Counter()
         self.begun: dict[tuple[int, int], tuple[Step, list[ref[Tensor]]]] = {}
         self.by_hand: set[tuple[int, int]] = set()
         self.have_summed: set[int] = set()
+        self.sums: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
         self.taken_at: MutableMapping[Tensor, Site] = WeakIdKeyDictionary()
         self.spoke_at_length: set[int] = set()
         self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
@@ -120,13 +123,15 @@ class Recorder:
     def goes_back(self, rank: int, loss: float) -> None:
         """Note a loss from which a rank goes back."""
         self._losses[rank].append(loss)
+        self.sums.pop(rank, None)
 
-    def spoke(self, rank: int, *, has_summed: bool, is_long: bool) -> None:
+    def spoke(self, rank: int, group: Sequence[int], *, has_summed: bool, is_long: bool) -> None:
         """Note a rank's collective call, and whether it may average gradients or parameters."""
         if is_long:
             self.spoke_at_length.add(rank)
         if has_summed:
             self.have_summed.add(rank)
+            self.sums[rank].add(tuple(group))
 
     def clipped(self, rank: int, norm: Norm) -> None:
         """Note a call of ``clip_grad_norm_``."""
@@ -175,7 +180,7 @@ class Recorder:
         step.num_syncs[rank] = len(self._syncs.pop(rank, ()))
         self._total_syncs[rank] += step.num_syncs[rank]
         step.total_syncs[rank] = self._total_syncs[rank]
-        step.num_calls[rank] = self.num_calls[rank]
+        step.num_shared[rank] = self.num_shared[rank]
         for ranks in (self._have_exchanged, self.spoke_at_length):
             ranks.discard(rank)
 

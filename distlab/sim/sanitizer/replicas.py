@@ -10,7 +10,7 @@ as new biases are. Then:
     none equal, in DDP                a finding: nothing was averaged
     none equal, in no step            a finding, unless the ranks send each other messages, or
                                       their parameters are equal again before a later step, or a
-                                      collective follows the last one
+                                      collective as large as a parameter follows the last one
 """
 
 from collections import defaultdict
@@ -61,6 +61,7 @@ class Replicas:
         # First steps of replicas that may have averaged nothing, by optimizer and ranks.
         self._unsynced: dict[tuple[int, tuple[int, ...]], Step] = {}
         self._equal: dict[int, list[tuple[int, ...]]] = {}  # by optimizer: alike in its last step
+        self._last: dict[int, Step] = {}  # by optimizer
         self._reported: set[tuple[int, ...]] = set()  # those whose gradients differed
         self._were_alike: set[int] = set()  # ranks that have been replicas in any step
 
@@ -115,8 +116,9 @@ class Replicas:
             may_differ = self._recorder.averages_parameters or not is_complete or is_equal
             if is_known and not may_differ:
                 text = f"were equal before step {step.number - 1}, and differ now"
-                self._report_drift(step, before, step.values, text)
-        self._equal[step.optimizer] = alike
+                cause = _cause_of_drift(self._last[step.optimizer], before)
+                self._report_drift(step, before, step.values, text, cause)
+        self._equal[step.optimizer], self._last[step.optimizer] = alike, step
 
     def _report_skipped(self, step: Step) -> None:
         fewest, most = (f(step.total_syncs, key=step.total_syncs.__getitem__) for f in (min, max))
@@ -216,7 +218,8 @@ class Replicas:
                 text = (
                     "were equal before it, the last one, with equal gradients, and differ after it"
                 )
-                self._report_drift(step, ranks, step.results, text)
+                cause = _cause_of_drift(step, ranks)
+                self._report_drift(step, ranks, step.results, text, cause)
 
     def _is_end(self, optimizer: int, ranks: tuple[int, ...], step: Step) -> bool:
         """Return whether all ranks were alike in a step, their last one, and mended nothing."""
@@ -232,7 +235,12 @@ class Replicas:
         )
 
     def _report_drift(
-        self, step: Step, ranks: tuple[int, ...], values: Mapping[int, Sequence[Values]], text: str
+        self,
+        step: Step,
+        ranks: tuple[int, ...],
+        values: Mapping[int, Sequence[Values]],
+        text: str,
+        cause: str,
     ) -> None:
         """Report replicas that were equal, if they differ now."""
         columns = zip(*(values[rank] for rank in ranks), strict=True)
@@ -242,7 +250,7 @@ class Replicas:
         self._findings.add(
             ("drift", step.site),
             f"step {step.number}: {rank_names(ranks)} {text}: {names_of(wrong)}; "
-            f"{place(step.site)}. {_cause_of_drift(step, ranks)}",
+            f"{place(step.site)}. {cause}",
         )
 
     def _judge_norms(self, step: Step, alike: Iterable[tuple[int, ...]]) -> None:
@@ -287,7 +295,7 @@ class Replicas:
 
     def _report_unsynced(self, ranks: tuple[int, ...], step: Step) -> None:
         is_by_hand = any((rank, step.optimizer) in self._recorder.by_hand for rank in ranks)
-        may_average_parameters = self._spoke_after(ranks, step.optimizer) and not is_by_hand
+        may_average_parameters = self._shared_after(ranks, step) and not is_by_hand
         if may_average_parameters or self._findings.has("order", "crossing"):
             return
         columns = [*zip(*(step.values[rank] for rank in ranks), strict=True)]
@@ -299,10 +307,15 @@ class Replicas:
             f"{_AFTER_THE_STEP if is_by_hand else ''}",
         )
 
-    def _spoke_after(self, ranks: tuple[int, ...], optimizer: int) -> bool:
-        """Return whether ranks have made collective calls since an optimizer's last step."""
-        last = {rank: self._recorder.begun[rank, optimizer][0] for rank in ranks}
-        return any(self._recorder.num_calls[rank] > last[rank].num_calls[rank] for rank in ranks)
+    def _shared_after(self, ranks: tuple[int, ...], step: Step) -> bool:
+        """Return whether ranks have shared as much as a parameter since the last step.
+
+        An averaged loss is less than that.
+        """
+        last = {rank: self._recorder.begun[rank, step.optimizer][0] for rank in ranks}
+        num_shared = self._recorder.num_shared
+        largest = max(value.shape.numel() for value in step.values[ranks[0]])
+        return any(num_shared[r] - last[r].num_shared[r] >= largest for r in ranks)
 
 
 def _advice(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]]) -> str:

@@ -26,6 +26,7 @@ from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.calls import SMALL, WITHOUT_ROOT, Calls, goes_back_through_ranks
 from distlab.sim.sanitizer.cuts import Cuts, Operations
 from distlab.sim.sanitizer.ddp import Wrappings
+from distlab.sim.sanitizer.declared import Declared
 from distlab.sim.sanitizer.draws import Draws, Unnoticed
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.in_flight import InFlight
@@ -71,8 +72,9 @@ class Sanitizer:
         )
         self._recorder = Recorder(steps.parameters, self._wrappings, rank_states.num_ranks)
         self._replicas = Replicas(self.findings, self._recorder)
-        self._scalers = Scalers(self.findings, rank_states, places, unnoticed)
+        self._scalers = Scalers(self.findings, rank_states, places, unnoticed, self._recorder.sums)
         self._mesh_copies = MeshCopies(self.findings, steps.parameters)
+        self._declared = Declared(self.findings, rank_states, places, unnoticed)
         steps.listeners += [self._stepped, self._mesh_copies.steps]
         steps.listeners_after += [self._recorder.stepped, self._mesh_copies.stepped]
 
@@ -83,6 +85,7 @@ class Sanitizer:
             replace = partial(replace_until, undo)
             self._draws.install(replace)
             self._scalers.install(replace)
+            self._declared.install(replace)
             self._watch_clipping(replace)
             self._watch_losses(replace)
             self._watch_zeroing(replace)
@@ -116,9 +119,11 @@ class Sanitizer:
         if inputs := attendance.call.inputs:
             is_long = inputs[0].numel() > SMALL
             is_sum = attendance.name in WITHOUT_ROOT and is_long
-            self._recorder.spoke(attendance.rank, has_summed=is_sum, is_long=is_long)
+            self._recorder.spoke(
+                attendance.rank, attendance.group, has_summed=is_sum, is_long=is_long
+            )
             if not is_of_ddp:
-                self._recorder.num_calls[attendance.rank] += 1
+                self._recorder.num_shared[attendance.rank] += sum(x.numel() for x in inputs)
             is_of_gradient = is_of_ddp or self._calls.is_of_gradient(attendance)
             if is_long and attendance.name != "broadcast" and not is_of_gradient:
                 self._recorder.exchanged(attendance.rank)

@@ -3,11 +3,12 @@
     rank 0   unscale_ finds no inf ─▶ average ─▶ gradients with inf ─▶ steps
     rank 1   unscale_ finds inf    ─▶ average ─▶ gradients with inf ─▶ skips
 
-Ranks that have equal parameters and equal gradients have to decide alike.
+Ranks that have equal parameters and equal gradients have to decide alike, and so have ranks that
+have just summed gradients, whose shards may differ.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,21 +35,32 @@ class _Decision(NamedTuple):
     Attributes:
         state: What tells parameters and gradients from others before it.
         looked_at: Line that looked for inf.
+        sums: Groups in which the rank has summed gradients since its last backward pass began.
     """
 
     state: State
     is_skip: bool
     looked_at: Site
+    sums: frozenset[tuple[int, ...]]
 
 
 class Scalers:
-    """Compares what the scalers of all ranks decide."""
+    """Compares what the scalers of all ranks decide.
+
+    Args:
+        sums: For each rank, the groups in which it may have summed gradients; see Recorder.
+    """
 
     def __init__(
-        self, findings: Findings, rank_states: RankStates, places: Places, unnoticed: Unnoticed
+        self,
+        findings: Findings,
+        rank_states: RankStates,
+        places: Places,
+        unnoticed: Unnoticed,
+        sums: Mapping[int, Iterable[tuple[int, ...]]],
     ) -> None:
         self._findings, self._rank_states, self._places = findings, rank_states, places
-        self._unnoticed = unnoticed
+        self._unnoticed, self._sums = unnoticed, sums
         # For each rank, the number of each of its optimizers, and its steps so far.
         self._numbers: defaultdict[int, MutableMapping[Optimizer, int]] = defaultdict(
             WeakIdKeyDictionary
@@ -95,7 +107,8 @@ class Scalers:
         self._num_steps[rank, number] += 1
         step = number, self._num_steps[rank, number]
         looked_at = self._looked_at.pop(optimizer, site)
-        self._decisions[step][rank] = _Decision(state, is_skip, looked_at)
+        sums = frozenset(self._sums.get(rank, ()))
+        self._decisions[step][rank] = _Decision(state, is_skip, looked_at, sums)
         if len(self._decisions[step]) == self._rank_states.num_ranks:
             self._compare(step[1], self._decisions.pop(step))
 
@@ -105,12 +118,9 @@ class Scalers:
             self._compare(number, decisions)
 
     def _compare(self, number: int, decisions: dict[int, _Decision]) -> None:
-        by_state: defaultdict[State, list[int]] = defaultdict(list)
-        for rank, decision in decisions.items():
-            by_state[decision.state].append(rank)
-        for state, ranks in by_state.items():
+        for ranks in _that_have_to_agree(decisions):
             skipping = [rank for rank in ranks if decisions[rank].is_skip]
-            if state and 0 < len(skipping) < len(ranks):
+            if 0 < len(skipping) < len(ranks):
                 others = [rank for rank in ranks if rank not in skipping]
                 self._report(number, skipping, others, decisions[skipping[0]].looked_at)
 
@@ -123,6 +133,15 @@ class Scalers:
             f"{rank_names(others)}: each looked for inf or nan in its own gradients. Average the "
             f"gradients before unscale_(), or all-reduce found_inf; {place(looked_at)}",
         )
+
+
+def _that_have_to_agree(decisions: Mapping[int, _Decision]) -> Iterable[Sequence[int]]:
+    """Return the sets of ranks that are replicas, or have summed gradients with one another."""
+    by_reason: defaultdict[object, list[int]] = defaultdict(list)
+    for rank, decision in sorted(decisions.items()):
+        for reason in (*[decision.state] * bool(decision.state), *decision.sums):
+            by_reason[reason].append(rank)
+    return by_reason.values()
 
 
 def _tensors(optimizer: Optimizer) -> list[Tensor | None]:

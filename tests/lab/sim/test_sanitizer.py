@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
@@ -77,6 +78,23 @@ def averages_nothing() -> None:
         optimizer.zero_grad()
         net(data()).square().sum().backward()
         optimizer.step()
+
+
+def averages_nothing_but_a_loss() -> None:
+    averages_nothing()
+    dist.all_reduce(torch.ones(1))
+
+
+def splits_a_layer_between_batches() -> None:
+    parallelizes(data())
+
+
+def parallelizes(x: Tensor) -> None:
+    mesh, plan = (
+        init_device_mesh(x.device.type, (2,)),
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    )
+    parallelize_module(model(), mesh, plan)(x)
 
 
 def averages_one_of_two_models() -> None:
@@ -407,14 +425,25 @@ def averages_over_one_rank() -> None:
 
 
 def restores_momentum_on_one_rank() -> None:
+    goes_on_from_momentum(num_steps=1)
+
+
+def restores_momentum_and_goes_on() -> None:
+    """The second step, before which the replicas differ, finds state on both ranks."""
+    goes_on_from_momentum(num_steps=2)
+
+
+def goes_on_from_momentum(num_steps: int) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if dist.get_rank() == 0:
         for parameter in net.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
-    net(data()).square().sum().backward()
-    average(net)
-    optimizer.step()
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        average(net)
+        optimizer.step()
 
 
 def splits_samples_by_rank() -> None:
@@ -715,6 +744,9 @@ WRONG: dict[Callable[[], None], str] = {
     "and 1, got different gradients, and have differed since, though",
     forgets_a_norm_before_split_sequences: "step 1: 1.weight and 1.bias had equal values on ranks",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
+    averages_nothing_but_a_loss: "step with gradients that were never averaged, and differ",
+    splits_a_layer_between_batches: "These ranks need the same batch, chosen by their place along",
+    restores_momentum_and_goes_on: "with state, such as momentum, of 0 and 4 parameters",
     leaves_a_layer_out: "waited for the gradients of b.weight and b.bias, which",
     steps_inside_no_sync: "its forward passes ran inside no_sync(), test_sanitizer.py:",
     calls_the_module_inside: "not called, but that of the module inside, test_sanitizer.py:",
@@ -1491,7 +1523,12 @@ def leaves_out_a_step_and_its_gradients() -> None:
             optimizer.step()
 
 
+def splits_a_layer_of_one_batch() -> None:
+    parallelizes(shared_data())
+
+
 RIGHT = [
+    splits_a_layer_of_one_batch,
     trains_norms_around_split_layers,
     averages_norms_around_split_layers_at_times,
     talks_to_other_agents,

@@ -96,6 +96,34 @@ def test_the_line_is_that_of_the_optimizers_own_unscale() -> None:
     assert f"test_scalers.py:{number} " in found
 
 
+def looks_for_inf_in_its_shard() -> None:
+    """Each rank keeps a third of the sums, and only one of them overflows."""
+    shard = nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.SGD([shard], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(shard.sum()).backward()
+    sums = torch.zeros(10)
+    mine = torch.ones(30).index_fill(0, torch.tensor(12), 2e38)
+    dist.reduce_scatter(sums, [*mine.split(10)])
+    shard.grad = sums
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_ranks_that_have_summed_gradients_decide_alike() -> None:
+    (line,) = [line for line in findings(looks_for_inf_in_its_shard) if "GradScaler" in line]
+    assert line.startswith("GradScaler skipped step 1 on rank 1, but not on ranks 0 and 2: ")
+
+
+def averages_parameters_now_and_then() -> None:
+    """A step overflows on one rank after the ranks have averaged their parameters."""
+    net = model()
+    for _ in range(2):
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
+        train(net)
+
+
 def averages_in_time() -> None:
     train(model(), before=average)
 
@@ -131,6 +159,7 @@ def switches_its_scaler_off() -> None:
         averages_with_ddp,
         shares_what_it_found,
         trains_alone,
+        averages_parameters_now_and_then,
         switches_its_scaler_off,
     ],
     ids=lambda program: program.__name__,

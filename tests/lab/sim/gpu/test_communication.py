@@ -142,6 +142,23 @@ def test_a_message_without_its_other_side_blocks_the_host_only_where_it_waits() 
     assert "until torch's watchdog ends them after 10 minutes" in text
 
 
+def test_a_call_that_outlasts_its_groups_timeout_is_wrong() -> None:
+    def program() -> None:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("nccl", timeout=timedelta(seconds=30))
+        torch.cuda.set_device(rank)
+        time.sleep(45 * rank)
+        dist.all_reduce(ones())
+        dist.all_reduce(ones())
+
+    (line,) = wrong(program)
+    assert "all_reduce (call 1 of ranks 0 and 1) ends 45 s after its launch, for which" in line
+    assert line.endswith(
+        "as its group has a timeout of 30 s: give the group a longer timeout=, or let the ranks "
+        "wait for less time"
+    )
+
+
 @pytest.mark.parametrize(
     ("of_world", "of_group", "words"),
     [
