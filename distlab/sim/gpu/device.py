@@ -411,6 +411,7 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         """
         host_s, current = self.host_s(), self.working_stream(channel.index)
         channel.comes_after(current.reached)
+        channel.waited = current.waited if current.waits_for_itself else None
         start = channel.moment
         start.join(current.moment)
         start.known_s = max(start.known_s, host_s)

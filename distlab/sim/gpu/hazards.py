@@ -22,6 +22,7 @@ from distlab.sim.reporting.sites import Site
 _CALL_NUMBER = re.compile(r"(?<=\(call )\d+")
 MAX_ACCESSES = 64  # accesses that are remembered of one storage
 _AS_WRITTEN = {"_local_scalar_dense": "item()", "_to_copy": "to()"}  # names of operations
+_INTO_BUFFERS = ("all_gather", "all_to_all", "recv", "scatter")  # calls that fill other tensors
 SMALL_BYTES = 2**20  # torch's allocator reuses smaller blocks only for small tensors
 
 
@@ -120,11 +121,13 @@ def _of_event(earlier: Access, later: Access) -> str:
     event, name = later.stream.waited, earlier.stream.name
     if event is None:
         return ""
-    waits = f"{later.stream.name} waits ({place(event.waited_at)}) for an event that was"
+    is_of_nccl = later.stream.name.startswith("NCCL")  # the current stream is what waits
+    who = "the current stream" if is_of_nccl else later.stream.name
+    waits = f"{who} waits ({place(event.waited_at)}) for an event that was"
     if event.recorded is None:
         return f"{waits} not recorded yet: record it on {name} first, behind that line"
     stream, site = event.recorded
-    if stream is later.stream:
+    if stream is later.stream or is_of_nccl:
         return f"{waits} recorded on itself ({place(site)}): record it on {name}, behind that line"
     if stream is earlier.stream:
         return f"{waits} recorded ({place(site)}) before that: wait for one that is recorded behind"
@@ -141,7 +144,9 @@ def _wait_for(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:
                 f"only {stream.name} waits for it, so let {later.stream.name} wait for that: "
                 "wait_stream() or wait_event()"
             )
-    return "call wait() on its handle before"
+    is_for_more = not later.is_write and earlier.text.startswith(_INTO_BUFFERS)
+    other = ", or let it write elsewhere, if what was there before is meant" * is_for_more
+    return f"call wait() on its handle before{other}"
 
 
 def in_one_batch(one: str, other: str, site: Site) -> Hazard:

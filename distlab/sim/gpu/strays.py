@@ -11,6 +11,10 @@ from distlab.sim.reporting.report import place
 from distlab.util.text import rank_names
 
 _REMEDIES = {"load": 'give torch.load map_location=f"cuda:{local_rank}" or "cpu"'}
+_OF_OBJECTS = (
+    "a pickled tensor arrives on the GPU that it had, so move tensors to the CPU before, or send "
+    "them by a collective of tensors"
+)
 _REMEDY = 'name the rank\'s own GPU, f"cuda:{local_rank}"'
 
 
@@ -38,7 +42,8 @@ def _own(device: HostAndGpus) -> Set[int]:
 
 def _line(device: HostAndGpus, index: int, owners: Sequence[int]) -> str:
     site, _, maker = device.usage.placed[index]
+    remedy = _OF_OBJECTS if "object" in maker else _REMEDIES.get(maker, _REMEDY)
     return (
         f"{place(site)}: puts tensors on cuda:{index}, the GPU of {rank_names(owners)}, which "
-        f"loses memory to them: {_REMEDIES.get(maker, _REMEDY)}"
+        f"loses memory to them: {remedy}"
     )

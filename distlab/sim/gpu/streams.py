@@ -95,6 +95,11 @@ class Stream:
         self.reached: Reached = {**(reached or {})}
         self.waited: WaitedEvent | None = None
 
+    @property
+    def waits_for_itself(self) -> bool:
+        """True if the latest event that it waits for was recorded on it, which orders nothing."""
+        return bool(self.waited and self.waited.recorded and self.waited.recorded[0] is self)
+
     def next_number(self) -> int:
         """Return the number of the stream's next work."""
         self.reached[self] = number = self.reached.get(self, 0) + 1

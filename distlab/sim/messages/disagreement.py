@@ -21,6 +21,9 @@ _PAD = (
     "Where ranks have unequal numbers of elements, gather these numbers first, pad to the largest, "
     "and cut the result."
 )
+_GO_FIRST = (
+    "If one rank goes first through a block, between two barriers, call collectives outside of it."
+)
 _LIST = "On NCCL, a list of tensors of the right sizes would do, too."
 
 
@@ -67,7 +70,8 @@ def disagreement(calls: Sequence[RankCall]) -> Mismatch:
     if len({call.name for call in calls}) > 1:
         names = [(side, side[0].name) for side in ordered]
         same = "Every rank of a group must make the same collective calls in the same order."
-        advice = " ".join(filter(None, [same, by_torch]))
+        is_at_barrier = any(name == "barrier" for _, name in names) and not by_torch
+        advice = " ".join(filter(None, [same, by_torch, _GO_FIRST * is_at_barrier]))
         return mismatch("operation mismatch", _headline(names), rows, advice)
     words = [word for word in calls[0].values if len({str(g.values.get(word)) for g in calls}) > 1]
     if NUM_TENSORS in words:  # shapes and dtypes then differ too, but add nothing
@@ -125,6 +129,7 @@ def unequal_parts(calls: Sequence[Call], rows: Sequence[Row]) -> Mismatch | None
                     f"{rank_names(rows[k].ranks)}, which expects {expected}",
                     [rows[i], rows[k]],
                     "The sender's input split for a rank is that rank's output split for the "
-                    "sender.",
+                    "sender. Where each rank chooses its input splits, exchange them first, by an "
+                    "all_to_all of these numbers, and take what arrives as output splits.",
                 )
     return None

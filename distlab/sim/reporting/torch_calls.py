@@ -99,7 +99,10 @@ def advice_if_ended(maker: str, ended: Collection[int]) -> str:
         return past_the_steps(ended)
     if re.search(_FORWARD, maker):
         return f"{past_the_steps(ended)} If not: {_advice_on(maker)}"
-    return f"{_advice_on(maker)} Why did {rank_names(ended)} return before?"
+    return (
+        f"{_advice_on(maker)} Why did {rank_names(ended)} return before: with fewer batches, or by "
+        "a decision to stop that each rank makes alone (all-reduce or broadcast it)?"
+    )
 
 
 def past_the_steps(ranks: Collection[int]) -> str:

@@ -104,7 +104,7 @@ class Replicas:
             self._unsynced.pop((step.optimizer, ranks), None)
             self._judge_gradients(ranks, step)
         self._shared.judge(step)
-        self._judge_start(step)
+        self._judge_start(step, alike)
         return None
 
     def _judge_drift(self, step: Step, alike: list[tuple[int, ...]]) -> None:
@@ -169,7 +169,7 @@ class Replicas:
             f"averaged; {place(step.site)}.{advice}",
         )
 
-    def _judge_start(self, step: Step) -> None:
+    def _judge_start(self, step: Step, alike: Iterable[tuple[int, ...]]) -> None:
         """Report ranks whose gradients are equal, but whose parameters were not from the start.
 
         Each parameter is judged in the first step in which its gradient is not constant, as it is
@@ -184,7 +184,7 @@ class Replicas:
                 if not is_equal(self._starts[rank, step.optimizer, number] for rank in ranks)
             ]
             if wrong := [column for column in wrong if not is_equal(v.value for v in column)]:
-                self._report_start(ranks, step, wrong)
+                self._report_start(ranks, step, wrong, _among_others(ranks, alike))
 
     def _fresh(self, rank: int, optimizer: int, values: Sequence[Values]) -> set[int]:
         """Return the numbers of the parameters whose gradients are not constant for once."""
@@ -198,13 +198,22 @@ class Replicas:
         return fresh
 
     def _report_start(
-        self, ranks: Sequence[int], step: Step, wrong: Sequence[Sequence[Values]]
+        self,
+        ranks: Sequence[int],
+        step: Step,
+        wrong: Sequence[Sequence[Values]],
+        replicas: Sequence[int],
     ) -> None:
+        advice = "Broadcast them before training, or build the model from one seed"
+        if replicas:
+            advice = (
+                f"{rank_names(replicas).capitalize()} hold equal ones: average over these ranks, "
+                "by the group of the data-parallel dimension"
+            )
         self._findings.add(
             ("start", step.site),
             f"step {step.number}: {rank_names(ranks)} average their gradients, but began with "
-            f"different parameters: {names_of(wrong)}. Broadcast them before training, or "
-            f"build the model from one seed; {place(step.site)}",
+            f"different parameters: {names_of(wrong)}. {advice}; {place(step.site)}",
         )
 
     def _judge_results(self) -> None:
@@ -352,6 +361,12 @@ def _left_out(wrong: Sequence[Sequence[Values]]) -> str:
             f"out: let them require one before; {place(model.made_at)}."
         )
     return " DistributedDataParallel does not contain these parameters."
+
+
+def _among_others(ranks: Sequence[int], alike: Iterable[tuple[int, ...]]) -> Sequence[int]:
+    """Return the replicas of one of the ranks, if none of them is another one of the ranks."""
+    of_one = (replicas for replicas in alike if len({*ranks} & {*replicas}) == 1)
+    return next(of_one, ())
 
 
 def _nan_last(norm: float) -> tuple[bool, float]:

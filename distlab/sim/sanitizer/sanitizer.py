@@ -75,6 +75,7 @@ class Sanitizer:
         self._scalers = Scalers(self.findings, rank_states, places, unnoticed, self._recorder.sums)
         self._mesh_copies = MeshCopies(self.findings, steps.parameters)
         self._declared = Declared(self.findings, rank_states, places, unnoticed)
+        steps.kind_of = self._is_in_ddp
         steps.listeners += [self._stepped, self._mesh_copies.steps]
         steps.listeners_after += [self._recorder.stepped, self._mesh_copies.stepped]
 
@@ -174,6 +175,10 @@ class Sanitizer:
         if self._in_flight.has_lent(rank):
             with self._unnoticed():
                 self._in_flight.touched(rank, operation, args, kwargs)
+
+    def _is_in_ddp(self, optimizer: Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return any(self._wrappings.of(p) for group in groups for p in group["params"])
 
     def _stepped(self, rank: int, at: StepOf, optimizer: Optimizer, site: Site) -> None:
         step = self._recorder.steps(rank, at, optimizer, site)

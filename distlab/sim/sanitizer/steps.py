@@ -36,18 +36,22 @@ class Steps:
         parameters: The parameters that the ranks have registered, with their names.
         listeners: Functions that get the rank, the step, the optimizer and the program's line.
         listeners_after: Functions that get the rank and the optimizer's number after each step.
+        kind_of: Function that tells kinds of optimizers apart. Those of each kind are numbered by
+            themselves, so that a rank that has more of one kind does not shift the others.
     """
 
     def __init__(self, rank_states: RankStates, places: Places, unnoticed: Unnoticed) -> None:
         self.parameters = Parameters()
         self.listeners: list[Listener] = []
         self.listeners_after: list[ListenerAfter] = []
+        self.kind_of: Callable[[Optimizer], object] = lambda _: ""
         self._rank_states, self._places, self._unnoticed = rank_states, places, unnoticed
         # For each rank's optimizer, its next step.
         self._next: defaultdict[int, MutableMapping[Optimizer, StepOf]] = defaultdict(
             WeakIdKeyDictionary
         )
-        self._num_optimizers: Counter[int] = Counter()
+        self._num_optimizers: Counter[tuple[int, object]] = Counter()  # by rank and kind
+        self._numbers: dict[tuple[object, int], int] = {}
         self._stepping: set[int] = set()  # ranks that are in a step now
         self._hooked: WeakSet[Optimizer] = WeakSet()
 
@@ -133,11 +137,15 @@ class Steps:
     def _count(self, rank: int, optimizer: Optimizer) -> StepOf:
         known = self._next[rank]
         if optimizer not in known:
-            known[optimizer] = StepOf(0, self._num_optimizers[rank])
-            self._num_optimizers[rank] += 1
+            known[optimizer] = StepOf(0, self._new_number(rank, self.kind_of(optimizer)))
         at = known[optimizer]
         known[optimizer] = StepOf(at.step + 1, at.optimizer)
         return at
+
+    def _new_number(self, rank: int, kind: object) -> int:
+        nth = kind, self._num_optimizers[rank, kind]
+        self._num_optimizers[rank, kind] += 1
+        return self._numbers.setdefault(nth, len(self._numbers))
 
     def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return an optimizer's parameters by their names, which differ."""

@@ -802,6 +802,42 @@ WRONG: dict[Callable[[], None], str] = {
 }
 
 
+def averages_over_the_stages() -> None:
+    """Ranks 0 and 2 hold one stage, and ranks 1 and 3 the next one."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    net = model(seed=dist.get_rank() % 2)
+    net(data()).square().sum().backward()
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad, group=groups[dist.get_rank() // 2])
+    sgd(net).step()
+
+
+def test_ranks_that_average_with_others_than_their_replicas_are_named() -> None:
+    (line,) = [x for x in findings(averages_over_the_stages, 4) if "average their" in x]
+    assert "ranks 0 and 1 average their gradients, but began with different parameters" in line
+    assert "Ranks 0 and 2 hold equal ones: average over these ranks" in line
+
+
+def trains_alone_before() -> None:
+    """Rank 0 has an optimizer more, which comes first there."""
+    if dist.get_rank() == 0:
+        net = model()
+        net(data()).square().sum().backward()
+        sgd(net).step()
+    ddp = DistributedDataParallel(model())
+    optimizer = sgd(ddp, lr=[0.1, 0.2][dist.get_rank()])
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(data()).square().sum().backward()
+        optimizer.step()
+
+
+def test_optimizers_are_matched_beside_one_that_another_rank_lacks() -> None:
+    (line,) = findings(trains_alone_before)
+    assert line.startswith("step 2: ranks 0 and 1 were equal before step 1, and differ now: ")
+    assert "Their learning rates are 0.1 and 0.2" in line
+
+
 def test_factors_are_told_apart() -> None:
     (line,) = findings(clips_shards_of_nearly_equal_norms, 3)
     assert "scaled the gradients by 0.1 on rank 0 and by 0.099996 on rank 2" in line

@@ -157,6 +157,8 @@ def test_a_call_that_outlasts_its_groups_timeout_is_wrong() -> None:
         "as its group has a timeout of 30 s: give the group a longer timeout=, or let the ranks "
         "wait for less time"
     )
+    shown = re.sub(r"^.*?: |all_reduce", "", line, count=1).replace("all_reduce", "barrier")
+    assert shown in DOCUMENT.read_text()
 
 
 @pytest.mark.parametrize(

@@ -724,6 +724,27 @@ def a_tensor_freed_while_it_is_sent_is_kept_by_torch() -> None:
     work.wait()
 
 
+@case
+def an_event_recorded_on_the_stream_that_calls_nccl() -> None:
+    x, side, event = ones(4), torch.cuda.Stream(), torch.cuda.Event()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x += 1  # !
+    event.record()
+    event.wait()
+    dist.all_reduce(x)  # !
+
+
+@case
+def gathers_into_a_buffer_that_is_still_to_be_read() -> None:
+    out = ones(4)
+    dist.all_gather_single(out, ones(2))
+    work = dist.all_gather_single(out, ones(2), async_op=True)  # !
+    y = out * 2  # !
+    work.wait()
+    del y
+
+
 @pytest.mark.parametrize("program", CASES, ids=[program.__name__ for program in CASES])
 def test_exactly_the_marked_lines_are_reported(program: Case) -> None:
     wrong, marked = found_in(program), marked_lines(program)
@@ -751,6 +772,11 @@ def test_the_report_names_both_uses_and_the_remedy() -> None:
             "stream 1 / recorded on itself (LINE)",
         ),
         (the_host_waits_for_an_event_before_a_copy, "the host / recorded (LINE) before that"),
+        (
+            an_event_recorded_on_the_stream_that_calls_nccl,
+            "the current stream / recorded on itself (LINE): record it on stream 1",
+        ),
+        (gathers_into_a_buffer_that_is_still_to_be_read, "or let it write elsewhere, if what was"),
     ],
 )
 def test_the_remedy_says_why_the_event_orders_nothing(program: Case, remedy: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distlab.sim import Options, simulate
 
@@ -46,6 +47,20 @@ def test_a_checkpoint_that_all_ranks_load_on_the_first_gpu() -> None:
         'map_location=f"cuda:{local_rank}" or "cpu"'
     )
     assert text in (Path(__file__).parents[4] / "docs/simulator.md").read_text()
+
+
+def keeps_what_others_pickled() -> list[object]:
+    torch.cuda.set_device(int(os.environ[LOCAL]))
+    x = torch.ones(4, device="cuda") + 1
+    kept: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(kept, x)
+    return kept
+
+
+def test_pickled_tensors_arrive_on_the_senders_gpu() -> None:
+    for line in wrong(keeps_what_others_pickled, 2):
+        assert "puts tensors on cuda:" in line
+        assert line.endswith("to the CPU before, or send them by a collective of tensors")
 
 
 @pytest.mark.parametrize("map_location", ["cpu", "cuda"])
