@@ -144,6 +144,7 @@ def scatter_batch(
             elsewhere. The rows arrive unchanged, bit for bit.
         src: the rank inside ``group`` that holds the batch.
         device: the device that ``batch`` is on, and on which the other ranks return their rows.
+            With NCCL, this must be a GPU: the shapes and dtypes travel there, too.
         group: the ranks that share the batch; all by default.
 
     Returns:

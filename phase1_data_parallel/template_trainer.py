@@ -63,11 +63,11 @@ def average_gradients(
     With 2 ranks and one weight, gradients of 1.0 and 3.0 become 2.0 on both ranks (not 4.0).
 
     Args:
-        module: the model after the backward pass. A trainable parameter without a gradient on this
-            rank gets zeros, because other ranks may have a gradient for it, and every rank must
-            make the same calls. (As a result, a parameter that no rank uses has a gradient of zero
-            instead of none, so weight decay changes it.) A frozen parameter is left as it is, even
-            if it has a gradient.
+        module: the model after the backward pass, with real, dense gradients. A trainable parameter
+            without a gradient on this rank gets zeros, because other ranks may have a gradient for
+            it, and every rank must make the same calls. (As a result, a parameter that no rank uses
+            has a gradient of zero instead of none, so weight decay changes it.) A frozen parameter
+            is left as it is, even if it has a gradient.
         all_reduce: function that sums a tensor over the group, in place.
         group: the ranks that train together; all by default.
 

@@ -22,8 +22,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         checkpointed    x → a → b → y  x          x → a → b → y, then y → b → a → x
 
     The second call repeats the first: it draws the same random numbers, so that dropout drops the
-    same elements, and runs under the same autocast settings. Afterwards, torch's generators are
-    restored to the states they had before the second call.
+    same elements, and runs under the same autocast settings, on the CPU and on CUDA devices.
+    Afterwards, torch's generators are restored to the states they had before the second call.
 
     Parameters that ``fn`` uses get their gradients too, whether or not an argument requires one.
     ``fn`` is called only once, as if it were not checkpointed, if there is nothing to compute a

@@ -113,7 +113,7 @@ def accumulate_step_over_ranks(
 
     Args:
         model: the model, as for ``accumulate_step``, with at least one trainable parameter; equal
-            on all ranks. All gradients have the same dtype, float32 or float64. A trainable
+            on all ranks. All gradients are dense, and of one dtype, float32 or float64. A trainable
             parameter without a gradient on this rank gets zeros, because other ranks may have a
             gradient for it. (As a result, a parameter that no rank uses has a gradient of zero
             instead of none, so weight decay changes it.)

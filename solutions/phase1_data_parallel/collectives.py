@@ -82,7 +82,8 @@ def all_reduce_naive(x: Tensor, group: Group = None) -> None:
 
     Args:
         x: contiguous tensor with the same shape and dtype on all ranks; on return it holds the sum,
-            bit for bit the same on all ranks. The caller may overwrite it when the call returns.
+            bit for bit the same on all ranks. The caller may overwrite it when the call returns
+            (with NCCL: by operations on the current stream).
         group: the ranks that take part; all by default.
 
     Cost: every other rank sends its n bytes to rank 0, one message after another: (N-1)(α + nβ)
@@ -114,7 +115,8 @@ def all_reduce_recursive_doubling(x: Tensor, group: Group = None) -> None:
 
     Args:
         x: contiguous tensor with the same shape and dtype on all ranks; on return it holds the sum,
-            bit for bit the same on all ranks. The caller may overwrite it when the call returns.
+            bit for bit the same on all ranks. The caller may overwrite it when the call returns
+            (with NCCL: by operations on the current stream).
         group: the ranks that take part; all by default.
 
     Cost: for N = 2^k, each rank sends log2 N messages of n bytes, in log2 N (α + nβ) seconds.
