@@ -144,9 +144,8 @@ def gather_times(times: StepTimes, group: Group = None) -> list[StepTimes]:
 def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
     """Return how many samples per second the job processes: the same value on all ranks.
 
-    The result is the number of samples of all ranks, divided by the time of the slowest rank,
-    because the job continues only when that rank is done. For example, if one rank processes 300
-    samples in 1 s, and another 100 samples in 2 s, the result is 400 / 2 s = 200 samples/s.
+    For example, if one rank processes 300 samples in 1 s, and another 100 samples in 2 s, the
+    result is 200 samples/s.
 
     Args:
         num_samples: number of samples that this rank has processed; may be 0.
@@ -158,8 +157,8 @@ def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
 
     Cost: at most two collectives, to which each rank contributes at most 16 bytes in all.
     """
-    # TODO 4.15: return the samples of all ranks over the time of the slowest.
-    #   Example: samples 32, 32 and 0 in 0.5, 0.4 and 0.1 s: 64 / 0.5 s = 128 samples/s.
+    # TODO 4.15: return the rate of the whole job.
+    #   Example: samples 32, 32 and 0 in 0.5, 0.4 and 0.1 s: 128 samples/s.
     #   About 3 lines, and 4 for a helper.
     raise NotImplementedError(
         "Task 4.15: throughput, see guidelines.md#415-throughput-mfu-and-memory"
@@ -198,9 +197,8 @@ def count_flops(step: Callable[[], object]) -> int:
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = None) -> float:
     """Return the model FLOPs utilisation of the job: the same value on all ranks.
 
-    The result is the number of model FLOPs of all ranks, divided by what all their devices could do
-    at peak in the time of the slowest rank. For example, two ranks with 3e12 and 1e12 FLOPs in
-    steps of 10 ms, on devices with a peak of 1e15 FLOP/s, give 4e12 / (2e15 · 0.01) = 0.2.
+    For example, two ranks with 3e12 and 1e12 FLOPs, in steps of 10 ms and 8 ms, on devices with a
+    peak of 1e15 FLOP/s each, give 0.2.
 
     Args:
         flops: model FLOPs of this rank's share of the batch; ranks may have different numbers.
@@ -215,8 +213,8 @@ def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = Non
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
-    # TODO 4.15: return the FLOPs of all ranks over what all their devices could have done.
-    #   Example: two ranks of 2e12 FLOPs in 10 ms, at peaks of 1e15 FLOP/s: 4e12 / 2e13 = 0.2.
+    # TODO 4.15: return the utilisation of the whole job.
+    #   Example: two ranks of 2e12 FLOPs in 10 ms, at peaks of 1e15 FLOP/s: 0.2.
     #   About 3 lines.
     raise NotImplementedError("Task 4.15: mfu, see guidelines.md#415-throughput-mfu-and-memory")
 

@@ -164,9 +164,8 @@ def _gather(values: Sequence[float], group: Group) -> list[list[float]]:
 def throughput(num_samples: int, seconds: float, group: Group = None) -> float:
     """Return how many samples per second the job processes: the same value on all ranks.
 
-    The result is the number of samples of all ranks, divided by the time of the slowest rank,
-    because the job continues only when that rank is done. For example, if one rank processes 300
-    samples in 1 s, and another 100 samples in 2 s, the result is 400 / 2 s = 200 samples/s.
+    For example, if one rank processes 300 samples in 1 s, and another 100 samples in 2 s, the
+    result is 200 samples/s.
 
     Args:
         num_samples: number of samples that this rank has processed; may be 0.
@@ -212,9 +211,8 @@ def count_flops(step: Callable[[], object]) -> int:
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, group: Group = None) -> float:
     """Return the model FLOPs utilisation of the job: the same value on all ranks.
 
-    The result is the number of model FLOPs of all ranks, divided by what all their devices could do
-    at peak in the time of the slowest rank. For example, two ranks with 3e12 and 1e12 FLOPs in
-    steps of 10 ms, on devices with a peak of 1e15 FLOP/s, give 4e12 / (2e15 · 0.01) = 0.2.
+    For example, two ranks with 3e12 and 1e12 FLOPs, in steps of 10 ms and 8 ms, on devices with a
+    peak of 1e15 FLOP/s each, give 0.2.
 
     Args:
         flops: model FLOPs of this rank's share of the batch; ranks may have different numbers.
