@@ -36,7 +36,8 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
     Args:
         x: contiguous tensor of any size, even less than N; same shape and dtype on all ranks. The
             sums are computed in its memory; afterwards, only this rank's chunk of it is defined.
-            The caller may overwrite ``x`` as soon as this function returns.
+            The caller may overwrite ``x`` as soon as this function returns (with NCCL: by
+            operations on the current stream).
         group: the ranks that take part; all by default.
 
     Returns:
@@ -72,7 +73,8 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
     Args:
         x: contiguous tensor of any size; same shape and dtype on all ranks. The chunks are those of
             ``tensor_split``: rank r contributes chunk r, and its other chunks are overwritten. The
-            caller may overwrite ``x`` as soon as this function returns.
+            caller may overwrite ``x`` as soon as this function returns (with NCCL: by operations
+            on the current stream).
         group: the ranks that take part; all by default.
 
     Cost: N-1 messages per rank, each of one chunk; together, they carry (N-1)/N of the bytes of
@@ -93,7 +95,8 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
 
     Args:
         x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
-            sum, bit for bit the same on all ranks, and the caller may overwrite it.
+            sum, bit for bit the same on all ranks, and the caller may overwrite it (with NCCL: by
+            operations on the current stream).
         group: the ranks that take part; all by default.
 
     Cost: 2(N-1) messages per rank, each of one chunk, to its right neighbour; together, they carry
@@ -121,7 +124,8 @@ def segmented_ring_all_reduce(
 
     Args:
         x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
-            sum, bit for bit the same on all ranks, and the caller may overwrite it.
+            sum, bit for bit the same on all ranks, and the caller may overwrite it (with NCCL: by
+            operations on the current stream).
         group: the ranks that take part; all by default.
         segment_bytes: maximum size of a message, at least that of one element; the same on all
             ranks.

@@ -30,7 +30,8 @@ def tree_all_reduce(x: Tensor, group: Group = None) -> None:
 
     Args:
         x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
-            sum, bit for bit the same on all ranks, and the caller may overwrite it.
+            sum, bit for bit the same on all ranks, and the caller may overwrite it (with NCCL: by
+            operations on the current stream).
         group: the ranks that take part; all by default.
 
     Cost: 2⌈log2 N⌉ rounds of α + nβ seconds for n bytes; N-1 messages of n bytes up, and as many
@@ -90,7 +91,8 @@ def double_binary_tree_all_reduce(
 
     Args:
         x: contiguous tensor of any size; same shape and dtype on all ranks. On return, it holds the
-            sum, bit for bit the same on all ranks, and the caller may overwrite it.
+            sum, bit for bit the same on all ranks, and the caller may overwrite it (with NCCL: by
+            operations on the current stream).
         group: the ranks that take part; all by default.
         segment_bytes: maximum size of a message, at least that of one element; the same on all
             ranks.
