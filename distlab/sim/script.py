@@ -46,7 +46,7 @@ def run_script(
             ranks without a main guard.
     """
     tree, code = _compiled(script)
-    starts, is_guarded = starts_its_own_ranks(tree), has_main_guard(tree)
+    starts, is_guarded = starts_its_own_ranks(tree, script.parent), has_main_guard(tree)
     if starts and not is_guarded:
         raise SimulationError(
             f"{script} starts its own ranks, which would start more: put the lines that start them "
@@ -69,7 +69,7 @@ def run_script(
 
 def chooses_its_ranks(script: Path) -> bool:
     """Return whether a script starts its own ranks, and so decides how many there are."""
-    return bool(starts_its_own_ranks(_compiled(script)[0]))
+    return bool(starts_its_own_ranks(_compiled(script)[0], script.parent))
 
 
 def title_of(script: Path) -> str:

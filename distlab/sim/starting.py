@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -24,18 +25,40 @@ _PLACES = {"RANK", "LOCAL_RANK"}  # variables that only a launcher sets
 _OF_LAUNCHERS = {*_PLACES, "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
-def starts_its_own_ranks(tree: ast.Module) -> bool | None:
+def starts_its_own_ranks(tree: ast.Module, folder: Path) -> bool | None:
     """Return whether a script runs without a launcher, and starts processes that join a group.
 
     Returns None for a script that can start processes, but also names RANK or LOCAL_RANK without
-    setting it: what it does may depend on its arguments, so ``would_start_ranks`` has to try.
+    setting it, or leaves it to a module beside it to start them: what it does may depend on its
+    arguments, so ``would_start_ranks`` has to try.
+
+    Args:
+        folder: Folder of the script.
     """
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    if not names & _STARTS or not names & _JOINS:
+    own, imported = _names(tree), _names_in_modules(tree, folder)
+    if not (own | imported) & _STARTS or not (own | imported) & _JOINS:
         return False
+    if not own & _STARTS:
+        return None
     places = [node for node in ast.walk(tree) if _is_place(node)]
     return True if not places or _assigned(tree) else None
+
+
+def _names(tree: ast.AST) -> set[str]:
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def _names_in_modules(tree: ast.AST, folder: Path) -> set[str]:
+    """Return the names in modules that a script imports from its own folder."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for file in (folder / f"{module.replace('.', '/')}.py" for module in modules):
+            with suppress(OSError, SyntaxError, ValueError):
+                names |= _names(ast.parse(file.read_bytes()))
+    return names
 
 
 def _is_place(node: ast.AST) -> bool:

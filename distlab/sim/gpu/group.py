@@ -292,10 +292,16 @@ class GpuGroup(SimGroup):
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Give every rank the tensors of all ranks, on NCCL also those of different sizes."""
+        """Give every rank the tensors of all ranks, on NCCL also those of different sizes.
+
+        NCCL knows numbers of elements, so a number may arrive in a tensor of shape (1,).
+        """
         parts = outputs[0]
-        is_even = len({part.shape for part in parts}) < 2
-        if is_even or self.backend == "gloo" or min(map(index_of, parts)) < 0:
+        if self.backend == "gloo" or min(map(index_of, parts)) < 0:
+            return super().allgather(outputs, inputs, opts)
+        if len(parts) == self.size():
+            inputs = [_as_number(inputs[0], parts[self._me])]
+        if len({part.shape for part in parts}) < 2:
             return super().allgather(outputs, inputs, opts)
         check_own_part("all_gather", parts, self.size(), self._me, inputs[0], "input")
         check_contiguous("all_gather", [*inputs, *parts])
@@ -507,6 +513,11 @@ class GpuGroup(SimGroup):
                 self._shared.mailbox.post(message)
             except Mismatch as error:
                 raise self._noted(error, message) from None
+
+
+def _as_number(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor of one element in the shape of another one."""
+    return tensor.view_as(part) if tensor.numel() == part.numel() == 1 else tensor
 
 
 def _unversioned(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 from distlab.sim.gpu.accesses import Span
 from distlab.sim.gpu.cuda import CudaStream, index_from
-from distlab.sim.gpu.device import this_device
+from distlab.sim.gpu.device import await_values, this_device
 from distlab.sim.gpu.placement import home_of, index_of, pin, put_on
 from distlab.util.replacing import Replace
 
@@ -155,11 +155,13 @@ def _tolist(self: Tensor) -> Any:
 
 
 def _showing(show: Callable[..., str]) -> Callable[..., str]:
-    """Return torch's function that formats a tensor, which reads a number past all patches."""
+    """Return torch's function that formats a tensor, which reads its values past all patches."""
 
     def show_and_wait(tensor: Tensor, **options: Any) -> str:
         if tensor.dim() == 0:
             tensor = _read_by_host(tensor, ".item()")
+        else:  # .tolist() will wait, but the number of digits is chosen before that
+            await_values([tensor])
         return show(tensor, **options)
 
     return show_and_wait
