@@ -15,6 +15,7 @@ from distlab.production.errors import ConfigError
 from distlab.production.lessons import Lessons
 from distlab.production.states import Elements, Own, cut, tensors_of, with_tensors
 from distlab.production.types import HasState
+from distlab.production.world import control_group
 
 LAYOUT, LAYOUT_BYTES = "layout", "bytes of the layout"  # names of shards
 
@@ -51,8 +52,9 @@ class Whole:
         Raises:
             ConfigError: All checkpoints are damaged, or of another run; raised on all ranks.
         """
+        group = control_group()  # NCCL would need room for the state on each GPU once more
         answer: list[Any] = [self._read() if self.is_writer else None]
-        dist.broadcast_object_list(answer, src=0)
+        dist.broadcast_object_list(answer, src=0, group=group)
         if isinstance(answer[0], ConfigError):
             raise answer[0]
         found: Found | None = answer[0]

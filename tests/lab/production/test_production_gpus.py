@@ -13,7 +13,7 @@ from little_runs import NUM_TEST, Case, little, losses_in, plain, started
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.production import world
+from distlab.production import checkpoint_files, world
 from distlab.production.errors import ConfigError
 from distlab.production.evaluation import evaluate
 from distlab.production.saving import Checkpoints
@@ -181,6 +181,20 @@ def test_what_is_kept_meanwhile_is_on_the_cpu() -> None:
         kept = state["parts"][0]["value"]
         assert device_of(kept) == torch.device("cpu")
         assert kept.tolist() == [1.0] * 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_that_is_loaded_is_not_sent_by_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = trained(tmp_path / "run").checkpoints.files
+    of_cpus = dist.new_group()
+    monkeypatch.setattr(checkpoint_files, "control_group", lambda: of_cpus)
+    monkeypatch.setattr(
+        dist, "broadcast_object_list", sending := mock.Mock(wraps=dist.broadcast_object_list)
+    )
+    assert files.find() is not None
+    assert [call.kwargs.get("group") for call in sending.call_args_list] == [of_cpus]
 
 
 class Reads(TorchDispatchMode):
