@@ -86,7 +86,10 @@ def test_the_image_has_all_packages_and_nothing_that_only_people_read() -> None:
     names = [Path(name) for name in files.sent()]
     packages = {path.parent.name for path in files.ROOT.glob("*/given.py")}
     assert {"distlab", "solutions", "configs", *packages} <= {name.parts[0] for name in names}
+    texts = {path.relative_to(files.ROOT) for path in files.ROOT.glob("phase*/guidelines.md")}
+    assert {name for name in names if name.suffix == ".md"} == texts  # data: text reads them
     assert {name.suffix for name in names} <= {
+        ".md",
         ".py",
         ".yaml",
         ".yml",
