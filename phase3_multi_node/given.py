@@ -3,6 +3,7 @@
 It contains no tasks, so leave it as it is: submissions are graded with the course's own copy.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -731,12 +732,26 @@ class Bucket:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the current backward pass ends.
+    """Call ``callback`` once when the current backward pass ends, however often it is registered.
 
-    This works in hooks and in the ``backward`` of an autograd Function. A callback that is
-    registered twice is called twice.
+    This works in hooks and in the ``backward`` of an autograd Function.
     """
-    Variable._execution_engine.queue_callback(callback)
+    number = torch._C._current_graph_task_id()
+    if number != _newest.number:
+        _newest.number, _newest.callbacks = number, set()
+    if callback not in _newest.callbacks:
+        Variable._execution_engine.queue_callback(callback)
+        _newest.callbacks.add(callback)
+
+
+class _BackwardPass(threading.local):
+    """This thread's newest backward pass, and what is called at its end; it may have failed."""
+
+    def __init__(self) -> None:
+        self.number, self.callbacks = -1, set[Callable[[], None]]()
+
+
+_newest = _BackwardPass()
 
 
 def cast_floats(values: Values, dtype: torch.dtype) -> Values:

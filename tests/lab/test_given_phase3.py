@@ -1,15 +1,19 @@
 """Checks in the given code of Phase 3; the judges run the rest of that code."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks, refusal
-from torch import nn
+from torch import Tensor, nn
 
 from phase3_multi_node.given import (
     LinkCost,
     SavesShard,
     Topology,
+    at_end_of_backward,
     check_has_values,
     clip_shards,
     node_groups,
@@ -38,6 +42,34 @@ def test_a_module_without_values_is_refused() -> None:
     with pytest.raises(ValueError, match=r"0\.running_mean is on the device meta"):
         check_has_values(module)
     check_has_values(module.to_empty(device="cpu"))
+
+
+class Registers(torch.autograd.Function):
+    """Passes a value on; its backward pass registers a function twice, and then may fail."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Any, fails: bool) -> Tensor:
+        ctx.call, ctx.fails = call, fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        at_end_of_backward(ctx.call)
+        at_end_of_backward(ctx.call)
+        if ctx.fails:
+            raise ValueError("a bug in a backward pass")
+        return gradient, None, None
+
+
+def test_each_backward_pass_calls_a_function_once_even_after_one_that_failed() -> None:
+    calls, x = list[int](), torch.ones((), requires_grad=True)
+    note = partial(calls.append, 1)
+    with pytest.raises(ValueError, match="a bug"):
+        Registers.apply(x, note, True).backward()
+    calls.clear()
+    for number in (1, 2):
+        Registers.apply(x, note, False).backward()
+        assert len(calls) == number
 
 
 def test_a_parameter_used_inside_and_outside_a_unit_belongs_to_the_model() -> None:
