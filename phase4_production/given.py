@@ -31,8 +31,8 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, so run it agai
 
 def group_device(group: Group = None) -> torch.device:
     """Return the device for tensors sent in ``group``: this rank's GPU with NCCL, else the CPU."""
-    is_nccl = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    has_nccl = dist.get_backend(group) == "nccl" or "cuda:nccl" in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
 
 
 class Shard(NamedTuple):

@@ -289,7 +289,7 @@ def _asked(host: RankHost, backend: object, settings: dict[str, Any]) -> dict[st
 
 
 def _patch_backends(replace: Replace) -> None:
-    """Let ``get_backend`` and ``barrier`` see the backend and the GPU that the program asked for.
+    """Let ``get_backend…`` and ``barrier`` see the backend and the GPU that the program asked for.
 
     torch would find the GPU as the group's ``bound_device_id``, but then it splits groups, too.
     """
@@ -298,6 +298,10 @@ def _patch_backends(replace: Replace) -> None:
     def get_backend(group: Any = None) -> dist.Backend:
         members: Any = c10d._group_or_default_group(group)
         return dist.Backend(members.backend or "undefined")
+
+    def get_backend_config(group: Any = None) -> str:
+        known = {"gloo": "cpu:gloo,cuda:gloo", "nccl": "cuda:nccl"}
+        return known.get(get_backend(group), "cpu:gloo,cuda:nccl")
 
     @functools.wraps(barrier)
     def on_bound_gpu(
@@ -310,6 +314,7 @@ def _patch_backends(replace: Replace) -> None:
 
     for owner in (dist, c10d):
         replace(owner, "get_backend", get_backend)
+        replace(owner, "get_backend_config", get_backend_config)
         replace(owner, "barrier", on_bound_gpu)
 
 

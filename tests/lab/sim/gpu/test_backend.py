@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from distlab.lessons import given_2, given_3, given_4
 from distlab.sim import Options, simulate
 
 torch_dist: Any = dist  # the stubs lack what a build without CUDA lacks
@@ -59,6 +60,28 @@ def test_each_device_of_a_group_has_its_backend() -> None:
             world._get_backend(cpu)
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("nccl", ("cuda:nccl", "cuda")),
+        ("gloo", ("cpu:gloo,cuda:gloo", "cpu")),
+        ("cpu:gloo,cuda:nccl", ("cpu:gloo,cuda:nccl", "cuda")),
+        (None, ("cpu:gloo,cuda:nccl", "cuda")),
+    ],
+)
+def test_lessons_send_from_the_device_that_has_nccl(
+    backend: str | None, expected: tuple[str, str]
+) -> None:
+    def main() -> tuple[str, ...]:
+        dist.init_process_group(backend)
+        devices = {each.group_device().type for each in (given_2, given_3, given_4)}
+        return dist.get_backend_config(), *devices
+
+    options = Options(semantics="nccl")
+    ran = simulate(main, 2, cluster="dgx-h100", options=options, joined=False)
+    assert ran.results == [expected] * 2
 
 
 def test_on_gloo_a_group_has_a_backend_too() -> None:
