@@ -523,7 +523,9 @@ class _Reading:
         for values, name, offset in self.parts:
             with open(self.checkpoint / name, "rb") as file:
                 file.seek(offset)
-                elements = bytearray(file.read(values.nbytes))
+                elements = bytearray(values.nbytes)
+                if file.readinto(elements) < values.nbytes:
+                    raise EOFError(f"{name} has become shorter")
             values.detach().copy_(torch.frombuffer(elements, dtype=values.dtype))
 
 
