@@ -9,8 +9,6 @@ from torch import Tensor
 
 from phase4_production.given import Codec, Group, Reduced, group_device
 
-_BITS = torch.arange(8, dtype=torch.uint8)  # position of each sign in its byte
-
 
 def top_k(gradient: Tensor, fraction: float, group: Group = None) -> Reduced:
     """Average the entries of largest magnitude; each rank chooses and sends its own.
@@ -220,7 +218,7 @@ class Sign:
         """
         x = x.float()
         bits = F.pad((x >= 0).to(torch.uint8), (0, -len(x) % 8)).view(-1, 8)
-        payload = (bits << _BITS.to(x.device)).sum(1, dtype=torch.uint8)
+        payload = (bits << _bits(x.device)).sum(1, dtype=torch.uint8)
         return payload, x.abs().sum() / max(1, len(x))
 
     def decode(self, payload: Tensor, scale: Tensor, n: int) -> Tensor:
@@ -234,8 +232,13 @@ class Sign:
         Returns:
             The numbers, (n,), in float32.
         """
-        bits = payload[:, None] >> _BITS.to(payload.device) & 1
+        bits = payload[:, None] >> _bits(payload.device) & 1
         return torch.where(bits.flatten()[:n] > 0, scale, -scale)
+
+
+def _bits(device: torch.device) -> Tensor:
+    """Return the position of each sign in its byte, made on the device instead of copied to it."""
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
