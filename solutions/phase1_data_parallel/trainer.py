@@ -76,7 +76,7 @@ def average_gradients(
     for gradient in _gradients(module):
         total = gradient.contiguous()
         all_reduce(total, group)
-        gradient.copy_(total / world_size)
+        gradient.copy_(total.div_(world_size))  # copies only what was not contiguous
 
 
 def average_gradients_flat(
