@@ -61,6 +61,7 @@ def evaluate(
     )
     sums = torch.zeros(5, dtype=torch.float64, device=strategy.device)
     with as_one_model(strategy, mean):
+        # Its processes end with it: forking one takes 0.1 s, and in between they would hold memory.
         loader = loader_of(samples, keys, config, strategy.device)
         for place, batch in enumerate(decoded(loader, strategy.device)):
             parts = (part.tensor_split(config.accumulate) for part in batch)  # as in training
