@@ -219,6 +219,30 @@ if __name__ == "__main__":
     assert "main function" not in printed
 
 
+def test_a_module_beside_a_script_may_start_its_ranks(tmp_path, capsys) -> None:
+    (tmp_path / "starter.py").write_text("""
+import torch.distributed as dist
+import torch.multiprocessing as mp
+def join(rank, main):
+    dist.init_process_group("gloo", "tcp://127.0.0.1:29500", rank=rank, world_size=2)
+    main()
+def launch(main):
+    mp.spawn(join, args=(main,), nprocs=2)
+""")
+    script = tmp_path / "main.py"
+    script.write_text("""
+import os
+import torch.distributed as dist
+import starter
+def main():
+    print("rank", dist.get_rank())
+if __name__ == "__main__":
+    starter.launch(main)
+""")
+    assert distlab("sim", "--ranks", 4, script) == 0
+    assert sorted(capsys.readouterr().out.splitlines()[:2]) == ["rank 0", "rank 1"]
+
+
 def test_forked_ranks_have_the_variables_of_the_first_process(tmp_path, capsys) -> None:
     script = tmp_path / "forks.py"
     script.write_text("""

@@ -132,12 +132,38 @@ def test_one_process_with_several_gpus_is_refused_in_one_line() -> None:
     def replicates() -> None:
         nn.DataParallel(nn.Linear(4, 4).cuda(0))(torch.ones(4, 4, device="cuda:0"))
 
+    def wraps_two() -> None:
+        nn.parallel.DistributedDataParallel(
+            nn.Sequential(nn.Linear(4, 4).to("cuda:0"), nn.Linear(4, 4).to("cuda:1"))
+        )
+
+    assert "a module on cuda:0 and cuda:1 is not simulated: give each" in refusal(wraps_two)
     text = refusal(reduces)
     assert "torch.cuda.nccl.all_reduce" in text
     assert "torch.distributed.all_reduce" in text
     text = refusal(replicates)
     assert "several GPUs" in text
     assert "DistributedDataParallel" in text
+
+
+def test_what_a_collective_has_yet_to_fill_is_printed_right() -> None:
+    def main() -> list[str]:
+        x = ones(2) * 0
+        dist.all_gather([x[:1], x[1:]], torch.full((1,), 0.37, device="cuda"))
+        return [str(x[:1]), f"{x[1:]}", repr(x)]
+
+    for rank, shown in enumerate(run(main)):
+        on = f"device='cuda:{rank}')"
+        assert shown == [f"tensor([0.3700], {on}"] * 2 + [f"tensor([0.3700, 0.3700], {on}"]
+
+
+def test_a_number_is_gathered_into_tensors_of_one_element_as_on_nccl() -> None:
+    def main() -> list[float]:
+        parts = [ones(1), ones(1)]
+        dist.all_gather(parts, torch.tensor(float(dist.get_rank()), device="cuda"))
+        return [part.item() for part in parts]
+
+    assert run(main) == [[0.0, 1.0]] * 2
 
 
 def test_data_parallel_on_one_gpu_runs_the_module() -> None:
