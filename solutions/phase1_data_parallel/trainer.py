@@ -221,11 +221,10 @@ def evaluate(
     if not num_samples:
         raise ValueError("evaluate: the data set is empty")
     mine = Subset(dataset, range(rank, num_samples, world_size))
-    loader = DataLoader(mine, batch_size=batch_size, pin_memory=_is_gpu(device))
 
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, targets
     with evaluation_mode(model):
-        for inputs, targets in batches_on(loader, device):
+        for inputs, targets in batches_on(DataLoader(mine, batch_size=batch_size), device):
             logits = model(inputs)
             correct = (logits.argmax(dim=-1) == targets).sum()
             sums = [summed_loss(logits, targets).double(), correct, count_targets(targets)]
@@ -234,11 +233,6 @@ def evaluate(
     dist.all_reduce(totals, group=group)  # 24 bytes once an epoch: any all-reduce is fast enough
     loss, num_correct, num_targets = totals.tolist()
     return Evaluation(loss / num_targets, num_correct / num_targets, int(num_targets))
-
-
-def _is_gpu(device: torch.device | str) -> bool:
-    """Return whether batches go to a GPU; from pinned memory, the host need not wait for copies."""
-    return torch.device(device).type == "cuda"
 
 
 class Trainer:
@@ -309,10 +303,7 @@ class Trainer:
         Cost: one broadcast of the model; in each step, the cost of ``train_step``; in each epoch,
             one broadcast per buffer and the evaluation's all-reduce.
         """
-        pins = _is_gpu(self.device)
-        loader = build_loader(
-            train_data, global_batch_size, seed=seed, pin_memory=pins, group=self.group
-        )
+        loader = build_loader(train_data, global_batch_size, seed=seed, group=self.group)
         broadcast_parameters(self.model, group=self.group)
         history = []
         for epoch in range(epochs):

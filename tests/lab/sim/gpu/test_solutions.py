@@ -15,7 +15,7 @@ SYNCS = {  # most host syncs of a rank in a call; 0 in the other cases
     "1.5": 4,
     "1.11": 1,
     "1.11 flat": 1,
-    "1.12": 1,
+    "1.12": 3,
     "2.1": 2,
     "2.2": 2,
     "2.4": 3,
