@@ -66,7 +66,7 @@ def home_of(tensor: Tensor) -> Home | None:
             return None
     try:
         home: Home | None = getattr(tensor.untyped_storage(), "_home", None)
-    except NotImplementedError:  # torch.func has wrapped it
+    except RuntimeError:  # torch.func has wrapped it, or it is a ShardedTensor of FSDP1
         return _home_of_wrapped(tensor)
     return home
 

@@ -33,6 +33,8 @@ CPU = torch.device("cpu")
 
 def device_of(tensor: Tensor) -> torch.device:
     """Return the device of a tensor as the program sees it."""
+    if shards := getattr(tensor, "_local_shards", ()):  # a ShardedTensor, as FSDP1 makes them
+        tensor = shards[0].tensor
     index = _shown_index(tensor)
     plain: torch.device = _plain_device(tensor)
     return torch.device("cuda", index) if index >= 0 else plain

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Placement,
@@ -219,3 +219,20 @@ def test_the_public_example_of_fsdp2_trains_saves_and_loads(
     if not probability:  # the masks of two ranks are others than those of one
         assert halves == pytest.approx(losses, rel=2e-2)
         assert all(torch.allclose(one[name], two[name], atol=0.03) for name in one)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_sharded_states_of_fsdp1_say_that_torch_has_moved_them_to_the_host() -> None:
+    """Loading them asks for the device of torch's older sharded tensors."""
+
+    def program() -> list[str]:
+        model = FullyShardedDataParallel(nn.Linear(4, 4).cuda(), use_orig_params=True)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        optimizer.step()
+        kind = StateDictType.SHARDED_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        return [str(value.device) for value in states["weight"].values() if value.dim()]
+
+    assert run(program, 2).results == [["cpu"] * 2] * 2
