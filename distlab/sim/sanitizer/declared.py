@@ -66,9 +66,9 @@ class Declared:
         replace(DTensor, "from_local", staticmethod(look_and_make))
 
     def _look(self, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-        ranks, rank = along(mesh, [p.is_replicate() for p in placements]), self._rank_states.current
-        if len(ranks) < 2:
-            return
+        rank, ranks = self._rank_states.current, along(mesh, [True] * mesh.ndim)
+        if len(ranks) < 2 or not all(p.is_replicate() for p in placements):
+            return  # copies of shards may differ for a while; MeshCopies looks at them
         site = self._places.call_site()[0]
         self._counts[rank, ranks, site] += 1
         call = _Call(ranks, site, self._counts[rank, ranks, site])
