@@ -90,10 +90,8 @@ def splits_a_layer_between_batches() -> None:
 
 
 def parallelizes(x: Tensor) -> None:
-    mesh, plan = (
-        init_device_mesh(x.device.type, (2,)),
-        {"0": ColwiseParallel(), "2": RowwiseParallel()},
-    )
+    mesh = init_device_mesh(x.device.type, (2,))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model(), mesh, plan)(x)
 
 
