@@ -182,12 +182,13 @@ class ReduceScatter(AllReduce):
     has_a_sum: ClassVar[bool] = False
 
     def found(self, x: Tensor, returned: Any, rank: int, n: int) -> Any:
+        del rank
         chunk = typed(self.function, returned, Tensor)
         return {
             "chunk": numbers_of(chunk),
             "shape": [*chunk.shape],
             "is_view": chunk.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(),
-            "in_x": numbers_of(x.view(-1).tensor_split(n)[rank]),
+            "in_x": [numbers_of(chunk) for chunk in x.view(-1).tensor_split(n)],
         }
 
     def check(self, by_rank: Sequence[Any], kind: Kind, numbers: Numbers, where: str) -> None:
@@ -200,7 +201,7 @@ class ReduceScatter(AllReduce):
             self._check_shape(here, found["shape"], len(chunks[0][rank]), rank)
             got, wanted = found["chunk"], sums[rank]
             brought = [of_rank[rank] for of_rank in chunks]
-            cause = got != wanted and self._cause(got, sums, brought, rank)
+            cause = got != wanted and self._cause(found, sums, brought, rank)
             check(
                 not cause,
                 f"{here}: chunk {rank} of the sum is {short_beside(wanted, got)}; returned was "
@@ -220,12 +221,16 @@ class ReduceScatter(AllReduce):
             "tensor_split makes the first chunks one element longer if N does not divide the size.",
         )
 
-    def _cause(self, got: Any, sums: list[Any], parts: list[Tensor], rank: int) -> str:
+    def _cause(self, found: Any, sums: list[Any], parts: list[Tensor], rank: int) -> str:
+        start = (
+            "begin one chunk earlier or later, so that the last one to arrive at rank r is chunk r."
+        )
+        got = found["chunk"]
         if got in sums:
-            return (
-                f"That is chunk {sums.index(got)} of the sum: begin one chunk earlier or later, so "
-                "that the last one to arrive at rank r is chunk r."
-            )
+            return f"That is chunk {sums.index(got)} of the sum: {start}"
+        complete = [i for i, chunk in enumerate(found["in_x"]) if chunk == sums[i]]
+        if len(complete) == 1 and rank not in complete:
+            return f"x holds the complete sum of chunk {complete[0]} instead: {start}"
         return why_not_the_sum(got, parts, rank, self.advice)
 
     def _check_place(self, here: str, found: Any, rank: int) -> None:
@@ -235,9 +240,9 @@ class ReduceScatter(AllReduce):
             "chunks of x: `chunk += …`.",
         )
         check(
-            found["in_x"] == found["chunk"],
+            found["in_x"][rank] == found["chunk"],
             f"{here}: chunk {rank} of x should hold the sum; what you returned lies elsewhere in "
-            f"x, and that chunk holds {short_beside(found['in_x'], found['chunk'])}.",
+            f"x, and that chunk holds {short_beside(found['in_x'][rank], found['chunk'])}.",
         )
 
 

@@ -235,6 +235,9 @@ def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
         "the mean of the micro-batches' means, in which those with few targets count too much": (
             fmean(every)
         ),
+        "the mean of the micro-batches' means, in which those without targets count as zero": (
+            sum(every) / sum(map(len, by_rank))
+        ),
         "the sum of the ranks' means: divide each sum by the number of targets of all ranks, not "
         "by the rank's own": sum(of_ranks),
         "the sum of the micro-batches' means: divide each sum by the number of targets of the "
@@ -245,7 +248,8 @@ def check_first_loss(here: str, got: float, shares: Shares, rank: int) -> None:
         ),
     }
     known = [f"That is {cause}." for cause, loss in causes.items() if same_loss(loss, got)]
-    what = "the mean loss per target of all batches, before the step,"
+    batches = "all ranks' batches" if len(shares) > 1 else "the batch"
+    what = f"the mean loss per target of {batches}, before the step,"
     expect(f"{here}: {what}", got, total / targets, "".join(known[:1]), 1e-6)
 
 

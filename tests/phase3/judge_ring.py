@@ -301,8 +301,9 @@ SEGMENTED = _Segmented(
     collective=AllReduce(
         "segmented_ring_all_reduce",
         {"segment_bytes": FEW_BYTES},
-        advice="Is a segment added before it is sent on, also where a chunk has no other? "
-        f"{CHUNKS_ARE_VIEWS}",
+        advice="Two exchanges at a time need two segments to receive into: is a segment added "
+        "before it is sent on, even the only one of its chunk, or overwritten by what arrives "
+        "next? Add and send in the dtype of x: a cast loses digits.",
     ),
     traffic=_check_segmented,
     messages=partial(_messages_around, times=2),

@@ -232,7 +232,8 @@ def test_the_first_q_depends_on_seed_and_name(grade: Grade) -> None:
                 f"rank {rank} of 2: the first step {how} should give "
                 f"{'the same bits as' if is_same else 'another mean than'} one by default. Draw Q "
                 "from a generator of your own, with a seed made of seed (0 by default) and name. "
-                "What is loaded takes the place of what was there.",
+                "A generator on the CPU takes only the low 32 bits of its seed. What is loaded "
+                "takes the place of what was there.",
             )
         check(
             facts["is left alone"],
