@@ -249,9 +249,9 @@ def _tell_findings(
     """Print what was wrong; if anything was, exit with 1."""
     if observer:
         _tell_against(observer)
-    if is_sanitized:
-        typer.echo("\n".join(_lines_of(simulated.findings)))
     is_wrong = simulated.gpu_time and simulated.gpu_time.wrong
+    if is_sanitized:
+        typer.echo("\n".join(_lines_of(simulated.findings, "else " if is_wrong else "")))
     if is_wrong or simulated.findings or (observer and observer.differs):
         raise typer.Exit(1)
 
@@ -271,10 +271,14 @@ def _told_also_after_an_error(observer: "Against | None") -> Iterator[None]:
         raise
 
 
-def _lines_of(findings: Sequence[str]) -> list[str]:
-    """Return lines about what the sanitizer found."""
+def _lines_of(findings: Sequence[str], more: str) -> list[str]:
+    """Return lines about what the sanitizer found.
+
+    Args:
+        more: "else " if the report names wrong uses of GPUs already; otherwise "".
+    """
     if not findings:
-        return ["--sanitize: nothing found"]
+        return [f"--sanitize: nothing {more}found"]
     return ["found by --sanitize:", *(f"  {line}" for line in findings)]
 
 

@@ -24,6 +24,11 @@ _PAD = (
 _GO_FIRST = (
     "If one rank goes first through a block, between two barriers, call collectives outside of it."
 )
+_UNEVEN_SHARDS = (
+    "The ranks' shards have different sizes. DTensor.from_local takes them for equal: give it "
+    "shape= and stride= of the whole tensor, which has to be split as torch.chunk splits, or pad "
+    "the shards."
+)
 _LIST = "On NCCL, a list of tensors of the right sizes would do, too."
 
 
@@ -80,7 +85,8 @@ def disagreement(calls: Sequence[RankCall]) -> Mismatch:
     is_shape = {"size", "dtype", "device", NUM_TENSORS}.issuperset(words)
     advice = f"In one collective call all ranks must give the same {joined(words)}."
     if by_torch:
-        advice = by_torch
+        are_shards = words == ["size"] and all(call.maker.startswith("DTensor") for call in calls)
+        advice = _UNEVEN_SHARDS if are_shards else by_torch
     elif len({call.row.where for call in calls}) > 1:
         advice += f" {TWO_CALLS}"
     elif is_shape:

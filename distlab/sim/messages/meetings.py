@@ -33,6 +33,7 @@ from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row
 from distlab.sim.reporting.sites import CallSite, Places, Site
+from distlab.sim.reporting.torch_calls import only_on_some
 from distlab.util.text import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
@@ -207,9 +208,10 @@ class Meeting:
                 for a in present
             ]
         )
+        makers = {attendance.rank: attendance.maker for attendance in present}
         if any(map(self._thread, present)) or self._has_several_threads():
             error.args = (f"{error}\n{THREADS}",)
-        elif uneven := self._uneven(present):
+        elif (uneven := self._uneven(present)) and not only_on_some(makers):
             error.note([uneven], ())
         elif shift := self._world.splits.shift(self.key, ((a.rank, a.lines) for a in present)):
             error.note([shift], ())

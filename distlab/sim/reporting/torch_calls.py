@@ -13,6 +13,9 @@ import torch.distributed.distributed_c10d as c10d
 from distlab.util.text import rank_names, verb
 
 _BACKWARD, _FORWARD = r"\.backward$", r"^DistributedDataParallel\.forward$"
+_FSDP = r"^(FSDP|FullyShard|RegisterPostBackward)"
+_DTENSOR = r"^DTensor"
+_OTHERS = r"."  # functions without advice of their own
 _ADVICE = (  # (pattern of a function's name, advice); the first match counts
     (
         _BACKWARD,
@@ -31,7 +34,7 @@ _ADVICE = (  # (pattern of a function's name, advice); the first match counts
         "same order.",
     ),
     (
-        r"^(FSDP|FullyShard|RegisterPostBackward)",
+        _FSDP,
         "FSDP makes this call, for the parameters or gradients of one layer: all ranks have to run "
         "the same layers in the same order, and the same of them frozen.",
     ),
@@ -41,7 +44,7 @@ _ADVICE = (  # (pattern of a function's name, advice); the first match counts
         "micro-batches, and the stage of each rank has its own index.",
     ),
     (
-        r"^DTensor",
+        _DTENSOR,
         "{} makes this call: all ranks of the mesh have to come there. Call it on every rank, and "
         "let one of them alone use the result.",
     ),
@@ -58,7 +61,7 @@ _ADVICE = (  # (pattern of a function's name, advice); the first match counts
     ),
     (r"coalesc", "{} is one call for several tensors: all ranks have to make it, with as many."),
     (
-        r".",
+        _OTHERS,
         "torch makes this call by itself in {}: all ranks have to come there equally often, with "
         "the same settings.",
     ),
@@ -76,8 +79,17 @@ def advice_for(makers: Mapping[int, str]) -> str:
     """
     names = dict.fromkeys(filter(None, makers.values()))
     advice = next(filter(None, map(_advice_on, names)), "")
+    if name := only_on_some(makers):
+        here = [rank for rank, maker in makers.items() if maker == name]
+        there = [rank for rank, maker in makers.items() if maker != name]
+        return (
+            f"{rank_names(here).capitalize()} {verb(here, 'have', 'has')} come to {name}, and "
+            f"{rank_names(there)} {verb(there, 'have', 'has')} not. Is it under an `if` on the "
+            "rank? All ranks have to call it, even if one of them alone uses the result. Or do "
+            "they take unequal numbers of steps?"
+        )
     past = [rank for rank, maker in makers.items() if not maker or maker in INDIRECT]
-    if past and any(re.search(_BACKWARD, name) for name in names):
+    if past and any(re.search(f"{_BACKWARD}|{_FORWARD}", name) for name in names):
         they = verb(past, "they", "it")
         return (
             f"{verb(past, 'Are', 'Is')} {rank_names(past)} past these steps, with fewer batches "
@@ -87,6 +99,18 @@ def advice_for(makers: Mapping[int, str]) -> str:
             "frozen or unused parameters)?"
         )
     return advice
+
+
+def only_on_some(makers: Mapping[int, str]) -> str:
+    """Return the function, such as one that saves, in which ranks meet others' steps; or ""."""
+    names = {*makers.values()}
+    steps = {name for name in names if re.search(f"{_BACKWARD}|{_FORWARD}|{_FSDP}", name)}
+    others = [name for name in names - steps if _pattern(name) in (_OTHERS, _DTENSOR)]
+    return others[0] if steps and len(steps) == len(names) - 1 and others else ""
+
+
+def _pattern(maker: str) -> str:
+    return next((pattern for pattern, _ in _ADVICE if re.search(pattern, maker)), "")
 
 
 def _advice_on(maker: str) -> str:

@@ -60,6 +60,16 @@ class _Moment(NamedTuple):
     is_after: bool
 
 
+_BEGIN_EQUAL = (
+    "Begin with equal parameters, from one seed or one file on all of them: fully_shard and "
+    "DTensor do not broadcast"
+)
+_AVERAGE = (
+    "Average gradients over these ranks, too, as fully_shard does if its mesh has a dimension for "
+    "them"
+)
+
+
 @dataclass
 class _Parted:
     """Copies that differ."""
@@ -160,13 +170,14 @@ class MeshCopies:
 
     def _report(self, moment: _Moment, site: Site, ranks: Ranks, group: Sequence[_Parted]) -> None:
         when = "after" if moment.is_after else "before"
+        is_start = moment.number == 1 and not moment.is_after
+        advice = _BEGIN_EQUAL if is_start else _AVERAGE
         self._findings.add(
             ("copies", site),
             f"step {moment.number}: {rank_names(ranks)} hold copies of the same shards, which "
             f"differ {when} it, and were never equal again: {some_of([p.name for p in group])} "
             f"(norm {joined(told_apart(group[0].norms[:MAX_NORMS], 6))}). "
-            "Average gradients over the mesh's replicas, too, and begin with equal parameters; "
-            f"{place(site)}",
+            f"{advice}; {place(site)}",
         )
 
 

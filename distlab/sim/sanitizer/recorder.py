@@ -50,6 +50,10 @@ class Step:
     total_syncs: dict[int, int] = field(default_factory=dict)
     num_shared: dict[int, int] = field(default_factory=dict)  # before it; see Recorder
     is_ddp: bool = False
+    is_zero: bool = False  # a ZeroRedundancyOptimizer's
+    alone: set[int] = field(
+        default_factory=set
+    )  # ranks that have not communicated since their backward pass
     own_norms: set[int] = field(default_factory=set)  # ranks that clipped what they may own
     back_through: set[tuple[int, ...]] = field(default_factory=set)  # groups; see Recorder
 
@@ -75,6 +79,9 @@ class Recorder:
             backward pass began.
         taken_at: For each parameter whose gradient a collective took, the line of that.
         spoke_at_length: Ranks that have exchanged a long tensor since their last step.
+        have_communicated: The same since their last backward pass began.
+        keep_gradients: For each rank whose last call of ``set_requires_gradient_sync`` has
+            switched the averaging of an FSDP module off, the line of that call.
     """
 
     def __init__(self, parameters: Parameters, wrappings: Wrappings, num_ranks: int) -> None:
@@ -90,6 +97,8 @@ class Recorder:
         self.sums: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
         self.taken_at: MutableMapping[Tensor, Site] = WeakIdKeyDictionary()
         self.spoke_at_length: set[int] = set()
+        self.have_communicated: set[int] = set()
+        self.keep_gradients: dict[int, Site] = {}
         self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
         self._steps: dict[tuple[int, int], Step] = {}  # those to which not all ranks have come
         self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
@@ -124,11 +133,13 @@ class Recorder:
         """Note a loss from which a rank goes back."""
         self._losses[rank].append(loss)
         self.sums.pop(rank, None)
+        self.have_communicated.discard(rank)
 
     def spoke(self, rank: int, group: Sequence[int], *, has_summed: bool, is_long: bool) -> None:
         """Note a rank's collective call, and whether it may average gradients or parameters."""
         if is_long:
             self.spoke_at_length.add(rank)
+            self.have_communicated.add(rank)
         if has_summed:
             self.have_summed.add(rank)
             self.sums[rank].add(tuple(group))
@@ -150,6 +161,7 @@ class Recorder:
         step.rates[rank] = float(optimizer.param_groups[0].get("lr", 0.0))
         step.num_states[rank] = len(optimizer.state)
         step.is_ddp = step.is_ddp or any(self._wrappings.of(p) for p in params)
+        step.is_zero = step.is_zero or type(optimizer).__name__ == "ZeroRedundancyOptimizer"
         self.begun[rank, at.optimizer] = step, [*map(ref, params)]
         step.back_through |= self.back_through
         self._note_events(rank, step)
@@ -177,6 +189,8 @@ class Recorder:
         step.losses[rank] = self._losses.pop(rank, [])
         if self._may_own(rank, step.norms[rank]):
             step.own_norms.add(rank)
+        if rank not in self.have_communicated:
+            step.alone.add(rank)
         step.num_syncs[rank] = len(self._syncs.pop(rank, ()))
         self._total_syncs[rank] += step.num_syncs[rank]
         step.total_syncs[rank] = self._total_syncs[rank]
@@ -204,6 +218,8 @@ class Recorder:
     def _values(self, name: str, parameter: Tensor) -> Values:
         holder, wrapped = self._parameters.holder(parameter), self._wrappings.of(parameter)
         is_sharded = any(place.is_shard() for place in getattr(parameter, "placements", ()))
+        # A partial gradient is one of several terms, which the optimizer adds up.
+        is_term = any(place.is_partial() for place in getattr(parameter.grad, "placements", ()))
         return Values(
             name,
             wrapped.stepped() if wrapped else None,
@@ -212,7 +228,7 @@ class Recorder:
             self._parameters.replacement(parameter),
             parameter.shape,
             None if is_sharded else digest(parameter),
-            None if is_sharded else digest(parameter.grad),
+            None if is_sharded or is_term else digest(parameter.grad),
             id(holder),
             "norm" in type(holder).__name__.lower(),
             is_sharded,

@@ -8,6 +8,7 @@ as new biases are. Then:
     all equal                         right
     some equal, others not            a finding: the others were not averaged
     none equal, in DDP                a finding: nothing was averaged
+    none equal, in ZeRO               the same, if nothing was exchanged after the backward pass
     none equal, in no step            a finding, unless the ranks send each other messages, or
                                       their parameters are equal again before a later step, or a
                                       collective as large as a parameter follows the last one
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isnan
 
 from distlab.sim.reporting.report import WHO, place
+from distlab.sim.reporting.sites import Site
 from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Digest
 from distlab.sim.sanitizer.recorder import Recorder, Step
@@ -29,17 +31,18 @@ _AFTER_THE_STEP = " They are averaged only after it, or with other ranks."
 
 
 def _cause_of_drift(step: Step, ranks: Sequence[int]) -> str:
-    rates, states = ({of[rank] for rank in ranks} for of in (step.rates, step.num_states))
+    rates = {step.rates[rank] for rank in ranks}
+    first, *_, last = sorted(ranks, key=step.num_states.__getitem__)
     if len(rates) > 1:
         return (
             f"Their learning rates are {joined(told_apart(sorted(rates), 6))}: give schedulers the "
             "same numbers on all ranks, such as an averaged loss."
         )
-    if len(states) > 1:
+    if step.num_states[first] != step.num_states[last]:
         return (
             "Their optimizers began it with state, such as momentum, of "
-            f"{joined([str(count) for count in sorted(states)])} parameters: load or broadcast it "
-            "on all ranks."
+            f"{step.num_states[first] or 'no'} parameters on rank {first}, and of "
+            f"{step.num_states[last]} on rank {last}: load or broadcast it on all ranks."
         )
     return "Something besides the averaged gradients changed them."
 
@@ -81,11 +84,17 @@ class Replicas:
     def _report_unfed(self) -> None:
         """Report optimizers that have stepped more than once, and never with a gradient."""
         for rank, count, site in self._recorder.unfed():
+            cause = "Was it made before the model got other parameters, as by fully_shard?"
+            if rank in self._recorder.keep_gradients:
+                cause = (
+                    "FSDP keeps gradients to itself since set_requires_gradient_sync(False), "
+                    f"{place(self._recorder.keep_gradients[rank])}: call it with True before the "
+                    "last backward pass of each step."
+                )
             self._findings.add(
                 ("unfed", site),
                 f"an optimizer took {count} steps on {WHO} without a gradient in any of its "
-                "parameters, so it changed nothing. Was it made before the model got other "
-                f"parameters, as by fully_shard? {place(site)}",
+                f"parameters, so it changed nothing. {cause} {place(site)}",
                 rank,
             )
 
@@ -142,7 +151,8 @@ class Replicas:
             step.is_ddp or self._recorder.sends_messages or self._recorder.have_summed >= {*ranks}
         ):
             self.confirmed.add((step.optimizer, ranks))
-        if wrong and (right or step.is_ddp) and not self._recorder.averages_parameters:
+        is_alone = step.is_zero and step.alone >= {*ranks} and not self._recorder.sends_messages
+        if wrong and (right or step.is_ddp or is_alone) and not self._recorder.averages_parameters:
             self._report_gradients(ranks, step, wrong, len(present))
         elif wrong and step.number == 1:
             self._unsynced[step.optimizer, ranks] = step
@@ -205,6 +215,12 @@ class Replicas:
         replicas: Sequence[int],
     ) -> None:
         advice = "Broadcast them before training, or build the model from one seed"
+        if uses := wrong[0][0].ddp:
+            advice = (
+                "DistributedDataParallel broadcasts them when it is made (unless init_sync=False), "
+                f"{place(uses.model.made_at)}. Has something changed them since then, such as "
+                "load_state_dict on one rank? Do it on all ranks, or before"
+            )
         if replicas:
             advice = (
                 f"{rank_names(replicas).capitalize()} hold equal ones: average over these ranks, "
@@ -331,7 +347,8 @@ def _advice(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]])
     """Return why DistributedDataParallel has not averaged gradients."""
     uses = next((column[0].ddp for column in wrong if column[0].ddp), None)
     if uses is None:
-        return _left_out(wrong)
+        others = next(v.ddp for values in step.values.values() for v in values if v.ddp)
+        return _left_out(wrong, others.model.made_at)
     averaged = uses.model.ranks
     if not {*ranks} <= {*averaged}:
         return (
@@ -345,6 +362,11 @@ def _advice(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]])
 
 def _not_taken(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]]) -> str:
     """Say that no collective has ever taken gradients, if others went through one; else ""."""
+    if step.is_zero and step.alone >= {*ranks}:
+        return (
+            " ZeroRedundancyOptimizer shares the update out, but does not average: wrap the model "
+            "in DistributedDataParallel, or all_reduce the gradients before the step."
+        )
     taken_at = next((v.taken_at for v in step.values[ranks[0]] if v.taken_at), None)
     if taken_at is None or any(v.taken_at for column in wrong for v in column):
         return ""
@@ -353,14 +375,17 @@ def _not_taken(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values
     return f" No collective took them; the others went through {place(taken_at)}.{more}"
 
 
-def _left_out(wrong: Sequence[Sequence[Values]]) -> str:
+def _left_out(wrong: Sequence[Sequence[Values]], made_at: Site) -> str:
     """Return why DistributedDataParallel averages none of these parameters' gradients."""
     if model := wrong[0][0].left_out_by:
         return (
             " They required no gradient when DistributedDataParallel was made, so it leaves them "
             f"out: let them require one before; {place(model.made_at)}."
         )
-    return " DistributedDataParallel does not contain these parameters."
+    return (
+        " DistributedDataParallel does not contain these parameters: it averages those that its "
+        f"module has when it is made, {place(made_at)}. Add layers before that, or wrap them, too."
+    )
 
 
 def _among_others(ranks: Sequence[int], alike: Iterable[tuple[int, ...]]) -> Sequence[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import clip_grad
@@ -240,6 +241,17 @@ class Sanitizer:
             self._recorder.averages_parameters = True
             make(averager, *args, **kwargs)
 
+        set_sync = FSDPModule.set_requires_gradient_sync
+
+        def note_and_set_sync(module: Any, is_on: bool, **kwargs: Any) -> None:
+            if self._rank_states.is_in_rank():
+                rank, site = self._rank_states.current, self._places.call_site()[0]
+                self._recorder.keep_gradients.pop(rank, None)
+                if not is_on:
+                    self._recorder.keep_gradients[rank] = site
+            set_sync(module, is_on, **kwargs)
+
+        replace(FSDPModule, "set_requires_gradient_sync", note_and_set_sync)
         replace(Join, "__enter__", enter_and_note)
         replace(averagers.ModelAverager, "__init__", make_and_note)
 

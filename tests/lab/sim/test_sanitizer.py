@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,19 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch itself uses jit
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distlab.sim import Options, SimulationError, simulate
 from distlab.sim.sanitizer.against import Against, Reference
@@ -76,6 +87,44 @@ def averages_nothing() -> None:
     optimizer = sgd(net)
     for _ in range(3):
         optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        optimizer.step()
+
+
+def shares_out_the_update_but_averages_nothing() -> None:
+    net = model()
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        optimizer.step()
+
+
+def appends_a_layer_after_wrapping() -> None:
+    net = model()
+    ddp = DistributedDataParallel(net)
+    torch.manual_seed(1)
+    net.append(nn.Linear(2, 3))
+    optimizer = sgd(net)
+    ddp(data()).square().sum().backward()
+    optimizer.step()
+
+
+def loads_on_one_rank_after_wrapping() -> None:
+    ddp = DistributedDataParallel(model())
+    if dist.get_rank() == 0:
+        ddp.module.load_state_dict(model(seed=1).state_dict())
+    optimizer = sgd(ddp)
+    ddp(data()).square().sum().backward()
+    optimizer.step()
+
+
+def never_lets_gradients_be_averaged() -> None:
+    net = model()
+    fully_shard(net)
+    optimizer = sgd(net)
+    for _ in range(2):
+        net.set_requires_gradient_sync(False)  # type: ignore[operator]
         net(data()).square().sum().backward()
         optimizer.step()
 
@@ -742,9 +791,13 @@ WRONG: dict[Callable[[], None], str] = {
     "and 1, got different gradients, and have differed since, though",
     forgets_a_norm_before_split_sequences: "step 1: 1.weight and 1.bias had equal values on ranks",
     averages_nothing: "equal parameters, and step with gradients that were never averaged",
+    shares_out_the_update_but_averages_nothing: "ZeroRedundancyOptimizer shares the update out",
+    appends_a_layer_after_wrapping: "it averages those that its module has when it is made, test_",
+    loads_on_one_rank_after_wrapping: "Has something changed them since then, such as load_state_",
+    never_lets_gradients_be_averaged: "keeps gradients to itself since set_requires_gradient_sync",
     averages_nothing_but_a_loss: "step with gradients that were never averaged, and differ",
     splits_a_layer_between_batches: "These ranks need the same batch, chosen by their place along",
-    restores_momentum_and_goes_on: "with state, such as momentum, of 0 and 4 parameters",
+    restores_momentum_and_goes_on: "of no parameters on rank 1, and of 4 on rank 0",
     leaves_a_layer_out: "waited for the gradients of b.weight and b.bias, which",
     steps_inside_no_sync: "its forward passes ran inside no_sync(), test_sanitizer.py:",
     calls_the_module_inside: "not called, but that of the module inside, test_sanitizer.py:",
@@ -789,7 +842,7 @@ WRONG: dict[Callable[[], None], str] = {
     numbers_epochs_by_rank: "go through a DistributedSampler with seed + epoch = 0 and 1",
     takes_the_same_share: "ranks 0 and 1 go through a DistributedSampler that was given rank=0",
     averages_over_one_rank: "DistributedDataParallel averages over rank 0 alone on rank 0",
-    restores_momentum_on_one_rank: "with state, such as momentum, of 0 and 4 parameters",
+    restores_momentum_on_one_rank: "of no parameters on rank 1, and of 4 on rank 0",
     counts_samples_twice: "an evaluation counts 10 samples of a dataset that has 9: to give each",
     splits_samples_by_rank: "ranks 0 and 1 go through DistributedSamplers of different parts",
     leaves_a_norm_before_a_split_layer_in_parts: "step 1: weight (parameter 1) and bias had equal",
@@ -1062,8 +1115,6 @@ def shuffles_everything_by_rank() -> None:
 
 
 def leaves_out_steps_in_a_join() -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     ddp = DistributedDataParallel(model())
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     with Join([ddp, optimizer]):
@@ -1071,6 +1122,36 @@ def leaves_out_steps_in_a_join() -> None:
             optimizer.zero_grad()
             ddp(data()).square().sum().backward()
             optimizer.step()
+
+
+def brings_gradients_to_the_owners_of_a_shared_update() -> None:
+    net = model()
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    owners = optimizer._param_to_rank
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(data()).square().sum().backward()
+        for parameter in net.parameters():
+            dist.reduce(parameter.grad, owners[parameter])
+        optimizer.step()
+
+
+def normalizes_parts_of_sequences() -> None:
+    """Gradients of the norm's parameters are partial sums, which the optimizer adds up."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(net, mesh, plan)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(data().view(2, 3, 4)).square().sum().backward()
+        optimizer.step()
 
 
 def goes_over_to_local_sgd() -> None:
@@ -1603,6 +1684,8 @@ RIGHT = [
     searches_from_one_seed,
     splits_samples_alike,
     leaves_out_steps_in_a_join,
+    brings_gradients_to_the_owners_of_a_shared_update,
+    normalizes_parts_of_sequences,
     goes_over_to_local_sgd,
     gathers_the_gradients_of_owners,
     checks_that_gradients_are_equal,
@@ -1637,6 +1720,7 @@ def test_a_right_program_gets_no_finding(program: Callable[[], None]) -> None:
 
 
 ON_CPU = {  # their meshes, gradient edges or numbers are on the CPU
+    normalizes_parts_of_sequences,
     goes_back_from_an_edge_of_the_graph,
     shards_what_begins_alike,
     trains_shards_on_parts_of_the_data,

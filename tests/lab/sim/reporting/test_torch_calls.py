@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.sim import SimulationError, simulate
@@ -56,6 +58,36 @@ def trains(*, is_synced: Callable[[], bool], num_steps: int) -> None:
 
 def leaves_out_gradients() -> None:
     trains(is_synced=lambda: dist.get_rank() == 0, num_steps=1)
+
+
+def saves_alone() -> None:
+    net = nn.Linear(2, 2)
+    fully_shard(net)
+    if dist.get_rank() == 0:
+        get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    net(torch.ones(2, 2)).sum().backward()
+
+
+def brings_shards_of_other_sizes() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    DTensor.from_local(torch.ones(2 + dist.get_rank(), 4), mesh, [Shard(0)]).full_tensor()
+
+
+def stops_alone() -> None:
+    trains(is_synced=lambda: True, num_steps=2 - dist.get_rank())
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("fn", "advice"),
+    [
+        (saves_alone, "Rank 0 has come to get_model_state_dict, and rank 1 has not."),
+        (brings_shards_of_other_sizes, "from_local takes them for equal"),
+        (stops_alone, "Is rank 1 past these steps, with fewer batches"),
+    ],
+)
+def test_advice_fits_what_has_met(fn: Callable[[], object], advice: str) -> None:
+    assert advice in report(fn)
 
 
 def validates_alone() -> None:
