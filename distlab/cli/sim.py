@@ -251,7 +251,7 @@ def _tell_findings(
         _tell_against(observer)
     is_wrong = simulated.gpu_time and simulated.gpu_time.wrong
     if is_sanitized:
-        typer.echo("\n".join(_lines_of(simulated.findings, "else " if is_wrong else "")))
+        typer.echo("\n".join(_lines_of(simulated.findings, are_more=bool(is_wrong))))
     if is_wrong or simulated.findings or (observer and observer.differs):
         raise typer.Exit(1)
 
@@ -271,14 +271,14 @@ def _told_also_after_an_error(observer: "Against | None") -> Iterator[None]:
         raise
 
 
-def _lines_of(findings: Sequence[str], more: str) -> list[str]:
+def _lines_of(findings: Sequence[str], *, are_more: bool) -> list[str]:
     """Return lines about what the sanitizer found.
 
     Args:
-        more: "else " if the report names wrong uses of GPUs already; otherwise "".
+        are_more: True if the report has named wrong uses of GPUs before.
     """
     if not findings:
-        return [f"--sanitize: nothing {more}found"]
+        return [f"--sanitize: nothing {'else ' * are_more}found"]
     return ["found by --sanitize:", *(f"  {line}" for line in findings)]
 
 

@@ -228,7 +228,7 @@ class ReduceScatter(AllReduce):
         got = found["chunk"]
         if got in sums:
             return f"That is chunk {sums.index(got)} of the sum: {start}"
-        complete = [i for i, chunk in enumerate(found["in_x"]) if chunk == sums[i]]
+        complete = [i for i, chunk in enumerate(found["in_x"]) if chunk and chunk == sums[i]]
         if len(complete) == 1 and rank not in complete:
             return f"x holds the complete sum of chunk {complete[0]} instead: {start}"
         return why_not_the_sum(got, parts, rank, self.advice)

@@ -25,9 +25,9 @@ _GO_FIRST = (
     "If one rank goes first through a block, between two barriers, call collectives outside of it."
 )
 _UNEVEN_SHARDS = (
-    "The ranks' shards have different sizes. DTensor.from_local takes them for equal: give it "
-    "shape= and stride= of the whole tensor, which has to be split as torch.chunk splits, or pad "
-    "the shards."
+    "The ranks' shards have different sizes. DTensor.from_local takes them for equal: pad them, or "
+    "give it shape= and stride= of a whole tensor that is split as torch.chunk splits. If you have "
+    "not used it:"
 )
 _LIST = "On NCCL, a list of tensors of the right sizes would do, too."
 
@@ -85,14 +85,20 @@ def disagreement(calls: Sequence[RankCall]) -> Mismatch:
     is_shape = {"size", "dtype", "device", NUM_TENSORS}.issuperset(words)
     advice = f"In one collective call all ranks must give the same {joined(words)}."
     if by_torch:
-        are_shards = words == ["size"] and all(call.maker.startswith("DTensor") for call in calls)
-        advice = _UNEVEN_SHARDS if are_shards else by_torch
+        advice = f"{_UNEVEN_SHARDS} {by_torch}" if _are_shards(calls, words) else by_torch
     elif len({call.row.where for call in calls}) > 1:
         advice += f" {TWO_CALLS}"
     elif is_shape:
         advice += f"{_on_parts(calls[0], words)} {TWO_CALLS}"
     kind: Any = "shape or dtype mismatch" if is_shape else "operation mismatch"
     return mismatch(kind, f"{calls[0].name} {_headline(details)}", rows, advice)
+
+
+def _are_shards(calls: Sequence[RankCall], words: Sequence[str]) -> bool:
+    """Return whether all ranks gather a DTensor at one line, and differ in the sizes."""
+    is_one_call = len({(call.maker, call.row.where) for call in calls}) == 1
+    is_gathered = calls[0].name.endswith("all_gather") and calls[0].maker.startswith("DTensor")
+    return is_one_call and is_gathered and words == ["size"]
 
 
 def _on_parts(call: RankCall, words: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ from distlab.sim.network.traffic import Traffic
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row
 from distlab.sim.reporting.sites import CallSite, Places, Site
-from distlab.sim.reporting.torch_calls import only_on_some
+from distlab.sim.reporting.torch_calls import called_on_some_only
 from distlab.util.text import rank_names
 
 FOUNDING = Call("new_group", {}, 0, (), ())
@@ -208,11 +208,11 @@ class Meeting:
                 for a in present
             ]
         )
-        makers = {attendance.rank: attendance.maker for attendance in present}
         if any(map(self._thread, present)) or self._has_several_threads():
             error.args = (f"{error}\n{THREADS}",)
-        elif (uneven := self._uneven(present)) and not only_on_some(makers):
-            error.note([uneven], ())
+        elif uneven := self._uneven(present):
+            is_first = not called_on_some_only({a.rank: a.maker for a in present})
+            error.note([uneven] * is_first, [uneven] * (not is_first))
         elif shift := self._world.splits.shift(self.key, ((a.rank, a.lines) for a in present)):
             error.note([shift], ())
         elif waiting := self._waiting_elsewhere(present[0].name):

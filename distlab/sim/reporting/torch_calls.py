@@ -77,9 +77,7 @@ def advice_for(makers: Mapping[int, str]) -> str:
         makers: For each rank, the name of the torch function that made its call; "" for the
             program.
     """
-    names = dict.fromkeys(filter(None, makers.values()))
-    advice = next(filter(None, map(_advice_on, names)), "")
-    if name := only_on_some(makers):
+    if name := called_on_some_only(makers):
         here = [rank for rank, maker in makers.items() if maker == name]
         there = [rank for rank, maker in makers.items() if maker != name]
         return (
@@ -88,21 +86,35 @@ def advice_for(makers: Mapping[int, str]) -> str:
             "rank? All ranks have to call it, even if one of them alone uses the result. Or do "
             "they take unequal numbers of steps?"
         )
+    names = dict.fromkeys(filter(None, makers.values()))
     past = [rank for rank, maker in makers.items() if not maker or maker in INDIRECT]
-    if past and any(re.search(f"{_BACKWARD}|{_FORWARD}", name) for name in names):
-        they = verb(past, "they", "it")
-        return (
-            f"{verb(past, 'Are', 'Is')} {rank_names(past)} past these steps, with fewer batches "
-            "(use Join, or as many batches on each rank), or by a decision to stop that each rank "
-            f"makes alone (all-reduce or broadcast it)? Or {verb(past, 'do', 'does')} {they} make "
-            "a call that the others leave out, or have no gradients in this step (no_sync(), "
-            "frozen or unused parameters)?"
-        )
-    return advice
+    if past and any(re.search(_BACKWARD, name) for name in names):
+        return f"{_are_past(past)} Or {_have_left_out(past)}"
+    if past and (forward := next((n for n in names if re.search(_FORWARD, n)), "")):
+        return f"{_are_past(past)} If not: {_advice_on(forward)}"
+    return next(filter(None, map(_advice_on, names)), "")
 
 
-def only_on_some(makers: Mapping[int, str]) -> str:
-    """Return the function, such as one that saves, in which ranks meet others' steps; or ""."""
+def _are_past(ranks: Collection[int]) -> str:
+    return (
+        f"{verb(ranks, 'Are', 'Is')} {rank_names(ranks)} past these steps, with fewer batches "
+        "(use Join, or as many batches on each rank), or by a decision to stop that each rank "
+        "makes alone (all-reduce or broadcast it)?"
+    )
+
+
+def _have_left_out(ranks: Collection[int]) -> str:
+    return (
+        f"{verb(ranks, 'do', 'does')} {verb(ranks, 'they', 'it')} make a call that the others "
+        "leave out, or have no gradients in this step (no_sync(), frozen or unused parameters)?"
+    )
+
+
+def called_on_some_only(makers: Mapping[int, str]) -> str:
+    """Return torch's function to which only some ranks have come, while others take a step; or "".
+
+    For example, rank 0 takes a state dict, and rank 1 is in its next backward pass.
+    """
     names = {*makers.values()}
     steps = {name for name in names if re.search(f"{_BACKWARD}|{_FORWARD}|{_FSDP}", name)}
     others = [name for name in names - steps if _pattern(name) in (_OTHERS, _DTENSOR)]

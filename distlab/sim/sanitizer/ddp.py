@@ -86,13 +86,29 @@ class Wrapped:
         no_sync_at: Line that last called ``no_sync()``.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, made_at: Site) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, made_at: Site, *, has_broadcast: bool = True
+    ) -> None:
+        self._has_broadcast = has_broadcast
         self.ranks = dist.get_process_group_ranks(ddp.process_group)
         self.made_at = made_at
         self.no_sync_at: Site | None = None
         self.waits_for_all = not (ddp.find_unused_parameters or ddp.static_graph)
         self.hook = ""
         self._uses = Uses(self)
+
+    def why_unequal(self) -> str:
+        """Return why its parameters are not equal on all ranks, and what to do."""
+        made = f"when it is made, {place(self.made_at)}"
+        if not self._has_broadcast:
+            return (
+                f"DistributedDataParallel, given init_sync=False, broadcasts nothing {made}: begin "
+                "with equal parameters"
+            )
+        return (
+            f"DistributedDataParallel broadcasts rank 0's {made}. Has something changed them since "
+            "then, such as load_state_dict on one rank? Do it on all ranks, or on rank 0 before"
+        )
 
     def uses(self) -> Uses:
         """Return what was done since the last step, to which more may be added."""
@@ -135,7 +151,7 @@ class Wrappings:
         def wrap_and_note(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             wrap(ddp, module, *args, **kwargs)
             if self._rank_states.is_in_rank():
-                self._wrapped(ddp, module)
+                self._wrapped(ddp, module, has_broadcast=kwargs.get("init_sync", True))
 
         def forward_and_note(ddp: Any, *args: Any, **kwargs: Any) -> Any:
             if ddp not in self._of:
@@ -158,8 +174,8 @@ class Wrappings:
         replace(ddp_type, "no_sync", no_sync_and_note)
         replace(ddp_type, "register_comm_hook", register_and_note)
 
-    def _wrapped(self, ddp: Any, module: nn.Module) -> None:
-        wrapped = Wrapped(ddp, self._places.call_site()[0])
+    def _wrapped(self, ddp: Any, module: nn.Module, *, has_broadcast: bool) -> None:
+        wrapped = Wrapped(ddp, self._places.call_site()[0], has_broadcast=has_broadcast)
         self.groups.add(ddp.process_group._key)
         self._of.update(dict.fromkeys([ddp, *module.modules()], wrapped))
         for parameter in module.parameters():

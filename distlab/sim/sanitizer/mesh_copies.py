@@ -62,12 +62,15 @@ class _Moment(NamedTuple):
 
 _BEGIN_EQUAL = (
     "Begin with equal parameters, from one seed or one file on all of them: fully_shard and "
-    "DTensor do not broadcast"
+    "DTensor.from_local do not broadcast"
 )
 _AVERAGE = (
     "Average gradients over these ranks, too, as fully_shard does if its mesh has a dimension for "
-    "them"
+    "them. If that is done, something else has changed the copies, such as another learning rate "
+    "or a state that was restored on some ranks only"
 )
+
+_CHANGED = "Something besides the steps has changed them: load or set weights on all ranks alike"
 
 
 @dataclass
@@ -170,8 +173,9 @@ class MeshCopies:
 
     def _report(self, moment: _Moment, site: Site, ranks: Ranks, group: Sequence[_Parted]) -> None:
         when = "after" if moment.is_after else "before"
-        is_start = moment.number == 1 and not moment.is_after
-        advice = _BEGIN_EQUAL if is_start else _AVERAGE
+        advice = _AVERAGE
+        if not moment.is_after:
+            advice = _BEGIN_EQUAL if moment.number == 1 else _CHANGED
         self._findings.add(
             ("copies", site),
             f"step {moment.number}: {rank_names(ranks)} hold copies of the same shards, which "

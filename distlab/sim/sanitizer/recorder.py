@@ -8,12 +8,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.ddp import Wrappings
+from distlab.sim.sanitizer.mesh_copies import along
 from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
 from distlab.sim.sanitizer.values import Values
 from distlab.sim.sanitizer.visits import Followed, Visits
@@ -31,6 +33,21 @@ class Norm(NamedTuple):
     def factor(self) -> float:
         """The factor by which it scaled the gradients."""
         return 1.0 if self.total <= self.limit else self.limit / self.total
+
+
+class Unfed(NamedTuple):
+    """An optimizer of which no parameter has had a gradient.
+
+    Attributes:
+        site: Line of its last step.
+        sync_off_at: Line that had switched the averaging of an FSDP module off, if that was so in
+            each step.
+    """
+
+    rank: int
+    num_steps: int
+    site: Site
+    sync_off_at: Site | None
 
 
 @dataclass
@@ -51,9 +68,8 @@ class Step:
     num_shared: dict[int, int] = field(default_factory=dict)  # before it; see Recorder
     is_ddp: bool = False
     is_zero: bool = False  # a ZeroRedundancyOptimizer's
-    alone: set[int] = field(
-        default_factory=set
-    )  # ranks that have not communicated since their backward pass
+    # Ranks that have given no collective a long tensor since their last backward pass.
+    alone: set[int] = field(default_factory=set)
     own_norms: set[int] = field(default_factory=set)  # ranks that clipped what they may own
     back_through: set[tuple[int, ...]] = field(default_factory=set)  # groups; see Recorder
 
@@ -80,8 +96,8 @@ class Recorder:
         taken_at: For each parameter whose gradient a collective took, the line of that.
         spoke_at_length: Ranks that have exchanged a long tensor since their last step.
         have_communicated: The same since their last backward pass began.
-        keep_gradients: For each rank whose last call of ``set_requires_gradient_sync`` has
-            switched the averaging of an FSDP module off, the line of that call.
+        sync_off_at: For each rank whose last call of ``set_requires_gradient_sync`` has switched
+            the averaging of an FSDP module off, the line of that call.
     """
 
     def __init__(self, parameters: Parameters, wrappings: Wrappings, num_ranks: int) -> None:
@@ -98,7 +114,7 @@ class Recorder:
         self.taken_at: MutableMapping[Tensor, Site] = WeakIdKeyDictionary()
         self.spoke_at_length: set[int] = set()
         self.have_communicated: set[int] = set()
-        self.keep_gradients: dict[int, Site] = {}
+        self.sync_off_at: dict[int, Site] = {}
         self._have_exchanged: set[int] = set()  # since the last step, other tensors than gradients
         self._steps: dict[tuple[int, int], Step] = {}  # those to which not all ranks have come
         self._norms: defaultdict[int, list[Norm]] = defaultdict(list)
@@ -108,7 +124,7 @@ class Recorder:
         self._averaged: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # by the program
         self._optimizer_of: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # the last one
         # Optimizers of ranks whose parameters have had no gradient yet, and those whose have.
-        self._unfed: dict[tuple[int, int], tuple[int, Site]] = {}
+        self._unfed: dict[tuple[int, int], Unfed] = {}
         self._fed: set[tuple[int, int]] = set()
 
     def synced(self, rank: int) -> None:
@@ -213,13 +229,14 @@ class Recorder:
         if any(p.grad is not None for p in params):
             self._fed.add(key)
         elif params:
-            self._unfed[key] = count + 1, site
+            known, off_at = self._unfed.get(key), self.sync_off_at.get(key[0])
+            self._unfed[key] = Unfed(
+                key[0], count + 1, site, off_at if known is None or known.sync_off_at else None
+            )
 
     def _values(self, name: str, parameter: Tensor) -> Values:
         holder, wrapped = self._parameters.holder(parameter), self._wrappings.of(parameter)
         is_sharded = any(place.is_shard() for place in getattr(parameter, "placements", ()))
-        # A partial gradient is one of several terms, which the optimizer adds up.
-        is_term = any(place.is_partial() for place in getattr(parameter.grad, "placements", ()))
         return Values(
             name,
             wrapped.stepped() if wrapped else None,
@@ -228,13 +245,14 @@ class Recorder:
             self._parameters.replacement(parameter),
             parameter.shape,
             None if is_sharded else digest(parameter),
-            None if is_sharded or is_term else digest(parameter.grad),
+            None if is_sharded else digest(parameter.grad),
             id(holder),
             "norm" in type(holder).__name__.lower(),
             is_sharded,
             self.visits.have_made(parameter.grad),
             self.gathered.have_made(parameter.grad),
             self.returned.have_made(parameter.grad),
+            _ranks_of_terms(parameter.grad),
         )
 
     def unfinished(self) -> list[Step]:
@@ -247,10 +265,14 @@ class Recorder:
         """Return the norms that ranks have taken since their last steps."""
         return self._norms
 
-    def unfed(self) -> list[tuple[int, int, Site]]:
-        """Return ranks whose optimizers never had a gradient, their steps and the last one's line.
+    def unfed(self) -> list[Unfed]:
+        """Return the ranks' optimizers that never had a gradient, if they took several steps."""
+        never = [unfed for key, unfed in self._unfed.items() if key not in self._fed]
+        return [unfed for unfed in never if unfed.num_steps > 1]
 
-        An optimizer that has taken only one step does not count.
-        """
-        never = [(key[0], *last) for key, last in self._unfed.items() if key not in self._fed]
-        return [(rank, count, site) for rank, count, site in never if count > 1]
+
+def _ranks_of_terms(gradient: Tensor | None) -> tuple[int, ...]:
+    """Return the ranks whose gradients the optimizer will add up, as it does partial DTensors."""
+    if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
+        return ()
+    return along(gradient.device_mesh, [p.is_partial() for p in gradient.placements])

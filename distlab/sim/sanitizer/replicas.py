@@ -24,9 +24,19 @@ from distlab.sim.sanitizer.findings import Findings
 from distlab.sim.sanitizer.parameters import Digest
 from distlab.sim.sanitizer.recorder import Recorder, Step
 from distlab.sim.sanitizer.shared import Shared, with_one_loss
-from distlab.sim.sanitizer.values import Values, is_equal, is_equal_not_by_chance, names_of
+from distlab.sim.sanitizer.values import (
+    Values,
+    is_equal,
+    is_equal_not_by_chance,
+    names_of,
+    with_whole_gradients,
+)
 from distlab.util.text import joined, rank_names, told_apart
 
+_ZERO = (
+    " ZeroRedundancyOptimizer shares the update out, but does not average: wrap the model in "
+    "DistributedDataParallel, or all_reduce the gradients before the step."
+)
 _AFTER_THE_STEP = " They are averaged only after it, or with other ranks."
 
 
@@ -83,13 +93,13 @@ class Replicas:
 
     def _report_unfed(self) -> None:
         """Report optimizers that have stepped more than once, and never with a gradient."""
-        for rank, count, site in self._recorder.unfed():
+        for rank, count, site, sync_off_at in self._recorder.unfed():
             cause = "Was it made before the model got other parameters, as by fully_shard?"
-            if rank in self._recorder.keep_gradients:
+            if sync_off_at:
                 cause = (
                     "FSDP keeps gradients to itself since set_requires_gradient_sync(False), "
-                    f"{place(self._recorder.keep_gradients[rank])}: call it with True before the "
-                    "last backward pass of each step."
+                    f"{place(sync_off_at)}: call it with True before the last backward pass of "
+                    "each step."
                 )
             self._findings.add(
                 ("unfed", site),
@@ -102,6 +112,7 @@ class Replicas:
         """Compare the ranks before a step."""
         if self._findings.has("scaler"):
             return None  # the ranks no longer take the same steps
+        step.values = with_whole_gradients(step.values)
         if step.is_ddp and len({*step.total_syncs.values()}) > 1:
             return None if self._recorder.leaves_early else self._report_skipped(step)
         alike = _alike(step)
@@ -151,11 +162,17 @@ class Replicas:
             step.is_ddp or self._recorder.sends_messages or self._recorder.have_summed >= {*ranks}
         ):
             self.confirmed.add((step.optimizer, ranks))
-        is_alone = step.is_zero and step.alone >= {*ranks} and not self._recorder.sends_messages
-        if wrong and (right or step.is_ddp or is_alone) and not self._recorder.averages_parameters:
+        must_average = step.is_ddp or self._has_zero_alone(ranks, step)
+        if wrong and (right or must_average) and not self._recorder.averages_parameters:
             self._report_gradients(ranks, step, wrong, len(present))
         elif wrong and step.number == 1:
             self._unsynced[step.optimizer, ranks] = step
+
+    def _has_zero_alone(self, ranks: Sequence[int], step: Step) -> bool:
+        """Return whether ranks share out an update of gradients that they have never exchanged."""
+        are_taken = any(v.taken_at for rank in ranks for v in step.values[rank])
+        may_average = are_taken or self._recorder.sends_messages
+        return step.is_zero and step.alone >= {*ranks} and not may_average
 
     def _report_gradients(
         self,
@@ -171,6 +188,8 @@ class Replicas:
         other = next(k for k, g in enumerate(gradients) if not is_equal([gradients[0], g]))
         norms = told_apart([g.norm if g else 0.0 for g in (gradients[0], gradients[other])], 4)
         advice = _advice(step, ranks, wrong) if step.is_ddp else _not_taken(step, ranks, wrong)
+        if not step.is_ddp and self._has_zero_alone(ranks, step):
+            advice = _ZERO
         self._findings.add(
             ("gradients", (step.site, ranks)),
             f"step {step.number}: {len(wrong)} of {num_present} gradients differ between "
@@ -216,11 +235,7 @@ class Replicas:
     ) -> None:
         advice = "Broadcast them before training, or build the model from one seed"
         if uses := wrong[0][0].ddp:
-            advice = (
-                "DistributedDataParallel broadcasts them when it is made (unless init_sync=False), "
-                f"{place(uses.model.made_at)}. Has something changed them since then, such as "
-                "load_state_dict on one rank? Do it on all ranks, or before"
-            )
+            advice = uses.model.why_unequal()
         if replicas:
             advice = (
                 f"{rank_names(replicas).capitalize()} hold equal ones: average over these ranks, "
@@ -362,11 +377,6 @@ def _advice(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]])
 
 def _not_taken(step: Step, ranks: Sequence[int], wrong: Sequence[Sequence[Values]]) -> str:
     """Say that no collective has ever taken gradients, if others went through one; else ""."""
-    if step.is_zero and step.alone >= {*ranks}:
-        return (
-            " ZeroRedundancyOptimizer shares the update out, but does not average: wrap the model "
-            "in DistributedDataParallel, or all_reduce the gradients before the step."
-        )
     taken_at = next((v.taken_at for v in step.values[ranks[0]] if v.taken_at), None)
     if taken_at is None or any(v.taken_at for column in wrong for v in column):
         return ""

@@ -243,15 +243,15 @@ class Sanitizer:
 
         set_sync = FSDPModule.set_requires_gradient_sync
 
-        def note_and_set_sync(module: Any, is_on: bool, **kwargs: Any) -> None:
+        def set_sync_and_note(module: Any, *args: Any, **kwargs: Any) -> None:
+            set_sync(module, *args, **kwargs)
             if self._rank_states.is_in_rank():
                 rank, site = self._rank_states.current, self._places.call_site()[0]
-                self._recorder.keep_gradients.pop(rank, None)
-                if not is_on:
-                    self._recorder.keep_gradients[rank] = site
-            set_sync(module, is_on, **kwargs)
+                self._recorder.sync_off_at.pop(rank, None)
+                if not (*args, kwargs.get("requires_gradient_sync"))[0]:
+                    self._recorder.sync_off_at[rank] = site
 
-        replace(FSDPModule, "set_requires_gradient_sync", note_and_set_sync)
+        replace(FSDPModule, "set_requires_gradient_sync", set_sync_and_note)
         replace(Join, "__enter__", enter_and_note)
         replace(averagers.ModelAverager, "__init__", make_and_note)
 

@@ -1,7 +1,7 @@
 """Values and gradients of one parameter on several ranks."""
 
-from collections.abc import Iterable, Sequence
-from math import isfinite
+from collections.abc import Iterable, Mapping, Sequence
+from math import hypot, isfinite
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ class Values(NamedTuple):
         is_of_visitors: True if its gradient may come from data that an all_to_all has brought.
         is_of_gathered: The same, if an all_gather counts, too.
         has_come_back: True if its gradient comes from other ranks, by a layer's backward pass.
+        terms_on: Ranks whose gradients add up to the parameter's, if each has but a term of it.
     """
 
     name: str
@@ -46,6 +47,36 @@ class Values(NamedTuple):
     is_of_visitors: bool
     is_of_gathered: bool
     has_come_back: bool
+    terms_on: tuple[int, ...]
+
+
+def with_whole_gradients(values: Mapping[int, list[Values]]) -> dict[int, list[Values]]:
+    """Return values by rank in which each term of a gradient stands for the whole sum."""
+    return {
+        rank: [
+            v._replace(gradient=_summed(v.terms_on, number, values)) if v.terms_on else v
+            for number, v in enumerate(mine)
+        ]
+        for rank, mine in values.items()
+    }
+
+
+def _summed(
+    ranks: Sequence[int], number: int, values: Mapping[int, Sequence[Values]]
+) -> Digest | None:
+    """Return the digest of a sum; its norm is that of the terms beside one another."""
+    of_ranks = [values[rank] for rank in ranks if rank in values]
+    terms = [mine[number].gradient for mine in of_ranks if number < len(mine)]
+    known = [term for term in terms if term is not None]
+    if len(known) < len(ranks):
+        return None
+    return Digest(
+        hash(tuple(term.key for term in known)),
+        all(term.is_constant for term in known),
+        all(term.has_equal_rows for term in known),
+        hypot(*(term.norm for term in known)),
+        sum(term.projection for term in known),
+    )
 
 
 def is_equal(digests: Iterable[Digest | None]) -> bool:
