@@ -161,9 +161,12 @@ def describe(func: OpOverload[..., Any]) -> Operation:
 
 
 def _is_composite(name: str) -> bool:
-    """Return whether an operation consists of others; those of TorchScript are unknown there."""
+    """Return whether an operation consists of others; those of TorchScript are unknown there.
+
+    An operation that also has a kernel of its own, such as ``silu_backward``, runs that.
+    """
     with suppress(RuntimeError):
-        return _has_kernel(name, "CompositeImplicitAutograd")
+        return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "CPU")
     return False
 
 

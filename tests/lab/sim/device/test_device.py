@@ -50,6 +50,21 @@ def running(**options: Any) -> Iterator[tuple[Device, Clock]]:
 # --- time ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("function", [F.silu, F.mish])
+def test_a_gradient_has_the_bits_that_torch_gives_it(function: Callable[..., Any]) -> None:
+    """The gradients of both have a kernel, and a formula of other operations that rounds more."""
+
+    def gradient() -> torch.Tensor:
+        x = torch.linspace(-4, 4, 1001).requires_grad_()
+        function(x).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient()
+    with running():
+        assert torch.equal(gradient(), expected)
+
+
 def test_an_operation_takes_as_long_as_its_slower_part() -> None:
     square, row, other = torch.ones(100, 100), torch.ones(1, 100), torch.ones(100, 100)
     with running() as (device, clock):
