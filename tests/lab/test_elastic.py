@@ -192,7 +192,7 @@ def nodes(tmp_path: Path) -> Iterator[Agents]:
 @pytest.mark.slow
 def test_torchrun_loses_a_node_and_gets_another(nodes: Agents) -> None:
     folder = nodes.folder
-    set_pace(folder, 0.4)  # so that the run is still going when the new node has started
+    set_pace(folder, 0.8)  # so that the run is still going when a slow node has started
     have_trained = has_trained(folder, 3, SAVED)
     for _ in range(3):
         nodes.start()
