@@ -78,7 +78,7 @@ def test_the_worked_example_of_memory_follows_from_the_formulas(figures: ModuleT
     assert f"16Ψ = **{states:.1f} GB**" in text
     assert f"adds {linear / 1e6:.0f} + {scores / 1e6:.0f} MB" in text.replace("\n", " ")
     assert f"**{kept_gb + scores_gb:.1f} GB** in all" in text
-    assert f"{kept_gb:.1f} GB remain" in text
+    assert f"to {kept_gb:.1f} GB" in text
 
 
 def test_the_measured_gpt_has_as_many_parameters_as_the_text_says() -> None:
