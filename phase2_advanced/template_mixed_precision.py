@@ -96,7 +96,7 @@ class LossScaler:
         Returns:
             Whether every element of all ranks' gradients is finite; the same on all ranks.
 
-        Cost: one all-reduce of one number.
+        Cost: one all-reduce of one number, on the device of the parameters.
         """
         # TODO 2.3: divide all gradients once in each step; the same answer on all ranks.
         #   Example: scale 4, gradients [8.0, 2.0] on rank 0 and [inf] on rank 1: rank 0 then has
@@ -187,7 +187,8 @@ def mixed_precision_step(
     computes with 16-bit copies of the weights. Weights in 16 bits would lose small updates:
         weight 1.0, update 0.0001    float32: 0.9999    float16: 1.0, the update is lost
 
-    With B targets on all ranks together, the gradient is that of (sum of all losses) / B.
+    With B targets on all ranks together, the gradient is that of (sum of all losses) / B. Each rank
+    divides its loss by B before the backward pass, because undivided gradients may overflow.
 
     Args:
         model: the model, equal on all ranks, with trainable parameters in float32.

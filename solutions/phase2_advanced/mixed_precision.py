@@ -89,7 +89,7 @@ class LossScaler:
         Returns:
             Whether every element of all ranks' gradients is finite; the same on all ranks.
 
-        Cost: one all-reduce of one number.
+        Cost: one all-reduce of one number, on the device of the parameters.
         """
         if optimizer not in self.is_finite:
             self.is_finite[optimizer] = self._divide(optimizer)
@@ -176,7 +176,8 @@ def mixed_precision_step(
     computes with 16-bit copies of the weights. Weights in 16 bits would lose small updates:
         weight 1.0, update 0.0001    float32: 0.9999    float16: 1.0, the update is lost
 
-    With B targets on all ranks together, the gradient is that of (sum of all losses) / B.
+    With B targets on all ranks together, the gradient is that of (sum of all losses) / B. Each rank
+    divides its loss by B before the backward pass, because undivided gradients may overflow.
 
     Args:
         model: the model, equal on all ranks, with trainable parameters in float32.

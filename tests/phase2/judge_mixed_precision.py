@@ -395,9 +395,17 @@ def _check_calls(here: str, found: Any, reduce_dtype: str) -> None:
 def test_updates_that_16_bits_would_lose_add_up(grade: Grade) -> None:
     num_steps = grade.random.randint(8, 12)
     small = Small(1.0, 2.0**-13, [1.0, 1.0], [1, 1], num_steps=num_steps)
+    results = grade.run(b.small_steps, 2, small).results
+    expect_on_all_ranks(
+        "one target with a gradient of 1.0 on each rank, scale 65536: whether a step is skipped",
+        [found["skipped"] for found in results],
+        False,
+        "A scaled gradient of 65536 is inf in float16, but half of it is not: divide the loss by "
+        "the 2 targets before the backward pass, instead of the gradients after it.",
+    )
     expect_on_all_ranks(
         f"a weight of 1.0 after {num_steps} updates of -0.000122",
-        [found["weight"] for found in grade.run(b.small_steps, 2, small).results],
+        [found["weight"] for found in results],
         1 - num_steps * 2.0**-13,
         "float16 has no number between 0.9995 and 1: the optimizer should update the parameters "
         "in float32.",
