@@ -68,7 +68,7 @@ def send_tensors(tensors: Sequence[Tensor], dst: int, group: Group = None) -> li
         group: the group in which ``dst`` is numbered; all ranks by default.
 
     Returns:
-        The works of all messages, for the caller to ``wait`` on.
+        The works of all messages; the caller must ``wait`` exactly once on each.
 
     Cost: at most two messages for the header, with at most 1,024 bytes in total for up to four
         tensors; then one message for each tensor, with exactly its bytes. No collectives.
