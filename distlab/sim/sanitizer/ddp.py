@@ -86,9 +86,7 @@ class Wrapped:
         no_sync_at: Line that last called ``no_sync()``.
     """
 
-    def __init__(
-        self, ddp: DistributedDataParallel, made_at: Site, *, has_broadcast: bool = True
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, made_at: Site, *, has_broadcast: bool) -> None:
         self._has_broadcast = has_broadcast
         self.ranks = dist.get_process_group_ranks(ddp.process_group)
         self.made_at = made_at

@@ -20,7 +20,7 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Places, Site
 from distlab.sim.sanitizer.draws import Unnoticed
 from distlab.sim.sanitizer.findings import Findings
-from distlab.sim.sanitizer.mesh_copies import Ranks, along
+from distlab.sim.sanitizer.meshes import Ranks, along
 from distlab.sim.sanitizer.parameters import Digest, digest
 from distlab.sim.sanitizer.values import is_equal
 from distlab.util.replacing import Replace

@@ -20,7 +20,6 @@ from typing import NamedTuple
 from weakref import ref
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -28,11 +27,11 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.findings import Findings
+from distlab.sim.sanitizer.meshes import Ranks, along
 from distlab.sim.sanitizer.parameters import Digest, Parameters, digest, distinct_names
 from distlab.sim.sanitizer.values import is_equal, is_equal_not_by_chance
 from distlab.util.text import joined, rank_names, some_of, told_apart
 
-Ranks = tuple[int, ...]
 Key = tuple[int, Ranks, str]  # optimizer, ranks that hold copies, name of the parameter
 MAX_NORMS = 4
 
@@ -198,12 +197,3 @@ def _holders(parameter: DTensor) -> Iterator[tuple[Ranks, bool]]:
     for other in names if {*mine} < {*names} else ():
         if other not in mine and len(ranks := along(whole, [n == other for n in names])) > 1:
             yield ranks, False
-
-
-def along(mesh: DeviceMesh, are_free: Iterable[bool]) -> Ranks:
-    """Return the ranks of a mesh that share this rank's place along all dimensions but the free."""
-    if (coordinate := mesh.get_coordinate()) is None:
-        return ()
-    pairs = zip(are_free, coordinate, strict=True)
-    where = tuple(slice(None) if is_free else at for is_free, at in pairs)
-    return tuple(mesh.mesh[where].flatten().tolist())

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.simulated import StepOf
 from distlab.sim.sanitizer.ddp import Wrappings
-from distlab.sim.sanitizer.mesh_copies import along
+from distlab.sim.sanitizer.meshes import along
 from distlab.sim.sanitizer.parameters import Parameters, digest, distinct_names
 from distlab.sim.sanitizer.values import Values
 from distlab.sim.sanitizer.visits import Followed, Visits

@@ -187,9 +187,11 @@ class Replicas:
         gradients = [v.gradient for v in wrong[0]]
         other = next(k for k, g in enumerate(gradients) if not is_equal([gradients[0], g]))
         norms = told_apart([g.norm if g else 0.0 for g in (gradients[0], gradients[other])], 4)
-        advice = _advice(step, ranks, wrong) if step.is_ddp else _not_taken(step, ranks, wrong)
-        if not step.is_ddp and self._has_zero_alone(ranks, step):
-            advice = _ZERO
+        if step.is_ddp:
+            advice = _advice(step, ranks, wrong)
+        else:
+            is_zero = self._has_zero_alone(ranks, step)
+            advice = _ZERO if is_zero else _not_taken(step, ranks, wrong)
         self._findings.add(
             ("gradients", (step.site, ranks)),
             f"step {step.number}: {len(wrong)} of {num_present} gradients differ between "

@@ -94,20 +94,41 @@ def shards_by_hand() -> None:
     trains(Sharded())
 
 
-WRONG = {
-    never_reduces_between_replicas: "step 1: ranks 0 and 2 hold copies of the same shards, which "
-    "differ after it, and were never equal again: 0.weight, 0.bias, 2.weight and 2.bias (norm ",
-    begins_with_other_weights: "step 1: ranks 0 and 2 hold copies of the same shards, which differ "
-    "before it",
-    shards_by_hand: "step 1: ranks 0 and 2 hold copies of the same shards, which differ after it, "
-    "and were never equal again: weight (norm",
+def sets_weights_between_steps() -> None:
+    net = hybrid()
+
+    def shrink_one_replica(step: int) -> None:
+        if step == 0 and dist.get_rank() >= 2:
+            for parameter in net.parameters():
+                parameter.data.to_local().mul_(0.5)  # type: ignore[operator]
+
+    trains(net, shrink_one_replica)
+
+
+DIFFER = "ranks 0 and 2 hold copies of the same shards, which differ"
+WRONG = {  # what has come apart, when, and the advice
+    never_reduces_between_replicas: (
+        f"step 1: {DIFFER} after it, and were never equal again: 0.weight, 0.bias, 2.weight and "
+        "2.bias (norm ",
+        "Average gradients over these ranks, too",
+    ),
+    begins_with_other_weights: (f"step 1: {DIFFER} before it", "Begin with equal parameters"),
+    shards_by_hand: (
+        f"step 1: {DIFFER} after it, and were never equal again: weight (norm",
+        "Average gradients over these ranks, too",
+    ),
+    sets_weights_between_steps: (
+        f"step 2: {DIFFER} before it",
+        "Something besides the steps has changed them",
+    ),
 }
 
 
 @pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
 def test_copies_that_part_are_named(program: Callable[[], None]) -> None:
     lines = findings(program)
-    assert any(line.startswith(WRONG[program]) for line in lines), lines
+    start, advice = WRONG[program]
+    assert any(line.startswith(start) and advice in line for line in lines), lines
     assert all(Path(__file__).name in line for line in lines)
 
 

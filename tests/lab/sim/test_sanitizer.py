@@ -14,7 +14,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
@@ -114,6 +114,13 @@ def loads_on_one_rank_after_wrapping() -> None:
     ddp = DistributedDataParallel(model())
     if dist.get_rank() == 0:
         ddp.module.load_state_dict(model(seed=1).state_dict())
+    optimizer = sgd(ddp)
+    ddp(data()).square().sum().backward()
+    optimizer.step()
+
+
+def wraps_without_a_broadcast() -> None:
+    ddp = DistributedDataParallel(model(seed=dist.get_rank()), init_sync=False)
     optimizer = sgd(ddp)
     ddp(data()).square().sum().backward()
     optimizer.step()
@@ -609,6 +616,27 @@ def shards_after_making_the_optimizer() -> None:
         optimizer.step()
 
 
+def shards_after_making_the_optimizer_and_accumulates() -> None:
+    net = model()
+    optimizer = sgd(net)
+    accumulates_shards(net, optimizer, num_batches=5)
+
+
+def accumulates_shards(
+    net: nn.Module, optimizer: torch.optim.Optimizer | None = None, num_batches: int = 4
+) -> None:
+    """Average gradients in every second backward pass, and step after it."""
+    sharded: Any = fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = optimizer or sgd(net)
+    for number in range(num_batches):
+        is_last = number % 2 == 1
+        sharded.set_requires_gradient_sync(requires_gradient_sync=is_last)
+        net(data()).square().sum().backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def forgets_a_layer_beside_split_sequences() -> None:
     trains_on_split_sequences(forgotten=1)
 
@@ -701,6 +729,32 @@ def trains_norms_around_split_layers(*, sums_norm: bool = True) -> None:
         optimizer.step()
 
 
+def forgets_to_average_a_norm_over_replicas() -> None:
+    """Ranks 0 and 1 have parts of one batch of sequences, and ranks 2 and 3 of another."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = parts_of_sequences(mesh["tp"])
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
+    parts = torch.randn(2, 6, 4, generator=generator).chunk(2, dim=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+    net(parts[mesh.get_local_rank("tp")]).square().sum().backward()
+    for parameter in net[1:].parameters():
+        dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group("dp"))  # type: ignore[union-attr]
+    optimizer.step()
+
+
+def parts_of_sequences(mesh: DeviceMesh) -> nn.Sequential:
+    """Return a norm on each rank's part of the sequences, before layers that are split."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(net, mesh, plan)  # type: ignore[arg-type]
+    return net
+
+
 def clips_the_slice_of_a_split_layer() -> None:
     embedding, half, head, optimizer = split_model()
     predicts_with_a_split_layer(embedding, half, head)
@@ -781,6 +835,7 @@ def counts_samples(count: Callable[[Tensor], int]) -> None:
 
 WRONG: dict[Callable[[], None], str] = {
     shards_after_making_the_optimizer: "an optimizer took 2 steps on ranks 0 and 1 without",
+    shards_after_making_the_optimizer_and_accumulates: "Was it made before the model got other",
     forgets_the_second_layer: "No collective took them; the others went through test_sanitizer.py:",
     forgets_a_new_head: " in forgets_a_new_head. 3 was replaced at test_sanitizer.py:",
     forgets_a_layer_beside_split_sequences: "step 1: 2 of 4 gradients differ between ranks 0",
@@ -794,6 +849,7 @@ WRONG: dict[Callable[[], None], str] = {
     shares_out_the_update_but_averages_nothing: "ZeroRedundancyOptimizer shares the update out",
     appends_a_layer_after_wrapping: "it averages those that its module has when it is made, test_",
     loads_on_one_rank_after_wrapping: "Has something changed them since then, such as load_state_",
+    wraps_without_a_broadcast: "given init_sync=False, broadcasts nothing when it is made, test_",
     never_lets_gradients_be_averaged: "keeps gradients to itself since set_requires_gradient_sync",
     averages_nothing_but_a_loss: "step with gradients that were never averaged, and differ",
     splits_a_layer_between_batches: "These ranks need the same batch, chosen by their place along",
@@ -867,6 +923,14 @@ def test_ranks_that_average_with_others_than_their_replicas_are_named() -> None:
     (line,) = [x for x in findings(averages_over_the_stages, 4) if "average their" in x]
     assert "ranks 0 and 1 average their gradients, but began with different parameters" in line
     assert "Ranks 0 and 2 hold equal ones: average over these ranks" in line
+
+
+def test_a_norm_that_is_averaged_over_no_replicas_is_named() -> None:
+    lines = findings(forgets_to_average_a_norm_over_replicas, num_ranks=4)
+    start = (
+        "step 1: 2 of 3 gradients differ between ranks 0-3, whose parameters are equal: 0.weight"
+    )
+    assert any(line.startswith(start) for line in lines), lines
 
 
 def trains_alone_before() -> None:
@@ -1125,7 +1189,21 @@ def leaves_out_steps_in_a_join() -> None:
 
 
 def brings_gradients_to_the_owners_of_a_shared_update() -> None:
-    net = model()
+    shares_out_updates(model())
+
+
+def brings_a_few_numbers_to_the_owners_of_a_shared_update() -> None:
+    torch.manual_seed(0)
+    shares_out_updates(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 2)))
+
+
+def goes_back_through_another_model_before_a_shared_update() -> None:
+    critic = nn.Linear(2, 1)
+    shares_out_updates(model(), lambda: critic(torch.ones(1, 2)).sum().backward())
+
+
+def shares_out_updates(net: nn.Module, before_step: Callable[[], object] = bool) -> None:
+    """Add gradients up on the ranks that update their parameters."""
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     owners = optimizer._param_to_rank
     for _ in range(3):
@@ -1133,25 +1211,22 @@ def brings_gradients_to_the_owners_of_a_shared_update() -> None:
         net(data()).square().sum().backward()
         for parameter in net.parameters():
             dist.reduce(parameter.grad, owners[parameter])
+        before_step()
         optimizer.step()
 
 
 def normalizes_parts_of_sequences() -> None:
     """Gradients of the norm's parameters are partial sums, which the optimizer adds up."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    plan = {
-        "0": SequenceParallel(),
-        "1": ColwiseParallel(input_layouts=Shard(1)),
-        "3": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(net, mesh, plan)  # type: ignore[arg-type]
+    net = parts_of_sequences(init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
     for _ in range(2):
         optimizer.zero_grad()
         net(data().view(2, 3, 4)).square().sum().backward()
         optimizer.step()
+
+
+def accumulates_gradients_of_shards() -> None:
+    accumulates_shards(model())
 
 
 def goes_over_to_local_sgd() -> None:
@@ -1685,6 +1760,9 @@ RIGHT = [
     splits_samples_alike,
     leaves_out_steps_in_a_join,
     brings_gradients_to_the_owners_of_a_shared_update,
+    brings_a_few_numbers_to_the_owners_of_a_shared_update,
+    goes_back_through_another_model_before_a_shared_update,
+    accumulates_gradients_of_shards,
     normalizes_parts_of_sequences,
     goes_over_to_local_sgd,
     gathers_the_gradients_of_owners,
@@ -1721,6 +1799,7 @@ def test_a_right_program_gets_no_finding(program: Callable[[], None]) -> None:
 
 ON_CPU = {  # their meshes, gradient edges or numbers are on the CPU
     normalizes_parts_of_sequences,
+    accumulates_gradients_of_shards,
     goes_back_from_an_edge_of_the_graph,
     shards_what_begins_alike,
     trains_shards_on_parts_of_the_data,

@@ -716,3 +716,14 @@ def test_a_script_that_names_gpus_gets_them(tmp_path: Path, code: str, names_the
     script = tmp_path / "script.py"
     script.write_text(code)
     assert names_gpus(script) is names_them
+
+
+def test_a_race_is_not_followed_by_nothing_found(write, capsys) -> None:
+    script = write("""
+        x = torch.ones(1 << 20, device=f"cuda:{dist.get_rank()}")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x.add_(1)
+        """)
+    assert distlab("sim", "--sanitize", "--semantics", "nccl", "--ranks", 2, script) == 1
+    out = capsys.readouterr().out
+    assert "--sanitize: nothing else found" in out
