@@ -133,9 +133,9 @@ def test_units_travel_three_times(grade: Grade, n: int) -> None:
 def test_the_next_unit_comes_while_one_computes(grade: Grade) -> None:
     check_overlap(
         *(grade, FULLY, {}, 4),
-        "Units here are two layers of 256 x 128, of which the first is frozen. Start to gather all "
-        "of the next unit before this one computes, forward and backward; and don't wait for a "
-        "reduce-scatter before there is the next one.",
+        "A unit here is two layers of 256 x 128, together 256 KiB, of which the first is frozen. "
+        "Start to gather all of the next unit before this one computes, forward and backward; and "
+        "don't wait for a reduce-scatter before there is the next one.",
     )
 
 

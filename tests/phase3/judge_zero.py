@@ -336,8 +336,8 @@ def check_overlap(
     check_cost(
         got <= most,
         f"a forward and a backward pass should take at most {1e6 * most:.0f} µs on {n} ranks: the "
-        f"{1e6 * plain.seconds:.0f} µs of computing, and the travel of {num_exposed} layers of 256 "
-        f"x 256 that nothing hides; it takes {1e6 * got:.0f} µs. {why}",
+        f"{1e6 * plain.seconds:.0f} µs of computing, and the travel of {num_exposed} times "
+        f"{LAYER_BYTES // 2**10} KiB that nothing hides; it takes {1e6 * got:.0f} µs. {why}",
     )
 
 
