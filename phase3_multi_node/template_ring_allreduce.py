@@ -133,9 +133,8 @@ def segmented_ring_all_reduce(
     Cost: each rank sends as many bytes as in ``ring_all_reduce``, to the same neighbour, in at most
         S times as many messages, where S is the number of segments of the longest chunk.
         2(N-1)·S·α + 2(N-1)/N·nβ seconds if adding a segment takes no longer than sending it; with S
-        = 16, work that overlaps with nothing, such as adding the last segment of a step, may add a
-        tenth. No collective. Extra memory for two segments of ``segment_bytes`` each, rounded up to
-        whole elements.
+        = 16, a tenth more is allowed, so the last addition of each step need not overlap. No
+        collective. Extra memory for two segments.
     Source: Hu et al. 2025 (arXiv 2507.04786): NCCL splits the chunks of its rings in this way.
     """
     # TODO 3.3: do as ring_all_reduce, with the next segment on its way while one is added.

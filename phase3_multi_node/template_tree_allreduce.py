@@ -99,10 +99,10 @@ def double_binary_tree_all_reduce(
 
     Cost: each half goes up and down every edge of its tree once. So in each direction, a rank sends
         at most n bytes, and receives at most n bytes (one element more if ``x`` has an odd number
-        of elements). With segments of s bytes, each direction takes S + ⌈log2 N⌉ - 1 steps of
-        α + 2sβ seconds. Together, the two directions take 2nβ + 2Sα seconds if there are many
-        segments, and 2⌈log2 N⌉ steps if there is only one. No collective. Extra memory for at most
-        four segments.
+        of elements). With segments of s bytes, each direction takes at most S + ⌈log2 N⌉ - 1
+        steps of α + 2sβ seconds. Together, the two directions take 2nβ + 2Sα seconds if there are
+        many segments, and at most 2⌈log2 N⌉ steps if there is only one. No collective. Extra memory
+        for at most four segments.
     Source: Sanders, Speck and Träff 2009; NCCL's trees.
     """
     # TODO 3.5: sum both halves at the same time, each along its tree.
