@@ -245,7 +245,8 @@ class ShardedGradientOptimizer(ShardedOptimizer):
             params: as for ``ShardedOptimizer``. In each backward pass, all ranks must use the same
                 parameters.
             optimizer_cls: as for ``ShardedOptimizer``.
-            bucket_bytes: maximum size of a bucket; a larger gradient has a bucket to itself.
+            bucket_bytes: maximum size of each bucket, including the first; a larger gradient has a
+                bucket to itself.
             group: the ranks that share the state; all by default.
             kwargs: keyword arguments of ``optimizer_cls``.
         """
@@ -329,7 +330,8 @@ class FullyShardedDataParallel(nn.Module):
     During a pass, a rank also holds at most two whole units in ``compute_dtype``, the one that
     computes and the next one, plus the parameters that belong to the model itself. In the backward
     pass, it also holds the gradients of at most three units. After a forward pass, even a failed
-    one, and after a backward pass, no unit is whole.
+    one, and after a successful backward pass, no unit is whole. After a failed backward pass, the
+    model must not be used any more.
 
     Tied parameters of the module are gathered once. Frozen parameters stay frozen, and no gradients
     are sent for them. Each rank keeps its own buffers.
@@ -502,8 +504,9 @@ class Unit:
 
     def forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the unit's own ``forward`` with whole parameters, which are freed afterwards."""
-        # TODO 3.14: the result of forward, computed with whole parameters. Whatever happens,
-        #   the model has None in their places afterwards, and they are freed.
+        # TODO 3.14: the result of forward, computed with whole parameters, for which
+        #   self.order.goes_forward gathers the unit. Whatever happens, the model has None in
+        #   their places afterwards, and they are freed.
         #   Example: a unit of two parameters: put gets two tensors, then two times None.
         #   self.number has become 1 more.
         #   About 8 lines.

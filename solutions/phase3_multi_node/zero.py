@@ -229,7 +229,8 @@ class ShardedGradientOptimizer(ShardedOptimizer):
             params: as for ``ShardedOptimizer``. In each backward pass, all ranks must use the same
                 parameters.
             optimizer_cls: as for ``ShardedOptimizer``.
-            bucket_bytes: maximum size of a bucket; a larger gradient has a bucket to itself.
+            bucket_bytes: maximum size of each bucket, including the first; a larger gradient has a
+                bucket to itself.
             group: the ranks that share the state; all by default.
             kwargs: keyword arguments of ``optimizer_cls``.
         """
@@ -299,7 +300,8 @@ class FullyShardedDataParallel(nn.Module):
     During a pass, a rank also holds at most two whole units in ``compute_dtype``, the one that
     computes and the next one, plus the parameters that belong to the model itself. In the backward
     pass, it also holds the gradients of at most three units. After a forward pass, even a failed
-    one, and after a backward pass, no unit is whole.
+    one, and after a successful backward pass, no unit is whole. After a failed backward pass, the
+    model must not be used any more.
 
     Tied parameters of the module are gathered once. Frozen parameters stay frozen, and no gradients
     are sent for them. Each rank keeps its own buffers.
