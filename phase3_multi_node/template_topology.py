@@ -62,7 +62,8 @@ def discover_topology(
         size, however many ranks there are. A few collectives share the results; their number does
         not depend on ``repeats``.
     """
-    # TODO 3.6: return what all ranks then know of hosts and links.
+    # TODO 3.6: return what all ranks then know of hosts and links. Create the messages on
+    #   group_device(group), and call wait_for before you stop the clock.
     #   Example: hosts a, b, a, b: ranks 0 and 2 can play inside, ranks 0 and 1 between the hosts.
     #   With 5 repeats, each pair sends 12 messages of each size.
     #   About 30 lines, in three or four functions.
