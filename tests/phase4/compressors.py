@@ -120,12 +120,31 @@ def reduce_all(
     torch.manual_seed(dist.get_rank(group))  # make the global generators differ between ranks
     reduce = reducer(lesson, how, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    results = []
+    results: list[dict[str, Any]] = []
     for case in cases:
+        if results:
+            _meet(group)
         with case_told(f"of {case}"):
             gradient = gradient_of(case, rank, num_ranks).to(own_device(group))
             results.append(reduce_one(how.name, gradient, reduce))
     return results
+
+
+def _meet(group: Any) -> None:
+    """Wait for the other ranks, so that no collective of this case meets one of the next.
+
+    A rank that has left out a collective then waits here, as it would after a single case. Messages
+    do it, because a barrier would be reported as the answer's own.
+    """
+    token, others = torch.zeros(1, device=own_device(group)), range(1, dist.get_world_size(group))
+    if dist.get_rank(group) > 0:
+        dist.send(token, group=group, group_dst=0)
+        dist.recv(token, group=group, group_src=0)
+        return
+    for other in others:
+        dist.recv(token, group=group, group_src=other)
+    for other in others:
+        dist.send(token, group=group, group_dst=other)
 
 
 def reduce_long(lesson: Any, how: How, n: int, place: int) -> list[list[int]]:
