@@ -29,15 +29,22 @@ def names_of(steps: Sequence[int]) -> list[str]:
 def check_load(load: Facts, step: int | None, where: str, cause: str = "") -> None:
     """Check that a load finds a step exactly as it was saved, or no step if ``step`` is None."""
     check(
-        load["step"] == step and load["equal"] == (step is not None) and not load["error"],
+        load["step"] == step and _is_right(load) and not load["error"],
         f"{where}, {load['function']} should find step {step}, with all keys, dtypes, "
-        f"lists, tuples and elements; it finds {_loaded(load)}. {cause}",
+        f"lists, tuples and elements, and its path; it finds {_loaded(load)}. {cause}",
     )
+
+
+def _is_right(load: Facts) -> bool:
+    """Return whether a load that found a step has its state and path."""
+    return not load["path"] and load["equal"] == (load["step"] is not None)
 
 
 def _loaded(load: Facts) -> str:
     if load["error"]:
         return f"none, and raises {short(load['error'])}"
+    if load["path"]:
+        return f"step {load['step']}, but returns the path {load['path']}"
     return f"step {load['step']}{'' if load['equal'] else ', not as it was saved'}"
 
 
@@ -147,9 +154,7 @@ class StoreContract:
         before = [step for step in plan.there if step not in plan.damaged]
         allowed = [max(before) if before else None, plan.step]
         check(
-            not state["error"]
-            and state["step"] in allowed
-            and state["equal"] == (state["step"] is not None),
+            not state["error"] and state["step"] in allowed and _is_right(state),
             f"{when} {state['function']} should find step {' or '.join(map(str, allowed))}; it "
             f"finds {_loaded(state)}. Left are {_files(state)}.",
         )

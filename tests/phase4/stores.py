@@ -118,11 +118,11 @@ class Store:
             alone: A group with only this rank, if no other rank loads.
 
         Returns:
-            The step that was loaded, or None; whether its state and path are right; the skipped
-            checkpoints with their reasons; and the error.
+            The step that was loaded, or None; whether its state is right; its path if that is
+            wrong; the skipped checkpoints with their reasons; and the error.
         """
         folder = folder or self.folder
-        facts: Facts = {"step": None, "equal": False, "skipped": {}, "error": ""}
+        facts: Facts = {"step": None, "equal": False, "path": "", "skipped": {}, "error": ""}
         facts["function"] = self.loads
         try:
             result = self._load(folder, alone)
@@ -133,10 +133,12 @@ class Store:
         if result is None:
             return facts
         loaded, is_equal = result
-        is_there = Path(loaded.path) == folder / name_of(loaded.step)
+        # The ranks may see the folder by different names; the path on rank 0 is right on all.
+        is_there = Path(loaded.path).resolve() == (folder / name_of(loaded.step)).resolve()
+        path = "" if is_there else str(loaded.path)
         skipped = {Path(path).name: str(reason) for path, reason in loaded.skipped.items()}
         step = int(loaded.step)
-        return {**facts, "step": step, "equal": is_equal and is_there, "skipped": skipped}
+        return {**facts, "step": step, "equal": is_equal, "path": path, "skipped": skipped}
 
     def on_rank_0(self, do: Callable[[], Any]) -> Any:
         """Do something on rank 0 while the others wait; return its result on all ranks."""
