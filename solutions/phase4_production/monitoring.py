@@ -27,7 +27,7 @@ class StepTimer:
         part("communication")                ███           15 ms
         the rest                                    █       5 ms
 
-        timer = StepTimer(synchronize=torch.cuda.synchronize)
+        timer = StepTimer(synchronize=lambda: torch.cuda.current_stream().synchronize())
         for batch in timer.batches(loader):
             with timer.part("compute"):
                 loss(batch).backward()
@@ -46,9 +46,10 @@ class StepTimer:
 
         Args:
             clock: function that returns the time, in seconds.
-            synchronize: function that waits until the device has finished its work. It is called
-                before each reading of the clock, because a GPU's kernels may still be running when
-                the call that starts them returns.
+            synchronize: function that waits until the device has finished the work on its current
+                stream. It is called before each reading of the clock, because a GPU's kernels may
+                still be running when the call that starts them returns. ``torch.cuda.synchronize``
+                also waits for NCCL's streams, so it would charge exposed communication to compute.
         """
         self.clock, self.synchronize = clock, synchronize
         self.open: list[Part] = []  # the innermost is last
