@@ -93,7 +93,8 @@ class Job(Protocol):
         """Return everything that is needed to continue; it may share memory with the job.
 
         The state is sent to other ranks, where GPU tensors would arrive on the GPU with the same
-        number, so return CPU copies of GPU tensors.
+        number, so return CPU copies of GPU tensors. One rank may call this alone, so no collectives
+        are called here.
         """
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
@@ -180,7 +181,7 @@ class Started(Protocol):
     """An operation in progress, such as torch's ``Work`` or a future of torch.futures."""
 
     def wait(self) -> Any:
-        """Wait until it is done."""
+        """Wait until the result of the operation can be used."""
 
 
 class MetricWriter(Protocol):

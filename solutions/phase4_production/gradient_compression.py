@@ -79,8 +79,8 @@ def reduce_with_feedback(
         gradient: (n,), floating-point. Not changed.
         residual: (n,), of the gradient's dtype: what this rank has not sent so far; zeros before
             the first step. What is still unsent after this step is written into it.
-        reduce: function that is called once, such as ``lambda x: top_k(x, 0.01)``. It does not
-            change its argument.
+        reduce: function that is called once, such as ``lambda x: top_k(x, 0.01)``. It gets
+            ``gradient + residual``, in the gradient's dtype, and does not change it.
 
     Returns:
         The mean that ``reduce`` returned.
@@ -265,7 +265,7 @@ def quantized(gradient: Tensor, codec: Codec, group: Group = None) -> Reduced:
         above. Both are in the gradient's dtype.
 
     Cost: at most 2(N-1)(b + 8) bytes, where b is the number of bytes in which the codec encodes a
-        chunk of n/N entries (rounded up). Of the 8, 4 are the scale, and up to 4 may be padding.
+        chunk of n/N entries (rounded up). Of the 8, 4 are the scale, and 4 are left for padding.
 
     Source: Tang et al. 2021 (ICML), where the error of the second rounding is called server error;
         Seide et al. 2014 (Interspeech).

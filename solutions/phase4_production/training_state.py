@@ -129,8 +129,9 @@ class TrainingState:
         """Return the state of all parts, and of the generators of all ranks.
 
         All ranks of the group call this, between two steps. It does not affect the training that
-        follows. The generators are those of ``random``, of NumPy, and of torch, for the CPU and, if
-        the process has used CUDA (``torch.cuda.is_initialized()``), for the current CUDA device.
+        follows. The generators are the global ones of ``random``, of NumPy, and of torch, for the
+        CPU and, if the process has used CUDA (``torch.cuda.is_initialized()``), for the current
+        CUDA device.
 
         Returns:
             The same state on all ranks. ``torch.load(…, weights_only=True)`` can read this state if
