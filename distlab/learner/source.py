@@ -10,9 +10,11 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from distlab.course import Task
 from distlab.learner.folder import CourseFolder
@@ -98,30 +100,93 @@ def is_written(folder: CourseFolder, task: Task) -> bool:
 def digest(folder: CourseFolder, task: Task) -> str:
     """Return a digest of the task's functions in the learner's file; "" if it has none of them.
 
-    The digest also covers other code in the file, such as helpers, but neither its comments nor the
-    functions of other tasks.
+    The digest also covers what these functions use in the file, directly or through one another:
+    helpers, constants and imports, and for a method its class. It covers neither the functions of
+    other tasks nor comments outside the task's functions.
     """
     listed = (other for other in folder.course.tasks if other.template == task.template)
     names = frozenset(name for other in listed for name in other.functions)
-    sources, shared = _apart(read(folder.root / task.template), names)
-    code = "".join(sources.get(name, "") for name in task.functions)
-    return hashlib.sha256(f"{code}{shared}".encode()).hexdigest()[:16] if code else ""
+    written, shared = _apart(read(folder.root / task.template), names)
+    own = [written[name] for name in task.functions if name in written]
+    if not own:
+        return ""
+    code = "".join(part.code for part in [*own, *_used(own, shared)])
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+class Part(NamedTuple):
+    """A part of a file and the names that it mentions."""
+
+    code: str
+    mentions: Set[str]
+
+
+Parts = Mapping[str, Sequence[Part]]  # by the names that they define
+
+
+def _used(own: Iterable[Part], shared: Parts) -> list[Part]:
+    """Return the parts that define what these parts mention, directly or through one another."""
+    used = set[str]()
+    new = {name for part in own for name in part.mentions}
+    while new:
+        used |= new
+        parts = [part for name in new for part in shared.get(name, ())]
+        new = {name for part in parts for name in part.mentions} - used
+    return [part for name in sorted(used) for part in shared.get(name, ())]
 
 
 @lru_cache(maxsize=64)  # a verdict needs the digests of all tasks, and tasks share files
-def _apart(text: str, names: frozenset[str]) -> tuple[Mapping[str, str], str]:
-    """Return a file's functions by name, and a dump of the file without those in ``names``."""
-    return functions(text), _without(text, names)
-
-
-def _without(text: str, names: Container[str]) -> str:
-    """Return a dump of a file's tree without these functions; the text if the tree is too deep."""
-    tree = parse(text) or ast.Module([], [])
-    left_out = {node for name, node in defined(tree) if name in names}
+def _apart(text: str, names: frozenset[str]) -> tuple[Mapping[str, Part], Parts]:
+    """Return those functions of a file that are in ``names``, and the rest of the file."""
+    tree, lines = parse(text) or ast.Module([], []), split(text)
+    listed = {name: node for name, node in defined(tree) if name in names}
+    written = {
+        name: Part("".join(lines[span(node)]), {*_mentioned(node), name.partition(".")[0]})
+        for name, node in listed.items()
+    }
+    left_out = {*listed.values()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef):
             node.body = [entry for entry in node.body if entry not in left_out]
+    shared: dict[str, list[Part]] = {}
+    for entry in chain.from_iterable(map(_one_by_one, tree.body)):
+        part = Part(_dump(entry, lines), _mentioned(entry))
+        for name in _defined_by(entry) or part.mentions:  # torch.manual_seed(0) belongs to torch
+            shared.setdefault(name, []).append(part)
+    return written, shared
+
+
+def _one_by_one(entry: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield a statement; an import of several names as one import per name."""
+    if isinstance(entry, ast.Import | ast.ImportFrom):
+        for alias in entry.names:
+            yield type(entry)(**{**vars(entry), "names": [alias]})
+    else:
+        yield entry
+
+
+def _defined_by(entry: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module defines."""
+    if isinstance(entry, Function | ast.ClassDef):
+        return {entry.name}
+    names = set[str]()
+    for node in ast.walk(entry):
+        if isinstance(node, Function | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _mentioned(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _dump(entry: ast.stmt, lines: Sequence[str]) -> str:
+    """Return a dump of a statement; its source if it is nested too deeply."""
     try:
-        return ast.dump(tree)
+        return ast.dump(entry)
     except RecursionError:
-        return text
+        return "".join(lines[entry.lineno - 1 : entry.end_lineno])

@@ -76,30 +76,115 @@ def test_status_shows_outcomes_and_what_was_edited_since(
     assert ["·", "1.6", "all_reduce_naive"] in lines
 
 
-HELPER = "\n\ndef _helper(x):\n    # doubles\n    return x * 2\n"
+BEFORE = """\
+from typing import Any, cast
+
+import torch
+
+SCALE = 3
+torch.manual_seed(0)
+
+
+def exchange(x):
+    return _scaled(x)
+
+
+def broadcast(x):
+    return exchange(x)
+
+
+def _scaled(x):
+    # multiplies
+    return x * SCALE + torch.ones(1)
+
+
+def _shown(x):
+    return cast(Any, x)
+
+
+if __name__ == "__main__":
+    print(_shown(3))
+"""
+METHODS_BEFORE = """\
+class LossScaler(Base):
+    growth = 2
+
+    def __init__(self):
+        self.factor = 1
+
+    def scale(self, loss):
+        return self._times(loss)
+
+    def unscale(self, optimizer):
+        return True
+
+    def _times(self, loss):
+        return loss * self.factor
+
+
+class Other:
+    def unscale(self, optimizer):
+        return False
+
+
+def mixed_precision_step(scaler):
+    return scaler.scale(1)
+"""
 
 
 @pytest.mark.parametrize(
     ("id", "old", "new", "is_edit"),
     [
-        ("1.8", '"Task 1.8: fit_alpha_beta, ', '"Task 1.8: my fit_alpha_beta, ', True),
-        ("1.3", "x * 2", "x * 3", True),
-        ("1.3", "# doubles", "# doubles it", False),
-        ("1.4", '"Task 1.4: broadcast, ', '"Task 1.4: my broadcast, ', True),
-        ("1.3", '"Task 1.4: broadcast, ', '"Task 1.4: my broadcast, ', False),
+        ("1.3", "_scaled(x)\n\n", "_scaled(x)  # on all\n\n", True),
+        ("1.3", "SCALE +", "SCALE -", True),
+        ("1.3", "SCALE = 3", "SCALE = 4", True),
+        ("1.3", "import torch", "import torch.nn as torch", True),
+        ("1.3", "seed(0)", "seed(1)", True),
+        ("1.3", "# multiplies", "# scales", False),
+        ("1.3", "exchange(x)\n", "exchange(2 * x)\n", False),
+        ("1.3", "cast(Any, x)", "x", False),
+        ("1.3", "print(_shown(3))", "pass", False),
+        ("1.3", "import Any, cast", "import Any", False),
+        ("1.3", "import torch\n", "import math\nimport torch\n", False),
+        ("1.4", "exchange(x)\n", "exchange(2 * x)\n", True),
+        ("1.4", "_scaled(x)\n\n", "_scaled(2 * x)\n\n", False),
+        ("1.4", "SCALE +", "SCALE -", False),
     ],
 )
-def test_all_that_a_task_is_graded_by_counts_as_edited_and_nothing_else(
+def test_a_task_counts_as_edited_if_its_function_or_what_it_uses_changed(
     here: CourseFolder, id: str, old: str, new: str, is_edit: bool
 ) -> None:
+    assert was_edited(here, id, BEFORE, old, new) == is_edit
+
+
+@pytest.mark.parametrize(
+    ("id", "old", "new", "is_edit"),
+    [
+        ("2.3", "growth = 2", "growth = 3", True),
+        ("2.3", "(Base)", "", True),
+        ("2.3", "* self.factor", "/ self.factor", True),
+        ("2.3", "True", "None", True),
+        ("2.3", "False", "None", False),
+        ("2.3", "scale(1)", "scale(2)", False),
+        ("2.4", "scale(1)", "scale(2)", True),
+        ("2.4", "growth = 2", "growth = 3", False),
+    ],
+)
+def test_a_method_uses_its_class(
+    two_phases: CourseFolder, id: str, old: str, new: str, is_edit: bool
+) -> None:
+    assert was_edited(two_phases, id, METHODS_BEFORE, old, new) == is_edit
+
+
+def was_edited(here: CourseFolder, id: str, before: str, old: str, new: str) -> bool:
+    """Grade a task with ``before`` in its file, replace ``old``, and return ``is_edited``."""
     task = here.task(id)
     path = here.root / task.template
-    before = path.read_text() + HELPER
-    assert old in before
+    assert before.count(old) == 1
     path.write_text(before)
     state.remember(here, {id: state.Record("failed", source.digest(here, task))})
     path.write_text(before.replace(old, new))
-    assert state.load(here).is_edited(here, task) == is_edit
+    return state.load(here).is_edited(here, task)
 
 
 @pytest.mark.parametrize(
@@ -403,7 +488,8 @@ def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) 
     grade_as(here, t1_6="passed")
     progress = grading.remember(here, grading.grade(here, [], missing))
     assert progress.outcome(here.task("1.6")) == "passed"
-    (here.root / FILE).write_text((here.root / FILE).read_text() + "\nEDITED = True\n")
+    text = (here.root / FILE).read_text()
+    (here.root / FILE).write_text(text.replace('"Task 1.6: ', '"Task 1.6: my '))
     progress = grading.remember(here, grading.grade(here, [], missing))
     assert progress.outcome(here.task("1.6")) == "todo", "it is no longer what had passed"
 
