@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
-
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch itself uses jit
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+from zero_redundancy import ZeroRedundancyOptimizer
 
 from distlab.sim import Options, SimulationError, simulate
 from distlab.sim.sanitizer.against import Against, Reference
@@ -1791,7 +1787,6 @@ RIGHT = [
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by torch.distributed.optim
 @pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
 def test_a_right_program_gets_no_finding(program: Callable[[], None]) -> None:
     assert findings(program) == []
@@ -1807,7 +1802,6 @@ ON_CPU = {  # their meshes, gradient edges or numbers are on the CPU
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     "program",
     [program for program in RIGHT if program not in ON_CPU],

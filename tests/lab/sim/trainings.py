@@ -31,10 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch itself uses jit
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+from zero_redundancy import ZeroRedundancyOptimizer
 
 Program = Callable[[], object]
 State = dict[str, Tensor]

@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy, mse_loss, relu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from zero_redundancy import ZeroRedundancyOptimizer
 
 from distlab.sim import Cluster, Options, simulate
 
@@ -179,10 +180,7 @@ def test_trainer_with_loader_and_checkpoint() -> None:
     assert_same(program)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_zero_redundancy_optimizer() -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     def program(device: torch.device) -> Any:
         model = ddp(mlp(device), device)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
