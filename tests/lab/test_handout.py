@@ -172,6 +172,11 @@ def test_no_page_names_or_links_what_was_left_out(
         assert names == [] or page.name == NAMES_ALL, page
 
 
+def test_the_readme_of_a_handout_leads_to_every_page_of_docs(students: Path) -> None:
+    readme = (students / "README.md").read_text()
+    assert [p.name for p in students.glob("docs/*.md") if f"](docs/{p.name}" not in readme] == []
+
+
 # --- the copy works ------------------------------------------------------------------------------
 
 
