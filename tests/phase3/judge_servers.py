@@ -40,10 +40,10 @@ from phase3.servers import (
 )
 
 STUCK_WORKERS = (
-    "push_pull should start all sends and receives before it waits for any, each with the server "
-    "that gradients and shards name, which may be any rank: each worker names the servers in "
-    "another order. Here a server answers {}. A worker that receives nothing until all its "
-    "gradients have been taken keeps a server waiting for which others wait."
+    "push_pull should start all sends and receives before it waits for any. The keys of gradients "
+    "and shards are the servers, each of which may be any rank, and their order differs from "
+    "worker to worker. Here a server answers {}. A worker that receives nothing until all its "
+    "gradients have been taken blocks a server that other workers need."
 )
 _EACH = (
     "Each worker pushes num_steps gradients, and waits for a reply to each before it sends the "
@@ -53,33 +53,33 @@ IN_PAIRS = "Messages to and from a worker travel in its pair, group=pairs[worker
 STUCK = {
     SYNCHRONOUS: _EACH,
     ASYNCHRONOUS: _EACH,
-    BOUNDED: "A reply that is held back is sent as soon as the slowest worker's clock allows it: "
-    "look at all of them after every gradient, also at that of the worker whose gradient came, and "
-    "at the last step too. Clocks count gradients that were applied, so that the slowest worker "
-    "never waits.",
-    SURVIVORS: "Nobody dies here. Whoever waits for the clocks has to be woken after every "
-    "gradient (notify_all), a thread that ends by an error is taken for a dead worker, and there "
-    f"are as many threads as workers. {IN_PAIRS}",
+    BOUNDED: "As soon as the slowest worker's clock allows it, send the replies that are held "
+    "back: look at all of them after every gradient, including the reply to that gradient, and at "
+    "the last step too. Clocks count gradients that were applied, so the slowest worker never "
+    "waits.",
+    SURVIVORS: "No worker dies here. A thread that waits for the clocks has to be woken after "
+    "every gradient (notify_all), a thread that ends with an error counts as a dead worker, and "
+    f"there are as many threads as workers. {IN_PAIRS}",
 }
 STUCK_BY_DEATH = (
-    "Workers die here, and nothing more comes from them. Give every receive and send of the server "
-    "a limit, work.wait(timedelta(seconds=timeout_s)); when it raises a RuntimeError, take the "
-    "worker's clock out of the count and wake those that wait for it (notify_all). "
+    "Workers die here, and then send nothing more. Give every receive and send of the server a "
+    "limit, work.wait(timedelta(seconds=timeout_s)); when it raises a RuntimeError, stop counting "
+    "the worker's clock and wake those that wait for it (notify_all). "
     f"{IN_PAIRS}"
 )
 NOT_IN_TURN = (
-    "No worker should wait for a slower one: receive from whoever sends first (receive_from_any), "
-    "and answer that one at once."
+    "No worker should wait for a slower one: receive from whichever worker sends first "
+    "(receive_from_any), and answer it at once."
 )
 NOT_HELD = (
-    "A reply may leave as soon as clocks[worker] <= min(clocks.values()) + staleness, with the "
-    "gradients counted that have just been applied; so the slowest worker is answered at once."
+    "A reply may leave as soon as clocks[worker] <= min(clocks.values()) + staleness. The clocks "
+    "include the gradients that have just been applied, so the slowest worker is answered at once."
 )
 LATE = (
-    "A worker that is dead or slow should hold up no other, but for the bound: give each worker a "
-    "thread of its own, hold the lock only to step and to copy, never while you receive or send, "
-    "and let a dead worker's clock count no more as soon as it is known to be dead. A receive from "
-    "a worker whose connection closes raises a RuntimeError at once."
+    "A dead or slow worker should hold up no other worker, except through the bound: give each "
+    "worker a thread of its own, hold the lock only to step and to copy, never while you receive "
+    "or send, and stop counting a dead worker's clock as soon as the worker is known to be dead. A "
+    "receive from a worker whose connection closes raises a RuntimeError at once."
 )
 INTO_THE_SAME = "Receive every gradient into the same memory, and copy nothing for later."
 PACES_S = 10e-3, 13.1e-3, 41.3e-3, 17.9e-3, 23.3e-3  # no two gradients arrive simultaneously
@@ -98,7 +98,7 @@ def test_a_worker_pushes_to_all_servers_and_pulls(
 ) -> None:
     n = num_servers + num_workers
     servers = grade.random.sample(range(n), num_servers)
-    when = "when it has heard from all workers", "a worker before it hears from the next"
+    when = "once it has received from all workers", "each worker before it receives from the next"
     for dtype, in_turn in (("float32", False), ("bfloat16", False), ("float32", True)):
         run = grade.run(
             *(b.push_and_pull, n, servers, NUM_ELEMENTS, dtype, NUM_STEPS, in_turn),
@@ -115,7 +115,7 @@ def test_a_worker_pushes_to_all_servers_and_pulls(
                 num_workers > 1 or rounds <= 2.5,
                 f"with {num_servers} servers, a worker and short messages, a step should take the "
                 f"latency of 2 messages, to the servers and back; it takes that of {rounds:.1f}. "
-                "Start to send to all servers and to receive from all of them before you wait for "
+                "Start all sends to the servers and all receives from them before you wait for "
                 "any.",
             )
 
@@ -136,14 +136,14 @@ def _check_pulled(
             answer = float(2 * (rank + step) if in_turn else total)
             for server, span in pull.items():
                 expect(
-                    f"{here}, worker {rank}, step {step}: the least and the greatest number in "
+                    f"{here}, worker {rank}, step {step}: the smallest and the largest number in "
                     f"shards[{server}], as sent,",
                     *(span, [answer, answer]),
                     "Receive from each server into its own tensor of shards, and wait for all.",
                 )
     for server in servers:
         for step, spans in enumerate(by_rank[server]):
-            what = f"{here}, server {server}, step {step}: least and greatest of each gradient"
+            what = f"{here}, server {server}, step {step}: smallest and largest of each gradient"
             right = [[float(worker + step)] * 2 for worker in workers]
             expect(what, spans, right, "Send each server its own gradient.")
 
@@ -267,15 +267,15 @@ def test_each_gradient_is_a_step_and_is_answered(grade: Grade, num_workers: int)
         check(
             counts == newest,
             f"worker {worker}: the reply of server {server} to its gradient {step} should be the "
-            f"newest parameters. {newest} gradients of workers {[*plan.workers]} had come by then; "
-            f"{short(counts)} are in it. Take gradients as they come, and answer each of them at "
-            "once.",
+            f"newest parameters. By then, {newest} gradients of workers {[*plan.workers]} had "
+            f"come; the reply has {short(counts)} of them. Take gradients as they come, and answer "
+            "each of them at once.",
         )
 
 
 # Task 3.18: serve_with_bounded_staleness
 
-NOTED = "Note whose reply is held back, and not the parameters: it gets the newest."
+NOTED = "Remember only which workers wait for a reply, not the parameters: they get the newest."
 globals().update(_tests_of("3.18", "bounded", BOUNDED, 2, NOTED, 1))
 
 
