@@ -1,13 +1,13 @@
-"""In which order ranks come to what needs all of its ranks: a collective, or a new communicator.
+"""The orders in which ranks reach collectives and new communicators, which wait for all members.
 
-Each of these is a node of a graph. An edge is the order of one rank: its host comes to the second
-only behind the first, or it launches both and nothing orders them. A cycle may never end:
+Each of these is a node of a graph. An edge is one rank's order of two nodes: its host reaches the
+second only after the first, or launches both, and nothing orders them. A cycle may hang:
 
     rank 0   all_reduce of its row, all_reduce of its column       row ──▶ column
     rank 1   all_reduce of its column, all_reduce of its row       column ──▶ row
 
-A node is settled once all its ranks have come to it and all nodes before it are settled. It can be
-on no cycle then, and is forgotten, so the graph holds only what ranks are ahead of each other.
+A node is settled once all its ranks have reached it and all nodes before it are settled. It can no
+longer be on a cycle and is forgotten, so the graph stays small if ranks stay close together.
 """
 
 from collections import deque
@@ -25,8 +25,8 @@ from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
 from distlab.util.text import clauses
 
-MAX_OPEN = 100  # collectives of one rank that are remembered
-MAX_NODES = 1_000  # nodes of one search, and nodes after one
+MAX_OPEN = 100  # remembered collectives of one rank
+MAX_NODES = 1_000  # in one search, and directly after one node
 _KERNELS = (
     "kernels of {} communicators may wait for each other for ever; use one order on all ranks, or "
     "wait for one before the other"
@@ -40,12 +40,12 @@ _IN_BATCHES = "give the messages of each rank to one batch_isend_irecv"
 
 
 class Node:
-    """Something that is done only once all its ranks have come to it.
+    """A collective or a new communicator, which is complete once all its ranks have reached it.
 
     Attributes:
-        missing: Ranks that have yet to come.
-        before: Nodes that are not settled, and that a rank has to pass first.
-        after: The nodes that come after it, with the order of the rank that says so.
+        missing: Ranks that have not reached it yet.
+        before: Unsettled nodes that a rank has to pass first.
+        after: Nodes that come after it, each with an order that says so.
     """
 
     __slots__ = ("after", "before", "missing")
@@ -57,11 +57,11 @@ class Node:
 
     @property
     def is_settled(self) -> bool:
-        """True if it can be on no cycle."""
+        """True if it cannot be on a cycle."""
         return not (self.missing or self.before)
 
     def come(self, rank: int) -> None:
-        """Let a rank come, which may settle this node, and then others."""
+        """Note that a rank has reached this node, which may settle it, and then others."""
         self.missing.discard(rank)
         settled = [self] if self.is_settled else []
         while settled:
@@ -73,7 +73,7 @@ class Node:
             node.after = {}
 
     def way_to(self, end: "Node") -> "list[Order]":
-        """Return the orders on a shortest way to another node; [] if there is none."""
+        """Return the orders on a shortest path to another node; [] if there is none."""
         ways: dict[Node, list[Order]] = {self: []}
         queue = deque([self])
         while queue and len(ways) < MAX_NODES:
@@ -92,7 +92,7 @@ class Use(NamedTuple):
 
     Attributes:
         communicator: Identity of the communicator.
-        stream: Stream on which it runs; None for the creation of a communicator, in which the host
+        stream: Stream on which it runs; None for the creation of a communicator, for which the host
             waits.
         number: Number of the work on the stream.
     """
@@ -104,11 +104,11 @@ class Use(NamedTuple):
     number: int = 0
 
     def is_passed(self, reached: Reached) -> bool:
-        """Return whether whoever has reached so much comes after it."""
+        """Return whether a host or a stream that has reached this much comes after it."""
         return self.stream is None or reached.get(self.stream, 0) >= self.number
 
     def site(self, *, is_outer: bool) -> Site:
-        """Return its line or, of a collective, the line that called its function."""
+        """Return its line or, if ``is_outer``, the line that called a collective's function."""
         if is_outer and isinstance(self.operation, Attendance):
             return self.operation.caller
         return self.operation.site
@@ -136,12 +136,12 @@ class Order(NamedTuple):
 
     @property
     def is_of_one_line(self) -> bool:
-        """True if one function makes both calls, which its callers tell apart."""
+        """True if both calls are on one line of a function that two lines call."""
         inner, outer = ({use.site(is_outer=of) for use in self} for of in (False, True))
         return len(inner) == 1 < len(outer)
 
     def places(self) -> tuple[int, Site, Site]:
-        """Return the rank and both its lines."""
+        """Return the rank and the lines of both uses."""
         return self.rank, self.first.operation.site, self.second.operation.site
 
 
@@ -151,7 +151,7 @@ Places = frozenset[tuple[int, Site, Site]]
 
 @dataclass
 class Orders:
-    """The orders of all ranks, and the cycles that they form, one for the same lines."""
+    """The orders of all ranks, and the cycles that they form, one per set of lines."""
 
     _nodes: dict[object, Node] = field(default_factory=dict)
     _open: dict[int, list[Use]] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Orders:
 
         Args:
             number: Number of the collective in its group.
-            reached: What the collective comes after, on the streams of its rank.
+            reached: Numbers of the work that the collective comes after, by streams of its rank.
         """
         node = self._node((communicator, number), operation.group)
         use = Use(node, operation, communicator, on, on.reached[on])
@@ -186,14 +186,14 @@ class Orders:
         """Note a rank's first use of a communicator, in which its host waits for all members.
 
         Args:
-            host: What the host has waited for.
+            host: Numbers of the work that the host has waited for, by streams.
         """
         use = Use(self._node(communicator, members), operation, communicator)
         self._come(use, [u for u in self._unsettled(use) if u.is_passed(host)])
 
     def _node(self, key: object, members: tuple[int, ...]) -> Node:
         node = self._nodes.setdefault(key, Node(members))
-        if len(node.missing) == 1:  # nobody will ask for it again
+        if len(node.missing) == 1:  # the last rank is asking for it
             del self._nodes[key]
         return node
 
@@ -213,7 +213,7 @@ class Orders:
         ]
 
     def _link(self, order: Order) -> None:
-        """Add an order or, if it closes a cycle, note that: the graph has none."""
+        """Add an order to the graph, or note the cycle that it would close."""
         first, second = order.first.node, order.second.node
         if way := second.way_to(first):
             cycle = _from_lowest_rank([*way, order])
@@ -225,8 +225,8 @@ class Orders:
     def lines(self, made: Mapping[object, MadeGroup]) -> list[str]:
         """Return a line for each cycle.
 
-        The first collective of a communicator creates it, too. If the same calls form a cycle of
-        creations, which is certain to hang, only that is told.
+        The first collective of a communicator also creates it. If the same calls form a cycle of
+        creations, which is certain to hang, only that cycle is reported.
         """
         told: dict[Places, Cycle] = {}
         for (_, places), cycle in sorted(self._cycles.items(), key=lambda item: not item[0][0]):
@@ -244,7 +244,7 @@ def _places(cycle: Cycle) -> Places:
 
 
 def _is_of_hosts(cycle: Cycle) -> bool:
-    """Return whether a host waits in each order, so that nothing else can happen."""
+    """Return whether a host waits in each order, so that the hang is certain."""
     return all(order.first.stream is None or order.second.stream is None for order in cycle)
 
 
@@ -265,7 +265,7 @@ def _line(cycle: Cycle, made: Mapping[object, MadeGroup]) -> str:
 
 
 def _harm(cycle: Cycle, *, is_of_hosts: bool) -> str:
-    """Return what happens, and what helps."""
+    """Return the consequence and the remedy."""
     if not is_of_hosts:
         return _KERNELS.format("two" if len(cycle) == 2 else len(cycle))
     are_messages = all(order.first.communicator.pair for order in cycle)
