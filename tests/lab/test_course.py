@@ -1,4 +1,4 @@
-"""course.toml is valid, and templates and solutions are those that it lists."""
+"""course.toml is valid, and lists exactly the templates and solutions that exist."""
 
 import contextlib
 import importlib
@@ -42,7 +42,7 @@ each_template = pytest.mark.parametrize("template", TEMPLATES, ids=str)
         ("2.16", "VocabParallelEmbedding and 1 more"),
     ],
 )
-def test_a_label_names_all_that_there_is_to_write(id: str, label: str) -> None:
+def test_a_label_names_everything_to_write(id: str, label: str) -> None:
     assert COURSE.task(id).label == label
 
 
@@ -59,7 +59,7 @@ def test_points_of_a_phase_are_a_hundred() -> None:
         (lambda: COURSE.phase(7), "there is no phase '7'. There are: 1"),
     ],
 )
-def test_what_is_not_there_is_an_error_that_names_the_nearest(
+def test_an_unknown_name_is_an_error_that_suggests_the_nearest(
     look_up: Callable[[], object], says: str
 ) -> None:
     with pytest.raises(CourseError) as error:
@@ -132,7 +132,7 @@ def small(tmp_path: Path, text: str = SMALL) -> Course:
         ),
     ],
 )
-def test_mistake_in_the_file_is_one_line_that_says_where(
+def test_a_mistake_in_the_file_is_one_line_that_says_where(
     tmp_path: Path, old: str, new: str, says: str
 ) -> None:
     assert old in SMALL
@@ -144,7 +144,7 @@ def test_mistake_in_the_file_is_one_line_that_says_where(
 
 
 @pytest.mark.parametrize(("given", "points"), [("", 0), ("0.5", 2), ("1", 5)])
-def test_a_share_of_the_points_for_right_values_is_that_of_the_course(
+def test_the_share_of_points_for_right_values_comes_from_the_course(
     tmp_path: Path, given: str, points: int
 ) -> None:
     line = f"share_for_right_values = {given}\n" if given else ""
@@ -225,7 +225,7 @@ def stubs_of(template: Path) -> dict[str, tuple[Task, Stub]]:
 
 
 def test_templates_have_the_contracts_of_the_solutions() -> None:
-    assert [*map(str, outdated_templates(COURSE))] == [], "make templates writes them"
+    assert [*map(str, outdated_templates(COURSE))] == [], "run make templates"
 
 
 SOLUTION = '''"""Sums."""
@@ -345,12 +345,12 @@ def files_in(folder: Path) -> set[str]:
     }
 
 
-# Files beside the solutions: the production system, which uses the solutions.
+# Not lessons: the production system, which uses the solutions.
 PRODUCTION = {4: ("README.md", "deployment/", "imagenet_trainer.py")}
 
 
 @pytest.mark.parametrize("phase", COURSE.phases, ids=lambda phase: phase.folder)
-def test_nothing_is_missing_and_nothing_stray_lies_in_a_phase(phase: Phase) -> None:
+def test_a_phase_has_all_its_files_and_no_others(phase: Phase) -> None:
     folder = ROOT / phase.folder
     lessons = {lesson.name for lesson in phase.lessons}
     lessons |= {phase.challenge.lesson} if phase.challenge else set()
@@ -386,7 +386,7 @@ SUITES = {phase: ROOT / f"tests/phase{phase.number}" for phase in COURSE.phases}
 
 @pytest.mark.skipif(not all(map(Path.exists, SUITES.values())), reason="no grading suite yet")
 @pytest.mark.parametrize("phase", COURSE.phases, ids=lambda phase: phase.folder)
-def test_every_task_is_graded_and_nothing_that_is_no_task(phase: Phase) -> None:
+def test_exactly_the_listed_tasks_are_graded(phase: Phase) -> None:
     suite = importlib.import_module(f"test_phase{phase.number}")
     marks = [mark for test in vars(suite).values() for mark in getattr(test, "pytestmark", [])]
     marked = {mark.args[0] for mark in marks if mark.name == "task"}

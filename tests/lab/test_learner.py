@@ -51,7 +51,7 @@ def two_phases(tmp_path: Path, monkeypatch: Patch) -> CourseFolder:
 # --- status --------------------------------------------------------------------------------------
 
 
-def test_alone_it_says_how_far_the_learner_is_and_what_to_run(
+def test_without_a_command_it_says_how_far_the_learner_is_and_what_to_run(
     here: CourseFolder, capsys: Printed, monkeypatch: Patch
 ) -> None:
     grade_as(here, t1_1="passed", t1_2="failed")
@@ -196,7 +196,7 @@ def was_edited(here: CourseFolder, id: str, before: str, old: str, new: str) -> 
         '{"edition": 2, "tasks": {}, "hints": {"1.3": 9, "1.4": true}}',
     ],
 )
-def test_a_state_that_makes_no_sense_is_forgotten(here: CourseFolder, text: str) -> None:
+def test_a_malformed_state_is_ignored(here: CourseFolder, text: str) -> None:
     here.private.mkdir()
     (here.private / state.FILE).write_text(text)
     progress = state.load(here)
@@ -223,7 +223,7 @@ def test_a_state_that_makes_no_sense_is_forgotten(here: CourseFolder, text: str)
         ("check 1.3 --world-timeout nan", "nan: must be a number of seconds above 0"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(
+def test_an_impossible_request_is_refused_in_one_line(
     here: CourseFolder, arguments: str, line: str, capfd: Printed
 ) -> None:
     assert distlab(*arguments.split()) == 2
@@ -281,7 +281,7 @@ def test_diff_compares_the_functions_of_a_task_and_nothing_else(
     assert distlab("diff") == 0
     printed = capsys.readouterr().out
     assert printed.startswith("--- yours: exchange\n+++ solution: exchange\n")
-    assert "-    for work in dist.batch_isend_irecv(both):" not in printed, "both have it"
+    assert "-    for work in dist.batch_isend_irecv(both):" not in printed, "both have this line"
     assert "def broadcast" not in printed
 
 
@@ -320,7 +320,7 @@ def kept(request: pytest.FixtureRequest, here: CourseFolder) -> CourseFolder:
         return here
     git(here, "init", "-q")
     git(here, "add", str(FILE))
-    git(here, "commit", "-qm", "as the course gives it")
+    git(here, "commit", "-qm", "the course as it is handed out")
     write_exchange(here, WRONG)
     git(here, "commit", "-qam", "learners commit their own code too")
     return here
@@ -366,7 +366,7 @@ SECOND = "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incom
     ],
     ids=["does not parse", "no function", "return outside", "not UTF-8", "empty"],
 )
-def test_reset_replaces_a_broken_file_as_a_whole_and_keeps_it(
+def test_reset_replaces_a_broken_file_as_a_whole_and_backs_it_up(
     kept: CourseFolder, old: bytes, capsys: Printed
 ) -> None:
     (kept.root / FILE).write_bytes(old)
@@ -482,7 +482,7 @@ def test_only_a_complete_report_of_full_marks_is_a_success(
 BROADCAST = ("1.4", "broadcast")
 
 
-def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) -> None:
+def test_a_pass_stays_if_only_an_earlier_task_is_missing(here: CourseFolder) -> None:
     """This happens after ``check --lend 1.6``, which took the earlier task from the solutions."""
     missing = reporting(1, result_of("1.6", "todo", missing=BROADCAST))
     grade_as(here, t1_6="passed")
@@ -491,7 +491,7 @@ def test_a_pass_stays_where_only_an_earlier_task_is_missing(here: CourseFolder) 
     text = (here.root / FILE).read_text()
     (here.root / FILE).write_text(text.replace('"Task 1.6: ', '"Task 1.6: my '))
     progress = grading.remember(here, grading.grade(here, [], missing))
-    assert progress.outcome(here.task("1.6")) == "todo", "it is no longer what had passed"
+    assert progress.outcome(here.task("1.6")) == "todo", "the code that passed has changed"
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_a_failure_has_its_verdict_its_advice_and_the_next_commands(
     assert "  0" in check(monkeypatch, capsys, failed, "-v")
 
 
-def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
+def test_a_missing_earlier_task_is_the_one_to_write(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
     waiting = result_of("1.6", "todo", missing=BROADCAST)
@@ -557,7 +557,7 @@ def test_an_earlier_task_that_is_missing_is_what_is_to_be_written(
     assert not any("--lend" in line for line in check(monkeypatch, capsys, waiting))
 
 
-def test_commands_that_are_printed_lend_where_the_one_that_was_typed_did(
+def test_printed_commands_lend_if_the_typed_one_did(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
     grade_as(here, t1_3="failed")
@@ -584,7 +584,7 @@ def test_commands_that_are_printed_lend_where_the_one_that_was_typed_did(
         ("1.13", "deadlock", 4, ""),
     ],
 )
-def test_a_verdict_proposes_the_picture_on_as_many_ranks(
+def test_a_verdict_suggests_the_picture_on_as_many_ranks(
     here: CourseFolder, id: str, kind: str, world_size: int, line: str
 ) -> None:
     result = result_of(id, "hang", kind=kind, world_size=world_size)
@@ -650,14 +650,16 @@ def next_id(here: CourseFolder, after: str = "") -> str:
     return task.id if task else ""
 
 
-def test_what_is_next_is_of_the_phase_that_was_worked_on_last(two_phases: CourseFolder) -> None:
+def test_the_next_task_is_in_the_phase_that_was_worked_on_last(two_phases: CourseFolder) -> None:
     assert next_id(two_phases) == "1.1"
     grade_as(two_phases, t2_1="passed", t1_3="failed")
     assert next_id(two_phases) == "2.2"
     grade_as(two_phases, t1_1="passed")
     assert next_id(two_phases) == "1.2"
     grade_as(two_phases, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="todo")
-    assert next_id(two_phases) == "1.2", "a grading of everything says nothing about it"
+    assert next_id(two_phases) == "1.2", (
+        "grading everything does not show where the learner is working"
+    )
 
 
 def test_a_phase_is_finished_before_another_is_begun(two_phases: CourseFolder) -> None:
@@ -705,7 +707,7 @@ def test_n_continues_only_when_the_task_has_passed(here: CourseFolder) -> None:
     assert watching.task.id == "1.3"
     assert lines[-3:] == ["1.3 has not passed yet; h shows a hint", "", f"h hint  {MENU}"]
     watching, lines = session(here, reporting(0, PASSED_1_4), "n")
-    assert watching.task.id == "1.4", "the one after it, although 1.1 is open too"
+    assert watching.task.id == "1.4", "the task after it, although 1.1 has not passed either"
     assert f"n next  h hint  d diff  {MENU}" in lines
 
 
@@ -738,7 +740,7 @@ def failing_while(
     return run, asked
 
 
-def test_keys_of_a_grading_are_answered_after_it_and_a_save_before_them(
+def test_keys_typed_during_grading_wait_for_its_end_and_for_saves(
     here: CourseFolder,
 ) -> None:
     events = typed(watch.QUIT)
@@ -752,7 +754,7 @@ def test_keys_of_a_grading_are_answered_after_it_and_a_save_before_them(
     assert shown == [*verdict, *verdict, verdict[1], "Hint 1", verdict[1], refusal]
 
 
-def test_c_shows_each_verdict_as_it_comes_and_q_leaves_in_between(here: CourseFolder) -> None:
+def test_c_shows_each_verdict_as_it_comes_and_q_quits_in_between(here: CourseFolder) -> None:
     events = typed("c")
     run, asked = failing_while(events, [], [], [], ["q"])
     _, lines = session(here, run, events=events)
