@@ -123,7 +123,7 @@ def test_seconds_under_a_picture_are_those_of_the_simulator(
 ) -> None:
     run = simulated(subject, cluster, ranks)
     assert seconds_text(run.seconds) == quoted
-    text = section(COURSE.task(id))
+    text = " ".join(section(COURSE.task(id)).split())
     assert quoted in text
     if cluster == "dgx-h100":
         assert f"{seconds_text(totals(run)[0].exposed_s)} are spent on messages" in text

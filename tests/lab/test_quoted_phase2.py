@@ -55,7 +55,7 @@ def test_positions_that_are_gathered_again_take_less_memory(
 ) -> None:
     run, text = simulated(subject, "dgx-h100", 8), section("2.17")
     assert (seconds_text(run.seconds), bytes_text(run.trace.peak_bytes[0])) == (seconds, peak)
-    assert {seconds, peak} <= {f"{a} {b}" for a, b in re.findall(r"([\d.]+) (ms|GiB)", text)}
+    assert {seconds, peak} <= {f"{a} {b}" for a, b in re.findall(r"([\d.]+)\s(ms|GiB)", text)}
 
 
 def test_the_solution_waits_for_a_part_of_its_all_reduces() -> None:
