@@ -30,6 +30,7 @@ from distlab.sim.reporting.errors import (
     SimulationError,
 )
 from distlab.sim.results.simulated import Options, Simulated
+from distlab.sim.session import Lap, Session
 from distlab.sim.simulation import simulate
 
 __all__ = [
@@ -40,9 +41,11 @@ __all__ = [
     "Deadlock",
     "Event",
     "Faults",
+    "Lap",
     "Mismatch",
     "Options",
     "RankError",
+    "Session",
     "Simulated",
     "SimulationError",
     "Trace",

@@ -1,6 +1,7 @@
 """A simulated world, assembled from its parts; ``simulate`` runs a function in one."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from distlab.sim.isolation.refusals import Refusals
 from distlab.sim.isolation.threads import Threads
 from distlab.sim.messages.disagreement import device_of
 from distlab.sim.messages.group import Failures, Shared, SimGroup
+from distlab.sim.messages.limits import aborted_error
 from distlab.sim.messages.mailbox import Mailbox
 from distlab.sim.messages.meetings import Meetings
 from distlab.sim.messages.pending import Buffers, Pending
@@ -76,6 +78,7 @@ class Simulation:
         self.places = Places(options.given)
         self.devices = self._make_devices(places)
         self.handles, self.exits = Handles(), Exits(self.places)
+        self._told = set[str]()
         self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
         self.profiler = SharedProfiler(self.rank_states, self.places)
         self.failures = Failures(self._explained, self.scheduler.end_world)
@@ -189,25 +192,15 @@ class Simulation:
         """Run ``fn(*args)`` on every rank; ``simulate`` describes the arguments."""
         results: list[Any] = [None] * self.num_ranks
 
-        def body(rank: Rank) -> None:
-            self.rank_states.move_in(rank)
-            watched = self.sanitizer.operations() if self.sanitizer else contextlib.nullcontext()
-            with (
-                torch.autograd.set_multithreading_enabled(False),
-                self._on_device(rank),
-                watched,
-            ):
-                if joined:
-                    self._join()
-                results[rank.number] = self._call(rank, fn, args)
-                if self.fleet:
-                    self.fleet.devices[rank.number].sync("")
-                self.clock.note_compute(rank, rank.clock_s)
+        def program(rank: Rank) -> None:
+            if joined:
+                self.join()
+            results[rank.number] = self.call(rank, fn, args)
+            if self.fleet:
+                self.fleet.devices[rank.number].sync("")
 
-        separate = modules.separate(self.rank_states) if own_modules else contextlib.nullcontext()
-        with self._findings_told(), self._process_prepared(), separate:
-            self.rank_states.begin()
-            self.scheduler.run(body, self._standstill_error)
+        with contextlib.closing(self.scheduler):
+            self.run_ranks(program, own_modules=own_modules)
         with self._findings_told():
             if self.failures.first:  # the ranks caught this error and continued
                 raise self.failures.first
@@ -226,7 +219,49 @@ class Simulation:
             self.fleet.gpu_time() if self.fleet else None,
         )
 
-    def _join(self) -> None:
+    def run_ranks(self, program: Callable[[Rank], None], *, own_modules: bool) -> None:
+        """Run a program on the ranks that are ready, each in its place and on its device."""
+
+        def body(rank: Rank) -> None:
+            self.rank_states.move_in(rank)
+            watched = self.sanitizer.operations() if self.sanitizer else contextlib.nullcontext()
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                self._on_device(rank),
+                watched,
+            ):
+                program(rank)
+                self.clock.note_compute(rank, rank.clock_s)
+
+        separate = modules.separate(self.rank_states) if own_modules else contextlib.nullcontext()
+        with self._findings_told(), self._process_prepared(), separate:
+            self.rank_states.begin(self.scheduler.first())
+            try:
+                self.scheduler.run(body, self._standstill_error)
+            finally:
+                self.rank_states.rest()
+
+    def abort(self) -> None:
+        """Abort, after an error, what ranks had begun and no rank will finish.
+
+        Transfers under way arrive. All ranks of a group then agree on the number of its next call.
+        """
+        error, now_s = aborted_error(), self.scheduler.latest_s()
+        if self.fleet:
+            self.fleet.abort(now_s)
+        self.meetings.abort(error)
+        self.mailbox.abort(error, now_s)
+        self.scheduler.drain()
+        self.handles.open.clear()
+        self.failures.forget()
+        num_calls = Counter[object]()
+        groups = [*self.rank_states.groups()]
+        for key, number in (group.place for group in groups):
+            num_calls[key] = max(num_calls[key], number)
+        for group in groups:
+            group.skip_to(num_calls[group.place[0]])
+
+    def join(self) -> None:
         """Make the running rank's default group, of NCCL if it has GPUs."""
         asked: dict[str, Any] = {"backend": "nccl"} if self.fleet else {}
         self.groups.join(**asked)
@@ -234,14 +269,20 @@ class Simulation:
     def _findings(self) -> list[str]:
         return self.sanitizer.findings.lines() if self.sanitizer else []
 
+    def news(self) -> list[str]:
+        """Return the lines on wrong uses of GPUs that have not been returned before."""
+        wrong = self.fleet.wrong(has_ended=False) if self.fleet else []
+        news = [line for line in wrong if line not in self._told]
+        self._told.update(news)
+        return news
+
     @contextlib.contextmanager
     def _findings_told(self) -> Iterator[None]:
         """Add to an error what was found until then: it may be the cause."""
         try:
             yield
         except SimulationError as error:
-            wrong = self.fleet.wrong(has_ended=False) if self.fleet else []
-            error.note((), _until_then("wrong on GPUs", wrong))
+            error.note((), _until_then("wrong on GPUs", self.news()))
             error.note((), _until_then("found by --sanitize", self._findings()))
             raise
 
@@ -261,7 +302,8 @@ class Simulation:
                 watching.enter_context(self.sanitizer.watching())
             yield
 
-    def _call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
+    def call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
+        """Call the program of a rank; an error names the rank, and shows where the others are."""
         try:
             with self.exits.watched(rank.number):
                 return fn(*args)

@@ -16,12 +16,18 @@ its first strand. Across all ranks, exactly one strand runs at a time, so everyt
 ranks is true of strands.
 """
 
+import contextlib
+import ctypes
 import heapq
+import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NoReturn, Protocol
 
 from distlab.sim.engine.patience import MAX_POLLS, Operation, Patience
@@ -30,6 +36,8 @@ NEVER = float("inf")
 # Limit on the calls of a rank that is being ended. A `finally` makes a few; a loop that catches
 # every exception would go on forever.
 MAX_UNWOUND = 100
+INTERRUPT_S = 0.01  # real seconds between two attempts to interrupt a rank
+SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would take 8 GiB of addresses for 1,024 ranks
 
 
@@ -39,6 +47,18 @@ class Stopped(BaseException):
 
 class Killed(BaseException):
     """Raised inside a rank that a fault has killed."""
+
+
+def interrupt(thread: int) -> None:
+    """Raise Stopped in a thread, unless the simulator's own code is running there.
+
+    Raised between two lines of the scheduler, it would leave the scheduler in disorder. Code
+    that calls the simulator is stopped by the scheduler itself.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is not None and not frame.f_code.co_filename.startswith(SIMULATOR):
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        raise_in(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
 
 
 class EventSource(Protocol):
@@ -55,6 +75,12 @@ class EventSource(Protocol):
 
 
 _new_baton = threading.Lock  # the real lock; while a world runs, ranks get virtual ones
+_new_event = threading.Event
+_new_queue: Callable[[], SimpleQueue[Callable[[], None] | None]] = SimpleQueue
+
+
+def _nothing() -> None:
+    pass
 
 
 class Timer:
@@ -64,6 +90,46 @@ class Timer:
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.action: Callable[[], None] | None = action
+
+
+class Worker:
+    """A thread of the operating system that runs one function after another.
+
+    A rank keeps its worker between the runs of a world, and so everything that Python and torch
+    store per thread, such as its current GPU.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._functions = _new_queue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+        self.ident = self._thread.ident or 0
+
+    def _work(self) -> None:
+        me: Any = threading.current_thread()
+        me._daemonic = False  # so that threads started by the rank are not daemons by default
+        function: Callable[[], None] | None = _nothing
+        while function:
+            with contextlib.suppress(Stopped):  # one that came too late to interrupt a function
+                function = _nothing  # the last one refers to the program's objects
+                function = self._functions.get()
+                function and function()
+
+    def begin(self, function: Callable[[], None]) -> None:
+        """Run a function once those before it have ended."""
+        self._functions.put(function)
+
+    def settle(self) -> None:
+        """Let the thread raise an exception that is still due."""
+        is_settled = _new_event()
+        while not is_settled.is_set():
+            self.begin(is_settled.set)
+            is_settled.wait(INTERRUPT_S)
+
+    def end(self) -> None:
+        """End the thread after its last function."""
+        self._functions.put(None)
+        self._thread.join()
 
 
 class Strand:
@@ -126,6 +192,18 @@ class Rank(Strand):
         self.strands: list[Strand] = [self]
         self.num_calls = 0
         self.last_call: object = None
+        self.worker: Worker | None = None
+
+    def renew(self, clock_s: float) -> None:
+        """Become ready for another run; a thread that will never end is left behind."""
+        self.clock_s, self.strands = clock_s, [self]
+        self.has_ended = self.is_killed = False
+        self.num_unwound, self.waits_in, self.doing = 0, None, ""
+        self.patience, self.waiting = Patience(clock_s), deque()
+        if self.is_parked:
+            self.is_parked, self.worker = False, None
+            self.baton = _new_baton()
+            self.baton.acquire()
 
     @property
     def has_left(self) -> bool:
@@ -140,6 +218,7 @@ class Scheduler:
         self.ranks = [Rank(number) for number in range(num_ranks)]
         self.current: Strand = self.ranks[0]
         self.now_s = 0.0  # time of the latest event or `act`
+        self._stopped_s = 0.0  # that time when the run was stopped
         self.source: EventSource | None = None
         self.is_stopping = False
         # Returns the operation to report for a strand that only sleeps.
@@ -153,9 +232,12 @@ class Scheduler:
         self._all_ended = threading.Lock()
         self._on_deadlock: Callable[[], BaseException] | None = None
         self.failure: BaseException | None = None
+        self._interrupt: BaseException | None = None  # set while the run is being interrupted
+        # Returns the error for a run that is interrupted while a strand runs.
+        self.describe_interrupt: Callable[[Strand], BaseException] = lambda _: KeyboardInterrupt()
 
     def run(self, body: Callable[[Rank], None], on_deadlock: Callable[[], BaseException]) -> None:
-        """Run ``body`` on every rank until all have ended; raise the error that ended the world.
+        """Run ``body`` on the ready ranks until all have ended; raise the error that ended the run.
 
         Args:
             body: Function called for each rank, in that rank's thread.
@@ -163,37 +245,71 @@ class Scheduler:
         """
         self._on_deadlock = on_deadlock
         self._all_ended.acquire()
-        threads = self._start(body)
+        self._start(body)
         _, first, _ = heapq.heappop(self._ready)
         self.current = self.ranks[first]
         self.current.baton.release()
-        self._all_ended.acquire()
-        for rank, thread in zip(self.ranks, threads, strict=True):
-            if not rank.is_parked:
-                thread.join()
+        self._await_end()
         if self.failure:
             raise self.failure
 
-    def _start(self, body: Callable[[Rank], None]) -> list[threading.Thread]:
+    def _start(self, body: Callable[[Rank], None]) -> None:
         usual = threading.stack_size(STACK_BYTES)
         try:
-            threads = [
-                threading.Thread(
-                    target=self._be_rank, args=(rank, body), name=f"rank {rank.number}", daemon=True
-                )
-                for rank in self.ranks
-            ]
-            for rank, thread in zip(self.ranks, threads, strict=True):
-                thread.start()
-                rank.ident = thread.ident or 0
+            for _, number, _ in self._ready:
+                rank = self.ranks[number]
+                rank.worker = rank.worker or Worker(f"rank {number}")
+                rank.ident = rank.worker.ident
         finally:
             threading.stack_size(usual)
-        return threads
+        for _, number, _ in self._ready:
+            rank = self.ranks[number]
+            if rank.worker:
+                rank.worker.begin(partial(self.be, rank, partial(body, rank)))
 
-    def _be_rank(self, rank: Rank, body: Callable[[Rank], None]) -> None:
-        me: Any = threading.current_thread()
-        me._daemonic = False  # so that threads started by the rank are not daemons by default
-        self.be(rank, lambda: body(rank))
+    def _await_end(self) -> None:
+        """Wait until all strands have ended; if the user interrupts that, make them end."""
+        try:
+            self._all_ended.acquire()
+        except KeyboardInterrupt:
+            self._interrupt = self.describe_interrupt(self.current)
+            while not self._all_ended.acquire(timeout=INTERRUPT_S):
+                interrupt(self.current.ident)
+            for rank in self.ranks:
+                if rank.worker and not rank.is_parked:
+                    rank.worker.settle()
+        self._all_ended.release()
+
+    def first(self) -> int:
+        """Return the number of the rank that will begin the next run."""
+        return self._ready[0][1]
+
+    def renew(self, ranks: Collection[int]) -> None:
+        """Make ranks ready for another run, which begins at the latest of all ranks' times."""
+        now_s = self.latest_s()
+        for rank in self.ranks:
+            rank.renew(now_s)
+        self.now_s, self.is_stopping, self.failure, self._interrupt = now_s, False, None, None
+        for rank in self.ranks:
+            rank.has_ended = rank.number not in ranks
+        self._ready = [(now_s, number, 0) for number in sorted(ranks)]
+
+    def latest_s(self) -> float:
+        """Return the latest time of all ranks and events."""
+        ended_s = self._stopped_s if self.is_stopping else self.now_s
+        return max(ended_s, *(rank.clock_s for rank in self.ranks))
+
+    def drain(self) -> None:
+        """Run the events that are left after a run was stopped."""
+        self.now_s, self.is_stopping = self.latest_s(), False
+        while (event_s := self._next_event_s()) < NEVER:
+            self._run_events(max(event_s, self.now_s))
+
+    def close(self) -> None:
+        """End the ranks' threads."""
+        for rank in self.ranks:
+            if rank.worker and not rank.is_parked:
+                rank.worker.end()
 
     def spawn(self, name: str, *, is_daemon: bool) -> Strand:
         """Return a new strand of the running rank; the strand's thread must call ``be``."""
@@ -216,6 +332,8 @@ class Scheduler:
             strand.has_ended = True
             self.stop(error)
         strand.has_ended = True
+        if self._interrupt:
+            self.stop(self._interrupt)
         for other in strand.waiting:
             self.ready(other, strand.clock_s)
         if strand is strand.rank:
@@ -242,13 +360,13 @@ class Scheduler:
                 break
             heapq.heappush(self._ready, (rank.clock_s, rank.number, rank.order))
             self._yield(rank)
-        if self.is_stopping or rank.is_killed:
+        if self.is_stopping or rank.is_killed or self._interrupt:
             self._unwind()
 
     def block(self, operation: object, until_s: float = NEVER) -> bool:
         """Wait until ``ready`` is called for the running rank; return whether that was in time."""
         rank = self.current
-        if self.is_stopping or rank.is_killed:
+        if self.is_stopping or rank.is_killed or self._interrupt:
             self._unwind()
         rank.waits_in, rank.is_late, patience = operation, False, rank.patience
         if until_s == NEVER:
@@ -352,7 +470,7 @@ class Scheduler:
         """End the world: unwind every other rank, wherever it is."""
         self.failure = self.failure or failure
         if not self.is_stopping:
-            self.is_stopping = True
+            self.is_stopping, self._stopped_s = True, self.now_s
             self.now_s = NEVER  # no rank has to wait any longer
             running = [strand for strand in self._strands() if not strand.has_ended]
             for strand in running:
@@ -390,6 +508,8 @@ class Scheduler:
             self._unwind()
 
     def _unwind(self) -> NoReturn:
+        if self._interrupt and not self.is_stopping:
+            self.end_world(self._interrupt)
         self.current.num_unwound += 1
         if self.current.num_unwound > MAX_UNWOUND:
             self._park(self.current)
@@ -397,10 +517,10 @@ class Scheduler:
 
     def _park(self, rank: Strand) -> NoReturn:
         """Stop running a rank that catches all exceptions and keeps making calls."""
-        rank.has_ended = rank.is_parked = True
+        baton, rank.has_ended, rank.is_parked = rank.baton, True, True
         self._hand_over(rank)
         while True:
-            rank.baton.acquire()
+            baton.acquire()
 
     def _hand_over(self, rank: Strand) -> None:
         """Pass on the baton of a strand that has ended."""

@@ -92,6 +92,15 @@ class Trace:
             raise ValueError("events were only counted: simulate with Options(has_events=True)")
         return list(map(Event._make, self._rows))
 
+    @property
+    def num_events(self) -> int:
+        """Number of events so far."""
+        return len(self._rows)
+
+    def events_from(self, number: int) -> list[Event]:
+        """Return the events from the ``number``-th on."""
+        return list(map(Event._make, self._rows[number:]))
+
     def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
         """Count bytes and messages from one rank to another, whatever call they belong to."""
         self.bytes_sent[src] += num_bytes

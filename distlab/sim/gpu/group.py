@@ -33,6 +33,7 @@ from distlab.sim.gpu.flight_recorder import (
     write_dumps,
 )
 from distlab.sim.gpu.hazards import too_late
+from distlab.sim.gpu.orders import Orders
 from distlab.sim.gpu.placement import home_of, index_of
 from distlab.sim.gpu.streams import Mark, Stream
 from distlab.sim.messages.crossings import Crossings
@@ -87,6 +88,7 @@ class Fleet:
         recorders: Flight recorder of each rank; none without a watchdog.
         watchdog: Folder for the dumps of flight recorders after a hang, or None.
         timeouts_s: Time after which torch's watchdog ends an operation, by key of its group.
+        launched: Operations on streams that are not done, as keys.
     """
 
     devices: Sequence[HostAndGpus]
@@ -98,10 +100,19 @@ class Fleet:
     recorders: dict[int, FlightRecorder] = field(default_factory=dict)
     watchdog: Path | None = None
     timeouts_s: dict[object, float] = field(default_factory=dict)
+    launched: dict[Pending, None] = field(default_factory=dict)
 
     def begin_batch(self, rank: int, num_messages: int) -> None:
         """Make the rank's next messages start together."""
         self.batches[rank] = Batch(num_messages)
+
+    def abort(self, at_s: float) -> None:
+        """End all operations on streams, and forget in which order ranks have begun them."""
+        for pending in [*self.launched]:
+            pending.abandon(at_s)
+        self.launched.clear()
+        self.batches.clear()
+        self.communicators.orders = Orders()
 
     def after_hang(self, text: str, pendings: Iterable[Pending]) -> list[str]:
         """Return lines on what happens on GPUs now: a text or, with a watchdog, on its dumps.
@@ -405,9 +416,11 @@ class GpuGroup(SimGroup):
         for pending in pendings:
             pending.behind = tuple(p for p in start.after if isinstance(p, Pending))
             pending.then(partial(self._note_if_late, pending, device.host_s(), text, site[0]))
+            pending.then(partial(self._fleet.launched.pop, pending, None))
+        self._fleet.launched.update(dict.fromkeys(pendings))
 
         def begin(at_s: float) -> None:
-            if not rank.is_killed:
+            if not rank.is_killed and not pendings[0].is_done:
                 go(max(at_s, scheduler.now_s))
 
         def schedule(at_s: float) -> None:

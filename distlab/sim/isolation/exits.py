@@ -33,7 +33,7 @@ from distlab.sim.reporting.sites import (
 
 OURS = str(Path(__file__).parents[2])  # folder of the code that calls the program
 SCRIPT = "<module>"
-STARTERS = ("_call", "_run_program", "_run_child")  # our functions that call the program
+STARTERS = ("call", "_run_program", "_run_child")  # our functions that call the program
 LEADERS = ("_on_cpu", "_be_main", "_be_child")  # our functions that a starter may call before it
 _IS_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 MAX_CALLS = 10_000  # limit on traced calls: high, since unpickling the program may import modules

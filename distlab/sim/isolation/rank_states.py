@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -194,10 +194,19 @@ class RankStates:
         """Stop hosting ranks; called in a process that a rank has forked."""
         self._running = [0] * (1 + self.num_ranks)
 
-    def begin(self) -> None:
-        """Make rank 0 the running rank."""
-        self._running[0] = 0
-        self._states[0].bring_out(self.tables)
+    def begin(self, number: int) -> None:
+        """Make a rank the running one, whose state the process takes on."""
+        self._running[0] = number
+        self._states[number].bring_out(self.tables)
+
+    def groups(self) -> Iterator[Any]:
+        """Yield each rank's view of each of its process groups."""
+        for state in self._states:
+            yield from state.tables["pg_names"]
+
+    def rest(self) -> None:
+        """Save the running rank's state, to take it up again in another run."""
+        self.state().put_away()
 
     def move_in(self, rank: Strand) -> None:
         """Record the calling thread as a rank's first thread."""

@@ -49,6 +49,10 @@ class Failures:
         self._num_errors = 0
         self.first: SimulationError | None = None
 
+    def forget(self) -> None:
+        """Begin anew, after the first error has been reported."""
+        self._num_errors, self.first = 0, None
+
     def note(self, error: SimulationError) -> None:
         """Count an error that is about to be raised in the running rank; keep the first error.
 
@@ -110,6 +114,15 @@ class SimGroup(BaseGroup):
         self._key = key
         self._limit_s = limit_s
         self._num_calls = 0
+
+    @property
+    def place(self) -> tuple[object, int]:
+        """Identity of the group, and the number of its collective calls on this rank."""
+        return self._key, self._num_calls
+
+    def skip_to(self, num_calls: int) -> None:
+        """Count collective calls of which this rank has left some out."""
+        self._num_calls = num_calls
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -53,6 +53,14 @@ def store_error(keys: list[str], seconds: float) -> DistStoreError:
     return DistStoreError(f"wait timeout after {milliseconds(seconds)}ms, keys: {', '.join(keys)}")
 
 
+def aborted_error() -> RuntimeError:
+    """Return the error for an operation that other ranks had yet to join when an error came."""
+    return RuntimeError(
+        "aborted: before the other ranks had done their part of this operation, an error ended the "
+        "run of all ranks. Begin the operation again, on all of its ranks"
+    )
+
+
 def closed_error(rank: int, gave_up: int, waited_for: str = "") -> RuntimeError:
     """Return the error for a connection that was closed because an operation timed out.
 

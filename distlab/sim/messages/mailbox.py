@@ -167,6 +167,16 @@ class Mailbox:
         timed_out = self.closed.get(_pair_of(message))
         return "rank {} had waited long enough in its {}".format(*timed_out) if timed_out else ""
 
+    def abort(self, error: Exception, at_s: float) -> None:
+        """Make all messages fail that have no other side yet, and open all connections."""
+        for message in [*self.unmatched(), *self.waiting()]:
+            message.turn = None
+            message.fail(error, at_s)
+        for kept in (self._sends, self._recvs, self.held, self.closed):
+            kept.clear()
+        if self.lanes is not None:
+            self.lanes = Lanes(self._start)
+
     def taken_at(self, recv: Message) -> Site | None:
         """Return where an any-source recv took a message that would fit ``recv``, or None."""
         wanted = (recv.key, recv.peer, recv.tag, recv.form)

@@ -371,6 +371,13 @@ class Meetings:
         """Note that all ranks attend a meeting."""
         self._open.pop((meeting.key, meeting.number), None)
 
+    def abort(self, error: Exception) -> None:
+        """Make all collectives fail that some rank has yet to attend, and open all groups."""
+        for meeting in [*self._open.values()]:
+            meeting.fail(lambda _: error)
+        self._open.clear()
+        self.closed.clear()
+
     def leftovers(self) -> Iterator[Attendance]:
         """Yield the attendances of all meetings that some rank has yet to attend."""
         for meeting in self._open.values():

@@ -95,6 +95,12 @@ class Pending:
         if self.actions:
             self._act()
 
+    def abandon(self, at_s: float) -> None:
+        """End the operation though it has moved no bytes."""
+        self.is_done, self.done_s = True, at_s
+        if self.actions:
+            self._act()
+
     def wait(self, limit_s: float = NEVER, group_limit_s: float = NEVER) -> None:
         """Block the running rank until the operation is done, and move its clock to that time.
 

@@ -34,6 +34,7 @@ def run(
             scheduler.run(partial(body, scheduler), on_deadlock)
         except BaseException as error:
             raised[0] = error
+        scheduler.close()
 
     thread = threading.Thread(target=main, daemon=True)
     thread.start()

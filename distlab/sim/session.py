@@ -1,0 +1,165 @@
+"""A simulated world that lives on between runs, as the cells of a notebook need it.
+
+    session = Session(2)
+    session.run(send)          rank 0 calls isend: a message is under way …
+    session.run(receive)       … and rank 1 receives it in the next run
+
+Between two runs, the clocks, groups, generators, memory and unfinished operations of the ranks stay
+as they are. An error ends the run, not the world: operations that some rank had yet to join are
+aborted, and all ranks can begin the next run.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from distlab.sim.engine.scheduler import Rank, Strand
+from distlab.sim.engine.trace import Event
+from distlab.sim.hardware.cluster import Cluster, choose_cluster
+from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.reporting.report import place
+from distlab.sim.results.simulated import Options
+from distlab.sim.simulation import Simulation
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Lap(Generic[T]):
+    """Outcome of one run of a session.
+
+    Attributes:
+        results: Result of each rank whose function has returned, by rank.
+        error: Error that ended the run, or None; a ``KeyboardInterrupt`` if the user ended it.
+        wrong: Lines on wrong uses of GPUs that are new since the last run.
+        start_s: Virtual time at which the run began.
+        seconds: Virtual time that it took.
+        num_bytes: Bytes that the ranks have sent in it.
+        num_messages: Messages that the ranks have sent in it.
+        exposed_s: Virtual time that each rank has waited in it.
+        events: Operations, computation and waits of the ranks.
+    """
+
+    results: dict[int, T]
+    error: SimulationError | KeyboardInterrupt | None
+    wrong: Sequence[str]
+    start_s: float
+    seconds: float
+    num_bytes: float
+    num_messages: int
+    exposed_s: Sequence[float]
+    events: Sequence[Event]
+
+
+class Session:
+    """A simulated world whose ranks run one function after another.
+
+    Each rank runs all its functions in one thread, and has its own copies of the program's modules.
+
+    Args:
+        num_ranks: Number of ranks, 1 to 1024.
+        cluster: Cluster, or the name of a preset, as for ``simulate``.
+        options: Settings of the world.
+    """
+
+    def __init__(
+        self, num_ranks: int, cluster: Cluster | str | None = None, options: Options | None = None
+    ) -> None:
+        chosen = choose_cluster(cluster, num_ranks)
+        self._world = Simulation(num_ranks, chosen, options or Options())
+        self._world.scheduler.describe_interrupt = self._interrupted
+        self._threads: dict[int, int] = {}  # the thread of each rank that knows its groups by name
+        self._world.run_ranks(self._join, own_modules=False)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self._world.num_ranks
+
+    @property
+    def options(self) -> Options:
+        """Settings of the world."""
+        return self._world.options
+
+    def run(self, fn: Callable[[int], T], ranks: Collection[int] | None = None) -> Lap[T]:
+        """Run ``fn(rank)`` on some ranks, or on all, in one process group of all ranks.
+
+        The other ranks do nothing meanwhile, so a rank that waits for one of them deadlocks.
+
+        Args:
+            fn: Function of the rank's number.
+            ranks: Ranks that run it; None for all.
+
+        Returns:
+            The results, the error if there was one, and what was sent. Ctrl-C ends the run.
+        """
+        world, results = self._world, dict[int, T]()
+        world.scheduler.renew(range(world.num_ranks) if ranks is None else ranks)
+        world.exits.known.clear()
+        before = _Counts.of(world)
+
+        def program(rank: Rank) -> None:
+            if self._threads[rank.number] != rank.ident:
+                world.groups.show()
+                self._threads[rank.number] = rank.ident
+            results[rank.number] = world.call(rank, fn, (rank.number,))
+
+        error: SimulationError | KeyboardInterrupt | None = None
+        try:
+            world.run_ranks(program, own_modules=True)
+            error = world.failures.first  # one that the ranks caught, before they continued
+        except (SimulationError, KeyboardInterrupt) as raised:
+            error = raised
+        if error:
+            world.abort()
+        return before.lap(world, results, error)
+
+    def close(self) -> None:
+        """End the world and its threads."""
+        self._world.scheduler.close()
+
+    def _join(self, rank: Rank) -> None:
+        self._world.join()
+        self._threads[rank.number] = rank.ident
+
+    def _interrupted(self, strand: Strand) -> KeyboardInterrupt:
+        frame = sys._current_frames().get(strand.ident)
+        site = self._world.places.call_site(frame, strand.ident)[0]
+        return KeyboardInterrupt(f"rank {strand.number} was interrupted at {place(site)}")
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What a world had counted before a run."""
+
+    now_s: float
+    num_events: int
+    num_bytes: float
+    num_messages: int
+    exposed_s: Sequence[float]
+
+    @classmethod
+    def of(cls, world: Simulation) -> "_Counts":
+        trace, now_s = world.trace, world.scheduler.now_s
+        sent = sum(trace.bytes_sent), sum(trace.messages)
+        return cls(now_s, trace.num_events, *sent, [*trace.exposed_s])
+
+    def lap(
+        self,
+        world: Simulation,
+        results: dict[int, T],
+        error: SimulationError | KeyboardInterrupt | None,
+    ) -> Lap[T]:
+        now = _Counts.of(world)
+        return Lap(
+            results,
+            error,
+            world.news(),
+            self.now_s,
+            world.scheduler.latest_s() - self.now_s,
+            now.num_bytes - self.num_bytes,
+            now.num_messages - self.num_messages,
+            [now_s - s for now_s, s in zip(now.exposed_s, self.exposed_s, strict=True)],
+            world.trace.events_from(self.num_events),
+        )

@@ -1,0 +1,274 @@
+"""A world that lives on between runs: what is kept, and that the next run works after any error."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab.sim import Lap, Options, Session
+
+SIZE = 4
+KEPT: list[dict[str, Any]] = []  # variables of each rank
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def session(request: pytest.FixtureRequest) -> Iterator[Session]:
+    KEPT[:] = [{} for _ in range(SIZE)]
+    session = Session(SIZE, "dgx-h100", Options(semantics=request.param))
+    yield session
+    session.close()
+
+
+def mine() -> dict[str, Any]:
+    return KEPT[dist.get_rank()]
+
+
+def on_device(*numbers: float) -> Tensor:
+    device = f"cuda:{dist.get_rank()}" if torch.cuda.is_available() else "cpu"
+    return torch.tensor(numbers, device=device)
+
+
+def total(_: int) -> float:
+    x = on_device(float(dist.get_rank()))
+    dist.all_reduce(x)
+    return x.item()
+
+
+def assert_it_works(session: Session) -> None:
+    lap = session.run(total)
+    assert lap.error is None
+    assert lap.results == dict.fromkeys(range(SIZE), 6.0)
+
+
+# What is kept
+
+
+def test_time_goes_on_and_each_run_is_measured(session: Session) -> None:
+    first, second = session.run(total), session.run(total)
+    assert first.error is second.error is None
+    assert second.start_s == pytest.approx(first.start_s + first.seconds)
+    assert second.num_messages == first.num_messages > 0
+    assert second.num_bytes == first.num_bytes > 0
+    assert {event.name for event in second.events if event.kind == "collective"} == {"all_reduce"}
+    assert min(event.start_s for event in second.events) >= second.start_s
+
+
+def test_each_rank_keeps_its_generators_and_settings(session: Session) -> None:
+    def begin(rank: int) -> None:
+        torch.manual_seed(rank)
+        torch.set_grad_enabled(rank == 0)
+        os.environ["MINE"] = str(rank)
+
+    def look(_: int) -> tuple[float, bool, str]:
+        return torch.rand(()).item(), torch.is_grad_enabled(), os.environ["MINE"]
+
+    session.run(begin)
+    results = session.run(look).results
+    for rank, (number, has_gradients, name) in results.items():
+        assert number == torch.rand((), generator=torch.Generator().manual_seed(rank)).item()
+        assert (has_gradients, name) == (rank == 0, str(rank))
+    assert torch.is_grad_enabled()
+    assert "MINE" not in os.environ
+
+
+def test_a_message_may_be_received_in_the_next_run(session: Session) -> None:
+    def send(rank: int) -> None:
+        if rank == 0:
+            mine()["work"] = dist.isend(on_device(7.0), 1)
+
+    def receive(rank: int) -> float:
+        x = on_device(0.0)
+        if rank == 1:
+            dist.recv(x, 0)
+        return x.item()
+
+    assert session.run(send, [0]).error is None
+    assert session.run(receive, [1]).results == {1: 7.0}
+
+
+def test_groups_and_wrapped_models_live_on(session: Session) -> None:
+    def make(rank: int) -> None:
+        mine()["pair"] = dist.new_group([0, 1])
+        torch.manual_seed(0)
+        mine()["model"] = DistributedDataParallel(nn.Linear(2, 1).to(on_device().device))
+
+    def use(rank: int) -> float:
+        mine()["model"](on_device(1.0, float(rank))).sum().backward()
+        x = on_device(1.0)
+        if rank < 2:
+            dist.all_reduce(x, group=mine()["pair"])
+        return x.item() + mine()["model"].module.weight.grad[0, 1].item()
+
+    assert session.run(make).error is None
+    assert session.run(use).results == {0: 3.5, 1: 3.5, 2: 2.5, 3: 2.5}
+
+
+def test_no_thread_is_left(session: Session) -> None:
+    before = threading.active_count()
+    session.run(total)
+    session.close()
+    assert threading.active_count() == before - SIZE
+
+
+# Errors
+
+
+def fails(rank: int) -> None:
+    if rank == 2:
+        raise ValueError("no")
+    total(rank)
+
+
+def leaves_one_out(rank: int) -> None:
+    if rank != 3:
+        total(rank)
+
+
+def all_receive(rank: int) -> None:
+    x = on_device(0.0)
+    dist.recv(x, (rank - 1) % SIZE)
+    x.item()
+
+
+def differs(rank: int) -> None:
+    dist.all_reduce(on_device(0.0), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+    total(rank)
+
+
+def queues_more_on_some(rank: int) -> None:
+    for _ in range(rank):
+        dist.all_reduce(on_device(0.0), async_op=True)
+    raise ValueError(f"no, {rank}")
+
+
+def ends_the_process(rank: int) -> None:
+    if rank == 1:
+        os._exit(1)
+    total(rank)
+
+
+def kills_itself(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    total(rank)
+
+
+def exits(rank: int) -> None:
+    if rank == 1:
+        raise SystemExit(3)
+    total(rank)
+
+
+def never_ends_cleaning_up(rank: int) -> None:
+    while rank == 0:
+        try:
+            total(rank)
+        except BaseException:
+            continue
+    raise ValueError("no")
+
+
+def catches(rank: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        dist.all_reduce(on_device(*range(1 + rank)))
+    total(rank)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(fails, leaves_one_out, all_receive, differs, queues_more_on_some, ends_the_process),
+        *(kills_itself, exits, never_ends_cleaning_up, catches),
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_an_error_ends_the_run_and_not_the_world(
+    session: Session, program: Callable[[int], None]
+) -> None:
+    session.run(lambda rank: mine().update(x=rank))
+    for _ in range(2):
+        assert session.run(program).error is not None
+        assert_it_works(session)
+    assert session.run(lambda rank: mine()["x"]).results == {n: n for n in range(SIZE)}
+
+
+def test_an_aborted_operation_says_so(session: Session) -> None:
+    def begin(rank: int) -> None:
+        if rank == 0:
+            mine()["work"] = dist.irecv(on_device(0.0), 1)
+            raise ValueError("no")
+
+    def wait(rank: int) -> None:
+        if rank == 0:
+            mine()["work"].wait()
+
+    session.run(begin)
+    error = session.run(wait).error
+    is_on_gpu = session.options.semantics == "nccl"  # where wait() holds nothing but a stream
+    assert error is None if is_on_gpu else "aborted: before the other ranks" in str(error)
+    assert_it_works(session)
+
+
+def test_a_race_is_told_once(session: Session) -> None:
+    def races(_: int) -> None:
+        if torch.cuda.is_available():
+            x = mine()["x"] = torch.ones(4, device="cuda")
+            with torch.cuda.stream(torch.cuda.Stream()):
+                x.add_(1)
+
+    lines = session.run(races).wrong
+    assert len(lines) == (session.options.semantics == "nccl")
+    assert session.run(total).wrong == []
+
+
+# Interrupts
+
+
+def computes(rank: int) -> None:
+    while rank == 2:
+        pass
+    total(rank)
+
+
+def communicates(rank: int) -> None:
+    while True:
+        total(rank)
+
+
+def multiplies(_: int) -> None:
+    while True:
+        torch.ones(100, 100) @ torch.ones(100, 100)
+
+
+def interrupted(session: Session, program: Callable[[int], None]) -> Lap[None]:
+    """Run a program until SIGINT comes, as from Ctrl-C or a notebook's button."""
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        return session.run(program)
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("program", [computes, communicates, multiplies])
+def test_an_endless_run_can_be_interrupted(
+    session: Session, program: Callable[[int], None]
+) -> None:
+    error = interrupted(session, program).error
+    assert isinstance(error, KeyboardInterrupt)
+    assert "was interrupted at test_session.py:" in str(error)
+    assert_it_works(session)
