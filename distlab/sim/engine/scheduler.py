@@ -21,6 +21,7 @@ import ctypes
 import heapq
 import os
 import sys
+import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -38,6 +39,12 @@ NEVER = float("inf")
 MAX_UNWOUND = 100
 INTERRUPT_S = 0.01  # real seconds between two attempts to interrupt a rank
 SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
+_PATHS = sysconfig.get_paths()
+LIBRARIES = (
+    "<frozen ",
+    *(f"{_PATHS[name]}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    f"{Path(os.__file__).parent}{os.sep}",
+)
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would take 8 GiB of addresses for 1,024 ranks
 
 
@@ -49,13 +56,20 @@ class Killed(BaseException):
     """Raised inside a rank that a fault has killed."""
 
 
+def _is_library(file: str) -> bool:
+    """Return whether a file belongs to Python or to an installed package, such as torch."""
+    return file.startswith(LIBRARIES) and not file.startswith(SIMULATOR)
+
+
 def interrupt(thread: int) -> None:
-    """Raise Stopped in a thread, unless the simulator's own code is running there.
+    """Raise Stopped in a thread, unless the simulator, or a library for it, is running there.
 
     Raised between two lines of the scheduler, it would leave the scheduler in disorder. Code
     that calls the simulator is stopped by the scheduler itself.
     """
     frame = sys._current_frames().get(thread)
+    while frame and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
     if frame is not None and not frame.f_code.co_filename.startswith(SIMULATOR):
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
         raise_in(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
@@ -250,8 +264,8 @@ class Scheduler:
         self.current = self.ranks[first]
         self.current.baton.release()
         self._await_end()
-        if self.failure:
-            raise self.failure
+        if failure := self.failure or self._interrupt:
+            raise failure
 
     def _start(self, body: Callable[[Rank], None]) -> None:
         usual = threading.stack_size(STACK_BYTES)
@@ -268,17 +282,27 @@ class Scheduler:
                 rank.worker.begin(partial(self.be, rank, partial(body, rank)))
 
     def _await_end(self) -> None:
-        """Wait until all strands have ended; if the user interrupts that, make them end."""
-        try:
-            self._all_ended.acquire()
-        except KeyboardInterrupt:
-            self._interrupt = self.describe_interrupt(self.current)
-            while not self._all_ended.acquire(timeout=INTERRUPT_S):
-                interrupt(self.current.ident)
-            for rank in self.ranks:
-                if rank.worker and not rank.is_parked:
-                    rank.worker.settle()
+        """Wait until all strands have ended; if the user interrupts that, make them end.
+
+        Further interrupts change nothing: the next run needs a world in which all have ended.
+        """
+        while True:
+            try:
+                return self._make_end() if self._interrupt else self._await_all()
+            except KeyboardInterrupt:
+                self._interrupt = self._interrupt or self.describe_interrupt(self.current)
+
+    def _await_all(self) -> None:
+        with self._all_ended:
+            pass
+
+    def _make_end(self) -> None:
+        while not self._all_ended.acquire(timeout=INTERRUPT_S):
+            interrupt(self.current.ident)
         self._all_ended.release()
+        for rank in self.ranks:
+            if rank.worker and not rank.is_parked:
+                rank.worker.settle()
 
     def first(self) -> int:
         """Return the number of the rank that will begin the next run."""

@@ -244,17 +244,29 @@ def communicates(rank: int) -> None:
         total(rank)
 
 
+def sums_single(rank: int) -> None:
+    while True:
+        dist.all_reduce(on_device(float(rank)).float())
+
+
 def multiplies(_: int) -> None:
     while True:
         torch.ones(100, 100) @ torch.ones(100, 100)
 
 
-def interrupted(session: Session, program: Callable[[int], None]) -> Lap[None]:
+def goes_on(rank: int) -> None:
+    for _ in range(30):
+        with contextlib.suppress(BaseException):
+            computes(2)
+
+
+def interrupted(session: Session, program: Callable[[int], None], times: int = 1) -> Lap[None]:
     """Run a program until SIGINT comes, as from Ctrl-C or a notebook's button."""
 
     def interrupt() -> None:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(times):
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -272,3 +284,32 @@ def test_an_endless_run_can_be_interrupted(
     assert isinstance(error, KeyboardInterrupt)
     assert "was interrupted at test_session.py:" in str(error)
     assert_it_works(session)
+
+
+def test_a_second_interrupt_leaves_the_world_in_order(session: Session) -> None:
+    error = interrupted(session, goes_on, times=2).error
+    assert isinstance(error, KeyboardInterrupt)
+    assert_it_works(session)
+
+
+def test_an_interrupt_waits_for_library_code_of_the_simulator(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two ranks, the simulator calls torch; an exception there would lose the baton."""
+    source = (
+        "def set_dtype(dtype):\n    t = now() + 0.02\n    while now() < t: pass\n    old(dtype)"
+    )
+    library: dict[str, Any] = {"now": time.perf_counter, "old": torch.set_default_dtype}
+    exec(compile(source, torch.__file__, "exec"), library)
+    monkeypatch.setattr(torch, "set_default_dtype", library["set_dtype"])
+
+    def begin(rank: int) -> None:
+        library["old"](torch.float64 if rank % 2 else torch.float32)
+
+    def look(_: int) -> torch.dtype:
+        return torch.get_default_dtype()
+
+    session.run(begin)
+    kept = session.run(look).results
+    assert isinstance(interrupted(session, sums_single).error, KeyboardInterrupt)
+    assert session.run(look).results == kept
