@@ -70,6 +70,7 @@ class Session:
         self._world = Simulation(num_ranks, chosen, options or Options())
         self._world.scheduler.describe_interrupt = self._interrupted
         self._threads: dict[int, int] = {}  # the thread of each rank that knows its groups by name
+        self._is_closed = False
         self._world.run_ranks(self._join, own_modules=False)
 
     @property
@@ -93,9 +94,19 @@ class Session:
 
         Returns:
             The results, the error if there was one, and what was sent. Ctrl-C ends the run.
+
+        Raises:
+            ValueError: There is no such rank, or there are none at all.
+            RuntimeError: The session is closed.
         """
         world, results = self._world, dict[int, T]()
-        world.scheduler.renew(range(world.num_ranks) if ranks is None else ranks)
+        everyone = range(world.num_ranks)
+        chosen = {*everyone} if ranks is None else {*ranks}
+        if self._is_closed:
+            raise RuntimeError("the session is closed")
+        if not chosen or chosen - {*everyone}:
+            raise ValueError(f"ranks are 0 to {world.num_ranks - 1}, and at least one: {ranks}")
+        world.scheduler.renew(chosen)
         world.exits.known.clear()
         before = _Counts.of(world)
 
@@ -117,6 +128,7 @@ class Session:
 
     def close(self) -> None:
         """End the world and its threads."""
+        self._is_closed = True
         self._world.scheduler.close()
 
     def _join(self, rank: Rank) -> None:

@@ -68,6 +68,9 @@ class Simulation:
         options: Options,
         running: MutableSequence[int] | memoryview | None = None,
     ) -> None:
+        options.faults.check_ranks(num_ranks)
+        for pattern, factor in options.faults.slow_links.items():
+            cluster = cluster.slowed(pattern, factor)
         self.num_ranks, self.cluster, self.options = num_ranks, cluster, options
         places = [cluster.place_of(rank) for rank in range(num_ranks)]
         self.rank_states = RankStates(places, options.seed, running)
@@ -478,8 +481,5 @@ def simulate(
     """
     options = options or Options()
     chosen = choose_cluster(cluster, num_ranks)
-    options.faults.check_ranks(num_ranks)
-    for pattern, factor in options.faults.slow_links.items():
-        chosen = chosen.slowed(pattern, factor)
     simulation = Simulation(num_ranks, chosen, options, running)
     return simulation.run(fn, args, joined=joined, own_modules=own_modules)

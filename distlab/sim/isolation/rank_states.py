@@ -197,7 +197,10 @@ class RankStates:
     def begin(self, number: int) -> None:
         """Make a rank the running one, whose state the process takes on."""
         self._running[0] = number
-        self._states[number].bring_out(self.tables)
+        state = self._states[number]
+        state.bring_out(self.tables)
+        if state.folder != self._folder:
+            self._go_to(state.folder)
 
     def groups(self) -> Iterator[Any]:
         """Yield each rank's view of each of its process groups."""

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.sim import Lap, Options, Session
+from distlab.sim import Faults, Lap, Options, Session
 
 SIZE = 4
 KEPT: list[dict[str, Any]] = []  # variables of each rank
@@ -117,6 +118,37 @@ def test_no_thread_is_left(session: Session) -> None:
     session.run(total)
     session.close()
     assert threading.active_count() == before - SIZE
+
+
+def test_each_rank_keeps_its_folder(session: Session, tmp_path: Path) -> None:
+    before = os.getcwd()
+    session.run(lambda _: os.chdir(tmp_path), [0])
+    found = session.run(lambda _: os.getcwd()).results
+    assert found == {0: str(tmp_path), **dict.fromkeys(range(1, SIZE), before)}
+    assert os.getcwd() == before
+
+
+def test_slow_links_are_slow() -> None:
+    seconds = []
+    for faults in (Faults(), Faults(slow_links={"*": 10.0})):
+        session = Session(SIZE, "dgx-h100", Options(faults=faults))
+        seconds.append(session.run(lambda _: dist.all_reduce(torch.ones(100_000))).seconds)
+        session.close()
+    assert seconds[1] > 2 * seconds[0]
+
+
+@pytest.mark.parametrize("ranks", [[], [SIZE], [-1, 0]])
+def test_unknown_ranks_are_refused(session: Session, ranks: list[int]) -> None:
+    with pytest.raises(ValueError, match="ranks are 0 to 3"):
+        session.run(total, ranks)
+    assert session.run(lambda rank: rank, [1, 1]).results == {1: 1}
+    assert_it_works(session)
+
+
+def test_a_closed_session_is_refused(session: Session) -> None:
+    session.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        session.run(total)
 
 
 # Errors
