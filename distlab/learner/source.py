@@ -121,13 +121,14 @@ class Part(NamedTuple):
     mentions: Set[str]
 
 
+_ANY = "*"  # name of what may concern every function
 Parts = Mapping[str, Sequence[Part]]  # by the names that they define
 
 
 def _used(own: Iterable[Part], shared: Parts) -> list[Part]:
     """Return the parts that define what these parts mention, directly or through one another."""
     used = set[str]()
-    new = {name for part in own for name in part.mentions}
+    new = {_ANY, *(name for part in own for name in part.mentions)}
     while new:
         used |= new
         parts = [part for name in new for part in shared.get(name, ())]
@@ -151,7 +152,7 @@ def _apart(text: str, names: frozenset[str]) -> tuple[Mapping[str, Part], Parts]
     shared: dict[str, list[Part]] = {}
     for entry in chain.from_iterable(map(_one_by_one, tree.body)):
         part = Part(_dump(entry, lines), _mentioned(entry))
-        for name in _defined_by(entry) or part.mentions:  # torch.manual_seed(0) belongs to torch
+        for name in _defined_by(entry) or part.mentions:
             shared.setdefault(name, []).append(part)
     return written, shared
 
@@ -169,12 +170,15 @@ def _defined_by(entry: ast.stmt) -> set[str]:
     """Return the names that a statement of a module defines."""
     if isinstance(entry, Function | ast.ClassDef):
         return {entry.name}
+    if isinstance(entry, ast.Expr):  # torch.manual_seed(0)
+        return {_ANY}
     names = set[str]()
     for node in ast.walk(entry):
         if isinstance(node, Function | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name.partition(".")[0])
+            name = node.asname or node.name.partition(".")[0]
+            names.add(_ANY if name == "*" else name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names

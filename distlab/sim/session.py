@@ -9,16 +9,17 @@ as they are. An error ends the run, not the world: operations that some rank had
 aborted, and all ranks can begin the next run.
 """
 
-import sys
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from distlab.sim.engine.scheduler import Rank, Strand
+from distlab.sim.engine.scheduler import Rank, Scheduler
 from distlab.sim.engine.trace import Event
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.reporting.errors import SimulationError
-from distlab.sim.reporting.report import place
 from distlab.sim.results.simulated import Options
 from distlab.sim.simulation import Simulation
 
@@ -68,7 +69,6 @@ class Session:
     ) -> None:
         chosen = choose_cluster(cluster, num_ranks)
         self._world = Simulation(num_ranks, chosen, options or Options())
-        self._world.scheduler.describe_interrupt = self._interrupted
         self._threads: dict[int, int] = {}  # the thread of each rank that knows its groups by name
         self._is_closed = False
         self._world.run_ranks(self._join, own_modules=False)
@@ -97,16 +97,24 @@ class Session:
 
         Raises:
             ValueError: There is no such rank, or there are none at all.
-            RuntimeError: The session is closed.
+            RuntimeError: The session is closed, or a rank could not be interrupted.
         """
         world, results = self._world, dict[int, T]()
         everyone = range(world.num_ranks)
         chosen = {*everyone} if ranks is None else {*ranks}
         if self._is_closed:
             raise RuntimeError("the session is closed")
+        if world.scheduler.is_lost:
+            lost = world.scheduler.interrupted_by
+            raise RuntimeError(f"the session cannot go on: {lost}, and does not end")
         if not chosen or chosen - {*everyone}:
             raise ValueError(f"ranks are 0 to {world.num_ranks - 1}, and at least one: {ranks}")
         world.scheduler.renew(chosen)
+        with _interruptible(world.scheduler):
+            return self._run(fn, results)
+
+    def _run(self, fn: Callable[[int], T], results: dict[int, T]) -> Lap[T]:
+        world = self._world
         world.exits.known.clear()
         before = _Counts.of(world)
 
@@ -122,7 +130,7 @@ class Session:
             error = world.failures.first  # one that the ranks caught, before they continued
         except (SimulationError, KeyboardInterrupt) as raised:
             error = raised
-        if error:
+        if error and not world.scheduler.is_lost:
             world.abort()
         return before.lap(world, results, error)
 
@@ -135,10 +143,24 @@ class Session:
         self._world.join()
         self._threads[rank.number] = rank.ident
 
-    def _interrupted(self, strand: Strand) -> KeyboardInterrupt:
-        frame = sys._current_frames().get(strand.ident)
-        site = self._world.places.call_site(frame, strand.ident)[0]
-        return KeyboardInterrupt(f"rank {strand.number} was interrupted at {place(site)}")
+
+@contextlib.contextmanager
+def _interruptible(scheduler: Scheduler) -> Iterator[None]:
+    """Let SIGINT interrupt the ranks, but not the simulator where it begins or ends a run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        scheduler.is_interrupted = True
+        if scheduler.is_awaiting:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A simulated world, assembled from its parts; ``simulate`` runs a function in one."""
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from distlab.sim.collectives.phases import Phase
 from distlab.sim.device.device import Device
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.overlap import Overlap
-from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped
+from distlab.sim.engine.scheduler import Killed, Rank, Scheduler, Stopped, Strand
 from distlab.sim.engine.trace import Trace
 from distlab.sim.gpu import surface
 from distlab.sim.gpu.device import HostAndGpus
@@ -49,7 +50,7 @@ from distlab.sim.postmortem.ending import (
 )
 from distlab.sim.postmortem.standstill import History
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
-from distlab.sim.reporting.report import table
+from distlab.sim.reporting.report import place, table
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.sanitizer.sanitizer import Sanitizer
@@ -77,6 +78,7 @@ class Simulation:
         self.scheduler = Scheduler(num_ranks, self.rank_states.switch)
         self.trace = Trace(num_ranks, has_events=options.has_events)
         overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None
+        self.scheduler.describe_interrupt = self._interrupted
         self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
         self.places = Places(options.given)
         self.devices = self._make_devices(places)
@@ -243,11 +245,22 @@ class Simulation:
                 self.scheduler.run(body, self._standstill_error)
             finally:
                 self.rank_states.rest()
+                for device in self.devices:
+                    device.on_interrupt = None
+
+    def _interrupted(self, strand: Strand) -> KeyboardInterrupt:
+        """Let the next operation end the running rank; return the error, which names its line."""
+        for device in self.devices:
+            device.on_interrupt = self.scheduler.act
+        frame = sys._current_frames().get(strand.ident)
+        site = self.places.call_site(frame, strand.ident)[0]
+        return KeyboardInterrupt(f"rank {strand.number} was interrupted at {place(site)}")
 
     def abort(self) -> None:
         """Abort, after an error, what ranks had begun and no rank will finish.
 
-        Transfers under way arrive. All ranks of a group then agree on the number of its next call.
+        Transfers under way arrive. All ranks then agree on the number of each group's next call,
+        and on that of the next group.
         """
         error, now_s = aborted_error(), self.scheduler.latest_s()
         if self.fleet:
@@ -263,6 +276,7 @@ class Simulation:
             num_calls[key] = max(num_calls[key], number)
         for group in groups:
             group.skip_to(num_calls[group.place[0]])
+        self.rank_states.count_groups_alike()
 
     def join(self) -> None:
         """Make the running rank's default group, of NCCL if it has GPUs."""

@@ -140,6 +140,8 @@ def mixed_precision_step(scaler):
         ("1.3", "SCALE = 3", "SCALE = 4", True),
         ("1.3", "import torch", "import torch.nn as torch", True),
         ("1.3", "seed(0)", "seed(1)", True),
+        ("1.4", "seed(0)", "seed(1)", True),
+        ("1.4", "import torch\n", "import torch\nfrom math import *\n", True),
         ("1.3", "# multiplies", "# scales", False),
         ("1.3", "exchange(x)\n", "exchange(2 * x)\n", False),
         ("1.3", "cast(Any, x)", "x", False),

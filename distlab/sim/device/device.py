@@ -70,6 +70,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory = MemoryTracker(capacity_bytes)
         self.flops = self.bytes_moved = 0
         self._is_paused = False
+        # Called before each operation while the user interrupts the ranks, to end this one.
+        self.on_interrupt: Callable[[], None] | None = None
         self._rates = {} if gpu is None else _rates_by_dtype(gpu)
 
     def __enter__(self) -> "Device":
@@ -119,6 +121,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operation and charge for it."""
         if _innermost_mode(_FAKE) is not None:  # DTensor is computing the shapes of a new operation
             return func(*args, **(kwargs or {}))
+        if self.on_interrupt is not None:
+            self.on_interrupt()
         if types and _has_wrapper(types):  # a DTensor: its local tensors are dispatched separately
             for value in args:
                 if isinstance(value, Parameter):

@@ -38,6 +38,7 @@ NEVER = float("inf")
 # every exception would go on forever.
 MAX_UNWOUND = 100
 INTERRUPT_S = 0.01  # real seconds between two attempts to interrupt a rank
+MAX_INTERRUPTS = 500  # attempts; a rank may be in C code
 SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
 _PATHS = sysconfig.get_paths()
 LIBRARIES = (
@@ -246,7 +247,10 @@ class Scheduler:
         self._all_ended = threading.Lock()
         self._on_deadlock: Callable[[], BaseException] | None = None
         self.failure: BaseException | None = None
-        self._interrupt: BaseException | None = None  # set while the run is being interrupted
+        self.is_awaiting = False  # while the caller of `run` waits, and a signal may interrupt it
+        self.is_interrupted = False  # True if a signal came at another time
+        self.is_lost = False  # True once a rank could not be interrupted
+        self.interrupted_by: BaseException | None = None  # set while the run is being interrupted
         # Returns the error for a run that is interrupted while a strand runs.
         self.describe_interrupt: Callable[[Strand], BaseException] = lambda _: KeyboardInterrupt()
 
@@ -264,7 +268,7 @@ class Scheduler:
         self.current = self.ranks[first]
         self.current.baton.release()
         self._await_end()
-        if failure := self.failure or self._interrupt:
+        if failure := self.failure or self.interrupted_by:
             raise failure
 
     def _start(self, body: Callable[[Rank], None]) -> None:
@@ -282,27 +286,39 @@ class Scheduler:
                 rank.worker.begin(partial(self.be, rank, partial(body, rank)))
 
     def _await_end(self) -> None:
-        """Wait until all strands have ended; if the user interrupts that, make them end.
-
-        Further interrupts change nothing: the next run needs a world in which all have ended.
-        """
+        """Wait until all strands have ended; if the user interrupts that, make them end."""
         while True:
             try:
-                return self._make_end() if self._interrupt else self._await_all()
+                return self._make_end() if self.interrupted_by else self._await_all()
             except KeyboardInterrupt:
-                self._interrupt = self._interrupt or self.describe_interrupt(self.current)
+                self.interrupted_by = self.interrupted_by or self.describe_interrupt(self.current)
 
     def _await_all(self) -> None:
-        with self._all_ended:
-            pass
+        self.is_awaiting = True
+        try:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            with self._all_ended:
+                pass
+        finally:
+            self.is_awaiting = False
 
     def _make_end(self) -> None:
-        while not self._all_ended.acquire(timeout=INTERRUPT_S):
+        """Interrupt the ranks until they end; give up on one that neither returns nor calls."""
+        for _ in range(MAX_INTERRUPTS):
+            if self._all_ended.acquire(timeout=INTERRUPT_S):
+                self._all_ended.release()
+                for worker in self._workers():
+                    worker.settle()
+                return
             interrupt(self.current.ident)
-        self._all_ended.release()
+        self.is_lost = True
+
+    def _workers(self) -> Iterator[Worker]:
+        """Yield the ranks' threads, but for those that will never end."""
         for rank in self.ranks:
             if rank.worker and not rank.is_parked:
-                rank.worker.settle()
+                yield rank.worker
 
     def first(self) -> int:
         """Return the number of the rank that will begin the next run."""
@@ -313,7 +329,8 @@ class Scheduler:
         now_s = self.latest_s()
         for rank in self.ranks:
             rank.renew(now_s)
-        self.now_s, self.is_stopping, self.failure, self._interrupt = now_s, False, None, None
+        self.now_s, self.is_stopping, self.failure = now_s, False, None
+        self.interrupted_by, self.is_interrupted = None, False
         for rank in self.ranks:
             rank.has_ended = rank.number not in ranks
         self._ready = [(now_s, number, 0) for number in sorted(ranks)]
@@ -331,9 +348,9 @@ class Scheduler:
 
     def close(self) -> None:
         """End the ranks' threads."""
-        for rank in self.ranks:
-            if rank.worker and not rank.is_parked:
-                rank.worker.end()
+        if not self.is_lost:
+            for worker in self._workers():
+                worker.end()
 
     def spawn(self, name: str, *, is_daemon: bool) -> Strand:
         """Return a new strand of the running rank; the strand's thread must call ``be``."""
@@ -356,8 +373,8 @@ class Scheduler:
             strand.has_ended = True
             self.stop(error)
         strand.has_ended = True
-        if self._interrupt:
-            self.stop(self._interrupt)
+        if self.interrupted_by:
+            self.stop(self.interrupted_by)
         for other in strand.waiting:
             self.ready(other, strand.clock_s)
         if strand is strand.rank:
@@ -384,13 +401,13 @@ class Scheduler:
                 break
             heapq.heappush(self._ready, (rank.clock_s, rank.number, rank.order))
             self._yield(rank)
-        if self.is_stopping or rank.is_killed or self._interrupt:
+        if self.is_stopping or rank.is_killed or self.interrupted_by:
             self._unwind()
 
     def block(self, operation: object, until_s: float = NEVER) -> bool:
         """Wait until ``ready`` is called for the running rank; return whether that was in time."""
         rank = self.current
-        if self.is_stopping or rank.is_killed or self._interrupt:
+        if self.is_stopping or rank.is_killed or self.interrupted_by:
             self._unwind()
         rank.waits_in, rank.is_late, patience = operation, False, rank.patience
         if until_s == NEVER:
@@ -532,8 +549,8 @@ class Scheduler:
             self._unwind()
 
     def _unwind(self) -> NoReturn:
-        if self._interrupt and not self.is_stopping:
-            self.end_world(self._interrupt)
+        if self.interrupted_by and not self.is_stopping:
+            self.end_world(self.interrupted_by)
         self.current.num_unwound += 1
         if self.current.num_unwound > MAX_UNWOUND:
             self._park(self.current)

@@ -180,6 +180,7 @@ class RankStates:
         self._running: MutableSequence[int] | memoryview = (
             [0] * (1 + num_ranks) if running is None else running
         )
+        self._streams = sys.stdout, sys.stderr
         self._folder = self._home = ""  # the running rank's folder, and the original one
         torchrun = {
             "WORLD_SIZE": num_ranks,
@@ -195,8 +196,15 @@ class RankStates:
         self._running = [0] * (1 + self.num_ranks)
 
     def begin(self, number: int) -> None:
-        """Make a rank the running one, whose state the process takes on."""
-        self._running[0] = number
+        """Make a rank the running one, whose state the process takes on.
+
+        Ranks print where the process does now, unless they have redirected their streams.
+        """
+        streams = sys.stdout, sys.stderr
+        for state in self._states:
+            if state.streams == self._streams:
+                state.streams = streams
+        self._streams, self._running[0] = streams, number
         state = self._states[number]
         state.bring_out(self.tables)
         if state.folder != self._folder:
@@ -206,6 +214,12 @@ class RankStates:
         """Yield each rank's view of each of its process groups."""
         for state in self._states:
             yield from state.tables["pg_names"]
+
+    def count_groups_alike(self) -> None:
+        """Let all ranks give their next group the same number, as if all had made the same."""
+        count = max(state.tables["group_count"] for state in self._states)
+        for state in self._states:
+            state.tables["group_count"] = count
 
     def rest(self) -> None:
         """Save the running rank's state, to take it up again in another run."""

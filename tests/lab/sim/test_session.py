@@ -1,7 +1,9 @@
 """A world that lives on between runs: what is kept, and that the next run works after any error."""
 
 import contextlib
+import io
 import os
+import select
 import signal
 import threading
 import time
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.sim import Faults, Lap, Options, Session
+from distlab.sim.engine import scheduler
+from distlab.sim.engine.scheduler import Worker
 
 SIZE = 4
 KEPT: list[dict[str, Any]] = []  # variables of each rank
@@ -151,6 +155,15 @@ def test_a_closed_session_is_refused(session: Session) -> None:
         session.run(total)
 
 
+def test_ranks_print_where_the_process_does(session: Session) -> None:
+    for number in range(2):
+        stream = io.StringIO()
+        with contextlib.redirect_stdout(stream):
+            session.run(lambda rank: print(rank, number), [1])  # noqa: B023
+        assert stream.getvalue() == f"1 {number}\n"
+        stream.close()
+
+
 # Errors
 
 
@@ -209,6 +222,12 @@ def never_ends_cleaning_up(rank: int) -> None:
     raise ValueError("no")
 
 
+def makes_a_group_alone(rank: int) -> None:
+    if rank == 0:
+        dist.new_group([0, 2])
+    raise ValueError("no")
+
+
 def catches(rank: int) -> None:
     with contextlib.suppress(RuntimeError):
         dist.all_reduce(on_device(*range(1 + rank)))
@@ -219,7 +238,7 @@ def catches(rank: int) -> None:
     "program",
     [
         *(fails, leaves_one_out, all_receive, differs, queues_more_on_some, ends_the_process),
-        *(kills_itself, exits, never_ends_cleaning_up, catches),
+        *(kills_itself, exits, never_ends_cleaning_up, makes_a_group_alone, catches),
     ],
     ids=lambda program: program.__name__,
 )
@@ -231,6 +250,7 @@ def test_an_error_ends_the_run_and_not_the_world(
         assert session.run(program).error is not None
         assert_it_works(session)
     assert session.run(lambda rank: mine()["x"]).results == {n: n for n in range(SIZE)}
+    assert session.run(lambda rank: dist.new_group([0, 1]) and None).error is None
 
 
 def test_an_aborted_operation_says_so(session: Session) -> None:
@@ -316,6 +336,35 @@ def test_an_endless_run_can_be_interrupted(
     assert isinstance(error, KeyboardInterrupt)
     assert "was interrupted at test_session.py:" in str(error)
     assert_it_works(session)
+
+
+def test_an_interrupt_at_the_start_waits_until_all_ranks_run(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        begin = Worker.begin
+
+        def interrupt_and_begin(*args: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            begin(*args)
+
+        patched.setattr(Worker, "begin", interrupt_and_begin)
+        assert isinstance(session.run(communicates).error, KeyboardInterrupt)
+    assert_it_works(session)
+
+
+def test_a_rank_that_cannot_be_interrupted_ends_the_session(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_INTERRUPTS", 5)
+
+    def waits_outside(_: int) -> None:
+        select.select([], [], [], 0.6)  # in C, like a library's own waiting
+
+    assert isinstance(interrupted(session, waits_outside).error, KeyboardInterrupt)
+    with pytest.raises(RuntimeError, match="cannot go on: rank 0 was interrupted at test_session"):
+        session.run(total)
+    time.sleep(0.6)  # the thread ends
 
 
 def test_a_second_interrupt_leaves_the_world_in_order(session: Session) -> None:
