@@ -313,6 +313,7 @@ class Scheduler:
                 return
             interrupt(self.current.ident)
         self.is_lost = True
+        self._on_switch = lambda *_: None  # the process is no longer the ranks'
 
     def _workers(self) -> Iterator[Worker]:
         """Yield the ranks' threads, but for those that will never end."""

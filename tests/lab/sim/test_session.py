@@ -365,6 +365,7 @@ def test_a_rank_that_cannot_be_interrupted_ends_the_session(
     with pytest.raises(RuntimeError, match="cannot go on: rank 0 was interrupted at test_session"):
         session.run(total)
     time.sleep(0.6)  # the thread ends
+    assert "RANK" not in os.environ
 
 
 def test_a_second_interrupt_leaves_the_world_in_order(session: Session) -> None:
