@@ -176,7 +176,7 @@ def interleaved_schedule(num_stages: int, num_micro_batches: int, num_chunks: in
 
     Cost: the time of vm+p-1 forward and vm+p-1 backward passes through one block, if all blocks
         take equally long. Of each, p-1 are bubble, which is 1/v as long as 1F1B's, at the price of
-        v times as many messages.
+        about v times as many messages.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.2.
     """
