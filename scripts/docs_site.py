@@ -6,6 +6,8 @@ a hook; ``make docs`` runs it.
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,17 +66,26 @@ def for_mkdocs(text: str, path: Path) -> str:
         path: Path of the page in the repository.
     """
     lines: list[str] = []
-    is_code = False
-    for line in text.splitlines():
-        if line.lstrip().startswith("```"):
-            is_code = not is_code
-        elif not is_code:
-            line = line.replace("<details>", '<details markdown="1">')
-            line = LINK.sub(lambda match: _link(match, path), line)
-            if ITEM.match(line) and lines and lines[-1].strip() and not _is_in_list(lines):
+    for is_code, block in groupby(_with_kinds(text), key=itemgetter(0)):
+        words = "\n".join(line for _, line in block)
+        if not is_code:  # a link may go over two lines
+            words = LINK.sub(lambda match: _link(match, path), words)
+            words = words.replace("<details>", '<details markdown="1">')
+        for line in words.split("\n"):
+            is_item = not is_code and ITEM.match(line)
+            if is_item and lines and lines[-1].strip() and not _is_in_list(lines):
                 lines.append("")
-        lines.append(line)
+            lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def _with_kinds(text: str) -> Iterator[tuple[bool, str]]:
+    """Yield each line, with True if it is a part of a fenced block of code."""
+    is_inside = False
+    for line in text.splitlines():
+        is_fence = line.lstrip().startswith("```")
+        yield is_inside or is_fence, line
+        is_inside ^= is_fence
 
 
 def _is_in_list(lines: list[str]) -> bool:

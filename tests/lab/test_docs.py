@@ -351,9 +351,22 @@ def test_the_flight_recorder_names_the_rank_that_the_page_names(
 # --- the site ------------------------------------------------------------------------------------
 
 
-def for_mkdocs(text: str) -> str:
-    site = runpy.run_path(str(ROOT / "scripts/docs_site.py"))
-    return site["for_mkdocs"](text, Path("docs/launch.md"))
+SITE = runpy.run_path(str(ROOT / "scripts/docs_site.py"))
+PAGES = [path for path in SITE["shown"]() if path.suffix == ".md"]
+
+
+def for_mkdocs(text: str, path: Path = Path("docs/launch.md")) -> str:
+    return SITE["for_mkdocs"](text, path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_between_files_lead_to_pages_of_the_site(page: Path) -> None:
+    for link in re.findall(
+        r"\]\(([^()\s#]+)[^()\s]*\)", for_mkdocs((ROOT / page).read_text(), page)
+    ):
+        if "://" not in link:
+            target = (ROOT / page.parent / link).resolve().relative_to(ROOT)
+            assert target in SITE["shown"](), f"{page}: {link}"
 
 
 @pytest.mark.parametrize(
@@ -365,6 +378,7 @@ def for_mkdocs(text: str) -> str:
         ("<details><summary>A</summary>\n", '<details markdown="1"><summary>A</summary>\n'),
         ("[a page](install.md#did-it-work)\n", "[a page](install.md#did-it-work)\n"),
         ("[a script](../Makefile) [no file](nothing.py)\n", "a script [no file](nothing.py)\n"),
+        ("a [script on\ntwo lines](../Makefile).\n", "a script on\ntwo lines.\n"),
     ],
 )
 def test_what_github_reads_in_another_way_is_changed_for_the_site(github: str, mkdocs: str) -> None:
