@@ -94,7 +94,7 @@ def plan_reset(folder: CourseFolder, task: Task) -> Plan:
         LearnerError: No original template was found.
     """
     original = untouched(folder, task)
-    before = _bytes(folder.root / task.template)
+    before = contents(folder, task)
     after = _with_functions(before, task, original)
     return Plan(before, original.encode() if after is None else after, after is None)
 
@@ -117,7 +117,9 @@ def reset(folder: CourseFolder, task: Task, planned: Plan) -> Path:
     return old
 
 
-def _bytes(path: Path) -> bytes:
+def contents(folder: CourseFolder, task: Task) -> bytes:
+    """Return the learner's file; b"" if there is none."""
+    path = folder.root / task.template
     try:
         return files.read_regular(path, files.MAX_SOURCE_BYTES)
     except FileNotFoundError:
@@ -137,8 +139,8 @@ def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
         text, encoding = source.decoded(data)
     except source.UNREADABLE:
         return None
-    spliced = _spliced(text, source.to_write(task, original))
-    after = spliced.encode(encoding, errors="backslashreplace")
+    after_reset = spliced(text, source.to_write(task, original))
+    after = after_reset.encode(encoding, errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -149,7 +151,7 @@ def _with_functions(data: bytes, task: Task, original: str) -> bytes | None:
     return after if is_complete else None
 
 
-def _spliced(text: str, originals: Mapping[str, str]) -> str:
+def spliced(text: str, originals: Mapping[str, str]) -> str:
     """Replace the first definition of each function with the original; remove later definitions."""
     lines, tree = source.split(text), source.parse(text)
     places = [(source.span(node), name) for name, node in source.defined(tree)] if tree else []

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 from distlab.sim.engine.scheduler import Rank, Scheduler
 from distlab.sim.engine.trace import Event
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
+from distlab.sim.postmortem import rows
 from distlab.sim.reporting.errors import SimulationError
 from distlab.sim.results.simulated import Options
 from distlab.sim.simulation import Simulation
@@ -82,6 +83,24 @@ class Session:
     def options(self) -> Options:
         """Settings of the world."""
         return self._world.options
+
+    @property
+    def cluster(self) -> Cluster:
+        """Cluster to which the ranks belong."""
+        return self._world.cluster
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time."""
+        return self._world.scheduler.latest_s()
+
+    def unfinished(self) -> list[str]:
+        """Return a table of the operations that other ranks have yet to join."""
+        return rows.never_met(self._world.unmatched())
+
+    def live_bytes(self) -> list[int]:
+        """Return the memory that each rank uses; empty if memory is not simulated."""
+        return [device.memory.live_bytes for device in self._world.devices]
 
     def run(self, fn: Callable[[int], T], ranks: Collection[int] | None = None) -> Lap[T]:
         """Run ``fn(rank)`` on some ranks, or on all, in one process group of all ranks.

@@ -396,8 +396,7 @@ class Simulation:
         Raises:
             Mismatch: an operation never matched, in strict mode.
         """
-        messages = (*self.mailbox.unmatched(), *self.mailbox.waiting())
-        alone: list[Pending] = [*messages, *self.meetings.leftovers()]
+        alone = self.unmatched()
         if alone and self.options.is_strict:
             raise rows.never_met_error(alone)
         self.trace.leftovers = rows.never_met(alone)
@@ -408,6 +407,11 @@ class Simulation:
             self.sanitizer.note_unwaited(self.trace.unwaited)
             crossings = self.mailbox.crossings  # on GPUs, those that change places are told anyway
             self.sanitizer.note_crossed(crossings.others() if self.fleet else crossings.lines())
+
+    def unmatched(self) -> list[Pending]:
+        """Return the operations that other ranks have yet to join."""
+        messages = (*self.mailbox.unmatched(), *self.mailbox.waiting())
+        return [*messages, *self.meetings.leftovers()]
 
     def _standstill_error(self) -> SimulationError:
         if self.failures.first:

@@ -1,0 +1,43 @@
+"""A cell's code: its statements, and the last expression, whose value is shown."""
+
+import ast
+import linecache
+from types import CodeType
+from typing import Any, NamedTuple
+
+
+class Cell(NamedTuple):
+    """A compiled cell.
+
+    Attributes:
+        name: Name for reports, such as ``cell 3``.
+        source: Its text.
+        body: Code of its statements.
+        value: Code of its last expression; None if it ends with another statement or a semicolon.
+    """
+
+    name: str
+    source: str
+    body: CodeType
+    value: CodeType | None
+
+    def run(self, names: dict[str, Any]) -> Any:
+        """Run the cell with these variables; return the value of its last expression, or None."""
+        exec(self.body, names)
+        return None if self.value is None else eval(self.value, names)
+
+
+def compiled(source: str, name: str) -> Cell:
+    """Compile a cell, whose lines tracebacks and reports can then show.
+
+    Raises:
+        SyntaxError: The source is not Python.
+    """
+    lines = source.splitlines(keepends=True)
+    linecache.cache[name] = len(source), None, lines, name
+    tree = ast.parse(source, name)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr) or source.rstrip().endswith(";"):
+        return Cell(name, source, compile(tree, name, "exec"), None)
+    body = compile(ast.Module(tree.body[:-1], []), name, "exec")
+    return Cell(name, source, body, compile(ast.Expression(last.value), name, "eval"))

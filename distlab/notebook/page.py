@@ -1,0 +1,156 @@
+"""What a cell has shown on its ranks, as HTML and as text."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+from IPython.core.formatters import DisplayFormatter
+
+from distlab.notebook.folding import MAX_ROWS, Fold, Table, folded, table
+from distlab.notebook.world import Ran
+from distlab.util.text import rank_names
+
+# Colours of the page itself, so that it is readable on light and dark grounds.
+STYLE = """<style>
+.distlab-fold{margin:2px 0 6px 0;border-left:3px solid rgba(59,111,182,.6);padding-left:8px}
+.distlab-ranks{opacity:.65;font-size:85%}
+.distlab-fold pre,.distlab-report pre,.distlab-note pre{margin:0;white-space:pre-wrap}
+.distlab-report{border-left:3px solid #c1121f;padding-left:8px;margin:4px 0}
+.distlab-note{border-left:3px solid #c9a227;padding-left:8px;margin:4px 0}
+.distlab-cost{opacity:.65;font-size:85%;margin-top:4px}
+table.distlab{border-collapse:collapse;font-size:90%}
+table.distlab td,table.distlab th{padding:1px 8px;text-align:right}
+table.distlab td.differs{background:rgba(230,132,42,.28)}
+</style>"""
+
+_format = DisplayFormatter()
+
+
+class Page:
+    """A cell's output, for ``display``."""
+
+    def __init__(self, ran: Ran) -> None:
+        self._ran = ran
+        values = {rank: output.value for rank, output in ran.outputs.items()}
+        self._table = table(values)
+        self._folds = folded(ran.outputs, has_values=self._table is None)
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        return {"text/plain": self.text(), "text/html": self.html()}
+
+    # As text
+
+    def text(self) -> str:
+        """Return all of it as plain text."""
+        lines: list[str] = []
+        for fold in self._folds:
+            lines += _labelled(fold.ranks, [*_texts(fold, has_value=self._table is None)])
+        lines += _table_lines(self._table) if self._table else []
+        lines += [*self._ran.notes, *self._ran.error.splitlines()]
+        lines += [f"({self._ran.cost})"] if self._ran.cost else []
+        return "\n".join(lines)
+
+    # As HTML
+
+    def html(self) -> str:
+        """Return all of it as HTML; what ranks print cannot be taken for HTML."""
+        parts = [STYLE]
+        for fold in self._folds:
+            shown = "".join(_html_parts(fold, has_value=self._table is None))
+            if shown:
+                name = rank_names(fold.ranks)
+                parts.append(_fold_html(name, shown))
+        parts += [_table_html(self._table)] if self._table else []
+        parts += [_framed("note", note) for note in self._ran.notes]
+        parts += [_framed("report", self._ran.error)] if self._ran.error else []
+        if self._ran.cost:
+            parts.append(f'<div class="distlab-cost">{escape(self._ran.cost)}</div>')
+        return "\n".join(parts)
+
+
+def _framed(kind: str, text: str) -> str:
+    return f'<div class="distlab-{kind}"><pre>{escape(text)}</pre></div>'
+
+
+def _fold_html(name: str, shown: str) -> str:
+    return f'<div class="distlab-fold"><div class="distlab-ranks">{name}</div>{shown}</div>'
+
+
+def _labelled(ranks: Sequence[int], lines: Sequence[str]) -> list[str]:
+    name = rank_names(ranks)
+    if len(lines) == 1:
+        return [f"{name}: {lines[0]}"]
+    return [f"{name}:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def _texts(fold: Fold, *, has_value: bool) -> Iterator[str]:
+    yield from fold.output.screen.text().rstrip("\n").splitlines()
+    for data in fold.output.shown:
+        yield from str(data.get("text/plain", "")).splitlines()
+    if has_value and fold.output.value is not None:
+        yield from str(_bundle(fold.output.value).get("text/plain", "")).splitlines()
+
+
+def _html_parts(fold: Fold, *, has_value: bool) -> Iterator[str]:
+    if text := fold.output.screen.text().rstrip("\n"):
+        yield f"<pre>{escape(text)}</pre>"
+    for data in fold.output.shown:
+        yield _html_of(data)
+    if has_value and fold.output.value is not None:
+        yield _html_of(_bundle(fold.output.value))
+
+
+def _bundle(value: Any) -> dict[str, Any]:
+    data, _ = _format.format(value)
+    return dict(data)
+
+
+def _html_of(data: Any) -> str:
+    if "text/html" in data:
+        return str(data["text/html"])
+    if "image/svg+xml" in data:
+        return str(data["image/svg+xml"])
+    if "image/png" in data:
+        return f'<img src="data:image/png;base64,{data["image/png"]}">'
+    return f"<pre>{escape(str(data.get('text/plain', '')))}</pre>"
+
+
+def _table_lines(shown: Table) -> Iterator[str]:
+    cells = [
+        [f"{value}{'*' if is_odd else ' '}" for value, is_odd in _marked(values, shown)]
+        for _, values in shown.rows
+    ]
+    names = [rank_names(ranks) for ranks, _ in shown.rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    yield shown.title
+    for name, row in [*zip(names, cells, strict=True)][:MAX_ROWS]:
+        values = "  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True))
+        yield f"  {name.ljust(max(map(len, names)))}  {values}".rstrip()
+    yield from _left_out(shown)
+
+
+def _marked(values: Sequence[str], shown: Table) -> Iterator[tuple[str, bool]]:
+    """Yield a row's values, each with True if most other ranks have another one."""
+    for value, usual in zip(values, shown.usual, strict=True):
+        yield value, bool(usual) and value != usual
+
+
+def _left_out(shown: Table) -> Iterator[str]:
+    if shown.num_hidden:
+        yield f"  … and {shown.num_hidden:,} more elements"
+    if len(shown.rows) > MAX_ROWS:
+        yield f"  … and {len(shown.rows) - MAX_ROWS} more rows"
+
+
+def _table_html(shown: Table) -> str:
+    rows = []
+    for ranks, values in shown.rows[:MAX_ROWS]:
+        cells = "".join(
+            f'<td class="differs">{value}</td>' if is_odd else f"<td>{value}</td>"
+            for value, is_odd in _marked(values, shown)
+        )
+        rows.append(f"<tr><th>{rank_names(ranks)}</th>{cells}</tr>")
+    more = "".join(f'<div class="distlab-ranks">{line}</div>' for line in _left_out(shown))
+    title = f'<div class="distlab-ranks">{escape(shown.title)}</div>'
+    body = f'<table class="distlab">{"".join(rows)}</table>'
+    return f'<div class="distlab-fold">{title}{body}{more}</div>'

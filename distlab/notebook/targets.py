@@ -1,0 +1,28 @@
+"""Ranks as the user names them: ``0,2-3``, or all."""
+
+from collections.abc import Sequence
+
+from distlab.util.text import rank_names
+
+
+def parse_ranks(text: str, num_ranks: int) -> list[int]:
+    """Return the ranks that a text names: numbers, ranges such as ``2-5``, or ``all``.
+
+    Raises:
+        ValueError: The text names no ranks, or one that the cluster does not have.
+    """
+    if text in ("", "all"):
+        return [*range(num_ranks)]
+    ranks = sorted({rank for part in text.split(",") for rank in _range(part.strip(), text)})
+    if missing := [rank for rank in ranks if rank >= num_ranks]:
+        raise ValueError(
+            f"there is no {rank_names(missing)}: the cluster has {rank_names(range(num_ranks))}"
+        )
+    return ranks
+
+
+def _range(part: str, text: str) -> Sequence[int]:
+    first, dash, last = part.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()):
+        raise ValueError(f"{text!r} names no ranks: write them as 0,2-3, or all")
+    return range(int(first), int(last if dash else first) + 1)

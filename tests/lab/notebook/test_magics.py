@@ -1,0 +1,227 @@
+"""``%cluster``, ``%%ranks`` and their like, in a shell of IPython."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from IPython.utils.capture import CapturedIO, capture_output
+
+from distlab.learner import folder, handout, source
+
+Run = Callable[[str], str]
+
+
+class Notebook:
+    """A shell, and what its last cell has shown."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self.shell = shell
+        self.result: ExecutionResult | None = None
+        self.shown: CapturedIO | None = None
+
+    def run(self, cell: str) -> str:
+        """Run a cell, and return what it shows as text."""
+        with capture_output() as self.shown:
+            self.result = self.shell.run_cell(cell, store_history=True)
+        plain = (output.data.get("text/plain", "") for output in self.shown.outputs)
+        return "\n".join([self.shown.stdout, self.shown.stderr, *plain]).strip()
+
+    def html(self) -> str:
+        """Return the last cell's HTML."""
+        assert self.shown is not None
+        return "".join(output.data.get("text/html", "") for output in self.shown.outputs)
+
+    @property
+    def has_failed(self) -> bool:
+        assert self.result is not None
+        return not self.result.success
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "distlab")
+    yield shell
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def notebook(shell: InteractiveShell) -> Iterator[Notebook]:
+    notebook = Notebook(shell)
+    notebook.run("%cluster 4")
+    yield notebook
+    notebook.run("%cluster --off")
+    shell.reset()
+
+
+def test_ranks_keep_their_variables(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nx = torch.full((2,), float(rank))")
+    assert notebook.run("%%ranks\ndist.all_reduce(x)\nx").splitlines()[:2] == [
+        "(2,) float32",
+        "  ranks 0-3  6   6",
+    ]
+
+
+def test_equal_outputs_are_folded(notebook: Notebook) -> None:
+    shown = notebook.run("%%ranks\nprint('even' if rank % 2 == 0 else 'odd')")
+    assert shown.splitlines() == ["ranks 0 and 2: even", "ranks 1 and 3: odd"]
+
+
+def test_what_differs_is_marked(notebook: Notebook) -> None:
+    lines = notebook.run("%%ranks\ntorch.tensor([1, int(rank == 2)])").splitlines()
+    assert lines == ["(2,) int64", "  ranks 0, 1 and 3  1   0", "  rank 2            1   1*"]
+
+
+def test_some_ranks_run_a_cell(notebook: Notebook) -> None:
+    assert notebook.run("%%ranks 0,2-3\nprint('here')") == "ranks 0, 2 and 3: here"
+    assert notebook.run("%rank 1 rank + 10") == "rank 1: 11"
+
+
+def test_a_message_goes_from_cell_to_cell(notebook: Notebook) -> None:
+    notebook.run("%%ranks 0\nwork = dist.isend(torch.ones(1), 1)")
+    assert "isend to rank 1" in notebook.run("%cluster") or "send to rank 1" in notebook.run(
+        "%cluster"
+    )
+    assert "rank 1: 1.0" in notebook.run("%%ranks 1\nx = torch.zeros(1)\ndist.recv(x, 0)\nx.item()")
+
+
+def test_values_go_to_the_ranks_and_come_back(notebook: Notebook) -> None:
+    notebook.run("import torch\nlist_of_driver, y = [1], torch.ones(2)")
+    notebook.run("%push list_of_driver y")
+    notebook.run("%%ranks\nlist_of_driver.append(rank)\ny.mul_(rank);")
+    notebook.run("%pull list_of_driver y")
+    assert notebook.shell.user_ns["list_of_driver"] == [[1, rank] for rank in range(4)]
+    assert [y.tolist() for y in notebook.shell.user_ns["y"]] == [[float(r)] * 2 for r in range(4)]
+
+
+def test_an_exception_is_shown_once_and_the_ranks_live_on(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nx = rank")
+    shown = notebook.run("%%ranks\nif rank == 2:\n    1 / 0\ndist.barrier()")
+    assert notebook.has_failed
+    assert shown.count("ZeroDivisionError: division by zero") >= 1
+    assert "rank 2 of 4 raised ZeroDivisionError" in shown
+    assert "line 2, in <module>\n    1 / 0" in shown
+    assert "distlab" not in shown
+    assert notebook.run("%%ranks\ndist.barrier()\nx * 2").splitlines()[0] == "rank 0: 0"
+
+
+def test_a_deadlock_tells_its_knot(notebook: Notebook) -> None:
+    shown = notebook.run("%%ranks\nx = torch.zeros(1)\ndist.recv(x, (rank - 1) % 4)")
+    assert "deadlock (send/recv cycle)" in shown
+    assert "cell " in shown
+    assert notebook.has_failed
+    notebook.run("%%ranks\ndist.all_reduce(x)")
+    assert not notebook.has_failed
+
+
+def test_ranks_that_a_cell_leaves_out_are_named(notebook: Notebook) -> None:
+    shown = notebook.run("%%ranks 0-1\ndist.barrier()")
+    assert "Only ranks 0 and 1 ran this cell" in shown
+
+
+def test_an_endless_cell_is_interrupted(notebook: Notebook) -> None:
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    shown = notebook.run("%%ranks\nwhile rank == 1:\n    pass")
+    thread.join()
+    assert "rank 1 was interrupted at cell" in shown
+    assert notebook.run("%rank 1 rank") == "rank 1: 1"
+
+
+def test_progress_bars_and_displays_are_the_rank_s(notebook: Notebook) -> None:
+    assert notebook.run("%%ranks 0\nprint('10 %', end='\\r'); print('100 %')") == "rank 0: 100 %"
+    notebook.run("%%ranks 1\nfrom IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))")
+    assert "<b>x</b>" in notebook.html()
+
+
+def test_what_ranks_print_is_no_html(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nprint('<script>alert(1)</script>')")
+    assert "<script>" not in notebook.html()
+    assert "&lt;script&gt;" in notebook.html()
+
+
+def test_races_are_told_under_the_cell(notebook: Notebook) -> None:
+    notebook.run("%cluster 2 --semantics nccl")
+    notebook.run("%%ranks\nx = torch.ones(4, device=device)")
+    race = "%%ranks\nwith torch.cuda.stream(torch.cuda.Stream()):\n    x.add_(1)"
+    assert "nothing orders the two" in notebook.run(race)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("%cluster no-such-preset", "dgx-h100"),
+        ("%cluster 0", "1 to 1024"),
+        ("%%ranks 7\n1", "there is no rank 7: the cluster has ranks 0-3"),
+        ("%%ranks a\n1", "'a' names no ranks: write them as 0,2-3, or all"),
+        ("%rank 1", "name ranks and an expression"),
+        ("%push nothing", "the notebook has no variable nothing"),
+        ("%pull nothing", "ranks 0-3 have no nothing"),
+    ],
+)
+def test_mistakes_are_one_line(notebook: Notebook, line: str, says: str) -> None:
+    shown = notebook.run(line)
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+def test_there_are_no_ranks_without_a_cluster(notebook: Notebook) -> None:
+    notebook.run("%cluster --off")
+    assert "begin some by %cluster 8" in notebook.run("%%ranks\n1")
+
+
+def values(notebook: Notebook, name: str) -> Any:
+    notebook.run(f"%pull {name}")
+    return notebook.shell.user_ns[name]
+
+
+def test_each_rank_has_its_own_random_numbers_that_go_on(notebook: Notebook) -> None:
+    notebook.run("%%ranks\ntorch.manual_seed(0)\na = torch.rand(1).item()")
+    notebook.run("%%ranks\nb = torch.rand(1).item()")
+    assert len({*values(notebook, "a")}) == len({*values(notebook, "b")}) == 1
+    assert values(notebook, "a") != values(notebook, "b")
+
+
+# %%check and %save
+
+
+@pytest.fixture
+def copy(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    here = folder.find(Path(__file__))
+    target = tmp_path / "course"
+    handout.write(here, target)
+    monkeypatch.chdir(target)
+    return folder.find(target)
+
+
+def solution(task_id: str) -> str:
+    here = folder.find(Path(__file__))
+    task = here.task(task_id)
+    functions = source.functions((here.root / task.solution).read_text())
+    return "".join(functions[name] for name in task.functions)
+
+
+def test_a_cell_is_judged_and_saved_as_the_template_would_be(notebook: Notebook, copy: Any) -> None:
+    task = copy.task("3.1")
+    before = (copy.root / task.template).read_text()
+    code = solution("3.1")
+    assert "✔ 3.1" in notebook.run(f"%%check 3.1\n{code}")
+    assert (copy.root / task.template).read_text() == before
+    assert "✘ 3.1" in notebook.run(
+        f"%%check 3.1\n{code.replace('return chunks', 'return 2 * chunks')}"
+    )
+    notebook.run(f"%%check 3.1\n{code}")
+    assert "the old file is" in notebook.run("%save 3.1")
+    after = (copy.root / task.template).read_text()
+    assert code.strip() in after
+    assert not source.is_to_write(copy, task)
