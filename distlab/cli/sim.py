@@ -1,6 +1,5 @@
 """`distlab sim`: run any torch.distributed script on a simulated cluster, and profile it."""
 
-import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,7 @@ from distlab.cli.streams import watched_stderr
 from distlab.util.text import counted
 
 if TYPE_CHECKING:
-    from distlab.sim import Cluster, Faults, Options, Simulated
-    from distlab.sim.gpu.costs import Costs
+    from distlab.sim import Cluster, Options, Simulated
     from distlab.sim.sanitizer.against import Against
 
 Algorithm = Literal[
@@ -35,7 +33,6 @@ Algorithm = Literal[
     "nccl_collnet",
 ]
 PICTURES = (".png", ".svg", ".pdf")
-GIB = 2**30
 
 
 def sim(
@@ -166,45 +163,36 @@ def sim(
         own_arguments = _own_arguments(context, script, arguments or ())
         outputs = {"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt}
         _check_outputs(outputs)
-        world, num_ranks = _world(cluster, nodes, ranks)
-        faults = _faults(fault or (), seed, world, num_ranks)
-        options = _options(faults, memory_gib, host_cost or (), no_devices=no_devices)
-        refused = _refused(world, p2p_order, overlap_cost, no_devices=no_devices)
+        from distlab.sim import configured
+
+        world, num_ranks = configured.world(cluster, nodes, ranks)
         if semantics == "auto":
-            semantics = _fitting(script, refused, is_asked=bool(host_cost or watchdog))
-        _check_semantics(semantics, refused, has_costs=bool(host_cost))
-        options = replace(
-            options,
+            unfit = configured.unfit_for_nccl(
+                world, no_devices=no_devices, overlap_cost=overlap_cost, p2p_order=p2p_order
+            )
+            is_asked = bool(host_cost or watchdog)
+            semantics = "gloo" if unfit else _fitting(script, is_asked=is_asked)
+        options = configured.options(
+            world,
+            num_ranks,
+            fault=fault or (),
+            memory_gib=memory_gib,
+            host_cost=host_cost or (),
+            no_devices=no_devices,
+            semantics=semantics,
+            overlap_cost=overlap_cost,
+            p2p_order=p2p_order,
+            seed=seed,
             algorithm=algorithm,
             eager_bytes=eager_bytes,
-            p2p_order=p2p_order,
             is_strict=strict,
             is_sanitized=sanitize,
             watchdog=str(watchdog or ""),
-            seed=seed,
-            overlap_cost=overlap_cost,
-            semantics=semantics,
         )
     simulated, observer = _run(context, script, own_arguments, num_ranks, options, world, against)
     _report(simulated, script, ranks, has_sources=assumed)
     _write(simulated, title, script, outputs)
     _tell_findings(simulated, observer, is_sanitized=sanitize)
-
-
-def _options(
-    faults: "Faults", memory_gib: float | None, host_cost: Sequence[str], *, no_devices: bool
-) -> "Options":
-    """Return options that need more than to be passed on."""
-    from distlab.sim import Options
-
-    capacity_bytes = _capacity(memory_gib, no_devices)
-    has_devices = False if no_devices else True if capacity_bytes else None
-    return Options(
-        faults=faults,
-        has_devices=has_devices,
-        capacity_bytes=capacity_bytes,
-        costs=_host_costs(host_cost),
-    )
 
 
 def _run(
@@ -371,88 +359,11 @@ def _check_outputs(paths: dict[str, Path | None]) -> None:
             raise ValueError(f"{option} {path}: there is no folder {path.parent}")
 
 
-def _faults(texts: Sequence[str], seed: int, world: "Cluster", num_ranks: int) -> "Faults":
-    """Parse the faults; refuse those on ranks or links that do not exist."""
-    from distlab.sim import Faults
-
-    try:
-        faults = Faults.parse(texts, seed)
-        faults.check_ranks(num_ranks)
-        for pattern, factor in faults.slow_links.items():
-            world.slowed(pattern, factor)
-    except ValueError as error:
-        raise ValueError(f"--fault: {error}") from None
-    return faults
-
-
-def _capacity(memory_gib: float | None, no_devices: bool) -> int | None:
-    """Return the memory of each GPU in bytes; None if it was not given."""
-    if memory_gib is None:
-        return None
-    if no_devices:
-        raise ValueError("--memory-gib needs devices: leave out --no-devices")
-    if not 0 < memory_gib < math.inf:
-        raise ValueError(f"--memory-gib {memory_gib:g} must be above 0")
-    return math.ceil(memory_gib * GIB)
-
-
-def _host_costs(texts: Sequence[str]) -> "Costs":
-    from distlab.sim.gpu.costs import Costs
-
-    try:
-        return Costs.parse(texts)
-    except ValueError as error:
-        raise ValueError(f"--host-cost: {error}") from None
-
-
-def _refused(
-    world: "Cluster", p2p_order: str, overlap_cost: float, *, no_devices: bool
-) -> dict[str, bool]:
-    """Return what GPUs as NCCL programs see them do not go together with, and if it is given."""
-    return {
-        "--no-devices": no_devices,
-        "--overlap-cost": overlap_cost > 0,
-        "--p2p-order": p2p_order != "free",
-        "a cluster without GPUs": world.gpu is None,
-    }
-
-
-def _fitting(script: Path, refused: dict[str, bool], *, is_asked: bool) -> Literal["gloo", "nccl"]:
-    """Return the semantics that fit a script and the options."""
+def _fitting(script: Path, *, is_asked: bool) -> Literal["gloo", "nccl"]:
+    """Return the semantics that fit a script."""
     from distlab.sim.script import names_gpus
 
-    wants_gpus = is_asked or names_gpus(script)
-    return "nccl" if wants_gpus and not any(refused.values()) else "gloo"
-
-
-def _check_semantics(semantics: str, refused: dict[str, bool], *, has_costs: bool) -> None:
-    """Refuse options that do not go together with the semantics."""
-    if semantics == "gloo":
-        if has_costs:
-            raise ValueError("--host-cost needs --semantics nccl: with gloo, hosts cost no time")
-        return
-    for name, is_given in refused.items():
-        if is_given:
-            raise ValueError(f"--semantics nccl does not go together with {name}: {_REFUSED[name]}")
-
-
-_REFUSED = {
-    "--no-devices": "it is about when GPUs compute",
-    "--overlap-cost": "kernels of several streams do not slow each other down",
-    "--p2p-order": "it has NCCL's order anyway",
-    "a cluster without GPUs": "take one with GPUs, such as --cluster dgx-h100",
-}
-
-
-def _world(preset: str, nodes: int | None, ranks: int | None) -> "tuple[Cluster, int]":
-    """Return the cluster and its number of ranks, by default one per GPU."""
-    from distlab.sim import Cluster, choose_cluster
-
-    smallest = Cluster.preset(preset, nodes or 1)
-    cluster = smallest if nodes or not ranks else choose_cluster(preset, ranks)
-    num_ranks = ranks or cluster.num_gpus
-    choose_cluster(cluster, num_ranks)  # raises an error if there are too many ranks
-    return cluster, num_ranks
+    return "nccl" if is_asked or names_gpus(script) else "gloo"
 
 
 def _write(

@@ -2,9 +2,12 @@
 
 targets     which ranks: 0,2-3
 cells       a cell's code
+names       completing the variables of a rank, and describing them
 output      what a rank prints and shows
 world       the ranks, simulated (simulated) or processes (engines)
 folding     ranks that show the same; values side by side
 page        all of that as HTML and as text
+live        the page while a cell runs
 magics      the commands
+shell       what the shell itself does for the ranks
 """

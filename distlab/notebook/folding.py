@@ -8,14 +8,12 @@ ranks 0-7: hello               what all have printed
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import NamedTuple
 
 from distlab.notebook.output import RankOutput
 
-MAX_COLUMNS = 12  # elements of a tensor that a table shows
 MAX_ROWS = 16  # ranks that a table shows
+GROUPINGS = ("equal", "engine", "type")
 
 
 class Fold(NamedTuple):
@@ -41,44 +39,42 @@ class Table(NamedTuple):
     num_hidden: int
 
 
-def folded(outputs: Mapping[int, RankOutput], *, has_values: bool) -> list[Fold]:
-    """Return the ranks that have shown anything, with equal ones together, in order of ranks.
+def folded(
+    outputs: Mapping[int, RankOutput], *, has_values: bool, with_equals: bool = True
+) -> list[Fold]:
+    """Return the ranks that have shown anything, in order of ranks.
 
     Args:
+        outputs: Output of each rank.
         has_values: False if the values are shown in a table.
+        with_equals: True to put ranks together that have shown the same.
     """
     groups: dict[Hashable, list[int]] = {}
     for rank, output in sorted(outputs.items()):
         if not output.is_empty:
-            groups.setdefault(output.key(has_value=has_values), []).append(rank)
+            key = output.key(has_value=has_values) if with_equals else rank
+            groups.setdefault(key, []).append(rank)
     return [Fold(ranks, outputs[ranks[0]]) for ranks in groups.values()]
 
 
-def table(values: Mapping[int, Any]) -> Table | None:
-    """Return small tensors of one shape, side by side; None if that is not what they are."""
-    tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    forms = {(x.shape, x.dtype) for x in tensors}
-    if len(values) < 2 or len(tensors) < len(values) or len(forms) != 1 or tensors[0].is_meta:
+def table(outputs: Mapping[int, RankOutput]) -> Table | None:
+    """Return tensors of one shape, side by side; None if the values are not that."""
+    elements = {rank: output.elements for rank, output in outputs.items() if output.value}
+    tensors = [*filter(None, elements.values())]
+    if len(tensors) < 2 or len(tensors) < len(elements) or len({x.kind for x in tensors}) != 1:
         return None
-    shown = {rank: _elements(value) for rank, value in values.items()}
     rows: dict[tuple[str, ...], list[int]] = {}
-    for rank, elements in shown.items():
-        rows.setdefault(elements, []).append(rank)
-    columns = [*zip(*shown.values(), strict=True)]
-    ((shape, dtype),) = forms
+    for rank, tensor in zip(elements, tensors, strict=True):
+        rows.setdefault(tensor.texts, []).append(rank)
+    columns = zip(*(tensor.texts for tensor in tensors), strict=True)
     return Table(
-        f"{tuple(shape)} {str(dtype).removeprefix('torch.')}",
-        [(ranks, elements) for elements, ranks in rows.items()],
+        tensors[0].kind,
+        [(ranks, texts) for texts, ranks in rows.items()],
         [_usual(column) for column in columns],
-        max(0, tensors[0].numel() - MAX_COLUMNS),
+        tensors[0].num_hidden,
     )
 
 
 def _usual(column: Sequence[str]) -> str:
     value, count = Counter(column).most_common(1)[0]
     return value if count > len(column) / 2 else ""
-
-
-def _elements(tensor: Tensor) -> tuple[str, ...]:
-    values = tensor.detach().flatten()[:MAX_COLUMNS].tolist()
-    return tuple(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)

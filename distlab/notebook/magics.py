@@ -1,7 +1,9 @@
 """The commands of a notebook: ``%cluster``, ``%%ranks``, ``%rank``, ``%push`` and ``%pull``."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -12,19 +14,23 @@ from IPython.display import display
 
 from distlab.learner import folder
 from distlab.notebook import checking
-from distlab.notebook.cells import compiled
-from distlab.notebook.output import output_of_thread
-from distlab.notebook.page import Page
+from distlab.notebook.cells import Cell, compiled
+from distlab.notebook.folding import GROUPINGS
+from distlab.notebook.live import show_while
+from distlab.notebook.names import questioned
+from distlab.notebook.output import RankOutput
+from distlab.notebook.page import Page, Picture
 from distlab.notebook.simulated import SimulatedRanks
 from distlab.notebook.targets import parse_ranks
 from distlab.notebook.world import World
-from distlab.sim import Cluster, Options
+from distlab.sim import configured
 from distlab.sim.collectives.algorithms import ALGORITHMS
-from distlab.sim.results.simulated import SEMANTICS
+from distlab.sim.results.simulated import P2P_ORDERS, SEMANTICS
+from distlab.util.text import joined
 
 NO_RANKS = "there are no ranks: begin some by %cluster 8"
 MAX_RANKS = 1024
-NCCL_CLUSTER = "dgx-h100"  # of %cluster 8 --semantics nccl, which needs GPUs
+WORLDS = ("sim", "gloo", "nccl", "mpi")
 
 
 class CellFailed(Exception):
@@ -47,32 +53,77 @@ class ClusterMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.world: World | None = None
+        self.is_automatic = False  # whether cells without a magic run on all ranks
         self._checked: dict[str, str] = {}  # the cells that were judged last, by task
 
     @magic_arguments()
-    @argument("what", nargs="?", default="", help="Number of ranks, or a preset such as dgx-h100.")
+    @argument("size", nargs="?", default="", help="Number of ranks, or a preset, such as laptop.")
+    @argument("--off", action="store_true", help="End the ranks.")
+    @argument("--why", action="store_true", help="Which ranks waited for which in the last cell.")
+    @argument(
+        "--lanes",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="Draw what the ranks did in the last cell; FILE ends in .svg, .png or .pdf.",
+    )
+    @argument("--world", choices=WORLDS, default="sim", help="Simulated, or real processes.")
+    @argument("--cluster", help="Preset, such as dgx-h100, p4d, laptop.  [default: dgx-h100]")
+    @argument("--nodes", type=int, help="Number of nodes.  [default: as the ranks need]")
     @argument("--ranks", type=int, help="Number of ranks of a preset.  [default: one per GPU]")
-    @argument("--semantics", choices=SEMANTICS, default="gloo", help="Of which backend.")
+    @argument("--semantics", choices=SEMANTICS, default="gloo", help="nccl: ranks have GPUs.")
     @argument("--algorithm", choices=ALGORITHMS, default="auto", help="Of built-in collectives.")
     @argument("--seed", type=int, default=0, help="Seeds the ranks' generators.")
-    @argument("--off", action="store_true", help="End the ranks.")
+    @argument("--eager-bytes", type=int, default=-1, help="Buffer sends up to this size.")
+    @argument("--strict", action="store_true", help="Report tensors changed while being sent.")
+    @argument("--sanitize", action="store_true", help="Look for mistakes that raise no error.")
+    @argument("--fault", action="append", default=[], help="As for distlab sim.")
+    @argument("--memory-gib", type=float, help="Memory of each GPU.")
+    @argument("--overlap-cost", type=float, default=0.0, help="As for distlab sim.")
+    @argument("--p2p-order", choices=P2P_ORDERS, default="free", help="As for distlab sim.")
+    @argument("--host-cost", action="append", default=[], help="As for distlab sim.")
+    @argument("--no-devices", action="store_true", help="Computation takes no time.")
     @line_magic
     def cluster(self, line: str) -> None:
         """Begin ranks: %cluster 8, or %cluster dgx-h100. Alone, it says what there is."""
         args = parse_argstring(self.cluster, line)
-        if args.off or args.what:
+        if args.size:
             self.close()
-        if args.what:
-            self.world = _simulated(args)
-        if self.world is None:
-            print("The ranks have ended." if args.off else NO_RANKS)
+            with _usage_errors():
+                self.world = _begun(args, parse_argstring(self.cluster, ""))
+            print(self.world.title)
+        elif args.off:
+            self.close()
+            print("The ranks have ended.")
+        elif args.lanes is not None:
+            self._draw(args.lanes)
         else:
-            print("\n".join([self.world.title, *([] if args.what else self.world.state())]))
+            world = self._world()
+            print("\n".join(world.why() if args.why else [world.title, *world.state()]))
 
+    def _draw(self, file: str) -> None:
+        """Show the lanes of the last cell, or write them into a file."""
+        with _usage_errors():
+            lanes = self._world().lanes()
+            if file:
+                lanes.savefig(file)
+        display(Picture(lanes)) if not file else print(f"{file}: what the ranks did in the cell")
+
+    @magic_arguments()
+    @argument("which", nargs="*", help="Ranks, such as 0,2-3.  [default: all]")
+    @argument("--targets", "-t", help="The same, as for %%%%px.")
+    @argument(
+        "--group-outputs",
+        choices=GROUPINGS,
+        default=GROUPINGS[0],
+        help="equal: ranks that show the same in one; engine: each rank for itself; type: first "
+        "what all print, then what they display, then values.",
+    )
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
         """Run a cell on all ranks, or on some: %%ranks 0,2-3."""
-        self._show(cell, line.strip())
+        args = parse_argstring(self.ranks, line)
+        self._show(cell, args.targets or "".join(args.which), args.group_outputs)
 
     @line_magic
     def rank(self, line: str) -> None:
@@ -83,10 +134,17 @@ class ClusterMagics(Magics):
         self._show(expression, which)
 
     @line_magic
+    def autoranks(self, line: str) -> None:
+        """Run every cell that begins with no magic on all ranks: %autoranks on, %autoranks off."""
+        if line.strip() not in ("on", "off"):
+            raise UsageError("write %autoranks on, or %autoranks off")
+        self.is_automatic = line.strip() == "on"
+
+    @line_magic
     def push(self, line: str) -> None:
         """Give the notebook's variables to the ranks: %push x y."""
         known, world = self.shell.user_ns, self._world()
-        for name in (names := line.replace(",", " ").split()):
+        for name in (names := _names(line, "%push x y")):
             if name not in known:
                 raise UsageError(f"the notebook has no variable {name}")
         world.push({name: known[name] for name in names}, range(world.num_ranks))
@@ -95,17 +153,14 @@ class ClusterMagics(Magics):
     def pull(self, line: str) -> None:
         """Bring a variable of the ranks into the notebook, as a list by rank: %pull loss."""
         world = self._world()
-        for name in line.replace(",", " ").split():
-            try:
-                by_rank = world.pull(name, range(world.num_ranks))
-            except NameError as error:
-                raise UsageError(str(error)) from None
-            self.shell.user_ns[name] = [by_rank[rank] for rank in range(world.num_ranks)]
+        for name in _names(line, "%pull loss"):
+            with _usage_errors():
+                self.shell.user_ns[name] = world.pull(name, range(world.num_ranks))
 
     @cell_magic
     def check(self, line: str, cell: str) -> None:
         """Judge a task's function as it stands in the cell: %%check 3.3."""
-        with _learners_errors():
+        with _usage_errors():
             here = folder.find()
             task = here.task(line.strip())
             self._checked[task.id] = cell
@@ -114,7 +169,7 @@ class ClusterMagics(Magics):
     @line_magic
     def save(self, line: str) -> None:
         """Write the function that %%check has judged into its template: %save 3.3."""
-        with _learners_errors():
+        with _usage_errors():
             here = folder.find()
             task = here.task(line.strip())
             if task.id not in self._checked:
@@ -132,62 +187,94 @@ class ClusterMagics(Magics):
             raise UsageError(NO_RANKS)
         return self.world
 
-    def _show(self, source: str, which: str) -> None:
+    def _show(self, source: str, which: str, grouping: str = GROUPINGS[0]) -> None:
         """Run a cell on ranks, and show what comes of it."""
         world = self._world()
-        cell = compiled(source, f"cell {len(self.shell.user_ns['In']) - 1}")  # as the prompt says
-        ran = world.run(cell, _chosen(which, world.num_ranks))
-        display(Page(ran))
+        with _usage_errors():
+            ranks = parse_ranks(which, world.num_ranks)
+            if name := questioned(source):
+                print(world.describe(ranks[0], name))
+                return
+        cell = self._compiled(source)
+        outputs = {rank: RankOutput() for rank in ranks}
+        ran = show_while(
+            lambda: world.run(cell, outputs),
+            lambda ran: Page(outputs, ran, grouping),
+            is_live=hasattr(self.shell, "kernel"),
+        )
         if ran.error:
             raise CellFailed(ran.error.splitlines()[0])
 
+    def _compiled(self, source: str) -> Cell:
+        """Compile a cell under the number of its prompt."""
+        try:
+            return compiled(source, f"cell {len(self.shell.user_ns['In']) - 1}")
+        except SyntaxError as error:
+            *lines, last = traceback.format_exception_only(error)
+            print("".join(lines), end="")
+            raise CellFailed(last.strip()) from None
+
 
 @contextlib.contextmanager
-def _learners_errors() -> Iterator[None]:
+def _usage_errors() -> Iterator[None]:
+    """Let the user see errors of the user's making in one line."""
     try:
         yield
-    except folder.LearnerError as error:
+    except (folder.LearnerError, ValueError, NameError) as error:
         raise UsageError(str(error)) from None
 
 
-def _chosen(which: str, num_ranks: int) -> Collection[int]:
-    try:
-        return parse_ranks(which, num_ranks)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+def _names(line: str, example: str) -> list[str]:
+    names = line.replace(",", " ").split()
+    if not names:
+        raise UsageError(f"name variables: {example}")
+    return names
 
 
-def _simulated(args: Any) -> SimulatedRanks:
-    options = Options(semantics=args.semantics, algorithm=args.algorithm, seed=args.seed)
-    try:
-        if args.what.lstrip("-").isdigit():
-            if not 1 <= int(args.what) <= MAX_RANKS:
-                raise UsageError(f"a cluster has 1 to {MAX_RANKS} ranks, not {args.what}")
-            preset = NCCL_CLUSTER if args.semantics == "nccl" else None
-            return SimulatedRanks(int(args.what), preset, options)
-        preset = args.what.replace("_", "-")
-        num_ranks = args.ranks or Cluster.preset(preset, 1).num_gpus
-        return SimulatedRanks(num_ranks, preset, options)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+def _begun(args: Any, defaults: Any) -> World:
+    """Begin ranks, simulated or real.
 
-
-def load(shell: InteractiveShell) -> Callable[[], None]:
-    """Add the commands to a shell; return what ends the ranks.
-
-    What a rank passes to ``display`` is shown in the output of that rank.
+    Raises:
+        ValueError: An option is wrong.
     """
-    magics = ClusterMagics(shell)
-    shell.register_magics(magics)
-    publisher: Any = shell.display_pub
-    publish = publisher.publish
+    is_number = args.size.lstrip("-").isdigit()
+    num_ranks = int(args.size) if is_number else args.ranks
+    if num_ranks is not None and not 1 <= num_ranks <= MAX_RANKS:
+        raise ValueError(f"a cluster has 1 to {MAX_RANKS} ranks, not {num_ranks}")
+    if args.world != "sim":
+        return _processes(args, defaults)
+    preset = args.cluster if is_number else args.size.replace("_", "-")
+    cluster, num_ranks = configured.world(preset or configured.PRESET, args.nodes, num_ranks)
+    options = configured.options(
+        cluster,
+        num_ranks,
+        fault=args.fault,
+        memory_gib=args.memory_gib,
+        host_cost=args.host_cost,
+        no_devices=args.no_devices,
+        semantics=args.semantics,
+        overlap_cost=args.overlap_cost,
+        p2p_order=args.p2p_order,
+        seed=args.seed,
+        algorithm=args.algorithm,
+        eager_bytes=args.eager_bytes,
+        is_strict=args.strict,
+        is_sanitized=args.sanitize,
+        given=(str(Path(__file__).parent),),
+    )
+    return SimulatedRanks(num_ranks, cluster, options)
 
-    def publish_by_rank(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        output = output_of_thread()
-        if output is None:
-            publish(data, *args, **kwargs)
-        else:
-            output.shown.append(data)
 
-    publisher.publish = publish_by_rank
-    return magics.close
+def _processes(args: Any, defaults: Any) -> World:
+    """Begin processes; refuse options that only simulated ranks have."""
+    of_both = {"size", "world"}
+    given = [name for name, value in vars(args).items() if value != getattr(defaults, name)]
+    if others := [f"--{name.replace('_', '-')}" for name in given if name not in of_both]:
+        raise ValueError(f"real processes have no {joined(others)}: leave out --world {args.world}")
+    if not args.size.isdigit():
+        raise ValueError(f"write the number of processes: %cluster 4 --world {args.world}")
+    try:
+        from distlab.notebook.engines import Engines
+    except ImportError:
+        raise ValueError("real ranks need ipyparallel: pip install ipyparallel") from None
+    return Engines(int(args.size), args.world)

@@ -5,9 +5,17 @@ import io
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from IPython.core.formatters import DisplayFormatter
+from torch import Tensor
 
 MAX_CHARS = 200_000  # of a rank's text; what it prints beyond that is dropped
+MAX_ELEMENTS = 12  # of a tensor in a table
+
+Bundle = Mapping[str, Any]  # representations by MIME type
+
+_format = DisplayFormatter()
 
 
 class Screen(io.TextIOBase):
@@ -39,6 +47,11 @@ class Screen(io.TextIOBase):
                 self._add(line)
         return len(text)
 
+    def clear(self) -> None:
+        """Remove all text."""
+        self._lines.clear()
+        self._last, self._begins_again, self._num_chars = "", False, 0
+
     def _add(self, text: str) -> None:
         for number, part in enumerate(text.split("\r")):
             if number:
@@ -55,6 +68,29 @@ class Screen(io.TextIOBase):
         return "\n".join([*self._lines, self._last, *more])
 
 
+class Elements(NamedTuple):
+    """The first elements of a tensor.
+
+    Attributes:
+        kind: Shape and dtype, such as ``(2, 3) float32``.
+        texts: First elements as text.
+        num_hidden: Number of the others.
+    """
+
+    kind: str
+    texts: tuple[str, ...]
+    num_hidden: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Elements":
+        """Read the elements, as printing them would; if the tensor is on a GPU, the host waits."""
+        first = tensor.detach().flatten()[:MAX_ELEMENTS].tolist()
+        texts = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in first)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        hidden = max(0, tensor.numel() - MAX_ELEMENTS)
+        return cls(f"{tuple(tensor.shape)} {dtype}", tuple(texts), hidden)
+
+
 @dataclass
 class RankOutput:
     """What a cell has shown on one rank.
@@ -62,22 +98,51 @@ class RankOutput:
     Attributes:
         screen: Text that the rank has printed.
         shown: Representations, by MIME type, of what it passed to ``display``.
-        value: Value of the cell's last expression, or None.
+        value: Representations of the value of the cell's last expression; empty for None.
+        elements: First elements of that value if it is a tensor.
     """
 
     screen: Screen = field(default_factory=Screen)
-    shown: list[Mapping[str, Any]] = field(default_factory=list)
-    value: Any = None
+    shown: list[Bundle] = field(default_factory=list)
+    value: Bundle = field(default_factory=dict)
+    elements: Elements | None = None
+    _places: dict[str, int] = field(default_factory=dict)  # in `shown`, by display id
+
+    def keep(self, value: Any) -> None:
+        """Keep how a value is shown; the value itself may be unable to leave its process."""
+        if value is not None:
+            self.value = _format.format(value)[0]
+        if isinstance(value, Tensor) and not value.is_meta:
+            self.elements = Elements.of(value)
+
+    def show(self, data: Bundle, display_id: str = "") -> None:
+        """Add a representation, or replace the one with the same display id."""
+        place = self._places.get(display_id, len(self.shown))
+        self.shown[place : place + 1] = [data]
+        if display_id:
+            self._places[display_id] = place
+
+    def clear(self) -> None:
+        """Remove all that was printed and displayed, as ``clear_output`` does."""
+        self.screen.clear()
+        self.shown.clear()
+        self._places.clear()
 
     @property
     def is_empty(self) -> bool:
         """True if the rank has shown nothing."""
-        return not (self.shown or self.value is not None or self.screen.text())
+        return not (self.shown or self.value or self.screen.text())
+
+    def by_type(self) -> "Iterator[RankOutput]":
+        """Yield the printed text, what was displayed, and the value, each alone."""
+        yield RankOutput(screen=self.screen)
+        yield RankOutput(shown=self.shown)
+        yield RankOutput(value=self.value, elements=self.elements)
 
     def key(self, *, has_value: bool) -> Hashable:
         """Return what is equal on ranks that have shown the same, with or without the value."""
-        shown = tuple(str(sorted(data.items())) for data in self.shown)
-        return self.screen.text(), shown, repr(self.value) if has_value else ""
+        bundles = [*self.shown, *[self.value] * has_value]
+        return self.screen.text(), tuple(str(sorted(data.items())) for data in bundles)
 
 
 _thread = threading.local()  # its `output`, where a cell runs

@@ -1,12 +1,13 @@
 """What a cell has shown on its ranks, as HTML and as text."""
 
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
 
-from IPython.core.formatters import DisplayFormatter
+from matplotlib.figure import Figure
 
-from distlab.notebook.folding import MAX_ROWS, Fold, Table, folded, table
+from distlab.notebook.folding import GROUPINGS, MAX_ROWS, Fold, Table, folded, table
+from distlab.notebook.output import Bundle, RankOutput
 from distlab.notebook.world import Ran
 from distlab.util.text import rank_names
 
@@ -23,17 +24,28 @@ table.distlab td,table.distlab th{padding:1px 8px;text-align:right}
 table.distlab td.differs{background:rgba(230,132,42,.28)}
 </style>"""
 
-_format = DisplayFormatter()
+RUNNING = Ran(cost="running …")
 
 
 class Page:
-    """A cell's output, for ``display``."""
+    """A cell's output, for ``display``.
 
-    def __init__(self, ran: Ran) -> None:
+    Args:
+        outputs: Output of each rank.
+        ran: What came of the cell.
+        grouping: One of GROUPINGS.
+    """
+
+    def __init__(
+        self, outputs: Mapping[int, RankOutput], ran: Ran, grouping: str = GROUPINGS[0]
+    ) -> None:
         self._ran = ran
-        values = {rank: output.value for rank, output in ran.outputs.items()}
-        self._table = table(values)
-        self._folds = folded(ran.outputs, has_values=self._table is None)
+        self._table = table(outputs) if grouping != "engine" else None
+        self._folds: list[Fold] = []
+        for part in _parts(outputs, grouping):
+            self._folds += folded(
+                part, has_values=self._table is None, with_equals=grouping != "engine"
+            )
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return {"text/plain": self.text(), "text/html": self.html()}
@@ -68,6 +80,14 @@ class Page:
         return "\n".join(parts)
 
 
+def _parts(outputs: Mapping[int, RankOutput], grouping: str) -> Sequence[Mapping[int, RankOutput]]:
+    """Return the outputs as they are, or in three parts by type."""
+    if grouping != "type":
+        return [outputs]
+    parts = zip(*(output.by_type() for output in outputs.values()), strict=True)
+    return [dict(zip(outputs, part, strict=True)) for part in parts]
+
+
 def _framed(kind: str, text: str) -> str:
     return f'<div class="distlab-{kind}"><pre>{escape(text)}</pre></div>'
 
@@ -87,8 +107,8 @@ def _texts(fold: Fold, *, has_value: bool) -> Iterator[str]:
     yield from fold.output.screen.text().rstrip("\n").splitlines()
     for data in fold.output.shown:
         yield from str(data.get("text/plain", "")).splitlines()
-    if has_value and fold.output.value is not None:
-        yield from str(_bundle(fold.output.value).get("text/plain", "")).splitlines()
+    if has_value:
+        yield from str(fold.output.value.get("text/plain", "")).splitlines()
 
 
 def _html_parts(fold: Fold, *, has_value: bool) -> Iterator[str]:
@@ -96,16 +116,11 @@ def _html_parts(fold: Fold, *, has_value: bool) -> Iterator[str]:
         yield f"<pre>{escape(text)}</pre>"
     for data in fold.output.shown:
         yield _html_of(data)
-    if has_value and fold.output.value is not None:
-        yield _html_of(_bundle(fold.output.value))
+    if has_value and fold.output.value:
+        yield _html_of(fold.output.value)
 
 
-def _bundle(value: Any) -> dict[str, Any]:
-    data, _ = _format.format(value)
-    return dict(data)
-
-
-def _html_of(data: Any) -> str:
+def _html_of(data: Bundle) -> str:
     if "text/html" in data:
         return str(data["text/html"])
     if "image/svg+xml" in data:
@@ -154,3 +169,17 @@ def _table_html(shown: Table) -> str:
     title = f'<div class="distlab-ranks">{escape(shown.title)}</div>'
     body = f'<table class="distlab">{"".join(rows)}</table>'
     return f'<div class="distlab-fold">{title}{body}{more}</div>'
+
+
+class Picture:
+    """A figure for ``display``, as SVG; a terminal shows its title."""
+
+    def __init__(self, figure: Figure) -> None:
+        self._figure = figure
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        file = io.StringIO()
+        self._figure.savefig(file, format="svg")
+        title = self._figure.get_suptitle()
+        hint = "a terminal cannot show it; %cluster --lanes FILE.png writes it into a file"
+        return {"text/plain": f"{title}: {hint}", "image/svg+xml": file.getvalue()}

@@ -1,21 +1,21 @@
 """Simulated ranks of a notebook: threads of its own process."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from distlab.notebook.cells import Cell
+from distlab.notebook.names import completions, description
 from distlab.notebook.output import RankOutput, shown_in
 from distlab.notebook.world import Ran
 from distlab.sim import Cluster, Deadlock, Lap, Options, Session
-from distlab.util.text import bytes_text, counted, rank_names, seconds_text
+from distlab.util.text import bytes_text, counted, rank_names, seconds_text, verb
 
 
 class SimulatedRanks:
@@ -23,22 +23,20 @@ class SimulatedRanks:
 
     Args:
         num_ranks: Number of ranks.
-        cluster: Cluster, or the name of a preset; None for one node with a GPU per rank.
+        cluster: Cluster.
         options: Settings of the simulation.
     """
 
-    def __init__(self, num_ranks: int, cluster: Cluster | str | None, options: Options) -> None:
+    def __init__(self, num_ranks: int, cluster: Cluster, options: Options) -> None:
         self.num_ranks = num_ranks
-        options = replace(options, given=(str(Path(__file__).parent),))
         self._session = Session(num_ranks, cluster, options)
-        where = self._session.cluster.name
         self.title = (
-            f"{counted(num_ranks, 'simulated rank')}{f' of {where}' if where else ''}, with the "
-            f"semantics of {options.semantics}"
+            f"{counted(num_ranks, 'simulated rank')} of {cluster.name}, with the semantics of "
+            f"{options.semantics}"
         )
         self._names: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
         self._session.run(self._begin)
-        self.last: Lap[Any] | None = None
+        self._last: Lap[Any] | None = None
 
     def _begin(self, rank: int) -> None:
         has_gpu = torch.cuda.is_available()
@@ -53,48 +51,41 @@ class SimulatedRanks:
             dist=dist,
         )
 
-    def run(self, cell: Cell, ranks: Collection[int]) -> Ran:
-        """Run a cell on ranks."""
-        outputs = {rank: RankOutput() for rank in ranks}
+    def run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
+        """Run a cell on the ranks that have an output."""
 
         def on_rank(rank: int) -> None:
             with shown_in(outputs[rank]):
-                outputs[rank].value = cell.run(self._names[rank])
+                outputs[rank].keep(cell.run(self._names[rank]))
 
-        lap = self.last = self._session.run(on_rank, ranks)
-        absent = [rank for rank in range(self.num_ranks) if rank not in ranks]
+        lap = self._last = self._session.run(on_rank, outputs)
         error = str(lap.error or "")
-        if absent and isinstance(lap.error, Deadlock):
-            error += f"\nOnly {rank_names(ranks)} ran this cell; %%ranks alone means all."
-        return Ran(outputs, error, lap.wrong, _cost(lap))
+        if len(outputs) < self.num_ranks and isinstance(lap.error, Deadlock):
+            error += f"\nOnly {rank_names(outputs)} ran this cell; %%ranks alone means all."
+        return Ran(error, lap.wrong, _cost(lap))
 
-    def push(self, values: Mapping[str, Any], ranks: Collection[int]) -> None:
+    def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
         """Give copies of values to ranks, as variables."""
         for rank in ranks:
             self._names[rank].update(copy.deepcopy(dict(values)))
 
-    def pull(self, name: str, ranks: Collection[int]) -> dict[int, Any]:
-        """Return copies of a variable's values, by rank."""
+    def pull(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        """Return copies of a variable's values on ranks."""
         missing = [rank for rank in ranks if name not in self._names[rank]]
         if missing:
-            raise NameError(
-                f"{rank_names(missing)} {'has' if len(missing) == 1 else 'have'} no {name}"
-            )
-
-        def copied(rank: int) -> Any:
-            value = self._names[rank][name]
-            return (
-                value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-            )
-
-        lap = self._session.run(copied, ranks)
+            raise NameError(f"{rank_names(missing)} {verb(missing, 'have', 'has')} no {name}")
+        lap = self._session.run(lambda rank: _copied(self._names[rank][name]), ranks)
         if lap.error:
             raise lap.error
-        return lap.results
+        return [lap.results[rank] for rank in ranks]
 
-    def names(self, rank: int) -> Mapping[str, Any]:
-        """Return the variables of a rank."""
-        return self._names[rank]
+    def complete(self, rank: int, text: str) -> list[str]:
+        """Return names of a rank that begin with a text."""
+        return completions(self._names[rank], text)
+
+    def describe(self, rank: int, name: str) -> str:
+        """Return what ``name?`` says on a rank."""
+        return description(self._names[rank], name)
 
     def state(self) -> list[str]:
         """Return lines on what the ranks hold and what is unfinished."""
@@ -105,6 +96,16 @@ class SimulatedRanks:
         unfinished = self._session.unfinished()
         return [*lines, *["unfinished:"] * bool(unfinished), *(f"  {line}" for line in unfinished)]
 
+    def why(self) -> list[str]:
+        """Return lines on which ranks waited for which when the last cell ended with an error."""
+        if self._last is None or self._last.error is None:
+            return ["The last cell ended without an error."]
+        return str(self._last.error).splitlines()
+
+    def lanes(self) -> Figure:
+        """Draw what the ranks did in the last cell over time."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """End the ranks."""
         self._session.close()
@@ -112,6 +113,10 @@ class SimulatedRanks:
 
 CPU = torch.device("cpu")
 GIVEN = ("rank", "world_size", "device", "torch", "dist")  # variables with which ranks begin
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _variables(names: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,8 +1,10 @@
 """The ranks of a notebook, whatever they are."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from matplotlib.figure import Figure
 
 from distlab.notebook.cells import Cell
 from distlab.notebook.output import RankOutput
@@ -10,18 +12,16 @@ from distlab.notebook.output import RankOutput
 
 @dataclass(frozen=True)
 class Ran:
-    """What a cell did on its ranks.
+    """What came of a cell, beside the outputs of its ranks.
 
     Attributes:
-        outputs: What each rank has shown, by rank.
         error: Report on the error that ended the cell; "" if there was none.
         notes: Lines on what is wrong though nothing has failed, such as races.
         cost: Time, bytes and messages in one line.
     """
 
-    outputs: Mapping[int, RankOutput]
     error: str = ""
-    notes: Collection[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
     cost: str = ""
 
 
@@ -36,24 +36,45 @@ class World(Protocol):
     num_ranks: int
     title: str
 
-    def run(self, cell: Cell, ranks: Collection[int]) -> Ran:
-        """Run a cell on ranks."""
+    def run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
+        """Run a cell on the ranks that have an output, and fill the outputs as they go.
 
-    def push(self, values: Mapping[str, Any], ranks: Collection[int]) -> None:
+        An error, a deadlock or Ctrl-C ends the cell; the ranks keep their variables. Modules of
+        the program whose files have changed are reloaded before the cell.
+        """
+
+    def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
         """Give copies of values to ranks, as variables."""
 
-    def pull(self, name: str, ranks: Collection[int]) -> dict[int, Any]:
-        """Return copies of a variable's values, by rank.
+    def pull(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        """Return copies of a variable's values on ranks.
 
         Raises:
             NameError: A rank has no such variable.
         """
 
-    def names(self, rank: int) -> Mapping[str, Any]:
-        """Return the variables of a rank, or descriptions of them."""
+    def complete(self, rank: int, text: str) -> list[str]:
+        """Return names of a rank that begin with a text, such as ``x.gr``."""
+
+    def describe(self, rank: int, name: str) -> str:
+        """Return what ``name?`` says on a rank: type, value, signature and documentation.
+
+        Raises:
+            NameError: The rank has no such variable, or the variable no such attribute.
+        """
 
     def state(self) -> list[str]:
         """Return lines on what the ranks hold and what is unfinished."""
+
+    def why(self) -> list[str]:
+        """Return lines on which ranks waited for which when the last cell ended with an error."""
+
+    def lanes(self) -> Figure:
+        """Draw what the ranks did in the last cell over time.
+
+        Raises:
+            ValueError: There is nothing to draw.
+        """
 
     def close(self) -> None:
         """End the ranks."""
