@@ -1,73 +1,80 @@
 """Helpers for the notebooks.
 
-They run an experiment with the learner's functions or the solution's, and record when forward and
-backward passes start and end.
+They choose the learner's functions or the solution's, and record when forward and backward passes
+start and end.
 """
 
 import re
 import time
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
 from distlab import lessons
-from distlab.launch import LaunchError
+from distlab.learner import source
 from distlab.sim import GPU, Cluster
 
-T = TypeVar("T")
+TODO = "raise NotImplementedError("
 
 # A GPU on which small matrix products take a millisecond, and links that cost no time.
 _SLOW_GPU = GPU("16 GFLOP/s", 80e9, 1e30, {"float32": 16e9}, {"float32": 16e9})
 IDEAL = Cluster(1, 4, gpu=_SLOW_GPU, latency_s=0.0, nvlink_bytes_per_s=1e30, name="ideal")
 
 
-def try_yours(lesson: str, names: str, experiment: Callable[..., T]) -> T:
-    """Run an experiment with the learner's functions or, if they fail, with the solution's.
+def yours(lesson: str, names: str) -> Any:
+    """Return functions or classes of a lesson: the learner's or, for a TODO, the solution's.
 
-        try_yours("phase1_data_parallel.collectives", "broadcast", draw)
-        broadcast: not written yet, so you see the solution.
+        ring_all_reduce = yours("phase3_multi_node.ring_allreduce", "ring_all_reduce")
+        ring_all_reduce is still to be written: this is the solution's.
+
+    A function that uses one that is still to be written is the solution's, too.
 
     Args:
         lesson: Phase and lesson, separated by a dot.
-        names: One or more functions of the lesson, separated by spaces.
-        experiment: Function that takes these functions and runs them in a separate world, so that
-            every failure is a LaunchError.
+        names: One or more functions or classes of the lesson, separated by spaces.
+
+    Returns:
+        The function, or a list of them for several names.
 
     Raises:
-        SystemExit: The learner's functions fail, and this copy of the course has no solutions.
+        SystemExit: A function is still to be written, and this copy of the course has no solutions.
+        Exception: The learner's file cannot be imported.
     """
-    label = names.replace(" ", ", ")
+    missing = _to_write(lesson)
+    functions = [_chosen(lesson, name, missing) for name in names.split()]
+    return functions if len(functions) > 1 else functions[0]
+
+
+def _chosen(lesson: str, name: str, missing: Collection[str]) -> Any:
+    if name not in missing:
+        return getattr(lessons.template_at(lesson), name)
     try:
-        result = experiment(*_members(lessons.template_at(lesson), names))
-    except Exception as error:  # importing a learner's file may raise anything
-        reason = _why(error, names)
-    else:
-        print(f"{label}: you see your own.")
-        return result
-    try:
-        solved = _members(lessons.solution_at(lesson), names)
+        solved = getattr(lessons.solution_at(lesson), name)
     except ModuleNotFoundError:
         raise SystemExit(
-            f"{label}: {reason}, and this copy of the course has no solutions."
+            f"{name} is still to be written, and this copy of the course has no solutions."
         ) from None
-    print(f"{label}: {reason}, so you see the solution.")
-    return experiment(*solved)
+    print(f"{name} is still to be written: this is the solution's.")
+    return solved
 
 
-def _members(module: ModuleType, names: str) -> list[Any]:
-    return [getattr(module, name) for name in names.split()]
+def _to_write(lesson: str) -> set[str]:
+    """Return the names of a lesson that are still to be written, or use others that are."""
+    phase, _, name = lesson.rpartition(".")
+    text = source.read(lessons.COURSE / phase / f"template_{name}.py")
+    functions = source.functions(text)
+    missing = {name for name, code in functions.items() if TODO in code}
+    missing |= {name.partition(".")[0] for name in missing}
+    while True:
+        users = {name for name in functions if _mentions(functions[name], missing)} - missing
+        if not users:
+            return missing
+        missing |= users | {name.partition(".")[0] for name in users}
 
 
-def _why(error: Exception, names: str) -> str:
-    """Return the reason for a failure: a function is still a TODO, or the error's first line."""
-    is_raised = isinstance(error, LaunchError) and error.exception == NotImplementedError.__name__
-    if is_raised or isinstance(error, NotImplementedError):
-        todo = re.search(r"Task [\d.]+: ([\w.]+)", str(error))
-        return f"{todo[1]} is not written yet" if todo and todo[1] != names else "not written yet"
-    first, *_ = str(error).splitlines() or [type(error).__name__]
-    return f"not working yet ({first})"
+def _mentions(code: str, names: Collection[str]) -> bool:
+    return any(re.search(rf"\b{re.escape(name)}\b", code) for name in names)
 
 
 Span = tuple[float, float]  # start and end in seconds

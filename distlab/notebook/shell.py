@@ -69,7 +69,7 @@ def _output(shell: InteractiveShell, _: ClusterMagics) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _completion(shell: InteractiveShell, magics: ClusterMagics) -> Iterator[None]:
-    @context_matcher(identifier="distlab")  # type: ignore[untyped-decorator]
+    @context_matcher(identifier="distlab")
     def names_of_ranks(context: CompletionContext) -> SimpleMatcherResult:
         cell, line = _CELL.match(context.full_text), _LINE.match(context.line_with_cursor.lstrip())
         is_in_cell = cell is not None and context.cursor_line > 0

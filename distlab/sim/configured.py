@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from distlab.sim.engine.faults import Faults
-from distlab.sim.gpu.costs import Costs
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
+from distlab.sim.hardware.costs import Costs
 from distlab.sim.results.simulated import Options
 
 PRESET = "dgx-h100"

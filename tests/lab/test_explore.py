@@ -1,84 +1,66 @@
 """Notebook helpers: choosing whose functions to show, and timing passes."""
 
+import re
 import sys
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import nn
 
-from distlab.explore import IDEAL, Span, try_yours, watch_passes
-from distlab.launch import simulate
+from distlab import lessons
+from distlab.explore import IDEAL, Span, watch_passes, yours
 from distlab.sim import simulate as simulate_here
 from phase1_data_parallel import template_collectives
+from solutions.phase1_data_parallel import collectives
 
-COLLECTIVES = "phase1_data_parallel.collectives"
-Broadcast = Callable[[Tensor], None]
-
-
-def broadcast_once(broadcast: Broadcast) -> float:
-    x = torch.full((1,), float(dist.get_rank() + 7))
-    broadcast(x)
-    return x.item()
+LESSON = "phase1_data_parallel.collectives"
 
 
-def run(broadcast: Broadcast) -> list[float]:
-    return simulate(broadcast_once, 2, broadcast).results
+@pytest.fixture
+def template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A learner's copy of the collectives, with nothing written yet."""
+    name = "phase1_data_parallel/template_collectives.py"
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text((lessons.COURSE / name).read_text())
+    monkeypatch.setattr(lessons, "COURSE", tmp_path)
+    return path
 
 
 # Whose functions are shown
 
 
-def test_yours_are_shown_if_they_work(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_yours_is_shown_once_it_is_written(template: Path) -> None:
+    todo = re.compile(r"raise NotImplementedError\([^)]*broadcast[^)]*\)")
+    template.write_text(todo.sub("pass", template.read_text()))
+    assert yours(LESSON, "broadcast") is template_collectives.broadcast
+
+
+def test_the_solution_is_shown_for_a_todo(
+    template: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(template_collectives, "broadcast", lambda x: x.fill_(3))
-    assert try_yours(COLLECTIVES, "broadcast", run) == [3.0, 3.0]
-    assert capsys.readouterr().out == "broadcast: you see your own.\n"
+    assert yours(LESSON, "broadcast") is collectives.broadcast
+    assert capsys.readouterr().out == "broadcast is still to be written: this is the solution's.\n"
 
 
-def test_the_solution_is_shown_for_a_todo(capsys: pytest.CaptureFixture[str]) -> None:
-    assert try_yours(COLLECTIVES, "broadcast", run) == [7.0, 7.0]
-    assert capsys.readouterr().out == "broadcast: not written yet, so you see the solution.\n"
-
-
-def test_the_solution_is_shown_for_an_error_and_its_first_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(template_collectives, "broadcast", lambda x: x[5])
-    assert try_yours(COLLECTIVES, "broadcast", run) == [7.0, 7.0]
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("broadcast: not working yet (rank 0 of 2 raised IndexError")
-    assert line.endswith("), so you see the solution.")
-
-
-def test_the_solution_is_shown_for_a_file_that_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "phase1_data_parallel.template_collectives", None)
-    assert try_yours(COLLECTIVES, "broadcast", run) == [7.0, 7.0]
-    assert "broadcast: not working yet (import of" in capsys.readouterr().out
-
-
-def test_only_what_is_not_written_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(template_collectives, "broadcast", lambda x: x.fill_(3))
-    names = "broadcast all_reduce_naive"
-    try_yours(COLLECTIVES, names, lambda *both: (run(both[0]), run(both[1])))
-    assert capsys.readouterr().out == (
-        "broadcast, all_reduce_naive: all_reduce_naive is not written yet, "
-        "so you see the solution.\n"
+def test_the_solution_is_shown_for_a_function_that_uses_a_todo(template: Path) -> None:
+    template.write_text(
+        "def broadcast(x):\n    raise NotImplementedError('Task 1.3')\n\n"
+        "def all_reduce_naive(x):\n    broadcast(x)\n"
     )
+    both = yours(LESSON, "broadcast all_reduce_naive")
+    assert both == [collectives.broadcast, collectives.all_reduce_naive]
 
 
-def test_without_solutions_a_todo_ends_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, f"solutions.{COLLECTIVES}", None)
-    with pytest.raises(SystemExit, match=r"broadcast: not written yet, and this copy .* no sol"):
-        try_yours(COLLECTIVES, "broadcast", run)
+def test_without_solutions_a_todo_ends_the_cell(
+    template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, f"solutions.{LESSON}", None)
+    with pytest.raises(SystemExit, match=r"broadcast is still .* this copy .* no solutions"):
+        yours(LESSON, "broadcast")
 
 
 # How passes are timed

@@ -6,7 +6,7 @@ import pytest
 
 from distlab.grade import Grade, Run, check, task
 from distlab.sim import GPU, Cluster, Options
-from distlab.sim.gpu.costs import Costs
+from distlab.sim.hardware.costs import Costs
 from distlab.util.text import counted
 from judging.checks import check_collectives, is_close, short
 from judging.expect import expect, expect_on_all_ranks, results_in_group

@@ -27,7 +27,6 @@ from distlab.sim.engine.clock import Clock
 from distlab.sim.gpu import syncs
 from distlab.sim.gpu.accesses import Access, Flight, Span, stored
 from distlab.sim.gpu.adoption import made_for_gpu
-from distlab.sim.gpu.costs import Costs
 from distlab.sim.gpu.hazards import Grave, Hazards, in_one_batch
 from distlab.sim.gpu.host import Host
 from distlab.sim.gpu.mixtures import attribute_on_host, mixture_error
@@ -35,6 +34,7 @@ from distlab.sim.gpu.placement import Home, home_of, host_home, index_of, pin, p
 from distlab.sim.gpu.streams import Communication, Mark, Moment, Stream
 from distlab.sim.gpu.usage import Work
 from distlab.sim.hardware.cluster import GPU
+from distlab.sim.hardware.costs import Costs
 from distlab.sim.reporting.sites import Places, Site
 
 CPU = torch.device("cpu")

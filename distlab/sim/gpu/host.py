@@ -16,9 +16,9 @@ import torch
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.trace import NOWHERE
 from distlab.sim.gpu.backward import Backward, Switches
-from distlab.sim.gpu.costs import Costs
 from distlab.sim.gpu.streams import Mark, Moment, Reached, Stream
 from distlab.sim.gpu.usage import Usage
+from distlab.sim.hardware.costs import Costs
 from distlab.sim.reporting.sites import Places, Site
 from distlab.util.text import counted
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.engine.faults import Faults
 from distlab.sim.engine.trace import Trace
-from distlab.sim.gpu.costs import Costs
 from distlab.sim.hardware.cluster import Cluster
+from distlab.sim.hardware.costs import Costs
 from distlab.sim.reporting.sites import Site
 from distlab.sim.results.gpu_time import GpuTime
 

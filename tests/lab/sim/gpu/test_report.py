@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distlab.cli import main
 from distlab.sim import Cluster, Options, Simulated, simulate
-from distlab.sim.gpu.costs import Costs
+from distlab.sim.hardware.costs import Costs
 from distlab.sim.results import diagram
 from distlab.sim.results.exports import chrome_trace
 from distlab.sim.results.summary import gpu_totals, summary

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.sim import Options, Simulated, simulate
-from distlab.sim.gpu.costs import Costs
 from distlab.sim.gpu.streams import Mark, Moment, Stream
+from distlab.sim.hardware.costs import Costs
 
 KERNEL_US = 100  # all kernels of these programs are small, so they take as long as the shortest
 COSTS = Costs(launch_s=5e-6, communication_launch_s=15e-6, shortest_kernel_s=KERNEL_US * 1e-6)
