@@ -51,9 +51,9 @@ class _Updates:
             self._thread.join()
 
     def show(self, page: Page) -> None:
-        if self._handle is None:
+        if self._handle is None and page.text():
             display(page)
-        else:
+        elif self._handle is not None:
             self._handle.update(page)
 
     def _run(self) -> None:

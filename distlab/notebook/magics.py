@@ -8,7 +8,13 @@ from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic import (
+    Magics,
+    cell_magic,
+    line_cell_magic,
+    line_magic,
+    magics_class,
+)
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
@@ -26,10 +32,11 @@ from distlab.notebook.world import World
 from distlab.sim import configured
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.results.simulated import P2P_ORDERS, SEMANTICS
-from distlab.util.text import joined
+from distlab.util.text import clipped, joined
 
 NO_RANKS = "there are no ranks: begin some by %cluster 8"
 MAX_RANKS = 1024
+MAX_ERROR_CHARS = 100
 WORLDS = ("sim", "gloo", "nccl", "mpi")
 
 
@@ -123,7 +130,7 @@ class ClusterMagics(Magics):
     def ranks(self, line: str, cell: str) -> None:
         """Run a cell on all ranks, or on some: %%ranks 0,2-3."""
         args = parse_argstring(self.ranks, line)
-        self._show(cell, args.targets or "".join(args.which), args.group_outputs)
+        self._show(f"\n{cell}", args.targets or "".join(args.which), args.group_outputs)
 
     @line_magic
     def rank(self, line: str) -> None:
@@ -133,9 +140,12 @@ class ClusterMagics(Magics):
             raise UsageError("name ranks and an expression: %rank 1 x.grad, or %rank all x.grad")
         self._show(expression, which)
 
-    @line_magic
-    def autoranks(self, line: str) -> None:
+    @line_cell_magic
+    def autoranks(self, line: str, cell: str | None = None) -> None:
         """Run every cell that begins with no magic on all ranks: %autoranks on, %autoranks off."""
+        if cell is not None:  # such a cell, which the shell has marked by a line above it
+            self._show(cell, "all")
+            return
         if line.strip() not in ("on", "off"):
             raise UsageError("write %autoranks on, or %autoranks off")
         self.is_automatic = line.strip() == "on"
@@ -203,7 +213,7 @@ class ClusterMagics(Magics):
             is_live=hasattr(self.shell, "kernel"),
         )
         if ran.error:
-            raise CellFailed(ran.error.splitlines()[0])
+            raise CellFailed(clipped(ran.error.splitlines()[0], MAX_ERROR_CHARS))
 
     def _compiled(self, source: str) -> Cell:
         """Compile a cell under the number of its prompt."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from IPython.core.formatters import DisplayFormatter
 from torch import Tensor
 
-MAX_CHARS = 200_000  # of a rank's text; what it prints beyond that is dropped
+MAX_CHARS = 200_000  # of a rank's lines; what it prints beyond that is dropped
 MAX_ELEMENTS = 12  # of a tensor in a table
 
 Bundle = Mapping[str, Any]  # representations by MIME type
@@ -29,7 +29,7 @@ class Screen(io.TextIOBase):
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._last, self._begins_again = "", False
-        self._num_chars = 0
+        self._num_kept = self._num_dropped = 0  # characters of the lines
 
     def writable(self) -> bool:
         """Return True."""
@@ -37,20 +37,26 @@ class Screen(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Add text."""
-        self._num_chars += len(text)
-        if self._num_chars <= MAX_CHARS:
-            first, *rest = text.split("\n")
-            self._add(first)
-            for line in rest:
-                self._lines.append(self._last)
-                self._last, self._begins_again = "", False
-                self._add(line)
+        first, *rest = text.split("\n")
+        self._add(first)
+        for line in rest:
+            self._end_line()
+            self._add(line)
         return len(text)
+
+    def _end_line(self) -> None:
+        if self._num_kept + len(self._last) <= MAX_CHARS:
+            self._lines.append(self._last)
+            self._num_kept += len(self._last) + 1
+        else:
+            self._num_dropped += len(self._last) + 1
+        self._last, self._begins_again = "", False
 
     def clear(self) -> None:
         """Remove all text."""
         self._lines.clear()
-        self._last, self._begins_again, self._num_chars = "", False, 0
+        self._last, self._begins_again = "", False
+        self._num_kept = self._num_dropped = 0
 
     def _add(self, text: str) -> None:
         for number, part in enumerate(text.split("\r")):
@@ -63,9 +69,8 @@ class Screen(io.TextIOBase):
 
     def text(self) -> str:
         """Return what is shown now."""
-        dropped = f"… and {self._num_chars - MAX_CHARS:,} characters more"
-        more = [dropped] * (self._num_chars > MAX_CHARS)
-        return "\n".join([*self._lines, self._last, *more])
+        dropped = [f"… {self._num_dropped:,} more characters …"] * bool(self._num_dropped)
+        return "\n".join([*self._lines, *dropped, self._last[:MAX_CHARS]])
 
 
 class Elements(NamedTuple):

@@ -26,6 +26,7 @@ from distlab.notebook.targets import parse_ranks
 _CELL = re.compile(r"\s*%%ranks\b[ \t]*([\d,-]*).*\n")
 _LINE = re.compile(r"%rank[ \t]+([\d,-]+|all)[ \t]")
 _QUESTION = re.compile(r"\s*%rank[ \t]+(?P<arguments>.*\?)\s*")
+WIDGET = "application/vnd.jupyter.widget-view+json"
 _MAGICS = ("%", "!", "?")
 
 
@@ -50,7 +51,7 @@ def _output(shell: InteractiveShell, _: ClusterMagics) -> Iterator[None]:
 
     def publish_by_rank(data: dict[str, Any], *args: Any, **options: Any) -> None:
         output = output_of_thread()
-        if output is None:
+        if output is None or WIDGET in data:  # a widget shows itself, while the cell runs
             publish(data, *args, **options)
         else:
             output.show(data, (options.get("transient") or {}).get("display_id", ""))
@@ -119,7 +120,7 @@ def _cells(shell: InteractiveShell, magics: ClusterMagics) -> Iterator[None]:
             # Otherwise, the shell itself would answer the question.
             return [f"get_ipython().run_line_magic('rank', {question['arguments']!r})\n"]
         has_magic = not lines or lines[0].startswith(_MAGICS) or lines[-1].rstrip().endswith("?")
-        return lines if has_magic or not magics.is_automatic else ["%%ranks\n", *lines]
+        return lines if has_magic or not magics.is_automatic else ["%%autoranks\n", *lines]
 
     transformers = shell.input_transformers_cleanup
     transformers.append(transformed)

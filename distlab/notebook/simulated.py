@@ -89,12 +89,11 @@ class SimulatedRanks:
 
     def state(self) -> list[str]:
         """Return lines on what the ranks hold and what is unfinished."""
+        held = self._session.live_bytes()
         lines = [f"virtual time: {seconds_text(self._session.now_s)}"]
-        if held := self._session.live_bytes():
-            lines.append(f"memory: up to {bytes_text(max(held))} on a rank")
-        lines += [f"  {line}" for line in _variables(self._names)]
-        unfinished = self._session.unfinished()
-        return [*lines, *["unfinished:"] * bool(unfinished), *(f"  {line}" for line in unfinished)]
+        lines += [f"memory: up to {bytes_text(max(held))} on a rank"] * bool(held and max(held))
+        lines += _titled("variables:", [*_variables(self._names)])
+        return [*lines, *_titled("unfinished:", self._session.unfinished())]
 
     def why(self) -> list[str]:
         """Return lines on which ranks waited for which when the last cell ended with an error."""
@@ -112,11 +111,16 @@ class SimulatedRanks:
 
 
 CPU = torch.device("cpu")
+SHORTEST_S = 1e-9  # a cell that takes less is not worth a line
 GIVEN = ("rank", "world_size", "device", "torch", "dist")  # variables with which ranks begin
 
 
 def _copied(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _titled(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines)] if lines else []
 
 
 def _variables(names: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -140,7 +144,7 @@ def _kind(value: Any) -> str:
 
 
 def _cost(lap: Lap[Any]) -> str:
-    parts = [seconds_text(lap.seconds)] if lap.seconds else []
+    parts = [seconds_text(lap.seconds)] if lap.seconds >= SHORTEST_S else []
     if lap.num_messages:
         messages = counted(lap.num_messages, "message")
         parts.append(f"{bytes_text(lap.num_bytes)} in {messages}")

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.completer import provisionalcompleter
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
-from IPython.utils.capture import CapturedIO, capture_output
+from IPython.utils.capture import capture_output
 
 from distlab.learner import folder, handout, source
+from distlab.notebook import output
 
 Run = Callable[[str], str]
 
@@ -23,19 +26,27 @@ class Notebook:
     def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
         self.result: ExecutionResult | None = None
-        self.shown: CapturedIO | None = None
 
     def run(self, cell: str) -> str:
         """Run a cell, and return what it shows as text."""
-        with capture_output() as self.shown:
+        self.shell.display_pub.outputs.clear()
+        with capture_output(display=False) as printed:
             self.result = self.shell.run_cell(cell, store_history=True)
-        plain = (output.data.get("text/plain", "") for output in self.shown.outputs)
-        return "\n".join([self.shown.stdout, self.shown.stderr, *plain]).strip()
+        return "\n".join([printed.stdout, printed.stderr, self._shown("text/plain")]).strip()
 
     def html(self) -> str:
         """Return the last cell's HTML."""
-        assert self.shown is not None
-        return "".join(output.data.get("text/html", "") for output in self.shown.outputs)
+        return self._shown("text/html")
+
+    def _shown(self, kind: str) -> str:
+        outputs = self.shell.display_pub.outputs
+        return "\n".join(output["data"].get(kind, "") for output in outputs)
+
+    def completions(self, line: str) -> list[str]:
+        """Return what the tab key offers at the end of a line."""
+        with provisionalcompleter():
+            offered = self.shell.Completer.completions(line, len(line))
+            return [line[: entry.start] + entry.text for entry in offered]
 
     @property
     def has_failed(self) -> bool:
@@ -46,6 +57,7 @@ class Notebook:
 @pytest.fixture(scope="module")
 def shell() -> Iterator[InteractiveShell]:
     shell = InteractiveShell.instance()
+    shell.display_pub = CapturingDisplayPublisher()
     shell.run_line_magic("load_ext", "distlab")
     yield shell
     InteractiveShell.clear_instance()
@@ -106,7 +118,7 @@ def test_an_exception_is_shown_once_and_the_ranks_live_on(notebook: Notebook) ->
     assert notebook.has_failed
     assert shown.count("ZeroDivisionError: division by zero") >= 1
     assert "rank 2 of 4 raised ZeroDivisionError" in shown
-    assert "line 2, in <module>\n    1 / 0" in shown
+    assert "line 3, in <module>\n    1 / 0" in shown
     assert "distlab" not in shown
     assert notebook.run("%%ranks\ndist.barrier()\nx * 2").splitlines()[0] == "rank 0: 0"
 
@@ -142,6 +154,59 @@ def test_progress_bars_and_displays_are_the_rank_s(notebook: Notebook) -> None:
     assert notebook.run("%%ranks 0\nprint('10 %', end='\\r'); print('100 %')") == "rank 0: 100 %"
     notebook.run("%%ranks 1\nfrom IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))")
     assert "<b>x</b>" in notebook.html()
+
+
+def test_a_display_is_updated_and_cleared_on_its_rank(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nfrom IPython.display import HTML, clear_output, display")
+    update = (
+        "handle = display(HTML('<i>old</i>'), display_id=True)\nhandle.update(HTML('<i>new</i>'))"
+    )
+    notebook.run(f"%%ranks\n{update}")
+    assert "<i>new</i>" in notebook.html()
+    assert "<i>old</i>" not in notebook.html()
+    assert notebook.run("%%ranks\nprint('old')\nclear_output()\nprint('new')") == "ranks 0-3: new"
+
+
+def test_a_flood_of_text_is_cut(notebook: Notebook) -> None:
+    shown = notebook.run("%%ranks 0\nfor n in range(30_000): print('0123456789')\nprint('end')")
+    assert len(shown) < 2 * output.MAX_CHARS
+    assert "more characters …" in shown
+
+
+def test_outputs_are_grouped_as_asked(notebook: Notebook) -> None:
+    cell = "print('text')\nrank % 2"
+    by_rank = notebook.run(f"%%ranks --targets 0-1 --group-outputs engine\n{cell}").splitlines()
+    assert by_rank == ["rank 0:", "  text", "  0", "rank 1:", "  text", "  1"]
+    by_type = notebook.run(f"%%ranks --group-outputs type\n{cell}").splitlines()
+    assert by_type == ["ranks 0-3: text", "ranks 0 and 2: 0", "ranks 1 and 3: 1"]
+
+
+def test_the_shell_knows_the_variables_of_ranks(notebook: Notebook) -> None:
+    notebook.run("%%ranks 1\nonly_here = torch.ones(2)")
+    assert notebook.completions("%rank 1 only_h") == ["%rank 1 only_here"]
+    attribute = "only_here.requires_grad"
+    assert f"%%ranks 1\nx = {attribute}" in notebook.completions(f"%%ranks 1\nx = {attribute[:-2]}")
+    assert "%rank 2 only_here" not in notebook.completions("%rank 2 only_h")
+    described = notebook.run("%rank 1 only_here?")
+    assert described.splitlines()[:2] == ["Type:       Tensor", "Value:      tensor([1., 1.])"]
+    assert notebook.run("%%ranks 1\nonly_here?") == described
+    assert "name 'only_here' is not defined" in notebook.run("%rank 2 only_here?")
+
+
+def test_all_cells_run_on_ranks_if_asked(notebook: Notebook) -> None:
+    notebook.run("%autoranks on")
+    assert notebook.run("rank + 1 if rank < 1 else 7").splitlines() == ["rank 0: 1", "ranks 1-3: 7"]
+    assert notebook.run("%rank 0 rank") == "rank 0: 0"
+    assert "line 2, in <module>" in notebook.run("x = 1\n1 / 0")  # as the editor counts
+    notebook.run("%autoranks off")
+    notebook.run("y = 1")
+    assert notebook.shell.user_ns["y"] == 1
+
+
+def test_a_cell_that_is_not_python_is_told_by_its_line(notebook: Notebook) -> None:
+    shown = notebook.run("%%ranks\nx = 1\nif x\n    pass")
+    assert f'File "cell {len(notebook.shell.user_ns["In"]) - 1}", line 3' in shown
+    assert notebook.has_failed
 
 
 def test_what_ranks_print_is_no_html(notebook: Notebook) -> None:
