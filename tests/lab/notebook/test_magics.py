@@ -4,72 +4,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from IPython.core.completer import provisionalcompleter
-from IPython.core.displaypub import CapturingDisplayPublisher
-from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
-from IPython.utils.capture import capture_output
+from notebooks import Notebook
 
 from distlab.learner import folder, handout, source
 from distlab.notebook import output
-
-Run = Callable[[str], str]
-
-
-class Notebook:
-    """A shell, and what its last cell has shown."""
-
-    def __init__(self, shell: InteractiveShell) -> None:
-        self.shell = shell
-        self.result: ExecutionResult | None = None
-
-    def run(self, cell: str) -> str:
-        """Run a cell, and return what it shows as text."""
-        self.shell.display_pub.outputs.clear()
-        with capture_output(display=False) as printed:
-            self.result = self.shell.run_cell(cell, store_history=True)
-        return "\n".join([printed.stdout, printed.stderr, self._shown("text/plain")]).strip()
-
-    def html(self) -> str:
-        """Return the last cell's HTML."""
-        return self._shown("text/html")
-
-    def _shown(self, kind: str) -> str:
-        outputs = self.shell.display_pub.outputs
-        return "\n".join(output["data"].get(kind, "") for output in outputs)
-
-    def completions(self, line: str) -> list[str]:
-        """Return what the tab key offers at the end of a line."""
-        with provisionalcompleter():
-            offered = self.shell.Completer.completions(line, len(line))
-            return [line[: entry.start] + entry.text for entry in offered]
-
-    @property
-    def has_failed(self) -> bool:
-        assert self.result is not None
-        return not self.result.success
-
-
-@pytest.fixture(scope="module")
-def shell() -> Iterator[InteractiveShell]:
-    shell = InteractiveShell.instance()
-    shell.display_pub = CapturingDisplayPublisher()
-    shell.run_line_magic("load_ext", "distlab")
-    yield shell
-    InteractiveShell.clear_instance()
-
-
-@pytest.fixture
-def notebook(shell: InteractiveShell) -> Iterator[Notebook]:
-    notebook = Notebook(shell)
-    notebook.run("%cluster 4")
-    yield notebook
-    notebook.run("%cluster --off")
-    shell.reset()
 
 
 def test_ranks_keep_their_variables(notebook: Notebook) -> None:

@@ -1,0 +1,26 @@
+"""One shell for all tests of notebooks, and ranks for each of them."""
+
+from collections.abc import Iterator
+
+import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from notebooks import Notebook
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[InteractiveShell]:
+    shell = InteractiveShell.instance()
+    shell.display_pub = CapturingDisplayPublisher()
+    shell.run_line_magic("load_ext", "distlab")
+    yield shell
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def notebook(shell: InteractiveShell) -> Iterator[Notebook]:
+    notebook = Notebook(shell)
+    notebook.run("%cluster 4")
+    yield notebook
+    notebook.run("%cluster --off")
+    shell.reset()
