@@ -38,15 +38,15 @@ PICTURES = (".png", ".svg", ".pdf")
 def sim(
     context: typer.Context,
     script: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="SCRIPT",
             exists=True,
             dir_okay=False,
             show_default=False,
-            help="A torch.distributed program.",
+            help="A torch.distributed program; only --assumed works without one.",
         ),
-    ],
+    ] = None,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="ARGUMENTS", show_default=False, help="The script's."),
@@ -160,6 +160,11 @@ def sim(
     an option of the same name, put -- before the script's: distlab sim SCRIPT -- --seed 1
     """
     with _usage_errors(context):
+        if script is None and assumed:
+            _list_assumptions(cluster, nodes, ranks)
+            return
+        if script is None:
+            context.fail("Missing argument 'SCRIPT'.")
         own_arguments = _own_arguments(context, script, arguments or ())
         outputs = {"--trace": trace, "--links": links, "--plot": plot, "--gantt": gantt}
         _check_outputs(outputs)
@@ -193,6 +198,15 @@ def sim(
     _report(simulated, script, ranks, has_sources=assumed)
     _write(simulated, title, script, outputs)
     _tell_findings(simulated, observer, is_sanitized=sanitize)
+
+
+def _list_assumptions(preset: str, nodes: int | None, ranks: int | None) -> None:
+    """Print the assumed numbers of a cluster, and their sources."""
+    from distlab.sim import configured
+
+    world, _ = configured.world(preset, nodes, ranks)
+    lines = (f"  {line}" for line in world.assumptions())
+    typer.echo("\n".join([f"assumed in {preset} (--cluster chooses another):", *lines]))
 
 
 def _run(

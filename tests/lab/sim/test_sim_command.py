@@ -582,6 +582,15 @@ def test_the_command_prints_the_output_then_the_summary_and_writes_files(
         assert f"{tmp_path / name}: " in report
 
 
+def test_assumed_numbers_are_listed_without_a_script(capsys) -> None:
+    assert distlab("sim", "--assumed", "--cluster", "p4d") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("assumed in p4d (--cluster chooses another):\n")
+    assert "  latency_s = 5.64286e-06 (assumed: as dgx-a100: the same board)\n" in printed
+    assert distlab("sim", "--cluster", "p4d") == 2
+    assert capsys.readouterr().err == "distlab sim: Missing argument 'SCRIPT'.\n"
+
+
 @pytest.mark.parametrize("option", ["--ranks 4", "--ranks=4", "--strict"])
 def test_an_option_of_the_command_behind_the_script_is_explained_before_anything_runs(
     write, option: str, capsys
