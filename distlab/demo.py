@@ -35,7 +35,7 @@ def run_demo(folder: Path, *options: str) -> None:
     """Train with 1 and with 4 workers, and print and draw the two runs side by side.
 
     Args:
-        folder: Folder for ``demo.png``; created if it is missing.
+        folder: Folder for ``demo.png`` and a new folder with both runs; created if it is missing.
         options: Further options of ``distlab train``.
 
     Raises:
@@ -46,14 +46,15 @@ def run_demo(folder: Path, *options: str) -> None:
     chosen.check_solutions("train what you have written with distlab train --impl mine")
     _check_writable(folder)
     console, start = Console(), time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=folder) as runs:
-        trained = {workers: _train(console, workers, Path(runs), options) for workers in WORKERS}
+    runs = Path(tempfile.mkdtemp(prefix="demo-", dir=folder))
+    trained = {workers: _train(console, workers, runs, options) for workers in WORKERS}
     console.print(_table(trained))
     for sentence in _findings(trained):
         print(sentence)
     picture = folder / "demo.png"
     _draw(trained, picture)
-    print(f"{picture} shows the curves. {time.perf_counter() - start:.0f} s in all.\n\n{NEXT}")
+    print(f"{picture} shows the curves, {runs} has both runs.", end=" ")
+    print(f"{time.perf_counter() - start:.0f} s in all.\n\n{NEXT}")
 
 
 def _check_writable(folder: Path) -> None:
@@ -94,19 +95,28 @@ def _findings(trained: dict[int, Records]) -> list[str]:
     alone, shared = (trained[workers] for workers in WORKERS)
     speed = _images_per_s(shared) / _images_per_s(alone)
     losses = zip(_of(alone, "loss"), _of(shared, "loss"), strict=True)
-    findings = [
+    return [
         f"Same training: in float64, over {alone[-1]['step']} steps, the two losses, means of ten "
         f"steps, were never further apart than {max(abs(a - b) for a, b in losses):.1e}.",
         "Same result: test accuracy "
         f"{_of(alone, 'accuracy')[-1]:.1%} and {_of(shared, 'accuracy')[-1]:.1%}.",
         f"Speed: 4 workers trained {speed:.1f} times as many images per second as 1, "
         f"on {os.cpu_count()} cores.",
+        *_remarks(speed, os.cpu_count() or 1),
     ]
+
+
+def _remarks(speed: float, cores: int) -> list[str]:
+    """Return a line about a speed-up that is below 1, or higher than the cores allow."""
+    limit = min(cores, max(WORKERS))
+    if speed > limit:
+        return [
+            f"Do not trust that speed: here, 4 workers can be {limit} times as fast at most. Other "
+            "programs slowed the run with 1 worker; repeat it on an idle machine."
+        ]
     if speed < 0.95:
-        findings.append(
-            "An 8x8 image is little work: here the messages cost more than sharing it saves."
-        )
-    return findings
+        return ["An 8x8 image is little work: here the messages cost more than sharing it saves."]
+    return []
 
 
 def _images_per_s(records: Records) -> float:

@@ -16,7 +16,7 @@ def test_demo_trains_twice_compares_and_draws(
 ) -> None:
     folder = tmp_path / "new" / "folder"
     demo.run_demo(folder, "--epochs=1")
-    printed = capfd.readouterr().out
+    printed = "".join(capfd.readouterr())
     for line in ("─ 1 worker ─", "─ 4 workers ─", "1 worker | 4 workers", "What to open next"):
         assert line in printed
     difference = re.search(
@@ -29,9 +29,27 @@ def test_demo_trains_twice_compares_and_draws(
     assert accuracies[1] == accuracies[2]
     assert float(accuracies[1]) > 50
     assert re.search(r"Speed: 4 workers trained \d+\.\d times as many images per second", printed)
-    assert f"{folder / 'demo.png'} shows the curves." in printed
-    assert [path.name for path in folder.iterdir()] == ["demo.png"]
+    assert f"{folder / 'demo.png'} shows the curves, " in printed
+    paths = re.findall(rf"{folder}[^\s,:]*", printed)
+    assert {Path(path).name for path in paths} > {"demo.png", "1", "4", "curve.png"}
+    assert [path for path in paths if not Path(path).exists()] == []
     assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("speed", "cores", "start"),
+    [
+        (0.7, 2, "An 8x8 image is little work"),
+        (1.9, 2, None),
+        (2.1, 2, "Do not trust that speed: here, 4 workers can be 2 times as fast at most."),
+        (3.9, 64, None),
+        (4.1, 64, "Do not trust that speed: here, 4 workers can be 4 times as fast at most."),
+    ],
+)
+def test_a_speed_that_surprises_is_explained(speed: float, cores: int, start: str | None) -> None:
+    remarks = demo._remarks(speed, cores)
+    assert len(remarks) == (start is not None)
+    assert all(remark.startswith(str(start)) for remark in remarks)
 
 
 def test_what_the_demo_points_to_exists() -> None:
