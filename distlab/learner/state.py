@@ -86,11 +86,12 @@ class Progress:
     def next_task(self, folder: CourseFolder, after: Task | None = None) -> Task | None:
         """Return the first task that has not passed, starting after ``after``.
 
-        The search begins in the phase of ``after`` or, if that is None, of the last passed task.
+        If ``after`` is None, start after the last passed task. At the end of a phase, its earlier
+        tasks come next, then those of other phases.
         """
         last = after or self.last_passed(folder)
         tasks = folder.phase_of(last).tasks if last else ()
-        start = tasks.index(after) + 1 if after else 0
+        start = tasks.index(last) + 1 if last else 0
         in_turn = [*tasks[start:], *tasks[:start], *folder.course.tasks]
         return next((task for task in in_turn if not self.has_passed(task)), None)
 

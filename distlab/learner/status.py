@@ -71,11 +71,22 @@ def built(phase: Phase, progress: Progress) -> Iterator[str]:
 
 def task_line(folder: CourseFolder, task: Task, progress: Progress, width: int) -> str:
     """Return a line with a task's outcome; ``width`` aligns the outcomes of several tasks."""
-    outcome = progress.outcome(task)
-    sign = {"passed": "✔", "": "·", "todo": "·"}.get(outcome, "✘")
+    sign = "✔" if progress.has_passed(task) else "·" if _is_open(progress, task) else "✘"
+    return f"  {sign} {task.id:<5} {task.label:<{width}} {_state(folder, task, progress)}"
+
+
+def _is_open(progress: Progress, task: Task) -> bool:
+    """Return True if the grader has not judged what the learner has written for a task."""
+    return progress.outcome(task) in ("", Outcome.TODO)
+
+
+def _state(folder: CourseFolder, task: Task, progress: Progress) -> str:
+    """Return a task's outcome, and if it was edited since; without one, what comes first."""
+    if _is_open(progress, task):
+        is_written = source.is_written(folder, task)
+        return "not graded yet" if is_written else "not written yet"
     edited = ", edited since" if progress.is_edited(folder, task) else ""
-    words = f"{progress.outcome_name(task)}{edited}"
-    return f"  {sign} {task.id:<5} {task.label:<{width}} {words}".rstrip()
+    return f"{progress.outcome_name(task)}{edited}"
 
 
 def whats_next(

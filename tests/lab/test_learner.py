@@ -73,7 +73,19 @@ def test_status_shows_outcomes_and_what_was_edited_since(
     lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
     assert ["✔", "1.3", "exchange", "passed, edited since"] in lines
     assert ["✘", "1.4", "broadcast", "hang"] in lines
-    assert ["·", "1.6", "all_reduce_naive"] in lines
+    assert ["·", "1.6", "all_reduce_naive", "not written yet"] in lines
+
+
+def test_what_was_not_judged_is_not_written_or_not_graded(
+    here: CourseFolder, capsys: Printed
+) -> None:
+    write_exchange(here, RIGHT)
+    grade_as(here, t1_4="todo")
+    assert distlab("status") == 0
+    lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    assert ["·", "1.3", "exchange", "not graded yet"] in lines
+    for id, label in (("1.1", "shard_indices"), ("1.4", "broadcast")):
+        assert ["·", id, label, "not written yet"] in lines
 
 
 BEFORE = """\
@@ -571,7 +583,7 @@ def test_printed_commands_lend_if_the_typed_one_did(
     passed = result_of("1.7", "passed", lent=["1.3"])
     lines = check(monkeypatch, capsys, passed, "--lend")
     assert lines[0].endswith(" 0.1 s, graded with the course's 1.3)")
-    assert lines[-1] == "Run:  distlab check --lend 1.8   or: distlab watch --lend 1.8"
+    assert lines[-1] == "Run:  distlab check --lend 1.8   or: distlab watch --lend"
 
 
 @pytest.mark.parametrize(
@@ -658,6 +670,9 @@ def test_the_next_task_is_in_the_phase_that_was_worked_on_last(two_phases: Cours
     assert next_id(two_phases) == "2.2"
     grade_as(two_phases, t1_1="passed")
     assert next_id(two_phases) == "1.2"
+    grade_as(two_phases, t2_9="passed")
+    assert next_id(two_phases) == "2.10", "a learner who has begun in the middle goes on there"
+    grade_as(two_phases, t1_1="passed")
     grade_as(two_phases, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="todo")
     assert next_id(two_phases) == "1.2", (
         "grading everything does not show where the learner is working"
