@@ -48,8 +48,15 @@ lab: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebook]'
 	$(BIN)/jupyter lab
 
+# HOST_PYTHON=python3 names a Python that has torch. That torch stays, and .venv is not needed.
+ifdef HOST_PYTHON
+gpu:
+	$(HOST_PYTHON) scripts/install_beside_torch.py
+	PYTHONPATH=. $(HOST_PYTHON) benchmarks/gpu.py out/gpu
+else
 gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py out/gpu
+endif
 
 templates: $(READY)
 	@$(BIN)/python -m scripts.templates
@@ -70,7 +77,7 @@ test: solve
 	$(PYTEST) tests/lab tests/wrong_answers # many small groups last: all processes end together
 
 test-all: solve
-	$(PYTEST) --all -p nbmake --nbmake phase*/explore.ipynb tests/lab tests/wrong_answers
+	$(PYTEST) --all -p nbmake --nbmake gpus.ipynb phase*/explore.ipynb tests/lab tests/wrong_answers
 
 solve: $(READY)
 	@$(MAKE) --no-print-directory --jobs $(TESTS_AT_ONCE) $(WHOLE_OUTPUTS) $(SUITES:%=solve-%)
