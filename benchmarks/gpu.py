@@ -306,7 +306,8 @@ def several(is_dry: bool, tell: Tell) -> None:
     ranks = 2 if is_dry else torch.cuda.device_count()
     if ranks < 2:
         return
-    tell("GB/s, measured and simulated", links.beside_the_simulator(ranks, is_dry))
+    links_of = ("gloo", links.SIZES[:1]) if is_dry else ("nccl", links.SIZES)
+    tell("GB/s, measured and simulated", links.beside_the_simulator(ranks, *links_of))
     bench = f"{sys.executable} -m distlab bench trainer --ranks {ranks}"
     on_gpus = f"{bench} --device cuda --precision bf16 --repeats 5"
     images = f"--model resnet50 --image-size 224 --batch-size {256 * ranks} --steps 8"

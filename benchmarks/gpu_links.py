@@ -6,6 +6,7 @@ clock, and tensors have no content.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
@@ -15,10 +16,12 @@ from fidelity import BUS_FACTORS
 from torch import Tensor
 
 from distlab import launch
+from distlab.sim import Cluster
 from distlab.sim.hardware.presets import CLUSTERS
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 16 * MIB, 256 * MIB, 1024 * MIB)  # bytes of the larger tensor on each rank
+PCIE_3_BYTES_PER_S = 15.75e9  # 16 lanes of 8 GT/s, of whose 130 bits 128 are data
 TIMED = 20  # calls, after three that make connections
 
 
@@ -76,13 +79,40 @@ def preset_of(gpu: str) -> str | None:
     return fitting[0] if fitting and "PCIe" not in gpu else None
 
 
-def beside_the_simulator(ranks: int, is_dry: bool) -> dict[str, list[float | None]]:
-    """Return for each collective and size GB/s as measured, and as simulated."""
-    sizes = SIZES[:1] if is_dry else SIZES
-    backend, device = ("gloo", "cpu") if is_dry else ("nccl", "cuda")
+def cluster_of(gpu: str, ranks: int) -> Cluster | None:
+    """Return a host with GPUs of this name, or None if its links are unknown.
+
+    T4s have no NVLink. Their cluster has the bandwidth of PCIe and no protocol of NCCL, so that it
+    gives an upper bound.
+    """
+    if preset := preset_of(gpu):
+        return Cluster.preset(preset)
+    if gpu == "Tesla T4":
+        return replace(
+            Cluster.preset("ethernet-10g"),
+            gpus_per_node=ranks,
+            nvlink_bytes_per_s=PCIE_3_BYTES_PER_S,
+        )
+    return None
+
+
+def beside_the_simulator(
+    ranks: int, backend: str, sizes: tuple[int, ...] = SIZES
+) -> dict[str, list[float | None]]:
+    """Return for each collective and size GB/s as measured, and as simulated.
+
+    Args:
+        ranks: Number of ranks, at least 2.
+        backend: "nccl", beside the simulator's host with these GPUs if there is one, or "gloo",
+            beside its laptop.
+        sizes: Bytes of the larger tensor on each rank.
+    """
+    device = "cuda" if backend == "nccl" else "cpu"
     measured = launch.run(bus_gb_per_s, ranks, device, sizes, backend=backend, timeout_s=None)[0]
-    preset = "laptop" if is_dry else preset_of(torch.cuda.get_device_name())
-    if preset is None:
+    cluster = Cluster.preset("laptop")
+    if backend == "nccl":
+        cluster = cluster_of(torch.cuda.get_device_name(), ranks)
+    if cluster is None:
         return {name: [rate, None] for name, rate in measured.items()}
-    simulated = launch.simulate(bus_gb_per_s, ranks, "meta", sizes, cluster=preset).results[0]
+    simulated = launch.simulate(bus_gb_per_s, ranks, "meta", sizes, cluster=cluster).results[0]
     return {name: [rate, simulated[name]] for name, rate in measured.items()}
