@@ -129,6 +129,7 @@ class Session:
         if not chosen or chosen - {*everyone}:
             raise ValueError(f"ranks are 0 to {world.num_ranks - 1}, and at least one: {ranks}")
         world.scheduler.renew(chosen)
+        world.clock.begin_run()
         with _interruptible(world.scheduler):
             return self._run(fn, results)
 

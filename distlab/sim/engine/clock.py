@@ -161,6 +161,10 @@ class Clock:
         self.trace.waited(number, name, site, start_s, now_s)
         self._computed_until[number] = now_s
 
+    def begin_run(self) -> None:
+        """Begin at the scheduler's time; what was before it is no computation of any rank."""
+        self._computed_until = [self.scheduler.now_s] * self.num_ranks
+
     def note_compute(self, rank: Strand, until_s: float) -> None:
         """Record that a rank has computed since its last wait; only its first thread counts."""
         if rank.order:

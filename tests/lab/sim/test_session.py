@@ -67,6 +67,13 @@ def test_time_goes_on_and_each_run_is_measured(session: Session) -> None:
     assert min(event.start_s for event in second.events) >= second.start_s
 
 
+def test_a_rank_that_did_nothing_has_not_computed(session: Session) -> None:
+    session.run(lambda _: on_device(1.0).sum(), [1])
+    lap = session.run(total)
+    assert lap.start_s > 0
+    assert min(event.start_s for event in lap.events) >= lap.start_s
+
+
 def test_each_rank_keeps_its_generators_and_settings(session: Session) -> None:
     def begin(rank: int) -> None:
         torch.manual_seed(rank)
