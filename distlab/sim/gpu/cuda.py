@@ -15,6 +15,7 @@ from uuid import NAMESPACE_OID, uuid5
 import torch
 import torch.distributed as dist
 
+from distlab.sim.engine.patience import POLL_S
 from distlab.sim.gpu import allocator
 from distlab.sim.gpu.device import rank_device, this_device
 from distlab.sim.gpu.properties import Properties, chip_of, properties
@@ -207,7 +208,13 @@ def _of_host(begin: Callable[..., None]) -> Callable[..., None]:
 
 def _is_past(mark: Mark) -> bool:
     device = rank_device()
-    device.clock.poll(lambda: mark)
+    mark.moment.fold()
+    under_way: list[Any] = [*mark.moment.after]
+    if under_way:
+        device.clock.poll(under_way[0].first)
+    else:  # the host gets there by polling alone, however long that takes
+        device.clock.advance(POLL_S)
+        device.clock.act()
     mark.moment.fold()
     is_past = not mark.moment.after and mark.moment.known_s <= device.host_s()
     if is_past:

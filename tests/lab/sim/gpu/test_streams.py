@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.sim import Options, Simulated, simulate
+from distlab.sim import Deadlock, Options, Simulated, simulate
 from distlab.sim.gpu.streams import Mark, Moment, Stream
 from distlab.sim.hardware.costs import Costs
 
@@ -172,6 +172,24 @@ def test_streams_overlap_until_one_waits_for_an_event_of_the_other() -> None:
         return times
 
     assert run(program).results[0] == [10 + KERNEL_US, 5 + 2 * KERNEL_US]
+
+
+def query_after(work: Callable[[], object]) -> None:
+    work()
+    event = torch.cuda.Event()
+    event.record()
+    while not event.query():
+        pass
+
+
+def test_a_long_kernel_ends_while_its_event_is_queried() -> None:
+    costs = Costs(launch_s=5e-6, shortest_kernel_s=0.02)  # 20,000 queries
+    assert run(lambda: query_after(small), costs=costs).seconds == pytest.approx(0.02, rel=0.01)
+
+
+def test_queries_for_a_message_that_never_comes_are_a_deadlock() -> None:
+    with pytest.raises(Deadlock, match="rank 0 waits for rank 1 to send"):
+        run(lambda: query_after(lambda: dist.recv(small(), 1 - dist.get_rank())), num_ranks=2)
 
 
 def test_stream_and_event_synchronize_wait_for_the_work_before_them_only() -> None:
