@@ -12,7 +12,7 @@ aborted, and all ranks can begin the next run.
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,6 +21,7 @@ from distlab.sim.engine.trace import Event
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.postmortem import rows
 from distlab.sim.reporting.errors import SimulationError
+from distlab.sim.results.gpu_time import OnTrack
 from distlab.sim.results.simulated import Options
 from distlab.sim.simulation import Simulation
 
@@ -41,6 +42,9 @@ class Lap(Generic[T]):
         num_messages: Messages that the ranks have sent in it.
         exposed_s: Virtual time that each rank has waited in it.
         events: Operations, computation and waits of the ranks.
+        cut_short: Operations for which ranks still waited when an error ended the run, such as
+            ``recv from rank 2``, by rank.
+        tracks: Work of GPUs with NCCL's semantics, also what goes on after the run.
     """
 
     results: dict[int, T]
@@ -52,6 +56,8 @@ class Lap(Generic[T]):
     num_messages: int
     exposed_s: Sequence[float]
     events: Sequence[Event]
+    cut_short: Mapping[int, str]
+    tracks: Sequence[OnTrack]
 
 
 class Session:
@@ -216,4 +222,6 @@ class _Counts:
             now.num_messages - self.num_messages,
             [now_s - s for now_s, s in zip(now.exposed_s, self.exposed_s, strict=True)],
             world.trace.events_from(self.num_events),
+            {wait.rank: wait.operation.brief() for wait in world.scheduler.cut_short},
+            world.fleet.take_tracks(world.scheduler.latest_s()) if world.fleet else [],
         )

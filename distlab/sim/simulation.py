@@ -263,6 +263,8 @@ class Simulation:
         and on that of the next group.
         """
         error, now_s = aborted_error(), self.scheduler.latest_s()
+        for rank, operation, since_s in self.scheduler.cut_short:
+            self.trace.waited(rank, operation.name, operation.site, since_s, now_s)
         if self.fleet:
             self.fleet.abort(now_s)
         self.meetings.abort(error)
@@ -334,6 +336,7 @@ class Simulation:
             raise
         except BaseException as error:  # torch's CheckpointException is only a BaseException
             number = rank.number
+            self.clock.note_compute(rank, rank.clock_s)
             if self.fleet is None:
                 patches.explain_missing_gpu(error, number)
             # A failed assertion may concern a tensor that the program read too early.

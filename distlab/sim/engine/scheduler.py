@@ -29,7 +29,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from distlab.sim.engine.patience import MAX_POLLS, Operation, Patience
 
@@ -226,8 +226,20 @@ class Rank(Strand):
         return all(strand.has_ended for strand in self.strands)
 
 
+class CutShort(NamedTuple):
+    """A rank's wait for an operation that had not ended at the end of a run."""
+
+    rank: int
+    operation: Any
+    since_s: float
+
+
 class Scheduler:
-    """Runs the ranks of one world in the order of their clocks."""
+    """Runs the ranks of one world in the order of their clocks.
+
+    Attributes:
+        cut_short: Waits that an error has ended in this run, of the first thread of each rank.
+    """
 
     def __init__(self, num_ranks: int, on_switch: Callable[[Strand, Strand], None]) -> None:
         self.ranks = [Rank(number) for number in range(num_ranks)]
@@ -236,6 +248,7 @@ class Scheduler:
         self._stopped_s = 0.0  # that time when the run was stopped
         self.source: EventSource | None = None
         self.is_stopping = False
+        self.cut_short: list[CutShort] = []
         # Returns the operation to report for a strand that only sleeps.
         self.describe_rest: Callable[[Strand], object] = repr
         # Called for each daemon thread that is killed because its rank has ended.
@@ -332,6 +345,7 @@ class Scheduler:
             rank.renew(now_s)
         self.now_s, self.is_stopping, self.failure = now_s, False, None
         self.interrupted_by, self.is_interrupted = None, False
+        self.cut_short = []
         for rank in self.ranks:
             rank.has_ended = rank.number not in ranks
         self._ready = [(now_s, number, 0) for number in sorted(ranks)]
@@ -515,6 +529,11 @@ class Scheduler:
             self.is_stopping, self._stopped_s = True, self.now_s
             self.now_s = NEVER  # no rank has to wait any longer
             running = [strand for strand in self._strands() if not strand.has_ended]
+            self.cut_short = [
+                CutShort(rank.number, rank.waits_in, rank.clock_s)
+                for rank in self.ranks
+                if rank.waits_in is not None
+            ]
             for strand in running:
                 strand.waits_in = None
             self._ready = [(0.0, strand.number, strand.order) for strand in running]

@@ -45,7 +45,7 @@ from distlab.sim.messages.pending import Pending
 from distlab.sim.messages.work import Handles, SimWork, work_of
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.sites import CallSite, Site
-from distlab.sim.results.gpu_time import GpuTime
+from distlab.sim.results.gpu_time import GpuTime, OnTrack
 
 Uses = list[tuple[Tensor, bool]]  # tensors of a call, each with True if it is written
 
@@ -142,6 +142,13 @@ class Fleet:
     def gpu_time(self) -> GpuTime:
         """Return where the time went, and what was wrong."""
         return report.gpu_time(self.devices, self.wrong(has_ended=True))
+
+    def take_tracks(self, until_s: float) -> list[OnTrack]:
+        """Return the work of all streams as far as it is known, and forget what has ended."""
+        tracks = report.tracks(self.devices)
+        for device in self.devices:
+            device.usage.forget_tracks(until_s)
+        return tracks
 
 
 def _group_of(pending: Pending) -> object:

@@ -21,13 +21,12 @@ def gpu_time(devices: Sequence[HostAndGpus], wrong: Sequence[str]) -> GpuTime:
         devices: Host and GPUs of each rank.
         wrong: Lines on wrong uses.
     """
-    ranks, waits, tracks = [], [], []
+    ranks, waits = [], []
     for rank, device in enumerate(devices):
         usage = device.usage
         ranks.append(_times(usage))
         waits += [HostWait(rank, *key, *astuple(sync)) for key, sync in usage.syncs.items()]
-        tracks += list(_tracks(rank, device))
-    return GpuTime(ranks, waits, [*wrong], tracks)
+    return GpuTime(ranks, waits, [*wrong], tracks(devices))
 
 
 def wrong(
@@ -64,8 +63,12 @@ def _unused(usage: Usage) -> Iterator[str]:
     )
 
 
+def tracks(devices: Sequence[HostAndGpus]) -> list[OnTrack]:
+    """Return the work of all streams, as far as it was done."""
+    return [track for rank, device in enumerate(devices) for track in _tracks(rank, device)]
+
+
 def _tracks(rank: int, device: HostAndGpus) -> Iterator[OnTrack]:
-    """Yield the work of a rank's streams, as far as it was done."""
     names = _names(device.streams)
     for work in device.usage.tracks:
         for event in _events(rank, work):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from distlab.sim.engine.scheduler import NEVER
 from distlab.sim.gpu.streams import Communication, Moment, Stream
 from distlab.sim.gpu.syncs import COPIES
 from distlab.sim.reporting.sites import CallSite, Site
@@ -44,6 +45,13 @@ class Work(NamedTuple):
     start: Moment
     seconds: float = 0.0
     parts: Sequence[Communication] = ()
+
+    def end_s(self) -> float:
+        """Return when the work ends; NEVER while that is unknown."""
+        if self.parts:
+            return max(part.done_s if part.is_done else NEVER for part in self.parts)
+        self.start.fold()
+        return NEVER if self.start.after else self.start.known_s + self.seconds
 
 
 @dataclass
@@ -109,6 +117,10 @@ class Usage:
             start = stream.moment.copy()
             start.known_s = max(start.known_s, host_s)
             self.tracks.append(Work(stream, name, site, start, seconds))
+
+    def forget_tracks(self, until_s: float) -> None:
+        """Forget the work that has ended by then."""
+        self.tracks = [work for work in self.tracks if work.end_s() > until_s]
 
     def waited(self, reason: str, site: Site, seconds: float) -> None:
         """Note that the host has waited at a place."""

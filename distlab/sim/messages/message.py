@@ -158,6 +158,9 @@ class Message(Pending):
         peer = "any rank" if self.peer == ANY_SOURCE else f"rank {self.peer}"
         return f"{PREPOSITIONS[self.name]} {'itself' if self.peer == self.rank else peer}"
 
+    def brief(self) -> str:
+        return f"{self.name} {self.toward()}"
+
     def text(self) -> str:
         """Return text such as ``recv from rank 2, (4,) float32``.
 

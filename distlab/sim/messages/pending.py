@@ -183,6 +183,10 @@ class Pending:
         """
         return f"{self.maker}'s {self.name}" if self.maker else self.name
 
+    def brief(self) -> str:
+        """Return a short text for a picture, such as ``recv from rank 2`` or ``all_reduce``."""
+        return self.name
+
     def text(self) -> str:
         """Return the text for a report, such as ``recv from rank 2, (4,) float32``."""
         raise NotImplementedError

@@ -260,6 +260,21 @@ def test_an_error_ends_the_run_and_not_the_world(
     assert session.run(lambda rank: dist.new_group([0, 1]) and None).error is None
 
 
+def test_waits_that_an_error_cuts_short_count_as_waits(session: Session) -> None:
+    def receives_in_vain(rank: int) -> None:
+        if rank == 1:
+            time.sleep(1)
+        else:
+            x = on_device(0.0)
+            dist.recv(x, 1)
+            x.item()
+
+    lap = session.run(receives_in_vain)
+    assert lap.cut_short == dict.fromkeys((0, 2, 3), "recv from rank 1")
+    assert [round(s, 3) for s in lap.exposed_s] == [1, 0, 1, 1]
+    assert session.run(total).cut_short == {}
+
+
 def test_an_aborted_operation_says_so(session: Session) -> None:
     def begin(rank: int) -> None:
         if rank == 0:
