@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from distlab.notebook.cells import Cell
+from distlab.notebook.lanes import lanes
 from distlab.notebook.names import completions, description
 from distlab.notebook.output import RankOutput, shown_in
 from distlab.notebook.world import Ran
@@ -37,6 +38,7 @@ class SimulatedRanks:
         self._names: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
         self._session.run(self._begin)
         self._last: Lap[Any] | None = None
+        self._last_name = ""  # of the cell
 
     def _begin(self, rank: int) -> None:
         has_gpu = torch.cuda.is_available()
@@ -59,6 +61,7 @@ class SimulatedRanks:
                 outputs[rank].keep(cell.run(self._names[rank]))
 
         lap = self._last = self._session.run(on_rank, outputs)
+        self._last_name = cell.name
         error = str(lap.error or "")
         if len(outputs) < self.num_ranks and isinstance(lap.error, Deadlock):
             error += f"\nOnly {rank_names(outputs)} ran this cell; %%ranks alone means all."
@@ -103,7 +106,9 @@ class SimulatedRanks:
 
     def lanes(self) -> Figure:
         """Draw what the ranks did in the last cell over time."""
-        raise NotImplementedError
+        if self._last is None:
+            raise ValueError("no cell has run yet")
+        return lanes(self._session, self._last, self._last_name)
 
     def close(self) -> None:
         """End the ranks."""

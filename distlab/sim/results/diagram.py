@@ -6,8 +6,9 @@ gantt        the total time that each rank computed, waited and was idle
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from distlab.sim.results.summary import assumed, gpu_totals, label, settings, to
 from distlab.util.text import SECONDS, counted, unit_of
 
 COMPUTE, WAIT, IDLE, MESSAGE, DEATH = "#3b6fb6", "#f2c9b0", "#e4e4e4", "#333333", "#c1121f"
-ENDED, LATE = "#f6f6f6", "#c9a227"
+ENDED, LATE, CUT_SHORT = "#f6f6f6", "#c9a227", "#f0b3b3"
 # Parts of the time: name, attribute of the totals, and colour. Those of several streams add up.
 PARTS = (
     ("compute", "compute_s", COMPUTE),
@@ -47,6 +48,7 @@ STATES = {  # (is sending, is receiving) -> activity
 }
 COLLECTIVES = ("#e6842a", "#4f9d69", "#8a5fbf", "#c9a227", "#d1495b", "#2a9d8f", "#8d6b4f")
 CROWDED = 32  # with more ranks, messages are left out: the arrows would hide everything else
+MARGIN = 0.22  # share of the time that is added on the right for the waits that were cut short
 MANY = 500  # with more messages, the arrows are thinner
 LEGEND_COLUMNS = 7
 _ABOVE: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0}
@@ -57,7 +59,11 @@ Bar = tuple[int, float, float]  # (rank, start, end), in seconds
 Interval = tuple[float, float]  # (start, end), in seconds
 
 
-def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> Figure:
+def space_time(
+    simulated: Simulated[Any],
+    title: str = "Space-time diagram",
+    cut_short: Mapping[int, str] = MappingProxyType({}),
+) -> Figure:
     """Draw a lane per rank over virtual time, with computation and waits as bars.
 
         rank 0  ██████╲░░░░░░░░   computes, sends, has ended
@@ -65,6 +71,11 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
 
     Collectives are drawn below the bars, because they may overlap in time with computation. With
     more than 32 ranks, messages are left out.
+
+    Args:
+        simulated: The run.
+        title: Title of the picture.
+        cut_short: Operations for which ranks still waited when an error ended the run, by rank.
     """
     kinds: defaultdict[str, list[Event]] = defaultdict(list)
     for event in simulated.trace.events:
@@ -82,6 +93,7 @@ def space_time(simulated: Simulated[Any], title: str = "Space-time diagram") -> 
     if not picture.is_crowded:
         picture.draw_messages((bar[0], strip[1]))
     picture.draw_deaths()
+    picture.draw_cut_short(cut_short, bar)
     return picture.finished()
 
 
@@ -137,7 +149,8 @@ def _covers(intervals: Iterable[Interval], time: float) -> bool:
 def _ends(simulated: Simulated[Any]) -> list[Bar]:
     """Return a bar for each rank, from its own end until the last rank to finish ends."""
     last = [0.0] * len(simulated.results)
-    for event in simulated.trace.events:
+    on_gpus = simulated.gpu_time.tracks if simulated.gpu_time else []
+    for event in chain(simulated.trace.events, (event for _, event in on_gpus)):
         last[event.rank] = max(last[event.rank], event.end_s)
     ends = ((rank, start, simulated.seconds) for rank, start in enumerate(last))
     return [bar for bar in ends if bar[2] - bar[1] > 1e-4 * simulated.seconds]
@@ -250,6 +263,21 @@ class _Lanes:
                 when, list(killed), marker="x", s=70, color=DEATH, zorder=4, label="killed"
             )
 
+    def draw_cut_short(self, operations: Mapping[int, str], span: Span) -> None:
+        """Write, behind the end of the time, for which operations ranks still waited."""
+        if not operations:
+            return
+        end_s = self.simulated.seconds
+        end, last_s = end_s / self._unit_s, (1 + MARGIN) * end_s or self._unit_s
+        self._axes.set_xticks([time for time in self._axes.get_xticks() if time <= end])
+        self._axes.set_xlim(0, last_s / self._unit_s)
+        self._axes.axvline(end, color=DEATH, linewidth=1.2)
+        bars = [(rank, end_s, last_s) for rank in operations]
+        self.draw_bars("still waiting at the end", bars, span, CUT_SHORT)
+        for rank in operations.keys() & self._named_ranks():
+            place = (end, rank + sum(span) / 2)
+            self._axes.annotate(f"  {operations[rank]}", place, va="center", fontsize=9)
+
     def write_shares(self, bars: list[Bar]) -> None:
         """Write percentages of the total time into bars that have room for them."""
         for rank, start, end in bars:
@@ -292,8 +320,11 @@ class _Lanes:
             text = textwrap.fill(f"assumed: {', '.join(numbers)}", 150)
             self._figure.supxlabel(text, x=0.01, ha="left", fontsize=9, color="#666666")
 
+    def _named_ranks(self) -> range:
+        return range(0, self.num_ranks, -(-self.num_ranks // CROWDED))
+
     def _name_lanes(self) -> None:
-        ranks = range(0, self.num_ranks, -(-self.num_ranks // CROWDED))
+        ranks = self._named_ranks()
         self._axes.set_ylim(self.num_ranks - 0.5, -0.5)
         self._axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
         self._axes.tick_params(axis="y", length=0, labelsize=10 if self.num_ranks <= 16 else 9)
