@@ -1,6 +1,8 @@
 """The commands of a notebook: ``%cluster``, ``%%ranks``, ``%rank``, ``%push`` and ``%pull``."""
 
 import contextlib
+import shlex
+import textwrap
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from IPython.core.magic import (
     line_magic,
     magics_class,
 )
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import display
 
 from distlab.learner import folder
@@ -32,7 +34,7 @@ from distlab.notebook.world import World
 from distlab.sim import configured
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.results.simulated import P2P_ORDERS, SEMANTICS
-from distlab.util.text import clipped, joined
+from distlab.util.text import joined
 
 NO_RANKS = "there are no ranks: begin some by %cluster 8"
 MAX_RANKS = 1024
@@ -93,11 +95,11 @@ class ClusterMagics(Magics):
     @line_magic
     def cluster(self, line: str) -> None:
         """Begin ranks: %cluster 8, or %cluster dgx-h100. Alone, it says what there is."""
-        args = parse_argstring(self.cluster, line)
+        args = _parsed(self.cluster, line)
         if args.size:
             self.close()
             with _usage_errors():
-                self.world = _begun(args, parse_argstring(self.cluster, ""))
+                self.world = _begun(args, _parsed(self.cluster, ""))
             print(self.world.title)
         elif args.off:
             self.close()
@@ -129,7 +131,7 @@ class ClusterMagics(Magics):
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
         """Run a cell on all ranks, or on some: %%ranks 0,2-3."""
-        args = parse_argstring(self.ranks, line)
+        args = _parsed(self.ranks, line)
         self._show(f"\n{cell}", args.targets or "".join(args.which), args.group_outputs)
 
     @line_magic
@@ -213,7 +215,9 @@ class ClusterMagics(Magics):
             is_live=hasattr(self.shell, "kernel"),
         )
         if ran.error:
-            raise CellFailed(clipped(ran.error.splitlines()[0], MAX_ERROR_CHARS))
+            raise CellFailed(
+                textwrap.shorten(ran.error.splitlines()[0], MAX_ERROR_CHARS, placeholder=" …")
+            )
 
     def _compiled(self, source: str) -> Cell:
         """Compile a cell under the number of its prompt."""
@@ -223,6 +227,11 @@ class ClusterMagics(Magics):
             *lines, last = traceback.format_exception_only(error)
             print("".join(lines), end="")
             raise CellFailed(last.strip()) from None
+
+
+def _parsed(magic: Any, line: str) -> Any:
+    """Parse a magic's arguments, of which some are in quotes: --fault 'slow_rank 3 1.6'."""
+    return magic.parser.parse_args(shlex.split(line))
 
 
 @contextlib.contextmanager

@@ -182,6 +182,15 @@ def test_mistakes_are_one_line(notebook: Notebook, line: str, says: str) -> None
     assert "Traceback" not in shown
 
 
+def test_a_cluster_has_the_options_of_the_simulator(notebook: Notebook) -> None:
+    notebook.run("%cluster 2 --cluster p4d --fault 'slow_link node*.gpu* 0.5' --algorithm tree")
+    assert "(1.05 MB in 2 messages" not in notebook.run("%%ranks\npass")
+    assert "2 simulated ranks of p4d" in notebook.run("%cluster")
+    assert "--semantics nccl does not go together" in notebook.run(
+        "%cluster 2 --semantics nccl --no-devices"
+    )
+
+
 def test_there_are_no_ranks_without_a_cluster(notebook: Notebook) -> None:
     notebook.run("%cluster --off")
     assert "begin some by %cluster 8" in notebook.run("%%ranks\n1")
