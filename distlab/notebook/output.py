@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import threading
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from IPython.core.formatters import DisplayFormatter
 from torch import Tensor
 
 MAX_CHARS = 200_000  # of a rank's lines; what it prints beyond that is dropped
+UP = "\x1b[A"
+_MOVES = re.compile(r"(\n|\r|\x1b\[A)")
 MAX_ELEMENTS = 12  # of a tensor in a table
 
 Bundle = Mapping[str, Any]  # representations by MIME type
@@ -21,15 +24,15 @@ _format = DisplayFormatter()
 class Screen(io.TextIOBase):
     """A stream of a rank, which keeps what a terminal would show.
 
-    A carriage return begins the line again, as progress bars do.
+    A carriage return begins the line again, as progress bars do; those with other bars below them
+    also go a line up.
     """
 
     encoding = "utf-8"
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._last, self._begins_again = "", False
-        self._num_kept = self._num_dropped = 0  # characters of the lines
+        self._lines, self._row, self._begins_again = [""], 0, False
+        self._num_kept = self._num_dropped = 0  # characters of ended lines
 
     def writable(self) -> bool:
         """Return True."""
@@ -37,40 +40,44 @@ class Screen(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Add text."""
-        first, *rest = text.split("\n")
-        self._add(first)
-        for line in rest:
-            self._end_line()
-            self._add(line)
+        for part in _MOVES.split(text):
+            if part == "\n":
+                self._go_down()
+            elif part == "\r":
+                self._begins_again = True
+            elif part == UP:
+                self._row = max(0, self._row - 1)
+            elif part:
+                self._add(part)
         return len(text)
 
-    def _end_line(self) -> None:
-        if self._num_kept + len(self._last) <= MAX_CHARS:
-            self._lines.append(self._last)
-            self._num_kept += len(self._last) + 1
+    def _go_down(self) -> None:
+        num_chars = len(self._lines[self._row]) + 1
+        if self._row + 1 < len(self._lines):
+            self._row += 1
+        elif self._num_kept + num_chars > MAX_CHARS:
+            self._lines[self._row] = ""
+            self._num_dropped += num_chars
         else:
-            self._num_dropped += len(self._last) + 1
-        self._last, self._begins_again = "", False
+            self._lines.append("")
+            self._row += 1
+            self._num_kept += num_chars
+        self._begins_again = False
+
+    def _add(self, text: str) -> None:
+        line = self._lines[self._row]
+        self._lines[self._row] = text + line[len(text) :] if self._begins_again else line + text
+        self._begins_again = False
 
     def clear(self) -> None:
         """Remove all text."""
-        self._lines.clear()
-        self._last, self._begins_again = "", False
+        self._lines, self._row, self._begins_again = [""], 0, False
         self._num_kept = self._num_dropped = 0
-
-    def _add(self, text: str) -> None:
-        for number, part in enumerate(text.split("\r")):
-            if number:
-                self._begins_again = True
-            if part:
-                kept = self._last[len(part) :] if self._begins_again else self._last
-                self._last = part + kept if self._begins_again else kept + part
-                self._begins_again = False
 
     def text(self) -> str:
         """Return what is shown now."""
         dropped = [f"… {self._num_dropped:,} more characters …"] * bool(self._num_dropped)
-        return "\n".join([*self._lines, *dropped, self._last[:MAX_CHARS]])
+        return "\n".join([*self._lines[:-1], *dropped, self._lines[-1][:MAX_CHARS]])
 
 
 class Elements(NamedTuple):
