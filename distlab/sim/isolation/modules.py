@@ -11,6 +11,7 @@ such as torch, stay shared.
 """
 
 import contextlib
+import functools
 import importlib._bootstrap
 import os
 import sys
@@ -30,6 +31,7 @@ _OF_DISTLAB = str(Path(__file__).parents[2])
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
+@functools.cache
 def is_of_program(file: str) -> bool:
     """Return whether a file belongs to the program, not to Python, an installed package or us."""
     others = (*_OF_PYTHON, _OF_DISTLAB)
@@ -61,7 +63,7 @@ def _imported_by_program() -> list[str]:
     # Not getattr, which makes lazy modules import others. Some files, as torch.ops's, are no paths.
     files = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in loaded}
     return [
-        name for name, file in files.items() if file and os.path.isabs(file) and is_of_program(file)
+        name for name, file in files.items() if file and is_of_program(file) and os.path.isabs(file)
     ]
 
 
