@@ -2,6 +2,7 @@
 
 targets     which ranks: 0,2-3
 cells       a cell's code
+reloading   files that were edited since the last cell
 names       completing the variables of a rank, and describing them
 output      what a rank prints and shows
 world       the ranks, simulated (simulated) or processes (engines)

@@ -3,11 +3,13 @@
 output          what a rank passes to `display` is shown in the output of that rank
 completion      x.gr<TAB> in a cell of ranks, or after %rank 1
 descriptions    `x?` in a cell of ranks, `%rank 1 x?`, and the tooltips of a notebook
+edited files    are picked up by the next cell, also by one that does not run on ranks
 cells           after `%autoranks on`, cells without a magic run on all ranks
 """
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from distlab.notebook.magics import ClusterMagics
 from distlab.notebook.output import output_of_thread
+from distlab.notebook.reloading import ReloadError, reload_changed
 from distlab.notebook.targets import parse_ranks
 
 _CELL = re.compile(r"\s*%%ranks\b[ \t]*([\d,-]*).*\n")
@@ -39,7 +42,7 @@ def load(shell: InteractiveShell) -> Callable[[], None]:
     shell.register_magics(magics)
     added = contextlib.ExitStack()
     added.callback(magics.close)
-    for addition in (_output, _completion, _descriptions, _cells):
+    for addition in (_output, _completion, _descriptions, _edits, _cells):
         added.enter_context(addition(shell, magics))
     return added.close
 
@@ -111,6 +114,19 @@ def _descriptions(shell: Any, magics: ClusterMagics) -> Iterator[None]:
     shell.object_inspect_mime = describe_also_on_ranks
     yield
     shell.object_inspect_mime = describe
+
+
+@contextlib.contextmanager
+def _edits(shell: InteractiveShell, _: ClusterMagics) -> Iterator[None]:
+    def reload(*_: object) -> None:
+        try:
+            reload_changed(shell.user_ns)
+        except ReloadError as error:
+            print(f"{error}; the notebook goes on with what it had loaded", file=sys.stderr)
+
+    shell.events.register("pre_run_cell", reload)
+    yield
+    shell.events.unregister("pre_run_cell", reload)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from distlab.notebook.cells import Cell
 from distlab.notebook.lanes import lanes
 from distlab.notebook.names import completions, description
 from distlab.notebook.output import RankOutput, shown_in
+from distlab.notebook.reloading import ReloadError, Watch, reload
 from distlab.notebook.world import Ran
 from distlab.sim import Cluster, Deadlock, Lap, Options, Session
 from distlab.util.text import bytes_text, counted, rank_names, seconds_text, verb
@@ -35,6 +36,7 @@ class SimulatedRanks:
             f"{counted(num_ranks, 'simulated rank')} of {cluster.name}, with the semantics of "
             f"{options.semantics}"
         )
+        self._watch = Watch()
         self._names: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
         self._session.run(self._begin)
         self._last: Lap[Any] | None = None
@@ -55,6 +57,10 @@ class SimulatedRanks:
 
     def run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
         """Run a cell on the ranks that have an output."""
+        try:
+            self._reload(outputs)
+        except ReloadError as failed:
+            return Ran(f"{failed}\nThe cell did not run: an edited file cannot be loaded.")
 
         def on_rank(rank: int) -> None:
             with shown_in(outputs[rank]):
@@ -66,6 +72,27 @@ class SimulatedRanks:
         if len(outputs) < self.num_ranks and isinstance(lap.error, Deadlock):
             error += f"\nOnly {rank_names(outputs)} ran this cell; %%ranks alone means all."
         return Ran(error, lap.wrong, _cost(lap))
+
+    def _reload(self, outputs: Mapping[int, RankOutput]) -> None:
+        """Load edited files again, on all ranks that have imported them.
+
+        Raises:
+            ReloadError: A file cannot be loaded; all ranks keep what they have.
+        """
+        modules = self._session.modules()
+
+        def on_rank(rank: int) -> str:
+            with shown_in(outputs.get(rank, RankOutput())):
+                try:
+                    reload(modules[rank], codes, self._names[rank])
+                except ReloadError as error:
+                    return str(error)
+            return ""
+
+        every_module = (module for of_rank in modules for module in of_rank.values())
+        with self._watch.edited(every_module) as codes:
+            if codes:
+                _raise_first(self._session.run(on_rank))
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
         """Give copies of values to ranks, as variables."""
@@ -126,6 +153,17 @@ def _copied(value: Any) -> Any:
 
 def _titled(title: str, lines: Sequence[str]) -> list[str]:
     return [title, *(f"  {line}" for line in lines)] if lines else []
+
+
+def _raise_first(lap: Lap[str]) -> None:
+    """Raise an error if edited files could not be loaded on some rank."""
+    reasons = {rank: reason for rank, reason in lap.results.items() if reason}
+    if reasons:
+        first = next(iter(reasons.values()))
+        where = rank_names(rank for rank, reason in reasons.items() if reason == first)
+        raise ReloadError(f"{first} ({where})")
+    if lap.error:
+        raise ReloadError(str(lap.error))
 
 
 def _variables(names: Sequence[Mapping[str, Any]]) -> Iterator[str]:

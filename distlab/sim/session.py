@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Generic, TypeVar
 
 from distlab.sim.engine.scheduler import Rank, Scheduler
@@ -107,6 +108,10 @@ class Session:
     def live_bytes(self) -> list[int]:
         """Return the memory that each rank uses; empty if memory is not simulated."""
         return [device.memory.live_bytes for device in self._world.devices]
+
+    def modules(self) -> list[Mapping[str, ModuleType]]:
+        """Return the modules of the program that each rank has imported, by name."""
+        return self._world.rank_states.modules()
 
     def run(self, fn: Callable[[int], T], ranks: Collection[int] | None = None) -> Lap[T]:
         """Run ``fn(rank)`` on some ranks, or on all, in one process group of all ranks.

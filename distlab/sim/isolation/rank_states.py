@@ -95,7 +95,7 @@ class RankState:
         self.rng_tracker: Any = None
         self.folder = ""  # current folder; "" for the process's original one
         self.own_modules: set[str] = set()  # names of modules of which the rank has its own copy
-        self._modules: dict[str, ModuleType] = {}  # these copies, while another rank runs
+        self.modules: dict[str, ModuleType] = {}  # these copies, while another rank runs
         self._seed = (seed, rank)
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class RankState:
         self.dtype = _get_dtype()
         self.rng_tracker = sharded_random._rng_tracker
         if self.own_modules:
-            self._modules = self.take_modules()
+            self.modules = self.take_modules()
 
     def take_modules(self) -> dict[str, ModuleType]:
         """Remove the rank's own modules from ``sys.modules``, and return them."""
@@ -132,8 +132,8 @@ class RankState:
         sharded_random._rng_tracker = self.rng_tracker
         if _get_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
-        if self._modules:
-            sys.modules.update(self._modules)
+        if self.modules:
+            sys.modules.update(self.modules)
 
 
 def functions_of(module: ModuleType, owner: object) -> list[str]:
@@ -214,6 +214,10 @@ class RankStates:
         """Yield each rank's view of each of its process groups."""
         for state in self._states:
             yield from state.tables["pg_names"]
+
+    def modules(self) -> list[Mapping[str, ModuleType]]:
+        """Return each rank's own modules by name, while no rank runs."""
+        return [state.modules for state in self._states]
 
     def count_groups_alike(self) -> None:
         """Let all ranks give their next group the same number, as if all had made the same."""
