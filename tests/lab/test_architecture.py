@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "grade": {"course", "launch", "lessons", "sim"},
     "learner": {"course", "grade", "launch", "lessons", "sim"},
     "explore": {"learner", "lessons", "sim"},
-    "notebook": {"course", "learner", "sim"},
+    "notebook": {"course", "learner", "lessons", "sim"},
     "races": {"course", "grade", "launch", "sim"},
     "chosen": {"course", "grade", "learner", "lessons"},
     "demo": {"chosen", "launch", "lessons", "production"},

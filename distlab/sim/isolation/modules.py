@@ -7,7 +7,7 @@ would use the group that the last rank stored there.
     rank 1                                      import state    state.rank = 1
 
 While a rank runs, ``sys.modules`` holds its copies; ``RankState`` swaps them. Installed packages,
-such as torch, stay shared.
+such as torch, stay shared, but for a few.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ _bootstrap: Any = importlib._bootstrap  # untyped, because the stubs lack its pr
 _OF_PYTHON = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
 _OF_DISTLAB = str(Path(__file__).parents[2])
 _INSTALLED = {"site-packages", "dist-packages"}
+_PER_RANK = {"tqdm"}  # installed packages that count something in the process, such as their bars
 
 
 @functools.cache
@@ -63,8 +64,14 @@ def _imported_by_program() -> list[str]:
     # Not getattr, which makes lazy modules import others. Some files, as torch.ops's, are no paths.
     files = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in loaded}
     return [
-        name for name, file in files.items() if file and is_of_program(file) and os.path.isabs(file)
+        name
+        for name, file in files.items()
+        if (file and is_of_program(file) and os.path.isabs(file)) or _is_per_rank(name)
     ]
+
+
+def _is_per_rank(name: str) -> bool:
+    return name.partition(".")[0] in _PER_RANK
 
 
 class _Finder(MetaPathFinder):
@@ -81,7 +88,7 @@ class _Finder(MetaPathFinder):
         if not self._rank_states.is_in_rank():
             return None
         spec = self._found_by_others(fullname, path, target)
-        if spec is None or not _is_own(spec):
+        if spec is None or not (_is_own(spec) or _is_per_rank(fullname)):
             return spec
         self._rank_states.state().own_modules.add(fullname)
         # If this rank communicates while it imports the module, another rank may import its own

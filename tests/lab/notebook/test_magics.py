@@ -159,6 +159,11 @@ def test_two_progress_bars_stay_on_their_lines() -> None:
     assert screen.text() == "outer 100%\ninner 100%"
 
 
+def test_each_rank_has_its_own_progress_bars(notebook: Notebook) -> None:
+    shown = notebook.run("%%ranks\nfrom tqdm import tqdm\nfor _ in tqdm(range(3), ncols=40): pass")
+    assert shown.startswith("ranks 0-3: 100%|")
+
+
 def test_what_ranks_print_is_no_html(notebook: Notebook) -> None:
     notebook.run("%%ranks\nprint('<script>alert(1)</script>')")
     assert "<script>" not in notebook.html()
