@@ -265,11 +265,15 @@ class Simulation:
         error, now_s = aborted_error(), self.scheduler.latest_s()
         for rank, operation, since_s in self.scheduler.cut_short:
             self.trace.waited(rank, operation.name, operation.site, since_s, now_s)
+        aborted = self.unmatched()
         if self.fleet:
+            aborted += self.fleet.launched
             self.fleet.abort(now_s)
         self.meetings.abort(error)
         self.mailbox.abort(error, now_s)
         self.scheduler.drain()
+        for pending in aborted:
+            pending.let_go()
         self.handles.open.clear()
         self.failures.forget()
         num_calls = Counter[object]()

@@ -92,6 +92,12 @@ class Attendance(Pending):
         self.meeting.close(self.rank)
         return error
 
+    def let_go(self) -> None:
+        """Drop the tensors; a handle that is never waited for would keep them alive."""
+        self.kept.clear()
+        if hasattr(self, "call"):
+            del self.call
+
     def waits_for(self) -> Sequence[int]:
         """Return the ranks of the group that have not arrived."""
         return [rank for rank in self.group if rank not in self.meeting.attendances]
@@ -325,8 +331,7 @@ class Meeting:
                 MOVES[members[0].name]([member.call for member in members])
         self.attendances.clear()  # each refers to this meeting: a cycle would keep tensors alive
         for member in members:
-            del member.call  # otherwise a handle that is never waited for would keep tensors alive
-            member.kept.clear()
+            member.let_go()
             member.finish(at_s)
 
 

@@ -118,6 +118,11 @@ class Message(Pending):
         self.partner = self.payload = None
         del self.tensor
 
+    def let_go(self) -> None:
+        """Drop the tensors and partner of a message that has been aborted."""
+        if hasattr(self, "tensor"):
+            self.release(self.source)
+
     def expired(self, limit_s: float) -> Exception:
         """Make the message fail, close its connection, and return the timeout error."""
         error = super().expired(limit_s)

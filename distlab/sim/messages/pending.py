@@ -101,6 +101,9 @@ class Pending:
         if self.actions:
             self._act()
 
+    def let_go(self) -> None:
+        """Drop the tensors, for nothing will be done with them any more."""
+
     def wait(self, limit_s: float = NEVER, group_limit_s: float = NEVER) -> None:
         """Block the running rank until the operation is done, and move its clock to that time.
 

@@ -1,6 +1,7 @@
 """A world that lives on between runs: what is kept, and that the next run works after any error."""
 
 import contextlib
+import gc
 import io
 import os
 import select
@@ -302,6 +303,20 @@ def test_a_race_is_told_once(session: Session) -> None:
     lines = session.run(races).wrong
     assert len(lines) == (session.options.semantics == "nccl")
     assert session.run(total).wrong == []
+
+
+def test_what_an_error_aborts_is_freed(session: Session) -> None:
+    def fails_with_much_under_way(rank: int) -> None:
+        x = torch.ones(1 << 20, device=on_device().device)
+        dist.all_reduce(x, async_op=True) if rank else dist.isend(x, 1)
+        raise ValueError("no")
+
+    in_use = []
+    for _ in range(2):
+        session.run(fails_with_much_under_way)
+        gc.collect()
+        in_use.append(session.live_bytes())
+    assert in_use[0] == in_use[1]
 
 
 # Interrupts
