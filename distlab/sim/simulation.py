@@ -75,32 +75,39 @@ class Simulation:
         self.num_ranks, self.cluster, self.options = num_ranks, cluster, options
         places = [cluster.place_of(rank) for rank in range(num_ranks)]
         self.rank_states = RankStates(places, options.seed, running)
-        self.scheduler = Scheduler(num_ranks, self.rank_states.switch)
-        self.trace = Trace(num_ranks, has_events=options.has_events)
-        overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None
-        self.scheduler.describe_interrupt = self._interrupted
-        self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
         self.places = Places(options.given)
-        self.devices = self._make_devices(places)
         self.handles, self.exits = Handles(), Exits(self.places)
+        self.trace = Trace(num_ranks, has_events=options.has_events)
+        self.scheduler = self._make_scheduler()
+        overlap = Overlap(num_ranks, options.overlap_cost) if options.overlap_cost else None
+        self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
+        self.devices = self._make_devices(places)
         self._told = set[str]()
         self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
         self.profiler = SharedProfiler(self.rank_states, self.places)
+        self.steps, self.sanitizer = self._make_watchers()
+        self.groups = self._make_groups()
+        self.threads = Threads(
+            self.scheduler, self.clock, self.rank_states, self.places, self._in_another_thread
+        )
+
+    def _make_scheduler(self) -> Scheduler:
+        scheduler = Scheduler(self.num_ranks, self.rank_states.switch)
+        scheduler.describe_interrupt = self._interrupted
+        return scheduler
+
+    def _make_groups(self) -> Groups:
+        """Make the parts through which ranks communicate, and return the process groups."""
+        options = self.options
         self.failures = Failures(self._explained, self.scheduler.end_world)
-        traffic = Traffic(cluster, self.scheduler, self.trace, options.faults)
+        traffic = Traffic(self.cluster, self.scheduler, self.trace, options.faults)
         buffers = Buffers(
             is_strict=options.is_strict and not self.fleet,  # GPUs compare the order of accesses
             unnoticed=self._unnoticed if self.devices else None,
         )
         self.mailbox = Mailbox(
-            traffic,
-            buffers,
-            eager_bytes=options.eager_bytes,
-            p2p_order=options.p2p_order,
+            traffic, buffers, eager_bytes=options.eager_bytes, p2p_order=options.p2p_order
         )
-        if self.fleet:
-            self.fleet.crossings = self.mailbox.crossings
-        self.steps, self.sanitizer = self._make_watchers()
         self.meetings = Meetings(
             self.clock, traffic, buffers, self._plan, self.places, self.sanitizer
         )
@@ -108,14 +115,11 @@ class Simulation:
             self.clock, self.places, self.mailbox, self.meetings, self.handles, self.failures
         )
         make_group = partial(GpuGroup, fleet=self.fleet) if self.fleet else SimGroup
-        self.groups = Groups(
-            shared, self.rank_states.tables, self.rank_states.is_in_rank, make_group
-        )
+        groups = Groups(shared, self.rank_states.tables, self.rank_states.is_in_rank, make_group)
         if self.fleet:
-            self.fleet.communicators.made = self.groups.made
-        self.threads = Threads(
-            self.scheduler, self.clock, self.rank_states, self.places, self._in_another_thread
-        )
+            self.fleet.crossings = self.mailbox.crossings
+            self.fleet.communicators.made = groups.made
+        return groups
 
     def _make_devices(self, places: Sequence[Place]) -> Sequence[Device]:
         """Return a device per rank, or none if computation and memory are not simulated."""
