@@ -5,8 +5,12 @@
     session.run(receive)       … and rank 1 receives it in the next run
 
 Between two runs, the clocks, groups, generators, memory and unfinished operations of the ranks stay
-as they are. An error ends the run, not the world: operations that some rank had yet to join are
-aborted, and all ranks can begin the next run.
+as they are. So do threads that ranks have started: they stand still between runs, and go on in the
+next one, whichever ranks it is on. A run does not await them.
+
+An error ends the run, not the world: operations that some rank had yet to join are aborted, threads
+that communicate just then end, and all ranks can begin the next run. A rank that a fault has killed
+stays dead.
 """
 
 import contextlib
@@ -36,7 +40,7 @@ class Lap(Generic[T]):
     Attributes:
         results: Result of each rank whose function has returned, by rank.
         error: Error that ended the run, or None; a ``KeyboardInterrupt`` if the user ended it.
-        wrong: Lines on wrong uses of GPUs that are new since the last run.
+        wrong: Lines on wrong uses of GPUs and on what the sanitizer found, new since the last run.
         start_s: Virtual time at which the run began.
         seconds: Virtual time that it took.
         num_bytes: Bytes that the ranks have sent in it.
@@ -76,10 +80,18 @@ class Session:
         self, num_ranks: int, cluster: Cluster | str | None = None, options: Options | None = None
     ) -> None:
         chosen = choose_cluster(cluster, num_ranks)
-        self._world = Simulation(num_ranks, chosen, options or Options())
+        world = Simulation(num_ranks, chosen, options or Options())
+        world.scheduler.keeps_threads = True
+        self._open: Simulation | None = world  # None once closed
         self._threads: dict[int, int] = {}  # the thread of each rank that knows its groups by name
-        self._is_closed = False
-        self._world.run_ranks(self._join, own_modules=False)
+        self._running = threading.Lock()
+        world.run_ranks(self._join, own_modules=False)
+
+    @property
+    def _world(self) -> Simulation:
+        if self._open is None:
+            raise RuntimeError("the session is closed: begin a new one")
+        return self._open
 
     @property
     def num_ranks(self) -> int:
@@ -127,26 +139,42 @@ class Session:
 
         Raises:
             ValueError: There is no such rank, or there are none at all.
-            RuntimeError: The session is closed, or a rank could not be interrupted.
+            RuntimeError: The session is closed, runs already, or has a rank that could not be
+                interrupted.
         """
-        world, results = self._world, dict[int, T]()
+        world = self._world
         everyone = range(world.num_ranks)
         chosen = {*everyone} if ranks is None else {*ranks}
-        if self._is_closed:
-            raise RuntimeError("the session is closed")
-        if world.scheduler.is_lost:
-            lost = world.scheduler.interrupted_by
-            raise RuntimeError(f"the session cannot go on: {lost}, and does not end")
         if not chosen or chosen - {*everyone}:
             raise ValueError(f"ranks are 0 to {world.num_ranks - 1}, and at least one: {ranks}")
-        world.scheduler.renew(chosen)
-        world.clock.begin_run()
-        with _interruptible(world.scheduler):
-            return self._run(fn, results)
+        with self._alone(world):
+            world.scheduler.renew(chosen)
+            world.clock.begin_run()
+            with _interruptible(world.scheduler):
+                return self._run(fn, chosen)
 
-    def _run(self, fn: Callable[[int], T], results: dict[int, T]) -> Lap[T]:
-        world = self._world
-        world.exits.known.clear()
+    def interrupt(self) -> None:
+        """End the present run, as Ctrl-C does in the main thread; may be called in any thread."""
+        self._world.scheduler.interrupt()
+
+    @contextlib.contextmanager
+    def _alone(self, world: Simulation) -> Iterator[None]:
+        """Check that the session can run something now."""
+        if world.scheduler.is_lost:
+            lost = world.scheduler.interrupted_by
+            raise RuntimeError(
+                f"the session cannot go on: {lost}, and does not end. Begin a new session"
+            )
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("the session runs a function already: wait until that has ended")
+        try:
+            yield
+        finally:
+            self._running.release()
+
+    def _run(self, fn: Callable[[int], T], chosen: Collection[int]) -> Lap[T]:
+        world, results = self._world, dict[int, T]()
+        world.exits.forget()
         before = _Counts.of(world)
 
         def program(rank: Rank) -> None:
@@ -157,18 +185,22 @@ class Session:
 
         error: SimulationError | KeyboardInterrupt | None = None
         try:
-            world.run_ranks(program, own_modules=True)
+            if world.dead(chosen) != sorted(chosen):
+                world.run_ranks(program, own_modules=True)
             error = world.failures.first  # one that the ranks caught, before they continued
         except (SimulationError, KeyboardInterrupt) as raised:
             error = raised
         if error and not world.scheduler.is_lost:
             world.abort()
-        return before.lap(world, results, error)
+        return before.lap(world, results, error or world.death_error(chosen))
 
     def close(self) -> None:
-        """End the world and its threads."""
-        self._is_closed = True
-        self._world.scheduler.close()
+        """End the world and its threads, and forget it."""
+        world, self._open = self._open, None
+        if world and not world.scheduler.is_lost:
+            world.end_threads()
+            world.exits.forget()
+            world.scheduler.close()
 
     def _join(self, rank: Rank) -> None:
         self._world.join()
@@ -181,13 +213,7 @@ def _interruptible(scheduler: Scheduler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(*_: object) -> None:
-        scheduler.is_interrupted = True
-        if scheduler.is_awaiting:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, lambda *_: scheduler.interrupt())
     try:
         yield
     finally:
@@ -199,7 +225,6 @@ class _Counts:
     """What a world had counted before a run."""
 
     now_s: float
-    num_events: int
     num_bytes: float
     num_messages: int
     exposed_s: Sequence[float]
@@ -208,7 +233,7 @@ class _Counts:
     def of(cls, world: Simulation) -> "_Counts":
         trace, now_s = world.trace, world.scheduler.now_s
         sent = sum(trace.bytes_sent), sum(trace.messages)
-        return cls(now_s, trace.num_events, *sent, [*trace.exposed_s])
+        return cls(now_s, *sent, [*trace.exposed_s])
 
     def lap(
         self,
@@ -220,13 +245,13 @@ class _Counts:
         return Lap(
             results,
             error,
-            world.news(),
+            [*world.news(), *world.new_findings()],
             self.now_s,
             world.scheduler.latest_s() - self.now_s,
             now.num_bytes - self.num_bytes,
             now.num_messages - self.num_messages,
             [now_s - s for now_s, s in zip(now.exposed_s, self.exposed_s, strict=True)],
-            world.trace.events_from(self.num_events),
+            world.trace.take_events(),
             {wait.rank: wait.operation.brief() for wait in world.scheduler.cut_short},
             world.fleet.take_tracks(world.scheduler.latest_s()) if world.fleet else [],
         )

@@ -48,13 +48,14 @@ from distlab.sim.postmortem.ending import (
     rank_error,
     standstill_error,
 )
-from distlab.sim.postmortem.standstill import History
+from distlab.sim.postmortem.standstill import History, Standstill
 from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
 from distlab.sim.reporting.report import place, table
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
 from distlab.sim.sanitizer.sanitizer import Sanitizer
 from distlab.sim.sanitizer.steps import Steps
+from distlab.util.text import rank_names
 
 T = TypeVar("T")
 
@@ -94,6 +95,7 @@ class Simulation:
     def _make_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.num_ranks, self.rank_states.switch)
         scheduler.describe_interrupt = self._interrupted
+        scheduler.is_in_program = self.places.is_in_program
         return scheduler
 
     def _make_groups(self) -> Groups:
@@ -260,6 +262,16 @@ class Simulation:
         site = self.places.call_site(frame, strand.ident)[0]
         return KeyboardInterrupt(f"rank {strand.number} was interrupted at {place(site)}")
 
+    def end_threads(self) -> None:
+        """End the threads that have lived on after the runs."""
+        scheduler = self.scheduler
+        living = [rank.number for rank in scheduler.ranks if not rank.is_killed]
+        if living and not all(strand.has_ended for strand in scheduler.strands()):
+            scheduler.keeps_threads = False
+            scheduler.renew(living[:1])
+            with contextlib.suppress(Stopped):
+                self.run_ranks(lambda _: scheduler.end_world(Stopped()), own_modules=True)
+
     def abort(self) -> None:
         """Abort, after an error, what ranks had begun and no rank will finish.
 
@@ -298,8 +310,14 @@ class Simulation:
 
     def news(self) -> list[str]:
         """Return the lines on wrong uses of GPUs that have not been returned before."""
-        wrong = self.fleet.wrong(has_ended=False) if self.fleet else []
-        news = [line for line in wrong if line not in self._told]
+        return self._news(self.fleet.wrong(has_ended=False) if self.fleet else [])
+
+    def new_findings(self) -> list[str]:
+        """Return the lines of the sanitizer that have not been returned before."""
+        return self._news(self._findings())
+
+    def _news(self, lines: Sequence[str]) -> list[str]:
+        news = [line for line in lines if line not in self._told]
         self._told.update(news)
         return news
 
@@ -310,7 +328,7 @@ class Simulation:
             yield
         except SimulationError as error:
             error.note((), _until_then("wrong on GPUs", self.news()))
-            error.note((), _until_then("found by --sanitize", self._findings()))
+            error.note((), _until_then("found by --sanitize", self.new_findings()))
             raise
 
     @contextlib.contextmanager
@@ -362,6 +380,20 @@ class Simulation:
 
     def _others(self, failed: Collection[int]) -> str:
         return doing_of_others(failed, self.scheduler.ranks, self.places, self._history())
+
+    def dead(self, ranks: Collection[int]) -> list[int]:
+        """Return which of some ranks have been killed by a fault."""
+        return [rank for rank in sorted(ranks) if self.scheduler.ranks[rank].is_killed]
+
+    def death_error(self, ranks: Collection[int]) -> SimulationError | None:
+        """Return an error that names the dead among some ranks, or None if all of them live."""
+        dead = self.dead(ranks)
+        if not dead:
+            return None
+        ends = rows.ends(Standstill({}, dead, dead, self._history()))
+        are = f"{rank_names(dead)} {'is' if len(dead) == 1 else 'are'}"
+        message = f"{are} dead: run on the other ranks, or begin a new session"
+        return SimulationError("\n".join([message, *table(ends)]), dead)
 
     def end_process(self, cause: str) -> None:
         """End the world without any clean-up, because a rank's process would end at once.

@@ -14,38 +14,34 @@ When no rank is ready and no event is pending, the world is deadlocked.
 A rank may start threads. Each thread is a strand, with its own clock and baton; the rank itself is
 its first strand. Across all ranks, exactly one strand runs at a time, so everything said here about
 ranks is true of strands.
+
+A world may have several runs. A run ends once all that it awaits have ended and nothing is under
+way; time limits and faults that are due later are left to the runs that get there.
 """
 
 import contextlib
 import ctypes
 import heapq
-import os
 import sys
-import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import count
-from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from distlab.sim.engine.patience import MAX_POLLS, Operation, Patience
 
 NEVER = float("inf")
+FIRST_S = -1.0  # the time of strands that come before all others
 # Limit on the calls of a rank that is being ended. A `finally` makes a few; a loop that catches
 # every exception would go on forever.
 MAX_UNWOUND = 100
 INTERRUPT_S = 0.01  # real seconds between two attempts to interrupt a rank
-MAX_INTERRUPTS = 500  # attempts; a rank may be in C code
-SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
-_PATHS = sysconfig.get_paths()
-LIBRARIES = (
-    "<frozen ",
-    *(f"{_PATHS[name]}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    f"{Path(os.__file__).parent}{os.sep}",
-)
+MAX_INTERRUPTS = 500  # attempts in a row on one rank, which may be in C code
+MAX_SPARED = 200  # attempts that are left out while a rank handles the one before
 STACK_BYTES = 512 * 1024  # the default of 8 MiB would take 8 GiB of addresses for 1,024 ranks
 
 
@@ -57,23 +53,13 @@ class Killed(BaseException):
     """Raised inside a rank that a fault has killed."""
 
 
-def _is_library(file: str) -> bool:
-    """Return whether a file belongs to Python or to an installed package, such as torch."""
-    return file.startswith(LIBRARIES) and not file.startswith(SIMULATOR)
-
-
-def interrupt(thread: int) -> None:
-    """Raise Stopped in a thread, unless the simulator, or a library for it, is running there.
-
-    Raised between two lines of the scheduler, it would leave the scheduler in disorder. Code
-    that calls the simulator is stopped by the scheduler itself.
-    """
-    frame = sys._current_frames().get(thread)
-    while frame and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is not None and not frame.f_code.co_filename.startswith(SIMULATOR):
-        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-        raise_in(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
+def _is_cleaning_up(thread: int) -> bool:
+    """Return whether a thread is in a ``finally`` or ``except`` that Stopped has made it enter."""
+    current: Any = sys._current_exceptions().get(thread)
+    error = current[1] if isinstance(current, tuple) else current  # a tuple before Python 3.12
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__context__
+    return error is not None
 
 
 class EventSource(Protocol):
@@ -91,6 +77,7 @@ class EventSource(Protocol):
 
 _new_baton = threading.Lock  # the real lock; while a world runs, ranks get virtual ones
 _new_event = threading.Event
+_new_endings: Callable[[], SimpleQueue[bool]] = SimpleQueue  # True: all ended; False: interrupted
 _new_queue: Callable[[], SimpleQueue[Callable[[], None] | None]] = SimpleQueue
 
 
@@ -99,12 +86,17 @@ def _nothing() -> None:
 
 
 class Timer:
-    """An action due at a virtual time; ``action`` is None once the timer is cancelled."""
+    """An action due at a virtual time; ``action`` is None once the timer is cancelled.
 
-    __slots__ = ("action",)
+    Attributes:
+        is_work: True for work under way, which a run awaits; False for a time limit or a fault.
+    """
 
-    def __init__(self, action: Callable[[], None]) -> None:
+    __slots__ = ("action", "is_work")
+
+    def __init__(self, action: Callable[[], None], *, is_work: bool) -> None:
         self.action: Callable[[], None] | None = action
+        self.is_work = is_work
 
 
 class Worker:
@@ -187,6 +179,11 @@ class Strand:
         self.baton = _new_baton()
         self.baton.acquire()
 
+    @property
+    def is_idle(self) -> bool:
+        """True while it waits for another thread of its rank, as a pool's thread for a task."""
+        return getattr(self.waits_in, "ends_with_rank", False)
+
     def __repr__(self) -> str:
         thread = f", thread {self.order}," if self.order else ""
         return f"rank {self.number}{thread} at {self.clock_s:.9f} s"
@@ -209,10 +206,12 @@ class Rank(Strand):
         self.last_call: object = None
         self.worker: Worker | None = None
 
-    def renew(self, clock_s: float) -> None:
-        """Become ready for another run; a thread that will never end is left behind."""
-        self.clock_s, self.strands = clock_s, [self]
-        self.has_ended = self.is_killed = False
+    def renew(self, clock_s: float, *, takes_part: bool) -> None:
+        """Get ready for another run; a rank that takes part becomes ready, unless it is dead."""
+        self.clock_s, self.has_ended = clock_s, not takes_part or self.is_killed
+        self.strands = [self, *(strand for strand in self.strands[1:] if not strand.has_ended)]
+        for order, strand in enumerate(self.strands):
+            strand.order = order
         self.num_unwound, self.waits_in, self.doing = 0, None, ""
         self.patience, self.waiting = Patience(clock_s), deque()
         if self.is_parked:
@@ -222,8 +221,8 @@ class Rank(Strand):
 
     @property
     def has_left(self) -> bool:
-        """True once all threads of the rank have ended."""
-        return all(strand.has_ended for strand in self.strands)
+        """True once the rank has ended, and none of its threads does anything more."""
+        return self.has_ended and all(s.has_ended or s.is_idle for s in self.strands)
 
 
 class CutShort(NamedTuple):
@@ -238,34 +237,42 @@ class Scheduler:
     """Runs the ranks of one world in the order of their clocks.
 
     Attributes:
+        current: The running strand.
         cut_short: Waits that an error has ended in this run, of the first thread of each rank.
+        now_s: Time of the latest event or ``act``.
+        keeps_threads: True if threads that ranks have started live on after a run, and after an
+            error unless they communicate; False if a run awaits them, as a Python process does.
+        is_lost: True once a rank could not be interrupted.
+        interrupted_by: Error that ends an interrupted run, or None.
+        describe_rest: Function that returns the operation to report for a strand that only sleeps.
+        describe_interrupt: Function that returns the error for a run interrupted in a strand.
+        is_in_program: Function that returns whether a frame is of the program, or of a library that
+            the program calls. A strand is interrupted only there: between two lines of the
+            simulator, an exception would leave it in disorder.
+        on_abandoned: Function called for each daemon thread that is killed as its rank has ended.
     """
 
     def __init__(self, num_ranks: int, on_switch: Callable[[Strand, Strand], None]) -> None:
         self.ranks = [Rank(number) for number in range(num_ranks)]
         self.current: Strand = self.ranks[0]
-        self.now_s = 0.0  # time of the latest event or `act`
-        self._stopped_s = 0.0  # that time when the run was stopped
+        self.now_s = 0.0
         self.source: EventSource | None = None
-        self.is_stopping = False
+        self.keeps_threads = self.is_stopping = self.is_lost = False
+        self.failure: BaseException | None = None
+        self.interrupted_by: BaseException | None = None
         self.cut_short: list[CutShort] = []
-        # Returns the operation to report for a strand that only sleeps.
         self.describe_rest: Callable[[Strand], object] = repr
-        # Called for each daemon thread that is killed because its rank has ended.
+        self.describe_interrupt: Callable[[Strand], BaseException] = lambda _: KeyboardInterrupt()
+        self.is_in_program: Callable[[FrameType], bool] = lambda _: False
         self.on_abandoned: Callable[[Strand], None] = lambda _: None
         self._on_switch = on_switch  # called with (from, to), to swap the ranks' process state
+        self._on_deadlock: Callable[[], BaseException] | None = None
         self._ready = [(0.0, number, 0) for number in range(num_ranks)]  # (clock, rank, strand)
+        self._awaited: set[Strand] = {*self.ranks}  # strands that the run awaits
+        self._stopped_s = 0.0  # value of `now_s` when the run was stopped
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = count()
-        self._all_ended = threading.Lock()
-        self._on_deadlock: Callable[[], BaseException] | None = None
-        self.failure: BaseException | None = None
-        self.is_awaiting = False  # while the caller of `run` waits, and a signal may interrupt it
-        self.is_interrupted = False  # True if a signal came at another time
-        self.is_lost = False  # True once a rank could not be interrupted
-        self.interrupted_by: BaseException | None = None  # set while the run is being interrupted
-        # Returns the error for a run that is interrupted while a strand runs.
-        self.describe_interrupt: Callable[[Strand], BaseException] = lambda _: KeyboardInterrupt()
+        self._endings = _new_endings()
 
     def run(self, body: Callable[[Rank], None], on_deadlock: Callable[[], BaseException]) -> None:
         """Run ``body`` on the ready ranks until all have ended; raise the error that ended the run.
@@ -275,58 +282,68 @@ class Scheduler:
             on_deadlock: Function that returns the error to raise when no rank can continue.
         """
         self._on_deadlock = on_deadlock
-        self._all_ended.acquire()
         self._start(body)
-        _, first, _ = heapq.heappop(self._ready)
-        self.current = self.ranks[first]
+        self.current = self._strand(*heapq.heappop(self._ready))
         self.current.baton.release()
         self._await_end()
-        if failure := self.failure or self.interrupted_by:
+        failure, self.failure = self.failure or self.interrupted_by, None
+        if failure:
             raise failure
 
     def _start(self, body: Callable[[Rank], None]) -> None:
         usual = threading.stack_size(STACK_BYTES)
+        ranks = [self.ranks[number] for _, number, order in self._ready if not order]
         try:
-            for _, number, _ in self._ready:
-                rank = self.ranks[number]
-                rank.worker = rank.worker or Worker(f"rank {number}")
+            for rank in ranks:
+                rank.worker = rank.worker or Worker(f"rank {rank.number}")
                 rank.ident = rank.worker.ident
         finally:
             threading.stack_size(usual)
-        for _, number, _ in self._ready:
-            rank = self.ranks[number]
+        for rank in ranks:
             if rank.worker:
                 rank.worker.begin(partial(self.be, rank, partial(body, rank)))
 
+    def interrupt(self) -> None:
+        """End the present run; may be called in any thread, and by a signal's handler."""
+        self._endings.put(False)
+
     def _await_end(self) -> None:
         """Wait until all strands have ended; if the user interrupts that, make them end."""
-        while True:
+        has_ended = False
+        while not has_ended and not self.is_lost:
             try:
-                return self._make_end() if self.interrupted_by else self._await_all()
+                has_ended = self._make_end() if self.interrupted_by else self._endings.get()
             except KeyboardInterrupt:
+                has_ended = False
+            if not has_ended:
                 self.interrupted_by = self.interrupted_by or self.describe_interrupt(self.current)
 
-    def _await_all(self) -> None:
-        self.is_awaiting = True
-        try:
-            if self.is_interrupted:
-                raise KeyboardInterrupt
-            with self._all_ended:
-                pass
-        finally:
-            self.is_awaiting = False
-
-    def _make_end(self) -> None:
+    def _make_end(self) -> bool:
         """Interrupt the ranks until they end; give up on one that neither returns nor calls."""
-        for _ in range(MAX_INTERRUPTS):
-            if self._all_ended.acquire(timeout=INTERRUPT_S):
-                self._all_ended.release()
-                for worker in self._workers():
-                    worker.settle()
-                return
-            interrupt(self.current.ident)
+        strand, num_attempts = self.current, 0
+        while num_attempts < MAX_INTERRUPTS:
+            with contextlib.suppress(Empty):
+                if self._endings.get(timeout=INTERRUPT_S):
+                    for worker in self._workers():
+                        worker.settle()
+                    return True
+            num_attempts = num_attempts + 1 if strand is self.current else 1
+            strand = self.current
+            if not _is_cleaning_up(strand.ident) or num_attempts % MAX_SPARED == 0:
+                self._interrupt(strand)
         self.is_lost = True
         self._on_switch = lambda *_: None  # the process is no longer the ranks'
+        return False
+
+    def _interrupt(self, strand: Strand) -> None:
+        """Raise Stopped in a strand, unless the simulator, or a library for it, runs there.
+
+        Code that calls the simulator is stopped by the scheduler itself.
+        """
+        frame = sys._current_frames().get(strand.ident)
+        if frame is not None and self.is_in_program(frame):
+            raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            raise_in(ctypes.c_ulong(strand.ident), ctypes.py_object(Stopped))
 
     def _workers(self) -> Iterator[Worker]:
         """Yield the ranks' threads, but for those that will never end."""
@@ -334,21 +351,38 @@ class Scheduler:
             if rank.worker and not rank.is_parked:
                 yield rank.worker
 
-    def first(self) -> int:
-        """Return the number of the rank that will begin the next run."""
-        return self._ready[0][1]
+    def first(self) -> Strand:
+        """Return the strand that will begin the next run."""
+        return self._strand(*self._ready[0])
 
     def renew(self, ranks: Collection[int]) -> None:
-        """Make ranks ready for another run, which begins at the latest of all ranks' times."""
-        now_s = self.latest_s()
+        """Make ranks ready for another run, which begins at the latest of all ranks' times.
+
+        The threads that live on go on in it, those of other ranks as well.
+        """
+        now_s, going_on = self.latest_s(), [self._strand(*entry) for entry in self._ready]
+        self._ready, self._awaited, self._endings = [], set(), _new_endings()
         for rank in self.ranks:
-            rank.renew(now_s)
-        self.now_s, self.is_stopping, self.failure = now_s, False, None
-        self.interrupted_by, self.is_interrupted = None, False
+            rank.renew(now_s, takes_part=rank.number in ranks)
+            going_on += [] if rank.has_ended else [rank]
+            self._awaited.update(s for s in rank.strands if not s.has_ended and self._awaits(s))
+        for strand in going_on:
+            strand.clock_s = max(strand.clock_s, now_s)
+            self._enqueue(strand)
+        self._timers = [timer for timer in self._timers if timer[2].action]
+        heapq.heapify(self._timers)
+        self.now_s, self.is_stopping, self.interrupted_by = now_s, False, None
         self.cut_short = []
-        for rank in self.ranks:
-            rank.has_ended = rank.number not in ranks
-        self._ready = [(now_s, number, 0) for number in sorted(ranks)]
+
+    def _awaits(self, strand: Strand) -> bool:
+        """Return whether a run awaits the end of a strand."""
+        return strand is strand.rank or not self.keeps_threads
+
+    def _strand(self, _: float, number: int, order: int) -> Strand:
+        return self.ranks[number].strands[order]
+
+    def _enqueue(self, strand: Strand) -> None:
+        heapq.heappush(self._ready, (strand.clock_s, strand.number, strand.order))
 
     def latest_s(self) -> float:
         """Return the latest time of all ranks and events."""
@@ -356,10 +390,15 @@ class Scheduler:
         return max(ended_s, *(rank.clock_s for rank in self.ranks))
 
     def drain(self) -> None:
-        """Run the events that are left after a run was stopped."""
+        """Finish the work that is under way after a run was stopped."""
         self.now_s, self.is_stopping = self.latest_s(), False
-        while (event_s := self._next_event_s()) < NEVER:
-            self._run_events(max(event_s, self.now_s))
+        while self._has_work():
+            self._run_events(max(self._next_event_s(), self.now_s))
+
+    def _has_work(self) -> bool:
+        """Return whether a message or the like is under way."""
+        has_traffic = self.source is not None and self.source.next_event_s < NEVER
+        return has_traffic or any(timer.is_work and timer.action for _, _, timer in self._timers)
 
     def close(self) -> None:
         """End the ranks' threads."""
@@ -373,7 +412,9 @@ class Scheduler:
         strand = Strand(len(rank.strands), self.current.clock_s, name, is_daemon=is_daemon)
         strand.rank, strand.number = rank, rank.number
         rank.strands.append(strand)
-        heapq.heappush(self._ready, (strand.clock_s, strand.number, strand.order))
+        if self._awaits(strand):
+            self._awaited.add(strand)
+        self._enqueue(strand)
         return strand
 
     def be(self, strand: Strand, body: Callable[[], None]) -> None:
@@ -392,7 +433,7 @@ class Scheduler:
             self.stop(self.interrupted_by)
         for other in strand.waiting:
             self.ready(other, strand.clock_s)
-        if strand is strand.rank:
+        if strand is strand.rank and not self.keeps_threads:
             for other in strand.rank.strands:
                 if other.is_daemon and not other.has_ended:
                     self.on_abandoned(other)
@@ -414,7 +455,7 @@ class Scheduler:
             if not self._someone_is_earlier(rank):
                 self.now_s = rank.clock_s
                 break
-            heapq.heappush(self._ready, (rank.clock_s, rank.number, rank.order))
+            self._enqueue(rank)
             self._yield(rank)
         if self.is_stopping or rank.is_killed or self.interrupted_by:
             self._unwind()
@@ -431,7 +472,8 @@ class Scheduler:
             patience.wakes(rank.clock_s)
             return True
         patience.waits()
-        timer = self.at(max(until_s, self.now_s), partial(self._give_up, rank, operation))
+        give_up = partial(self._give_up, rank, operation)
+        timer = self.at(max(until_s, self.now_s), give_up, is_work=False)
         try:
             self._yield(rank)
         finally:
@@ -474,16 +516,17 @@ class Scheduler:
     def _stop_if_in_vain(self, rank: Strand) -> None:
         if not self._all_poll():
             return
-        for strand in self._strands():
+        for strand in self.strands():
             asks = strand.patience.asks
             if asks is not None and strand.waits_in is None and not strand.has_ended:
                 strand.waits_in = asks()
+        self._enqueue(rank)
         self._stop_deadlock()
         self._yield(rank)
 
     def _all_poll(self) -> bool:
         """Return True if every rank polls or waits, and no event is pending."""
-        waiting = (self.ranks[number].strands[order] for _, number, order in self._ready)
+        waiting = (self._strand(*entry) for entry in self._ready)
         return self._next_event_s() == NEVER and all(strand.patience.asks for strand in waiting)
 
     def ready(self, rank: Strand, at_s: float) -> None:
@@ -493,16 +536,23 @@ class Scheduler:
         rank.waits_in = None
         if at_s > rank.clock_s:
             rank.clock_s = at_s
-        heapq.heappush(self._ready, (rank.clock_s, rank.number, rank.order))
+        self._enqueue(rank)
 
-    def at(self, time_s: float, action: Callable[[], None]) -> Timer:
-        """Call ``action`` when virtual time reaches ``time_s``, unless the timer is cancelled."""
-        timer = Timer(action)
+    def at(self, time_s: float, action: Callable[[], None], *, is_work: bool = True) -> Timer:
+        """Call ``action`` when virtual time reaches ``time_s``, unless the timer is cancelled.
+
+        Args:
+            time_s: Virtual time.
+            action: Function to call.
+            is_work: False for a time limit or a fault, which no run awaits.
+        """
+        timer = Timer(action, is_work=is_work)
         heapq.heappush(self._timers, (time_s, next(self._order), timer))
         return timer
 
     def kill(self, rank: Rank) -> None:
-        """End a rank wherever it is, without notifying the others."""
+        """End a rank wherever it is, for good, without notifying the others."""
+        rank.is_killed = rank.is_killed or not rank.has_left
         for strand in rank.strands:
             self._kill(strand)
 
@@ -523,22 +573,32 @@ class Scheduler:
         return self.is_stopping or self.current.is_killed
 
     def stop(self, failure: BaseException) -> None:
-        """End the world: unwind every other rank, wherever it is."""
-        self.failure = self.failure or failure
-        if not self.is_stopping:
-            self.is_stopping, self._stopped_s = True, self.now_s
-            self.now_s = NEVER  # no rank has to wait any longer
-            running = [strand for strand in self._strands() if not strand.has_ended]
-            self.cut_short = [
-                CutShort(rank.number, rank.waits_in, rank.clock_s)
-                for rank in self.ranks
-                if rank.waits_in is not None
-            ]
-            for strand in running:
-                strand.waits_in = None
-            self._ready = [(0.0, strand.number, strand.order) for strand in running]
+        """End the run: unwind every other strand, wherever it is.
 
-    def _strands(self) -> Iterator[Strand]:
+        Of threads that live on after a run, only those that run or communicate now are unwound.
+        """
+        self.failure = self.failure or failure
+        if self.is_stopping:
+            return
+        self.is_stopping, self._stopped_s = True, self.now_s
+        self.now_s = NEVER  # no rank has to wait any longer
+        self.cut_short = [
+            CutShort(rank.number, rank.waits_in, rank.clock_s)
+            for rank in self.ranks
+            if rank.waits_in is not None
+        ]
+        queued = [self._strand(*entry) for entry in self._ready]
+        idle = (strand for strand in self.strands() if strand.is_idle)
+        stays = {strand for strand in (*queued, *idle) if not self._awaits(strand)}
+        self._awaited = {s for s in self.strands() if not s.has_ended} - stays
+        for strand in (*self._awaited, *queued):
+            strand.waits_in = None
+        self._ready = [(FIRST_S, strand.number, strand.order) for strand in self._awaited]
+        self._ready += [(s.clock_s, s.number, s.order) for s in queued if s in stays]
+        heapq.heapify(self._ready)
+
+    def strands(self) -> Iterator[Strand]:
+        """Yield the threads of all ranks."""
         for rank in self.ranks:
             yield from rank.strands
 
@@ -547,6 +607,8 @@ class Scheduler:
     def _someone_is_earlier(self, rank: Strand) -> bool:
         if self._ready and self._ready[0] < (rank.clock_s, rank.number, rank.order):
             return True
+        if not self._awaited and rank.clock_s > self._end_s():
+            return True  # what comes then is left to the next run
         return self._next_event_s() <= rank.clock_s
 
     def _next_event_s(self) -> float:
@@ -560,10 +622,8 @@ class Scheduler:
 
     def _yield(self, rank: Strand) -> None:
         next_rank = self._next()
-        if next_rank is not None and next_rank is not rank:
-            self._on_switch(rank, next_rank)
-            self.current = next_rank
-            next_rank.baton.release()
+        if next_rank is not rank:
+            self._pass_baton(rank, next_rank)
             rank.baton.acquire()
         if self.is_stopping or rank.is_killed:
             self._unwind()
@@ -584,30 +644,41 @@ class Scheduler:
             baton.acquire()
 
     def _hand_over(self, rank: Strand) -> None:
-        """Pass on the baton of a strand that has ended."""
-        next_rank = self._next()
+        """Pass on the baton of a strand that has ended; at the end of a run, to the caller."""
+        self._awaited.discard(rank)
+        self._pass_baton(rank, self._next())
+
+    def _pass_baton(self, rank: Strand, next_rank: Strand | None) -> None:
         if next_rank is None:
-            self._all_ended.release()
+            self._endings.put(True)
         else:
             self._on_switch(rank, next_rank)
             self.current = next_rank
             next_rank.baton.release()
 
     def _next(self) -> Strand | None:
-        """Run events until a strand comes first; return that strand, or None if all have ended."""
+        """Run events until a strand comes first; return it, or None at the end of the run.
+
+        When all that the run awaits have ended, threads that live on catch up with them.
+        """
         while True:
             event_s = NEVER if self.is_stopping else self._next_event_s()
-            if self._ready and self._ready[0][0] < event_s:
+            until_s = NEVER if self._awaited else self._end_s()
+            if self._ready and self._ready[0][0] < event_s and self._ready[0][0] <= until_s:
                 clock_s, number, order = heapq.heappop(self._ready)
                 if clock_s > self.now_s:
                     self.now_s = clock_s
                 return self.ranks[number].strands[order]
-            if event_s < NEVER:
-                self._run_events(event_s)
-            elif all(strand.has_ended for strand in self._strands()):
+            if event_s < NEVER and (event_s <= until_s or self._has_work()):
+                self._run_events(max(event_s, self.now_s))
+            elif not self._awaited:
                 return None
             elif not self._dismiss():
                 self._stop_deadlock()
+
+    def _end_s(self) -> float:
+        """Return the time at which the ranks that took part in the run have ended."""
+        return FIRST_S if self.is_stopping else max(rank.clock_s for rank in self.ranks)
 
     def _dismiss(self) -> bool:
         """Kill threads that only wait for work from a rank that has ended; return False if none do.
@@ -616,8 +687,8 @@ class Scheduler:
         """
         idle = [
             strand
-            for strand in self._strands()
-            if strand.rank.has_ended and getattr(strand.waits_in, "ends_with_rank", False)
+            for strand in self.strands()
+            if strand.rank.has_ended and strand.is_idle and not self.keeps_threads
         ]
         for strand in idle:
             self._kill(strand)

@@ -92,14 +92,10 @@ class Trace:
             raise ValueError("events were only counted: simulate with Options(has_events=True)")
         return list(map(Event._make, self._rows))
 
-    @property
-    def num_events(self) -> int:
-        """Number of events so far."""
-        return len(self._rows)
-
-    def events_from(self, number: int) -> list[Event]:
-        """Return the events from the ``number``-th on."""
-        return list(map(Event._make, self._rows[number:]))
+    def take_events(self) -> list[Event]:
+        """Return all events since the last call, and forget them."""
+        rows, self._rows = self._rows, []
+        return list(map(Event._make, rows))
 
     def carried(self, src: int, dst: int, num_bytes: float, messages: int) -> None:
         """Count bytes and messages from one rank to another, whatever call they belong to."""

@@ -55,6 +55,11 @@ class Exits:
         self._places = places
         self._programs: dict[int, _Program] = {}
 
+    def forget(self) -> None:
+        """Forget the programs of the last run, whose frames keep their variables alive."""
+        self.known.clear()
+        self._programs.clear()
+
     @contextlib.contextmanager
     def watched(self, rank: int) -> Iterator[None]:
         """Record the program's last line, unless a debugger or coverage tool is tracing it."""
@@ -142,10 +147,15 @@ def deaths_due(
     faults: Faults, scheduler: Scheduler, clock: Clock, rank_states: RankStates, exits: Exits
 ) -> Iterator[None]:
     """Kill ranks as ``faults`` demands: at a given time, or when an optimizer step begins."""
+    timers = []
     for number, at_s in faults.kill_ranks.items():
-        scheduler.at(at_s, partial(scheduler.kill, scheduler.ranks[number]))
-        if at_s == 0:
-            exits.deaths[number] = Death(None, at_s, 0)  # its program may never begin
+        rank = scheduler.ranks[number]
+        if at_s > scheduler.now_s:
+            timers.append(scheduler.at(at_s, partial(scheduler.kill, rank), is_work=False))
+        elif not rank.is_killed:  # its program does not begin
+            exits.deaths[number] = Death(None, at_s, exits.num_steps[number])
+            rank.is_killed = True
+            scheduler.kill(rank)
 
     def begin_step(*_: object) -> None:
         if not rank_states.is_in_rank():
@@ -164,3 +174,5 @@ def deaths_due(
         yield
     finally:
         hook.remove()
+        for timer in timers:
+            timer.action = None

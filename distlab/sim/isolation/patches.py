@@ -101,6 +101,7 @@ def installed(host: RankHost) -> Iterator[None]:
         isolate._set_thread_isolation_mode(True)
         undo.callback(isolate._set_thread_isolation_mode, False)
         _register_backend(host)
+        undo.callback(_current.clear)
         _patch_groups(undo, host)
         _patch_making_of_groups(undo, host)
         _patch_default_group(undo, host)

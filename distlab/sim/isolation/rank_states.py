@@ -195,8 +195,8 @@ class RankStates:
         """Stop hosting ranks; called in a process that a rank has forked."""
         self._running = [0] * (1 + self.num_ranks)
 
-    def begin(self, number: int) -> None:
-        """Make a rank the running one, whose state the process takes on.
+    def begin(self, strand: Strand) -> None:
+        """Make a strand the running one, whose rank's state the process takes on.
 
         Ranks print where the process does now, unless they have redirected their streams.
         """
@@ -204,8 +204,9 @@ class RankStates:
         for state in self._states:
             if state.streams == self._streams:
                 state.streams = streams
-        self._streams, self._running[0] = streams, number
-        state = self._states[number]
+        self._streams, self._running[0] = streams, strand.number
+        self._running[1 + strand.number] = strand.ident
+        state = self._states[strand.number]
         state.bring_out(self.tables)
         if state.folder != self._folder:
             self._go_to(state.folder)

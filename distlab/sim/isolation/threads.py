@@ -21,8 +21,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import _base as futures
+from concurrent.futures import thread as pools
 from itertools import count
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.patience import POLL_S
@@ -70,6 +72,7 @@ class Threads:
         self._scheduler, self._clock = scheduler, clock
         self._rank_states, self._places = rank_states, places
         self._around, self.notes = around, ThreadNotes(places)
+        self._queues: Any = WeakKeyDictionary()  # not Python's, which awaits its threads at exit
         self._plain = threading.local()  # flags threads that currently get real locks
 
     def install(self, replace: Replace) -> None:
@@ -82,6 +85,7 @@ class Threads:
         replace(threading, "_time", time.monotonic)  # returns virtual time if a rank calls it
         replace(queue, "time", time.monotonic)
         replace(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
+        replace(pools, "_threads_queues", self._queues)
         replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
         self.notes.watch_results(replace, self.running)
         replace(selectors.DefaultSelector, "select", _method(self._select))
@@ -130,7 +134,7 @@ class Threads:
 
     # Threads
 
-    def _start(self, thread: threading.Thread) -> None:
+    def _start(self, thread: Any) -> None:
         if not self._rank_states.is_in_rank():
             _real_start(thread)
         elif _is_for_processes():
@@ -138,7 +142,9 @@ class Threads:
         else:
             site, *_ = self._places.call_site()
             strand = self._make_strand(thread)
+            is_daemon, thread._daemonic = thread.daemon, True  # the process never waits for it
             self._start_for_real(thread)
+            thread._daemonic = is_daemon
             strand.ident = thread.ident or 0
             self._places.note_start(strand.ident, site)
 

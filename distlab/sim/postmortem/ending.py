@@ -38,7 +38,7 @@ def standstill_error(
     Args:
         mailbox: Mailbox with all unmatched sends and recvs.
     """
-    blocked = {rank.number: waiting(rank) for rank in ranks}
+    blocked = {rank.number: waiting(rank) for rank in ranks if not rank.has_left}
     firsts = {number: strands[0] for number, strands in blocked.items() if strands}
     frames = sys._current_frames()
     still = Standstill(
@@ -136,7 +136,7 @@ def doing_of_others(
     blocked = {
         other.number: strands[0]
         for other in ranks
-        if other.number not in failed and (strands := waiting(other))
+        if not (other.number in failed or other.has_left) and (strands := waiting(other))
     }
     calls = [
         (rows.row_of(strand.waits_in, waits_at(strand, places, frames)), strand.waits_in)

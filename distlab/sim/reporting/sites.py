@@ -21,6 +21,7 @@ Site = tuple[str, int, str]  # (file, line, function); the file is "" in given c
 CallSite = tuple[Site, bool, str]  # (site, whether torch makes the call, its function or "")
 
 _SIMULATOR = f"{Path(__file__).parents[1]}{os.sep}"
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 PROGRAM, GIVEN, SIMULATOR, API, TORCH, STANDARD_LIBRARY = range(6)
 
 
@@ -122,6 +123,18 @@ class Places:
         real = os.path.realpath(file)
         is_given = any(real == path or real.startswith(path + os.sep) for path in self._given)
         return GIVEN if is_given else PROGRAM
+
+    def is_in_program(self, frame: FrameType | None) -> bool:
+        """Return whether a frame is of the program, or of a library that the program calls."""
+        while frame is not None and self._is_of_library(file := frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame is not None and not file.startswith(_OURS)
+
+    def _is_of_library(self, file: str) -> bool:
+        is_of_program = self.kind(file) in (PROGRAM, GIVEN) and {*_PACKAGES}.isdisjoint(
+            Path(file).parts
+        )
+        return not is_of_program and not file.startswith(_OURS)
 
     def note_start(self, thread: int, site: Site) -> None:
         """Record the line that started a thread, in case the thread runs no line of the program."""

@@ -4,11 +4,16 @@ import contextlib
 import gc
 import io
 import os
+import re
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -305,20 +310,6 @@ def test_a_race_is_told_once(session: Session) -> None:
     assert session.run(total).wrong == []
 
 
-def test_what_an_error_aborts_is_freed(session: Session) -> None:
-    def fails_with_much_under_way(rank: int) -> None:
-        x = torch.ones(1 << 20, device=on_device().device)
-        dist.all_reduce(x, async_op=True) if rank else dist.isend(x, 1)
-        raise ValueError("no")
-
-    in_use = []
-    for _ in range(2):
-        session.run(fails_with_much_under_way)
-        gc.collect()
-        in_use.append(session.live_bytes())
-    assert in_use[0] == in_use[1]
-
-
 # Interrupts
 
 
@@ -353,8 +344,8 @@ def interrupted(session: Session, program: Callable[[int], None], times: int = 1
     """Run a program until SIGINT comes, as from Ctrl-C or a notebook's button."""
 
     def interrupt() -> None:
-        for _ in range(times):
-            time.sleep(0.2)
+        for number in range(times):
+            time.sleep(0.05 if number else 0.2)
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -399,7 +390,8 @@ def test_a_rank_that_cannot_be_interrupted_ends_the_session(
         select.select([], [], [], 0.6)  # in C, like a library's own waiting
 
     assert isinstance(interrupted(session, waits_outside).error, KeyboardInterrupt)
-    with pytest.raises(RuntimeError, match="cannot go on: rank 0 was interrupted at test_session"):
+    message = "cannot go on: rank 0 was interrupted at test_session.*Begin a new session"
+    with pytest.raises(RuntimeError, match=message):
         session.run(total)
     time.sleep(0.6)  # the thread ends
     assert "RANK" not in os.environ
@@ -432,3 +424,366 @@ def test_an_interrupt_waits_for_library_code_of_the_simulator(
     kept = session.run(look).results
     assert isinstance(interrupted(session, sums_single).error, KeyboardInterrupt)
     assert session.run(look).results == kept
+
+
+# Faults
+
+
+def dying(at_s: float, **options: Any) -> Session:
+    KEPT[:] = [{} for _ in range(SIZE)]
+    faults = Faults(kill_ranks={3: at_s})
+    return Session(SIZE, "dgx-h100", Options(faults=faults, **options))
+
+
+def sleeps_and_counts(rank: int) -> int:
+    time.sleep(2.0)
+    mine()["count"] = mine().get("count", 0) + 1
+    return int(mine()["count"])
+
+
+def test_a_rank_dies_in_the_run_in_which_its_time_comes() -> None:
+    session = dying(5.0)
+    for number in (1, 2):
+        lap = session.run(sleeps_and_counts)
+        assert (lap.error, lap.seconds) == (None, pytest.approx(2.0))
+        assert lap.results == dict.fromkeys(range(SIZE), number)
+    lap = session.run(sleeps_and_counts)
+    assert lap.results == dict.fromkeys(range(3), 3)
+    assert re.search(r"^rank 3 is dead(.|\n)*fault at 5.*test_session.py", str(lap.error))
+    session.close()
+
+
+def test_a_fault_in_a_later_run_waits_when_a_run_fails() -> None:
+    session = dying(5.0)
+    assert "no" in str(session.run(fails).error)
+    assert session.now_s < 1.0
+    assert_it_works(session)
+    session.close()
+
+
+@pytest.mark.parametrize("semantics", ["gloo", "nccl"])
+def test_later_runs_say_that_a_rank_is_dead_and_others_go_on(semantics: str) -> None:
+    session = dying(1.0, semantics=semantics)
+    session.run(sleeps_and_counts)
+    for _ in range(2):
+        lap = session.run(lambda rank: rank)
+        assert lap.results == {0: 0, 1: 1, 2: 2}
+        assert "rank 3 is dead" in str(lap.error)
+    assert session.run(lambda rank: rank, [0, 2]).error is None
+    lap = session.run(lambda rank: rank, [3])
+    assert (lap.results, "rank 3 is dead" in str(lap.error)) == ({}, True)
+    assert "killed by a fault at 1" in str(session.run(total).error)
+    assert session.run(lambda rank: rank, [0]).results == {0: 0}
+    session.close()
+
+
+def test_a_fault_that_is_due_between_two_runs_kills_at_the_start_of_the_next() -> None:
+    session = dying(1.0)
+    session.run(sleeps_and_counts, [0])
+    lap = session.run(lambda rank: rank)
+    assert lap.results == {0: 0, 1: 1, 2: 2}
+    assert "killed by a fault at 1" in str(lap.error)
+    session.close()
+
+
+# Threads of the program
+
+
+def test_a_pool_works_over_several_runs_and_after_errors(session: Session) -> None:
+    def submit(rank: int) -> int:
+        pool = mine().setdefault("pool", ThreadPoolExecutor(1))
+        return int(pool.submit(lambda: rank * 10).result())
+
+    expected = {rank: rank * 10 for rank in range(SIZE)}
+    for program in (total, fails, all_receive, leaves_one_out, communicates):
+        if program is communicates:
+            interrupted(session, program)
+        else:
+            session.run(program)
+        assert session.run(submit).results == expected
+    session.run(lambda rank: mine()["pool"].shutdown())
+
+
+def test_a_thread_goes_on_in_later_runs(session: Session) -> None:
+    def begin(rank: int) -> None:
+        def beat() -> None:
+            while True:
+                time.sleep(1.0)
+                mine()["beats"] += 1
+
+        mine()["beats"] = 0
+        threading.Thread(target=beat).start()
+
+    def look(_: int) -> int:
+        time.sleep(10.5)
+        return int(mine()["beats"])
+
+    lap = session.run(begin, [0, 1])
+    assert (lap.error, lap.seconds) == (None, pytest.approx(0.0, abs=1e-3))
+    assert session.run(look, [0]).results[0] in (9, 10, 11)
+    assert isinstance(interrupted(session, computes).error, KeyboardInterrupt)
+    session.run(fails)
+    assert session.run(look, [1]).results[1] in (19, 20, 21, 22)
+    assert_it_works(session)
+
+
+def test_a_thread_that_has_time_left_ends_in_its_run(session: Session) -> None:
+    def begin(rank: int) -> None:
+        thread = threading.Thread(target=lambda: mine().update(done=rank))
+        mine()["thread"] = thread
+        thread.start()
+
+    session.run(begin)
+    assert [kept["done"] for kept in KEPT] == [*range(SIZE)]
+    assert session.run(lambda _: mine()["thread"].join()).error is None
+
+
+def test_a_thread_that_communicates_may_be_answered_in_a_later_run(session: Session) -> None:
+    def begin(rank: int) -> None:
+        def receive() -> None:
+            x = on_device(0.0)
+            dist.recv(x, 1)
+            mine()["x"] = x.item()
+
+        thread = mine()["thread"] = threading.Thread(target=receive)
+        thread.start()
+
+    session.run(begin, [0])
+    session.run(lambda _: dist.send(on_device(7.0), 0), [1])
+    session.run(lambda _: mine()["thread"].join(), [0])
+    assert KEPT[0]["x"] == 7.0
+    assert_it_works(session)
+
+
+def test_an_error_ends_a_thread_that_communicates(session: Session) -> None:
+    def begin(rank: int) -> None:
+        def receive() -> None:
+            x = on_device(0.0)
+            dist.recv(x, 1)
+            x.item()
+
+        thread = mine()["thread"] = threading.Thread(target=receive)
+        thread.start()
+        time.sleep(1.0)
+
+    session.run(begin, [0])
+    session.run(fails)
+    assert session.run(lambda _: mine()["thread"].is_alive(), [0]).results == {0: False}
+    assert_it_works(session)
+
+
+def test_a_thread_of_an_earlier_run_does_not_hide_that_its_rank_has_returned(
+    session: Session,
+) -> None:
+    def begin(rank: int) -> None:
+        threading.Thread(target=threading.Event().wait).start()
+
+    session.run(begin)
+    error = session.run(lambda rank: rank and all_receive(rank)).error
+    assert re.search(r"rank 0 +returned", str(error))
+
+
+def test_an_endless_thread_can_be_interrupted(session: Session) -> None:
+    def begin(rank: int) -> None:
+        threading.Thread(target=computes, args=(2,)).start()
+
+    assert isinstance(interrupted(session, begin).error, KeyboardInterrupt)
+    assert_it_works(session)
+
+
+def test_closing_ends_threads_of_the_program(session: Session) -> None:
+    before = threading.active_count()
+
+    def begin(rank: int) -> None:
+        mine()["pool"] = ThreadPoolExecutor(1)
+        mine()["pool"].submit(print, end="")
+        threading.Thread(target=time.sleep, args=(1e6,)).start()
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+    session.run(begin)
+    assert threading.active_count() == before + 3 * SIZE
+    session.close()
+    assert threading.active_count() == before - SIZE
+
+
+def test_the_process_ends_without_waiting_for_threads_of_ranks() -> None:
+    program = """
+import threading, time
+from concurrent.futures import ThreadPoolExecutor
+from distlab.sim import Session
+kept = []
+def begin(rank):
+    kept.append(ThreadPoolExecutor(1))
+    kept[-1].submit(print)
+    threading.Thread(target=time.sleep, args=(1e6,)).start()
+Session(2).run(begin)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+# Other threads of the process
+
+
+def in_another_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def test_runs_may_come_from_any_thread(session: Session) -> None:
+    for _ in range(2):
+        in_another_thread(lambda: assert_it_works(session))
+        assert_it_works(session)
+        assert in_another_thread(lambda: session.run(fails)).error is not None
+
+
+@pytest.mark.parametrize("program", [computes, communicates])
+def test_a_run_in_another_thread_can_be_interrupted(
+    session: Session, program: Callable[[int], None]
+) -> None:
+    def interrupt_and_go_on(rank: int) -> None:
+        session.interrupt()
+        program(rank)
+
+    error = in_another_thread(lambda: session.run(interrupt_and_go_on)).error
+    assert isinstance(error, KeyboardInterrupt)
+    session.interrupt()  # between two runs, it does nothing
+    assert_it_works(session)
+
+
+def test_a_run_inside_a_run_is_refused(session: Session) -> None:
+    error = session.run(lambda _: session.run(total)).error
+    assert "the session runs a function already" in str(error)
+    assert_it_works(session)
+
+
+# Clean-up after an interrupt
+
+
+def test_an_interrupt_lets_a_rank_clean_up(session: Session) -> None:
+    def cleans_up(_: int) -> None:
+        try:
+            session.interrupt()
+            computes(2)
+        finally:
+            for _ in range(2_000_000):  # longer than the pause between two attempts
+                pass
+            mine()["is_clean"] = True
+
+    assert isinstance(session.run(cleans_up).error, KeyboardInterrupt)
+    assert KEPT[0] == {"is_clean": True}
+    assert_it_works(session)
+
+
+def test_an_endless_clean_up_is_interrupted_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_SPARED", 20)
+
+    def never_cleans_up(_: int) -> None:
+        try:
+            session.interrupt()
+            computes(2)
+        finally:
+            computes(2)
+
+    assert isinstance(session.run(never_cleans_up).error, KeyboardInterrupt)
+    assert_it_works(session)
+
+
+# Memory
+
+
+def test_nothing_piles_up_over_runs(session: Session) -> None:
+    def receives_with_a_limit(rank: int) -> None:
+        threading.Event().wait(1e-3)
+        total(rank)
+
+    session.run(receives_with_a_limit)
+    before = kept_by(session)
+    for _ in range(20):
+        session.run(receives_with_a_limit)
+    assert kept_by(session) == before
+
+
+def kept_by(session: Session) -> tuple[int, ...]:
+    world = session._world
+    strands = [*world.scheduler.strands()]
+    return len(world.scheduler._timers), len(world.trace._rows), len(strands)
+
+
+def test_what_an_error_aborts_is_freed(session: Session) -> None:
+    def fails_with_much_under_way(rank: int) -> None:
+        x = torch.ones(1 << 20, device=on_device().device)
+        dist.all_reduce(x, async_op=True) if rank else dist.isend(x, 1)
+        raise ValueError("no")
+
+    in_use = []
+    for _ in range(2):
+        session.run(fails_with_much_under_way)
+        gc.collect()
+        in_use.append(session.live_bytes())
+    assert in_use[0] == in_use[1]
+
+
+def test_closing_frees_what_ranks_hold(session: Session) -> None:
+    tensors: list[weakref.ref[Tensor]] = []
+
+    def hold(rank: int) -> None:
+        x = mine()["x"] = on_device(1.0)
+        dist.all_reduce(x)
+        tensors.append(weakref.ref(x))
+        threading.Thread(target=lambda: time.sleep(1e6) or x).start()
+        raise ValueError("no")
+
+    session.run(hold)
+    session.close()
+    KEPT.clear()
+    gc.collect()
+    assert tensors
+    assert all(tensor() is None for tensor in tensors)
+
+
+# The sanitizer
+
+
+def sanitized() -> Session:
+    KEPT[:] = [{} for _ in range(SIZE)]
+    return Session(SIZE, "dgx-h100", Options(is_sanitized=True))
+
+
+def make_model(rank: int, *, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine().update(model=model, optimizer=optimizer, data=torch.Generator().manual_seed(rank))
+
+
+def backward(_: int) -> None:
+    mine()["model"](torch.randn(8, 64, generator=mine()["data"])).square().mean().backward()
+
+
+def average(_: int) -> None:
+    for parameter in mine()["model"].parameters():
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+
+
+def step(_: int) -> None:
+    mine()["optimizer"].step()
+    mine()["optimizer"].zero_grad()
+
+
+def test_a_right_training_in_several_runs_has_no_findings() -> None:
+    session = sanitized()
+    for part in (make_model, *[backward, average, step] * 3):
+        lap = session.run(part)
+        assert (lap.error, lap.wrong) == (None, [])
+    session.close()
+
+
+def test_a_mistake_made_over_several_runs_is_told_once() -> None:
+    session = sanitized()
+    laps = [session.run(part) for part in (make_model, *[backward, step] * 3)]
+    told = [line for lap in laps for line in lap.wrong]
+    assert len(told) == len({*told}) >= 1
+    session.close()
