@@ -28,7 +28,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before = {*sys.modules}
 
     def write(source: str, name: str = "mine", *, age_s: int = 0) -> Path:
         file = tmp_path / f"{name}.py"
@@ -39,8 +38,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
         return file
 
     yield write
-    for name in {*sys.modules} - before:
-        del sys.modules[name]
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 class Edited:
