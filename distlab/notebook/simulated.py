@@ -119,9 +119,9 @@ class SimulatedRanks:
 
     def state(self) -> list[str]:
         """Return lines on what the ranks hold and what is unfinished."""
-        held = self._session.live_bytes()
+        held = max(self._session.live_bytes(), default=0)
         lines = [f"virtual time: {seconds_text(self._session.now_s)}"]
-        lines += [f"memory: up to {bytes_text(max(held))} on a rank"] * bool(held and max(held))
+        lines += [f"memory: up to {bytes_text(held)} on a rank"] * bool(held)
         lines += _titled("variables:", [*_variables(self._names)])
         return [*lines, *_titled("unfinished:", self._session.unfinished())]
 

@@ -45,6 +45,11 @@ def test_a_message_goes_from_cell_to_cell(notebook: Notebook) -> None:
     assert "rank 1: 1.0" in notebook.run("%%ranks 1\nx = torch.zeros(1)\ndist.recv(x, 0)\nx.item()")
 
 
+def test_a_cluster_without_gpus_tells_its_state(notebook: Notebook) -> None:
+    notebook.run("%cluster laptop --ranks 2")
+    assert "virtual time: 0 s" in notebook.run("%cluster")
+
+
 def test_values_go_to_the_ranks_and_come_back(notebook: Notebook) -> None:
     notebook.run("import torch\nlist_of_driver, y = [1], torch.ones(2)")
     notebook.run("%push list_of_driver y")
