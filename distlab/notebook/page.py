@@ -15,7 +15,8 @@ from distlab.util.text import rank_names
 STYLE = """<style>
 .distlab-fold{margin:2px 0 6px 0;border-left:3px solid rgba(59,111,182,.6);padding-left:8px}
 .distlab-ranks{opacity:.65;font-size:85%}
-.distlab-fold pre,.distlab-report pre,.distlab-note pre{margin:0;white-space:pre-wrap}
+.distlab-fold pre,.distlab-report pre,.distlab-note pre{margin:0;white-space:pre-wrap;
+ font-family:var(--jp-code-font-family,monospace);word-break:normal;overflow-wrap:anywhere}
 .distlab-report{border-left:3px solid #c1121f;padding-left:8px;margin:4px 0}
 .distlab-note{border-left:3px solid #c9a227;padding-left:8px;margin:4px 0}
 .distlab-cost{opacity:.65;font-size:85%;margin-top:4px}
