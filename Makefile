@@ -77,7 +77,7 @@ test: solve
 	$(PYTEST) tests/lab tests/wrong_answers # many small groups last: all processes end together
 
 test-all: solve
-	$(PYTEST) --all -p nbmake --nbmake gpus.ipynb phase*/explore.ipynb tests/lab tests/wrong_answers
+	$(PYTEST) --all -p nbmake --nbmake start.ipynb gpus.ipynb phase*/explore.ipynb tests/lab tests/wrong_answers
 
 solve: $(READY)
 	@$(MAKE) --no-print-directory --jobs $(TESTS_AT_ONCE) $(WHOLE_OUTPUTS) $(SUITES:%=solve-%)

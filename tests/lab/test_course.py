@@ -371,10 +371,12 @@ def test_a_phase_has_all_its_files_and_no_others(phase: Phase) -> None:
     } == solved
 
 
-@pytest.mark.parametrize("phase", COURSE.phases, ids=lambda phase: phase.folder)
-def test_a_notebook_is_stored_without_outputs(phase: Phase) -> None:
-    path = f"{phase.folder}/explore.ipynb"
-    cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
+NOTEBOOKS = [*ROOT.glob("*.ipynb"), *ROOT.glob("phase*/*.ipynb")]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"]] == []
 
