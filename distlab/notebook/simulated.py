@@ -70,7 +70,7 @@ class SimulatedRanks:
         self._last_name = cell.name
         error = str(lap.error or "")
         if len(outputs) < self.num_ranks and isinstance(lap.error, Deadlock):
-            error += f"\nOnly {rank_names(outputs)} ran this cell; %%ranks alone means all."
+            error += "\n%%ranks alone runs a cell on all ranks."
         return Ran(error, lap.wrong, _cost(lap))
 
     def _reload(self, outputs: Mapping[int, RankOutput]) -> None:

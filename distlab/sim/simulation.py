@@ -478,6 +478,7 @@ class Simulation:
             self.meetings.splits,
             is_in_order=self.mailbox.lanes is not None or self.fleet is not None,
             deaths=self.exits.deaths,
+            absent=[rank.number for rank in self.scheduler.ranks if not rank.takes_part],
         )
 
     def _after_hang(self, error: SimulationError) -> list[str]:

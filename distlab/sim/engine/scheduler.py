@@ -194,6 +194,7 @@ class Rank(Strand):
 
     Attributes:
         strands: All its threads, the first one being the rank itself.
+        takes_part: True if the rank is one of those of the present run.
         num_calls: Number of torch.distributed calls that it has made.
         last_call: Operation of the latest call.
     """
@@ -202,13 +203,15 @@ class Rank(Strand):
         super().__init__(0, 0.0)
         self.rank, self.number = self, number
         self.strands: list[Strand] = [self]
+        self.takes_part = True
         self.num_calls = 0
         self.last_call: object = None
         self.worker: Worker | None = None
 
     def renew(self, clock_s: float, *, takes_part: bool) -> None:
         """Get ready for another run; a rank that takes part becomes ready, unless it is dead."""
-        self.clock_s, self.has_ended = clock_s, not takes_part or self.is_killed
+        self.takes_part, self.clock_s = takes_part, clock_s
+        self.has_ended = not takes_part or self.is_killed
         self.strands = [self, *(strand for strand in self.strands[1:] if not strand.has_ended)]
         for order, strand in enumerate(self.strands):
             strand.order = order

@@ -159,7 +159,11 @@ def doing_of_others(
 def _running(rank: Rank, places: Places, frames: Mapping[int, FrameType]) -> Row:
     """Return a row for a running rank, with the line that it has reached, if known."""
     site = waits_at(rank, places, frames)
-    return Row((rank.number,), "running", place(site) if site[0] else "")
+    return (
+        Row((rank.number,), "running", place(site))
+        if site[0]
+        else Row((rank.number,), "not begun", "")
+    )
 
 
 def _of_program(files: Collection[str], places: Places) -> Collection[str]:

@@ -87,7 +87,8 @@ def _relative(row: Row, wait: Pending) -> str:
 def ends(still: Standstill) -> list[Row]:
     """Return rows on how and where ranks have ended, with the last calls of those that returned."""
     calls, exits = still.history.calls, still.history.exits
-    returned = still.ended - still.killed
+    absent = sorted(still.ended.intersection(still.history.absent) - still.killed)
+    returned = still.ended.difference(still.killed, absent)
     caught = {site: _caught(site) for site in {end.at for end in exits.values()}}
     quiet = [
         _quiet(rank, exits.get(rank), calls, caught) for rank in sorted(returned.difference(calls))
@@ -101,6 +102,7 @@ def ends(still: Standstill) -> list[Row]:
         *alike(quiet),
         *fitting(communicated, MAX_IDLE),
         *alike(killed),
+        *alike(Row((rank,), "not in this run", "") for rank in absent),
     ]
 
 

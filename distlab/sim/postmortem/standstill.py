@@ -6,7 +6,7 @@
 An arrow means "waits for". A knot is a set of ranks that wait for each other and for no other rank.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
@@ -77,6 +77,7 @@ class History(NamedTuple):
         splits: Collective calls that the ranks of a group made at different lines.
         is_in_order: True if messages between two ranks ran one at a time (``Options.p2p_order``).
         deaths: Ranks that a fault has killed, if known.
+        absent: Ranks that do not take part in this run of a session.
     """
 
     calls: Mapping[int, tuple[int, Pending]] = MappingProxyType({})
@@ -86,6 +87,7 @@ class History(NamedTuple):
     splits: Splits = Splits()
     is_in_order: bool = False
     deaths: Mapping[int, Death] = MappingProxyType({})
+    absent: Collection[int] = ()
 
 
 NO_HISTORY = History()
@@ -173,8 +175,11 @@ class Standstill:
     def fates(self, ranks: Iterable[int]) -> str:
         """Return how ranks have ended, such as ``rank 1 has returned``."""
         killed = sorted(self.killed.intersection(ranks))
-        returned = sorted(set(ranks) - self.killed)
+        absent = sorted({*ranks}.intersection(self.history.absent) - self.killed)
+        returned = sorted({*ranks}.difference(killed, absent))
         fates = []
+        if absent:
+            fates.append(f"{rank_names(absent)} {verb(absent, 'are', 'is')} not in this run")
         if returned:
             fates.append(f"{rank_names(returned)} {verb(returned, 'have', 'has')} returned")
         if killed:

@@ -19,11 +19,12 @@ class Row(NamedTuple):
 
 
 def place(site: tuple[str, int, str]) -> str:
-    """Return a site as ``ring.py:41 in exchange``."""
+    """Return a site as ``ring.py:41 in exchange``, or as ``cell 3:2`` outside all functions."""
     file, line, function = site
     if not file:
         return f"in given code ({function})"
-    return f"{Path(file).name}:{line} in {function}"
+    is_cell = file.startswith("cell ") and function == "<module>"
+    return f"{Path(file).name}:{line}{'' if is_cell else f' in {function}'}"
 
 
 def shorten(rows: Sequence[Row], limit: int) -> list[Row]:
