@@ -46,7 +46,7 @@ demo: $(READY)
 
 lab: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebook]'
-	$(BIN)/jupyter lab
+	$(BIN)/jupyter lab start.ipynb
 
 # HOST_PYTHON=python3 names a Python that has torch. That torch stays, and .venv is not needed.
 ifdef HOST_PYTHON
