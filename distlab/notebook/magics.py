@@ -97,10 +97,11 @@ class ClusterMagics(Magics):
         """Begin ranks: %cluster 8, or %cluster dgx-h100. Alone, it says what there is."""
         args = _parsed(self.cluster, line)
         if args.size:
-            self.close()
             with _usage_errors():
-                self.world = _begun(args, _parsed(self.cluster, ""))
-            print(self.world.title)
+                world = _begun(args, _parsed(self.cluster, ""))
+            self.close()  # after a mistyped option, the old ranks are still there
+            self.world = world
+            print(world.title)
         elif args.off:
             self.close()
             print("The ranks have ended.")

@@ -208,6 +208,12 @@ def test_a_cluster_has_the_options_of_the_simulator(notebook: Notebook) -> None:
     )
 
 
+def test_a_mistyped_option_keeps_the_ranks(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nx = rank")
+    assert "unknown fault" in notebook.run("%cluster 4 --fault 'slow_rnak 3 2'")
+    assert notebook.run("%rank 1 x") == "rank 1: 1"
+
+
 def test_there_are_no_ranks_without_a_cluster(notebook: Notebook) -> None:
     notebook.run("%cluster --off")
     assert "begin some by %cluster 8" in notebook.run("%%ranks\n1")
