@@ -2,6 +2,8 @@
 
 import ast
 import linecache
+from collections.abc import Mapping
+from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -41,3 +43,16 @@ def compiled(source: str, name: str) -> Cell:
         return Cell(name, source, compile(tree, name, "exec"), None)
     body = compile(ast.Module(tree.body[:-1], []), name, "exec")
     return Cell(name, source, body, compile(ast.Expression(last.value), name, "eval"))
+
+
+def naming_cells(report: str, numbers: Mapping[str, int]) -> str:
+    """Let a report name the notebook's own cells instead of the files that stand for them.
+
+    Args:
+        report: Text with places such as ``3726214108.py:16``.
+        numbers: Number of the cell by file, as IPython keeps it.
+    """
+    for file, number in numbers.items():
+        report = report.replace(file, f"cell {number}")
+        report = report.replace(f"{Path(file).name}:", f"cell {number}:")
+    return report

@@ -4,7 +4,7 @@ import contextlib
 import shlex
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from IPython.display import display
 
 from distlab.learner import folder
 from distlab.notebook import checking
-from distlab.notebook.cells import Cell, compiled
+from distlab.notebook.cells import Cell, compiled, naming_cells
 from distlab.notebook.folding import GROUPINGS
 from distlab.notebook.live import show_while
 from distlab.notebook.names import questioned
@@ -30,7 +30,7 @@ from distlab.notebook.output import RankOutput
 from distlab.notebook.page import Page, Picture
 from distlab.notebook.simulated import SimulatedRanks
 from distlab.notebook.targets import parse_ranks
-from distlab.notebook.world import World
+from distlab.notebook.world import Ran, World
 from distlab.sim import configured
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.results.simulated import P2P_ORDERS, SEMANTICS
@@ -109,7 +109,9 @@ class ClusterMagics(Magics):
             self._draw(args.lanes)
         else:
             world = self._world()
-            print("\n".join(world.why() if args.why else [world.title, *world.state()]))
+            print(
+                self._named("\n".join(world.why() if args.why else [world.title, *world.state()]))
+            )
 
     def _draw(self, file: str) -> None:
         """Show the lanes of the last cell, or write them into a file."""
@@ -211,7 +213,7 @@ class ClusterMagics(Magics):
         cell = self._compiled(source)
         outputs = {rank: RankOutput() for rank in ranks}
         ran = show_while(
-            lambda: world.run(cell, outputs),
+            lambda: self._run(cell, outputs),
             lambda ran: Page(outputs, ran, grouping),
             is_live=hasattr(self.shell, "kernel"),
         )
@@ -219,6 +221,13 @@ class ClusterMagics(Magics):
             raise CellFailed(
                 textwrap.shorten(ran.error.splitlines()[0], MAX_ERROR_CHARS, placeholder=" …")
             )
+
+    def _run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
+        ran = self._world().run(cell, outputs)
+        return Ran(self._named(ran.error), [*map(self._named, ran.notes)], ran.cost)
+
+    def _named(self, report: str) -> str:
+        return naming_cells(report, self.shell.compile._filename_map)
 
     def _compiled(self, source: str) -> Cell:
         """Compile a cell under the number of its prompt."""

@@ -79,6 +79,17 @@ def test_a_deadlock_tells_its_knot(notebook: Notebook) -> None:
     assert not notebook.has_failed
 
 
+def test_functions_of_the_notebook_are_named_by_their_cells(notebook: Notebook) -> None:
+    notebook.run("import torch.distributed as dist\ndef wait():\n    dist.barrier()")
+    number = len(notebook.shell.user_ns["In"]) - 1
+    notebook.run("%push wait")
+    assert f"cell {number}:3 in wait" in notebook.run("%%ranks\nrank == 1 or wait()")
+    assert f"cell {number}:3 in wait" in notebook.run("%cluster --why")
+    notebook.run("def fail():\n    raise ValueError\n")
+    notebook.run("%push fail")
+    assert f'File "cell {number + 4}", line 2, in fail' in notebook.run("%%ranks\nfail()")
+
+
 def test_ranks_that_a_cell_leaves_out_are_named(notebook: Notebook) -> None:
     shown = notebook.run("%%ranks 0-1\ndist.barrier()")
     assert "ranks 2 and 3 are not in this run" in shown
