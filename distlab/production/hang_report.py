@@ -87,7 +87,8 @@ class Found(NamedTuple):
             return Row((rank,), self.state, "")
         site = (frame.file, frame.line, frame.function) if frame else None
         site = (call and call.site) or site
-        text = f"{call.title}, {call.form}" if call else self.place.operation or "running"
+        named = ", ".join(filter(None, [call.title, call.form])) if call else ""  # barrier: no form
+        text = named or self.place.operation or "running"
         return Row((rank,), text, place(site) if site else "")
 
 
@@ -234,6 +235,8 @@ class Hang:
         if state:
             advice = ADVICE[state].format(rank_names(states[state]))
             return advice[:1].upper() + advice[1:]
+        if any(states):
+            return ORDER
         return f"rank{ranks[0]}.txt in {self.folder} shows how it came to that line. {ORDER}"
 
 

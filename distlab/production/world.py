@@ -21,8 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from distlab.launch.launchers import has_own_gpus
 from distlab.production.config import Config
 from distlab.production.errors import ConfigError, InUseError
+from distlab.production.evidence import FLIGHT_RECORDER
 
-FLIGHT_RECORDER = "2000"  # newest collectives that torch keeps, for ``distlab hang``
 LEAVE_S = 10.0  # longest wait for the end of the process group after an error
 # Longest wait for the lock of a run that is ending. torchrun's three restarts make it four waits,
 # which outlast the 90 s that an NFS server keeps the lock of a node that was lost.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from processes import wait_until
 from torch._C._distributed_c10d import HashStore
 
+from distlab.production import evidence as evidence_files
 from distlab.production import hang
 from distlab.production.hang import Evidence
 from distlab.production.hang_report import report
@@ -31,7 +32,7 @@ def evidence(tmp_path: Path) -> Iterator[Evidence]:
 
 def settled() -> bool:
     """Return True if gloo's threads have noted the end of every call, which they do later."""
-    return all(entry["retired"] for entry in hang.recorded())
+    return all(entry["retired"] for entry in evidence_files.recorded())
 
 
 def content(evidence: Evidence, name: str) -> Any:
@@ -103,6 +104,6 @@ def test_what_cannot_be_written_is_a_warning(
 
 
 def test_a_recorder_that_fails_leaves_the_stacks(evidence: Evidence) -> None:
-    with mock.patch.object(hang, "recorded", side_effect=RuntimeError("no recorder")):
+    with mock.patch.object(evidence_files, "recorded", side_effect=RuntimeError("no recorder")):
         evidence.update(6.0, 10.0, step=7)
     assert (evidence.folder / "rank0.txt").stat().st_size > 0

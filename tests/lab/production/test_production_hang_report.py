@@ -8,7 +8,7 @@ import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from distlab.cli import app
-from distlab.production.hang import KEPT, of_interest
+from distlab.production.evidence import KEPT, of_interest
 from distlab.production.hang_report import report
 
 PROGRAM = "/home/me/course/my_trainer.py"
@@ -87,6 +87,7 @@ def test_a_rank_in_an_endless_loop_is_missing(evidence: Folder) -> None:
             "Rank 1 may be stopped, cut off, or stuck outside Python: see its machine, and its "
             "log.",
         ),
+        ("not in this cell", "rank 1 is not in this cell", "not in this cell", ORDER),
     ],
 )
 def test_a_rank_that_wrote_nothing(
@@ -119,7 +120,8 @@ def test_another_order_of_collectives(evidence: Folder) -> None:
 def test_another_order_of_groups(evidence: Folder) -> None:
     evidence.rank(0, 20, call(3), call(2, group="1", done=True))
     evidence.rank(1, 30, call(2, done=True), call(3, group="1", name="barrier", form="", line=30))
-    headline, *_, advice = evidence.lines()
+    headline, _, barrier, advice = evidence.lines()
+    assert "  rank 1  barrier (call 3 of ranks 0 and 1)  " in barrier
     assert headline == (
         "hang (order mismatch): rank 0 waits in all_reduce (call 3 of ranks 0 and 1) for rank 1, "
         "and rank 1 waits in barrier (call 3 of ranks 0 and 1) for rank 0"
