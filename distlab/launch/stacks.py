@@ -9,8 +9,8 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
-import distlab
 from distlab.util import files
 from distlab.util.text import rank_names, verb
 
@@ -20,7 +20,7 @@ _MAIN = re.compile(r"^main (?P<ident>0x[0-9a-f]+)$", re.MULTILINE)
 _ASKS = re.compile(r"get_|is_")  # functions such as get_rank never wait
 _WAITS = re.compile(r"\.wait\(|\.synchronize\(|\.join\(")
 
-_OURS = str(Path(distlab.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _LIBRARY_FOLDERS = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     _OURS,
@@ -85,7 +85,20 @@ def read_place(dump: str, ident: int | None = None, given: Sequence[str] = ()) -
     it called, if any, is the operation. Files in the ``given`` folders are the caller's machinery:
     their lines are never the place.
     """
-    frames = [f for f in _thread(dump, ident) if (f.file, f.function) != FORK_SERVER]
+    return _place([f for f in _thread(dump, ident) if (f.file, f.function) != FORK_SERVER], given)
+
+
+def place_of(frame: FrameType | None) -> Place:
+    """Return what a thread of this process is doing, whose innermost frame this is."""
+    frames = []
+    while frame is not None:
+        code = frame.f_code
+        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return _place(frames)
+
+
+def _place(frames: Sequence[Frame], given: Sequence[str] = ()) -> Place:
     machinery = None
     for depth, frame in enumerate(frames):  # innermost first
         if is_of_program(frame.file, given):

@@ -3,13 +3,17 @@
 import ast
 import inspect
 import rlcompleter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, takewhile
+from types import ModuleType
 from typing import Any
 
-from distlab.util.text import clipped
+from torch import Tensor
+
+from distlab.util.text import clipped, rank_names
 
 MAX_VALUE_CHARS = 400
+GIVEN = ("rank", "world_size", "device", "torch", "dist")  # variables with which ranks begin
 
 
 def completions(names: dict[str, Any], text: str) -> list[str]:
@@ -48,6 +52,37 @@ def _signature(function: Any) -> Iterator[str]:
         yield f"Signature:  {getattr(function, '__name__', '')}{inspect.signature(function)}"
     except (TypeError, ValueError):
         return  # a built-in function, which has none
+
+
+def kinds(names: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the variables are that cells have made, by name, such as ``(2,) float32``."""
+    return {
+        name: _kind(value)
+        for name, value in names.items()
+        if not (name.startswith("_") or name in GIVEN or isinstance(value, ModuleType))
+    }
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return type(value).__name__
+
+
+def variable_lines(kinds: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a line for each variable: its name, and what it is on which ranks.
+
+    Args:
+        kinds: What the variables of each rank are.
+    """
+    for name in dict.fromkeys(name for of_rank in kinds for name in of_rank):
+        ranks: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(kinds):
+            if name in of_rank:
+                ranks.setdefault(of_rank[name], []).append(rank)
+        for kind, holders in ranks.items():
+            where = "" if len(holders) == len(kinds) else f" ({rank_names(holders)})"
+            yield f"{name}  {kind}{where}"
 
 
 def questioned(source: str) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ MAX_CHARS = 200_000  # of a rank's lines; what it prints beyond that is dropped
 UP = "\x1b[A"
 _MOVES = re.compile(r"(\n|\r|\x1b\[A)")
 MAX_ELEMENTS = 12  # of a tensor in a table
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 Bundle = Mapping[str, Any]  # representations by MIME type
 
@@ -176,3 +177,33 @@ def shown_in(output: RankOutput) -> Iterator[None]:
             yield
     finally:
         _thread.output = None
+
+
+def route_displays(shell: Any) -> Callable[[], None]:
+    """Let what a rank passes to ``display`` go into its output; return a function that undoes it.
+
+    Args:
+        shell: IPython's shell.
+    """
+    publisher = shell.display_pub
+    publish, clear = publisher.publish, publisher.clear_output
+
+    def publish_by_rank(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        output = output_of_thread()
+        if output is None or WIDGET in data:  # a widget shows itself, while the cell runs
+            publish(data, *args, **options)
+        else:
+            output.show(data, (options.get("transient") or {}).get("display_id", ""))
+
+    def clear_by_rank(*args: Any, **options: Any) -> None:
+        output = output_of_thread()
+        if output is None:
+            clear(*args, **options)
+        else:
+            output.clear()
+
+    def undo() -> None:
+        publisher.publish, publisher.clear_output = publish, clear
+
+    publisher.publish, publisher.clear_output = publish_by_rank, clear_by_rank
+    return undo

@@ -25,8 +25,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from distlab.launch.stacks import is_of_program
 from distlab.lessons import COURSE
-from distlab.sim.isolation.modules import is_of_program
 
 _ANNOTATIONS = "__annotate__" if sys.version_info >= (3, 14) else "__annotations__"
 _OF_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__", "__doc__", "__dict__", _ANNOTATIONS)

@@ -22,14 +22,13 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 
 from distlab.notebook.magics import ClusterMagics
-from distlab.notebook.output import output_of_thread
+from distlab.notebook.output import route_displays
 from distlab.notebook.reloading import ReloadError, reload_changed
 from distlab.notebook.targets import parse_ranks
 
 _CELL = re.compile(r"\s*%%ranks\b[ \t]*([\d,-]*).*\n")
 _LINE = re.compile(r"%rank[ \t]+([\d,-]+|all)[ \t]")
 _QUESTION = re.compile(r"\s*%rank[ \t]+(?P<arguments>.*\?)\s*")
-WIDGET = "application/vnd.jupyter.widget-view+json"
 _MAGICS = ("%", "!", "?")
 
 
@@ -42,33 +41,10 @@ def load(shell: InteractiveShell) -> Callable[[], None]:
     shell.register_magics(magics)
     added = contextlib.ExitStack()
     added.callback(magics.close)
-    for addition in (_output, _completion, _descriptions, _edits, _cells):
+    added.callback(route_displays(shell))
+    for addition in (_completion, _descriptions, _edits, _cells):
         added.enter_context(addition(shell, magics))
     return added.close
-
-
-@contextlib.contextmanager
-def _output(shell: InteractiveShell, _: ClusterMagics) -> Iterator[None]:
-    publisher: Any = shell.display_pub
-    publish, clear = publisher.publish, publisher.clear_output
-
-    def publish_by_rank(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        output = output_of_thread()
-        if output is None or WIDGET in data:  # a widget shows itself, while the cell runs
-            publish(data, *args, **options)
-        else:
-            output.show(data, (options.get("transient") or {}).get("display_id", ""))
-
-    def clear_by_rank(*args: Any, **options: Any) -> None:
-        output = output_of_thread()
-        if output is None:
-            clear(*args, **options)
-        else:
-            output.clear()
-
-    publisher.publish, publisher.clear_output = publish_by_rank, clear_by_rank
-    yield
-    publisher.publish, publisher.clear_output = publish, clear
 
 
 @contextlib.contextmanager

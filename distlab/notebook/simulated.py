@@ -1,8 +1,7 @@
 """Simulated ranks of a notebook: threads of its own process."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from distlab.notebook.cells import Cell
 from distlab.notebook.lanes import lanes
-from distlab.notebook.names import completions, description
+from distlab.notebook.names import completions, description, kinds, variable_lines
 from distlab.notebook.output import RankOutput, shown_in
 from distlab.notebook.reloading import ReloadError, Watch, reload
 from distlab.notebook.world import Ran
@@ -122,7 +121,7 @@ class SimulatedRanks:
         held = max(self._session.live_bytes(), default=0)
         lines = [f"virtual time: {seconds_text(self._session.now_s)}"]
         lines += [f"memory: up to {bytes_text(held)} on a rank"] * bool(held)
-        lines += _titled("variables:", [*_variables(self._names)])
+        lines += _titled("variables:", [*variable_lines([*map(kinds, self._names)])])
         return [*lines, *_titled("unfinished:", self._session.unfinished())]
 
     def why(self) -> list[str]:
@@ -144,7 +143,6 @@ class SimulatedRanks:
 
 CPU = torch.device("cpu")
 SHORTEST_S = 1e-9  # a cell that takes less is not worth a line
-GIVEN = ("rank", "world_size", "device", "torch", "dist")  # variables with which ranks begin
 
 
 def _copied(value: Any) -> Any:
@@ -164,26 +162,6 @@ def _raise_first(lap: Lap[str]) -> None:
         raise ReloadError(f"{first} ({where})")
     if lap.error:
         raise ReloadError(str(lap.error))
-
-
-def _variables(names: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each variable that cells have made: its name, and what it is where."""
-    for name in dict.fromkeys(name for of_rank in names for name in of_rank):
-        if name.startswith("_") or name in GIVEN:
-            continue
-        ranks: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(names):
-            if name in of_rank and not isinstance(of_rank[name], ModuleType):
-                ranks.setdefault(_kind(of_rank[name]), []).append(rank)
-        for kind, holders in ranks.items():
-            where = "" if len(holders) == len(names) else f" ({rank_names(holders)})"
-            yield f"{name}  {kind}{where}"
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return type(value).__name__
 
 
 def _cost(lap: Lap[Any]) -> str:
