@@ -18,6 +18,7 @@ SECOND_TIER = (
     "lab/grade/test_pretended_gpus.py",
     "lab/grade/test_slow_machines.py",
     "lab/grade/test_stopped_and_killed.py",
+    "lab/notebook/test_engines.py",
     "lab/production/test_production_ends.py",
     "lab/production/test_production_evaluation.py",
     "lab/production/test_production_failures.py",

@@ -6,6 +6,9 @@ reloading   files that were edited since the last cell
 names       completing the variables of a rank, and describing them
 output      what a rank prints and shows
 world       the ranks, simulated (simulated) or processes (engines)
+processes   starting, finding and ending the processes, each under watched
+engine      what runs in such a process; failing and idleness describe it
+under_way   a cell on processes: interrupting, and noticing deaths; verdict reports
 folding     ranks that show the same; values side by side
 page        all of that as HTML and as text
 live        the page while a cell runs

@@ -4,22 +4,36 @@ If a rank fails, the others may wait for it in C code. After a while they are in
 every cell ends; then all ranks join anew, and keep their variables.
 """
 
-import logging
-import tempfile
+import importlib.util
+import pickle
+import socket
+import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import torch
+from ipyparallel.error import RemoteError
+from matplotlib.figure import Figure
+
+from distlab.doctor import find_mpirun
+from distlab.launch.external_launchers import MPI_FIX
 from distlab.notebook import engine
 from distlab.notebook.cells import Cell
+from distlab.notebook.names import variable_lines
+from distlab.notebook.output import RankOutput
+from distlab.notebook.processes import Processes
+from distlab.notebook.under_way import UnderWay
+from distlab.notebook.verdict import verdict
 from distlab.notebook.world import Ran
-from distlab.util.text import counted, rank_names
+from distlab.util.text import counted, rank_names, seconds_text, verb
 
-GRACE_S = 2.0  # real seconds for which the other ranks go on after one has failed
-TICK_S = 0.02
-ENGINES = {"gloo": "local", "nccl": "local", "mpi": "mpi"}
-BACKENDS = {"mpi": "gloo"}
+LOOPBACK = "127.0.0.1"
+PERIOD_S = 0.1  # between two looks at processes that are waited for
+GONE = "Groups and DistributedDataParallel of earlier cells are gone: make them again."
 
 
 class Engines:
@@ -30,101 +44,147 @@ class Engines:
         backend: "gloo", "nccl" or "mpi".
 
     Raises:
-        ImportError: ipyparallel is not installed.
+        ValueError: This machine can't run them.
     """
 
     def __init__(self, num_ranks: int, backend: str) -> None:
-        import ipyparallel
-
-        self.num_ranks, self._backend = num_ranks, BACKENDS.get(backend, backend)
+        _check(num_ranks, backend)
+        self.num_ranks, self._backend = num_ranks, backend
         self.title = f"{counted(num_ranks, 'process', 'processes')} with {backend}"
-        self._cluster = ipyparallel.Cluster(
-            n=num_ranks,
-            engines=ENGINES[backend],
-            log_level=logging.ERROR,
-        )
-        self._client = self._cluster.start_and_connect_sync(activate=False)
-        self._folder = tempfile.TemporaryDirectory(prefix="distlab-")
-        self._num_joins = 0
-        self._join()
+        self._processes = Processes(num_ranks, find_mpirun() if backend == "mpi" else None)
+        self._num_joins = self._num_cells = 0
+        self._why: list[str] = []
+        self._news: list[str] = []  # lines for the report on a cell
+        self._is_broken = False  # whether the ranks must join anew
+        try:
+            self._join()
+        except BaseException:
+            self.close()
+            raise
 
     def _join(self) -> None:
-        self._num_joins += 1
-        rendezvous = str(Path(self._folder.name, str(self._num_joins)))
-        begun = [
-            self._client[rank].apply_async(
-                engine.begin, rank, self.num_ranks, self._backend, rendezvous
-            )
+        """Let all ranks join, and those that have ended begin anew."""
+        if new := self._processes.replace_dead():
+            does = verb(new, "begin", "begins")
+            self._news.append(f"{rank_names(new)} {does} anew, without variables.")
+        folder, join, master = self._processes.folder, self._num_joins, (LOOPBACK, _free_port())
+        places = [
+            engine.Place(rank, self.num_ranks, self._backend, master, folder, join, sys.path)
             for rank in range(self.num_ranks)
         ]
-        for result in begun:
-            result.get()
-
-    def run(self, cell: Cell, ranks: Collection[int]) -> Ran:
-        """Run a cell on ranks."""
-        start_s = time.perf_counter()
-        under_way = {
-            rank: self._client[rank].apply_async(engine.run, cell.source, cell.name)
-            for rank in ranks
+        self._num_joins, self._is_broken = join + 1, True
+        calls = {
+            place.rank: self._processes.call(place.rank, engine.join, place) for place in places
         }
-        is_interrupted = self._await(under_way)
-        results = {rank: result.get() for rank, result in under_way.items()}
-        outputs = {rank: output for rank, (output, _) in results.items()}
-        errors = {rank: error for rank, (_, error) in results.items() if error}
-        if errors:
+        if any(self._results(calls)):
+            self._news.append(GONE)
+        self._is_broken = False
+
+    def _mend(self) -> None:
+        if self._is_broken or self._processes.dead():
             self._join()
-        took = f"{time.perf_counter() - start_s:.2f} s"
-        return Ran(outputs, _report(errors, is_interrupted=is_interrupted), [], took)
 
-    def _await(self, under_way: Mapping[int, Any]) -> bool:
-        """Wait until a cell has ended everywhere; return whether ranks had to be interrupted."""
-        failed_at_s, is_interrupted = None, False
-        while not all(result.ready() for result in under_way.values()):
-            try:
-                time.sleep(TICK_S)
-            except KeyboardInterrupt:
-                failed_at_s = -GRACE_S
-            ended = [result for result in under_way.values() if result.ready()]
-            if failed_at_s is None and any(result.get()[1] for result in ended):
-                failed_at_s = time.monotonic()
-            if failed_at_s is not None and time.monotonic() - failed_at_s > GRACE_S:
-                import signal
+    def _on(self, ranks: Collection[int], function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function on ranks; return its results.
 
-                self._cluster.signal_engines_sync(signal.SIGINT)
-                failed_at_s, is_interrupted = time.monotonic(), True
-        return is_interrupted
+        Raises:
+            NameError, ValueError: A rank raised this, or another error.
+        """
+        self._mend()
+        calls = {rank: self._processes.call(rank, function, *args) for rank in ranks}
+        return self._results(calls)
 
-    def push(self, values: Mapping[str, Any], ranks: Collection[int]) -> None:
+    def _results(self, calls: Mapping[int, Any]) -> list[Any]:
+        while wait(calls.values(), PERIOD_S).not_done:
+            if dead := self._processes.dead() & calls.keys():
+                raise ValueError(f"{rank_names(dead)} ended: the next cell begins it anew")
+        try:
+            return [call.get() for call in calls.values()]
+        except RemoteError as error:
+            kind = NameError if error.ename == "NameError" else ValueError
+            raise kind(error.evalue) from None
+
+    def run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
+        """Run a cell on the ranks that have an output."""
+        self._mend()
+        self._num_cells += 1
+        hang, start_s = self._processes.folder / f"cell{self._num_cells}", time.monotonic()
+        calls = {
+            rank: self._processes.call(rank, engine.run, cell.source, cell.name, hang)
+            for rank in outputs
+        }
+        ended = UnderWay(calls, outputs, self._processes, hang)
+        ended.finish()
+        self._is_broken = ended.is_unusable
+        cost = seconds_text(time.monotonic() - start_s)
+        if ended.interrupted:
+            self._let_others_tell(ended, hang)
+        error = verdict(ended, [*outputs], self.num_ranks, hang)
+        self._why = error.splitlines()
+        self._mend()
+        news, self._news = self._news, []
+        return Ran(error, news, cost)
+
+    def _let_others_tell(self, cell: UnderWay, hang: Path) -> None:
+        """Let the ranks without a cell write which collectives they have called."""
+        busy = cell.interrupted | self._processes.dead()
+        others = {*range(self.num_ranks)} - busy
+        self._results(
+            {rank: self._processes.call(rank, engine.write_evidence, hang) for rank in others}
+        )
+
+    def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
         """Give copies of values to ranks, as variables."""
-        self._client[[*ranks]].apply_sync(engine.push, dict(values))
+        self._on(ranks, engine.push, cloudpickle.dumps(dict(values)))
 
-    def pull(self, name: str, ranks: Collection[int]) -> dict[int, Any]:
-        """Return copies of a variable's values, by rank."""
-        return dict(zip(ranks, self._client[[*ranks]].apply_sync(engine.pull, name), strict=True))
+    def pull(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        """Return copies of a variable's values on ranks."""
+        pickled = dict(zip(ranks, self._on(ranks, engine.pull, name), strict=True))
+        if missing := [rank for rank in ranks if not pickled[rank]]:
+            raise NameError(f"{rank_names(missing)} {verb(missing, 'have', 'has')} no {name}")
+        return [pickle.loads(value) for value in pickled.values()]
 
-    def names(self, rank: int) -> Mapping[str, Any]:
-        """Return nothing: the variables are in another process."""
-        return {}
+    def complete(self, rank: int, text: str) -> list[str]:
+        """Return names of a rank that begin with a text."""
+        names: list[str] = self._on([rank], engine.complete, text)[0]
+        return names
+
+    def describe(self, rank: int, name: str) -> str:
+        """Return what ``name?`` says on a rank."""
+        return str(self._on([rank], engine.describe, name)[0])
 
     def state(self) -> list[str]:
-        """Return lines on what the ranks hold and what is unfinished."""
-        return []
+        """Return lines on what the ranks hold."""
+        held = self._on(range(self.num_ranks), engine.kinds)
+        return [f"  {line}" for line in variable_lines(held)]
+
+    def why(self) -> list[str]:
+        """Return lines on which ranks waited for which when the last cell ended with an error."""
+        return self._why or ["The last cell ended without an error."]
+
+    def lanes(self) -> Figure:
+        """Raise ValueError: only the simulation knows when each rank did what."""
+        raise ValueError(
+            f"real ranks have no lanes: simulate the cell, by %cluster {self.num_ranks}"
+        )
 
     def close(self) -> None:
         """End the ranks."""
-        self._client.close()
-        self._cluster.stop_cluster_sync()
-        self._folder.cleanup()
+        self._processes.close()
 
 
-def _report(errors: Mapping[int, str], *, is_interrupted: bool) -> str:
-    """Return the errors of the ranks, the first one in full."""
-    if not errors:
-        return ""
-    causes = {rank: error for rank, error in errors.items() if "closed by peer" not in error}
-    first = min(causes or errors)
-    others = [rank for rank in errors if rank != first]
-    text = f"rank {first} failed:\n{errors[first]}"
-    if others and is_interrupted:
-        text += f"\n{rank_names(others).capitalize()} waited, and were interrupted."
-    return text
+def _check(num_ranks: int, backend: str) -> None:
+    """Raise ValueError if this machine lacks what a backend needs."""
+    if backend == "nccl" and (count := torch.cuda.device_count()) < num_ranks:
+        has = counted(count, "GPU")
+        raise ValueError(
+            f"{counted(num_ranks, 'rank')} with nccl need a GPU each, and this machine has {has}: "
+            f"write %cluster {num_ranks} --world gloo"
+        )
+    if backend == "mpi" and not (find_mpirun() and importlib.util.find_spec("mpi4py")):
+        raise ValueError(f"ranks with mpi need mpi4py and mpirun: {MPI_FIX}")
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        return int(listening.getsockname()[1])

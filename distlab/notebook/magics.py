@@ -305,5 +305,5 @@ def _processes(args: Any, defaults: Any) -> World:
     try:
         from distlab.notebook.engines import Engines
     except ImportError:
-        raise ValueError("real ranks need ipyparallel: pip install ipyparallel") from None
+        raise ValueError("real ranks need ipyparallel: pip install -e '.[notebook]'") from None
     return Engines(int(args.size), args.world)

@@ -27,7 +27,6 @@ MAY_IMPORT = {
     "grade": {"course", "launch", "lessons", "sim"},
     "learner": {"course", "grade", "launch", "lessons", "sim"},
     "explore": {"learner", "lessons", "sim"},
-    "notebook": {"course", "learner", "lessons", "sim"},
     "races": {"course", "grade", "launch", "sim"},
     "chosen": {"course", "grade", "learner", "lessons"},
     "demo": {"chosen", "launch", "lessons", "production"},
@@ -37,6 +36,7 @@ MAY_IMPORT = {
         *("chosen", "data", "grade", "launch", "lessons", "models", "process_group"),
         *("shared_memory", "sim"),
     },
+    "notebook": {"course", "doctor", "launch", "learner", "lessons", "mpi", "production", "sim"},
     "bench": {
         *("chosen", "grade", "launch", "lessons", "plot", "production", "shared_memory", "sim")
     },
@@ -70,6 +70,7 @@ IMPORTS_BY_NAME = {
     "distlab.grade": "its own names",
     "distlab.launch": "its own names",
     "distlab.grade.submission": "the files of a hand-in",
+    "distlab.notebook.watched": "modules of ipyparallel",
     "distlab.launch.fork_server_main": "modules that ranks have imported",
 }
 NOT_IMPORTED = {"distlab.__main__"}  # importing it runs the command
