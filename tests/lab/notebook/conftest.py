@@ -23,4 +23,5 @@ def notebook(shell: InteractiveShell) -> Iterator[Notebook]:
     notebook.run("%cluster 4")
     yield notebook
     notebook.run("%cluster --off")
-    shell.reset()
+    shell.user_ns.clear()  # shell.reset() would also collect garbage, for a second
+    shell.init_user_ns()

@@ -39,9 +39,7 @@ def test_some_ranks_run_a_cell(notebook: Notebook) -> None:
 
 def test_a_message_goes_from_cell_to_cell(notebook: Notebook) -> None:
     notebook.run("%%ranks 0\nwork = dist.isend(torch.ones(1), 1)")
-    assert "isend to rank 1" in notebook.run("%cluster") or "send to rank 1" in notebook.run(
-        "%cluster"
-    )
+    assert "send to rank 1" in notebook.run("%cluster")
     assert "rank 1: 1.0" in notebook.run("%%ranks 1\nx = torch.zeros(1)\ndist.recv(x, 0)\nx.item()")
 
 
@@ -265,12 +263,11 @@ def test_a_cell_is_judged_and_saved_as_the_template_would_be(notebook: Notebook,
     task = copy.task("3.1")
     before = (copy.root / task.template).read_text()
     code = solution("3.1")
-    assert "✔ 3.1" in notebook.run(f"%%check 3.1\n{code}")
-    assert (copy.root / task.template).read_text() == before
     assert "✘ 3.1" in notebook.run(
         f"%%check 3.1\n{code.replace('return chunks', 'return 2 * chunks')}"
     )
-    notebook.run(f"%%check 3.1\n{code}")
+    assert "✔ 3.1" in notebook.run(f"%%check 3.1\n{code}")
+    assert (copy.root / task.template).read_text() == before
     assert "the old file is" in notebook.run("%save 3.1")
     after = (copy.root / task.template).read_text()
     assert code.strip() in after
