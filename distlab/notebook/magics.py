@@ -16,6 +16,7 @@ from IPython.core.magic import (
     line_cell_magic,
     line_magic,
     magics_class,
+    no_var_expand,
 )
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import display
@@ -107,11 +108,13 @@ class ClusterMagics(Magics):
             print("The ranks have ended.")
         elif args.lanes is not None:
             self._draw(args.lanes)
-        else:
+        elif args.why:
+            print(self._named("\n".join(self._world().why())))
+        elif args == _parsed(self.cluster, ""):
             world = self._world()
-            print(
-                self._named("\n".join(world.why() if args.why else [world.title, *world.state()]))
-            )
+            print(self._named("\n".join([world.title, *world.state()])))
+        else:
+            raise UsageError("say how many ranks, or a preset: %cluster 8, or %cluster dgx-h100")
 
     def _draw(self, file: str) -> None:
         """Show the lanes of the last cell, or write them into a file."""
@@ -135,9 +138,10 @@ class ClusterMagics(Magics):
     def ranks(self, line: str, cell: str) -> None:
         """Run a cell on all ranks, or on some: %%ranks 0,2-3."""
         args = _parsed(self.ranks, line)
-        self._show(f"\n{cell}", args.targets or "".join(args.which), args.group_outputs)
+        self._show(f"\n{cell}", args.targets or " ".join(args.which), args.group_outputs)
 
     @line_magic
+    @no_var_expand
     def rank(self, line: str) -> None:
         """Show the value of an expression on one rank or several: %rank 1 x.grad."""
         which, _, expression = line.strip().partition(" ")
@@ -212,11 +216,14 @@ class ClusterMagics(Magics):
                 return
         cell = self._compiled(source)
         outputs = {rank: RankOutput() for rank in ranks}
-        ran = show_while(
-            lambda: self._run(cell, outputs),
-            lambda ran: Page(outputs, ran, grouping),
-            is_live=hasattr(self.shell, "kernel"),
-        )
+        try:
+            ran = show_while(
+                lambda: self._run(cell, outputs),
+                lambda ran: Page(outputs, ran, grouping),
+                is_live=hasattr(self.shell, "kernel"),
+            )
+        except RuntimeError as error:  # the ranks cannot run anything more
+            raise UsageError(self._named(str(error))) from None
         if ran.error:
             raise CellFailed(
                 textwrap.shorten(ran.error.splitlines()[0], MAX_ERROR_CHARS, placeholder=" …")
@@ -241,7 +248,8 @@ class ClusterMagics(Magics):
 
 def _parsed(magic: Any, line: str) -> Any:
     """Parse a magic's arguments, of which some are in quotes: --fault 'slow_rank 3 1.6'."""
-    return magic.parser.parse_args(shlex.split(line))
+    with _usage_errors():
+        return magic.parser.parse_args(shlex.split(line))
 
 
 @contextlib.contextmanager

@@ -28,9 +28,11 @@ def description(names: dict[str, Any], name: str) -> str:
     Raises:
         NameError: There is no such variable, or it has no such attribute.
     """
+    if not _is_name(name):
+        raise NameError(f"{name!r} is not the name of a variable")
     try:
         value = eval(name, names)
-    except (NameError, AttributeError) as error:
+    except Exception as error:  # a property may raise anything
         raise NameError(str(error)) from None
     return "\n".join(_lines(value))
 

@@ -22,6 +22,7 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 
 from distlab.notebook.magics import ClusterMagics
+from distlab.notebook.names import questioned
 from distlab.notebook.output import route_displays
 from distlab.notebook.reloading import ReloadError, reload_changed
 from distlab.notebook.targets import parse_ranks
@@ -111,9 +112,12 @@ def _cells(shell: InteractiveShell, magics: ClusterMagics) -> Iterator[None]:
         if len(lines) == 1 and (question := _QUESTION.fullmatch(lines[0])):
             # Otherwise, the shell itself would answer the question.
             return [f"get_ipython().run_line_magic('rank', {question['arguments']!r})\n"]
-        has_magic = not lines or lines[0].startswith(_MAGICS) or lines[-1].rstrip().endswith("?")
+        has_magic = not lines or lines[0].startswith(_MAGICS) or questioned("".join(lines))
         return lines if has_magic or not magics.is_automatic else ["%%autoranks\n", *lines]
 
+    # A terminal asks the other transformers whether a cell is complete; with a magic above it, it
+    # would be only after an empty line.
+    transformed.has_side_effects = True  # type: ignore[attr-defined]
     transformers = shell.input_transformers_cleanup
     transformers.append(transformed)
     yield

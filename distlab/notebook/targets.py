@@ -1,5 +1,6 @@
 """Ranks as the user names them: ``0,2-3``, or all."""
 
+import re
 from collections.abc import Sequence
 
 from distlab.util.text import rank_names
@@ -13,7 +14,8 @@ def parse_ranks(text: str, num_ranks: int) -> list[int]:
     """
     if text in ("", "all"):
         return [*range(num_ranks)]
-    ranks = sorted({rank for part in text.split(",") for rank in _range(part.strip(), text)})
+    parts = re.split(r"[,\s]+", text.strip())
+    ranks = sorted({rank for part in parts for rank in _range(part, text)})
     if missing := [rank for rank in ranks if rank >= num_ranks]:
         raise ValueError(
             f"there is no {rank_names(missing)}: the cluster has {rank_names(range(num_ranks))}"

@@ -12,6 +12,7 @@ from notebooks import Notebook
 
 from distlab.learner import folder, handout, source
 from distlab.notebook import output
+from distlab.sim.engine import scheduler
 
 
 def test_ranks_keep_their_variables(notebook: Notebook) -> None:
@@ -34,7 +35,14 @@ def test_what_differs_is_marked(notebook: Notebook) -> None:
 
 def test_some_ranks_run_a_cell(notebook: Notebook) -> None:
     assert notebook.run("%%ranks 0,2-3\nprint('here')") == "ranks 0, 2 and 3: here"
+    assert notebook.run("%%ranks 0 2\nprint('here')") == "ranks 0 and 2: here"
     assert notebook.run("%rank 1 rank + 10") == "rank 1: 11"
+
+
+def test_an_expression_is_the_rank_s_own(notebook: Notebook) -> None:
+    """IPython would put the notebook's variables into a magic's braces."""
+    notebook.run("rank = 99")
+    assert notebook.run("%rank 1 f'{rank}'") == "rank 1: '1'"
 
 
 def test_a_message_goes_from_cell_to_cell(notebook: Notebook) -> None:
@@ -147,6 +155,14 @@ def test_the_shell_knows_the_variables_of_ranks(notebook: Notebook) -> None:
     assert described.splitlines()[:2] == ["Type:       Tensor", "Value:      tensor([1., 1.])"]
     assert notebook.run("%%ranks 1\nonly_here?") == described
     assert "name 'only_here' is not defined" in notebook.run("%rank 2 only_here?")
+    notebook.run("%%ranks\nclass A:\n    @property\n    def x(self): return 1 / 0\na = A()")
+    assert "UsageError: division by zero" in notebook.run("%rank 1 a.x?")
+
+
+@pytest.mark.parametrize("text", ["nowhere", "nowhere.", "1a"])
+def test_a_tooltip_knows_nothing_of_other_texts(notebook: Notebook, text: str) -> None:
+    with pytest.raises(KeyError):
+        notebook.shell.object_inspect_mime(text)
 
 
 def test_all_cells_run_on_ranks_if_asked(notebook: Notebook) -> None:
@@ -154,6 +170,8 @@ def test_all_cells_run_on_ranks_if_asked(notebook: Notebook) -> None:
     assert notebook.run("rank + 1 if rank < 1 else 7").splitlines() == ["rank 0: 1", "ranks 1-3: 7"]
     assert notebook.run("%rank 0 rank") == "rank 0: 0"
     assert "line 2, in <module>" in notebook.run("x = 1\n1 / 0")  # as the editor counts
+    assert notebook.run("rank * 0  # why?") == "ranks 0-3: 0"
+    assert notebook.shell.check_complete("x = 1") == ("complete", "")
     notebook.run("%autoranks off")
     notebook.run("y = 1")
     assert notebook.shell.user_ns["y"] == 1
@@ -199,6 +217,8 @@ def test_races_are_told_under_the_cell(notebook: Notebook) -> None:
         ("%%ranks 7\n1", "there is no rank 7: the cluster has ranks 0-3"),
         ("%%ranks a\n1", "'a' names no ranks: write them as 0,2-3, or all"),
         ("%rank 1", "name ranks and an expression"),
+        ("%cluster 8 --fault 'kill", "No closing quotation"),
+        ("%cluster --seed 3", "say how many ranks"),
         ("%push nothing", "the notebook has no variable nothing"),
         ("%pull nothing", "ranks 0-3 have no nothing"),
     ],
@@ -207,6 +227,7 @@ def test_mistakes_are_one_line(notebook: Notebook, line: str, says: str) -> None
     shown = notebook.run(line)
     assert says in shown
     assert "Traceback" not in shown
+    assert notebook.run("%rank 3 rank") == "rank 3: 3"  # the ranks are still there
 
 
 def test_a_cluster_has_the_options_of_the_simulator(notebook: Notebook) -> None:
@@ -231,6 +252,20 @@ def test_there_are_no_ranks_without_a_cluster(notebook: Notebook) -> None:
 def values(notebook: Notebook, name: str) -> Any:
     notebook.run(f"%pull {name}")
     return notebook.shell.user_ns[name]
+
+
+def test_a_session_that_is_lost_says_so_in_one_line(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_INTERRUPTS", 10)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    notebook.run("%%ranks\nimport select\nif rank == 1: select.select([], [], [], 0.8)")
+    shown = notebook.run("%%ranks\n1")
+    assert "UsageError: the session cannot go on: rank 1 was interrupted at cell" in shown
+    assert "Traceback" not in shown
+    notebook.run("%cluster 2")
+    assert notebook.run("%%ranks\n1") == "ranks 0 and 1: 1"
 
 
 def test_each_rank_has_its_own_random_numbers_that_go_on(notebook: Notebook) -> None:
