@@ -3,12 +3,14 @@
 import contextlib
 import io
 import re
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from IPython.core.formatters import DisplayFormatter
+import torch
 from torch import Tensor
 
 MAX_CHARS = 200_000  # of a rank's lines; what it prints beyond that is dropped
@@ -22,22 +24,16 @@ Bundle = Mapping[str, Any]  # representations by MIME type
 _format = DisplayFormatter()
 
 
-class Screen(io.TextIOBase):
-    """A stream of a rank, which keeps what a terminal would show.
+class Screen:
+    """What a terminal would show of a rank's text.
 
     A carriage return begins the line again, as progress bars do; those with other bars below them
     also go a line up.
     """
 
-    encoding = "utf-8"
-
     def __init__(self) -> None:
         self._lines, self._row, self._begins_again = [""], 0, False
         self._num_kept = self._num_dropped = 0  # characters of ended lines
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
 
     def write(self, text: str) -> int:
         """Add text."""
@@ -97,8 +93,11 @@ class Elements(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> "Elements":
         """Read the elements, as printing them would; if the tensor is on a GPU, the host waits."""
-        first = tensor.detach().flatten()[:MAX_ELEMENTS].tolist()
-        texts = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in first)
+        part = tensor.detach()[:MAX_ELEMENTS] if tensor.dim() else tensor.detach()
+        while part.dim() > 1 and len(part) and part[0].numel() >= MAX_ELEMENTS:
+            part = part[0][:MAX_ELEMENTS]  # flattening all of a tensor may copy it
+        elements = part.flatten()[:MAX_ELEMENTS].tolist()
+        texts = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in elements)
         dtype = str(tensor.dtype).removeprefix("torch.")
         hidden = max(0, tensor.numel() - MAX_ELEMENTS)
         return cls(f"{tuple(tensor.shape)} {dtype}", tuple(texts), hidden)
@@ -125,7 +124,7 @@ class RankOutput:
         """Keep how a value is shown; the value itself may be unable to leave its process."""
         if value is not None:
             self.value = _format.format(value)[0]
-        if isinstance(value, Tensor) and not value.is_meta:
+        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
             self.elements = Elements.of(value)
 
     def show(self, data: Bundle, display_id: str = "") -> None:
@@ -167,16 +166,37 @@ def output_of_thread() -> RankOutput | None:
     return output
 
 
+class _Printed(io.TextIOBase):
+    """A stream that prints in the output of the calling thread.
+
+    Who keeps it after its cell, such as a handler of `logging`, prints in the output of later cells
+    or, in a thread of the notebook, as that does.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, output: RankOutput) -> None:
+        self.output: RankOutput | None = output  # of threads that the rank has started
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Print text."""
+        output = output_of_thread() or self.output
+        return output.screen.write(text) if output else sys.stderr.write(text)
+
+
 @contextlib.contextmanager
 def shown_in(output: RankOutput) -> Iterator[None]:
     """Let what the calling thread prints and displays go into an output."""
-    _thread.output = output
-    streams = contextlib.redirect_stdout(output.screen), contextlib.redirect_stderr(output.screen)
+    _thread.output, printed = output, _Printed(output)
     try:
-        with streams[0], streams[1]:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
     finally:
-        _thread.output = None
+        _thread.output = printed.output = None
 
 
 def route_displays(shell: Any) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """What a cell has shown on its ranks, as HTML and as text."""
 
 import io
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
@@ -127,8 +128,13 @@ def _html_of(data: Bundle) -> str:
     if "image/svg+xml" in data:
         return str(data["image/svg+xml"])
     if "image/png" in data:
-        return f'<img src="data:image/png;base64,{data["image/png"]}">'
+        return f'<img src="data:image/png;base64,{_base64(data["image/png"])}">'
     return f"<pre>{escape(str(data.get('text/plain', '')))}</pre>"
+
+
+def _base64(image: bytes | str) -> str:
+    """Return an image as text; some libraries give bytes, others have encoded them."""
+    return image if isinstance(image, str) else b64encode(image).decode()
 
 
 def _table_lines(shown: Table) -> Iterator[str]:

@@ -120,6 +120,37 @@ def test_progress_bars_and_displays_are_the_rank_s(notebook: Notebook) -> None:
     assert "<b>x</b>" in notebook.html()
 
 
+@pytest.mark.parametrize("png", ["b'\\x89PNG'", "'iVBORw=='"])
+def test_pictures_are_shown_as_such(notebook: Notebook, png: str) -> None:
+    notebook.run(f"%%ranks 1\nclass P:\n    def _repr_png_(self): return {png}\nP()")
+    assert '<img src="data:image/png;base64,iVBORw==">' in notebook.html()
+
+
+def test_a_log_is_shown_under_each_cell(notebook: Notebook) -> None:
+    configure = "import logging\nlogging.basicConfig(format='%(message)s', force=True)"
+    notebook.run(f"%%ranks\n{configure}\nlogging.warning('first')")
+    shown = notebook.run("%%ranks\nlogging.warning('from %d', rank // 3)")
+    assert shown.splitlines() == ["ranks 0-2: from 0", "rank 3: from 1"]
+    assert notebook.run("import logging\nlogging.warning('mine')") == "mine"
+    notebook.run("logging.basicConfig(force=True)")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shown"),
+    [
+        ("torch.arange(40).view(2, 20).T", "(20, 2) int64 ranks 0-3 0 20 1 21 2 22"),
+        ("torch.arange(40).view(2, 20)", "(2, 20) int64 ranks 0-3 0 1 2 3 4 5 6 7 8 9 10 11 …"),
+        ("torch.arange(40).view(2, 1, 20)", "(2, 1, 20) int64 ranks 0-3 0 1 2 3 4 5 6 7 8 9 10"),
+        ("torch.zeros(3, 0)", "(3, 0) float32"),
+        ("torch.tensor(5)", "() int64 ranks 0-3 5"),
+        ("torch.eye(2).to_sparse()", "ranks 0-3: tensor(indices="),
+    ],
+)
+def test_tensors_of_all_shapes_are_shown(notebook: Notebook, tensor: str, shown: str) -> None:
+    words = notebook.run(f"%%ranks\n{tensor}").split()
+    assert " ".join(words).startswith(shown)
+
+
 def test_a_display_is_updated_and_cleared_on_its_rank(notebook: Notebook) -> None:
     notebook.run("%%ranks\nfrom IPython.display import HTML, clear_output, display")
     update = (
