@@ -169,7 +169,7 @@ def _execute(module: ModuleType, code: CodeType, namespaces: Sequence[dict[str, 
     except BaseException as error:
         names.clear()
         names.update(before)
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception | SystemExit):
             raise
         raise ReloadError(_report(error, code.co_filename)) from error
     for name, old in before.items():
@@ -187,7 +187,7 @@ def _replace(old: Any, new: Any, namespaces: Sequence[dict[str, Any]]) -> None:
         namespace.update({name: new for name, value in namespace.items() if value is old})
 
 
-def _report(error: Exception, file: str) -> str:
+def _report(error: BaseException, file: str) -> str:
     frames: Sequence[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
     line = next((frame.lineno for frame in reversed(frames) if frame.filename == file), 1)
     return f"{os.path.relpath(file)}, line {line}: {type(error).__name__}: {error}"

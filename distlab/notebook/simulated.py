@@ -90,8 +90,8 @@ class SimulatedRanks:
 
         every_module = (module for of_rank in modules for module in of_rank.values())
         with self._watch.edited(every_module) as codes:
-            if codes:
-                _raise_first(self._session.run(on_rank))
+            if codes and (living := self._session.living()):
+                _raise_first(self._session.run(on_rank, living))
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
         """Give copies of values to ranks, as variables."""

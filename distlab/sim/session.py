@@ -121,6 +121,10 @@ class Session:
         """Return the memory that each rank uses; empty if memory is not simulated."""
         return [device.memory.live_bytes for device in self._world.devices]
 
+    def living(self) -> list[int]:
+        """Return the ranks that no fault has killed."""
+        return [rank.number for rank in self._world.scheduler.ranks if not rank.is_killed]
+
     def modules(self) -> list[Mapping[str, ModuleType]]:
         """Return the modules of the program that each rank has imported, by name."""
         return self._world.rank_states.modules()
@@ -147,11 +151,10 @@ class Session:
         chosen = {*everyone} if ranks is None else {*ranks}
         if not chosen or chosen - {*everyone}:
             raise ValueError(f"ranks are 0 to {world.num_ranks - 1}, and at least one: {ranks}")
-        with self._alone(world):
+        with self._alone(world), _interruptible(world.scheduler):
             world.scheduler.renew(chosen)
             world.clock.begin_run()
-            with _interruptible(world.scheduler):
-                return self._run(fn, chosen)
+            return self._run(fn, chosen)
 
     def interrupt(self) -> None:
         """End the present run, as Ctrl-C does in the main thread; may be called in any thread."""

@@ -17,7 +17,7 @@ from distlab.notebook.output import RankOutput
 from distlab.notebook.reloading import ReloadError, Watch, reload
 from distlab.notebook.simulated import SimulatedRanks
 from distlab.notebook.world import Ran
-from distlab.sim import Cluster, Options
+from distlab.sim import Cluster, Faults, Options
 
 Write = Callable[..., Path]
 
@@ -218,6 +218,15 @@ def test_a_module_that_fails_stays_as_it_was(write: Write) -> None:
     assert module.x == 3
 
 
+def test_a_module_that_exits_stays_as_it_was(write: Write) -> None:
+    write("def f(): return 1")
+    edited = Edited("mine")
+    write("def f(): return 2\nraise SystemExit('usage: mine.py FILE')")
+    with pytest.raises(ReloadError, match="line 2: SystemExit: usage"):
+        edited.reload()
+    assert edited.modules["mine"].f() == 1
+
+
 def test_an_interrupted_module_stays_as_it_was(write: Write) -> None:
     write("def f(): return 1")
     edited = Edited("mine")
@@ -279,6 +288,16 @@ def test_an_edit_that_fails_on_a_rank_is_told(write: Write, ranks: SimulatedRank
     assert second.startswith("The cell did not run")
     write("def f(): return 2")
     assert run(ranks, "x, f()")[1] == ["(1, 2)"] * 3
+
+
+def test_the_living_pick_up_an_edit_after_a_rank_has_died(write: Write) -> None:
+    faults = Faults(kill_ranks={2: 1.0})
+    ranks = SimulatedRanks(3, Cluster.preset("laptop"), Options(faults=faults))
+    write("def f(): return 1")
+    run(ranks, "import time\nfrom mine import f\ntime.sleep(2)")
+    write("def f(): return 2")
+    assert run(ranks, "f()", 0, 1)[1] == ["2", "2"]
+    ranks.close()
 
 
 def test_a_deleted_file_leaves_what_was_loaded(write: Write, ranks: SimulatedRanks) -> None:
