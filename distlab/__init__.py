@@ -1,8 +1,9 @@
 """distlab: the support package of the course. docs/architecture.md says what each part is for."""
 
+from collections.abc import Callable
 from typing import Any
 
-_loaded: list[Any] = []  # functions that end what the extension has added to a shell
+_ends: dict[Any, Callable[[], None]] = {}  # for each shell, what ends its ranks
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -11,12 +12,14 @@ def load_ipython_extension(shell: Any) -> None:
 
     from distlab.notebook.shell import load
 
-    end = load(shell)
+    _ends[shell] = end = load(shell)
     atexit.register(end)
-    _loaded.append(end)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """End the ranks of a notebook."""
-    while _loaded:
-        _loaded.pop()()
+    import atexit
+
+    end = _ends.pop(shell)
+    atexit.unregister(end)
+    end()

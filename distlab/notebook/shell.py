@@ -54,7 +54,8 @@ def _completion(shell: InteractiveShell, magics: ClusterMagics) -> Iterator[None
     def names_of_ranks(context: CompletionContext) -> SimpleMatcherResult:
         cell, line = _CELL.match(context.full_text), _LINE.match(context.line_with_cursor.lstrip())
         is_in_cell = cell is not None and context.cursor_line > 0
-        which = line[1] if line else cell[1] if cell and is_in_cell else None
+        is_on_all = magics.is_automatic and not context.full_text.lstrip().startswith(_MAGICS)
+        which = line[1] if line else cell[1] if cell and is_in_cell else "" if is_on_all else None
         if which is None or magics.world is None:
             return {"completions": []}
         try:

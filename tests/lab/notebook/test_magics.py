@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
 from notebooks import Notebook
 
 from distlab.learner import folder, handout, source
@@ -54,6 +56,18 @@ def test_a_message_goes_from_cell_to_cell(notebook: Notebook) -> None:
 def test_a_cluster_without_gpus_tells_its_state(notebook: Notebook) -> None:
     notebook.run("%cluster laptop --ranks 2")
     assert "virtual time: 0 s" in notebook.run("%cluster")
+
+
+def test_each_shell_has_its_own_ranks(notebook: Notebook) -> None:
+    other = Notebook(InteractiveShell())
+    other.shell.display_pub = CapturingDisplayPublisher()
+    for command in ("load_ext", "reload_ext"):
+        other.shell.run_line_magic(command, "distlab")
+        other.run("%cluster 2")
+        assert "2 simulated ranks" in other.run("%cluster")
+    other.shell.run_line_magic("unload_ext", "distlab")
+    assert "there are no ranks" in other.run("%cluster")
+    assert "4 simulated ranks" in notebook.run("%cluster")
 
 
 def test_values_go_to_the_ranks_and_come_back(notebook: Notebook) -> None:
@@ -203,6 +217,7 @@ def test_all_cells_run_on_ranks_if_asked(notebook: Notebook) -> None:
     assert "line 2, in <module>" in notebook.run("x = 1\n1 / 0")  # as the editor counts
     assert notebook.run("rank * 0  # why?") == "ranks 0-3: 0"
     assert notebook.shell.check_complete("x = 1") == ("complete", "")
+    assert notebook.completions("world_si") == ["world_size"]
     notebook.run("%autoranks off")
     notebook.run("y = 1")
     assert notebook.shell.user_ns["y"] == 1
