@@ -7,12 +7,15 @@
 import ast
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from distlab.course import Task
 from distlab.learner import grading, source, state, status, templates
 from distlab.learner.folder import CourseFolder, LearnerError
+
+DEFINITIONS = ast.Import | ast.ImportFrom | source.Function | ast.ClassDef
+CONSTANTS = ast.Assign | ast.AnnAssign
 
 
 def spliced(folder: CourseFolder, task: Task, cell: str) -> bytes:
@@ -21,45 +24,59 @@ def spliced(folder: CourseFolder, task: Task, cell: str) -> bytes:
     Raises:
         LearnerError: The cell defines none of the task's functions, or the file cannot take them.
     """
-    written = {
-        name: text for name, text in source.functions(cell).items() if name in task.functions
-    }
-    if not written:
+    functions = source.functions(cell)
+    if functions.keys().isdisjoint(task.functions):
         names = " and ".join(task.functions)
         raise LearnerError(f"the cell does not define {names}, which {task.id} is about")
     text, encoding = source.decoded(templates.contents(folder, task))
-    after = templates.spliced(_with_helpers(text, _helpers(cell, written.keys()), task), written)
+    replaced = {name: functions[name] for name in source.functions(text) if name in functions}
+    helpers = [
+        code for code in _helpers(cell, task, replaced) if f"\n{code}\n" not in f"\n{text}\n"
+    ]
+    after = templates.spliced(_with_helpers(text, "\n".join(helpers), task), replaced)
     if source.parse(after) is None:
         raise LearnerError(f"{task.template} would not be Python with this cell in it")
     return after.encode(encoding, errors="backslashreplace")
 
 
-def _helpers(cell: str, names: object) -> str:
-    """Return the statements of a cell that are none of these functions, nor classes around them."""
+def _helpers(cell: str, task: Task, replaced: Iterable[str]) -> Iterator[str]:
+    """Yield what a cell imports and defines besides the replaced functions, and its constants.
+
+    What comes after the task's functions is trials, which the template does not need.
+    """
     tree, lines = ast.parse(cell), source.split(cell)
-    wanted = {str(name).partition(".")[0] for name in names}  # type: ignore[attr-defined]
-    others = [node for node in tree.body if getattr(node, "name", "") not in wanted]
-    return "\n".join("".join(lines[_start(node) : node.end_lineno]).rstrip() for node in others)
+    own, present = _outer(task.functions), _outer(replaced)
+    end = max(node.lineno for node in tree.body if _name(node) in own)
+    for node in tree.body:
+        is_helper = isinstance(node, DEFINITIONS) and _name(node) not in own | present
+        if is_helper or (isinstance(node, CONSTANTS) and node.lineno < end):
+            yield "".join(lines[_start(node) : node.end_lineno]).rstrip()
 
 
-def _start(node: ast.stmt) -> int:
-    return source.span(node).start if isinstance(node, source.Function) else node.lineno - 1
-
-
-def _with_helpers(text: str, helpers: str, task: Task) -> str:
-    """Put helpers before the first function or class of a task."""
-    tree, lines = source.parse(text), source.split(text)
-    names = {name.partition(".")[0] for name in task.functions}
-    places = [_start(node) for node in (tree.body if tree else ()) if _name(node) in names]
-    if not helpers or not places:
-        return text
-    lines.insert(min(places), f"{helpers}\n\n\n")
-    return "".join(lines)
+def _outer(functions: Iterable[str]) -> set[str]:
+    """Return the names of functions, and of the classes of methods."""
+    return {name.partition(".")[0] for name in functions}
 
 
 def _name(node: ast.stmt) -> str:
     name: str = getattr(node, "name", "")
     return name
+
+
+def _start(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
+
+
+def _with_helpers(text: str, helpers: str, task: Task) -> str:
+    """Put helpers before the first function or class of a task."""
+    tree, lines = source.parse(text), source.split(text)
+    names = _outer(task.functions)
+    places = [_start(node) for node in (tree.body if tree else ()) if _name(node) in names]
+    if not helpers or not places:
+        return text
+    lines.insert(min(places), f"{helpers}\n\n\n")
+    return "".join(lines)
 
 
 def check(folder: CourseFolder, task: Task, cell: str) -> Iterator[str]:

@@ -182,6 +182,7 @@ class ClusterMagics(Magics):
         with _usage_errors():
             here = folder.find()
             task = here.task(line.strip())
+            self._compiled(f"\n{cell}")  # a cell that is not Python shows its line
             self._checked[task.id] = cell
             print("\n".join(checking.check(here, task, cell)))
 
