@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from IPython.core.formatters import DisplayFormatter
 import torch
+from IPython.core.formatters import DisplayFormatter
 from torch import Tensor
 
 MAX_CHARS = 200_000  # of a rank's lines; what it prints beyond that is dropped
