@@ -12,6 +12,7 @@ under_way   a cell on processes: interrupting, and noticing deaths; verdict repo
 folding     ranks that show the same; values side by side
 page        all of that as HTML and as text
 live        the page while a cell runs
+clusters    the ranks that %cluster begins
 magics      the commands
 shell       what the shell itself does for the ranks
 """

@@ -1,11 +1,11 @@
 """The commands of a notebook: ``%cluster``, ``%%ranks``, ``%rank``, ``%push`` and ``%pull``."""
 
 import contextlib
+import re
 import shlex
 import textwrap
 import traceback
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -24,21 +24,18 @@ from IPython.display import display
 from distlab.learner import folder
 from distlab.notebook import checking
 from distlab.notebook.cells import Cell, compiled, naming_cells
+from distlab.notebook.clusters import begun
 from distlab.notebook.folding import GROUPINGS
 from distlab.notebook.live import show_while
 from distlab.notebook.names import questioned
 from distlab.notebook.output import RankOutput
 from distlab.notebook.page import Page, Picture
-from distlab.notebook.simulated import SimulatedRanks
 from distlab.notebook.targets import parse_ranks
 from distlab.notebook.world import Ran, World
-from distlab.sim import configured
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.results.simulated import P2P_ORDERS, SEMANTICS
-from distlab.util.text import joined
 
 NO_RANKS = "there are no ranks: begin some by %cluster 8"
-MAX_RANKS = 1024
 MAX_ERROR_CHARS = 100
 WORLDS = ("sim", "gloo", "nccl", "mpi")
 
@@ -67,7 +64,7 @@ class ClusterMagics(Magics):
         self._checked: dict[str, str] = {}  # the cells that were judged last, by task
 
     @magic_arguments()
-    @argument("size", nargs="?", default="", help="Number of ranks, or a preset, such as laptop.")
+    @argument("size", nargs="*", help="Number of ranks, a preset such as laptop, or both.")
     @argument("--off", action="store_true", help="End the ranks.")
     @argument("--why", action="store_true", help="Which ranks waited for which in the last cell.")
     @argument(
@@ -97,12 +94,8 @@ class ClusterMagics(Magics):
     def cluster(self, line: str) -> None:
         """Begin ranks: %cluster 8, or %cluster dgx-h100. Alone, it says what there is."""
         args = _parsed(self.cluster, line)
-        if args.size:
-            with _usage_errors():
-                world = _begun(args, _parsed(self.cluster, ""))
-            self.close()  # after a mistyped option, the old ranks are still there
-            self.world = world
-            print(world.title)
+        if args.size or args.ranks or args.cluster:
+            self._begin(args)
         elif args.off:
             self.close()
             print("The ranks have ended.")
@@ -115,6 +108,15 @@ class ClusterMagics(Magics):
             print(self._named("\n".join([world.title, *world.state()])))
         else:
             raise UsageError("say how many ranks, or a preset: %cluster 8, or %cluster dgx-h100")
+
+    def _begin(self, args: Any) -> None:
+        with _usage_errors():
+            world = begun(args, _parsed(self.cluster, ""))
+        if self.world is not None:  # after a mistyped option, the old ranks are still there
+            print("The ranks of before have ended, and their variables are gone.")
+        self.close()
+        self.world = world
+        print(world.title)
 
     def _draw(self, file: str) -> None:
         """Show the lanes of the last cell, or write them into a file."""
@@ -140,10 +142,13 @@ class ClusterMagics(Magics):
         args = _parsed(self.ranks, line)
         self._show(f"\n{cell}", args.targets or " ".join(args.which), args.group_outputs)
 
-    @line_magic
+    @line_cell_magic
     @no_var_expand
-    def rank(self, line: str) -> None:
+    def rank(self, line: str, cell: str | None = None) -> None:
         """Show the value of an expression on one rank or several: %rank 1 x.grad."""
+        if cell is not None:
+            self.ranks(line, cell)
+            return
         which, _, expression = line.strip().partition(" ")
         if not which or not expression:
             raise UsageError("name ranks and an expression: %rank 1 x.grad, or %rank all x.grad")
@@ -232,7 +237,14 @@ class ClusterMagics(Magics):
 
     def _run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
         ran = self._world().run(cell, outputs)
-        return Ran(self._named(ran.error), [*map(self._named, ran.notes)], ran.cost)
+        notes = [*map(self._named, ran.notes), *self._to_push(ran.error)]
+        return Ran(self._named(ran.error), notes, ran.cost)
+
+    def _to_push(self, error: str) -> Iterator[str]:
+        """Yield a hint if a rank lacks a variable that the notebook has."""
+        missing = re.search(r"^NameError: name '(\w+)' is not defined", error, re.MULTILINE)
+        if missing and missing[1] in self.shell.user_ns:
+            yield f"The notebook has {missing[1]}, the ranks do not: %push {missing[1]}"
 
     def _named(self, report: str) -> str:
         return naming_cells(report, self.shell.compile._filename_map)
@@ -267,52 +279,3 @@ def _names(line: str, example: str) -> list[str]:
     if not names:
         raise UsageError(f"name variables: {example}")
     return names
-
-
-def _begun(args: Any, defaults: Any) -> World:
-    """Begin ranks, simulated or real.
-
-    Raises:
-        ValueError: An option is wrong.
-    """
-    is_number = args.size.lstrip("-").isdigit()
-    num_ranks = int(args.size) if is_number else args.ranks
-    if num_ranks is not None and not 1 <= num_ranks <= MAX_RANKS:
-        raise ValueError(f"a cluster has 1 to {MAX_RANKS} ranks, not {num_ranks}")
-    if args.world != "sim":
-        return _processes(args, defaults)
-    preset = args.cluster if is_number else args.size.replace("_", "-")
-    cluster, num_ranks = configured.world(preset or configured.PRESET, args.nodes, num_ranks)
-    options = configured.options(
-        cluster,
-        num_ranks,
-        fault=args.fault,
-        memory_gib=args.memory_gib,
-        host_cost=args.host_cost,
-        no_devices=args.no_devices,
-        semantics=args.semantics,
-        overlap_cost=args.overlap_cost,
-        p2p_order=args.p2p_order,
-        seed=args.seed,
-        algorithm=args.algorithm,
-        eager_bytes=args.eager_bytes,
-        is_strict=args.strict,
-        is_sanitized=args.sanitize,
-        given=(str(Path(__file__).parent),),
-    )
-    return SimulatedRanks(num_ranks, cluster, options)
-
-
-def _processes(args: Any, defaults: Any) -> World:
-    """Begin processes; refuse options that only simulated ranks have."""
-    of_both = {"size", "world"}
-    given = [name for name, value in vars(args).items() if value != getattr(defaults, name)]
-    if others := [f"--{name.replace('_', '-')}" for name in given if name not in of_both]:
-        raise ValueError(f"real processes have no {joined(others)}: leave out --world {args.world}")
-    if not args.size.isdigit():
-        raise ValueError(f"write the number of processes: %cluster 4 --world {args.world}")
-    try:
-        from distlab.notebook.engines import Engines
-    except ImportError:
-        raise ValueError("real ranks need ipyparallel: pip install -e '.[notebook]'") from None
-    return Engines(int(args.size), args.world)

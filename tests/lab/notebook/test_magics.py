@@ -260,6 +260,8 @@ def test_races_are_told_under_the_cell(notebook: Notebook) -> None:
     [
         ("%cluster no-such-preset", "dgx-h100"),
         ("%cluster 0", "1 to 1024"),
+        ("%cluster 8 --ranks 4", "8 and 4 are two numbers of ranks"),
+        ("%cluster laptop --cluster p4d", "laptop and p4d are two clusters"),
         ("%%ranks 7\n1", "there is no rank 7: the cluster has ranks 0-3"),
         ("%%ranks a\n1", "'a' names no ranks: write them as 0,2-3, or all"),
         ("%rank 1", "name ranks and an expression"),
@@ -288,6 +290,16 @@ def test_a_mistyped_option_keeps_the_ranks(notebook: Notebook) -> None:
     notebook.run("%%ranks\nx = rank")
     assert "unknown fault" in notebook.run("%cluster 4 --fault 'slow_rnak 3 2'")
     assert notebook.run("%rank 1 x") == "rank 1: 1"
+
+
+@pytest.mark.parametrize("words", ["laptop 3", "3 laptop", "--cluster laptop --ranks 3"])
+def test_a_size_and_a_preset_come_in_any_order(notebook: Notebook, words: str) -> None:
+    assert "3 simulated ranks of laptop" in notebook.run(f"%cluster {words}")
+
+
+def test_a_variable_of_the_notebook_is_not_one_of_the_ranks(notebook: Notebook) -> None:
+    notebook.run("only_here = 1")
+    assert "%push only_here" in notebook.run("%%rank 1\nonly_here")
 
 
 def test_there_are_no_ranks_without_a_cluster(notebook: Notebook) -> None:
