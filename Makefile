@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NOTEBOOKS := start.ipynb gpus.ipynb $(wildcard phase*/explore.ipynb)
 SUITES := $(sort $(wildcard tests/test_phase*.py))
 TESTS_AT_ONCE ?= 3# of two cores one would often wait: for a limit of time, a disk, a process that starts
 PYTEST = $(BIN)/python -m pytest -rs -n $(TESTS_AT_ONCE) --no-loadscope-reorder --durations 10
@@ -18,7 +19,7 @@ help:
 	@echo "make test-all    all tests, also those of whole programs on real processes (15 minutes)"
 	@echo "make gpu     run the course on the NVIDIA GPUs of this host; figures in out/gpu"
 	@echo "make lab     open the notebooks in JupyterLab"
-	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files"
+	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files, empty notebooks"
 	@echo "make templates   carry signatures, docstrings and given code from the solutions over"
 	@echo "make setup   only set up $(VENV)       make clean    remove $(VENV), out/ and caches"
 	@echo "make docs    build the site of the course in out/site"
@@ -69,6 +70,7 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/nbstripout --keep-id $(NOTEBOOKS)
 
 # Two tiers (tests/tiers.py says what belongs to which): a few minutes, and everything.
 test test-all: export PYTHONDONTWRITEBYTECODE =# otherwise hundreds of processes compile the course
@@ -77,7 +79,7 @@ test: solve
 	$(PYTEST) tests/lab tests/wrong_answers # many small groups last: all processes end together
 
 test-all: solve
-	$(PYTEST) --all -p nbmake --nbmake start.ipynb gpus.ipynb phase*/explore.ipynb tests/lab tests/wrong_answers
+	$(PYTEST) --all -p nbmake --nbmake $(NOTEBOOKS) tests/lab tests/wrong_answers
 
 solve: $(READY)
 	@$(MAKE) --no-print-directory --jobs $(TESTS_AT_ONCE) $(WHOLE_OUTPUTS) $(SUITES:%=solve-%)
