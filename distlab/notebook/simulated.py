@@ -16,6 +16,8 @@ from distlab.notebook.output import RankOutput, shown_in
 from distlab.notebook.reloading import ReloadError, Watch, reload
 from distlab.notebook.world import Ran
 from distlab.sim import Cluster, Deadlock, Lap, Options, Session
+from distlab.sim.postmortem.standstill import ABSENT
+from distlab.sim.results.summary import settings
 from distlab.util.text import bytes_text, counted, rank_names, seconds_text, verb
 
 
@@ -31,10 +33,11 @@ class SimulatedRanks:
     def __init__(self, num_ranks: int, cluster: Cluster, options: Options) -> None:
         self.num_ranks = num_ranks
         self._session = Session(num_ranks, cluster, options)
-        self.title = (
+        title = (
             f"{counted(num_ranks, 'simulated rank')} of {cluster.name}, with the semantics of "
             f"{options.semantics}"
         )
+        self.title = "\n  ".join([title, *settings(cluster, replace(options, semantics="gloo"))])
         self._watch = Watch()
         self._names: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
         self._session.run(self._begin)
@@ -68,7 +71,7 @@ class SimulatedRanks:
         lap = self._last = self._session.run(on_rank, outputs)
         self._last_name = cell.name
         error = str(lap.error or "")
-        if len(outputs) < self.num_ranks and isinstance(lap.error, Deadlock):
+        if isinstance(lap.error, Deadlock) and ABSENT in error:
             error += "\n%%ranks alone runs a cell on all ranks."
         return Ran(error, lap.wrong, _cost(lap))
 

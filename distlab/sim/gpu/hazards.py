@@ -146,7 +146,7 @@ def _wait_for(earlier: Access, later: Access, streams: Iterable[Stream]) -> str:
             )
     is_for_more = not later.is_write and earlier.text.startswith(_INTO_BUFFERS)
     other = ", or let it write elsewhere, if what was there before is meant" * is_for_more
-    return f"call wait() on its handle before{other}"
+    return f"call wait() on its handle first{other}"
 
 
 def in_one_batch(one: str, other: str, site: Site) -> Hazard:

@@ -7,7 +7,7 @@ from distlab.sim.messages.message import Message
 from distlab.sim.messages.pending import ANY_SOURCE, Pending
 from distlab.sim.messages.work import Handles
 from distlab.sim.postmortem.handlers import handler_around
-from distlab.sim.postmortem.standstill import Standstill
+from distlab.sim.postmortem.standstill import ABSENT, Standstill
 from distlab.sim.reporting.errors import Mismatch
 from distlab.sim.reporting.report import Row, mismatch, place, shorten, table
 from distlab.sim.reporting.sites import Death, Exit, Site
@@ -102,7 +102,7 @@ def ends(still: Standstill) -> list[Row]:
         *alike(quiet),
         *fitting(communicated, MAX_IDLE),
         *alike(killed),
-        *alike(Row((rank,), "not in this run", "") for rank in absent),
+        *alike(Row((rank,), ABSENT, "") for rank in absent),
     ]
 
 

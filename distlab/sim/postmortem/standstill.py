@@ -91,6 +91,7 @@ class History(NamedTuple):
 
 
 NO_HISTORY = History()
+ABSENT = "not in this run"
 
 
 class Standstill:
@@ -179,7 +180,7 @@ class Standstill:
         returned = sorted({*ranks}.difference(killed, absent))
         fates = []
         if absent:
-            fates.append(f"{rank_names(absent)} {verb(absent, 'are', 'is')} not in this run")
+            fates.append(f"{rank_names(absent)} {verb(absent, 'are', 'is')} {ABSENT}")
         if returned:
             fates.append(f"{rank_names(returned)} {verb(returned, 'have', 'has')} returned")
         if killed:

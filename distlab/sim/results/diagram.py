@@ -307,7 +307,7 @@ class _Lanes:
         rows = -(-len(entries) // LEGEND_COLUMNS)
         heading = [
             f"{label(self.simulated)}: {counted(self.num_ranks, 'rank')}",
-            *settings(self.simulated),
+            *settings(self.simulated.cluster, self.simulated.options),
         ]
         text = textwrap.fill(", ".join(heading), 150)
         self._axes.set_title(text, loc="left", fontsize=10, color="#555555", pad=8 + 17 * rows)

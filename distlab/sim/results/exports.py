@@ -67,7 +67,7 @@ def chrome_trace(simulated: Simulated[Any]) -> Json:
         "otherData": {
             "label": label(simulated),
             "assumed": assumed(simulated),
-            "set": settings(simulated),
+            "set": settings(simulated.cluster, simulated.options),
         },
         "traceEvents": [
             *_names(simulated, threads),

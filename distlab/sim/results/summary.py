@@ -118,7 +118,7 @@ def summary(simulated: Simulated[Any], *, has_sources: bool = False) -> str:
     if on_gpus:
         parts += _on_gpus(on_gpus, simulated.options.costs.launch_s)
     lines = assumed(simulated)
-    parts += _listed("set:", settings(simulated))
+    parts += _listed("set:", settings(simulated.cluster, simulated.options))
     parts += _listed("assumed:", lines) if has_sources else [_in_one_line(lines)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -147,10 +147,9 @@ def has_compute(simulated: Simulated[Any]) -> bool:
     return simulated.cluster.gpu is not None and simulated.options.has_devices is not False
 
 
-def settings(simulated: Simulated[Any]) -> list[str]:
+def settings(cluster: Cluster, options: Options) -> list[str]:
     """Return a line for each option that differs from its default, and for each fault."""
-    options, faults = simulated.options, simulated.options.faults
-    slowed = simulated.cluster.faults
+    faults, slowed = options.faults, cluster.faults
     lines = [f"{pattern} is {factor:g} times slower" for pattern, factor in slowed]
     if options.semantics != "gloo":
         lines.append("hosts run ahead of their GPUs, whose streams communicate, as with NCCL")

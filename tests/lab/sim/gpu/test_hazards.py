@@ -758,7 +758,7 @@ def test_the_report_names_both_uses_and_the_remedy() -> None:
     call = "all_reduce (call 1 of ranks 0 and 1)"
     assert re.sub(r"[^ (]*test_hazards.py:\d+ in read_before_wait", "LINE", line) == (
         f"ranks 0 and 1  LINE: relu reads what {call} writes, and nothing orders the two (LINE): "
-        "call wait() on its handle before"
+        "call wait() on its handle first"
     )
 
 
