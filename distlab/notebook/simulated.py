@@ -173,6 +173,7 @@ def _cost(lap: Lap[Any]) -> str:
         messages = counted(lap.num_messages, "message")
         parts.append(f"{bytes_text(lap.num_bytes)} in {messages}")
     if (longest_s := max(lap.exposed_s)) > 0:
-        slowest = [rank for rank, s in enumerate(lap.exposed_s) if s == longest_s]
-        parts.append(f"waited up to {seconds_text(longest_s)} ({rank_names(slowest)})")
+        longest = seconds_text(longest_s)  # waits that differ by rounding read the same
+        slowest = [rank for rank, s in enumerate(lap.exposed_s) if seconds_text(s) == longest]
+        parts.append(f"waited up to {longest} ({rank_names(slowest)})")
     return " · ".join(parts)

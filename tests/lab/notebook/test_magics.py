@@ -35,6 +35,15 @@ def test_what_differs_is_marked(notebook: Notebook) -> None:
     assert lines == ["(2,) int64", "  ranks 0, 1 and 3  1   0", "  rank 2            1   1*"]
 
 
+def test_waits_that_differ_by_rounding_are_equal(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nimport time")
+    pauses = "(0.1, 0.2, 0.3) if rank % 2 else (0.3, 0.2, 0.1)"
+    shown = notebook.run(
+        f"%%ranks\nfor s in {pauses}:\n    time.sleep(s if rank < 3 else 2 * s)\ndist.barrier()"
+    )
+    assert "(ranks 0-2)" in shown
+
+
 def test_some_ranks_run_a_cell(notebook: Notebook) -> None:
     assert notebook.run("%%ranks 0,2-3\nprint('here')") == "ranks 0, 2 and 3: here"
     assert notebook.run("%%ranks 0 2\nprint('here')") == "ranks 0 and 2: here"
