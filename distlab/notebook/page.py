@@ -1,6 +1,7 @@
 """What a cell has shown on its ranks, as HTML and as text."""
 
 import io
+import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -189,4 +190,6 @@ class Picture:
         self._figure.savefig(file, format="svg")
         title = self._figure.get_suptitle()
         hint = "a terminal cannot show it; %cluster --lanes FILE.png writes it into a file"
-        return {"text/plain": f"{title}: {hint}", "image/svg+xml": file.getvalue()}
+        # As wide as the page: notebooks do not scale a picture that says its size.
+        svg = re.sub(r'width="\S+pt" height="\S+pt"', 'width="100%"', file.getvalue(), count=1)
+        return {"text/plain": f"{title}: {hint}", "image/svg+xml": svg}

@@ -142,3 +142,8 @@ def test_the_picture_has_a_light_ground_of_its_own(ranks: SimulatedRanks) -> Non
     """Dark pages would show through, and its text is dark."""
     svg = Picture(run(ranks, ALL_REDUCE))._repr_mimebundle_()["image/svg+xml"]
     assert "fill: #ffffff" in svg.split("</g>")[0]
+
+
+def test_the_picture_fits_into_a_narrow_page(ranks: SimulatedRanks) -> None:
+    svg = Picture(run(ranks, ALL_REDUCE))._repr_mimebundle_()["image/svg+xml"]
+    assert 'width="100%" viewBox="0 0 ' in svg
