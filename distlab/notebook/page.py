@@ -84,8 +84,12 @@ class Page:
 
 
 def _parts(outputs: Mapping[int, RankOutput], grouping: str) -> Sequence[Mapping[int, RankOutput]]:
-    """Return the outputs as they are, or in three parts by type."""
-    if grouping != "type":
+    """Return the outputs as they are, or in three parts by type.
+
+    They are in parts, too, if all ranks have printed the same and only the values differ.
+    """
+    have_printed_alike = len({output.key(has_value=False) for output in outputs.values()}) == 1
+    if grouping == "engine" or not (grouping == "type" or have_printed_alike):
         return [outputs]
     parts = zip(*(output.by_type() for output in outputs.values()), strict=True)
     return [dict(zip(outputs, part, strict=True)) for part in parts]

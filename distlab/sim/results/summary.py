@@ -5,8 +5,9 @@ from math import isclose
 from statistics import median
 from typing import Any, NamedTuple
 
+from distlab.sim.hardware.cluster import Cluster
 from distlab.sim.results.gpu_time import SYNC_HEADINGS, GpuTime
-from distlab.sim.results.simulated import Simulated
+from distlab.sim.results.simulated import Options, Simulated
 from distlab.util.text import bytes_text, counted, seconds_text
 
 LISTED = 16  # with more ranks, only the spread and the slowest ranks are shown

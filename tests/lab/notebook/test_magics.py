@@ -30,6 +30,11 @@ def test_equal_outputs_are_folded(notebook: Notebook) -> None:
     assert shown.splitlines() == ["ranks 0 and 2: even", "ranks 1 and 3: odd"]
 
 
+def test_equal_text_is_folded_beside_values_that_differ(notebook: Notebook) -> None:
+    lines = notebook.run("%%ranks\nprint('text')\n[rank // 2]").splitlines()
+    assert lines == ["ranks 0-3: text", "ranks 0 and 1: [0]", "ranks 2 and 3: [1]"]
+
+
 def test_what_differs_is_marked(notebook: Notebook) -> None:
     lines = notebook.run("%%ranks\ntorch.tensor([1, int(rank == 2)])").splitlines()
     assert lines == ["(2,) int64", "  ranks 0, 1 and 3  1   0", "  rank 2            1   1*"]
