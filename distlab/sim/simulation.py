@@ -25,7 +25,7 @@ from distlab.sim.gpu.group import Fleet, GpuGroup
 from distlab.sim.gpu.mixtures import note_on
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.hardware.topology import Place
-from distlab.sim.isolation import host, loaders, modules, patches
+from distlab.sim.isolation import forks, host, loaders, modules, patches
 from distlab.sim.isolation.exits import Exits, deaths_due
 from distlab.sim.isolation.groups import Groups
 from distlab.sim.isolation.profiler import SharedProfiler
@@ -350,7 +350,7 @@ class Simulation:
     def call(self, rank: Rank, fn: Callable[..., T], args: tuple[object, ...]) -> T:
         """Call the program of a rank; an error names the rank, and shows where the others are."""
         try:
-            with self.exits.watched(rank.number):
+            with forks.ended(), self.exits.watched(rank.number):
                 return fn(*args)
         except SimulationError as error:
             raise self.failures.first or self._explained(error) from None

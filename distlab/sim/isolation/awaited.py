@@ -70,6 +70,14 @@ def sleeps(_: Strand) -> Awaited:
     )
 
 
+def asyncio_task(_: Strand) -> Awaited:
+    """Describe the wait of an event loop of which no task can go on."""
+    return Awaited(
+        "a task of asyncio",
+        "Which task should set the future or event that the others await, and does it run at all?",
+    )
+
+
 def _lock(holder: Strand | None, me: Strand) -> Awaited:
     if holder is None:
         return Awaited(

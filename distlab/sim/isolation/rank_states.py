@@ -4,6 +4,7 @@ Ranks are threads of one process. Because of the swap, ``torch.manual_seed(0)`` 
 affect another, and ``os.environ["RANK"]`` is correct on each.
 """
 
+import contextlib
 import functools
 import os
 import random
@@ -253,7 +254,12 @@ class RankStates:
         self.state().folder = self._folder = os.getcwd()
 
     def _go_to(self, folder: str) -> None:
-        _chdir(folder or self._home)
+        """Change to a rank's folder, or to the original one if that has been removed meanwhile."""
+        try:
+            _chdir(folder or self._home)
+        except OSError:
+            with contextlib.suppress(OSError):
+                _chdir(self._home)
         self._folder = folder
 
     def leave(self, process: dict[bytes, bytes]) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import _base as futures
 from concurrent.futures import thread as pools
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -88,6 +89,7 @@ class Threads:
         replace(pools, "_threads_queues", self._queues)
         replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
         self.notes.watch_results(replace, self.running)
+        replace(sys, "unraisablehook", partial(_say_unraised, sys.unraisablehook))
         replace(selectors.DefaultSelector, "select", _method(self._select))
         replace(_real_thread, "start", _method(self._start))
         replace(_real_thread, "join", _method(self._join))
@@ -245,16 +247,31 @@ class Threads:
         return is_in_time or is_done()
 
     def _select(self, selector: Any, timeout: float | None = None) -> list[Any]:
-        """Wait for files, as asyncio does between tasks, while the rank's other threads run."""
+        """Wait for files, as asyncio does between tasks, while the rank's other threads run.
+
+        Nothing but these threads and time can wake an event loop that waits for no other process.
+        """
+        if not self.is_virtual():
+            return _real_select(selector, timeout)  # type: ignore[no-any-return]
         strands = self._scheduler.current.rank.strands
         until_s, pause_s = NEVER if timeout is None else self.now_s() + timeout, POLL_S
-        while self.is_virtual() and not all(s.has_ended for s in strands[1:]):
-            ready: list[Any] = _real_select(selector, 0)
-            if ready or self.now_s() >= until_s:
-                return ready
+        ready: list[Any] = _real_select(selector, 0)
+        while not (ready or self.now_s() >= until_s or all(s.has_ended for s in strands[1:])):
             self._clock.sleep(min(pause_s, until_s - self.now_s()))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            ready = _real_select(selector, 0)
+        if ready or self.now_s() >= until_s:
+            return ready
+        if _is_alone(selector):
+            self._wait_for_time(until_s)
+            return []
         return _real_select(selector, timeout)  # type: ignore[no-any-return]
+
+    def _wait_for_time(self, until_s: float) -> None:
+        """Wait as an event loop of asyncio does that no thread can wake."""
+        if until_s == NEVER:
+            self.wait_until(lambda: False, deque(), NEVER, awaited.asyncio_task)
+        self._clock.sleep(until_s - self.now_s())
 
     def wake(self, waiting: deque[Strand]) -> None:
         """Wake the first waiting strand, so that it tries again."""
@@ -278,6 +295,19 @@ def _says_something(record: logging.LogRecord) -> bool:
     """Return False for a log record that only reports the unwinding of an executor's thread."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, Stopped | Killed)
+
+
+def _is_alone(selector: Any) -> bool:
+    """Return whether an event loop of asyncio listens to nothing but its own pipe."""
+    data = [key.data for key in selector.get_map().values()]
+    callbacks = [getattr(x[0], "_callback", None) if isinstance(x, tuple) else None for x in data]
+    return all(getattr(callback, "__name__", "") == "_read_from_self" for callback in callbacks)
+
+
+def _say_unraised(say: Callable[[Any], object], unraised: Any) -> None:
+    """Report an exception in a ``__del__`` or the like, unless it only unwinds a rank."""
+    if not isinstance(unraised.exc_value, Stopped | Killed):
+        say(unraised)
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

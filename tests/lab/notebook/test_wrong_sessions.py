@@ -156,6 +156,27 @@ SESSIONS = {
         for number in range(4)
     },
     "two interrupted cells": on_ranks(LOOP, LOOP, says="rank 2", interrupt_s=0.2),
+    # Processes, folders and event loops
+    "a current folder that is removed": on_ranks(
+        "import os, tempfile\nfolder = tempfile.mkdtemp()\nos.chdir(folder)\nos.rmdir(folder)",
+        "print('still here')",
+        says="still here",
+    ),
+    "a forked process that exits": on_ranks(
+        "import os\nif rank == 1:\n    child = os.fork()\n    if not child: raise SystemExit(5)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))",
+        says="rank 1: 5",
+    ),
+    "a forked process that goes on to the end": on_ranks(
+        "import os\nif (child := os.fork()): print(os.waitpid(child, 0)[1])", says="ranks 0-3: 0"
+    ),
+    "asyncio that sleeps for long": on_ranks(
+        "import asyncio\nasyncio.run(asyncio.sleep(1e6))\nprint('awake')", says="awake"
+    ),
+    "asyncio that waits for nothing": on_ranks(
+        "import asyncio\nasync def wait(): await asyncio.Event().wait()\nasyncio.run(wait())",
+        says="ranks 0-3 wait for a task of asyncio",
+    ),
     # Groups that are left, and names that are lost
     "a rank that leaves the group": on_ranks(
         "if rank == 1: dist.destroy_process_group()\nelse: dist.barrier()",
@@ -211,15 +232,20 @@ SESSIONS = {
 }
 
 
+def threads() -> set[threading.Thread]:
+    """Return all threads but one that IPython begins anew when a process forks."""
+    return {x for x in threading.enumerate() if x.name != "IPythonHistorySavingThread"}
+
+
 @pytest.fixture(scope="module")
 def leftovers(shell: InteractiveShell) -> Iterator[None]:
     """Check that nothing of any session is left when all have run."""
-    threads, children = {*threading.enumerate()}, {*psutil.Process().children(recursive=True)}
+    before, children = threads(), {*psutil.Process().children(recursive=True)}
     yield
     deadline_s = time.monotonic() + 5
-    while {*threading.enumerate()} - threads and time.monotonic() < deadline_s:
+    while threads() - before and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert {*threading.enumerate()} - threads == set()
+    assert threads() - before == set()
     assert {*psutil.Process().children(recursive=True)} - children == set()
 
 
