@@ -40,7 +40,7 @@ class SimulatedRanks:
         )
         self.title = "\n  ".join([title, *settings(cluster, replace(options, semantics="gloo"))])
         self._watch = Watch()
-        self._names: list[dict[str, Any]] = [{} for _ in range(num_ranks)]
+        self._names = [vars(main) for main in self._session.make_mains()]
         self._session.run(self._begin)
         self._last: Lap[Any] | None = None
         self._last_name = ""  # of the cell

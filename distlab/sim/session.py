@@ -129,6 +129,10 @@ class Session:
         """Return the modules of the program that each rank has imported, by name."""
         return self._world.rank_states.modules()
 
+    def make_mains(self) -> list[ModuleType]:
+        """Give each rank an empty ``__main__`` of its own, in which pickle finds its classes."""
+        return self._world.rank_states.make_mains()
+
     def run(self, fn: Callable[[int], T], ranks: Collection[int] | None = None) -> Lap[T]:
         """Run ``fn(rank)`` on some ranks, or on all, in one process group of all ranks.
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from distlab.sim.isolation.rank_states import RankStates
+from distlab.sim.isolation.rank_states import MAIN, RankStates
 
 _bootstrap: Any = importlib._bootstrap  # untyped, because the stubs lack its private names
 _OF_PYTHON = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
@@ -48,6 +48,7 @@ def separate(rank_states: RankStates) -> Iterator[None]:
     """
     finder = _Finder(rank_states)
     hidden = {name: sys.modules.pop(name) for name in _imported_by_program()}
+    main = sys.modules[MAIN]  # ranks may have their own
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -55,11 +56,12 @@ def separate(rank_states: RankStates) -> Iterator[None]:
         sys.meta_path.remove(finder)
         rank_states.state().take_modules()
         sys.modules.update(hidden)
+        sys.modules[MAIN] = main
 
 
 def _imported_by_program() -> list[str]:
     """Return the names of the program's modules in ``sys.modules``, except for its main module."""
-    mains = ("__main__", "__mp_main__")
+    mains = (MAIN, "__mp_main__")
     loaded = [(name, module) for name, module in sys.modules.items() if name not in mains]
     # Not getattr, which makes lazy modules import others. Some files, as torch.ops's, are no paths.
     files = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in loaded}

@@ -149,6 +149,7 @@ NUMPY_FUNCTIONS = [*functions_of(np.random, np.random.mtrand._rand), "seed"]
 
 
 _chdir = os.chdir
+MAIN = "__main__"
 
 
 def _encoded(variables: Mapping[str, object]) -> dict[bytes, bytes]:
@@ -220,6 +221,14 @@ class RankStates:
     def modules(self) -> list[Mapping[str, ModuleType]]:
         """Return each rank's own modules by name, while no rank runs."""
         return [state.modules for state in self._states]
+
+    def make_mains(self) -> list[ModuleType]:
+        """Give each rank a new ``__main__`` of its own, while no rank runs."""
+        mains = [ModuleType(MAIN) for _ in self._states]
+        for state, main in zip(self._states, mains, strict=True):
+            state.own_modules.add(MAIN)
+            state.modules[MAIN] = main
+        return mains
 
     def count_groups_alike(self) -> None:
         """Let all ranks give their next group the same number, as if all had made the same."""
