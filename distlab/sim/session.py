@@ -182,6 +182,7 @@ class Session:
     def _run(self, fn: Callable[[int], T], chosen: Collection[int]) -> Lap[T]:
         world, results = self._world, dict[int, T]()
         world.exits.forget()
+        world.refusals.forget()
         before = _Counts.of(world)
 
         def program(rank: Rank) -> None:

@@ -260,7 +260,8 @@ class Simulation:
             device.on_interrupt = self.scheduler.act
         frame = sys._current_frames().get(strand.ident)
         site = self.places.call_site(frame, strand.ident)[0]
-        return KeyboardInterrupt(f"rank {strand.number} was interrupted at {place(site)}")
+        where = f" at {place(site)}" if site[0] else ""
+        return KeyboardInterrupt(f"rank {strand.number} was interrupted{where}")
 
     def end_threads(self) -> None:
         """End the threads that have lived on after the runs."""

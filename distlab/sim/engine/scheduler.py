@@ -195,7 +195,7 @@ class Rank(Strand):
     Attributes:
         strands: All its threads, the first one being the rank itself.
         takes_part: True if the rank is one of those of the present run.
-        num_calls: Number of torch.distributed calls that it has made.
+        num_calls: Number of torch.distributed calls that it has made in this run.
         last_call: Operation of the latest call.
     """
 
@@ -216,6 +216,7 @@ class Rank(Strand):
         for order, strand in enumerate(self.strands):
             strand.order = order
         self.num_unwound, self.waits_in, self.doing = 0, None, ""
+        self.num_calls, self.last_call = 0, None
         self.patience, self.waiting = Patience(clock_s), deque()
         if self.is_parked:
             self.is_parked, self.worker = False, None

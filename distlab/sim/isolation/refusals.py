@@ -41,6 +41,11 @@ class Refusals:
         self._by_rank: dict[int, tuple[str, int]] = {}  # (error, number of calls before it)
         self._outside: dict[int, str] = {}  # rank -> its call on a group that it is not in
 
+    def forget(self) -> None:
+        """Forget the errors of the last run."""
+        self._by_rank.clear()
+        self._outside.clear()
+
     def outside_note(self, rank: int) -> str:
         """Return a note on a call that torch skipped with only a warning; "" if there was none."""
         call = self._outside.get(rank)
