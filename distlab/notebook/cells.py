@@ -7,6 +7,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+NAME = "cell "  # names of cells begin so
+
 
 class Cell(NamedTuple):
     """A compiled cell.
@@ -56,3 +58,11 @@ def naming_cells(report: str, numbers: Mapping[str, int]) -> str:
         report = report.replace(file, f"cell {number}")
         report = report.replace(f"{Path(file).name}:", f"cell {number}:")
     return report
+
+
+def without_shell(error: BaseException) -> BaseException:
+    """Return an error whose traceback begins in a cell, or has no frames if no cell is in it."""
+    trace = error.__traceback__
+    while trace and not trace.tb_frame.f_code.co_filename.startswith(NAME):
+        trace = trace.tb_next
+    return error.with_traceback(trace)

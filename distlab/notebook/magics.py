@@ -23,7 +23,7 @@ from IPython.display import display
 
 from distlab.learner import folder
 from distlab.notebook import checking
-from distlab.notebook.cells import Cell, compiled, naming_cells
+from distlab.notebook.cells import NAME, Cell, compiled, naming_cells
 from distlab.notebook.clusters import begun
 from distlab.notebook.folding import GROUPINGS
 from distlab.notebook.live import show_while
@@ -94,7 +94,12 @@ class ClusterMagics(Magics):
     def cluster(self, line: str) -> None:
         """Begin ranks: %cluster 8, or %cluster dgx-h100. Alone, it says what there is."""
         args = _parsed(self.cluster, line)
-        if args.size or args.ranks or args.cluster:
+        begins = args.size or args.ranks or args.cluster
+        if begins and (args.off or args.why or args.lanes is not None):
+            raise UsageError(
+                "--off, --why and --lanes stand alone: they are about the ranks that there are"
+            )
+        if begins:
             self._begin(args)
         elif args.off:
             self.close()
@@ -171,7 +176,8 @@ class ClusterMagics(Magics):
         for name in (names := _names(line, "%push x y")):
             if name not in known:
                 raise UsageError(f"the notebook has no variable {name}")
-        world.push({name: known[name] for name in names}, range(world.num_ranks))
+        with _usage_errors():
+            world.push({name: known[name] for name in names}, range(world.num_ranks))
 
     @line_magic
     def pull(self, line: str) -> None:
@@ -252,7 +258,7 @@ class ClusterMagics(Magics):
     def _compiled(self, source: str) -> Cell:
         """Compile a cell under the number of its prompt."""
         try:
-            return compiled(source, f"cell {len(self.shell.user_ns['In']) - 1}")
+            return compiled(source, f"{NAME}{len(self.shell.user_ns['In']) - 1}")
         except SyntaxError as error:
             *lines, last = traceback.format_exception_only(error)
             print("".join(lines), end="")

@@ -13,7 +13,8 @@ from torch import Tensor
 from distlab.util.text import clipped, rank_names
 
 MAX_VALUE_CHARS = 400
-GIVEN = ("rank", "world_size", "device", "torch", "dist")  # variables with which ranks begin
+# Variables with which ranks begin.
+GIVEN = ("rank", "world_size", "device", "torch", "dist", "exit", "quit")
 
 
 def completions(names: dict[str, Any], text: str) -> list[str]:

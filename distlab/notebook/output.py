@@ -5,6 +5,7 @@ import io
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from IPython.core.formatters import DisplayFormatter
 from torch import Tensor
+
+from distlab.notebook.cells import without_shell
 
 MAX_CHARS = 200_000  # of a rank's lines; what it prints beyond that is dropped
 UP = "\x1b[A"
@@ -36,7 +39,8 @@ class Screen:
         self._num_kept = self._num_dropped = 0  # characters of ended lines
 
     def write(self, text: str) -> int:
-        """Add text."""
+        """Add text; what UTF-8 cannot encode is kept as an escape, as no notebook could show it."""
+        text = text.encode(errors="backslashreplace").decode()
         for part in _MOVES.split(text):
             if part == "\n":
                 self._go_down()
@@ -52,13 +56,12 @@ class Screen:
         num_chars = len(self._lines[self._row]) + 1
         if self._row + 1 < len(self._lines):
             self._row += 1
-        elif self._num_kept + num_chars > MAX_CHARS:
-            self._lines[self._row] = ""
-            self._num_dropped += num_chars
         else:
-            self._lines.append("")
-            self._row += 1
-            self._num_kept += num_chars
+            kept = min(num_chars, MAX_CHARS - self._num_kept)
+            self._num_kept += kept
+            self._num_dropped += num_chars - kept
+            self._lines[self._row :] = [self._lines[self._row][:kept], *[""] * bool(kept)]
+            self._row = len(self._lines) - 1
         self._begins_again = False
 
     def _add(self, text: str) -> None:
@@ -103,6 +106,12 @@ class Elements(NamedTuple):
         return cls(f"{tuple(tensor.shape)} {dtype}", tuple(texts), hidden)
 
 
+def _has_elements(tensor: Tensor) -> bool:
+    """Return whether a tensor stores each of its elements, as a plain number."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and not tensor.is_quantized and not tensor.is_meta
+
+
 @dataclass
 class RankOutput:
     """What a cell has shown on one rank.
@@ -124,7 +133,7 @@ class RankOutput:
         """Keep how a value is shown; the value itself may be unable to leave its process."""
         if value is not None:
             self.value = _format.format(value)[0]
-        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        if isinstance(value, Tensor) and _has_elements(value):
             self.elements = Elements.of(value)
 
     def show(self, data: Bundle, display_id: str = "") -> None:
@@ -202,11 +211,13 @@ def shown_in(output: RankOutput) -> Iterator[None]:
 def route_displays(shell: Any) -> Callable[[], None]:
     """Let what a rank passes to ``display`` go into its output; return a function that undoes it.
 
+    So does the error of a value that cannot be shown, such as an exception in its ``__repr__``.
+
     Args:
         shell: IPython's shell.
     """
     publisher = shell.display_pub
-    publish, clear = publisher.publish, publisher.clear_output
+    publish, clear, show_error = publisher.publish, publisher.clear_output, shell.showtraceback
 
     def publish_by_rank(data: dict[str, Any], *args: Any, **options: Any) -> None:
         output = output_of_thread()
@@ -224,6 +235,21 @@ def route_displays(shell: Any) -> Callable[[], None]:
 
     def undo() -> None:
         publisher.publish, publisher.clear_output = publish, clear
+        shell.showtraceback = show_error
 
     publisher.publish, publisher.clear_output = publish_by_rank, clear_by_rank
+    shell.showtraceback = _by_rank(show_error)
     return undo
+
+
+def _by_rank(show_error: Callable[..., None]) -> Callable[..., None]:
+    """Let a rank print the error that it is handling, where a shell would show it."""
+
+    def show_error_by_rank(*args: Any, **options: Any) -> None:
+        output, error = output_of_thread(), sys.exc_info()[1]
+        if output is None or error is None:
+            show_error(*args, **options)
+        else:
+            output.screen.write("".join(traceback.format_exception(without_shell(error))))
+
+    return show_error_by_rank

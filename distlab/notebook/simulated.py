@@ -1,6 +1,7 @@
 """Simulated ranks of a notebook: threads of its own process."""
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from distlab.notebook.world import Ran
 from distlab.sim import Cluster, Deadlock, Lap, Options, Session
 from distlab.sim.postmortem.standstill import ABSENT
 from distlab.sim.results.summary import settings
-from distlab.util.text import bytes_text, counted, rank_names, seconds_text, verb
+from distlab.util.text import bytes_text, counted, joined, rank_names, seconds_text, verb
 
 
 class SimulatedRanks:
@@ -50,12 +51,13 @@ class SimulatedRanks:
         if has_gpu:
             torch.cuda.set_device(rank % torch.cuda.device_count())
         self._names[rank].update(
-            __name__="__main__",
             rank=rank,
             world_size=self.num_ranks,
             device=torch.device("cuda", torch.cuda.current_device()) if has_gpu else CPU,
             torch=torch,
             dist=dist,
+            exit=sys.exit,  # for the ranks, as the shell takes Python's own away
+            quit=sys.exit,
         )
 
     def run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
@@ -98,18 +100,30 @@ class SimulatedRanks:
                 _raise_first(self._session.run(on_rank, living))
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        """Give copies of values to ranks, as variables."""
-        for rank in ranks:
-            self._names[rank].update(copy.deepcopy(dict(values)))
+        """Give copies of values to ranks, as variables.
+
+        Raises:
+            ValueError: A value cannot be copied.
+        """
+        copies = [_copies(values) for _ in ranks]
+        for rank, of_rank in zip(ranks, copies, strict=True):
+            self._names[rank].update(of_rank)
 
     def pull(self, name: str, ranks: Sequence[int]) -> list[Any]:
-        """Return copies of a variable's values on ranks."""
+        """Return copies of a variable's values on ranks.
+
+        Raises:
+            NameError: Ranks have no such variable.
+            ValueError: A value cannot be copied.
+        """
         missing = [rank for rank in ranks if name not in self._names[rank]]
         if missing:
             raise NameError(f"{rank_names(missing)} {verb(missing, 'have', 'has')} no {name}")
         lap = self._session.run(lambda rank: _copied(self._names[rank][name]), ranks)
-        if lap.error:
+        if isinstance(lap.error, KeyboardInterrupt):
             raise lap.error
+        if lap.error:
+            raise ValueError(f"{name} cannot be copied: {str(lap.error).splitlines()[0]}")
         return [lap.results[rank] for rank in ranks]
 
     def complete(self, rank: int, text: str) -> list[str]:
@@ -151,6 +165,14 @@ SHORTEST_S = 1e-9  # a cell that takes less is not worth a line
 
 def _copied(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy values together, so that those that share something still do."""
+    try:
+        return copy.deepcopy(dict(values))
+    except Exception as error:  # an object's own methods may raise anything
+        raise ValueError(f"{joined([*values])} cannot be copied: {error}") from None
 
 
 def _titled(title: str, lines: Sequence[str]) -> list[str]:

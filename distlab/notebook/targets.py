@@ -25,6 +25,8 @@ def parse_ranks(text: str, num_ranks: int) -> list[int]:
 
 def _range(part: str, text: str) -> Sequence[int]:
     first, dash, last = part.partition("-")
-    if not first.isdigit() or (dash and not last.isdigit()):
+    is_range = first.isdigit() and (last.isdigit() or not dash)
+    ranks = range(int(first), int(last or first) + 1) if is_range else ()
+    if not ranks:
         raise ValueError(f"{text!r} names no ranks: write them as 0,2-3, or all")
-    return range(int(first), int(last if dash else first) + 1)
+    return ranks

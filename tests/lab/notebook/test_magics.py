@@ -379,3 +379,73 @@ def test_a_cell_is_judged_and_saved_as_the_template_would_be(notebook: Notebook,
     after = (copy.root / task.template).read_text()
     assert code.strip() in after
     assert not source.is_to_write(copy, task)
+
+
+def test_ranks_exchange_objects_of_classes_of_a_cell(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nclass Point:\n    def __init__(self): self.rank = rank")
+    cell = "points = [None] * 4\ndist.all_gather_object(points, Point())\n[p.rank for p in points]"
+    assert notebook.run(f"%%ranks\n{cell}").splitlines()[0] == "ranks 0-3: [0, 1, 2, 3]"
+    notebook.run("import sys\nmain = sys.modules['__main__']")
+    assert "Point" not in vars(notebook.shell.user_ns["main"])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    ["torch.eye(2).to_sparse()", "torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)"],
+)
+def test_tensors_without_plain_elements_are_shown(notebook: Notebook, tensor: str) -> None:
+    shown = notebook.run(f"%%ranks\nimport warnings\nwarnings.simplefilter('ignore')\n{tensor}")
+    assert not notebook.has_failed
+    assert "size=(2" in shown
+
+
+def test_half_a_character_is_shown_as_an_escape(notebook: Notebook) -> None:
+    assert notebook.run("%%ranks\nprint('half:', '\\ud83d')") == "ranks 0-3: half: \\ud83d"
+
+
+def test_the_beginning_of_a_huge_line_is_shown(notebook: Notebook) -> None:
+    lines = notebook.run("%%ranks\nprint('x' * 300_000)").splitlines()
+    assert [line.strip()[-30:] for line in lines[1:]] == [
+        "x" * 30,
+        "… 100,001 more characters …",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        ("%%ranks 3-1\n1", "'3-1' names no ranks"),
+        ("%cluster 4 --off", "stand alone"),
+        ("import threading\nx = threading.Lock()\n%push x", "x cannot be copied"),
+        ("%pull torch", "torch cannot be copied"),
+    ],
+)
+def test_misuse_is_one_line(notebook: Notebook, cell: str, says: str) -> None:
+    shown = notebook.run(cell)
+    assert shown.startswith("UsageError: ")
+    assert says in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_only_calls_of_the_cell_are_counted(notebook: Notebook) -> None:
+    notebook.run("%%ranks\ndist.barrier()\ndist.barrier()")
+    shown = notebook.run("%%ranks\nif rank == 0: dist.recv(torch.ones(1), 1)")
+    assert "ranks 1-3  returned without communicating" in shown
+
+
+def test_the_unwinding_of_a_rank_is_not_shown(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nclass Leaver:\n    def __del__(self): dist.barrier()")
+    shown = notebook.run("%%ranks\nif rank == 1: Leaver();")
+    assert "rank 1 waits in barrier" in shown
+    assert "Exception ignored" not in shown
+
+
+def test_a_value_that_cannot_be_shown_is_of_its_rank(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nclass Odd:\n    def __repr__(self): return 1 / (rank - 2) and 'even'")
+    shown = notebook.run("%%ranks\nOdd()")
+    assert shown.splitlines()[0] == "ranks 0, 1 and 3: even"
+    assert "rank 2:\n  Traceback (most recent call last):\n" in shown
+    assert "ZeroDivisionError: division by zero" in shown
+    assert "IPython" not in shown
+    notebook.run("1 / 0")
+    assert notebook.has_failed
