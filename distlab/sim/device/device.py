@@ -140,7 +140,11 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        out, cost = meta_cache.run(func, op, args, kwargs)
+        try:
+            out, cost = meta_cache.run(func, op, args, kwargs)
+        except RuntimeError as error:
+            self.memory.refuse(error, op.name)
+            raise
         if not self._is_paused:
             self.memory.observe(op, args, out)
             if self.gpu is not None and not op.is_free:

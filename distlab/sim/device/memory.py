@@ -14,6 +14,7 @@ that fragments uses much more. The account misses memory used inside an operatio
 before it started, in other threads, or without an operation (``torch.Tensor([1.0])``).
 """
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +46,9 @@ _REMEDIES = {
     "other": "free buffers and temporaries earlier",
 }
 _PLAIN = (Tensor, Parameter)
+
+
+_ASKED = re.compile(r"tried to allocate (\d+) bytes")  # in an error of torch
 
 
 class OutOfMemory(RuntimeError):
@@ -248,6 +252,14 @@ class MemoryTracker:
         self._require(0, op_name)
 
     # The limit
+
+    def refuse(self, error: RuntimeError, op_name: str) -> None:
+        """Let an operation that asked too much of this machine's memory fail as on the device.
+
+        Raises: OutOfMemory: torch could not allocate memory, and the device has less still.
+        """
+        if asked := _ASKED.search(str(error)):
+            self._require(int(asked[1]), op_name)
 
     def _require(self, nbytes: int, op_name: str) -> None:
         capacity = self.capacity_bytes

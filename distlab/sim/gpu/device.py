@@ -284,6 +284,9 @@ class HostAndGpus(Device, Host):  # type: ignore[no-untyped-call]
         before, self._local.running = self.running, index
         try:
             out, cost = meta_cache.run(func, op, args, placing.kwargs)
+        except RuntimeError as error:
+            self.memory.refuse(error, op.name)
+            raise
         finally:
             self._local.running = before
         created = _tensors_of(out) if op.creates and not op.is_view else []

@@ -232,6 +232,11 @@ SESSIONS = {
         "memory",
         options="--semantics nccl --memory-gib 0.01",
     ),
+    "more memory than the machine has": Session(
+        ["%%ranks\nx = torch.ones(1 << 50, device=device)"],
+        "out of memory in ones: it needs 4096 TiB",
+        options="--semantics nccl",
+    ),
 }
 
 

@@ -211,6 +211,16 @@ def test_running_out_of_memory_says_what_fills_it() -> None:
     ]
 
 
+def test_what_this_machine_cannot_allocate_runs_out_of_the_devices_memory() -> None:
+    with (
+        memory(capacity_bytes=1000),
+        pytest.raises(OutOfMemory, match=r"in ones: it needs 4096 TiB"),
+    ):
+        torch.ones(2**50)
+    with memory(), pytest.raises(RuntimeError, match="allocate"):
+        torch.ones(2**50)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_after_running_out_of_memory_the_account_is_right(device: str) -> None:
     with memory(capacity_bytes=1000) as tracker:
