@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import IPython
+
 from distlab.notebook.simulated import SimulatedRanks
 from distlab.notebook.world import World
 from distlab.sim import configured
@@ -63,7 +65,7 @@ def _simulated(num_ranks: int | None, preset: str, args: Any) -> World:
         eager_bytes=args.eager_bytes,
         is_strict=args.strict,
         is_sanitized=args.sanitize,
-        given=(str(Path(__file__).parent),),
+        given=(str(Path(__file__).parent), str(Path(IPython.__file__).parent)),
     )
     return SimulatedRanks(num_ranks, cluster, options)
 

@@ -449,3 +449,12 @@ def test_a_value_that_cannot_be_shown_is_of_its_rank(notebook: Notebook) -> None
     assert "IPython" not in shown
     notebook.run("1 / 0")
     assert notebook.has_failed
+
+
+def test_no_report_names_lines_of_the_shell(notebook: Notebook) -> None:
+    notebook.run("%%ranks\nclass Synced:\n    def __repr__(self): return str(dist.barrier())")
+    assert notebook.run("%%ranks\nSynced()").startswith("ranks 0-3: None")
+    shown = notebook.run("%%ranks\nSynced() if rank == 0 else None")
+    assert "rank 0 waits in barrier" in shown
+    assert "pretty.py" not in shown
+    assert "The except" not in shown
