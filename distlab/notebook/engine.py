@@ -104,6 +104,8 @@ class Engine:
         sys.path[:] = place.path
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A cell may have failed to join by itself, which counts as a group on this rank alone.
+        dist.distributed_c10d._world.group_count = 0
         if not self._is_listening:
             self._is_listening = True
             self._listen()

@@ -5,7 +5,9 @@ every cell ends; then all ranks join anew, and keep their variables.
 """
 
 import importlib.util
+import math
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -32,6 +34,7 @@ from distlab.notebook.world import Ran
 from distlab.util.text import counted, rank_names, seconds_text, verb
 
 LOOPBACK = "127.0.0.1"
+JOIN_S = 60.0  # longest time for which ranks may wait for each other to join
 PERIOD_S = 0.1  # between two looks at processes that are waited for
 GONE = "Groups and DistributedDataParallel of earlier cells are gone: make them again."
 
@@ -76,8 +79,12 @@ class Engines:
         calls = {
             place.rank: self._processes.call(place.rank, engine.join, place) for place in places
         }
-        if any(self._results(calls)):
-            self._news.append(GONE)
+        try:
+            have_made = self._results(calls, within_s=JOIN_S)
+        except BaseException:  # KeyboardInterrupt, too: a rank may wait for one that never joins
+            self._processes.signal(calls, signal.SIGKILL)
+            raise
+        self._news += [GONE] * any(have_made)
         self._is_broken = False
 
     def _mend(self) -> None:
@@ -94,8 +101,11 @@ class Engines:
         calls = {rank: self._processes.call(rank, function, *args) for rank in ranks}
         return self._results(calls)
 
-    def _results(self, calls: Mapping[int, Any]) -> list[Any]:
+    def _results(self, calls: Mapping[int, Any], within_s: float = math.inf) -> list[Any]:
+        end_s = time.monotonic() + within_s
         while wait(calls.values(), PERIOD_S).not_done:
+            if time.monotonic() > end_s:
+                raise ValueError(f"the ranks did not join within {within_s:g} s and were killed")
             if dead := self._processes.dead() & calls.keys():
                 raise ValueError(f"{rank_names(dead)} ended: the next cell begins it anew")
         try:

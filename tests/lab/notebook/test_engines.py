@@ -232,6 +232,12 @@ def test_ranks_that_leave_the_group_join_again(notebook: Notebook) -> None:
     assert not notebook.has_failed
 
 
+def test_ranks_that_join_by_themselves_in_vain_join_again(notebook: Notebook) -> None:
+    again = "if rank: dist.destroy_process_group()\ndist.init_process_group()"
+    assert "default process group twice" in notebook.run(f"%%ranks\n{again}")
+    assert first_line(notebook, "dist.barrier()\n5") == "ranks 0-2: 5"
+
+
 def test_edited_modules_are_loaded_again(notebook: Notebook, tmp_path: Path) -> None:
     module = tmp_path / "edited_on_ranks.py"
     module.write_text("def version(): return 1")
