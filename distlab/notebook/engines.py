@@ -31,7 +31,7 @@ from distlab.notebook.processes import Processes
 from distlab.notebook.under_way import UnderWay
 from distlab.notebook.verdict import verdict
 from distlab.notebook.world import Ran
-from distlab.util.text import counted, rank_names, seconds_text, verb
+from distlab.util.text import counted, joined, rank_names, seconds_text, verb
 
 LOOPBACK = "127.0.0.1"
 JOIN_S = 60.0  # longest time for which ranks may wait for each other to join
@@ -144,8 +144,16 @@ class Engines:
         )
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        """Give copies of values to ranks, as variables."""
-        self._on(ranks, engine.push, cloudpickle.dumps(dict(values)))
+        """Give copies of values to ranks, as variables.
+
+        Raises:
+            ValueError: A value cannot be pickled.
+        """
+        try:
+            pickled = cloudpickle.dumps(dict(values))
+        except (TypeError, pickle.PicklingError) as error:
+            raise ValueError(f"{joined([*values])} cannot be sent to a process: {error}") from None
+        self._on(ranks, engine.push, pickled)
 
     def pull(self, name: str, ranks: Sequence[int]) -> list[Any]:
         """Return copies of a variable's values on ranks."""

@@ -232,6 +232,12 @@ def test_ranks_that_leave_the_group_join_again(notebook: Notebook) -> None:
     assert not notebook.has_failed
 
 
+def test_a_value_that_no_process_can_get_is_told_in_a_line(notebook: Notebook) -> None:
+    shown = notebook.run("import threading\nlock = threading.Lock()\n%push lock")
+    assert "lock cannot be sent to a process" in shown
+    assert "Traceback" not in shown
+
+
 def test_ranks_that_join_by_themselves_in_vain_join_again(notebook: Notebook) -> None:
     again = "if rank: dist.destroy_process_group()\ndist.init_process_group()"
     assert "default process group twice" in notebook.run(f"%%ranks\n{again}")
