@@ -129,6 +129,7 @@ class Engine:
         """
         output, self._hang = RankOutput(), hang
         failure: Failure | None = None
+        process = os.getpid()
         self._may_end.clear()
         signal.signal(signal.SIGINT, self._end_cell)  # a cell may have set another
         try:
@@ -141,6 +142,8 @@ class Engine:
             failure = Failure.of(error)
         finally:
             self._output = None
+            if os.getpid() != process:  # a process that the cell has forked, and not ended
+                os._exit(failure is not None)
         return Ended(output, failure, not dist.is_initialized())
 
     # SIGINT

@@ -238,6 +238,16 @@ def test_a_value_that_no_process_can_get_is_told_in_a_line(notebook: Notebook) -
     assert "Traceback" not in shown
 
 
+def test_a_forked_process_ends_with_the_cell(notebook: Notebook) -> None:
+    """Otherwise it would go on as a second engine."""
+    notebook.run("%%ranks\nimport os\nchild = os.fork() if rank == 0 else 0")
+    notebook.run("%pull child")
+    child = notebook.shell.user_ns["child"][0]
+    reap = f"%%ranks 0\nprint(os.waitpid({child}, 0)[0] == {child})"
+    assert notebook.run(reap).startswith("rank 0: True")
+    assert first_line(notebook, "dist.barrier()\n6") == "ranks 0-2: 6"
+
+
 def test_ranks_that_join_by_themselves_in_vain_join_again(notebook: Notebook) -> None:
     again = "if rank: dist.destroy_process_group()\ndist.init_process_group()"
     assert "default process group twice" in notebook.run(f"%%ranks\n{again}")
