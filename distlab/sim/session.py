@@ -156,8 +156,7 @@ class Session:
         if not chosen or chosen - {*everyone}:
             raise ValueError(f"ranks are 0 to {world.num_ranks - 1}, and at least one: {ranks}")
         with self._alone(world), _interruptible(world.scheduler):
-            world.scheduler.renew(chosen)
-            world.clock.begin_run()
+            world.begin_run(chosen)
             return self._run(fn, chosen)
 
     def interrupt(self) -> None:
@@ -181,8 +180,6 @@ class Session:
 
     def _run(self, fn: Callable[[int], T], chosen: Collection[int]) -> Lap[T]:
         world, results = self._world, dict[int, T]()
-        world.exits.forget()
-        world.refusals.forget()
         before = _Counts.of(world)
 
         def program(rank: Rank) -> None:

@@ -230,6 +230,21 @@ class Simulation:
             self.fleet.gpu_time() if self.fleet else None,
         )
 
+    def begin_run(self, ranks: Collection[int]) -> None:
+        """Make ranks ready for another run, whose reports are about that run only.
+
+        They still show what earlier runs have left unfinished.
+        """
+        self.scheduler.renew(ranks)
+        self.exits.forget()
+        self.clock.begin_run()
+        self.trace.begin_run()
+        self.refusals.begin_run()
+        self.handles.begin_run()
+        self.meetings.begin_run()
+        self.mailbox.begin_run()
+        self.threads.notes.begin_run()
+
     def run_ranks(self, program: Callable[[Rank], None], *, own_modules: bool) -> None:
         """Run a program on the ranks that are ready, each in its place and on its device."""
 
@@ -479,6 +494,7 @@ class Simulation:
             self.meetings.splits,
             is_in_order=self.mailbox.lanes is not None or self.fleet is not None,
             deaths=self.exits.deaths,
+            is_session=self.scheduler.keeps_threads,
             absent=[rank.number for rank in self.scheduler.ranks if not rank.takes_part],
         )
 

@@ -196,7 +196,7 @@ class Rank(Strand):
         strands: All its threads, the first one being the rank itself.
         takes_part: True if the rank is one of those of the present run.
         num_calls: Number of torch.distributed calls that it has made in this run.
-        last_call: Operation of the latest call.
+        last_call: Operation of the latest of them, or None.
     """
 
     def __init__(self, number: int) -> None:

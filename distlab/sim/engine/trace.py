@@ -134,8 +134,13 @@ class Trace:
             if event.kind == "recv":
                 yield sends[event.message], event
 
+    def begin_run(self) -> None:
+        """Count arrived messages anew."""
+        for by_source in self._arrived:
+            by_source.clear()
+
     def arrived(self) -> dict[tuple[int, int], int]:
-        """Return the number of messages that have arrived, by (source, destination)."""
+        """Return the number of messages that have arrived in this run, by (source, destination)."""
         return {
             (src, dst): number
             for dst, by_source in enumerate(self._arrived)

@@ -41,8 +41,8 @@ class Refusals:
         self._by_rank: dict[int, tuple[str, int]] = {}  # (error, number of calls before it)
         self._outside: dict[int, str] = {}  # rank -> its call on a group that it is not in
 
-    def forget(self) -> None:
-        """Forget the errors of the last run."""
+    def begin_run(self) -> None:
+        """Forget the errors of earlier runs."""
         self._by_rank.clear()
         self._outside.clear()
 

@@ -24,6 +24,11 @@ class ThreadNotes:
         self._failures: list[tuple[int, str]] = []  # (rank, note on an error)
         self._abandoned: list[tuple[int, str]] = []
 
+    def begin_run(self) -> None:
+        """Forget the threads that ended in earlier runs."""
+        self._failures.clear()
+        self._abandoned.clear()
+
     def failed(self, rank: int, name: str, error: BaseException) -> None:
         """Record an error that has ended a thread."""
         text = f"On {WHO}, thread {name!r} ended with {self._describe(error)}."

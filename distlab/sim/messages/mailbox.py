@@ -177,6 +177,10 @@ class Mailbox:
         if self.lanes is not None:
             self.lanes = Lanes(self._start)
 
+    def begin_run(self) -> None:
+        """Forget which messages the recvs from any rank have taken."""
+        self._taken.clear()
+
     def taken_at(self, recv: Message) -> Site | None:
         """Return where an any-source recv took a message that would fit ``recv``, or None."""
         wanted = (recv.key, recv.peer, recv.tag, recv.form)

@@ -383,6 +383,10 @@ class Meetings:
         self._open.clear()
         self.closed.clear()
 
+    def begin_run(self) -> None:
+        """Forget where ranks called, except in groups whose calls some rank has yet to join."""
+        self.splits.forget(but={key for key, _ in self._open})
+
     def leftovers(self) -> Iterator[Attendance]:
         """Yield the attendances of all meetings that some rank has yet to attend."""
         for meeting in self._open.values():

@@ -12,8 +12,8 @@ Ranks with unequal numbers of batches make a call at one line, in a loop, more o
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from distlab.sim.reporting.report import place
 from distlab.sim.reporting.sites import Site
@@ -67,6 +67,13 @@ class Splits:
         self._counts: defaultdict[object, defaultdict[Lines, Counter[int]]] = defaultdict(
             lambda: defaultdict(Counter)
         )
+
+    def forget(self, but: Collection[object]) -> None:
+        """Forget the calls of all groups but these."""
+        by_group: dict[object, Any]
+        for by_group in (self._by_group, self._uses, self._counts):
+            for key in by_group.keys() - but:
+                del by_group[key]
 
     def count(self, key: object, rank: int, lines: Lines) -> None:
         """Count a call that a rank makes."""

@@ -1,7 +1,7 @@
 """The ``Work`` that a simulated operation returns."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -30,28 +30,42 @@ class Handles:
     def __init__(self) -> None:
         self.open: dict[Pending, None] = {}  # a plain dict, for speed: every operation is added
         self.twice: dict[Row, None] = {}
+        self._earlier: Collection[Pending] = ()  # operations of earlier runs
+
+    def begin_run(self) -> None:
+        """Note that the operations so far are of earlier runs."""
+        self._earlier = {*self.open}
 
     def rows(self, ranks: Iterable[int]) -> list[Row]:
         """Return rows for the open handles of these ranks, sorted by rank; equal ones share a row.
 
         Handles that torch keeps to itself, as in DistributedDataParallel, are left out.
         """
-        wanted = set(ranks)
-        unwaited = (p for p in self.open if p.rank in wanted and not p.is_by_torch)
-        counts = Counter(row_of(pending) for pending in unwaited)
-        rows = [_counted(row, count) for row, count in counts.items()]
-        return sorted(rows, key=lambda row: row.ranks)
+        return _rows(self.open, ranks)
+
+    def _noted(self, ranks: Iterable[int]) -> list[Row]:
+        """Return the first few rows, without operations of earlier runs that are done."""
+        noted = [p for p in self.open if not (p.is_done and p in self._earlier)]
+        return _rows(noted, ranks)[:MAX_NOTES]
 
     def note_of_failed(self, rank: int) -> str:
         """Return a note on operations that a failed rank had not waited for; "" if none."""
-        texts = [f"{row.text} ({row.where})" for row in self.rows([rank])[:MAX_NOTES]]
+        texts = [f"{row.text} ({row.where})" for row in self._noted([rank])]
         return f"Rank {rank} had not waited for its {joined(texts)}." if texts else ""
 
     def notes(self, returned: Iterable[int]) -> Iterator[str]:
         """Yield notes on the first few operations that ranks returned without waiting for."""
-        for row in self.rows(returned)[:MAX_NOTES]:
+        for row in self._noted(returned):
             who = rank_names(row.ranks).capitalize()
             yield f"{who} returned without waiting for its {row.text} ({row.where})."
+
+
+def _rows(operations: Iterable[Pending], ranks: Iterable[int]) -> list[Row]:
+    wanted = set(ranks)
+    unwaited = (p for p in operations if p.rank in wanted and not p.is_by_torch)
+    counts = Counter(row_of(pending) for pending in unwaited)
+    rows = [_counted(row, count) for row, count in counts.items()]
+    return sorted(rows, key=lambda row: row.ranks)
 
 
 def row_of(pending: Pending) -> Row:

@@ -94,8 +94,9 @@ def ends(still: Standstill) -> list[Row]:
         _quiet(rank, exits.get(rank), calls, caught) for rank in sorted(returned.difference(calls))
     ]
     communicated = [
-        (_last(*calls[rank], exits.get(rank), caught), calls[rank][1])
+        (_last(_count(number, still), call, exits.get(rank), caught), call)
         for rank in sorted(returned & set(calls))
+        for number, call in [calls[rank]]
     ]
     killed = [_killed(rank, still.history.deaths.get(rank)) for rank in sorted(still.killed)]
     return [
@@ -121,13 +122,17 @@ def _quiet(
     return Row((rank,), text, f"{place(_last_site(end))}{caught[end.at]}" if end else "")
 
 
-def _last(num_calls: int, last: Pending, end: Exit | None, caught: Mapping[Site, str]) -> Row:
-    count = "1 call" if num_calls == 1 else f"{num_calls} calls, the last"
+def _last(count: str, last: Pending, end: Exit | None, caught: Mapping[Site, str]) -> Row:
     row = last.row()
     where = row.where
     if end:
         where += f", {_left(end)} {at(_last_site(end), last.site)}{caught[end.at]}"
     return row._replace(text=f"{_left(end)} after {count}: {last.text()}", where=where)
+
+
+def _count(num_calls: int, still: Standstill) -> str:
+    count = counted(num_calls, "call") + " in this run" * still.history.is_session
+    return count if num_calls == 1 else f"{count}, the last"
 
 
 def _left(end: Exit | None) -> str:

@@ -67,7 +67,7 @@ def named(ahead: Sequence[Pending]) -> str:
 
 
 class History(NamedTuple):
-    """Earlier calls of the ranks that deadlocked, and the rules in force.
+    """Earlier calls of the ranks that deadlocked, all in the same run, and the rules in force.
 
     Attributes:
         calls: Number of torch.distributed calls and the last of them, by rank.
@@ -77,6 +77,7 @@ class History(NamedTuple):
         splits: Collective calls that the ranks of a group made at different lines.
         is_in_order: True if messages between two ranks ran one at a time (``Options.p2p_order``).
         deaths: Ranks that a fault has killed, if known.
+        is_session: True in a session, whose groups count the calls of all runs.
         absent: Ranks that do not take part in this run of a session.
     """
 
@@ -87,6 +88,7 @@ class History(NamedTuple):
     splits: Splits = Splits()
     is_in_order: bool = False
     deaths: Mapping[int, Death] = MappingProxyType({})
+    is_session: bool = False
     absent: Collection[int] = ()
 
 

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +298,126 @@ def test_an_aborted_operation_says_so(session: Session) -> None:
     is_on_gpu = session.options.semantics == "nccl"  # where wait() holds nothing but a stream
     assert error is None if is_on_gpu else "aborted: before the other ranks" in str(error)
     assert_it_works(session)
+
+
+# Reports, which are about one run
+
+
+def reports(*programs: Callable[[int], object]) -> list[str]:
+    """Return the error of each run in a session of its own."""
+    session = Session(SIZE)
+    errors = [str(session.run(program).error) for program in programs]
+    session.close()
+    return errors
+
+
+def zero_reduces(rank: int) -> None:
+    if rank == 0:
+        dist.all_reduce(torch.zeros(2))
+
+
+def calls_more_on_some(rank: int) -> None:
+    for _ in range(3 if rank else 2):
+        dist.all_reduce(torch.zeros(1))
+
+
+def one_leaves_out_a_barrier(rank: int) -> None:
+    if rank != 2:
+        dist.barrier()
+
+
+def send_round(rank: int, to: int = 1) -> None:
+    work = dist.isend(torch.ones(1), (rank + to) % SIZE)
+    dist.recv(torch.zeros(1), (rank - 1) % SIZE)
+    work.wait()
+
+
+def one_receives(rank: int) -> None:
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+
+
+def test_an_error_that_ended_a_run_causes_no_later_deadlock() -> None:
+    def calls_a_wrong_root(rank: int) -> None:
+        if rank == 1:
+            dist.broadcast(torch.zeros(2), src=9)
+
+    errors = reports(calls_a_wrong_root, zero_reduces)
+    assert "has no rank 9" in errors[0]
+    assert "rank 9" not in errors[1]
+
+
+def test_a_call_on_the_wrong_group_is_not_blamed_for_a_later_error() -> None:
+    def calls_on_a_group_of_others(rank: int) -> None:
+        pair = dist.new_group([0, 1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.all_reduce(torch.zeros(1), group=pair)
+
+    errors = reports(calls_on_a_group_of_others, fails)
+    assert "that it is not in" not in errors[1]
+
+
+def test_calls_of_a_run_that_failed_explain_no_later_deadlock() -> None:
+    errors = reports(calls_more_on_some, one_leaves_out_a_barrier)
+    assert "was made 3 times on ranks 1-3 and 2 times on rank 0" in errors[0]
+    assert "times" not in errors[1]
+
+
+def test_calls_that_some_rank_has_yet_to_join_explain_a_later_error() -> None:
+    def begins_more_on_some(rank: int) -> None:
+        for _ in range(3 if rank else 2):
+            mine()["work"] = dist.all_reduce(torch.zeros(1), async_op=True)
+
+    KEPT[:] = [{} for _ in range(SIZE)]
+    errors = reports(begins_more_on_some, lambda _: dist.barrier())
+    assert "was made 3 times on ranks 1-3 and 2 times on rank 0" in errors[1]
+
+
+def test_messages_of_an_earlier_run_do_not_make_a_peer_right() -> None:
+    errors = reports(send_round, partial(send_round, to=-1))
+    assert errors[1].endswith("is one of the peers wrong?")
+
+
+def test_a_recv_of_an_earlier_run_has_not_taken_a_message_too_many() -> None:
+    def one_receives_from_any(rank: int) -> None:
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+        elif rank == 1:
+            dist.recv(torch.zeros(1))
+
+    errors = reports(one_receives_from_any, one_receives)
+    assert "has taken a message" not in errors[1]
+
+
+def test_a_send_that_a_later_run_received_is_no_longer_unwaited() -> None:
+    def one_sends(rank: int) -> None:
+        if rank == 0:
+            mine()["work"] = dist.isend(torch.ones(1), 1)
+
+    def one_receives_twice(rank: int) -> None:
+        one_receives(rank)
+        one_receives(rank)
+
+    KEPT[:] = [{} for _ in range(SIZE)]
+    for later in ([one_receives, one_receives], [one_receives_twice]):
+        assert "without waiting" not in reports(one_sends, *later)[-1]
+
+
+def test_a_thread_that_failed_in_an_earlier_run_causes_no_later_deadlock() -> None:
+    def submits_a_task_that_fails(rank: int) -> None:
+        mine()["pool"] = ThreadPoolExecutor(1)
+        mine()["future"] = mine()["pool"].submit(int, "no")
+
+    KEPT[:] = [{} for _ in range(SIZE)]
+    errors = reports(submits_a_task_that_fails, zero_reduces)
+    assert "ValueError" not in errors[1]
+
+
+def test_calls_are_counted_in_each_run() -> None:
+    errors = reports(send_round, calls_more_on_some, one_leaves_out_a_barrier)
+    assert "returned after 2 calls in this run, the last: all_reduce (call 2" in errors[1]
+    assert re.search(r"rank 2 +returned without communicating", errors[2])
 
 
 def test_a_race_is_told_once(session: Session) -> None:
