@@ -79,16 +79,23 @@ def _advice(cause: Cause, still: Standstill) -> list[str]:
     if hint := near_misses.taken_by_another(waiting):
         return [hint, f"If not: {lowered(cause.advice)}"]
     is_cycle = cause.kind == "send/recv cycle"
-    doubtful = near_misses.doubtful(pairs, still, cause.involved, is_cycle=is_cycle)
+    posted = _ranks_with_the_other_side(waiting, still.unmatched) if is_cycle else set()
+    trusts_peers = posted != {*cause.involved}  # else, all could go on if the peers were right
+    doubtful = near_misses.doubtful(
+        pairs, still, cause.involved, is_cycle=is_cycle, trusts_peers=trusts_peers
+    )
     hint = near_misses.with_another_rank(doubtful)
-    if hint and is_cycle and _have_posted_the_other_side(waiting, still.unmatched):
+    if hint and posted:
         return [hint]  # the cycle's advice is to do what they have already done
     return [cause.advice, f"Or else: {hint}"] if hint else [cause.advice]
 
 
-def _have_posted_the_other_side(waiting: Sequence[Message], unmatched: Sequence[Message]) -> bool:
+def _ranks_with_the_other_side(
+    waiting: Sequence[Message], unmatched: Sequence[Message]
+) -> set[int]:
+    """Return the ranks of a cycle that have also posted what others may wait for."""
     ranks, names = {wait.rank for wait in waiting}, {wait.name for wait in waiting}
-    return any(message.rank in ranks and message.name not in names for message in unmatched)
+    return {m.rank for m in unmatched if m.rank in ranks and m.name not in names}
 
 
 def _blocked_calls(calls: rows.Calls) -> list[BlockedCall]:

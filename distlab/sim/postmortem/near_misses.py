@@ -77,17 +77,19 @@ def doubtful(
     ranks: Collection[int],
     *,
     is_cycle: bool,
+    trusts_peers: bool = True,
 ) -> list[Pair]:
     """Return the pairs in which a peer may be wrong.
 
-    A peer is assumed to be right if a message has already gone the same way, unless several threads
-    of a rank wait for the same message. In a cycle, pairs with a rank outside the cycle are left
+    A peer is trusted if a message has already gone the same way, unless several threads of a rank
+    wait for the same message. In a cycle, pairs with a rank outside the cycle are left
     out, because they are a consequence of it. No pairs are returned if a rank has other blocked
     threads, because one of those may be about to make the missing call.
 
     Args:
         ranks: Ranks whose waits are in the pairs.
         is_cycle: True if the ranks wait for each other.
+        trusts_peers: False if messages that went the same way do not count.
     """
     first = (still.blocked[rank] for rank in ranks)
     repeated = set(_addresses(first)).intersection(_addresses(still.beside))
@@ -98,7 +100,8 @@ def doubtful(
         for pair in pairs
         if not (is_cycle and any(message.rank not in ranks for message in pair))
         and not any(
-            still.blocked.get(message.rank) is message
+            trusts_peers
+            and still.blocked.get(message.rank) is message
             and message.rank in ranks
             and still.history.arrived.get(_ends(message))
             and _address(message) not in repeated

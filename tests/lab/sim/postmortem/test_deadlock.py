@@ -152,6 +152,16 @@ def test_a_peer_that_was_right_before_is_not_asked_about() -> None:
         assert ("is one of the peers wrong?" in str(report)) == is_asked
 
 
+def test_peers_are_asked_about_if_all_ranks_of_a_cycle_have_posted_a_send() -> None:
+    recvs = [recv(rank, (rank - 1) % 3) for rank in range(3)]
+    sends = [send(rank, (rank - 1) % 3) for rank in range(3)]
+    history = History(arrived={((rank - 1) % 3, rank): 1 for rank in range(3)})
+    for posted, is_asked in ((sends, True), (sends[:1], False)):
+        report = explain(waits(*recvs), unmatched=[*recvs, *posted], history=history)
+        assert advice(report).endswith("is one of the peers wrong?") == is_asked
+        assert ("none has a send under way" in str(report)) != is_asked
+
+
 def test_peers_are_not_asked_about_where_another_thread_may_receive() -> None:
     posted = [recv(0, 1), recv(1, 2), send(2, 0)]
     for beside, is_asked in (([], True), ([recv(0, 2)], False)):
