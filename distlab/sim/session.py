@@ -202,7 +202,10 @@ class Session:
     def close(self) -> None:
         """End the world and its threads, and forget it."""
         world, self._open = self._open, None
-        if world and not world.scheduler.is_lost:
+        if not world:
+            return
+        world.loaders.close()
+        if not world.scheduler.is_lost:
             world.end_threads()
             world.exits.forget()
             world.scheduler.close()

@@ -25,9 +25,10 @@ from distlab.sim.gpu.group import Fleet, GpuGroup
 from distlab.sim.gpu.mixtures import note_on
 from distlab.sim.hardware.cluster import Cluster, choose_cluster
 from distlab.sim.hardware.topology import Place
-from distlab.sim.isolation import forks, host, loaders, modules, patches
+from distlab.sim.isolation import forks, host, modules, patches
 from distlab.sim.isolation.exits import Exits, deaths_due
 from distlab.sim.isolation.groups import Groups
+from distlab.sim.isolation.loaders import Loaders
 from distlab.sim.isolation.profiler import SharedProfiler
 from distlab.sim.isolation.rank_states import RankStates
 from distlab.sim.isolation.refusals import Refusals
@@ -85,6 +86,7 @@ class Simulation:
         self.devices = self._make_devices(places)
         self._told = set[str]()
         self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
+        self.loaders = Loaders()
         self.profiler = SharedProfiler(self.rank_states, self.places)
         self.steps, self.sanitizer = self._make_watchers()
         self.groups = self._make_groups()
@@ -210,7 +212,7 @@ class Simulation:
             if self.fleet:
                 self.fleet.devices[rank.number].sync("")
 
-        with contextlib.closing(self.scheduler):
+        with contextlib.closing(self.scheduler), contextlib.closing(self.loaders):
             self.run_ranks(program, own_modules=own_modules)
         with self._findings_told():
             if self.failures.first:  # the ranks caught this error and continued
@@ -353,7 +355,7 @@ class Simulation:
             self.options.faults, self.scheduler, self.clock, self.rank_states, self.exits
         )
         with contextlib.ExitStack() as watching:
-            for prepared in (patches.installed(self), host.prepared(), loaders.ended(), dying):
+            for prepared in (patches.installed(self), host.prepared(), self.loaders.noted(), dying):
                 watching.enter_context(prepared)
             if self.fleet and self.cluster.gpu:
                 surface.install(watching, self.rank_states.is_in_rank, self.cluster.gpu.name)

@@ -15,20 +15,26 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from distlab.util.replacing import replace_until
 
 
-@contextlib.contextmanager
-def ended() -> Iterator[None]:
-    """End the processes of all loaders that are made inside the block, when it ends."""
-    made: WeakSet[Any] = WeakSet()
-    make = _MultiProcessingDataLoaderIter.__init__
+class Loaders:
+    """The iterators of a world that load in processes."""
 
-    def make_and_note(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        made.add(self)
+    def __init__(self) -> None:
+        self._made: WeakSet[Any] = WeakSet()
 
-    with contextlib.ExitStack() as until:
-        replace_until(until, _MultiProcessingDataLoaderIter, "__init__", make_and_note)
-        try:
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the iterators that are made inside the block."""
+        make = _MultiProcessingDataLoaderIter.__init__
+
+        def make_and_note(iterator: Any, *args: Any, **options: Any) -> None:
+            make(iterator, *args, **options)
+            self._made.add(iterator)
+
+        with contextlib.ExitStack() as until:
+            replace_until(until, _MultiProcessingDataLoaderIter, "__init__", make_and_note)
             yield
-        finally:
-            for iterator in list(made):
-                iterator._shutdown_workers()
+
+    def close(self) -> None:
+        """End the processes of all iterators."""
+        for iterator in list(self._made):
+            iterator._shutdown_workers()

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from distlab.sim import Faults, Lap, Options, Session
 from distlab.sim.engine import scheduler
@@ -726,6 +727,25 @@ def test_closing_ends_threads_of_the_program(session: Session) -> None:
     assert threading.active_count() == before + 3 * SIZE
     session.close()
     assert threading.active_count() == before - SIZE
+
+
+def test_a_loaders_processes_load_in_later_runs_and_end_with_the_session() -> None:
+    def begin(rank: int) -> None:
+        loader = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+        mine()["batches"] = iter(loader)
+
+    def load(_: int) -> int:
+        return int(next(mine()["batches"]))
+
+    KEPT[:] = [{} for _ in range(SIZE)]
+    session = Session(SIZE)
+    session.run(begin, [0, 2])
+    session.run(fails)
+    for number in range(2):
+        assert session.run(load, [0, 2]).results == {0: number, 2: number}
+    processes = [process for kept in KEPT[::2] for process in kept["batches"]._workers]
+    session.close()
+    assert [process.is_alive() for process in processes] == [False, False]
 
 
 def test_the_process_ends_without_waiting_for_threads_of_ranks() -> None:
