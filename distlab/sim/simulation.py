@@ -50,7 +50,7 @@ from distlab.sim.postmortem.ending import (
     standstill_error,
 )
 from distlab.sim.postmortem.standstill import History, Standstill
-from distlab.sim.reporting.errors import Deadlock, Mismatch, SimulationError
+from distlab.sim.reporting.errors import Deadlock, Mismatch, RankError, SimulationError
 from distlab.sim.reporting.report import place, table
 from distlab.sim.reporting.sites import Places
 from distlab.sim.results.simulated import Options, Simulated
@@ -85,6 +85,7 @@ class Simulation:
         self.clock = Clock(self.scheduler, self.trace, options.faults, overlap)
         self.devices = self._make_devices(places)
         self._told = set[str]()
+        self._raised: dict[int, BaseException] = {}  # what ranks raised in this run, in that order
         self.refusals = Refusals(self.clock, self.rank_states, self.exits, self.places)
         self.loaders = Loaders()
         self.profiler = SharedProfiler(self.rank_states, self.places)
@@ -268,17 +269,25 @@ class Simulation:
                 self.scheduler.run(body, self._standstill_error)
             finally:
                 self.rank_states.rest()
+                self._raised.clear()
                 for device in self.devices:
                     device.on_interrupt = None
 
-    def _interrupted(self, strand: Strand) -> KeyboardInterrupt:
-        """Let the next operation end the running rank; return the error, which names its line."""
+    def _interrupted(self, strand: Strand) -> BaseException:
+        """Let the next operation end the running rank; return the error, which names its line.
+
+        If a rank has failed, and waits until this one has got as far, the error is that rank's.
+        """
         for device in self.devices:
             device.on_interrupt = self.scheduler.act
         frame = sys._current_frames().get(strand.ident)
         site = self.places.call_site(frame, strand.ident)[0]
         where = f" at {place(site)}" if site[0] else ""
-        return KeyboardInterrupt(f"rank {strand.number} was interrupted{where}")
+        interrupted = f"rank {strand.number} was interrupted{where}"
+        for failed, error in [*self._raised.items()][:1]:
+            then = f"Then {interrupted}"
+            return rank_error(failed, self.num_ranks, error, self.places, then)
+        return KeyboardInterrupt(interrupted)
 
     def end_threads(self) -> None:
         """End the threads that have lived on after the runs."""
@@ -379,25 +388,36 @@ class Simulation:
             self.exits.died(rank.number, killed, due_s[rank.number])
             raise
         except BaseException as error:  # torch's CheckpointException is only a BaseException
-            number = rank.number
             self.clock.note_compute(rank, rank.clock_s)
-            if self.fleet is None:
-                patches.explain_missing_gpu(error, number)
-            # A failed assertion may concern a tensor that the program read too early.
-            is_check = isinstance(error, AssertionError)
-            below = (
-                note_on(error),
-                self.refusals.outside_note(number),
-                self.handles.note_of_failed(number) if is_check else "",
-                self._others([number]),
-            )
-            wrapped = rank_error(
-                number, self.num_ranks, error, self.places, "\n\n".join(filter(None, below))
-            )
-            raise self.failures.first or wrapped from error
+            self._let_others_go_on(rank.number, error)
+            raise self.failures.first or self._rank_error(rank.number, error) from error
+
+    def _let_others_go_on(self, failed: int, error: BaseException) -> None:
+        """Let the other ranks get as far as they do in the time until a rank has failed.
+
+        If the rank has exited, end at once: on all ranks, a script would say why, and exit.
+        """
+        if not (isinstance(error, SystemExit) or self.scheduler.is_ending()):
+            self._raised[failed] = error
+            self.scheduler.go_last()
+
+    def _rank_error(self, number: int, error: BaseException) -> RankError:
+        if self.fleet is None:
+            patches.explain_missing_gpu(error, number)
+        # A failed assertion may concern a tensor that the program read too early.
+        is_check = isinstance(error, AssertionError)
+        below = (
+            note_on(error),
+            self.refusals.outside_note(number),
+            self.handles.note_of_failed(number) if is_check else "",
+            self._others([number]),
+        )
+        text = "\n\n".join(filter(None, below))
+        return rank_error(number, self.num_ranks, error, self.places, text)
 
     def _others(self, failed: Collection[int]) -> str:
-        return doing_of_others(failed, self.scheduler.ranks, self.places, self._history())
+        ranks, history = self.scheduler.ranks, self._history()
+        return doing_of_others(failed, ranks, self.places, history, self._raised)
 
     def dead(self, ranks: Collection[int]) -> list[int]:
         """Return which of some ranks have been killed by a fault."""
@@ -423,6 +443,7 @@ class Simulation:
         """
         rank = self.rank_states.current
         site = self.places.call_site()[0]
+        self.scheduler.go_last()
         error = exit_error(rank, self.num_ranks, cause, site, self._others([rank]))
         self.scheduler.end_world(self.failures.first or error)
 

@@ -68,7 +68,7 @@ def first_error(report: SimulationError, ranks: Sequence[Rank], places: Places) 
         if not isinstance(error, Exception) or isinstance(error, SimulationError):
             continue
         if _is_passed_on(error):
-            afterwards = f"While it cleaned up, the world ended:\n{report}"
+            afterwards = f"Meanwhile, the world ended:\n{report}"
             return rank_error(rank, len(ranks), error, places, afterwards)
     return report
 
@@ -129,14 +129,22 @@ def exit_error(rank: int, num_ranks: int, cause: str, site: Site, others: str) -
 
 
 def doing_of_others(
-    failed: Collection[int], ranks: Sequence[Rank], places: Places, history: History
+    failed: Collection[int],
+    ranks: Sequence[Rank],
+    places: Places,
+    history: History,
+    raised: Mapping[int, BaseException],
 ) -> str:
-    """Return where ranks other than ``failed`` wait, or how they ended; "" if all are running."""
-    frames = sys._current_frames()
+    """Return where ranks other than ``failed`` wait, or how they ended; "" if all are running.
+
+    Args:
+        raised: What ranks have raised so far, by rank.
+    """
+    frames, over = sys._current_frames(), {*failed, *raised}
     blocked = {
         other.number: strands[0]
         for other in ranks
-        if not (other.number in failed or other.has_left) and (strands := waiting(other))
+        if not (other.number in over or other.has_left) and (strands := waiting(other))
     }
     calls = [
         (rows.row_of(strand.waits_in, waits_at(strand, places, frames)), strand.waits_in)
@@ -145,12 +153,14 @@ def doing_of_others(
     ended = [other.number for other in ranks if other.has_left and other.number not in failed]
     killed = [other.number for other in ranks if other.is_killed]
     ends = rows.ends(Standstill({}, ended, killed, history))
-    lines = [*rows.fitting(calls, rows.MAX_ROWS), *ends]
-    running = [
-        other
-        for other in ranks
-        if other.number not in {*blocked, *ended, *killed, *failed} and other.ident in frames
-    ]
+    too = rows.alike(
+        Row((rank,), f"raised {type(error).__name__}", place(places.raised_at(error)))
+        for rank, error in raised.items()
+        if rank not in failed
+    )
+    lines = [*rows.fitting(calls, rows.MAX_ROWS), *ends, *too]
+    known = {*blocked, *ended, *killed, *over}
+    running = [other for other in ranks if other.number not in known and other.ident in frames]
     if lines or any(ranks[number].is_late for number in failed):
         lines += rows.alike(_running(other, places, frames) for other in running)
     return "\n".join(["The other ranks:", *table(lines)]) if lines else ""

@@ -269,6 +269,52 @@ def test_an_error_ends_the_run_and_not_the_world(
     assert session.run(lambda rank: dist.new_group([0, 1]) and None).error is None
 
 
+def fails_first(rank: int) -> None:
+    if rank == 0:
+        raise ValueError("no")
+
+
+def exits_first(rank: int) -> None:
+    if rank == 0:
+        os._exit(3)
+
+
+def fails_late(rank: int) -> None:
+    time.sleep(1)
+    fails_first(rank)
+
+
+@pytest.mark.parametrize("ends", [fails_first, exits_first, fails_late])
+def test_the_others_get_as_far_as_their_time_allows_before_an_error_is_reported(
+    ends: Callable[[int], None],
+) -> None:
+    def program(rank: int) -> None:
+        ends(rank)
+        if rank == 3:
+            raise TypeError("no")
+        if rank == 2:
+            time.sleep(2)
+        dist.barrier()
+
+    (error,) = reports(program)
+    assert error.startswith("rank 0 of 4")
+    assert re.search(r"rank 1 +barrier", error)
+    assert re.search(r"rank 2 +running", error)
+    assert re.search(r"rank 3 +raised TypeError +test_session.py", error)
+
+
+def test_an_interrupt_shows_the_error_that_waited_for_an_endless_rank(session: Session) -> None:
+    def fails_beside_an_endless_rank(rank: int) -> None:
+        fails_first(rank)
+        computes(rank)
+
+    lap = interrupted(session, fails_beside_an_endless_rank)
+    assert re.search(
+        r"rank 0 of 4 raised ValueError(.|\n)*rank 2 was interrupted at", str(lap.error)
+    )
+    assert_it_works(session)
+
+
 def test_waits_that_an_error_cuts_short_count_as_waits(session: Session) -> None:
     def receives_in_vain(rank: int) -> None:
         if rank == 1:

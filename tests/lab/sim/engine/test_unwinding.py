@@ -132,4 +132,4 @@ def cleans_up_differently(*latecomers: int) -> None:
 def test_an_error_comes_before_what_its_clean_up_ends_in(program: Program, report: str) -> None:
     with pytest.raises(RankError, match="rank 2 of 4 raised ValueError: boom") as caught:
         simulate(program, 4)
-    assert f"While it cleaned up, the world ended:\n{report}" in str(caught.value)
+    assert f"Meanwhile, the world ended:\n{report}" in str(caught.value)
