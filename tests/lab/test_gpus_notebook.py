@@ -180,7 +180,7 @@ def test_a_failure_of_pip_ends_the_installation_with_its_reason(
 
 
 def test_measuring_on_the_hosts_python_needs_no_environment_of_the_courses_own() -> None:
-    command = ["make", "--dry-run", "gpu", "HOST_PYTHON=python-of-the-host"]
+    command = ["make", "--no-print-directory", "--dry-run", "gpu", "HOST_PYTHON=python-of-the-host"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert [line.split()[-2:] for line in done.stdout.splitlines()] == [
         ["python-of-the-host", "scripts/install_beside_torch.py"],

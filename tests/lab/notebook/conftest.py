@@ -1,5 +1,6 @@
 """One shell for all tests of notebooks, and ranks for each of them."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,11 +11,13 @@ from notebooks import Notebook
 
 @pytest.fixture(scope="module")
 def shell() -> Iterator[InteractiveShell]:
+    main = sys.modules["__main__"]  # which a shell replaces
     shell = InteractiveShell.instance()
     shell.display_pub = CapturingDisplayPublisher()
     shell.run_line_magic("load_ext", "distlab")
     yield shell
     InteractiveShell.clear_instance()
+    sys.modules["__main__"] = main
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def test_an_exception_is_shown_once_with_what_the_others_did(notebook: Notebook)
     assert shown.count("Traceback") == 1
     assert "line 3, in <module>\n    1 / 0" in shown
     assert "ranks 0 and 1  barrier (call " in shown
-    assert ":4 in <module>" in shown
+    assert ":4" in shown
     assert "distlab" not in shown
     assert first_line(notebook, "kept") == "rank 0: 0"
 

@@ -307,15 +307,6 @@ def test_a_deleted_file_leaves_what_was_loaded(write: Write, ranks: SimulatedRan
     assert run(ranks, "f()")[1] == ["1"] * 3
 
 
-@pytest.fixture
-def shell() -> Iterator[InteractiveShell]:
-    shell = InteractiveShell.instance()
-    shell.run_line_magic("load_ext", "distlab")
-    yield shell
-    shell.run_line_magic("unload_ext", "distlab")
-    InteractiveShell.clear_instance()
-
-
 def test_the_notebook_itself_picks_up_edits(write: Write, shell: InteractiveShell) -> None:
     write("def f(): return 1")
     shell.run_cell("import mine\nfrom mine import f")
