@@ -376,6 +376,8 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args()
+    if not (options.dry or torch.cuda.is_available()):
+        raise SystemExit("torch sees no GPU here. `distlab doctor` says what it sees.")
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if options.inside:

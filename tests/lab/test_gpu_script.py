@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +20,15 @@ def test_it_measures_and_trains(tmp_path: Path) -> None:
     assert found["tokens"]["tokens"]["failed"] == {}
     assert found["several"]["trainer, images"]["exit"] == 0
     assert len(found["several"]["GB/s, measured and simulated"]) == 5
+
+
+def test_without_a_gpu_it_says_so_at_once(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, "benchmarks/gpu.py", str(tmp_path / "gpu")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.startswith("torch sees no GPU here")) == (1, True)
+    assert not (tmp_path / "gpu").exists()
 
 
 def test_training_steps_wait_for_a_gpu_as_rarely_as_possible(
