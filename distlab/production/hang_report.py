@@ -21,6 +21,10 @@ MAX_BYTES = 2**24
 SILENT = "no evidence"
 VERBS = {"vanished": ("have", "has"), SILENT: ("have left", "has left")}  # others: are, is
 ORDER = "Every rank of a group must make the same collective calls in the same order."
+PAIRED = (
+    "On every rank start the send with isend, receive, and only then wait for the send, or give "
+    "both to batch_isend_irecv. If all ranks wait to receive, a send may be missing."
+)
 CROSSED = "Ranks that share several groups have to use them in the same order."
 COMPLETE = (
     "All ranks have made this call, so look at the network and the GPUs: dmesg has Xid and link "
@@ -196,9 +200,11 @@ class Hang:
         """Describe the lines of the ranks, because no collective is known to be under way."""
         waiting = [rank for rank, f in self.found.items() if f.place.operation and not f.state]
         others = [rank for rank in self.found if rank not in waiting]
-        names = joined(sorted({self.found[rank].place.operation for rank in waiting}))
+        operations = {self.found[rank].place.operation for rank in waiting}
+        names = joined(sorted(operations))
         if not others:
-            return f"(send/recv cycle): {rank_names(waiting)} wait in {names}", ORDER
+            advice = PAIRED if operations <= {"send", "recv"} else ORDER
+            return f"(send/recv cycle): {rank_names(waiting)} wait in {names}", advice
         waits = f"{rank_names(waiting)} {verb(waiting, 'wait')} in {names}, but " if waiting else ""
         return f"(missing rank): {waits}{self._fates(others)}", self._advice(others)
 

@@ -181,10 +181,13 @@ def test_without_a_flight_recorder_the_stacks_tell(evidence: Folder) -> None:
 def test_ranks_that_all_wait_for_messages(evidence: Folder) -> None:
     for rank in BOTH:
         evidence.rank(rank, 20, waits_in="recv")
-    assert evidence.lines()[:2] == [
+    lines = evidence.lines()
+    assert lines[:2] == [
         "hang (send/recv cycle): ranks 0 and 1 wait in recv",
         "  ranks 0 and 1  recv  my_trainer.py:20 in step",
     ]
+    assert "start the send with isend" in lines[2]
+    assert "collective" not in lines[2]
 
 
 def test_no_evidence_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
