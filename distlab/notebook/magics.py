@@ -21,6 +21,7 @@ from IPython.core.magic import (
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.display import display
 
+from distlab.course import Task
 from distlab.learner import folder
 from distlab.notebook import checking
 from distlab.notebook.cells import NAME, Cell, compiled, naming_cells
@@ -191,8 +192,7 @@ class ClusterMagics(Magics):
     def check(self, line: str, cell: str) -> None:
         """Judge a task's function as it stands in the cell: %%check 3.3."""
         with _usage_errors():
-            here = folder.find()
-            task = here.task(line.strip())
+            here, task = _task(line, "%%check 3.1")
             self._compiled(f"\n{cell}")  # a cell that is not Python shows its line
             self._checked[task.id] = cell
             print("\n".join(checking.check(here, task, cell)))
@@ -201,8 +201,7 @@ class ClusterMagics(Magics):
     def save(self, line: str) -> None:
         """Write the function that %%check has judged into its template: %save 3.3."""
         with _usage_errors():
-            here = folder.find()
-            task = here.task(line.strip())
+            here, task = _task(line, "%save 3.1")
             if task.id not in self._checked:
                 raise UsageError(f"nothing to save: judge a cell first, by %%check {task.id}")
             print(checking.save(here, task, self._checked[task.id]))
@@ -260,6 +259,9 @@ class ClusterMagics(Magics):
         try:
             return compiled(source, f"{NAME}{len(self.shell.user_ns['In']) - 1}")
         except SyntaxError as error:
+            if command := re.match(r"\s*([%!]+\w+)", error.text or ""):
+                advice = f"ranks run Python alone; begin another cell with {command[1]}"
+                raise UsageError(f"line {error.lineno}: {advice}") from None
             *lines, last = traceback.format_exception_only(error)
             print("".join(lines), end="")
             raise CellFailed(last.strip()) from None
@@ -276,8 +278,15 @@ def _usage_errors() -> Iterator[None]:
     """Let the user see errors of the user's making in one line."""
     try:
         yield
-    except (folder.LearnerError, ValueError, NameError) as error:
+    except (folder.LearnerError, ValueError, NameError, OSError) as error:
         raise UsageError(str(error)) from None
+
+
+def _task(line: str, example: str) -> tuple[folder.CourseFolder, Task]:
+    if not line.strip():
+        raise UsageError(f"name a task: {example}")
+    here = folder.find()
+    return here, here.task(line.strip())
 
 
 def _names(line: str, example: str) -> list[str]:

@@ -418,6 +418,13 @@ def test_the_beginning_of_a_huge_line_is_shown(notebook: Notebook) -> None:
         ("%cluster 4 --off", "stand alone"),
         ("import threading\nx = threading.Lock()\n%push x", "x cannot be copied"),
         ("%pull torch", "torch cannot be copied"),
+        (
+            "%%ranks\nx = 1\n%time x",
+            "line 3: ranks run Python alone; begin another cell with %time",
+        ),
+        ("%%ranks\n!ls", "line 2: ranks run Python alone; begin another cell with !ls"),
+        ("%save", "name a task: %save 3.1"),
+        ("%%check\n1", "name a task: %%check 3.1"),
     ],
 )
 def test_misuse_is_one_line(notebook: Notebook, cell: str, says: str) -> None:
@@ -425,6 +432,11 @@ def test_misuse_is_one_line(notebook: Notebook, cell: str, says: str) -> None:
     assert shown.startswith("UsageError: ")
     assert says in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_lanes_that_cannot_be_written_are_one_line(notebook: Notebook) -> None:
+    notebook.run("%%ranks\ndist.barrier()")
+    assert "UsageError: [Errno 2] No such file" in notebook.run("%cluster --lanes no/folder/a.png")
 
 
 def test_only_calls_of_the_cell_are_counted(notebook: Notebook) -> None:
