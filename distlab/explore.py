@@ -26,7 +26,7 @@ def yours(lesson: str, names: str) -> Any:
     """Return functions or classes of a lesson: the learner's or, for a TODO, the solution's.
 
         ring_all_reduce = yours("phase3_multi_node.ring_allreduce", "ring_all_reduce")
-        ring_all_reduce is still to be written: this is the solution's.
+        ring_all_reduce is not written yet: this is the solution's.
 
     A function that uses one that is still to be written is the solution's, too.
 
@@ -55,7 +55,7 @@ def _chosen(lesson: str, name: str, missing: Collection[str]) -> Any:
         raise SystemExit(
             f"{name} is still to be written, and this copy of the course has no solutions."
         ) from None
-    print(f"{name} is still to be written: this is the solution's.")
+    print(f"{name} is not written yet: this is the solution's.")
     return solved
 
 

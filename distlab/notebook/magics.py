@@ -36,7 +36,7 @@ from distlab.notebook.world import Ran, World
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.results.simulated import P2P_ORDERS, SEMANTICS
 
-NO_RANKS = "there are no ranks: begin some by %cluster 8"
+NO_RANKS = "there are no ranks: start some with %cluster 8"
 MAX_ERROR_CHARS = 100
 WORLDS = ("sim", "gloo", "nccl", "mpi")
 
@@ -119,7 +119,7 @@ class ClusterMagics(Magics):
         with _usage_errors():
             world = begun(args, _parsed(self.cluster, ""))
         if self.world is not None:  # after a mistyped option, the old ranks are still there
-            print("The ranks of before have ended, and their variables are gone.")
+            print("The previous ranks have ended, and their variables are gone.")
         self.close()
         self.world = world
         print(world.title)

@@ -193,7 +193,7 @@ class Picture:
         file = io.StringIO()
         self._figure.savefig(file, format="svg")
         title = self._figure.get_suptitle()
-        hint = "a terminal cannot show it; %cluster --lanes FILE.png writes it into a file"
+        hint = "plain text cannot show it; %cluster --lanes FILE.png writes it to a file"
         # As wide as the page: notebooks do not scale a picture that says its size.
         svg = re.sub(r'width="\S+pt" height="\S+pt"', 'width="100%"', file.getvalue(), count=1)
         return {"text/plain": f"{title}: {hint}", "image/svg+xml": svg}

@@ -43,7 +43,7 @@ def test_the_solution_is_shown_for_a_todo(
     template: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert yours(LESSON, "broadcast") is collectives.broadcast
-    assert capsys.readouterr().out == "broadcast is still to be written: this is the solution's.\n"
+    assert capsys.readouterr().out == "broadcast is not written yet: this is the solution's.\n"
 
 
 def test_the_solution_is_shown_for_a_function_that_uses_a_todo(template: Path) -> None:

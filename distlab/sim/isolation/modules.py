@@ -116,6 +116,11 @@ class _Loader(SourceFileLoader):
             self._codes[self.path] = super().get_code(fullname)  # type: ignore[assignment]
         return self._codes[self.path]
 
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ == "tqdm.std":  # otherwise a thread looks at each rank's bars for ever
+            module.tqdm.monitor_interval = 0
+
 
 def _is_own(spec: ModuleSpec) -> bool:
     """Return whether a module is a Python file of the program, or a package in its folders."""

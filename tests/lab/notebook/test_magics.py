@@ -254,6 +254,7 @@ def test_two_progress_bars_stay_on_their_lines() -> None:
 def test_each_rank_has_its_own_progress_bars(notebook: Notebook) -> None:
     shown = notebook.run("%%ranks\nfrom tqdm import tqdm\nfor _ in tqdm(range(3), ncols=40): pass")
     assert shown.startswith("ranks 0-3: 100%|")
+    assert "other threads" not in notebook.run("%%ranks\ndist.recv(torch.ones(1), (rank + 1) % 4)")
 
 
 def test_what_ranks_print_is_no_html(notebook: Notebook) -> None:
@@ -318,7 +319,7 @@ def test_a_variable_of_the_notebook_is_not_one_of_the_ranks(notebook: Notebook) 
 
 def test_there_are_no_ranks_without_a_cluster(notebook: Notebook) -> None:
     notebook.run("%cluster --off")
-    assert "begin some by %cluster 8" in notebook.run("%%ranks\n1")
+    assert "start some with %cluster 8" in notebook.run("%%ranks\n1")
 
 
 def values(notebook: Notebook, name: str) -> Any:
