@@ -213,7 +213,7 @@ class Simulation:
             if self.fleet:
                 self.fleet.devices[rank.number].sync("")
 
-        with contextlib.closing(self.scheduler), contextlib.closing(self.loaders):
+        with contextlib.closing(self.scheduler):
             self.run_ranks(program, own_modules=own_modules)
         with self._findings_told():
             if self.failures.first:  # the ranks caught this error and continued
@@ -366,6 +366,8 @@ class Simulation:
         with contextlib.ExitStack() as watching:
             for prepared in (patches.installed(self), host.prepared(), self.loaders.noted(), dying):
                 watching.enter_context(prepared)
+            if not self.scheduler.keeps_threads:
+                watching.callback(self.loaders.close)
             if self.fleet and self.cluster.gpu:
                 surface.install(watching, self.rank_states.is_in_rank, self.cluster.gpu.name)
             if self.steps:
@@ -442,8 +444,9 @@ class Simulation:
         In separate processes, the other ranks would continue, and fail once they needed this one.
         """
         rank = self.rank_states.current
+        # The others do not go on first: the rank may exit while it imports a module, and they would
+        # wait for the lock of that import.
         site = self.places.call_site()[0]
-        self.scheduler.go_last()
         error = exit_error(rank, self.num_ranks, cause, site, self._others([rank]))
         self.scheduler.end_world(self.failures.first or error)
 
