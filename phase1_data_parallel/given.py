@@ -5,6 +5,7 @@ This file contains no task, so leave it as it is: submissions are graded with th
 
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,7 +106,9 @@ class ShardLoader(DataLoader[Sample]):
     @property
     def _index_sampler(self) -> "_SeededBatches":
         """What torch iterates over, and sends to the processes batch by batch."""
-        return _SeededBatches(self, super()._index_sampler)
+        # With a strong reference, a loader that keeps its processes would be in a cycle, and the
+        # garbage collector closes queues first: torch would then wait 5 s for each process.
+        return _SeededBatches(weakref.proxy(self), super()._index_sampler)
 
 
 class _SeededBatches:

@@ -1,5 +1,7 @@
 """Shards of all sizes, and loader errors; the suite judges what the tasks load and send."""
 
+import gc
+import multiprocessing
 import random
 import warnings
 from functools import partial
@@ -124,6 +126,19 @@ def test_an_epoch_does_not_depend_on_who_loads_it_and_what_they_loaded_before() 
     assert len({tuple(batch) for batch in expected}) == 6
     for epochs, settings in (([3], stay), ([0, 1, 3], stay), ([0, 1, 3], {})):
         assert on_ranks(images_after, 1, epochs, settings) == [expected]
+
+
+def processes_end_with_their_loader() -> bool:
+    gc.disable()  # which would take 5 s for each process
+    loader = build_loader(Noisy(), 4, num_loader_workers=1, persistent_workers=True)
+    list(loader)
+    [process] = multiprocessing.active_children()
+    del loader
+    return not process.is_alive()
+
+
+def test_a_loader_that_is_dropped_ends_its_processes_at_once() -> None:
+    assert on_ranks(processes_end_with_their_loader, 1) == [True]
 
 
 def errors_of_build_loader(sizes: list[tuple[int, int]]) -> list[str]:
