@@ -198,8 +198,8 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(grade: Grade) -> None:
     expected = c.scales(arguments, [bad is not None for bad in before + after])
     for rank, found in enumerate(grade.run(s.resume, n, arguments, before, after).results):
         here = f"rank {rank} of {n}"
-        what = "what is no plain number in state_dict, which every checkpoint should hold,"
-        expect(f"{here}: {what}", found["odd"], [])
+        what = "the entries of state_dict that are not plain numbers"
+        expect(f"{here}: {what}", found["odd"], [], "Not every checkpoint can hold other types.")
         check(
             not found["has_changed"],
             f"{here}: what state_dict returned has changed with later steps of the scaler that "

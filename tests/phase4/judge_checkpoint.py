@@ -104,8 +104,8 @@ def test_what_was_saved_stays_if_an_old_one_does(grade: Grade) -> None:
     facts = _call(grade, b.save_where_an_old_one_stays)
     check_load(
         *(facts, 3, "step 3 was saved with keep=2, and step 1 could not be removed"),
-        f"The folder holds {facts['left']}. Clean up a save that fails, not one after which "
-        "something fails.",
+        f"The folder holds {facts['left']}. Clean up if the save itself fails, not if "
+        "something fails after it.",
     )
 
 
@@ -119,8 +119,8 @@ def _check_failure(facts: Facts, what: str, reason: str) -> None:
     check(
         reason in facts["reason"],
         f"{what}: the OSError should say what the system said, {reason!r}; it says "
-        f"{facts['reason']!r:.200}. Let it through, or raise yours from it; what fails in cleaning "
-        "up must not take its place.",
+        f"{facts['reason']!r:.200}. Let it through, or raise yours from it; an error in the "
+        "cleanup must not replace it.",
     )
     check(
         facts["same"],

@@ -176,7 +176,7 @@ def test_a_request_during_a_write_sees_old_or_new(grade: Grade) -> None:
 @task("4.17")
 def test_a_write_during_a_request(grade: Grade) -> None:
     during, last, value = grade.call(b.write_at_each_line, METRICS)
-    how = "while a page is made, others write, and each write makes all greater by 1"
+    how = "while a page is built, other threads write, and each write adds 1 to all metrics"
     _check_one_value(during, range(1, value + 1), how)
     _check_one_value(last, (value,), "a page after that")
 
@@ -225,8 +225,8 @@ def test_an_exporter_takes_a_port_and_frees_it(grade: Grade) -> None:
     facts = grade.call(b.listen_again)
     expect(
         *("the addresses of an exporter by default", facts["by default"], ["127.0.0.1"]),
-        "0.0.0.0 and :: are all addresses of the machine: whoever reaches the port reads the "
-        "numbers, without a password.",
+        "0.0.0.0 and :: are all addresses of the machine: anyone who reaches the port can "
+        "read the numbers, without a password.",
     )
     check(
         not facts["threads"],
@@ -436,7 +436,7 @@ def test_nothing_is_skipped_silently(grade: Grade) -> None:
             _check_named(facts[error], function, f"line 2 of {b.NAME}{is_last}, is {what}")
         expect(
             f"line 2 of {b.NAME} is {what}: the file after JsonlWriter has raised",
-            *(facts["file"], text, "Look at all lines first, and cut then."),
+            *(facts["file"], text, "Check all lines before you cut."),
         )
 
 

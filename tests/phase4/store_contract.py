@@ -148,8 +148,8 @@ class StoreContract:
         check(
             not broken,
             f"{when} a damaged checkpoint may be found: {short(broken)}. Left are {_files(state)}. "
-            f"{rules} Give a checkpoint its name when its files are safe, and take it away before "
-            f"they go. {self.advice}",
+            f"{rules} Give a checkpoint its final name when its files are safe, and another before "
+            f"you remove them. {self.advice}",
         )
         before = [step for step in plan.there if step not in plan.damaged]
         allowed = [max(before) if before else None, plan.step]
@@ -185,7 +185,7 @@ class StoreContract:
         if facts["file"] == MANIFEST and damage.kind == "a byte too many":
             cause = (
                 "All that the manifest says is still right, but the manifest itself has a byte too "
-                "many: make its text again from the files, and compare."
+                "many: regenerate its text from the files, and compare."
             )
         check_load(facts, step, where, cause)
         expect(
@@ -251,8 +251,8 @@ class StoreContract:
                     f"steps {plan.there} were there, damaged {plan.damaged}; then {steps} were "
                     f"saved with keep={plan.keep}. The folder after step {step}",
                     *(left, names_of(kept)),
-                    "Count undamaged ones only, and remove what is older than all of them; what a "
-                    "crash has left, .step-*, goes too.",
+                    "Count undamaged ones only, and remove what is older than all of them, "
+                    "and .step-*, the leftovers of a crash.",
                 )
             check(
                 MORE not in facts["files"],
