@@ -51,7 +51,7 @@ def two_phases(tmp_path: Path, monkeypatch: Patch) -> CourseFolder:
 # --- status --------------------------------------------------------------------------------------
 
 
-def test_without_a_command_it_says_how_far_the_learner_is_and_what_to_run(
+def test_without_a_command_it_shows_progress_and_the_next_task(
     here: CourseFolder, capsys: Printed, monkeypatch: Patch
 ) -> None:
     grade_as(here, t1_1="passed", t1_2="failed")
@@ -64,9 +64,7 @@ def test_without_a_command_it_says_how_far_the_learner_is_and_what_to_run(
     assert "distlab check 1.2" in printed
 
 
-def test_status_shows_outcomes_and_what_was_edited_since(
-    here: CourseFolder, capsys: Printed
-) -> None:
+def test_status_shows_outcomes_and_later_edits(here: CourseFolder, capsys: Printed) -> None:
     grade_as(here, t1_3="passed", t1_4="hang")
     write_exchange(here, RIGHT)
     assert distlab("status") == 0
@@ -76,7 +74,7 @@ def test_status_shows_outcomes_and_what_was_edited_since(
     assert ["·", "1.6", "all_reduce_naive", "not written yet"] in lines
 
 
-def test_what_was_not_judged_is_not_written_or_not_graded(
+def test_status_tells_unwritten_tasks_from_ungraded_ones(
     here: CourseFolder, capsys: Printed
 ) -> None:
     write_exchange(here, RIGHT)
@@ -117,7 +115,7 @@ def _shown(x):
 if __name__ == "__main__":
     print(_shown(3))
 """
-METHODS_BEFORE = """\
+CLASSES_BEFORE = """\
 class LossScaler(Base):
     growth = 2
 
@@ -163,17 +161,6 @@ def mixed_precision_step(scaler):
         ("1.4", "exchange(x)\n", "exchange(2 * x)\n", True),
         ("1.4", "_scaled(x)\n\n", "_scaled(2 * x)\n\n", False),
         ("1.4", "SCALE +", "SCALE -", False),
-    ],
-)
-def test_a_task_counts_as_edited_if_its_function_or_what_it_uses_changed(
-    here: CourseFolder, id: str, old: str, new: str, is_edit: bool
-) -> None:
-    assert was_edited(here, id, BEFORE, old, new) == is_edit
-
-
-@pytest.mark.parametrize(
-    ("id", "old", "new", "is_edit"),
-    [
         ("2.3", "growth = 2", "growth = 3", True),
         ("2.3", "(Base)", "", True),
         ("2.3", "* self.factor", "/ self.factor", True),
@@ -184,21 +171,17 @@ def test_a_task_counts_as_edited_if_its_function_or_what_it_uses_changed(
         ("2.4", "growth = 2", "growth = 3", False),
     ],
 )
-def test_a_method_uses_its_class(
+def test_a_task_counts_as_edited_if_its_code_or_code_that_it_uses_has_changed(
     two_phases: CourseFolder, id: str, old: str, new: str, is_edit: bool
 ) -> None:
-    assert was_edited(two_phases, id, METHODS_BEFORE, old, new) == is_edit
-
-
-def was_edited(here: CourseFolder, id: str, before: str, old: str, new: str) -> bool:
-    """Grade a task with ``before`` in its file, replace ``old``, and return ``is_edited``."""
-    task = here.task(id)
-    path = here.root / task.template
+    before = BEFORE if id.startswith("1.") else CLASSES_BEFORE
     assert before.count(old) == 1
+    task = two_phases.task(id)
+    path = two_phases.root / task.template
     path.write_text(before)
-    state.remember(here, {id: state.Record("failed", source.digest(here, task))})
+    state.remember(two_phases, {id: state.Record("failed", source.digest(two_phases, task))})
     path.write_text(before.replace(old, new))
-    return state.load(here).is_edited(here, task)
+    assert state.load(two_phases).is_edited(two_phases, task) == is_edit
 
 
 @pytest.mark.parametrize(
@@ -221,6 +204,7 @@ def test_a_malformed_state_is_ignored(here: CourseFolder, text: str) -> None:
     ("arguments", "line"),
     [
         ("check 1.55", "there is no task '1.55'. Did you mean '1.5'?"),
+        ("hint x", "there is no task 'x'. There are: 1.1, 1.2, 1.3, 1.4, 1.5, 1.6"),
         ("hint broadcst", "there is no task 'broadcst'. Did you mean 'broadcast'?"),
         ("check 2.1", "phase 2 is not in this course's folder yet; there are 1.1 to "),
         ("diff", "no task has passed yet: name one, with --spoil"),
@@ -246,7 +230,7 @@ def test_an_impossible_request_is_refused_in_one_line(
     assert line in printed.err
 
 
-def test_a_folder_that_cannot_be_written_is_named_and_nothing_else_fails(
+def test_commands_work_if_progress_cannot_be_saved_and_say_why(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
     here.private.write_text("not a folder")
@@ -268,7 +252,9 @@ def test_a_folder_that_cannot_be_written_is_named_and_nothing_else_fails(
 # --- hints and diff ------------------------------------------------------------------------------
 
 
-def test_each_hint_says_more_and_the_last_says_so(here: CourseFolder, capsys: Printed) -> None:
+def test_each_call_shows_the_next_hint_and_the_last_says_so(
+    here: CourseFolder, capsys: Printed
+) -> None:
     grade_as(here, t1_1="passed", t1_2="passed", t1_5="passed", t1_3="passed")
     titles = []
     for _ in range(4):
@@ -282,14 +268,12 @@ def test_each_hint_says_more_and_the_last_says_so(here: CourseFolder, capsys: Pr
     assert "how many ranks have the data, and" in capsys.readouterr().out
 
 
-def test_every_task_has_its_hints() -> None:
+def test_every_task_has_three_hints() -> None:
     whole = folders.find(ROOT)
     assert all(len(hints.hints(whole, task)) == 3 for task in whole.course.tasks)
 
 
-def test_diff_compares_the_functions_of_a_task_and_nothing_else(
-    here: CourseFolder, capsys: Printed
-) -> None:
+def test_diff_compares_only_the_functions_of_a_task(here: CourseFolder, capsys: Printed) -> None:
     write_exchange(here, RIGHT)
     grade_as(here, t1_4="passed", t1_3="passed", t1_6="failed")
     assert distlab("diff") == 0
@@ -308,7 +292,7 @@ def test_diff_compares_the_functions_of_a_task_and_nothing_else(
         ("1.13", "Trainer._finish_epoch", "Trainer.__init__"),
     ],
 )
-def test_diff_shows_the_helpers_that_hold_the_answer_and_no_docstrings(
+def test_diff_shows_helpers_that_contain_the_answer_but_no_docstrings(
     here: CourseFolder, capsys: Printed, id: str, shown: str, not_shown: str
 ) -> None:
     assert distlab("diff", id, "--spoil") == 0
@@ -347,13 +331,13 @@ def backup(here: CourseFolder) -> bytes:
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
-def test_reset_puts_one_function_back_and_leaves_all_else_byte_for_byte(
+def test_reset_restores_one_function_and_keeps_all_other_bytes(
     kept: CourseFolder, end: bytes, capsys: Printed
 ) -> None:
-    strange = b"\x0c# a page of its own \xe2\x80\xa8\n"
-    after = (strange + (ROOT / FILE).read_bytes()).replace(b"\n", end)
+    unusual = b"\x0c# form feed, line separator \xe2\x80\xa8\n"
+    after = (unusual + (ROOT / FILE).read_bytes()).replace(b"\n", end)
     write_exchange(kept, WRONG)
-    before = (strange + (kept.root / FILE).read_bytes()).replace(b"\n", end)
+    before = (unusual + (kept.root / FILE).read_bytes()).replace(b"\n", end)
     (kept.root / FILE).write_bytes(before)
     (kept.root / FILE).chmod(0o640)
     grade_as(kept, t1_3="failed")
@@ -380,7 +364,7 @@ SECOND = "\n\ndef exchange(outgoing, dst, incoming, src, group=None):\n    incom
     ],
     ids=["does not parse", "no function", "return outside", "not UTF-8", "empty"],
 )
-def test_reset_replaces_a_broken_file_as_a_whole_and_backs_it_up(
+def test_reset_backs_up_a_broken_file_and_replaces_all_of_it(
     kept: CourseFolder, old: bytes, capsys: Printed
 ) -> None:
     (kept.root / FILE).write_bytes(old)
@@ -404,11 +388,11 @@ def no_template(here: CourseFolder, _: Patch) -> None:
     shutil.rmtree(here.private)
 
 
-def no_room_for_the_copy(here: CourseFolder, _: Patch) -> None:
+def cannot_back_up(here: CourseFolder, _: Patch) -> None:
     (here.private / "reset").write_text("not a folder")
 
 
-def no_room_for_the_file(_: CourseFolder, patch: Patch) -> None:
+def cannot_replace_the_file(_: CourseFolder, patch: Patch) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
@@ -416,27 +400,27 @@ def no_room_for_the_file(_: CourseFolder, patch: Patch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "says"),
+    ("break_it", "code", "message"),
     [
         (no_template, 2, "neither git nor .distlab/templates has"),
-        (no_room_for_the_copy, 1, "nothing was changed: "),
-        (no_room_for_the_file, 1, "disk full"),
+        (cannot_back_up, 1, "nothing was changed: "),
+        (cannot_replace_the_file, 1, "disk full"),
     ],
 )
 def test_a_reset_that_fails_leaves_the_file_as_it_was(
     here: CourseFolder,
     monkeypatch: Patch,
     capsys: Printed,
-    spoil: Callable[[CourseFolder, Patch], None],
+    break_it: Callable[[CourseFolder, Patch], None],
     code: int,
-    says: str,
+    message: str,
 ) -> None:
     templates.keep(here)
     write_exchange(here, WRONG)
     before = (here.root / FILE).read_bytes()
-    spoil(here, monkeypatch)
+    break_it(here, monkeypatch)
     assert distlab("reset", "1.3", "--yes") == code
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert (here.root / FILE).read_bytes() == before
     assert list((here.root / FILE).parent.glob(".*")) == []
 
@@ -465,29 +449,29 @@ def test_reset_asks_first(
 # --- grading results -----------------------------------------------------------------------------
 
 
-def test_options_are_those_of_the_grader() -> None:
+def test_commands_accept_the_options_of_the_grader() -> None:
     assert reports.FORMATS.keys() == report_paths.HEADS.keys()
     assert get_args(learn.Backend) == plugin.BACKENDS
 
 
-PASSED_1_4 = result_of("1.3", "passed")
+PASSED = result_of("1.3", "passed")
 
 
 @pytest.mark.parametrize(
     ("run", "code"),
     [
-        (reporting(0, PASSED_1_4), 0),
-        (reporting(1, PASSED_1_4, result_of("1.4", "todo")), 1),
+        (reporting(0, PASSED), 0),
+        (reporting(1, PASSED, result_of("1.4", "todo")), 1),
         (reporting(0, result_of("1.3", "passed", expected=2)), 1),
         (reporting(4), 2),
         (reporting(0), 3),
         (reporting(1, result_of("1.3", "grader error")), 3),
-        (reporting(2, PASSED_1_4), 3),
-        (reporting(-9, PASSED_1_4), 3),
+        (reporting(2, PASSED), 3),
+        (reporting(-9, PASSED), 3),
         (reporting(5), 4),
     ],
 )
-def test_only_a_complete_report_of_full_marks_is_a_success(
+def test_only_a_complete_report_with_full_marks_is_a_success(
     here: CourseFolder, run: grading.RunPytest, code: int
 ) -> None:
     assert grading.grade(here, [], run).code == code
@@ -497,7 +481,7 @@ BROADCAST = ("1.4", "broadcast")
 
 
 def test_a_pass_stays_if_only_an_earlier_task_is_missing(here: CourseFolder) -> None:
-    """This happens after ``check --lend 1.6``, which took the earlier task from the solutions."""
+    """This happens if 1.6 passed with ``check --lend``, which uses earlier solutions."""
     missing = reporting(1, result_of("1.6", "todo", missing=BROADCAST))
     grade_as(here, t1_6="passed")
     progress = grading.remember(here, grading.grade(here, [], missing))
@@ -534,7 +518,7 @@ def check(monkeypatch: Patch, capsys: Printed, result: TaskResult, *options: str
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_failure_has_its_verdict_its_advice_and_the_next_commands(
+def test_a_failure_shows_the_verdict_advice_and_the_next_commands(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
     failed = result_of("1.3", "hang", details="\n".join(map(str, range(40))), kind="blocked")
@@ -549,7 +533,7 @@ def test_a_failure_has_its_verdict_its_advice_and_the_next_commands(
     assert "  0" in check(monkeypatch, capsys, failed, "-v")
 
 
-def test_a_missing_earlier_task_is_the_one_to_write(
+def test_a_missing_earlier_task_comes_first(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
     waiting = result_of("1.6", "todo", missing=BROADCAST)
@@ -571,7 +555,7 @@ def test_a_missing_earlier_task_is_the_one_to_write(
     assert not any("--lend" in line for line in check(monkeypatch, capsys, waiting))
 
 
-def test_printed_commands_lend_if_the_typed_one_did(
+def test_suggested_commands_repeat_the_option_lend(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
     grade_as(here, t1_3="failed")
@@ -598,7 +582,7 @@ def test_printed_commands_lend_if_the_typed_one_did(
         ("1.13", "deadlock", 4, ""),
     ],
 )
-def test_a_verdict_suggests_the_picture_on_as_many_ranks(
+def test_a_verdict_suggests_a_picture_with_the_same_number_of_ranks(
     here: CourseFolder, id: str, kind: str, world_size: int, line: str
 ) -> None:
     result = result_of(id, "hang", kind=kind, world_size=world_size)
@@ -608,7 +592,7 @@ def test_a_verdict_suggests_the_picture_on_as_many_ranks(
 
 
 @pytest.mark.parametrize("command", ["check 1.3", "grade", "watch 1.3"])
-def test_options_of_a_grading_reach_the_grader(
+def test_options_reach_the_grader(
     two_phases: CourseFolder, monkeypatch: Patch, command: str
 ) -> None:
     asked: list[str] = []
@@ -628,11 +612,11 @@ def test_options_of_a_grading_reach_the_grader(
 def test_several_tasks_are_checked_one_by_one(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
-    ends = {"1.3": (1, "failed"), "1.4": (0, "passed"), "1.6": (3, "grader error")}
+    verdicts = {"1.3": (1, "failed"), "1.4": (0, "passed"), "1.6": (3, "grader error")}
 
     def run(arguments: list[str]) -> tuple[int, str]:
         id = arguments[arguments.index("-k") + 1]
-        code, outcome = ends[id]
+        code, outcome = verdicts[id]
         return reporting(code, result_of(id, outcome))(arguments)
 
     monkeypatch.setattr(learn, "_grader", lambda *_: nullcontext(run))
@@ -646,7 +630,7 @@ def test_several_tasks_are_checked_one_by_one(
     assert distlab("check", "1.3", "1.6", "1.4") == 3
 
 
-def test_a_failure_of_the_grader_shows_what_pytest_printed(
+def test_a_failure_of_the_grader_shows_the_output_of_pytest(
     here: CourseFolder, monkeypatch: Patch, capsys: Printed
 ) -> None:
     monkeypatch.setattr(grading, "captured_in", lambda _: reporting(3, output="INTERNALERROR> no"))
@@ -664,14 +648,14 @@ def next_id(here: CourseFolder, after: str = "") -> str:
     return task.id if task else ""
 
 
-def test_the_next_task_is_in_the_phase_that_was_worked_on_last(two_phases: CourseFolder) -> None:
+def test_the_next_task_is_in_the_latest_phase(two_phases: CourseFolder) -> None:
     assert next_id(two_phases) == "1.1"
     grade_as(two_phases, t2_1="passed", t1_3="failed")
     assert next_id(two_phases) == "2.2"
     grade_as(two_phases, t1_1="passed")
     assert next_id(two_phases) == "1.2"
     grade_as(two_phases, t2_9="passed")
-    assert next_id(two_phases) == "2.10", "a learner who has begun in the middle goes on there"
+    assert next_id(two_phases) == "2.10", "a learner who started in the middle continues there"
     grade_as(two_phases, t1_1="passed")
     grade_as(two_phases, t1_1="passed", t1_2="todo", t2_1="passed", t2_2="todo")
     assert next_id(two_phases) == "1.2", (
@@ -679,7 +663,7 @@ def test_the_next_task_is_in_the_phase_that_was_worked_on_last(two_phases: Cours
     )
 
 
-def test_a_phase_is_finished_before_another_is_begun(two_phases: CourseFolder) -> None:
+def test_a_phase_is_finished_before_the_next_one(two_phases: CourseFolder) -> None:
     first, second = (phase.tasks for phase in two_phases.course.phases[:2])
     passed = state.Record("passed")
     state.remember(two_phases, {task.id: passed for task in second if task.id != "2.2"})
@@ -707,7 +691,7 @@ def typed(*keys: str) -> "Queue[str]":
 def session(
     here: CourseFolder, run: grading.RunPytest, *keys: str, events: "Queue[str] | None" = None
 ) -> tuple[watch.Watch, list[str]]:
-    """Run a session on Task 1.3 to its end; return the session, and all lines that it showed."""
+    """Run a session on Task 1.3; return the session and all lines that it showed."""
     lines: list[str] = []
     screen = Screen(lines.extend, lambda: None, lambda: (200, 100))
     watching = watch.Watch(here, here.task("1.3"), run, screen)
@@ -715,26 +699,26 @@ def session(
     return watching, lines
 
 
-FAILED_1_4 = reporting(1, result_of("1.3", "failed"))
+FAILED = reporting(1, result_of("1.3", "failed"))
 MENU = "c check all  q quit    (grades on every save)"
 
 
 def test_n_continues_only_when_the_task_has_passed(here: CourseFolder) -> None:
-    watching, lines = session(here, FAILED_1_4, "n")
+    watching, lines = session(here, FAILED, "n")
     assert watching.task.id == "1.3"
     assert lines[-3:] == ["1.3 has not passed yet; h shows a hint", "", f"h hint  {MENU}"]
-    watching, lines = session(here, reporting(0, PASSED_1_4), "n")
+    watching, lines = session(here, reporting(0, PASSED), "n")
     assert watching.task.id == "1.4", "the task after it, although 1.1 has not passed either"
     assert f"n next  h hint  d diff  {MENU}" in lines
 
 
 def test_keys_show_hints_differences_and_all_tasks(here: CourseFolder) -> None:
-    _, lines = session(here, FAILED_1_4, "h", "h", "d", "c", "?")
+    _, lines = session(here, FAILED, "h", "h", "d", "c", "?")
     titles = [line for line in lines if line.startswith("Hint")]
     assert titles == ["Hint 1: a question", "Hint 2: the idea"]
     assert "1.3 has not passed yet: the solution is shown once it has" in lines
     assert any(f"0/{len(COURSE.phases[0].tasks)} tasks" in line for line in lines)
-    _, lines = session(here, reporting(0, PASSED_1_4), "d")
+    _, lines = session(here, reporting(0, PASSED), "d")
     assert "+++ solution: exchange" in lines
 
 
@@ -757,9 +741,7 @@ def failing_while(
     return run, asked
 
 
-def test_keys_typed_during_grading_wait_for_its_end_and_for_saves(
-    here: CourseFolder,
-) -> None:
+def test_keys_typed_during_grading_wait_for_its_end_and_for_saves(here: CourseFolder) -> None:
     events = typed(watch.QUIT)
     run, asked = failing_while(events, ["h", "n", watch.SAVED, "h", watch.SAVED], [])
     _, lines = session(here, run, events=events)
@@ -771,7 +753,7 @@ def test_keys_typed_during_grading_wait_for_its_end_and_for_saves(
     assert shown == [*verdict, *verdict, verdict[1], "Hint 1", verdict[1], refusal]
 
 
-def test_c_shows_each_verdict_as_it_comes_and_q_quits_in_between(here: CourseFolder) -> None:
+def test_c_shows_each_verdict_at_once_and_q_quits_in_between(here: CourseFolder) -> None:
     events = typed("c")
     run, asked = failing_while(events, [], [], [], ["q"])
     _, lines = session(here, run, events=events)
