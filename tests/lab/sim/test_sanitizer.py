@@ -54,6 +54,20 @@ def average(module: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
+def train(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    output: Callable[[], Tensor],
+    *averaged: nn.Module,
+) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        output().square().sum().backward()
+        for module in averaged:
+            average(module)
+        optimizer.step()
+
+
 # Wrong programs
 
 
@@ -80,20 +94,13 @@ def forgets_a_new_head() -> None:
 
 def averages_nothing() -> None:
     net = model()
-    optimizer = sgd(net)
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        optimizer.step()
+    train(sgd(net), 3, lambda: net(data()))
 
 
 def shares_out_the_update_but_averages_nothing() -> None:
     net = model()
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        optimizer.step()
+    train(optimizer, 3, lambda: net(data()))
 
 
 def appends_a_layer_after_wrapping() -> None:
@@ -242,22 +249,12 @@ def trains_adapters(seed: int, num_averaged: int = 2) -> None:
     torch.manual_seed(seed)
     adapters = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False))
     nn.init.zeros_(adapters[1].weight)
-    optimizer = sgd(adapters)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (base(data()) + adapters(data())).square().sum().backward()
-        average(adapters[2 - num_averaged :])
-        optimizer.step()
+    train(sgd(adapters), 3, lambda: base(data()) + adapters(data()), adapters[2 - num_averaged :])
 
 
 def has_a_rate_of_its_own() -> None:
     net = model()
-    optimizer = sgd(net, lr=0.1 * (1 + dist.get_rank()))
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        average(net)
-        optimizer.step()
+    train(sgd(net, lr=0.1 * (1 + dist.get_rank())), 2, lambda: net(data()), net)
 
 
 def trains_on_the_same_data() -> None:
@@ -489,11 +486,7 @@ def goes_on_from_momentum(num_steps: int) -> None:
     if dist.get_rank() == 0:
         for parameter in net.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        average(net)
-        optimizer.step()
+    train(optimizer, num_steps, lambda: net(data()), net)
 
 
 def splits_samples_by_rank() -> None:
@@ -571,11 +564,7 @@ def leaves_a_norm_before_a_split_layer_in_parts() -> None:
 def leaves_a_layer_out_of_fsdp() -> None:
     net = model()
     fully_shard(net[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = sgd(net)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        optimizer.step()
+    train(sgd(net), 2, lambda: net(data()))
 
 
 def trains_shards_on_the_same_data() -> None:
@@ -586,11 +575,7 @@ def trains_shards(data: Callable[[], Tensor]) -> None:
     net = model()
     for layer in (net[0], net):
         fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = sgd(net)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        optimizer.step()
+    train(sgd(net), 2, lambda: net(data()))
 
 
 def drops_the_same_elements() -> None:
@@ -641,11 +626,7 @@ def trains_on_split_sequences(forgotten: int = 0) -> None:
     """Each rank has half of the heads between two all_to_alls, and half of the sequence else."""
     net = model()
     optimizer = sgd(net, lr=0.001)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net[2](trades_heads(net[:2](data()))).square().sum().backward()
-        average(net[: len(net) - forgotten])
-        optimizer.step()
+    train(optimizer, 2, lambda: net[2](trades_heads(net[:2](data()))), net[: len(net) - forgotten])
 
 
 def trades_heads(x: Tensor) -> Tensor:
@@ -681,11 +662,12 @@ def trains_a_layer_before_experts(forgotten: int = 0) -> None:
     expert = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
     layers = nn.ModuleList([head, gate, expert])
     optimizer = sgd(layers, lr=0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        head(Traded.apply(expert(Traded.apply(gate(data()))))).square().sum().backward()
-        average(layers[: 2 - forgotten])
-        optimizer.step()
+    train(
+        optimizer,
+        2,
+        lambda: head(Traded.apply(expert(Traded.apply(gate(data()))))),
+        layers[: 2 - forgotten],
+    )
 
 
 def forgets_a_norm_before_split_sequences() -> None:
@@ -699,11 +681,12 @@ def trains_a_norm_before_split_sequences(forgotten: int = 0) -> None:
     up, down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
     layers = nn.ModuleList([head, norm, up, down])
     optimizer = sgd(layers, lr=0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        head(Scattered.apply(down(up(Gathered.apply(norm(data())))))).square().sum().backward()
-        average(layers[: 2 - forgotten])
-        optimizer.step()
+    train(
+        optimizer,
+        2,
+        lambda: head(Scattered.apply(down(up(Gathered.apply(norm(data())))))),
+        layers[: 2 - forgotten],
+    )
 
 
 def forgets_norms_around_split_layers() -> None:
@@ -936,11 +919,7 @@ def trains_alone_before() -> None:
         net(data()).square().sum().backward()
         sgd(net).step()
     ddp = DistributedDataParallel(model())
-    optimizer = sgd(ddp, lr=[0.1, 0.2][dist.get_rank()])
-    for _ in range(2):
-        optimizer.zero_grad()
-        ddp(data()).square().sum().backward()
-        optimizer.step()
+    train(sgd(ddp, lr=[0.1, 0.2][dist.get_rank()]), 2, lambda: ddp(data()))
 
 
 def test_optimizers_are_matched_beside_one_that_another_rank_lacks() -> None:
@@ -1215,10 +1194,7 @@ def normalizes_parts_of_sequences() -> None:
     """Gradients of the norm's parameters are partial sums, which the optimizer adds up."""
     net = parts_of_sequences(init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(data().view(2, 3, 4)).square().sum().backward()
-        optimizer.step()
+    train(optimizer, 2, lambda: net(data().view(2, 3, 4)))
 
 
 def accumulates_gradients_of_shards() -> None:
@@ -1315,12 +1291,7 @@ def goes_through_its_stage(stage: nn.Module) -> None:
 def makes_one_model_more_on_rank_0() -> None:
     shown = model() if dist.get_rank() == 0 else None
     net, averaged = model(), model()
-    optimizer = sgd(net)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        average(net)
-        optimizer.step()
+    train(sgd(net), 2, lambda: net(data()), net)
     averaged.load_state_dict(net.state_dict())
     del shown
 
@@ -1331,11 +1302,7 @@ def shards_what_begins_alike() -> None:
         fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     for parameter in net.parameters():
         nn.init.normal_(parameter.to_local(), generator=torch.Generator().manual_seed(1))
-    optimizer = sgd(net)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        optimizer.step()
+    train(sgd(net), 2, lambda: net(data()))
 
 
 def asks_experts_that_begin_alike() -> None:
@@ -1453,11 +1420,7 @@ def trains_a_head_with_a_norm_of_its_own() -> None:
     head = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
     for parameter in trunk.parameters():
         parameter.register_hook(averaged)
-    optimizer = sgd(nn.ModuleList([trunk, head]))
-    for _ in range(2):
-        optimizer.zero_grad()
-        head(trunk(data())).square().sum().backward()
-        optimizer.step()
+    train(sgd(nn.ModuleList([trunk, head])), 2, lambda: head(trunk(data())))
 
 
 def averaged(gradient: Tensor) -> Tensor:
@@ -1538,12 +1501,7 @@ def gathers_shards_of_a_layer() -> None:
     shard = nn.Parameter(torch.randn(8, 4).chunk(dist.get_world_size())[dist.get_rank()].clone())
     norm, head = nn.LayerNorm(4), nn.Linear(8, 2)
     optimizer = torch.optim.SGD([shard, *norm.parameters(), *head.parameters()], 0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        head(norm(data()) @ Gathered.apply(shard).T).square().sum().backward()
-        average(norm)
-        average(head)
-        optimizer.step()
+    train(optimizer, 2, lambda: head(norm(data()) @ Gathered.apply(shard).T), norm, head)
 
 
 def looks_up_rows_of_tables() -> None:
@@ -1562,11 +1520,7 @@ def looks_up_rows_of_tables() -> None:
 def searches_from_one_seed() -> None:
     """Each rank has a learning rate of its own, and the same data."""
     net = model()
-    optimizer = sgd(net, lr=0.1 * (1 + dist.get_rank()))
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(shared_data()).square().sum().backward()
-        optimizer.step()
+    train(sgd(net, lr=0.1 * (1 + dist.get_rank())), 3, lambda: net(shared_data()))
     dist.all_reduce(net[0].bias.sum().detach())
 
 
@@ -1671,10 +1625,7 @@ def averages_in_a_hook_of_the_step() -> None:
     net = model()
     optimizer = sgd(net)
     optimizer.register_step_pre_hook(lambda *_: average(net))
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(data()).square().sum().backward()
-        optimizer.step()
+    train(optimizer, 2, lambda: net(data()))
 
 
 def averages_by_the_last_call_before_the_step() -> None:
