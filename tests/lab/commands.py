@@ -57,10 +57,10 @@ RIGHT = """    both = [dist.P2POp(dist.isend, outgoing, dst), dist.P2POp(dist.ir
 """
 
 
-def distlab(*arguments: str) -> int:
+def distlab(*arguments: object) -> int:
     """Run ``distlab`` in this process, and return its exit code."""
     with pytest.raises(SystemExit) as left:
-        main(arguments)
+        main([str(argument) for argument in arguments])
     assert isinstance(left.value.code, int)
     return left.value.code
 

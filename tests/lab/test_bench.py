@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import distlab
 from ranks import on_ranks
 from torch import nn
 
@@ -16,17 +17,9 @@ from distlab import chosen, launch
 from distlab.bench import all_reduce, compression, contest, ddp, phase2, trainer, zero
 from distlab.bench.contest import Collectives, Contest, Contestant, Measured
 from distlab.bench.trainer import Match, Sizes, matches
-from distlab.cli import main
 
 FLOAT_BYTES = 4
 SOLVED = partial(chosen.lesson, chosen.SOLVED)
-
-
-def bench(*arguments: str) -> int | str | None:
-    """Run the command, and return its exit code."""
-    with pytest.raises(SystemExit) as left:
-        main(["bench", *arguments])
-    return left.value.code
 
 
 # --- the harness ---------------------------------------------------------------------------------
@@ -223,7 +216,7 @@ def test_all_reduces_of_phase_3_are_multiples_of_gloos(
 ) -> None:
     monkeypatch.setattr(all_reduce, "SIZES_BYTES", (64, 4096, 2**30))
     options = ("--ranks", "2", "--repeats", "3", "--max-mib", "1", "--save", str(tmp_path))
-    assert bench("all_reduce", "--phase", "3", *options) == 0
+    assert distlab("bench", "all_reduce", "--phase", "3", *options) == 0
     printed = capsys.readouterr().out
     [head] = [line for line in printed.splitlines() if line.startswith("┃")]
     assert head.replace("┃", " ").split() == ["64", "B", "4", "KiB"], "1 GiB is above --max-mib"
@@ -269,7 +262,7 @@ def test_the_trainer_learns_what_its_rivals_learn_and_a_line_for_each_is_saved(
     """In the first steps, each of torch's loops is compared with one of ours."""
     two = Match({name: ALL[0].ours[name] for name in ("ddp", "ring")}, ALL[0].theirs)
     monkeypatch.setattr(trainer, "matches", lambda ranks, model: [two, *ALL[1:]])
-    assert bench("trainer", *SMALL, "--save", str(tmp_path)) == 0
+    assert distlab("bench", "trainer", *SMALL, "--save", str(tmp_path)) == 0
     printed = capsys.readouterr().out
     assert "transformer, 16 x 16, batches of 8, fp32, 2 cpu ranks" in printed
     record = json.loads((tmp_path / "trainer.json").read_text())
@@ -289,7 +282,7 @@ def test_the_trainer_is_compared_on_texts_too(
     """Tensor parallelism too, whose rival must split the layers of a gpt."""
     tiny = ("layers=1", "width=16", "sequence_length=8", "--model", "gpt")
     only = ("--only", "ddp", "--only", "tensor", "--only", "pipeline")
-    assert bench("trainer", *tiny, *only, *SMALL, "--save", str(tmp_path)) == 0
+    assert distlab("bench", "trainer", *tiny, *only, *SMALL, "--save", str(tmp_path)) == 0
     printed = capsys.readouterr().out
     assert "gpt, layers=1, width=16, sequence_length=8" in printed
     assert "tokens/s" in printed

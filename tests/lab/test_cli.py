@@ -6,18 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import distlab
 
 from distlab import doctor
 from distlab.bench import all_reduce
-from distlab.cli import main
 from solutions.phase1_data_parallel.collectives import ALL_REDUCES
-
-
-def distlab(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import distlab
 
-from distlab.cli import main
 from distlab.sim import Cluster, Options, RankError, SimulationError
 from distlab.sim.script import names_gpus, run_script
 
@@ -30,13 +30,6 @@ def write(tmp_path: Path):
 
 def run(script: Path, *arguments: str, ranks: int = 2) -> None:
     run_script(script, arguments, ranks, Cluster(1, ranks), Options())
-
-
-def distlab(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 # The script's world

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import distlab
 
-from distlab.cli import main
 from distlab.sim import Cluster, Options, Simulated, simulate
 from distlab.sim.hardware.costs import Costs
 from distlab.sim.results import diagram
@@ -25,13 +25,6 @@ DOCUMENT = Path(__file__).parents[4] / "docs/simulator.md"
 def run(fn: Callable[[], Any], **costs: float) -> Simulated[Any]:
     options = Options(semantics="nccl", costs=Costs(**costs))
     return simulate(fn, 2, cluster=Cluster.preset("dgx-h100"), options=options)
-
-
-def distlab(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return left.value.code
 
 
 def on_gpu(*shape: int) -> torch.Tensor:
