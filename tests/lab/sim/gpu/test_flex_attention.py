@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -61,26 +62,16 @@ def test_masks_and_scores_have_the_values_and_gradients_of_plain_attention() -> 
         assert torch.allclose(flexible, plain, atol=1e-5)
 
 
-def test_autocast_applies_to_it() -> None:
+@pytest.mark.parametrize(("device", "expected"), [("cuda", torch.bfloat16), ("cpu", torch.float32)])
+def test_autocast_applies_on_its_device_alone(device: str, expected: torch.dtype) -> None:
     def main() -> torch.dtype:
-        q = query()
+        q = query().to(device)
         with torch.autocast("cuda", torch.bfloat16):
             out: Any = flex_attention(q, q, q)
         dtype: torch.dtype = out.dtype
         return dtype
 
-    assert run(main) is torch.bfloat16
-
-
-def test_autocast_leaves_tensors_of_the_host_alone() -> None:
-    def main() -> torch.dtype:
-        q = query().cpu()
-        with torch.autocast("cuda", torch.bfloat16):
-            out: Any = flex_attention(q, q, q)
-        dtype: torch.dtype = out.dtype
-        return dtype
-
-    assert run(main) is torch.float32
+    assert run(main) is expected
 
 
 def test_a_device_is_shown_inside_vmap() -> None:
