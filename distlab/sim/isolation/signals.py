@@ -2,6 +2,7 @@
 
     signal.signal(SIGTERM, stop)            noted for the calling rank
     os.kill(os.getpid(), SIGTERM)           calls that rank's stop(), in the calling thread
+    os.killpg(os.getpgrp(), SIGTERM)        does, too: a rank's process group is its own
 
 All ranks share one process, so a signal from outside reaches none of them.
 """
@@ -24,7 +25,7 @@ _FIRST: dict[int, Any] = {  # what Python sets at its start
     signal.SIGXFSZ: signal.SIG_IGN,
 }
 _TIMED = ("alarm", "setitimer")
-_kill = os.kill
+_kill, _killpg = os.kill, os.killpg
 
 
 class Host(Protocol):
@@ -49,6 +50,8 @@ class Signals:
         of_ranks(signal, "getsignal", self._handler)
         of_ranks(signal, "raise_signal", self._raise)
         of_ranks(os, "kill", self._send)
+        of_ranks(os, "killpg", self._send_to_group)
+        of_ranks(os, "abort", self._abort)
         for name in _TIMED:
             of_ranks(signal, name, self._refuse)
 
@@ -83,10 +86,19 @@ class Signals:
         return self._host.clock.current.number
 
     def _send(self, pid: int, number: int) -> None:
-        if pid != os.getpid():
+        if pid not in (0, os.getpid()):
             _kill(pid, number)
         elif number:
             self._raise(number)
+
+    def _send_to_group(self, group: int, number: int) -> None:
+        if group not in (0, os.getpgrp()):
+            _killpg(group, number)
+        elif number:
+            self._raise(number)
+
+    def _abort(self) -> None:
+        self._host.end_process(signal_name(signal.SIGABRT))
 
     def _refuse(self, *_: object) -> None:
         raise ValueError(

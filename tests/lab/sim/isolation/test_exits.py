@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,9 +140,15 @@ def ends_its_process_when_another_fails() -> None:
         os._exit(7)
 
 
+def kills_its_process_group() -> None:
+    os.killpg(os.getpgrp(), signal.SIGTERM)
+
+
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
+        (lambda: os.abort(), "ended by SIGABRT"),
+        (kills_its_process_group, "ended by SIGTERM"),
         (ends_its_process_in_the_end, "ended by os._exit(5)"),
         (ends_its_process_when_it_deadlocks, "rank 0 waits in barrier"),
         (ends_its_process_when_another_fails, "ended by os._exit(7)"),
