@@ -44,12 +44,14 @@ class Exits:
 
     Attributes:
         known: The exits recorded so far, by rank.
+        left_groups: The lines that destroyed the process groups of ranks without one, by rank.
         deaths: The ranks that a fault has killed.
         num_steps: Number of optimizer steps that each rank has begun.
     """
 
     def __init__(self, places: Places) -> None:
         self.known: dict[int, Exit] = {}
+        self.left_groups: dict[int, Site] = {}
         self.deaths: dict[int, Death] = {}
         self.num_steps: Counter[int] = Counter()
         self._places = places
@@ -85,12 +87,13 @@ class Exits:
     def joined(self, rank: int) -> None:
         """Record that a rank joins the world, and look for the ``main()`` that made it join."""
         self.known.pop(rank, None)
+        self.left_groups.pop(rank, None)
         if rank in self._programs:
             self._programs[rank].look_for_main(outside())
 
     def left(self, rank: int) -> None:
         """Record that a rank destroys its process group."""
-        site = self._places.call_site()[0]
+        site = self.left_groups[rank] = self._places.call_site()[0]
         self.known[rank] = Exit(site, left_group_at=site)
 
 

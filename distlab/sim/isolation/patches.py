@@ -231,9 +231,12 @@ def _patch_groups(undo: contextlib.ExitStack, host: RankHost) -> None:
         *_: Any,
         **settings: Any,
     ) -> None:
+        if host.rank_states.is_in_rank() and dist.is_initialized():
+            raise ValueError(
+                "trying to initialize the default process group twice! "
+                "The rank is in it already: leave this call out"
+            )
         _check_place(host.rank_states, rank, world_size)
-        if dist.is_initialized():
-            raise ValueError("trying to initialize the default process group twice!")
         if store is None:
             next(_rendezvous(host, init_method or "env://", rank, world_size))
             host.groups.check_port(_port_of(init_method))

@@ -111,12 +111,12 @@ class Refusals:
             update(group)
 
         def get_default_group() -> Any:
-            known = exits.known.get(states.current)
-            if known is None or known.left_group_at is None or dist.is_initialized():
+            left_at = exits.left_groups.get(states.current)
+            if left_at is None or dist.is_initialized():
                 return find()
             raise ValueError(
-                f"rank {states.current} has destroyed its process group at "
-                f"{place(known.left_group_at)}: what communicates comes before that"
+                f"rank {states.current} has destroyed its process group at {place(left_at)}. "
+                "Communicate before that, or let all ranks destroy it and call init_process_group"
             )
 
         update = replace(c10d, "_update_default_pg", update_default_group)

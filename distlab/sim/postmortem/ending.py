@@ -5,10 +5,12 @@ calls that other ranks mistake for its next ones, which leads to a deadlock or a
 is still the exception.
 """
 
+import re
 import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -107,8 +109,8 @@ def rank_error(
         text = text.removesuffix(message)
     if isinstance(error, OutOfMemory):  # its message is a whole report: print it only once
         headline, text = f"OutOfMemory: {error}", stack
-    if TRACEBACK.strip() in headline:  # the message has errors of all ranks, with torch's frames
-        headline, text = _without_frames(headline), stack
+    if any(_FRAME.match(line) for line in headline.splitlines()):  # of a process or a callback
+        headline, text = _without_frames(headline, places), stack
     if isinstance(error, SystemExit):  # the program ended itself, so no traceback is needed
         headline, text = f"{headline}, {place(places.raised_at(error))}", ""
     headline = f"rank {rank} of {num_ranks} raised {headline}"
@@ -116,10 +118,26 @@ def rank_error(
     return RankError("\n\n".join(parts), (rank,), type(error).__name__)
 
 
-def _without_frames(text: str) -> str:
-    """Return a message without the tracebacks inside it, and without repeated lines."""
-    lines = [x for x in text.splitlines() if not x.startswith((" ", TRACEBACK.strip()))]
-    return "\n".join(dict.fromkeys(lines))
+# A frame in a message: of a traceback, or below torch's "At:".
+_FRAME = re.compile(r'^ +(?:File "(?P<file>.+)", line \d+, in|(?P<at>.+)\(\d+\): )')
+
+
+def _without_frames(text: str, places: Places) -> str:
+    """Return a message with frames of the program alone, and without repeated lines."""
+    lines, is_shown = list[str](), True
+    for line in text.splitlines():
+        if frame := _FRAME.match(line):
+            is_shown = places.kind(frame["file"] or frame["at"]) == PROGRAM
+        elif not line.startswith("    "):  # not a frame's source
+            is_shown = True
+        if is_shown:
+            lines.append(line)
+    shown = [
+        line
+        for line, after in pairwise([*lines, ""])
+        if TRACEBACK.strip() not in line or after.startswith(" ")  # a title without its frames
+    ]
+    return "\n".join(dict.fromkeys(shown))
 
 
 def exit_error(rank: int, num_ranks: int, cause: str, site: Site, others: str) -> RankError:

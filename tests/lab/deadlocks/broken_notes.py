@@ -147,7 +147,8 @@ class AllFailed(BaseException):
     """An error like torch's CheckpointException, whose text holds the tracebacks of all ranks."""
 
     def __str__(self) -> str:
-        one = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\n'
+        frame = f'  File "{torch.__file__}", line 1, in f\n    f()\n'
+        one = f"Traceback (most recent call last): (RANK 0)\n{frame}"
         return f"ranks: [0, 1]\n{one}RuntimeError: no key v\n{one}RuntimeError: no key v"
 
 
@@ -156,8 +157,27 @@ class AllFailed(BaseException):
     "AllFailed",
     (),
     "AllFailed: ranks: [0, 1] RuntimeError: no key v",
-    never=("a.py",),
+    never=("in f", "(RANK 0)"),
 )
 def raises_the_tracebacks_of_all_ranks() -> None:
     """The report shows the message without the tracebacks."""
     raise AllFailed
+
+
+@rank_error(
+    2,
+    "RuntimeError",
+    (),
+    "NameError: name 'size' is not defined At: ",
+    "(broken_notes.py(",
+    "): halve",
+    never=("simulation.py", "scheduler.py", "futures"),
+)
+def fails_in_a_callback() -> None:
+    """Torch's message holds the stack of the callback, of which the program's frames are shown."""
+
+    def halve(summed: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return summed.value()[0] / size  # type: ignore[name-defined]  # noqa: F821
+
+    work = dist.all_reduce(value(0), async_op=True)
+    work.get_future().then(halve).wait()

@@ -53,7 +53,7 @@ SAID: dict[Callable[[], None], str] = {
     places_on_all_ranks: "ValueError: Argument ``object_gather_list`` must NOT be specified",
     too_few_objects: "RuntimeError: scatter_object_list over 3 ranks needs a list of 3 objects, "
     "got 2",
-    communicates_after_the_end: "in communicates_after_the_end: what communicates comes before",
+    communicates_after_the_end: "in communicates_after_the_end. Communicate before that",
     asks_for_its_size_after_the_end: "rank 0 has destroyed its process group at test_refusals.py:",
 }
 
