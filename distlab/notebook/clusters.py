@@ -1,8 +1,8 @@
 """The ranks that ``%cluster`` begins, by its options."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import IPython
 
@@ -12,40 +12,43 @@ from distlab.sim import configured
 from distlab.util.text import joined
 
 MAX_RANKS = 1024
+ALONE = {"help", "off", "why", "lanes"}
+SIZES = {"size", "ranks", "cluster"}  # options that say which ranks there are
+OF_PROCESSES = {"size", "ranks", "world"}
+T = TypeVar("T")
 
 
-def begun(args: Any, defaults: Any) -> World:
+def begun(args: Any, given: Collection[str]) -> World:
     """Begin ranks, simulated or real.
 
     Args:
         args: Options of ``%cluster``.
-        defaults: Values of options that were not given.
+        given: Names of those that the user has given.
 
     Raises:
         ValueError: An option is wrong.
     """
+    if alone := [name for name in given if name in ALONE]:
+        raise ValueError(f"--{alone[0]} stands alone: leave out the rest")
+    if SIZES.isdisjoint(given):
+        raise ValueError("say how many ranks, or a preset: %cluster 8, or %cluster dgx-h100")
     numbers = [word for word in args.size if word.lstrip("-").isdigit()]
-    presets = [word for word in args.size if word not in numbers]
-    num_ranks, preset = args.ranks, args.cluster
-    if numbers:
-        num_ranks = int(_only([*numbers, *_given(num_ranks)], "numbers of ranks"))
-    if presets:
-        preset = _only([*presets, *_given(preset)], "clusters").replace("_", "-")
+    presets = [word.replace("_", "-") for word in args.size if word not in numbers]
+    num_ranks = _only("number of ranks", [*map(int, numbers), args.ranks])
+    preset = _only("cluster", [*presets, args.cluster])
     if num_ranks is not None and not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"a cluster has 1 to {MAX_RANKS} ranks, not {num_ranks}")
     if args.world != "sim":
-        return _processes(num_ranks, args, defaults)
+        others = [f"--{name.replace('_', '-')}" for name in given if name not in OF_PROCESSES]
+        return _processes(num_ranks, args.world, [*presets, *others])
     return _simulated(num_ranks, preset or configured.PRESET, args)
 
 
-def _given(option: Any) -> list[str]:
-    return [] if option is None else [str(option)]
-
-
-def _only(words: Sequence[str], kind: str) -> str:
-    if len(words) > 1:
-        raise ValueError(f"{joined(words)} are two {kind}: give one, as in %cluster 8")
-    return words[0]
+def _only(kind: str, values: Sequence[T | None]) -> T | None:
+    given = [value for value in values if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"give one {kind}, not {joined([*map(str, given)])}")
+    return given[0] if given else None
 
 
 def _simulated(num_ranks: int | None, preset: str, args: Any) -> World:
@@ -70,16 +73,15 @@ def _simulated(num_ranks: int | None, preset: str, args: Any) -> World:
     return SimulatedRanks(num_ranks, cluster, options)
 
 
-def _processes(num_ranks: int | None, args: Any, defaults: Any) -> World:
+def _processes(num_ranks: int | None, backend: str, of_simulated: Sequence[str]) -> World:
     """Begin processes; refuse options that only simulated ranks have."""
-    of_both = {"size", "world", "ranks"}
-    given = [name for name, value in vars(args).items() if value != getattr(defaults, name)]
-    if others := [f"--{name.replace('_', '-')}" for name in given if name not in of_both]:
-        raise ValueError(f"real processes have no {joined(others)}: leave out --world {args.world}")
-    if num_ranks is None:
-        raise ValueError(f"write the number of processes: %cluster 4 --world {args.world}")
+    if of_simulated:
+        raise ValueError(
+            f"real processes have no {joined(of_simulated)}: leave out --world {backend}"
+        )
+    assert num_ranks is not None  # else there would be a preset
     try:
         from distlab.notebook.engines import Engines
     except ImportError:
         raise ValueError("real ranks need ipyparallel: pip install -e '.[notebook]'") from None
-    return Engines(num_ranks, args.world)
+    return Engines(num_ranks, backend)

@@ -5,7 +5,7 @@ import re
 import shlex
 import textwrap
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -35,6 +35,7 @@ from distlab.notebook.targets import parse_ranks
 from distlab.notebook.world import Ran, World
 from distlab.sim.collectives.algorithms import ALGORITHMS
 from distlab.sim.results.simulated import P2P_ORDERS, SEMANTICS
+from distlab.util.text import joined
 
 NO_RANKS = "there are no ranks: start some with %cluster 8"
 MAX_ERROR_CHARS = 100
@@ -66,6 +67,7 @@ class ClusterMagics(Magics):
 
     @magic_arguments()
     @argument("size", nargs="*", help="Number of ranks, a preset such as laptop, or both.")
+    @argument("--help", action="store_true", help="List the options.")
     @argument("--off", action="store_true", help="End the ranks.")
     @argument("--why", action="store_true", help="Which ranks waited for which in the last cell.")
     @argument(
@@ -76,48 +78,58 @@ class ClusterMagics(Magics):
         help="Draw what the ranks did in the last cell; FILE ends in .svg, .png or .pdf.",
     )
     @argument("--world", choices=WORLDS, default="sim", help="Simulated, or real processes.")
-    @argument("--cluster", help="Preset, such as dgx-h100, p4d, laptop.  [default: dgx-h100]")
-    @argument("--nodes", type=int, help="Number of nodes.  [default: as the ranks need]")
-    @argument("--ranks", type=int, help="Number of ranks of a preset.  [default: one per GPU]")
+    @argument(
+        "--cluster", metavar="PRESET", help="Such as dgx-h100, p4d, laptop.  [default: dgx-h100]"
+    )
+    @argument(
+        "--nodes", type=int, metavar="N", help="Number of nodes.  [default: as the ranks need]"
+    )
+    @argument("--ranks", type=int, metavar="N", help="Of a preset.  [default: one per GPU]")
     @argument("--semantics", choices=SEMANTICS, default="gloo", help="nccl: ranks have GPUs.")
-    @argument("--algorithm", choices=ALGORITHMS, default="auto", help="Of built-in collectives.")
-    @argument("--seed", type=int, default=0, help="Seeds the ranks' generators.")
-    @argument("--eager-bytes", type=int, default=-1, help="Buffer sends up to this size.")
+    @argument(
+        "--algorithm",
+        choices=ALGORITHMS,
+        default="auto",
+        metavar="NAME",
+        help=f"Of collectives: {joined(ALGORITHMS)}.",
+    )
+    @argument("--seed", type=int, metavar="N", default=0, help="Seeds the ranks' generators.")
+    @argument(
+        "--eager-bytes", type=int, metavar="N", default=-1, help="Buffer sends up to this size."
+    )
     @argument("--strict", action="store_true", help="Report tensors changed while being sent.")
     @argument("--sanitize", action="store_true", help="Look for mistakes that raise no error.")
     @argument("--fault", action="append", default=[], help="As for distlab sim.")
-    @argument("--memory-gib", type=float, help="Memory of each GPU.")
-    @argument("--overlap-cost", type=float, default=0.0, help="As for distlab sim.")
+    @argument("--memory-gib", type=float, metavar="X", help="Memory of each GPU.")
+    @argument("--overlap-cost", type=float, metavar="X", default=0.0, help="As for distlab sim.")
     @argument("--p2p-order", choices=P2P_ORDERS, default="free", help="As for distlab sim.")
     @argument("--host-cost", action="append", default=[], help="As for distlab sim.")
     @argument("--no-devices", action="store_true", help="Computation takes no time.")
     @line_magic
     def cluster(self, line: str) -> None:
         """Begin ranks: %cluster 8, or %cluster dgx-h100. Alone, it says what there is."""
-        args = _parsed(self.cluster, line)
-        begins = args.size or args.ranks or args.cluster
-        if begins and (args.off or args.why or args.lanes is not None):
-            raise UsageError(
-                "--off, --why and --lanes stand alone: they are about the ranks that there are"
-            )
-        if begins:
-            self._begin(args)
-        elif args.off:
-            self.close()
-            print("The ranks have ended.")
-        elif args.lanes is not None:
-            self._draw(args.lanes)
-        elif args.why:
-            print(self._named("\n".join(self._world().why())))
-        elif args == _parsed(self.cluster, ""):
-            world = self._world()
-            print(self._named("\n".join([world.title, *world.state()])))
-        else:
-            raise UsageError("say how many ranks, or a preset: %cluster 8, or %cluster dgx-h100")
+        args, defaults = _parsed(self.cluster, line), vars(_parsed(self.cluster, ""))
+        given = [name for name, value in vars(args).items() if value != defaults[name]]
+        match given:
+            case []:
+                world = self._world()
+                print(self._named("\n".join([world.title, *world.state()])))
+            case ["help"]:
+                usage = self.cluster.parser.format_usage().strip(":\n ")
+                print(re.sub(r"\n +", "\n    ", usage), "%cluster? explains them.", sep="\n")
+            case ["off"]:
+                print("The ranks have ended." if self.world else "There are no ranks.")
+                self.close()
+            case ["why"]:
+                print(self._named("\n".join(self._world().why())))
+            case ["lanes"]:
+                self._draw(args.lanes)
+            case _:
+                self._begin(args, given)
 
-    def _begin(self, args: Any) -> None:
+    def _begin(self, args: Any, given: Collection[str]) -> None:
         with _usage_errors():
-            world = begun(args, _parsed(self.cluster, ""))
+            world = begun(args, given)
         if self.world is not None:  # after a mistyped option, the old ranks are still there
             print("The previous ranks have ended, and their variables are gone.")
         self.close()

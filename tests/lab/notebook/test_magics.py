@@ -275,8 +275,12 @@ def test_races_are_told_under_the_cell(notebook: Notebook) -> None:
     [
         ("%cluster no-such-preset", "dgx-h100"),
         ("%cluster 0", "1 to 1024"),
-        ("%cluster 8 --ranks 4", "8 and 4 are two numbers of ranks"),
-        ("%cluster laptop --cluster p4d", "laptop and p4d are two clusters"),
+        ("%cluster --ranks 0", "1 to 1024"),
+        ("%cluster 8 --ranks 4", "give one number of ranks, not 8 and 4"),
+        ("%cluster laptop --cluster p4d", "give one cluster, not laptop and p4d"),
+        ("%cluster laptop 3 --world gloo", "real processes have no laptop: leave out --world gloo"),
+        ("%cluster 4 --seed 3 --world gloo", "real processes have no --seed"),
+        ("%cluster --world gloo", "say how many ranks"),
         ("%%ranks 7\n1", "there is no rank 7: the cluster has ranks 0-3"),
         ("%%ranks a\n1", "'a' names no ranks: write them as 0,2-3, or all"),
         ("%rank 1", "name ranks and an expression"),
@@ -318,8 +322,17 @@ def test_a_variable_of_the_notebook_is_not_one_of_the_ranks(notebook: Notebook) 
 
 
 def test_there_are_no_ranks_without_a_cluster(notebook: Notebook) -> None:
-    notebook.run("%cluster --off")
+    assert notebook.run("%cluster --off") == "The ranks have ended."
     assert "start some with %cluster 8" in notebook.run("%%ranks\n1")
+    assert notebook.run("%cluster --off") == "There are no ranks."
+    assert not notebook.has_failed
+
+
+def test_the_options_of_a_command_are_listed(notebook: Notebook) -> None:
+    lines = notebook.run("%cluster --help").splitlines()
+    assert lines[0].startswith("%cluster [--help] [--off] [--why] [--lanes [FILE]]")
+    assert lines[-1] == "%cluster? explains them."
+    assert len(lines) < 10
 
 
 def values(notebook: Notebook, name: str) -> Any:
@@ -416,7 +429,7 @@ def test_the_beginning_of_a_huge_line_is_shown(notebook: Notebook) -> None:
     ("cell", "says"),
     [
         ("%%ranks 3-1\n1", "'3-1' names no ranks"),
-        ("%cluster 4 --off", "stand alone"),
+        ("%cluster 4 --off", "--off stands alone"),
         ("import threading\nx = threading.Lock()\n%push x", "x cannot be copied"),
         ("%pull torch", "torch cannot be copied"),
         (
