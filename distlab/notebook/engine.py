@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +32,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.launch.world import use_loopback
-from distlab.notebook import names
 from distlab.notebook.cells import compiled
 from distlab.notebook.failing import Failure
 from distlab.notebook.idleness import Idleness
@@ -298,16 +298,6 @@ def pull(name: str) -> bytes:
     return pickled
 
 
-def complete(text: str) -> list[str]:
-    """Return variables and attributes that begin with a text."""
-    return names.completions(_engine.names, text)
-
-
-def describe(name: str) -> str:
-    """Return what ``name?`` says."""
-    return names.description(_engine.names, name)
-
-
-def kinds() -> dict[str, str]:
-    """Return what the variables are, by name."""
-    return names.kinds(_engine.names)
+def ask(question: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with the variables and with arguments."""
+    return question(_engine.names, *args)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import torch
@@ -25,7 +25,7 @@ from distlab.doctor import find_mpirun
 from distlab.launch.external_launchers import MPI_FIX
 from distlab.notebook import engine
 from distlab.notebook.cells import Cell
-from distlab.notebook.names import variable_lines
+from distlab.notebook.names import kinds, variable_lines
 from distlab.notebook.output import RankOutput
 from distlab.notebook.processes import Processes
 from distlab.notebook.under_way import UnderWay
@@ -37,6 +37,7 @@ LOOPBACK = "127.0.0.1"
 JOIN_S = 60.0  # longest time for which ranks may wait for each other to join
 PERIOD_S = 0.1  # between two looks at processes that are waited for
 GONE = "Groups and DistributedDataParallel of earlier cells are gone: make them again."
+T = TypeVar("T")
 
 
 class Engines:
@@ -56,7 +57,6 @@ class Engines:
         self.title = f"{counted(num_ranks, 'process', 'processes')} with {backend}"
         self._processes = Processes(num_ranks, find_mpirun() if backend == "mpi" else None)
         self._num_joins = self._num_cells = 0
-        self._why: list[str] = []
         self._news: list[str] = []  # lines for the report on a cell
         self._is_broken = False  # whether the ranks must join anew
         try:
@@ -98,8 +98,7 @@ class Engines:
             NameError, ValueError: A rank raised this, or another error.
         """
         self._mend()
-        calls = {rank: self._processes.call(rank, function, *args) for rank in ranks}
-        return self._results(calls)
+        return self._results(self._processes.calls(ranks, function, *args))
 
     def _results(self, calls: Mapping[int, Any], within_s: float = math.inf) -> list[Any]:
         end_s = time.monotonic() + within_s
@@ -119,10 +118,7 @@ class Engines:
         self._mend()
         self._num_cells += 1
         hang, start_s = self._processes.folder / f"cell{self._num_cells}", time.monotonic()
-        calls = {
-            rank: self._processes.call(rank, engine.run, cell.source, cell.name, hang)
-            for rank in outputs
-        }
+        calls = self._processes.calls(outputs, engine.run, cell.source, cell.name, hang)
         ended = UnderWay(calls, outputs, self._processes, hang)
         ended.finish()
         self._is_broken = ended.is_unusable
@@ -130,7 +126,6 @@ class Engines:
         if ended.interrupted:
             self._let_others_tell(ended, hang)
         error = verdict(ended, [*outputs], self.num_ranks, hang)
-        self._why = error.splitlines()
         self._mend()
         news, self._news = self._news, []
         return Ran(error, news, cost)
@@ -139,9 +134,7 @@ class Engines:
         """Let the ranks without a cell write which collectives they have called."""
         busy = cell.interrupted | self._processes.dead()
         others = {*range(self.num_ranks)} - busy
-        self._results(
-            {rank: self._processes.call(rank, engine.write_evidence, hang) for rank in others}
-        )
+        self._results(self._processes.calls(others, engine.write_evidence, hang))
 
     def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
         """Give copies of values to ranks, as variables.
@@ -162,23 +155,14 @@ class Engines:
             raise NameError(f"{rank_names(missing)} {verb(missing, 'have', 'has')} no {name}")
         return [pickle.loads(value) for value in pickled.values()]
 
-    def complete(self, rank: int, text: str) -> list[str]:
-        """Return names of a rank that begin with a text."""
-        names: list[str] = self._on([rank], engine.complete, text)[0]
-        return names
-
-    def describe(self, rank: int, name: str) -> str:
-        """Return what ``name?`` says on a rank."""
-        return str(self._on([rank], engine.describe, name)[0])
+    def ask(self, ranks: Sequence[int], question: Callable[..., T], *args: Any) -> list[T]:
+        """Call a function with the variables of each rank and with arguments."""
+        return self._on(ranks, engine.ask, question, *args)
 
     def state(self) -> list[str]:
         """Return lines on what the ranks hold."""
-        held = self._on(range(self.num_ranks), engine.kinds)
+        held = self.ask(range(self.num_ranks), kinds)
         return [f"  {line}" for line in variable_lines(held)]
-
-    def why(self) -> list[str]:
-        """Return lines on which ranks waited for which when the last cell ended with an error."""
-        return self._why or ["The last cell ended without an error."]
 
     def lanes(self) -> Figure:
         """Raise ValueError: only the simulation knows when each rank did what."""

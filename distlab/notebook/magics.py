@@ -28,7 +28,7 @@ from distlab.notebook.cells import NAME, Cell, compiled, naming_cells
 from distlab.notebook.clusters import begun
 from distlab.notebook.folding import GROUPINGS
 from distlab.notebook.live import show_while
-from distlab.notebook.names import questioned
+from distlab.notebook.names import description, questioned
 from distlab.notebook.output import RankOutput
 from distlab.notebook.page import Page, Picture
 from distlab.notebook.targets import parse_ranks
@@ -62,6 +62,7 @@ class ClusterMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self.world: World | None = None
+        self._error = ""  # report on the last cell
         self.is_automatic = False  # whether cells without a magic run on all ranks
         self._checked: dict[str, str] = {}  # the cells that were judged last, by task
 
@@ -121,7 +122,8 @@ class ClusterMagics(Magics):
                 print("The ranks have ended." if self.world else "There are no ranks.")
                 self.close()
             case ["why"]:
-                print(self._named("\n".join(self._world().why())))
+                self._world()
+                print(self._error or "The last cell ended without an error.")
             case ["lanes"]:
                 self._draw(args.lanes)
             case _:
@@ -222,7 +224,7 @@ class ClusterMagics(Magics):
         """End the ranks."""
         if self.world is not None:
             self.world.close()
-            self.world = None
+            self.world, self._error = None, ""
 
     def _world(self) -> World:
         if self.world is None:
@@ -235,7 +237,7 @@ class ClusterMagics(Magics):
         with _usage_errors():
             ranks = parse_ranks(which, world.num_ranks)
             if name := questioned(source):
-                print(world.describe(ranks[0], name))
+                print(*world.ask(ranks[:1], description, name))
                 return
         cell = self._compiled(source)
         outputs = {rank: RankOutput() for rank in ranks}
@@ -255,7 +257,8 @@ class ClusterMagics(Magics):
     def _run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
         ran = self._world().run(cell, outputs)
         notes = [*map(self._named, ran.notes), *self._to_push(ran.error)]
-        return Ran(self._named(ran.error), notes, ran.cost)
+        self._error = self._named(ran.error)
+        return Ran(self._error, notes, ran.cost)
 
     def _to_push(self, error: str) -> Iterator[str]:
         """Yield a hint if a rank lacks a variable that the notebook has."""

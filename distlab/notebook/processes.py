@@ -72,11 +72,12 @@ class Processes:
 
     def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in a rank's process; return ipyparallel's AsyncResult."""
-        return self._call(self._engines[rank], function, *args)
-
-    def _call(self, engine: int, function: Callable[..., Any], *args: Any) -> Any:
         assert self._client is not None
-        return self._client[engine].apply_async(function, *args)
+        return self._client[self._engines[rank]].apply_async(function, *args)
+
+    def calls(self, ranks: Collection[int], *call: Any) -> dict[int, Any]:
+        """Call a function with arguments in the processes of ranks."""
+        return {rank: self.call(rank, *call) for rank in ranks}
 
     def dead(self) -> set[int]:
         """Return the ranks whose processes have ended."""
@@ -109,11 +110,11 @@ class Processes:
             if time.monotonic() > end_s:
                 raise ValueError(f"{len(new)} of {len(ranks)} answer after {START_S:g} s")
             time.sleep(TICK_S)
-        places = {engine: self._call(engine, watched.place).get(START_S) for engine in new}
-        by_mpi = sorted(new, key=lambda engine: places[engine][0])
-        for rank, engine in zip(sorted(ranks), by_mpi, strict=True):
+        places = self._client[[*new]].apply_async(watched.place).get(START_S)
+        by_mpi = sorted(zip(places, new, strict=True))
+        for rank, ((_, pid), engine) in zip(sorted(ranks), by_mpi, strict=True):
             self._engines[rank] = engine
-            self._processes[rank] = psutil.Process(places[engine][1])
+            self._processes[rank] = psutil.Process(pid)
 
     def close(self) -> None:
         """End the processes."""

@@ -22,7 +22,7 @@ from IPython.core.completer import (
 from IPython.core.interactiveshell import InteractiveShell
 
 from distlab.notebook.magics import ClusterMagics
-from distlab.notebook.names import questioned
+from distlab.notebook.names import completions, description, questioned
 from distlab.notebook.output import route_displays
 from distlab.notebook.reloading import ReloadError, reload_changed
 from distlab.notebook.targets import parse_ranks
@@ -62,9 +62,9 @@ def _completion(shell: InteractiveShell, magics: ClusterMagics) -> Iterator[None
             rank = parse_ranks(which, magics.world.num_ranks)[0]
         except ValueError:
             return {"completions": []}
-        names = magics.world.complete(rank, context.token)
-        completions = [SimpleCompletion(name.rstrip("( :")) for name in names]
-        return {"completions": completions, "suppress": bool(completions)}
+        [names] = magics.world.ask([rank], completions, context.token)
+        offered = [SimpleCompletion(name.rstrip("( :")) for name in names]
+        return {"completions": offered, "suppress": bool(offered)}
 
     matchers = shell.Completer.custom_matchers
     matchers.append(names_of_ranks)
@@ -79,15 +79,14 @@ def _descriptions(shell: Any, magics: ClusterMagics) -> Iterator[None]:
 
     def describe_also_on_ranks(name: str, *args: Any, **options: Any) -> dict[str, str]:
         try:
-            description: dict[str, str] = describe(name, *args, **options)
+            return dict(describe(name, *args, **options))
         except KeyError:
             if magics.world is None:
                 raise
             try:
-                return {"text/plain": magics.world.describe(0, name)}
+                return {"text/plain": magics.world.ask([0], description, name)[0]}
             except NameError:
                 raise KeyError(name) from None
-        return description
 
     shell.object_inspect_mime = describe_also_on_ranks
     yield

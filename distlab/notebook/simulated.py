@@ -2,9 +2,9 @@
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distlab.notebook.cells import Cell
 from distlab.notebook.lanes import lanes
-from distlab.notebook.names import completions, description, kinds, variable_lines
+from distlab.notebook.names import kinds, variable_lines
 from distlab.notebook.output import RankOutput, shown_in
 from distlab.notebook.reloading import ReloadError, Watch, reload
 from distlab.notebook.world import Ran
@@ -21,6 +21,8 @@ from distlab.sim import Cluster, Deadlock, Lap, Options, Session
 from distlab.sim.postmortem.standstill import ABSENT
 from distlab.sim.results.summary import settings
 from distlab.util.text import bytes_text, counted, joined, rank_names, seconds_text, verb
+
+T = TypeVar("T")
 
 
 class SimulatedRanks:
@@ -126,13 +128,9 @@ class SimulatedRanks:
             raise ValueError(f"{name} cannot be copied: {str(lap.error).splitlines()[0]}")
         return [lap.results[rank] for rank in ranks]
 
-    def complete(self, rank: int, text: str) -> list[str]:
-        """Return names of a rank that begin with a text."""
-        return completions(self._names[rank], text)
-
-    def describe(self, rank: int, name: str) -> str:
-        """Return what ``name?`` says on a rank."""
-        return description(self._names[rank], name)
+    def ask(self, ranks: Sequence[int], question: Callable[..., T], *args: Any) -> list[T]:
+        """Call a function with the variables of each rank and with arguments."""
+        return [question(self._names[rank], *args) for rank in ranks]
 
     def state(self) -> list[str]:
         """Return lines on what the ranks hold and what is unfinished."""
@@ -141,12 +139,6 @@ class SimulatedRanks:
         lines += [f"memory: up to {bytes_text(held)} on a rank"] * bool(held)
         lines += _titled("variables:", [*variable_lines([*map(kinds, self._names)])])
         return [*lines, *_titled("unfinished:", self._session.unfinished())]
-
-    def why(self) -> list[str]:
-        """Return lines on which ranks waited for which when the last cell ended with an error."""
-        if self._last is None or self._last.error is None:
-            return ["The last cell ended without an error."]
-        return str(self._last.error).splitlines()
 
     def lanes(self) -> Figure:
         """Draw what the ranks did in the last cell over time."""

@@ -1,13 +1,15 @@
 """The ranks of a notebook, whatever they are."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from matplotlib.figure import Figure
 
 from distlab.notebook.cells import Cell
 from distlab.notebook.output import RankOutput
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,21 +55,15 @@ class World(Protocol):
             NameError: A rank has no such variable.
         """
 
-    def complete(self, rank: int, text: str) -> list[str]:
-        """Return names of a rank that begin with a text, such as ``x.gr``."""
-
-    def describe(self, rank: int, name: str) -> str:
-        """Return what ``name?`` says on a rank: type, value, signature and documentation.
+    def ask(self, ranks: Sequence[int], question: Callable[..., T], *args: Any) -> list[T]:
+        """Call a function with the variables of each rank and with arguments.
 
         Raises:
-            NameError: The rank has no such variable, or the variable no such attribute.
+            NameError: The function raised this.
         """
 
     def state(self) -> list[str]:
         """Return lines on what the ranks hold and what is unfinished."""
-
-    def why(self) -> list[str]:
-        """Return lines on which ranks waited for which when the last cell ended with an error."""
 
     def lanes(self) -> Figure:
         """Draw what the ranks did in the last cell over time.

@@ -213,6 +213,8 @@ def test_the_shell_knows_the_variables_of_ranks(notebook: Notebook) -> None:
     described = notebook.run("%rank 1 only_here?")
     assert described.splitlines()[:2] == ["Type:       Tensor", "Value:      tensor([1., 1.])"]
     assert notebook.run("%%ranks 1\nonly_here?") == described
+    notebook.run("%%ranks\non_all = rank")
+    assert "Value:      0" in notebook.shell.object_inspect_mime("on_all")["text/plain"]
     assert "name 'only_here' is not defined" in notebook.run("%rank 2 only_here?")
     notebook.run("%%ranks\nclass A:\n    @property\n    def x(self): return 1 / 0\na = A()")
     assert "UsageError: division by zero" in notebook.run("%rank 1 a.x?")
