@@ -39,20 +39,17 @@ class Table(NamedTuple):
     num_hidden: int
 
 
-def folded(
-    outputs: Mapping[int, RankOutput], *, has_values: bool, with_equals: bool = True
-) -> list[Fold]:
+def folded(outputs: Mapping[int, RankOutput], *, with_equals: bool) -> list[Fold]:
     """Return the ranks that have shown anything, in order of ranks.
 
     Args:
         outputs: Output of each rank.
-        has_values: False if the values are shown in a table.
         with_equals: True to put ranks together that have shown the same.
     """
     groups: dict[Hashable, list[int]] = {}
     for rank, output in sorted(outputs.items()):
         if not output.is_empty:
-            key = output.key(has_value=has_values) if with_equals else rank
+            key = output.key() if with_equals else rank
             groups.setdefault(key, []).append(rank)
     return [Fold(ranks, outputs[ranks[0]]) for ranks in groups.values()]
 

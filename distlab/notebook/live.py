@@ -51,17 +51,14 @@ class _Updates:
             self._thread.join()
 
     def show(self, page: Page) -> None:
-        if self._handle is None and page.text():
-            display(page)
-        elif self._handle is not None:
+        if page.text() == self._last:
+            return
+        self._last = page.text()
+        if self._handle is None:
+            self._handle = display(page, display_id=True)
+        else:
             self._handle.update(page)
 
     def _run(self) -> None:
         while not self._has_ended.wait(PERIOD_S):
-            page = self._page(RUNNING)
-            if page.text() != self._last:
-                self._last = page.text()
-                if self._handle is None:
-                    self._handle = display(page, display_id=True)
-                else:
-                    self._handle.update(page)
+            self.show(self._page(RUNNING))

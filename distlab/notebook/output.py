@@ -69,11 +69,6 @@ class Screen:
         self._lines[self._row] = text + line[len(text) :] if self._begins_again else line + text
         self._begins_again = False
 
-    def clear(self) -> None:
-        """Remove all text."""
-        self._lines, self._row, self._begins_again = [""], 0, False
-        self._num_kept = self._num_dropped = 0
-
     def text(self) -> str:
         """Return what is shown now."""
         dropped = [f"… {self._num_dropped:,} more characters …"] * bool(self._num_dropped)
@@ -145,25 +140,38 @@ class RankOutput:
 
     def clear(self) -> None:
         """Remove all that was printed and displayed, as ``clear_output`` does."""
-        self.screen.clear()
-        self.shown.clear()
-        self._places.clear()
+        self.screen, self.shown, self._places = Screen(), [], {}
 
     @property
     def is_empty(self) -> bool:
         """True if the rank has shown nothing."""
-        return not (self.shown or self.value or self.screen.text())
+        return not (self.bundles or self.text)
 
-    def by_type(self) -> "Iterator[RankOutput]":
-        """Yield the printed text, what was displayed, and the value, each alone."""
-        yield RankOutput(screen=self.screen)
-        yield RankOutput(shown=self.shown)
-        yield RankOutput(value=self.value, elements=self.elements)
+    @property
+    def text(self) -> str:
+        """What the rank has printed, without empty lines at the end."""
+        return self.screen.text().rstrip("\n")
 
-    def key(self, *, has_value: bool) -> Hashable:
-        """Return what is equal on ranks that have shown the same, with or without the value."""
-        bundles = [*self.shown, *[self.value] * has_value]
-        return self.screen.text(), tuple(str(sorted(data.items())) for data in bundles)
+    @property
+    def bundles(self) -> list[Bundle]:
+        """What the rank has displayed, and the value if there is one."""
+        return [*self.shown, *filter(None, [self.value])]
+
+    def by_type(self) -> "tuple[RankOutput, RankOutput, RankOutput]":
+        """Return the printed text, what was displayed, and the value, each alone."""
+        return (
+            RankOutput(screen=self.screen),
+            RankOutput(shown=self.shown),
+            RankOutput(value=self.value, elements=self.elements),
+        )
+
+    def without_value(self) -> "RankOutput":
+        """Return what was printed and displayed alone."""
+        return RankOutput(screen=self.screen, shown=self.shown)
+
+    def key(self) -> Hashable:
+        """Return what is equal on ranks that have shown the same."""
+        return self.text, tuple(str(sorted(data.items())) for data in self.bundles)
 
 
 _thread = threading.local()  # its `output`, where a cell runs

@@ -43,12 +43,13 @@ class Page:
         self, outputs: Mapping[int, RankOutput], ran: Ran, grouping: str = GROUPINGS[0]
     ) -> None:
         self._ran = ran
-        self._table = table(outputs) if grouping != "engine" else None
+        is_by_rank = grouping == "engine"
+        self._table = None if is_by_rank else table(outputs)
+        if self._table:
+            outputs = {rank: output.without_value() for rank, output in outputs.items()}
         self._folds: list[Fold] = []
         for part in _parts(outputs, grouping):
-            self._folds += folded(
-                part, has_values=self._table is None, with_equals=grouping != "engine"
-            )
+            self._folds += folded(part, with_equals=not is_by_rank)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         return {"text/plain": self.text(), "text/html": self.html()}
@@ -59,7 +60,7 @@ class Page:
         """Return all of it as plain text."""
         lines: list[str] = []
         for fold in self._folds:
-            lines += _labelled(fold.ranks, [*_texts(fold, has_value=self._table is None)])
+            lines += _labelled(fold.ranks, [*_texts(fold.output)])
         lines += _table_lines(self._table) if self._table else []
         lines += [*self._ran.notes, *self._ran.error.splitlines()]
         lines += [f"({self._ran.cost})"] if self._ran.cost else []
@@ -71,10 +72,7 @@ class Page:
         """Return all of it as HTML; what ranks print cannot be taken for HTML."""
         parts = [STYLE]
         for fold in self._folds:
-            shown = "".join(_html_parts(fold, has_value=self._table is None))
-            if shown:
-                name = rank_names(fold.ranks)
-                parts.append(_fold_html(name, shown))
+            parts.append(_fold_html(rank_names(fold.ranks), "".join(_html_parts(fold.output))))
         parts += [_table_html(self._table)] if self._table else []
         parts += [_framed("note", note) for note in self._ran.notes]
         parts += [_framed("report", self._ran.error)] if self._ran.error else []
@@ -88,7 +86,7 @@ def _parts(outputs: Mapping[int, RankOutput], grouping: str) -> Sequence[Mapping
 
     They are in parts, too, if all ranks have printed the same and only the values differ.
     """
-    have_printed_alike = len({output.key(has_value=False) for output in outputs.values()}) == 1
+    have_printed_alike = len({output.without_value().key() for output in outputs.values()}) == 1
     if grouping == "engine" or not (grouping == "type" or have_printed_alike):
         return [outputs]
     parts = zip(*(output.by_type() for output in outputs.values()), strict=True)
@@ -110,21 +108,16 @@ def _labelled(ranks: Sequence[int], lines: Sequence[str]) -> list[str]:
     return [f"{name}:", *(f"  {line}" for line in lines)] if lines else []
 
 
-def _texts(fold: Fold, *, has_value: bool) -> Iterator[str]:
-    yield from fold.output.screen.text().rstrip("\n").splitlines()
-    for data in fold.output.shown:
+def _texts(output: RankOutput) -> Iterator[str]:
+    yield from output.text.splitlines()
+    for data in output.bundles:
         yield from str(data.get("text/plain", "")).splitlines()
-    if has_value:
-        yield from str(fold.output.value.get("text/plain", "")).splitlines()
 
 
-def _html_parts(fold: Fold, *, has_value: bool) -> Iterator[str]:
-    if text := fold.output.screen.text().rstrip("\n"):
-        yield f"<pre>{escape(text)}</pre>"
-    for data in fold.output.shown:
-        yield _html_of(data)
-    if has_value and fold.output.value:
-        yield _html_of(fold.output.value)
+def _html_parts(output: RankOutput) -> Iterator[str]:
+    if output.text:
+        yield f"<pre>{escape(output.text)}</pre>"
+    yield from map(_html_of, output.bundles)
 
 
 def _html_of(data: Bundle) -> str:
@@ -178,9 +171,8 @@ def _table_html(shown: Table) -> str:
         )
         rows.append(f"<tr><th>{rank_names(ranks)}</th>{cells}</tr>")
     more = "".join(f'<div class="distlab-ranks">{line}</div>' for line in _left_out(shown))
-    title = f'<div class="distlab-ranks">{escape(shown.title)}</div>'
     body = f'<table class="distlab">{"".join(rows)}</table>'
-    return f'<div class="distlab-fold">{title}{body}{more}</div>'
+    return _fold_html(escape(shown.title), f"{body}{more}")
 
 
 class Picture:
