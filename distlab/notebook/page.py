@@ -105,7 +105,7 @@ def _labelled(ranks: Sequence[int], lines: Sequence[str]) -> list[str]:
     name = rank_names(ranks)
     if len(lines) == 1:
         return [f"{name}: {lines[0]}"]
-    return [f"{name}:", *(f"  {line}" for line in lines)] if lines else []
+    return [f"{name}:", *(f"  {line}" for line in lines)]
 
 
 def _texts(output: RankOutput) -> Iterator[str]:

@@ -148,6 +148,12 @@ def test_progress_bars_and_displays_are_the_rank_s(notebook: Notebook) -> None:
     assert "<b>x</b>" in notebook.html()
 
 
+def test_what_has_no_text_is_shown(notebook: Notebook) -> None:
+    notebook.run("%%ranks 1\nfrom IPython.display import display")
+    notebook.run("%%ranks 1\ndisplay({'text/html': '<b>x</b>'}, raw=True)")
+    assert "<b>x</b>" in notebook.html()
+
+
 @pytest.mark.parametrize("png", ["b'\\x89PNG'", "'iVBORw=='"])
 def test_pictures_are_shown_as_such(notebook: Notebook, png: str) -> None:
     notebook.run(f"%%ranks 1\nclass P:\n    def _repr_png_(self): return {png}\nP()")
