@@ -32,10 +32,9 @@ def description(names: dict[str, Any], name: str) -> str:
     if not _is_name(name):
         raise NameError(f"{name!r} is not the name of a variable")
     try:
-        value = eval(name, names)
-    except Exception as error:  # a property may raise anything
+        return "\n".join(_lines(eval(name, names)))
+    except Exception as error:  # a property or __repr__ may raise anything
         raise NameError(str(error)) from None
-    return "\n".join(_lines(value))
 
 
 def _lines(value: Any) -> Iterator[str]:

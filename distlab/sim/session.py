@@ -49,7 +49,7 @@ class Lap(Generic[T]):
         events: Operations, computation and waits of the ranks.
         cut_short: Operations for which ranks still waited when an error ended the run, such as
             ``recv from rank 2``, by rank.
-        tracks: Work of GPUs with NCCL's semantics, also what goes on after the run.
+        tracks: Work of GPUs with NCCL's semantics, also such as outlasts the run.
     """
 
     results: dict[int, T]
@@ -249,6 +249,7 @@ class _Counts:
         results: dict[int, T],
         error: SimulationError | KeyboardInterrupt | None,
     ) -> Lap[T]:
+        """Return the outcome of the run since then, with what no earlier lap has told."""
         now = _Counts.of(world)
         return Lap(
             results,

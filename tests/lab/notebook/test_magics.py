@@ -224,6 +224,8 @@ def test_the_shell_knows_the_variables_of_ranks(notebook: Notebook) -> None:
     assert "name 'only_here' is not defined" in notebook.run("%rank 2 only_here?")
     notebook.run("%%ranks\nclass A:\n    @property\n    def x(self): return 1 / 0\na = A()")
     assert "UsageError: division by zero" in notebook.run("%rank 1 a.x?")
+    notebook.run("%%ranks\nclass Odd:\n    def __repr__(self): return 1 / 0\nodd = Odd()")
+    assert "UsageError: division by zero" in notebook.run("%rank 1 odd?")
 
 
 @pytest.mark.parametrize("text", ["nowhere", "nowhere.", "1a"])
