@@ -1,4 +1,7 @@
-"""Sessions in which something goes wrong: the ranks answer the next cell, and nothing is left."""
+"""Sessions in which something goes wrong: the ranks answer the next cell, and nothing is left.
+
+Other mistakes, which notebooks add nothing to, are in tests/lab/sim/test_session.py.
+"""
 
 import os
 import random
@@ -43,76 +46,54 @@ def on_ranks(*cells: str, says: str, **options: object) -> Session:
     return Session([f"%%ranks\n{cell}" for cell in cells], says, **options)  # type: ignore[arg-type]
 
 
+def on_gpus(cell: str, says: str, more: str = "") -> Session:
+    return on_ranks(cell, says=says, options=f"--semantics nccl {more}")
+
+
 LOOP = "while rank == 2:\n    pass\ndist.barrier()"
-ENDLESS_COLLECTIVES = "while True:\n    dist.all_reduce(torch.ones(8))"
 JOIN = "dist.init_process_group()"
+ON_ONE_RANK = {  # what a rank does while the others wait for it, and what is shown
+    "raise GeneratorExit('here')": "here",
+    "quit()": "rank 1",
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": "rank 1",
+    "import signal; signal.raise_signal(signal.SIGTERM)": "rank 1",
+    "import threading; threading.Event().wait()": "rank 1",
+    "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()": "rank 1",
+    "dist.distributed_c10d._get_default_store().get('never')": "rank 1",
+}
+MISMATCHES = {
+    "dist.recv(torch.ones(1), (rank + 1) % 4)": "deadlock (send/recv cycle)",
+    "dist.send(torch.ones(1), (rank + 1) % 4)": "deadlock (send/recv cycle)",
+    "if rank == 0: dist.isend(torch.ones(1), 1).wait()": "rank 1",
+    "dist.all_reduce(torch.ones(1 + rank))": "(4,)",
+    "dist.broadcast(torch.ones(1), src=rank)": "rank",
+}
 SESSIONS = {
-    # Exceptions
-    "exception on one rank": on_ranks("if rank == 2: 1 / 0\ndist.barrier()", says="ZeroDivision"),
-    "exception on all ranks": on_ranks("1 / 0", says="rank 0 of 4 raised ZeroDivisionError"),
+    **{
+        code: on_ranks(f"if rank == 1: {code}\ndist.barrier()", says=says)
+        for code, says in ON_ONE_RANK.items()
+    },
+    **{code: on_ranks(code, says=says) for code, says in MISMATCHES.items()},
     "exception in a hook": on_ranks(
         "p = torch.ones(1, requires_grad=True)\n"
         "p.register_hook(lambda g: g.no_such_thing)\n(p * 2).backward()\ndist.barrier()",
         says="no_such_thing",
     ),
-    "exception that is no Exception": on_ranks(
-        "class Stop(BaseException): pass\nif rank: raise Stop('here')\ndist.barrier()", says="here"
-    ),
     "exception in finally": on_ranks(
         "try:\n    dist.recv(torch.ones(1), (rank + 1) % 4)\nfinally:\n    1 / 0", says="deadlock"
     ),
-    "error that is caught, and then a collective": on_ranks(
-        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    if rank != 1:\n        dist.barrier()",
-        says="rank 1",
-    ),
     "endless recursion": on_ranks("def f(): f()\nf()", says="RecursionError"),
-    "failed assertion": on_ranks("assert rank != 3, 'not this one'", says="not this one"),
     "exception in a thread of a rank": on_ranks(
         "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()\n"
         "if rank: dist.barrier()",
         says="barrier",
     ),
-    "not Python": on_ranks("for x in", says="SyntaxError"),
-    "no such name": on_ranks("nonsense", says="NameError"),
-    "no such module": on_ranks("import no_such_module", says="no_such_module"),
-    # Exits
-    "exit of one rank": on_ranks(
-        "import sys\nif rank == 1: sys.exit(3)\ndist.barrier()", says="rank 1"
-    ),
-    "quit": on_ranks("if rank == 0: quit()\ndist.barrier()", says="rank 0"),
-    "hard exit of one rank": on_ranks(
-        "import os\nif rank == 1: os._exit(3)\ndist.barrier()", says="rank 1"
-    ),
-    "kill of itself": on_ranks(
-        "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
-        says="rank 1",
-    ),
-    "signal to itself": on_ranks(
-        "import signal\nif rank == 1: signal.raise_signal(signal.SIGTERM)\ndist.barrier()",
-        says="rank 1",
-    ),
-    # Deadlocks
-    "cycle of recv": on_ranks("dist.recv(torch.ones(1), (rank + 1) % 4)", says="send/recv cycle"),
-    "cycle of send": on_ranks("dist.send(torch.ones(1), (rank + 1) % 4)", says="send/recv cycle"),
-    "recv that nobody answers": on_ranks(
-        "if rank == 0: dist.recv(torch.ones(1), 1)", says="rank 1"
-    ),
-    "a rank that skips a collective": on_ranks("if rank: dist.barrier()", says="rank 0"),
+    "not Python": on_ranks("x = 1\nif x\n    pass", says='", line 3\n'),
     "a cell on some ranks": Session(
         ["%%ranks 0-1\ndist.barrier()"], "ranks 2 and 3 are not in this run"
     ),
-    "collectives in another order": on_ranks(
-        "if rank: dist.barrier()\ndist.all_reduce(torch.ones(1))\nif not rank: dist.barrier()",
-        says="all_reduce",
-    ),
-    "sizes that differ": on_ranks("dist.all_reduce(torch.ones(1 + rank))", says="(4,)"),
-    "roots that differ": on_ranks("dist.broadcast(torch.ones(1), src=rank)", says="rank"),
     "a group that one rank does not use": on_ranks(
         "g = dist.new_group([0, 1, 2])\nif rank in (0, 2): dist.barrier(g)", says="rank 1"
-    ),
-    "a group that some ranks make": on_ranks(
-        "if rank < 2: dist.new_group([0, 1])\ndist.barrier(dist.new_group([*range(4)]))",
-        says="new_group",
     ),
     "two groups, crossed": on_ranks(
         "a, b = dist.new_group([0, 1]), dist.new_group([0, 1])\n"
@@ -124,41 +105,18 @@ SESSIONS = {
         "[w.wait() for w in dist.batch_isend_irecv(ops)]",
         says="deadlock",
     ),
-    "isend that is never received": on_ranks(
-        "if rank == 0: dist.isend(torch.ones(1), 1).wait()", says="rank 1"
-    ),
-    "an event that nobody sets": on_ranks(
-        "import threading\nif rank == 1: threading.Event().wait()\ndist.barrier()", says="rank 1"
-    ),
-    "a lock that a rank takes twice": on_ranks(
-        "import threading\nlock = threading.Lock()\nlock.acquire()\nif rank == 1: lock.acquire()\n"
-        "dist.barrier()",
-        says="rank 1",
-    ),
-    "a key of the store that nobody sets": on_ranks(
-        "if rank == 3: dist.distributed_c10d._get_default_store().get('never')", says="rank 3"
-    ),
     # Endless loops and interrupts
-    "endless loop on one rank": on_ranks(LOOP, says="rank 2 was interrupted", interrupt_s=0.3),
-    "endless loop on all ranks": on_ranks("while True: pass", says="interrupted", interrupt_s=0.3),
-    "endless loop that catches everything": on_ranks(
-        "while True:\n    try:\n        dist.barrier()\n    except Exception:\n        pass",
-        says="interrupted",
-        interrupt_s=0.3,
-    ),
-    "endless collectives": on_ranks(ENDLESS_COLLECTIVES, says="interrupted", interrupt_s=0.3),
+    "two endless loops": on_ranks(LOOP, LOOP, says="rank 2 was interrupted at", interrupt_s=0.2),
     "endless sleep": on_ranks("import time\nwhile True: time.sleep(1)", says="only sleeps"),
     "endless printing": on_ranks("while True: print('x')", says="interrupted", interrupt_s=0.3),
     **{
         f"interrupt at random moment {number}": on_ranks(
-            # On a busy machine, some come before the ranks begin: KeyboardInterrupt.
-            ENDLESS_COLLECTIVES,
-            says="nterrupt",
+            "while True:\n    dist.all_reduce(torch.ones(8))",
+            says="nterrupt",  # on a busy machine, some come before the ranks begin
             interrupt_s=random.Random(number).random() / 4,
         )
         for number in range(4)
     },
-    "two interrupted cells": on_ranks(LOOP, LOOP, says="rank 2", interrupt_s=0.2),
     # Processes, folders and event loops
     "a current folder that is removed": on_ranks(
         "import os, tempfile\nfolder = tempfile.mkdtemp()\nos.chdir(folder)\nos.rmdir(folder)",
@@ -212,30 +170,17 @@ SESSIONS = {
         ],
         "rank 0",
     ),
-    "values that cannot be copied": Session(
-        ["import threading\nlock = threading.Lock()", "%push lock"], "lock"
-    ),
     # GPUs
-    "a race": Session(
-        [
-            "%%ranks\nx = torch.ones(1 << 20, device=device)\nw = dist.all_reduce(x, async_op=True)"
-            "\ny = x + 1"
-        ],
-        "wait()",
-        options="--semantics nccl",
+    "a race": on_gpus(
+        "x = torch.ones(1 << 20, device=device)\nw = dist.all_reduce(x, async_op=True)\ny = x + 1",
+        says="wait()",
     ),
-    "no such GPU": Session(
-        ["%%ranks\ntorch.ones(1, device='cuda:99')"], "99", options="--semantics nccl"
+    "no such GPU": on_gpus("torch.ones(1, device='cuda:99')", says="99"),
+    "too little memory": on_gpus(
+        "x = torch.ones(1 << 22, device=device)", says="memory", more="--memory-gib 0.01"
     ),
-    "too little memory": Session(
-        ["%%ranks\nx = torch.ones(1 << 22, device=device)"],
-        "memory",
-        options="--semantics nccl --memory-gib 0.01",
-    ),
-    "more memory than the machine has": Session(
-        ["%%ranks\nx = torch.ones(1 << 50, device=device)"],
-        "out of memory in ones: it needs 4096 TiB",
-        options="--semantics nccl",
+    "more memory than the machine has": on_gpus(
+        "x = torch.ones(1 << 50, device=device)", says="out of memory in ones: it needs 4096 TiB"
     ),
 }
 
