@@ -218,20 +218,20 @@ def test_a_module_that_fails_stays_as_it_was(write: Write) -> None:
     assert module.x == 3
 
 
-def test_a_module_that_exits_stays_as_it_was(write: Write) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        ("SystemExit('usage: mine.py FILE')", ReloadError, "line 2: SystemExit: usage"),
+        ("KeyboardInterrupt('stop')", KeyboardInterrupt, "^stop$"),
+    ],
+)
+def test_a_module_that_ends_stays_as_it_was(
+    write: Write, error: str, raised: type[BaseException], text: str
+) -> None:
     write("def f(): return 1")
     edited = Edited("mine")
-    write("def f(): return 2\nraise SystemExit('usage: mine.py FILE')")
-    with pytest.raises(ReloadError, match="line 2: SystemExit: usage"):
-        edited.reload()
-    assert edited.modules["mine"].f() == 1
-
-
-def test_an_interrupted_module_stays_as_it_was(write: Write) -> None:
-    write("def f(): return 1")
-    edited = Edited("mine")
-    write("def f(): return 2\nraise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
+    write(f"def f(): return 2\nraise {error}")
+    with pytest.raises(raised, match=text):
         edited.reload()
     assert edited.modules["mine"].f() == 1
 

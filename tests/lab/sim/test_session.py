@@ -34,12 +34,26 @@ SIZE = 4
 KEPT: list[dict[str, Any]] = []  # variables of each rank
 
 
-@pytest.fixture(params=["gloo", "nccl"])
-def session(request: pytest.FixtureRequest) -> Iterator[Session]:
+Begin = Callable[..., Session]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """A function that begins sessions, which end with the test."""
     KEPT[:] = [{} for _ in range(SIZE)]
-    session = Session(SIZE, "dgx-h100", Options(semantics=request.param))
-    yield session
-    session.close()
+    with contextlib.ExitStack() as begun:
+
+        def begin(**options: Any) -> Session:
+            session = Session(SIZE, "dgx-h100", Options(**options))
+            begun.callback(session.close)
+            return session
+
+        yield begin
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def session(request: pytest.FixtureRequest, begin: Begin) -> Session:
+    return begin(semantics=request.param)
 
 
 def mine() -> dict[str, Any]:
@@ -148,13 +162,12 @@ def test_each_rank_keeps_its_folder(session: Session, tmp_path: Path) -> None:
     assert os.getcwd() == before
 
 
-def test_slow_links_are_slow() -> None:
-    seconds = []
-    for faults in (Faults(), Faults(slow_links={"*": 10.0})):
-        session = Session(SIZE, "dgx-h100", Options(faults=faults))
-        seconds.append(session.run(lambda _: dist.all_reduce(torch.ones(100_000))).seconds)
-        session.close()
-    assert seconds[1] > 2 * seconds[0]
+def test_slow_links_are_slow(begin: Begin) -> None:
+    faults = Faults(), Faults(slow_links={"*": 10.0})
+    usual, slow = (
+        begin(faults=f).run(lambda _: dist.all_reduce(torch.ones(100_000))) for f in faults
+    )
+    assert slow.seconds > 2 * usual.seconds
 
 
 @pytest.mark.parametrize("ranks", [[], [SIZE], [-1, 0]])
@@ -347,10 +360,9 @@ def test_an_aborted_operation_says_so(session: Session) -> None:
 
 def reports(*programs: Callable[[int], object]) -> list[str]:
     """Return the error of each run in a session of its own."""
-    session = Session(SIZE)
-    errors = [str(session.run(program).error) for program in programs]
-    session.close()
-    return errors
+    KEPT[:] = [{} for _ in range(SIZE)]
+    with contextlib.closing(Session(SIZE)) as session:
+        return [str(session.run(program).error) for program in programs]
 
 
 def zero_reduces(rank: int) -> None:
@@ -411,7 +423,6 @@ def test_calls_that_some_rank_has_yet_to_join_explain_a_later_error() -> None:
         for _ in range(3 if rank else 2):
             mine()["work"] = dist.all_reduce(torch.zeros(1), async_op=True)
 
-    KEPT[:] = [{} for _ in range(SIZE)]
     errors = reports(begins_more_on_some, lambda _: dist.barrier())
     assert "was made 3 times on ranks 1-3 and 2 times on rank 0" in errors[1]
 
@@ -441,7 +452,6 @@ def test_a_send_that_a_later_run_received_is_no_longer_unwaited() -> None:
         one_receives(rank)
         one_receives(rank)
 
-    KEPT[:] = [{} for _ in range(SIZE)]
     for later in ([one_receives, one_receives], [one_receives_twice]):
         assert "without waiting" not in reports(one_sends, *later)[-1]
 
@@ -451,7 +461,6 @@ def test_a_thread_that_failed_in_an_earlier_run_causes_no_later_deadlock() -> No
         mine()["pool"] = ThreadPoolExecutor(1)
         mine()["future"] = mine()["pool"].submit(int, "no")
 
-    KEPT[:] = [{} for _ in range(SIZE)]
     errors = reports(submits_a_task_that_fails, zero_reduces)
     assert "ValueError" not in errors[1]
 
@@ -593,10 +602,8 @@ def test_an_interrupt_waits_for_library_code_of_the_simulator(
 # Faults
 
 
-def dying(at_s: float, **options: Any) -> Session:
-    KEPT[:] = [{} for _ in range(SIZE)]
-    faults = Faults(kill_ranks={3: at_s})
-    return Session(SIZE, "dgx-h100", Options(faults=faults, **options))
+def dying(at_s: float) -> Faults:
+    return Faults(kill_ranks={3: at_s})
 
 
 def sleeps_and_counts(rank: int) -> int:
@@ -605,8 +612,8 @@ def sleeps_and_counts(rank: int) -> int:
     return int(mine()["count"])
 
 
-def test_a_rank_dies_in_the_run_in_which_its_time_comes() -> None:
-    session = dying(5.0)
+def test_a_rank_dies_in_the_run_in_which_its_time_comes(begin: Begin) -> None:
+    session = begin(faults=dying(5.0))
     for number in (1, 2):
         lap = session.run(sleeps_and_counts)
         assert (lap.error, lap.seconds) == (None, pytest.approx(2.0))
@@ -614,20 +621,18 @@ def test_a_rank_dies_in_the_run_in_which_its_time_comes() -> None:
     lap = session.run(sleeps_and_counts)
     assert lap.results == dict.fromkeys(range(3), 3)
     assert re.search(r"^rank 3 is dead(.|\n)*fault at 5.*test_session.py", str(lap.error))
-    session.close()
 
 
-def test_a_fault_in_a_later_run_waits_when_a_run_fails() -> None:
-    session = dying(5.0)
+def test_a_fault_in_a_later_run_waits_when_a_run_fails(begin: Begin) -> None:
+    session = begin(faults=dying(5.0))
     assert "no" in str(session.run(fails).error)
     assert session.now_s < 1.0
     assert_it_works(session)
-    session.close()
 
 
 @pytest.mark.parametrize("semantics", ["gloo", "nccl"])
-def test_later_runs_say_that_a_rank_is_dead_and_others_go_on(semantics: str) -> None:
-    session = dying(1.0, semantics=semantics)
+def test_later_runs_say_that_a_rank_is_dead_and_others_go_on(begin: Begin, semantics: str) -> None:
+    session = begin(faults=dying(1.0), semantics=semantics)
     session.run(sleeps_and_counts)
     for _ in range(2):
         lap = session.run(lambda rank: rank)
@@ -638,16 +643,14 @@ def test_later_runs_say_that_a_rank_is_dead_and_others_go_on(semantics: str) -> 
     assert (lap.results, "rank 3 is dead" in str(lap.error)) == ({}, True)
     assert "killed by a fault at 1" in str(session.run(total).error)
     assert session.run(lambda rank: rank, [0]).results == {0: 0}
-    session.close()
 
 
-def test_a_fault_that_is_due_between_two_runs_kills_at_the_start_of_the_next() -> None:
-    session = dying(1.0)
+def test_a_fault_that_is_due_between_two_runs_kills_at_the_start_of_the_next(begin: Begin) -> None:
+    session = begin(faults=dying(1.0))
     session.run(sleeps_and_counts, [0])
     lap = session.run(lambda rank: rank)
     assert lap.results == {0: 0, 1: 1, 2: 2}
     assert "killed by a fault at 1" in str(lap.error)
-    session.close()
 
 
 # Threads of the program
@@ -693,26 +696,27 @@ def test_a_thread_goes_on_in_later_runs(session: Session) -> None:
 
 def test_a_thread_that_has_time_left_ends_in_its_run(session: Session) -> None:
     def begin(rank: int) -> None:
-        thread = threading.Thread(target=lambda: mine().update(done=rank))
-        mine()["thread"] = thread
-        thread.start()
+        mine()["thread"] = threading.Thread(target=lambda: mine().update(done=rank))
+        mine()["thread"].start()
 
     session.run(begin)
     assert [kept["done"] for kept in KEPT] == [*range(SIZE)]
     assert session.run(lambda _: mine()["thread"].join()).error is None
 
 
+def receives_in_a_thread(_: int) -> None:
+    def receive() -> None:
+        x = on_device(0.0)
+        dist.recv(x, 1)
+        mine()["x"] = x.item()
+
+    mine()["thread"] = threading.Thread(target=receive)
+    mine()["thread"].start()
+    time.sleep(1.0)
+
+
 def test_a_thread_that_communicates_may_be_answered_in_a_later_run(session: Session) -> None:
-    def begin(rank: int) -> None:
-        def receive() -> None:
-            x = on_device(0.0)
-            dist.recv(x, 1)
-            mine()["x"] = x.item()
-
-        thread = mine()["thread"] = threading.Thread(target=receive)
-        thread.start()
-
-    session.run(begin, [0])
+    session.run(receives_in_a_thread, [0])
     session.run(lambda _: dist.send(on_device(7.0), 0), [1])
     session.run(lambda _: mine()["thread"].join(), [0])
     assert KEPT[0]["x"] == 7.0
@@ -720,17 +724,7 @@ def test_a_thread_that_communicates_may_be_answered_in_a_later_run(session: Sess
 
 
 def test_an_error_ends_a_thread_that_communicates(session: Session) -> None:
-    def begin(rank: int) -> None:
-        def receive() -> None:
-            x = on_device(0.0)
-            dist.recv(x, 1)
-            x.item()
-
-        thread = mine()["thread"] = threading.Thread(target=receive)
-        thread.start()
-        time.sleep(1.0)
-
-    session.run(begin, [0])
+    session.run(receives_in_a_thread, [0])
     session.run(fails)
     assert session.run(lambda _: mine()["thread"].is_alive(), [0]).results == {0: False}
     assert_it_works(session)
@@ -739,19 +733,14 @@ def test_an_error_ends_a_thread_that_communicates(session: Session) -> None:
 def test_a_thread_of_an_earlier_run_does_not_hide_that_its_rank_has_returned(
     session: Session,
 ) -> None:
-    def begin(rank: int) -> None:
-        threading.Thread(target=threading.Event().wait).start()
-
-    session.run(begin)
+    session.run(lambda _: threading.Thread(target=threading.Event().wait).start())
     error = session.run(lambda rank: rank and all_receive(rank)).error
     assert re.search(r"rank 0 +returned", str(error))
 
 
 def test_an_endless_thread_can_be_interrupted(session: Session) -> None:
-    def begin(rank: int) -> None:
-        threading.Thread(target=computes, args=(2,)).start()
-
-    assert isinstance(interrupted(session, begin).error, KeyboardInterrupt)
+    lap = interrupted(session, lambda _: threading.Thread(target=computes, args=(2,)).start())
+    assert isinstance(lap.error, KeyboardInterrupt)
     assert_it_works(session)
 
 
@@ -770,17 +759,16 @@ def test_closing_ends_threads_of_the_program(session: Session) -> None:
     assert threading.active_count() == before - SIZE
 
 
-def test_a_loaders_processes_load_in_later_runs_and_end_with_the_session() -> None:
-    def begin(rank: int) -> None:
+def test_a_loaders_processes_load_in_later_runs_and_end_with_the_session(begin: Begin) -> None:
+    def make(_: int) -> None:
         loader = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
         mine()["batches"] = iter(loader)
 
     def load(_: int) -> int:
         return int(next(mine()["batches"]))
 
-    KEPT[:] = [{} for _ in range(SIZE)]
-    session = Session(SIZE)
-    session.run(begin, [0, 2])
+    session = begin()
+    session.run(make, [0, 2])
     session.run(fails)
     for number in range(2):
         assert session.run(load, [0, 2]).results == {0: number, 2: number}
@@ -930,11 +918,6 @@ def test_closing_frees_what_ranks_hold(session: Session) -> None:
 # The sanitizer
 
 
-def sanitized() -> Session:
-    KEPT[:] = [{} for _ in range(SIZE)]
-    return Session(SIZE, "dgx-h100", Options(is_sanitized=True))
-
-
 def make_model(rank: int, *, seed: int = 0) -> None:
     torch.manual_seed(seed)
     model = nn.Linear(64, 64)
@@ -956,17 +939,15 @@ def step(_: int) -> None:
     mine()["optimizer"].zero_grad()
 
 
-def test_a_right_training_in_several_runs_has_no_findings() -> None:
-    session = sanitized()
+def test_a_right_training_in_several_runs_has_no_findings(begin: Begin) -> None:
+    session = begin(is_sanitized=True)
     for part in (make_model, *[backward, average, step] * 3):
         lap = session.run(part)
         assert (lap.error, lap.wrong) == (None, [])
-    session.close()
 
 
-def test_a_mistake_made_over_several_runs_is_told_once() -> None:
-    session = sanitized()
+def test_a_mistake_made_over_several_runs_is_told_once(begin: Begin) -> None:
+    session = begin(is_sanitized=True)
     laps = [session.run(part) for part in (make_model, *[backward, step] * 3)]
     told = [line for lap in laps for line in lap.wrong]
     assert len(told) == len({*told}) >= 1
-    session.close()
