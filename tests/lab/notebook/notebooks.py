@@ -1,8 +1,20 @@
 """A notebook for tests: a shell of IPython, and what its cells show."""
 
+from typing import Any
+
 from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from IPython.utils.capture import capture_output
+
+from distlab.notebook.cells import compiled
+from distlab.notebook.output import RankOutput
+from distlab.notebook.world import Ran, World
+
+
+def run(world: World, source: str, *ranks: int) -> tuple[Ran, dict[int, RankOutput]]:
+    """Run a cell on some ranks, or on all."""
+    outputs = {rank: RankOutput() for rank in ranks or range(world.num_ranks)}
+    return world.run(compiled(source, "cell 5"), outputs), outputs
 
 
 class Notebook:
@@ -32,6 +44,17 @@ class Notebook:
         with provisionalcompleter():
             offered = self.shell.Completer.completions(line, len(line))
             return [line[: entry.start] + entry.text for entry in offered]
+
+    def pulled(self, name: str) -> list[Any]:
+        """Return the values of a variable of the ranks."""
+        self.run(f"%pull {name}")
+        values: list[Any] = self.shell.user_ns[name]
+        return values
+
+    @property
+    def magics(self) -> Any:
+        """The commands, whose `world` is the ranks."""
+        return self.shell.magics_manager.registry["ClusterMagics"]
 
     @property
     def has_failed(self) -> bool:

@@ -8,13 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from mpirun import needs_mpi
-from notebooks import Notebook
+from notebooks import Notebook, run
 from processes import wait_until
 
 from distlab.notebook import under_way
@@ -55,10 +54,14 @@ def first_line(notebook: Notebook, cell: str) -> str:
     return notebook.run(f"%%ranks\n{cell}").partition("\n")[0]
 
 
-def world(notebook: Notebook) -> Engines:
-    magics: Any = notebook.shell.magics_manager.registry["ClusterMagics"]
-    assert isinstance(magics.world, Engines)
-    return magics.world
+@contextlib.contextmanager
+def other_ranks(notebook: Notebook, command: str) -> Iterator[None]:
+    """Replace the ranks for a while."""
+    kept, notebook.magics.world = notebook.magics.world, None
+    notebook.run(command)
+    yield
+    notebook.run("%cluster --off")
+    notebook.magics.world = kept
 
 
 @contextlib.contextmanager
@@ -89,31 +92,24 @@ def test_values_are_those_of_simulated_ranks(notebook: Notebook) -> None:
         notebook.run(f"%pull {' '.join(SESSION)}")
         return {name: [x.tolist() for x in notebook.shell.user_ns[name]] for name in SESSION}
 
-    magics: Any = notebook.shell.magics_manager.registry["ClusterMagics"]
-    real, on_real = magics.world, values()
-    magics.world = None
-    notebook.run("%cluster 3")
-    simulated = values()
-    notebook.run("%cluster --off")
-    magics.world = real
-    assert on_real == simulated
+    on_real = values()
+    with other_ranks(notebook, "%cluster 3"):
+        assert values() == on_real
 
 
 def test_programs_find_the_variables_of_torchrun(notebook: Notebook) -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
     notebook.run(f"%%ranks\nimport os\nknown = [os.environ[n] for n in {names}]")
-    notebook.run("%pull known")
     expected = [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
-    assert notebook.shell.user_ns["known"] == expected
+    assert notebook.pulled("known") == expected
 
 
 def test_values_of_any_kind_go_to_the_ranks_and_come_back(notebook: Notebook) -> None:
     notebook.run("import math\ndef area(r): return math.pi * r * r")
     notebook.run("%push area")
     notebook.run("%%ranks\nclass Net(torch.nn.Linear): pass\nnet, size = Net(2, rank + 1), area(1)")
-    notebook.run("%pull net size")
-    assert [net.out_features for net in notebook.shell.user_ns["net"]] == [1, 2, 3]
-    assert notebook.shell.user_ns["size"] == [pytest.approx(3.14159, abs=1e-5)] * 3
+    assert [net.out_features for net in notebook.pulled("net")] == [1, 2, 3]
+    assert notebook.pulled("size") == [pytest.approx(3.14159, abs=1e-5)] * 3
     assert "ranks 0-2 have no nothing" in notebook.run("%pull nothing")
 
 
@@ -131,7 +127,7 @@ def test_prints_appear_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -
         "cell 1",
     )
     with when(lambda: "3/3" in outputs[0].screen.text(), go_on.touch):
-        world(notebook).run(cell, outputs)
+        notebook.magics.world.run(cell, outputs)
     text = outputs[0].screen.text()
     assert text.startswith("first\n100%|")
     assert text.endswith("\nlast\n")
@@ -139,15 +135,13 @@ def test_prints_appear_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -
 
 
 def test_displays_go_to_the_output_of_their_rank(notebook: Notebook) -> None:
-    outputs = {rank: RankOutput() for rank in range(3)}
     source = """
 from IPython.display import HTML, display
 import matplotlib.pyplot as plt
 handle = display(HTML("old"), display_id=True)
 handle.update(HTML(f"<b>{rank}</b>"))
 display(plt.subplots(figsize=(1, 1))[0]);"""
-    world(notebook).run(compiled(source, "cell 1"), outputs)
-    for rank, output in outputs.items():
+    for rank, output in run(notebook.magics.world, source)[1].items():
         html, picture = output.shown
         assert html["text/html"] == f"<b>{rank}</b>"
         assert picture["image/png"]
@@ -204,8 +198,7 @@ def test_a_rank_that_is_killed_begins_anew(notebook: Notebook) -> None:
     assert "rank 1 of 3 ended in the cell" in shown
     assert "rank 1 begins anew, without variables" in shown
     notebook.run("%%ranks\nhas = 'kept' in globals()\ndist.barrier()")
-    notebook.run("%pull has")
-    assert notebook.shell.user_ns["has"] == [True, False, True]
+    assert notebook.pulled("has") == [True, False, True]
 
 
 def test_a_rank_that_ignores_interrupts_is_killed(
@@ -219,8 +212,7 @@ def test_a_rank_that_ignores_interrupts_is_killed(
 
 def test_a_rank_that_ends_between_cells_begins_anew(notebook: Notebook) -> None:
     notebook.run("%%ranks\nimport os\npid = os.getpid()")
-    notebook.run("%pull pid")
-    process = psutil.Process(notebook.shell.user_ns["pid"][0])
+    process = psutil.Process(notebook.pulled("pid")[0])
     process.kill()
     process.wait()
     assert "rank 0 begins anew, without variables" in notebook.run("%%ranks\ndist.barrier()")
@@ -241,8 +233,7 @@ def test_a_value_that_no_process_can_get_is_told_in_a_line(notebook: Notebook) -
 def test_a_forked_process_ends_with_the_cell(notebook: Notebook) -> None:
     """Otherwise it would go on as a second engine."""
     notebook.run("%%ranks\nimport os\nchild = os.fork() if rank == 0 else 0")
-    notebook.run("%pull child")
-    child = notebook.shell.user_ns["child"][0]
+    child = notebook.pulled("child")[0]
     reap = f"%%ranks 0\nprint(os.waitpid({child}, 0)[0] == {child})"
     assert notebook.run(reap).startswith("rank 0: True")
     assert first_line(notebook, "dist.barrier()\n6") == "ranks 0-2: 6"
@@ -269,19 +260,14 @@ def test_real_ranks_have_no_lanes(notebook: Notebook) -> None:
 
 @needs_mpi
 def test_ranks_of_mpi(cluster: Notebook, tmp_path: Path) -> None:
-    magics: Any = cluster.shell.magics_manager.registry["ClusterMagics"]
-    before, magics.world = magics.world, None
-    cluster.run("%cluster 3 --world mpi")
-    assert first_line(cluster, "x = torch.ones(1)\ndist.all_reduce(x)\nx.item()") == ANSWER
-    assert "ranks 0-2 wait in recv" in interrupted(
-        cluster, tmp_path, "dist.recv(x, (rank + 1) % 3)"
-    )
-    assert first_line(cluster, "dist.all_reduce(x)\nx.item()") == "ranks 0-2: 9.0"
-    assert "ranks 0-2 begin anew" in cluster.run("%%ranks 1\nimport os\nos._exit(0)")
-    cluster.run("%%ranks\ndist.barrier()")
-    assert not cluster.has_failed
-    cluster.run("%cluster --off")
-    magics.world = before
+    with other_ranks(cluster, "%cluster 3 --world mpi"):
+        assert first_line(cluster, "x = torch.ones(1)\ndist.all_reduce(x)\nx.item()") == ANSWER
+        shown = interrupted(cluster, tmp_path, "dist.recv(x, (rank + 1) % 3)")
+        assert "ranks 0-2 wait in recv" in shown
+        assert first_line(cluster, "dist.all_reduce(x)\nx.item()") == "ranks 0-2: 9.0"
+        assert "ranks 0-2 begin anew" in cluster.run("%%ranks 1\nimport os\nos._exit(0)")
+        cluster.run("%%ranks\ndist.barrier()")
+        assert not cluster.has_failed
 
 
 def test_what_is_missing_is_said_in_a_line(
@@ -296,9 +282,9 @@ def test_what_is_missing_is_said_in_a_line(
     for module in ("engines", "processes"):
         monkeypatch.delitem(sys.modules, f"distlab.notebook.{module}")
     monkeypatch.setitem(sys.modules, "ipyparallel", None)
-    magics: Any = shell.magics_manager.registry["ClusterMagics"]
-    monkeypatch.setattr(magics, "world", None)
-    assert "real ranks need ipyparallel" in Notebook(shell).run("%cluster 2 --world gloo")
+    notebook = Notebook(shell)
+    monkeypatch.setattr(notebook.magics, "world", None)
+    assert "real ranks need ipyparallel" in notebook.run("%cluster 2 --world gloo")
 
 
 DRIVER = """

@@ -7,9 +7,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.quiver import Quiver
 from matplotlib.text import Text
+from notebooks import run
 
-from distlab.notebook.cells import compiled
-from distlab.notebook.output import RankOutput
 from distlab.notebook.page import Picture
 from distlab.notebook.simulated import SimulatedRanks
 from distlab.sim import Cluster, Options
@@ -35,10 +34,9 @@ def on_gpus() -> Iterator[SimulatedRanks]:
     ranks.close()
 
 
-def run(ranks: SimulatedRanks, source: str, *chosen: int) -> Figure:
-    """Run a cell on some ranks, or on all, and return its lanes."""
-    outputs = {rank: RankOutput() for rank in chosen or range(SIZE)}
-    ranks.run(compiled(source, "cell 5"), outputs)
+def lanes(ranks: SimulatedRanks, source: str, *chosen: int) -> Figure:
+    """Return the lanes of a cell on some ranks, or on all."""
+    run(ranks, source, *chosen)
     return ranks.lanes()
 
 
@@ -70,7 +68,7 @@ ALL_REDUCE = "x = torch.ones(1 << 20)\ndist.all_reduce(x)"
 
 
 def test_each_cell_begins_at_0(ranks: SimulatedRanks) -> None:
-    first, second = run(ranks, ALL_REDUCE), run(ranks, ALL_REDUCE)
+    first, second = lanes(ranks, ALL_REDUCE), lanes(ranks, ALL_REDUCE)
     assert first.get_suptitle() == "cell 5"
     assert bars(first, "computing")[0][:2] == (0, 0)
     for name in ("computing", "waiting", "all_reduce"):
@@ -82,8 +80,8 @@ def test_each_cell_begins_at_0(ranks: SimulatedRanks) -> None:
 @pytest.mark.parametrize("eager_bytes", [-1, 1 << 20])
 def test_a_message_of_an_earlier_cell_begins_at_0(eager_bytes: int) -> None:
     ranks = begun(eager_bytes=eager_bytes)
-    run(ranks, "work = dist.isend(torch.ones(1), 1)", 0)
-    figure = run(ranks, "x = torch.ones(1 << 20)\ndist.recv(x[:1], 0)", 1)
+    lanes(ranks, "work = dist.isend(torch.ones(1), 1)", 0)
+    figure = lanes(ranks, "x = torch.ones(1 << 20)\ndist.recv(x[:1], 0)", 1)
     [(start, sender, receiver)] = arrows(figure)
     assert (sender, receiver) == (0, 1)
     assert start == pytest.approx(0 if eager_bytes > 0 else bars(figure, "receiving")[0][1])
@@ -94,11 +92,11 @@ def test_there_is_nothing_to_draw(ranks: SimulatedRanks) -> None:
     with pytest.raises(ValueError, match="no cell has run yet"):
         ranks.lanes()
     with pytest.raises(ValueError, match="the last cell sent nothing and took no virtual time"):
-        run(ranks, "1 + 1")
+        lanes(ranks, "1 + 1")
 
 
 def test_after_a_deadlock_one_sees_who_waits_and_since_when(ranks: SimulatedRanks) -> None:
-    figure = run(
+    figure = lanes(
         ranks, "x = torch.ones(1 << 20)\nif rank:\n    dist.recv(x, 0)\nelse:\n    x.exp()"
     )
     [(_, _, end)] = [bar for bar in bars(figure, "computing") if bar[0] == 0]
@@ -110,23 +108,23 @@ def test_after_a_deadlock_one_sees_who_waits_and_since_when(ranks: SimulatedRank
         (n, end) for n in (1, 2, 3)
     ]
     assert words(figure).count("recv from rank 0") == 3
-    assert not bars(run(ranks, "x.exp()"), "still waiting at the end")
+    assert not bars(lanes(ranks, "x.exp()"), "still waiting at the end")
 
 
 def test_a_deadlock_that_takes_no_time_is_drawn(on_gpus: SimulatedRanks) -> None:
-    figure = run(on_gpus, "dist.broadcast_object_list([1], 1) if rank != 1 else None")
+    figure = lanes(on_gpus, "dist.broadcast_object_list([1], 1) if rank != 1 else None")
     assert [rank for rank, _, _ in bars(figure, "still waiting at the end")] == [0, 2, 3]
 
 
 def test_an_exception_ends_the_computation_before_it(ranks: SimulatedRanks) -> None:
-    figure = run(ranks, "if rank == 3:\n    torch.ones(1 << 20).exp()\n    1 / 0\ndist.barrier()")
+    figure = lanes(ranks, "if rank == 3:\n    torch.ones(1 << 20).exp()\n    1 / 0\ndist.barrier()")
     assert [rank for rank, _, _ in bars(figure, "computing")] == [3]
     assert words(figure).count("barrier") == 3
 
 
 def test_gpus_go_on_after_the_cell_that_launched_their_work(on_gpus: SimulatedRanks) -> None:
-    first = run(on_gpus, "x = torch.ones(1 << 26, device=device)\nx = x * 2", 0)
-    second = run(on_gpus, "y = torch.ones(1, device=device)", 1)
+    first = lanes(on_gpus, "x = torch.ones(1 << 26, device=device)\nx = x * 2", 0)
+    second = lanes(on_gpus, "y = torch.ones(1, device=device)", 1)
     [(rank, start, end)] = bars(first, "GPU busy")
     assert (rank, 0 < start < end) == (0, True)
     assert not [bar for bar in bars(first, "ended") if bar[0] == 0]
@@ -134,16 +132,11 @@ def test_gpus_go_on_after_the_cell_that_launched_their_work(on_gpus: SimulatedRa
     assert later[:2] == (0, 0)
     assert 0 < later[2] < end
     assert own[0] == 1
-    third = run(on_gpus, "torch.cuda.synchronize()\ny = y * 2\ntorch.cuda.synchronize()")
+    third = lanes(on_gpus, "torch.cuda.synchronize()\ny = y * 2\ntorch.cuda.synchronize()")
     assert bars(third, "GPU busy")[0][:2] == (0, 0)
 
 
-def test_the_picture_has_a_light_ground_of_its_own(ranks: SimulatedRanks) -> None:
-    """Dark pages would show through, and its text is dark."""
-    svg = Picture(run(ranks, ALL_REDUCE))._repr_mimebundle_()["image/svg+xml"]
+def test_the_picture_fits_into_narrow_and_dark_pages(ranks: SimulatedRanks) -> None:
+    svg = Picture(lanes(ranks, ALL_REDUCE))._repr_mimebundle_()["image/svg+xml"]
     assert "fill: #ffffff" in svg.split("</g>")[0]
-
-
-def test_the_picture_fits_into_a_narrow_page(ranks: SimulatedRanks) -> None:
-    svg = Picture(run(ranks, ALL_REDUCE))._repr_mimebundle_()["image/svg+xml"]
     assert 'width="100%" viewBox="0 0 ' in svg

@@ -92,9 +92,8 @@ def test_values_go_to_the_ranks_and_come_back(notebook: Notebook) -> None:
     notebook.run("import torch\nlist_of_driver, y = [1], torch.ones(2)")
     notebook.run("%push list_of_driver y")
     notebook.run("%%ranks\nlist_of_driver.append(rank)\ny.mul_(rank);")
-    notebook.run("%pull list_of_driver y")
-    assert notebook.shell.user_ns["list_of_driver"] == [[1, rank] for rank in range(4)]
-    assert [y.tolist() for y in notebook.shell.user_ns["y"]] == [[float(r)] * 2 for r in range(4)]
+    assert notebook.pulled("list_of_driver") == [[1, rank] for rank in range(4)]
+    assert [y.tolist() for y in notebook.pulled("y")] == [[float(r)] * 2 for r in range(4)]
 
 
 def test_an_exception_is_shown_once_and_the_ranks_live_on(notebook: Notebook) -> None:

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
+from notebooks import run
 
-from distlab.notebook.cells import compiled
-from distlab.notebook.output import RankOutput
 from distlab.notebook.reloading import ReloadError, Watch, reload
 from distlab.notebook.simulated import SimulatedRanks
-from distlab.notebook.world import Ran
 from distlab.sim import Cluster, Faults, Options
 
 Write = Callable[..., Path]
@@ -243,18 +241,16 @@ def ranks() -> Iterator[SimulatedRanks]:
     ranks.close()
 
 
-def run(ranks: SimulatedRanks, source: str, *which: int) -> tuple[Ran, list[Any]]:
-    """Run a cell; return the outcome, and the value of its last expression on each rank."""
-    outputs = {rank: RankOutput() for rank in which or range(ranks.num_ranks)}
-    ran = ranks.run(compiled(source, "cell 1"), outputs)
-    return ran, [output.value.get("text/plain") for output in outputs.values()]
+def values(ranks: SimulatedRanks, source: str, *which: int) -> list[str]:
+    """Return the value of a cell's last expression on each rank."""
+    return [output.value["text/plain"] for output in run(ranks, source, *which)[1].values()]
 
 
 def test_ranks_pick_up_an_edit_in_their_own_copies(write: Write, ranks: SimulatedRanks) -> None:
     write("seen = []\ndef f(): return 1")
     run(ranks, "import mine\nfrom mine import f\nmine.seen.append(rank)")
     write("def f(): return len(seen), seen[0] * 10")
-    assert run(ranks, "f()")[1] == ["(1, 0)", "(1, 10)", "(1, 20)"]
+    assert values(ranks, "f()") == ["(1, 0)", "(1, 10)", "(1, 20)"]
     assert "mine" not in sys.modules
 
 
@@ -262,8 +258,8 @@ def test_ranks_outside_the_cell_pick_it_up_later(write: Write, ranks: SimulatedR
     write("def f(): return 1")
     run(ranks, "from mine import f", 0, 1)
     write("def f(): return 2")
-    assert run(ranks, "f()", 0)[1] == ["2"]
-    assert run(ranks, "from mine import f\nf()")[1] == ["2", "2", "2"]
+    assert values(ranks, "f()", 0) == ["2"]
+    assert values(ranks, "from mine import f\nf()") == ["2", "2", "2"]
 
 
 def test_a_cell_does_not_run_after_an_edit_that_is_no_python(
@@ -276,7 +272,7 @@ def test_a_cell_does_not_run_after_an_edit_that_is_no_python(
         error = run(ranks, "x += 1")[0].error
         assert error.startswith("mine.py, line 2: '(' was never closed\nThe cell did not run")
     write("def f():\n    return (2)")
-    assert run(ranks, "x, f()")[1] == ["(1, 2)"] * 3
+    assert values(ranks, "x, f()") == ["(1, 2)"] * 3
 
 
 def test_an_edit_that_fails_on_a_rank_is_told(write: Write, ranks: SimulatedRanks) -> None:
@@ -287,7 +283,7 @@ def test_an_edit_that_fails_on_a_rank_is_told(write: Write, ranks: SimulatedRank
     assert first == "mine.py, line 3: ZeroDivisionError: division by zero (rank 1)"
     assert second.startswith("The cell did not run")
     write("def f(): return 2")
-    assert run(ranks, "x, f()")[1] == ["(1, 2)"] * 3
+    assert values(ranks, "x, f()") == ["(1, 2)"] * 3
 
 
 def test_the_living_pick_up_an_edit_after_a_rank_has_died(write: Write) -> None:
@@ -296,7 +292,7 @@ def test_the_living_pick_up_an_edit_after_a_rank_has_died(write: Write) -> None:
     write("def f(): return 1")
     run(ranks, "import time\nfrom mine import f\ntime.sleep(2)")
     write("def f(): return 2")
-    assert run(ranks, "f()", 0, 1)[1] == ["2", "2"]
+    assert values(ranks, "f()", 0, 1) == ["2", "2"]
     ranks.close()
 
 
@@ -304,7 +300,7 @@ def test_a_deleted_file_leaves_what_was_loaded(write: Write, ranks: SimulatedRan
     file = write("def f(): return 1")
     run(ranks, "from mine import f")
     file.unlink()
-    assert run(ranks, "f()")[1] == ["1"] * 3
+    assert values(ranks, "f()") == ["1"] * 3
 
 
 def test_the_notebook_itself_picks_up_edits(write: Write, shell: InteractiveShell) -> None:
@@ -335,4 +331,4 @@ def test_ranks_import_from_the_working_folder_and_the_course(
     cell = (
         "import mine\nimport phase1_data_parallel.template_collectives as t\nmine.name, t.__name__"
     )
-    assert run(ranks, cell)[1] == ["('mine', 'phase1_data_parallel.template_collectives')"] * 3
+    assert values(ranks, cell) == ["('mine', 'phase1_data_parallel.template_collectives')"] * 3
