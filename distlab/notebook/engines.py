@@ -54,6 +54,7 @@ class Engines:
     def __init__(self, num_ranks: int, backend: str) -> None:
         _check(num_ranks, backend)
         self.num_ranks, self._backend = num_ranks, backend
+        self._everyone = range(num_ranks)
         self.title = f"{counted(num_ranks, 'process', 'processes')} with {backend}"
         self._processes = Processes(num_ranks, find_mpirun() if backend == "mpi" else None)
         self._num_joins = self._num_cells = 0
@@ -73,7 +74,7 @@ class Engines:
         folder, join, master = self._processes.folder, self._num_joins, (LOOPBACK, _free_port())
         places = [
             engine.Place(rank, self.num_ranks, self._backend, master, folder, join, sys.path)
-            for rank in range(self.num_ranks)
+            for rank in self._everyone
         ]
         self._num_joins, self._is_broken = join + 1, True
         calls = {
@@ -132,12 +133,11 @@ class Engines:
 
     def _let_others_tell(self, cell: UnderWay, hang: Path) -> None:
         """Let the ranks without a cell write which collectives they have called."""
-        busy = cell.interrupted | self._processes.dead()
-        others = {*range(self.num_ranks)} - busy
+        others = {*self._everyone} - cell.interrupted - self._processes.dead()
         self._results(self._processes.calls(others, engine.write_evidence, hang))
 
-    def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        """Give copies of values to ranks, as variables.
+    def push(self, values: Mapping[str, Any]) -> None:
+        """Give copies of values to all ranks, as variables.
 
         Raises:
             ValueError: A value cannot be pickled.
@@ -146,14 +146,14 @@ class Engines:
             pickled = cloudpickle.dumps(dict(values))
         except (TypeError, pickle.PicklingError) as error:
             raise ValueError(f"{joined([*values])} cannot be sent to a process: {error}") from None
-        self._on(ranks, engine.push, pickled)
+        self._on(self._everyone, engine.push, pickled)
 
-    def pull(self, name: str, ranks: Sequence[int]) -> list[Any]:
-        """Return copies of a variable's values on ranks."""
-        pickled = dict(zip(ranks, self._on(ranks, engine.pull, name), strict=True))
-        if missing := [rank for rank in ranks if not pickled[rank]]:
+    def pull(self, name: str) -> list[Any]:
+        """Return copies of a variable's values on all ranks."""
+        pickled = self._on(self._everyone, engine.pull, name)
+        if missing := [rank for rank in self._everyone if not pickled[rank]]:
             raise NameError(f"{rank_names(missing)} {verb(missing, 'have', 'has')} no {name}")
-        return [pickle.loads(value) for value in pickled.values()]
+        return [pickle.loads(value) for value in pickled]
 
     def ask(self, ranks: Sequence[int], question: Callable[..., T], *args: Any) -> list[T]:
         """Call a function with the variables of each rank and with arguments."""
@@ -161,7 +161,7 @@ class Engines:
 
     def state(self) -> list[str]:
         """Return lines on what the ranks hold."""
-        held = self.ask(range(self.num_ranks), kinds)
+        held = self.ask(self._everyone, kinds)
         return [f"  {line}" for line in variable_lines(held)]
 
     def lanes(self) -> Figure:

@@ -192,7 +192,7 @@ class ClusterMagics(Magics):
             if name not in known:
                 raise UsageError(f"the notebook has no variable {name}")
         with _usage_errors():
-            world.push({name: known[name] for name in names}, range(world.num_ranks))
+            world.push({name: known[name] for name in names})
 
     @line_magic
     def pull(self, line: str) -> None:
@@ -200,7 +200,7 @@ class ClusterMagics(Magics):
         world = self._world()
         for name in _names(line, "%pull loss"):
             with _usage_errors():
-                self.shell.user_ns[name] = world.pull(name, range(world.num_ranks))
+                self.shell.user_ns[name] = world.pull(name)
 
     @cell_magic
     def check(self, line: str, cell: str) -> None:

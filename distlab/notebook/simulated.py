@@ -101,32 +101,31 @@ class SimulatedRanks:
             if codes and (living := self._session.living()):
                 _raise_first(self._session.run(on_rank, living))
 
-    def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        """Give copies of values to ranks, as variables.
+    def push(self, values: Mapping[str, Any]) -> None:
+        """Give copies of values to all ranks, as variables.
 
         Raises:
             ValueError: A value cannot be copied.
         """
-        copies = [_copies(values) for _ in ranks]
-        for rank, of_rank in zip(ranks, copies, strict=True):
-            self._names[rank].update(of_rank)
+        copies = [_copies(values) for _ in self._names]
+        for names, of_rank in zip(self._names, copies, strict=True):
+            names.update(of_rank)
 
-    def pull(self, name: str, ranks: Sequence[int]) -> list[Any]:
-        """Return copies of a variable's values on ranks.
+    def pull(self, name: str) -> list[Any]:
+        """Return copies of a variable's values on all ranks.
 
         Raises:
             NameError: Ranks have no such variable.
             ValueError: A value cannot be copied.
         """
-        missing = [rank for rank in ranks if name not in self._names[rank]]
-        if missing:
+        if missing := [rank for rank, names in enumerate(self._names) if name not in names]:
             raise NameError(f"{rank_names(missing)} {verb(missing, 'have', 'has')} no {name}")
-        lap = self._session.run(lambda rank: _copied(self._names[rank][name]), ranks)
+        lap = self._session.run(lambda rank: _copied(self._names[rank][name]))
         if isinstance(lap.error, KeyboardInterrupt):
             raise lap.error
         if lap.error:
             raise ValueError(f"{name} cannot be copied: {str(lap.error).splitlines()[0]}")
-        return [lap.results[rank] for rank in ranks]
+        return [lap.results[rank] for rank in range(self.num_ranks)]
 
     def ask(self, ranks: Sequence[int], question: Callable[..., T], *args: Any) -> list[T]:
         """Call a function with the variables of each rank and with arguments."""

@@ -45,11 +45,11 @@ class World(Protocol):
         the program whose files have changed are reloaded before the cell.
         """
 
-    def push(self, values: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        """Give copies of values to ranks, as variables."""
+    def push(self, values: Mapping[str, Any]) -> None:
+        """Give copies of values to all ranks, as variables."""
 
-    def pull(self, name: str, ranks: Sequence[int]) -> list[Any]:
-        """Return copies of a variable's values on ranks.
+    def pull(self, name: str) -> list[Any]:
+        """Return copies of a variable's values on all ranks.
 
         Raises:
             NameError: A rank has no such variable.
