@@ -199,7 +199,7 @@ class ClusterMagics(Magics):
         """Bring a variable of the ranks into the notebook, as a list by rank: %pull loss."""
         world = self._world()
         for name in _names(line, "%pull loss"):
-            with _usage_errors():
+            with _usage_errors(), self._ends_named():
                 self.shell.user_ns[name] = world.pull(name)
 
     @cell_magic
@@ -226,6 +226,14 @@ class ClusterMagics(Magics):
             self.world.close()
             self.world, self._error = None, ""
 
+    @contextlib.contextmanager
+    def _ends_named(self) -> Iterator[None]:
+        """Say in a line that the ranks were interrupted, or cannot run anything more."""
+        try:
+            yield
+        except (RuntimeError, KeyboardInterrupt) as error:
+            raise CellFailed(self._named(str(error)) or "interrupted") from None
+
     def _world(self) -> World:
         if self.world is None:
             raise UsageError(NO_RANKS)
@@ -241,14 +249,12 @@ class ClusterMagics(Magics):
                 return
         cell = self._compiled(source)
         outputs = {rank: RankOutput() for rank in ranks}
-        try:
+        with self._ends_named():
             ran = show_while(
                 lambda: self._run(cell, outputs),
                 lambda ran: Page(outputs, ran, grouping),
                 is_live=hasattr(self.shell, "kernel"),
             )
-        except RuntimeError as error:  # the ranks cannot run anything more
-            raise UsageError(self._named(str(error))) from None
         if ran.error:
             raise CellFailed(
                 textwrap.shorten(ran.error.splitlines()[0], MAX_ERROR_CHARS, placeholder=" …")

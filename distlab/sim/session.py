@@ -49,7 +49,7 @@ class Lap(Generic[T]):
         events: Operations, computation and waits of the ranks.
         cut_short: Operations for which ranks still waited when an error ended the run, such as
             ``recv from rank 2``, by rank.
-        tracks: Work of GPUs with NCCL's semantics, also such as outlasts the run.
+        tracks: Work of GPUs with NCCL's semantics, including work that goes on after the run.
     """
 
     results: dict[int, T]
@@ -169,10 +169,11 @@ class Session:
         if world.scheduler.is_lost:
             lost = world.scheduler.interrupted_by
             raise RuntimeError(
-                f"the session cannot go on: {lost}, and does not end. Begin a new session"
+                f"the ranks cannot go on: {lost}, and does not end. "
+                "Begin new ones: a new Session or, in a notebook, %cluster"
             )
         if not self._running.acquire(blocking=False):
-            raise RuntimeError("the session runs a function already: wait until that has ended")
+            raise RuntimeError("the ranks run a function already: wait until that has ended")
         try:
             yield
         finally:
@@ -249,7 +250,7 @@ class _Counts:
         results: dict[int, T],
         error: SimulationError | KeyboardInterrupt | None,
     ) -> Lap[T]:
-        """Return the outcome of the run since then, with what no earlier lap has told."""
+        """Return the outcome of a run that began at these counts."""
         now = _Counts.of(world)
         return Lap(
             results,

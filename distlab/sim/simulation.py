@@ -326,6 +326,7 @@ class Simulation:
         for group in groups:
             group.skip_to(num_calls[group.place[0]])
         self.rank_states.count_groups_alike()
+        self.groups.count_joins_alike()
 
     def join(self) -> None:
         """Make the running rank's default group, of NCCL if it has GPUs."""

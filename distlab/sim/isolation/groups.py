@@ -96,6 +96,10 @@ class Groups:
         tables.update(default_pg=group, group_count=1)
         self.show()
 
+    def count_joins_alike(self) -> None:
+        """Let the next default groups of all ranks be one, as if all had joined equally often."""
+        self._joins = [max(self._joins)] * len(self._joins)
+
     def show(self) -> None:
         """Register the rank's groups by name, as functional collectives in this thread require."""
         register: Any = c10d._register_process_group  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from distlab.sim.messages.roster import MadeGroup
 from distlab.sim.reporting.report import place
 from distlab.util.text import clauses, rank_names, verb
 
+DEFAULT = "the default group"
 MAX_GROUPS = 4  # maximum number of groups that a sentence names
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
@@ -37,7 +38,7 @@ class GroupNames:
             return made.name()
         if len(self._keys.get(wait.group, ())) < 2:
             return ""
-        return f"their {self._number(wait)} group" if made else "the default group"
+        return f"their {self._number(wait)} group" if made else DEFAULT
 
     def _number(self, wait: Attendance) -> str:
         """Return the group's ordinal among groups of the same ranks, such as ``2nd``."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from distlab.sim.messages.group_names import DEFAULT
 from distlab.sim.messages.meetings import Attendance, Founding
 from distlab.sim.messages.message import Message
 from distlab.sim.messages.store import KeyWait
@@ -166,6 +167,11 @@ def _axes_in_a_circle(still: Standstill, cycle: list[int]) -> str:
 
 
 def _crossed_groups(still: Standstill, ranks: list[int], cycle: list[int]) -> str:
+    if {still.group_names.name(still.blocked[rank]) for rank in ranks} == {DEFAULT}:
+        return (
+            "Some ranks have destroyed their default group and called init_process_group again, "
+            "and others have not: let all ranks do both."
+        )
     rule = "Ranks that share several groups have to use them in the same order."
     names = still.group_names.sentence(still.blocked[rank] for rank in ranks)
     waits = "" if _axes_in_a_circle(still, cycle) or not names else f"{names}\n"

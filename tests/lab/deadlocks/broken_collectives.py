@@ -74,6 +74,21 @@ def crossed_groups() -> None:
 
 
 @deadlock(
+    3,
+    ORDER,
+    (0, 1, 2),
+    "rank 1 waits in barrier (call 1 of ranks 0-2) on the default group for ranks 0 and 2",
+    "and others have not: let all ranks do both.",
+)
+def joins_again_alone() -> None:
+    """Only rank 1 leaves the default group and joins another."""
+    if me() == 1:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+    dist.barrier()
+
+
+@deadlock(
     4,
     ORDER,
     (0, 1, 2, 3),

@@ -55,6 +55,8 @@ JOIN = "dist.init_process_group()"
 ON_ONE_RANK = {  # what a rank does while the others wait for it, and what is shown
     "raise GeneratorExit('here')": "here",
     "quit()": "rank 1",
+    "import os; os.abort()": "rank 1 of 4 ended by SIGABRT, cell",
+    "import os, signal; os.killpg(0, signal.SIGTERM)": "rank 1 of 4 ended by SIGTERM, cell",
     "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": "rank 1",
     "import signal; signal.raise_signal(signal.SIGTERM)": "rank 1",
     "import threading; threading.Event().wait()": "rank 1",
@@ -105,7 +107,28 @@ SESSIONS = {
         "[w.wait() for w in dist.batch_isend_irecv(ops)]",
         says="deadlock",
     ),
+    # Errors in processes and callbacks
+    "exception in a process of a DataLoader": on_ranks(
+        "from torch.utils.data import DataLoader\nclass Images:\n    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): return i / (i != 2 or rank)\n"
+        "for x in DataLoader(Images(), num_workers=1): dist.all_reduce(x)",
+        says="in __getitem__\n    def __getitem__(self, i): return i / (i != 2 or rank)",
+    ),
+    "exception in a callback": on_ranks(
+        "work = dist.all_reduce(torch.ones(1), async_op=True)\nwork.wait()\n"
+        "work.get_future().then(lambda future: 1 / 0).wait()",
+        says="ZeroDivisionError: division by zero\n\nAt:\n  cell",
+    ),
     # Endless loops and interrupts
+    "%pull that never ends": Session(
+        [
+            "%%ranks\nclass Slow:\n    def __deepcopy__(self, memo):\n        while True: pass\n"
+            "slow = Slow()",
+            "%pull slow",
+        ],
+        "CellFailed: rank 0 was interrupted at cell",
+        interrupt_s=0.3,
+    ),
     "two endless loops": on_ranks(LOOP, LOOP, says="rank 2 was interrupted at", interrupt_s=0.2),
     "endless sleep": on_ranks("import time\nwhile True: time.sleep(1)", says="only sleeps"),
     "endless printing": on_ranks("while True: print('x')", says="interrupted", interrupt_s=0.3),
@@ -147,8 +170,20 @@ SESSIONS = {
     "all ranks leave the group": on_ranks(
         "dist.destroy_process_group()",
         "dist.barrier()",
-        says="not been initialized",
+        says="rank 0 has destroyed its process group at cell",
         repair=f"%%ranks\n{JOIN}",
+    ),
+    "a rank that leaves the group and joins again": on_ranks(
+        "if rank == 1:\n    dist.destroy_process_group()\n    dist.init_process_group()",
+        "dist.barrier()",
+        says="rank 1",
+        repair=f"%%ranks\ndist.destroy_process_group()\n{JOIN}",
+    ),
+    "ranks that leave the group, one cell later": on_ranks(
+        "if rank == 1: dist.destroy_process_group()",
+        "dist.barrier()",
+        says="rank 1 has destroyed its process group at cell",
+        repair=f"%%ranks\nif rank != 1: dist.destroy_process_group()\n{JOIN}",
     ),
     "a rank that joins twice": on_ranks("dist.init_process_group()", says="rank 0"),
     "names that are overwritten": on_ranks(

@@ -563,7 +563,7 @@ def test_a_rank_that_cannot_be_interrupted_ends_the_session(
         select.select([], [], [], 0.6)  # in C, like a library's own waiting
 
     assert isinstance(interrupted(session, waits_outside).error, KeyboardInterrupt)
-    message = "cannot go on: rank 0 was interrupted at test_session.*Begin a new session"
+    message = "cannot go on: rank 0 was interrupted at test_session.*Begin new ones"
     with pytest.raises(RuntimeError, match=message):
         session.run(total)
     time.sleep(0.6)  # the thread ends
@@ -824,7 +824,7 @@ def test_a_run_in_another_thread_can_be_interrupted(
 
 def test_a_run_inside_a_run_is_refused(session: Session) -> None:
     error = session.run(lambda _: session.run(total)).error
-    assert "the session runs a function already" in str(error)
+    assert "the ranks run a function already" in str(error)
     assert_it_works(session)
 
 
