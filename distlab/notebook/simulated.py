@@ -16,6 +16,7 @@ from distlab.notebook.lanes import lanes
 from distlab.notebook.names import kinds, variable_lines
 from distlab.notebook.output import RankOutput, shown_in
 from distlab.notebook.reloading import ReloadError, Watch, reload
+from distlab.notebook.shared import SharedTorch
 from distlab.notebook.world import Ran
 from distlab.sim import Cluster, Deadlock, Lap, Options, Session
 from distlab.sim.postmortem.standstill import ABSENT
@@ -47,6 +48,7 @@ class SimulatedRanks:
         self._session.run(self._begin)
         self._last: Lap[Any] | None = None
         self._last_name = ""  # of the cell
+        self._shared: SharedTorch | None = None  # until a cell runs, and earlier ranks have ended
 
     def _begin(self, rank: int) -> None:
         has_gpu = torch.cuda.is_available()
@@ -64,6 +66,7 @@ class SimulatedRanks:
 
     def run(self, cell: Cell, outputs: Mapping[int, RankOutput]) -> Ran:
         """Run a cell on the ranks that have an output."""
+        shared = self._shared = self._shared or SharedTorch()
         try:
             self._reload(outputs)
         except ReloadError as failed:
@@ -78,7 +81,7 @@ class SimulatedRanks:
         error = str(lap.error or "")
         if isinstance(lap.error, Deadlock) and ABSENT in error:
             error += "\n%%ranks alone runs a cell on all ranks."
-        return Ran(error, lap.wrong, _cost(lap))
+        return Ran(error, [*lap.wrong, *shared.news()], _cost(lap))
 
     def _reload(self, outputs: Mapping[int, RankOutput]) -> None:
         """Load edited files again, on all ranks that have imported them.
@@ -146,8 +149,10 @@ class SimulatedRanks:
         return lanes(self._session, self._last, self._last_name)
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks, and give torch back what they have replaced."""
         self._session.close()
+        if self._shared:
+            self._shared.restore()
 
 
 CPU = torch.device("cpu")
