@@ -7,7 +7,9 @@ queues, futures, executors), block it in virtual time instead of real time.
     rank 0            all_reduce · · · · · · · · · · all_reduce
     its heartbeat     sleep 1 s ── store.set ── sleep 1 s ── store.set
 
-Locks created before the world runs stay real, because their owners do not communicate.
+Locks created before the world runs stay real, because their owners do not communicate. So do locks
+and threads that ``multiprocessing`` and ``ProcessPoolExecutor`` create for themselves: they wait in
+real time for processes outside the simulated world, and so does a rank that waits for them.
 """
 
 import contextlib
@@ -24,8 +26,9 @@ from concurrent.futures import _base as futures
 from concurrent.futures import thread as pools
 from functools import partial
 from itertools import count
+from types import FrameType
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from distlab.sim.engine.clock import Clock
 from distlab.sim.engine.patience import POLL_S
@@ -48,6 +51,8 @@ _real_start, _real_join, _real_is_alive = (
 _real_select: Any = selectors.DefaultSelector.select
 NO_THREAD = -1  # matches no thread, so that `call_site` cannot fall back to a thread's start
 MAX_PAUSE_S = 1e-3  # longest pause between two polls of files
+# Modules whose locks are for the code that calls them.
+_ON_BEHALF = ("threading", "queue", "concurrent.futures._base")
 STRAND = "_distlab_strand"  # attribute of a rank's thread that holds its strand
 
 
@@ -75,6 +80,7 @@ class Threads:
         self._around, self.notes = around, ThreadNotes(places)
         self._queues: Any = WeakKeyDictionary()  # not Python's, which awaits its threads at exit
         self._plain = threading.local()  # flags threads that currently get real locks
+        self._of_processes = WeakSet[Any]()  # real locks that ranks have made
 
     def install(self, replace: Replace) -> None:
         """Replace Python's locks and threads with simulated ones."""
@@ -87,6 +93,7 @@ class Threads:
         replace(queue, "time", time.monotonic)
         replace(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
         replace(pools, "_threads_queues", self._queues)
+        self._make_waiters = replace(futures, "_create_and_install_waiters", self._waiter)
         replace(futures.LOGGER, "filters", [*futures.LOGGER.filters, _says_something])
         self.notes.watch_results(replace, self.running)
         replace(sys, "unraisablehook", partial(_say_unraised, sys.unraisablehook))
@@ -107,14 +114,46 @@ class Threads:
         return self._scheduler.current if self.is_virtual() else None
 
     def _lock(self) -> Any:
-        is_of_rank = self.is_virtual() and not _is_for_processes()
-        return RankLock(self) if is_of_rank else _real_lock()
+        return RankLock(self) if self._is_for_rank() else self._real(_real_lock())
 
     def _rlock(self) -> Any:
-        is_of_rank = self.is_virtual() and not _is_for_processes()
         # The pure-Python RLock is built on `_allocate_lock`, and therefore on RankLock.
-        kind: Any = threading._PyRLock if is_of_rank else threading._CRLock  # type: ignore[attr-defined]
-        return kind()
+        of_rank: Any = threading._PyRLock  # type: ignore[attr-defined]
+        real: Any = threading._CRLock  # type: ignore[attr-defined]
+        return of_rank() if self._is_for_rank() else self._real(real())
+
+    def _is_for_rank(self) -> bool:
+        """Return whether a lock made now is simulated."""
+        return self.is_virtual() and not self._is_for_processes()
+
+    def _real(self, lock: Any) -> Any:
+        """Note a real lock if a rank makes it, and return it."""
+        if self.is_virtual():
+            self._of_processes.add(lock)
+        return lock
+
+    def _is_for_processes(self) -> bool:
+        """Return whether a lock made, or a thread started, now waits for real processes.
+
+        A condition makes a lock for each wait: that is as real as the condition's own.
+        """
+        frame: FrameType | None = outside()
+        while frame is not None and _module(frame) in _ON_BEHALF:
+            if frame.f_code is threading.Condition.wait.__code__:
+                return frame.f_locals["self"]._lock in self._of_processes
+            frame = frame.f_back
+        name = "" if frame is None else _module(frame)
+        return name.startswith("multiprocessing.") or name == "concurrent.futures.process"
+
+    def _waiter(self, waited: Any, return_when: object) -> Any:
+        """Make what waits for some of several futures: for real if a process computes one."""
+        locks = [future._condition._lock for future in waited]
+        if not self.is_virtual() or self._of_processes.isdisjoint(locks):
+            return self._make_waiters(waited, return_when)
+        with self._plain_locks():
+            waiter = self._make_waiters(waited, return_when)
+        self._of_processes.add(waiter.event._cond._lock)
+        return waiter
 
     @contextlib.contextmanager
     def _plain_locks(self) -> Iterator[None]:
@@ -139,7 +178,7 @@ class Threads:
     def _start(self, thread: Any) -> None:
         if not self._rank_states.is_in_rank():
             _real_start(thread)
-        elif _is_for_processes():
+        elif self._is_for_processes():
             self._start_for_real(thread)
         else:
             site, *_ = self._places.call_site()
@@ -283,12 +322,8 @@ class Threads:
         self._clock.read()
 
 
-def _is_for_processes() -> bool:
-    """Return whether the call comes from ``multiprocessing``, for example for a data loader.
-
-    The threads of ``multiprocessing`` wait in real time for processes outside the simulated world.
-    """
-    return str(outside().f_globals.get("__name__", "")).startswith("multiprocessing.")
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _says_something(record: logging.LogRecord) -> bool:
