@@ -34,6 +34,7 @@ from torch.distributed.tensor import _redistribute as redistribution
 
 from distlab.process_group.joining import keeping_work
 from distlab.sim.engine.clock import Clock
+from distlab.sim.engine.scheduler import Scheduler
 from distlab.sim.gpu.cuda import index_from
 from distlab.sim.gpu.group import Fleet
 from distlab.sim.isolation.compiling import Compiler
@@ -63,6 +64,7 @@ OfRanks = Callable[[Any, str, Callable[..., Any]], None]  # (owner, name, functi
 class RankHost(Protocol):
     """The parts of a world that the patches to torch and Python use."""
 
+    scheduler: Scheduler
     clock: Clock
     rank_states: RankStates
     groups: Groups
@@ -124,7 +126,7 @@ def installed(host: RankHost) -> Iterator[None]:
         else:
             _patch_backends(replace)
         _patch_rpc(of_ranks, host.rank_states)
-        _patch_spawning(of_ranks, host.rank_states)
+        _patch_spawning(of_ranks, host)
         _patch_generators(of_ranks, host.rank_states)
         of_ranks(torch, "compile", Compiler(host.places))
         # FSDP's own profiler keeps the parts that it times in one set for the process.
@@ -574,21 +576,27 @@ def _patch_rpc(of_ranks: OfRanks, rank_states: RankStates) -> None:
     of_ranks(torch.distributed.rpc, "init_rpc", refuse)
 
 
-def _patch_spawning(of_ranks: OfRanks, rank_states: RankStates) -> None:
+def _patch_spawning(of_ranks: OfRanks, host: RankHost) -> None:
     """Refuse to start further ranks."""
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError(
-            f"rank {rank_states.current} cannot start processes by torch.multiprocessing.spawn: "
-            "distlab sim has started the ranks already, as torchrun does, because the script asks "
-            "for RANK, LOCAL_RANK or WORLD_SIZE before, joins a group before, or imports what "
-            "calls spawn. If it asks for the number of its node, set that: RANK=0 WORLD_SIZE=1 "
-            "distlab sim …"
+            f"rank {host.rank_states.current} cannot start processes by "
+            f"torch.multiprocessing.spawn: {_IN_SESSION if is_session else _IN_SCRIPT}"
         )
 
+    is_session = host.scheduler.keeps_threads
     spawning = sys.modules["torch.multiprocessing.spawn"]  # the package's name is its function
     for owner in (spawning, torch.multiprocessing):
         of_ranks(owner, "start_processes", refuse)
+
+
+_IN_SESSION = "the cell runs on the ranks already, so call the function itself"
+_IN_SCRIPT = (
+    "distlab sim has started the ranks already, as torchrun does, because the script asks for "
+    "RANK, LOCAL_RANK or WORLD_SIZE before, joins a group before, or imports what calls spawn. If "
+    "it asks for the number of its node, set that: RANK=0 WORLD_SIZE=1 distlab sim …"
+)
 
 
 def _patch_generators(of_ranks: OfRanks, rank_states: RankStates) -> None:

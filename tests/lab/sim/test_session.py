@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -775,6 +776,12 @@ def test_a_loaders_processes_load_in_later_runs_and_end_with_the_session(begin: 
     processes = [process for kept in KEPT[::2] for process in kept["batches"]._workers]
     session.close()
     assert [process.is_alive() for process in processes] == [False, False]
+
+
+def test_a_rank_cannot_spawn_because_the_session_has_started_the_ranks(session: Session) -> None:
+    error = session.run(lambda _: torch.multiprocessing.spawn(total, nprocs=2)).error  # type: ignore[no-untyped-call]
+    assert "rank 0 cannot start processes by torch.multiprocessing.spawn: the cell" in str(error)
+    assert_it_works(session)
 
 
 def test_the_process_ends_without_waiting_for_threads_of_ranks() -> None:
