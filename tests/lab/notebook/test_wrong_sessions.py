@@ -114,6 +114,11 @@ SESSIONS = {
         "for x in DataLoader(Images(), num_workers=1): dist.all_reduce(x)",
         says="in __getitem__\n    def __getitem__(self, i): return i / (i != 2 or rank)",
     ),
+    "exception in a pool of processes": on_ranks(
+        "import multiprocessing\n"
+        "with multiprocessing.get_context('fork').Pool(1) as pool: pool.map(int, ['x'])",
+        says="ValueError: invalid literal for int()",
+    ),
     "exception in a callback": on_ranks(
         "work = dist.all_reduce(torch.ones(1), async_op=True)\nwork.wait()\n"
         "work.get_future().then(lambda future: 1 / 0).wait()",

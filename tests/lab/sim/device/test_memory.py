@@ -160,16 +160,23 @@ def test_parameters_are_known_however_they_are_made() -> None:
 
 
 def test_nothing_stays_installed() -> None:
-    shared = nn.Linear(2, 2)
+    shared, before = nn.Linear(2, 2), installed()
     with memory(), memory_of_another_thread():
         shared(torch.ones(1, 2)).sum().backward()
         assert shared.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
         assert "resize_" in vars(UntypedStorage)
     assert not shared.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    assert "resize_" not in vars(UntypedStorage)
-    assert not _global_parameter_registration_hooks
-    assert not _global_optimizer_pre_hooks
-    assert not _global_optimizer_post_hooks
+    assert installed() == before
+
+
+def installed() -> tuple[bool, int, int, int]:
+    """Return what is installed; a rank of another test, parked for ever, may need some of it."""
+    hooks = (
+        _global_parameter_registration_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return ("resize_" in vars(UntypedStorage), *map(len, hooks))
 
 
 @contextmanager
