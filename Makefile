@@ -15,8 +15,8 @@ WHOLE_OUTPUTS := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 help:
 	@echo "make demo    train a model on real images with 1 and with 4 workers (under a minute)"
-	@echo "make test    grade the solutions, run the tests (4 minutes on two idle cores)"
-	@echo "make test-all    all tests, also those of whole programs on real processes (15 minutes)"
+	@echo "make test    grade the solutions, run the tests (4 to 9 minutes on two cores)"
+	@echo "make test-all    all tests, also those of whole programs on real processes (15 to 30 minutes)"
 	@echo "make gpu     run the course on the NVIDIA GPUs of this host; figures in out/gpu"
 	@echo "make lab     open the notebooks in JupyterLab"
 	@echo "make lint    ruff and mypy          make format   let ruff rewrite the files, empty notebooks"
