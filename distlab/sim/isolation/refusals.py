@@ -116,7 +116,8 @@ class Refusals:
                 return find()
             raise ValueError(
                 f"rank {states.current} has destroyed its process group at {place(left_at)}. "
-                "Communicate before that, or let all ranks destroy it and call init_process_group"
+                "Communicate before that, or begin anew: destroy_process_group() on the ranks that "
+                "still have one, then init_process_group() on all"
             )
 
         update = replace(c10d, "_update_default_pg", update_default_group)
